@@ -1,0 +1,73 @@
+"""How even the steps are, and how many compiled programs they use, while there is a backlog.
+
+Fixed-size passes matter twice to a compiler: no padding, and one program in the steady state.
+Only steps planned while requests wait are counted; the end of the run is not steady.
+"""
+
+from __future__ import annotations
+
+from statistics import fmean, pstdev
+
+from table import print_table
+from virtual_clock import linear_us, simulate
+from workloads import backlog, from_arguments
+
+from jaxserve.engine.policies import POLICIES
+from jaxserve.engine.scheduler import SchedulerConfig
+from jaxserve.kv.pages import PagePool
+from jaxserve.runtime.buckets import Buckets
+
+ROWS = 128
+BUDGET = 640
+
+
+def main() -> None:
+    jobs = backlog(from_arguments(__doc__, count=1024, rate_per_s=1))
+    buckets = Buckets.from_config(ROWS, BUDGET)
+    rows = []
+    for policy in POLICIES:
+        config = SchedulerConfig(
+            policy=policy,
+            max_num_seqs=ROWS,
+            max_num_batched_tokens=BUDGET,
+            max_prefill_chunks=16,
+            max_prefill_tokens=buckets.max_prefill_tokens,
+            max_model_len=8192,
+        )
+        run = simulate(jobs, config, PagePool(20_001, 16), linear_us(1, 0))
+        steady = [step for step in run.steps if step.num_waiting]
+        tokens = [step.num_tokens for step in steady]
+        keys = [buckets.pick(step.num_decodes, step.num_prefill_tokens) for step in steady]
+        padded = sum(key.num_tokens for key in keys)
+        rows.append(
+            (
+                policy,
+                len(steady),
+                fmean(tokens),
+                pstdev(tokens) / fmean(tokens),
+                100 * (1 - sum(tokens) / padded),
+                len(set(keys)),
+                100 * max(map(keys.count, set(keys))) / len(keys),
+                padded,
+            )
+        )
+    unsplit = next(row[-1] for row in rows if row[0] == "orca")
+    print_table(
+        f"{len(jobs)} requests, {ROWS} rows, {BUDGET} tokens a step, "
+        f"{len(buckets.keys())} programs compiled",
+        (
+            "scheduler",
+            "steps",
+            "tokens/step",
+            "CV",
+            "padding %",
+            "programs",
+            "most used %",
+            "orca / this, padded",
+        ),
+        [(*row[:-1], unsplit / row[-1]) for row in rows],
+    )
+
+
+if __name__ == "__main__":
+    main()

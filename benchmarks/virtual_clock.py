@@ -1,0 +1,155 @@
+"""Runs the real scheduler against a clock that only a cost function moves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+
+from workloads import Job
+
+from jaxserve.engine.plan import StepPlan
+from jaxserve.engine.scheduler import Scheduler, SchedulerConfig
+from jaxserve.engine.sequence import Sequence
+from jaxserve.kv.pages import PagePool
+from jaxserve.sampling_params import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step that ran, and the state it was planned in."""
+
+    start_us: int
+    end_us: int
+    num_decodes: int
+    num_prefill_tokens: int
+    num_running: int
+    num_waiting: int
+    num_used_pages: int
+    num_kv_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + self.num_prefill_tokens
+
+
+@dataclasses.dataclass
+class Run:
+    """What happened: every step, every job's sequence, and when each of its tokens was ready."""
+
+    steps: list[Step]
+    sequences: list[Sequence]
+    token_us: list[list[int]]
+
+    @property
+    def first_token_us(self) -> list[int]:
+        """Time to first token of every job that got one."""
+        return [
+            times[0] - seq.arrival_us for seq, times in zip(self.sequences, self.token_us) if times
+        ]
+
+    @property
+    def between_tokens_us(self) -> list[int]:
+        """Every time between two tokens of one job."""
+        return [b - a for times in self.token_us for a, b in pairwise(times)]
+
+    @property
+    def num_preemptions(self) -> int:
+        return sum(seq.num_preemptions for seq in self.sequences)
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return sum(map(len, self.token_us)) * 1e6 / self.steps[-1].end_us
+
+    @property
+    def mean_running(self) -> float:
+        """Sequences that hold memory, averaged over steps."""
+        return sum(step.num_running for step in self.steps) / len(self.steps)
+
+
+def linear_us(base_us: int, per_token_us: int) -> Callable[[StepPlan], int]:
+    """Step time a + b · tokens."""
+    return lambda plan: base_us + per_token_us * plan.num_tokens
+
+
+def simulate(
+    jobs: Iterable[Job],
+    config: SchedulerConfig,
+    pool: PagePool,
+    step_us: Callable[[StepPlan], int],
+    delay: int = 1,
+    on_step: Callable[[Scheduler, StepPlan], None] | None = None,
+) -> Run:
+    """Serves the jobs to the end.
+
+    Tokens are collected `delay` steps late: with 1, step N+1 is planned before step N is read, as
+    the engine does. A job's n-th token has the id n. `on_step` sees each plan as it is made.
+    """
+    scheduler = Scheduler(config, pool)
+    jobs = list(jobs)
+    sequences = [_sequence(seq_id, job) for seq_id, job in enumerate(jobs)]
+    arrivals = deque(sorted(sequences, key=lambda seq: seq.arrival_us))
+    aborts = deque(sorted((j.abort_us, i) for i, j in enumerate(jobs) if j.abort_us is not None))
+    in_flight: deque[tuple[StepPlan, int]] = deque()
+    run = Run([], sequences, [[] for _ in jobs])
+    now = 0
+
+    def collect() -> None:
+        plan, end_us = in_flight.popleft()
+        for chunk in (*plan.decodes, *plan.prefills):
+            if chunk.samples and scheduler.collect(chunk, chunk.output_index):
+                seq = chunk.seq
+                run.token_us[seq.seq_id].append(end_us)
+                if len(seq.output_token_ids) == jobs[seq.seq_id].output_tokens:
+                    scheduler.finish(seq, "stop")
+                elif len(seq.output_token_ids) == seq.max_tokens:
+                    scheduler.finish(seq, "length")
+
+    while arrivals or scheduler.has_work:
+        while arrivals and arrivals[0].arrival_us <= now:
+            scheduler.add(arrivals.popleft())
+        while aborts and aborts[0][0] <= now:
+            scheduler.abort(aborts.popleft()[1])
+        while len(in_flight) > delay:
+            collect()
+        plan = scheduler.schedule()
+        if on_step is not None:
+            on_step(scheduler, plan)
+        if not plan.empty:
+            end_us = now + step_us(plan)
+            run.steps.append(_step(scheduler, plan, now, end_us))
+            in_flight.append((plan, end_us))
+            now = end_us
+        elif in_flight:
+            collect()
+        elif arrivals:
+            now = arrivals[0].arrival_us
+        elif scheduler.has_work:
+            raise RuntimeError(f"{scheduler.num_waiting} sequences wait and none can run")
+    return run
+
+
+def _sequence(seq_id: int, job: Job) -> Sequence:
+    return Sequence(
+        seq_id=seq_id,
+        request_id=str(seq_id),
+        index=0,
+        prompt_token_ids=[0] * job.prompt_tokens,
+        params=SamplingParams(max_tokens=job.max_tokens),
+        arrival_us=job.arrival_us,
+        priority=job.priority,
+    )
+
+
+def _step(scheduler: Scheduler, plan: StepPlan, start_us: int, end_us: int) -> Step:
+    return Step(
+        start_us=start_us,
+        end_us=end_us,
+        num_decodes=len(plan.decodes),
+        num_prefill_tokens=plan.num_prefill_tokens,
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        num_used_pages=scheduler.pool.num_used,
+        num_kv_tokens=sum(seq.num_computed for seq in scheduler.running),
+    )

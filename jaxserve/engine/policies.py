@@ -1,0 +1,42 @@
+"""Five published schedulers as settings of one procedure (`scheduler.py`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Four independent choices.
+
+    joins: whether waiting sequences may join a running batch, or only form the next one when the
+        engine is idle.
+    pages: "reserve" takes pages for the prompt and every token the request may generate when it
+        is admitted, and so never preempts; "grow" takes them for the prompt alone, adds one page
+        at a time, and preempts the last sequence when there is none.
+    prefill: "alone" runs a step of prefills and nothing else whenever there is one to run;
+        "mixed" adds prefills to a step that already holds every decode.
+    chunk: "whole" splits a prompt only when it is larger than a step; "budget" also splits it to
+        fill the token budget, but never into pieces below the floor; "exact" fills the budget to
+        the last token, splitting two prompts where one piece would fall below the floor.
+    """
+
+    joins: bool
+    pages: Literal["reserve", "grow"]
+    prefill: Literal["alone", "mixed"]
+    chunk: Literal["whole", "budget", "exact"]
+
+
+POLICIES: dict[str, Policy] = {
+    # Request-level batching, as servers did before Orca.
+    "static": Policy(joins=False, pages="reserve", prefill="alone", chunk="whole"),
+    # Orca (Yu et al., OSDI 2022): iteration-level scheduling, memory reserved up front.
+    "orca": Policy(joins=True, pages="reserve", prefill="mixed", chunk="whole"),
+    # vLLM (Kwon et al., SOSP 2023): paged KV, prompts before decodes.
+    "vllm": Policy(joins=True, pages="grow", prefill="alone", chunk="whole"),
+    # Sarathi-Serve (Agrawal et al., OSDI 2024): chunked prefills that never stall a decode.
+    "sarathi": Policy(joins=True, pages="grow", prefill="mixed", chunk="budget"),
+    # Dynamic SplitFuse (DeepSpeed-FastGen, 2024): every pass at the same token count.
+    "splitfuse": Policy(joins=True, pages="grow", prefill="mixed", chunk="exact"),
+}

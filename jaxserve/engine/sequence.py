@@ -1,0 +1,105 @@
+"""A sequence: one sampled continuation of a prompt, and how far the device has got with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxserve.sampling_params import SamplingParams
+
+
+class Status(enum.Enum):
+    """Where a sequence is. RUNNING means that it holds pages and a slot, or has just used them
+    up: its last token is dispatched and only waits to be collected."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Sequence:
+    """The mutable record of one sequence. Only the scheduler changes its state fields.
+
+    Steps are dispatched before the tokens of the step before have been read, so the state runs
+    ahead of the host: `num_computed` counts KV entries that *dispatched* steps have written, and
+    `num_in_flight` counts sampled tokens that exist on the device but not yet in
+    `output_token_ids`. Always `num_computed < num_tokens` while the sequence is unfinished.
+    """
+
+    seq_id: int
+    request_id: str
+    index: int
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival_us: int
+    priority: int = 0
+
+    order: tuple[int, int, int] = dataclasses.field(init=False)
+    """Sort key of every queue: priority (lower runs first), arrival, id."""
+    output_token_ids: list[int] = dataclasses.field(default_factory=list)
+    num_in_flight: int = 0
+    num_computed: int = 0
+    prefill_end: int = 0
+    """Tokens that had to be prefilled when it was last admitted; from there on it decodes."""
+    kv_limit: int = 0
+    """KV entries it can ever need, set when it is added to a scheduler: those of its prompt and of
+    all it may sample but the last token, which is never fed back."""
+    pages: list[int] = dataclasses.field(default_factory=list)
+    slot: int | None = None
+    """Its row of per-sequence device state; stable while it runs."""
+    status: Status = Status.WAITING
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.order = (self.priority, self.arrival_us, self.seq_id)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens sampled so far, read by the host or not."""
+        return len(self.output_token_ids) + self.num_in_flight
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose KV is still to be computed; 1 for a decode."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether its next token is fed from the device and not from the host."""
+        return self.status is Status.RUNNING and self.num_computed >= self.prefill_end
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens it may sample: `params.max_tokens` within the context limit."""
+        return self.kv_limit - self.num_prompt + 1
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        """Prompt and collected output, as a new list."""
+        return self.prompt_token_ids + self.output_token_ids
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Tokens at positions `start .. stop - 1`, which the host must know."""
+        num_prompt = self.num_prompt
+        if stop <= num_prompt:
+            return self.prompt_token_ids[start:stop]
+        if start >= num_prompt:
+            return self.output_token_ids[start - num_prompt : stop - num_prompt]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: stop - num_prompt]

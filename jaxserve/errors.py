@@ -1,0 +1,45 @@
+"""Every error a user can meet. Each message names the offending value and the way out.
+
+Two families matter to a caller. A `RequestError` concerns one request, which fails alone;
+anything else concerns the model or the engine, and is raised before the first request.
+"""
+
+
+class JaxserveError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class ConfigError(JaxserveError, ValueError):
+    """An engine setting is out of range or contradicts another."""
+
+
+class ModelError(JaxserveError):
+    """A model cannot be found, read or understood."""
+
+
+class UnsupportedModelError(ModelError):
+    """The architecture, or a feature its config asks for, is not implemented."""
+
+
+class WeightsError(ModelError):
+    """A weight file is missing, corrupt, or does not match the model's config."""
+
+
+class MemoryPlanError(JaxserveError):
+    """Weights, KV pool and program temporaries do not fit the device."""
+
+
+class ProgramMissError(JaxserveError):
+    """A step asked for a shape outside the compiled set. Never compiled behind the user's back."""
+
+
+class EngineClosedError(JaxserveError, RuntimeError):
+    """The engine was closed, or its loop died of the error given as the cause."""
+
+
+class RequestError(JaxserveError, ValueError):
+    """A request is malformed: contradictory sampling fields, token ids out of range, and so on."""
+
+
+class PromptTooLongError(RequestError):
+    """The prompt leaves no room to generate within the context, or can never fit the KV pool."""

@@ -1,0 +1,171 @@
+"""The Llama family: Llama 2 and 3, SmolLM2 and 3, Mistral, Qwen2 and 2.5, Qwen3.
+
+Pre-norm blocks of rotary grouped-query attention and a SwiGLU MLP. The members differ in what the
+config says: biases, per-head norms on queries and keys, sliding windows, layers without rotation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jaxserve.models import layers, rope
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.family import Attention, Family, Params, ParamSpec, Part
+from jaxserve.models.hf_config import common_config
+
+
+def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
+    """ModelConfig of any member, from its parsed `config.json`."""
+    architecture = raw["architectures"][0]
+    everywhere = raw.get("attention_bias", False)
+    num_layers = raw["num_hidden_layers"]
+    rotates: tuple[bool, ...] = ()
+    if architecture == "SmolLM3ForCausalLM":
+        interval = raw.get("no_rope_layer_interval", 4)
+        flags = raw.get("no_rope_layers") or [(i + 1) % interval for i in range(num_layers)]
+        rotates = tuple(bool(flag) for flag in flags)
+    return common_config(
+        raw,
+        qkv_bias=everywhere or architecture == "Qwen2ForCausalLM",
+        output_bias=everywhere,
+        mlp_bias=raw.get("mlp_bias", False),
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        rope_layers=rotates,
+    )
+
+
+def param_specs(config: ModelConfig) -> Params:
+    """Tree of ParamSpec: shapes, logical axes, and the checkpoint tensors each is made of."""
+    vocab, hidden = config.vocab_size, config.hidden_size
+    specs: Params = {
+        "embed": _one("model.embed_tokens.weight", (vocab, hidden), ("vocab", "embed")),
+        "final_norm": _one("model.norm.weight", (hidden,), ("embed",), init="ones"),
+        "layers": [_layer_specs(config, f"model.layers.{i}.") for i in range(config.num_layers)],
+    }
+    if not config.tie_word_embeddings:
+        specs["lm_head"] = _one("lm_head.weight", (vocab, hidden), ("vocab", "embed"))
+    return specs
+
+
+def _layer_specs(config: ModelConfig, prefix: str) -> dict[str, ParamSpec]:
+    hidden, ff = config.hidden_size, config.intermediate_size
+    kv_heads, group, dim = config.num_kv_heads, config.queries_per_kv, config.head_dim
+    attn, mlp = prefix + "self_attn.", prefix + "mlp."
+
+    def qkv(suffix: str, inputs: tuple[int, ...], axes: tuple[str, ...]) -> ParamSpec:
+        """Queries, key and value of each KV head side by side, so that they shard together."""
+        return ParamSpec(
+            shape=(kv_heads, group + 2, dim, *inputs),
+            axes=("kv_heads", "qkv", "head_dim", *axes),
+            parts=(
+                Part(attn + "q_proj." + suffix, (kv_heads, group, dim, *inputs)),
+                Part(attn + "k_proj." + suffix, (kv_heads, 1, dim, *inputs)),
+                Part(attn + "v_proj." + suffix, (kv_heads, 1, dim, *inputs)),
+            ),
+            concat_axis=1,
+            init="normal" if inputs else "zeros",
+        )
+
+    def gate_up(suffix: str, inputs: tuple[int, ...], axes: tuple[str, ...]) -> ParamSpec:
+        return ParamSpec(
+            shape=(2, ff, *inputs),
+            axes=("gate_up", "mlp", *axes),
+            parts=(
+                Part(mlp + "gate_proj." + suffix, (1, ff, *inputs)),
+                Part(mlp + "up_proj." + suffix, (1, ff, *inputs)),
+            ),
+            init="normal" if inputs else "zeros",
+        )
+
+    out_axes = ("embed", "kv_heads", "queries", "head_dim")
+    specs = {
+        "attn_norm": _one(prefix + "input_layernorm.weight", (hidden,), ("embed",), init="ones"),
+        "qkv": qkv("weight", (hidden,), ("embed",)),
+        "attn_out": _one(attn + "o_proj.weight", (hidden, kv_heads, group, dim), out_axes),
+        "mlp_norm": _one(
+            prefix + "post_attention_layernorm.weight", (hidden,), ("embed",), init="ones"
+        ),
+        "gate_up": gate_up("weight", (hidden,), ("embed",)),
+        "down": _one(mlp + "down_proj.weight", (hidden, ff), ("embed", "mlp")),
+    }
+    if config.qkv_bias:
+        specs["qkv_bias"] = qkv("bias", (), ())
+    if config.output_bias:
+        specs["attn_out_bias"] = _one(attn + "o_proj.bias", (hidden,), ("embed",), init="zeros")
+    if config.mlp_bias:
+        specs["gate_up_bias"] = gate_up("bias", (), ())
+        specs["down_bias"] = _one(mlp + "down_proj.bias", (hidden,), ("embed",), init="zeros")
+    if config.qk_norm:
+        specs["q_norm"] = _one(attn + "q_norm.weight", (dim,), ("head_dim",), init="ones")
+        specs["k_norm"] = _one(attn + "k_norm.weight", (dim,), ("head_dim",), init="ones")
+    return specs
+
+
+def _one(
+    tensor: str, shape: tuple[int, ...], axes: tuple[str | None, ...], init: str = "normal"
+) -> ParamSpec:
+    return ParamSpec(shape=shape, axes=axes, parts=(Part(tensor, shape),), init=init)
+
+
+def forward(
+    params: Params,
+    config: ModelConfig,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    attention: Attention,
+) -> jax.Array:
+    """Normed final hidden states [hidden, tokens] of int32 token_ids and positions [tokens].
+
+    The layers are unrolled: a loop over stacked weights would copy each slice on CPU and GPU
+    (docs/decisions/002-unrolled-layers.md).
+    """
+    cos_sin = rope.rotation(config.rope, config.max_position_embeddings, positions)
+    x = layers.embed(params["embed"], token_ids)
+    for index, p in enumerate(params["layers"]):
+        normed = layers.rms_norm(x, p["attn_norm"], config.rms_norm_eps)
+        q, k, v = project_qkv(config, index, p, normed, cos_sin)
+        attended = attention(index, q, k, v, window=config.sliding_windows[index])
+        x = x + layers.linear(p["attn_out"], join_heads(attended), p.get("attn_out_bias"))
+        normed = layers.rms_norm(x, p["mlp_norm"], config.rms_norm_eps)
+        x = x + layers.gated_mlp(
+            normed, p["gate_up"], p["down"], p.get("gate_up_bias"), p.get("down_bias")
+        )
+    return layers.rms_norm(x, params["final_norm"], config.rms_norm_eps)
+
+
+def project_qkv(
+    config: ModelConfig,
+    index: int,
+    p: dict[str, jax.Array],
+    x: jax.Array,
+    cos_sin: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [tokens, heads, dim], keys and values [tokens, kv_heads, dim] of x [hidden, tokens]."""
+    kv_heads, group, dim = config.num_kv_heads, config.queries_per_kv, config.head_dim
+    qkv = layers.linear(p["qkv"], x, p.get("qkv_bias"))
+    qkv = qkv.reshape(kv_heads, group + 2, dim, -1)
+    q, k, v = qkv[:, :group], qkv[:, group], qkv[:, group + 1]
+    if config.qk_norm:
+        q = layers.rms_norm(q, p["q_norm"], config.rms_norm_eps)
+        k = layers.rms_norm(k, p["k_norm"], config.rms_norm_eps)
+    if config.rope_layers[index]:
+        q, k = rope.rotate(q, *cos_sin), rope.rotate(k, *cos_sin)
+    q = q.reshape(kv_heads * group, dim, -1)
+    return q.transpose(2, 0, 1), k.transpose(2, 0, 1), v.transpose(2, 0, 1)
+
+
+def join_heads(attended: jax.Array) -> jax.Array:
+    """[tokens, heads, dim] as [heads * dim, tokens]."""
+    return attended.reshape(attended.shape[0], -1).T
+
+
+def logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
+    """Logits float32 [vocab, rows] of hidden states [hidden, rows]."""
+    return layers.tied_or_own_logits(params.get("lm_head", params["embed"]), hidden)
+
+
+FAMILY = Family(
+    config_from_hf=config_from_hf, param_specs=param_specs, forward=forward, logits=logits
+)

@@ -1,0 +1,134 @@
+"""Cutting slices of parameters out of checkpoint tensors.
+
+A parameter is several tensors, reshaped and concatenated; a device holds a slice of it. Only the
+part of each tensor that the slice touches is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Protocol
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from jaxserve.errors import WeightsError
+from jaxserve.models.family import Params, ParamSpec, Part
+
+Index = tuple[slice, ...]
+_LISTED = 5
+_CPU_ALIGNMENT_BYTES = 64
+
+
+class TensorSource(Protocol):
+    """Tensors under their Hugging Face names, readable by slice."""
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Shape of a tensor, or None where there is no such tensor."""
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """The slice of a tensor, in any floating dtype that holds its values exactly."""
+
+    def unclaimed(self, names: set[str]) -> list[str]:
+        """Tensors besides `names` that a model must not leave out."""
+
+
+def check_tensors(source: TensorSource, specs: Params, where: str) -> None:
+    """Raise WeightsError unless the tensors are those the specs ask for, neither more nor less."""
+    parts = [part for spec in jax.tree.leaves(specs) for part in spec.parts]
+    problems = [problem for part in parts if (problem := _mismatch(source, part))]
+    problems += [
+        f"{name} has no place in the model"
+        for name in source.unclaimed({part.tensor for part in parts})
+    ]
+    if problems:
+        rest = f"\n  and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
+        raise WeightsError(
+            f"the tensors of {where} do not match its config:\n  "
+            + "\n  ".join(problems[:_LISTED])
+            + rest
+        )
+
+
+def assemble(source: TensorSource, spec: ParamSpec, index: Index, dtype: np.dtype) -> np.ndarray:
+    """The slice `index` of a parameter, in `dtype`. Slices have a start, a stop and no step."""
+    axis, begin = spec.concat_axis, 0
+    window = index[axis]
+    pieces = []
+    for part in spec.parts:
+        end = begin + part.shape[axis]
+        start, stop = max(window.start, begin), min(window.stop, end)
+        if start < stop:
+            inside = _with(index, axis, slice(start - begin, stop - begin))
+            pieces.append(_read_part(source, part, inside))
+        begin = end
+    if len(pieces) == 1 and pieces[0].dtype == dtype:
+        return pieces[0]
+    # Concatenating into `out` casts on the way.
+    out = aligned_empty(tuple(bounds.stop - bounds.start for bounds in index), dtype)
+    return np.concatenate(pieces, axis=axis, out=out, casting="unsafe")
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
+    """Uninitialised memory that JAX's CPU devices adopt as it is, instead of copying it."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(size + _CPU_ALIGNMENT_BYTES, np.uint8)
+    start = -raw.ctypes.data % _CPU_ALIGNMENT_BYTES
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _read_part(source: TensorSource, part: Part, index: Index) -> np.ndarray:
+    """The slice `index` of a tensor seen as `part.shape`.
+
+    Each tensor dimension is split into some of the part's. What the slice asks of the outermost
+    of those becomes a range of the tensor's rows or columns; the others are sliced after reading.
+    """
+    groups = _split(source.shape(part.tensor), part.shape)
+    ranges, shape, rest = [], list(part.shape), list(index)
+    for group in groups:
+        outermost = next((d for d in group if part.shape[d] > 1), None)
+        if outermost is None:
+            ranges.append(slice(0, 1))
+            continue
+        bounds = index[outermost]
+        stride = math.prod(part.shape[d] for d in group if d > outermost)
+        ranges.append(slice(bounds.start * stride, bounds.stop * stride))
+        shape[outermost] = bounds.stop - bounds.start
+        rest[outermost] = slice(None)
+    return source.read(part.tensor, tuple(ranges)).reshape(shape)[tuple(rest)]
+
+
+def _split(whole: tuple[int, ...], parts: tuple[int, ...]) -> list[range] | None:
+    """Dimensions of `parts` that each dimension of `whole` is split into; None if they do not fit.
+
+    (8, 6) is split by (2, 4, 1, 6) into dimensions 0 to 1 and 2 to 3.
+    """
+    groups, at = [], 0
+    for size in whole:
+        start, product = at, 1
+        while at < len(parts) and (product < size or parts[at] == 1):
+            product *= parts[at]
+            at += 1
+        if product != size:
+            return None
+        groups.append(range(start, at))
+    return groups if at == len(parts) else None
+
+
+def _mismatch(source: TensorSource, part: Part) -> str | None:
+    shape = source.shape(part.tensor)
+    if shape is None:
+        return f"{part.tensor} is missing"
+    if _split(shape, part.shape) is None:
+        return f"{part.tensor} has shape {list(shape)}; the config implies {_terse(part.shape)}"
+    return None
+
+
+def _terse(shape: Iterable[int]) -> list[int]:
+    return [size for size in shape if size > 1] or [1]
+
+
+def _with(index: Index, axis: int, bounds: slice) -> Index:
+    return (*index[:axis], bounds, *index[axis + 1 :])

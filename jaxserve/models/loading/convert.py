@@ -1,0 +1,59 @@
+"""Writing any model as an Orbax checkpoint, which loads by shard."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from jaxserve.errors import ModelError
+from jaxserve.models.loading.checkpoint import open_checkpoint
+from jaxserve.models.loading.orbax import save_params
+from jaxserve.models.loading.params import Progress, default_dtype, load_params
+from jaxserve.models.registry import get_family
+
+
+def convert(
+    source: str | Path | None,
+    destination: str | Path,
+    *,
+    dtype: str | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Write `source` (anything `open_checkpoint` opens) to the new directory `destination`.
+
+    The directory holds parameters, config, generation defaults and tokenizer, so it is a model by
+    itself, and it appears whole or not at all. Without `dtype` the weights are stored as the
+    current platform would load them. The host must hold the model once. Raises ModelError when
+    `destination` exists and is not an empty directory, and whatever opening `source` raises.
+    """
+    destination = Path(destination).expanduser().absolute()
+    if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
+        raise ModelError(f"{destination} already exists; give a new directory, or delete it first.")
+    checkpoint = open_checkpoint(source)
+    tokenizer = checkpoint.tokenizer()
+    family = get_family(checkpoint.config.architecture)
+    # On the host, so that a model larger than one accelerator can be converted.
+    host = SingleDeviceSharding(jax.devices("cpu")[0])
+    params = load_params(
+        checkpoint,
+        family,
+        dtype=dtype or default_dtype(jax.default_backend()),
+        shardings=jax.tree.map(lambda spec: host, family.param_specs(checkpoint.config)),
+        progress=progress,
+    )
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        dir=destination.parent, prefix=f".{destination.name}-"
+    ) as scratch:
+        staging = Path(scratch) / "model"
+        staging.mkdir()
+        save_params(params, staging)
+        for name, content in checkpoint.config_files().items():
+            (staging / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        tokenizer.save(staging)
+        staging.rename(destination)
+    return destination

@@ -1,0 +1,100 @@
+"""The text files beside the weights: config, generation defaults, tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Self
+
+from jaxserve.errors import ModelError
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.hf_config import token_ids
+from jaxserve.models.registry import get_family
+from jaxserve.text.tokenizer import Tokenizer
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+_SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelDirectory:
+    """A directory with a Hugging Face `config.json`, whatever its weights are."""
+
+    path: Path
+    config: ModelConfig
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Read the config of directory `path`; ModelError when it is absent or malformed."""
+        return cls(path, config_from_files(read_config_files(path)))
+
+    def tokenizer(self) -> Tokenizer:
+        """Raises ModelError when the directory has no tokenizer."""
+        return Tokenizer.from_directory(self.path)
+
+    def config_files(self) -> dict[str, dict[str, Any]]:
+        """Contents of `config.json` and, where there is one, `generation_config.json`."""
+        return read_config_files(self.path)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest that changes with the config."""
+        return self.fingerprint_with([])
+
+    def fingerprint_with(self, files: Iterable[Path]) -> str:
+        """Hex digest that changes with the config, or when one of `files` is written again."""
+        return fingerprint_of(files, json.dumps(self.config_files()).encode())
+
+
+def read_config_files(directory: Path) -> dict[str, dict[str, Any]]:
+    """File name to content; ModelError when `config.json` is absent or either is malformed."""
+    files = {CONFIG: _read_json(directory / CONFIG)}
+    generation = directory / GENERATION_CONFIG
+    return files | ({GENERATION_CONFIG: _read_json(generation)} if generation.is_file() else {})
+
+
+def config_from_files(files: dict[str, dict[str, Any]]) -> ModelConfig:
+    """ModelConfig from the parsed `config.json` and `generation_config.json`.
+
+    Where both name the end-of-sequence ids, the generation config wins: chat models end a turn
+    with a token that the base model's config does not know.
+    """
+    raw, generation = files[CONFIG], files.get(GENERATION_CONFIG, {})
+    architectures = raw.get("architectures")
+    if not architectures:
+        raise ModelError(
+            f"the config names no architecture (it has {sorted(raw)[:8]}); it needs a field like "
+            '"architectures": ["LlamaForCausalLM"].'
+        )
+    config = get_family(architectures[0]).config_from_hf(raw)
+    sampling = [(field, generation.get(field)) for field in _SAMPLING_FIELDS]
+    return dataclasses.replace(
+        config,
+        eos_token_ids=token_ids(generation.get("eos_token_id")) or config.eos_token_ids,
+        default_sampling=tuple((field, value) for field, value in sampling if value is not None),
+    )
+
+
+def fingerprint_of(files: Iterable[Path], header: bytes) -> str:
+    """Hex digest of the header's bytes and of the name, size and time of each file."""
+    digest = hashlib.sha256(header)
+    for path in sorted(files):
+        status = path.stat()
+        digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"there is no {path.name} in {path.parent}.") from None
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds a {type(content).__name__}, not a JSON object.")
+    return content

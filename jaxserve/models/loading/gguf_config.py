@@ -1,0 +1,135 @@
+"""GGUF metadata in the words of a Hugging Face `config.json`, so that families read one format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxserve.errors import UnsupportedModelError, WeightsError
+from jaxserve.models.loading.gguf_header import GgufFile
+from jaxserve.text.gguf_vocab import eos_token_ids
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",  # Mistral too: its GGUFs are of this architecture
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+def hf_config(file: GgufFile, tensors: set[str]) -> dict[str, Any]:
+    """The `config.json` that the model was converted from, as far as it matters here.
+
+    `tensors` are the GGUF names of all tensors, over all files of a split model. Raises
+    UnsupportedModelError for an architecture or feature that is not implemented, WeightsError
+    when a key is missing.
+    """
+    architecture = file.metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{file.path}: GGUF architecture {architecture!r} is not implemented; known are "
+            f"{', '.join(ARCHITECTURES)}."
+        )
+    keys = _Keys(file, architecture)
+    if keys.get("expert_count", 0):
+        raise UnsupportedModelError(f"{file.path}: mixtures of experts are not implemented.")
+    hidden, heads = keys["embedding_length"], keys["attention.head_count"]
+    head_dim = keys.get("attention.key_length", hidden // heads)
+    if keys.get("attention.value_length", head_dim) != head_dim:
+        raise UnsupportedModelError(
+            f"{file.path}: keys of {head_dim} and values of "
+            f"{keys['attention.value_length']} dimensions; they must be of one size."
+        )
+    vocabulary = file.metadata.get("tokenizer.ggml.tokens", ())
+    return {
+        "architectures": [ARCHITECTURES[architecture]],
+        "_name_or_path": file.metadata.get("general.name", file.path.stem),
+        "vocab_size": keys.get("vocab_size", len(vocabulary)),
+        "hidden_size": hidden,
+        "intermediate_size": keys["feed_forward_length"],
+        "num_hidden_layers": keys["block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.get("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": keys["context_length"],
+        "rms_norm_eps": keys["attention.layer_norm_rms_epsilon"],
+        "rope_theta": keys.get("rope.freq_base", 10_000.0),
+        "partial_rotary_factor": keys.get("rope.dimension_count", head_dim) / head_dim,
+        "rope_scaling": _rope_scaling(file, keys),
+        "sliding_window": keys.get("attention.sliding_window"),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": "blk.0.attn_output.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": list(eos_token_ids(file.metadata)),
+        "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
+    }
+
+
+def generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
+    """The sampling defaults a GGUF recommends, as in a `generation_config.json`."""
+    return {
+        name: metadata[f"general.sampling.{key}"]
+        for key, name in _SAMPLING.items()
+        if f"general.sampling.{key}" in metadata
+    }
+
+
+class _Keys:
+    """The metadata keys of one architecture, without their prefix."""
+
+    def __init__(self, file: GgufFile, architecture: str) -> None:
+        self._file, self._prefix = file, architecture + "."
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self._file.metadata.get(self._prefix + key, default)
+        if isinstance(value, list):
+            raise UnsupportedModelError(
+                f"{self._file.path}: {self._prefix}{key} differs from layer to layer "
+                f"({value[:4]}...), which is not implemented."
+            )
+        return value
+
+    def __getitem__(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise WeightsError(f"{self._file.path} has no metadata key {self._prefix}{key}.")
+        return value
+
+
+def _rope_scaling(file: GgufFile, keys: _Keys) -> dict[str, Any] | None:
+    if factors := file.tensors.get(_ROPE_FACTORS):
+        # Llama 3's scaling, worked out: each frequency is divided by a factor. LongRoPE with the
+        # same factors for short and long contexts says just that.
+        divisors = factors.raw.view("<f4").tolist()
+        return {
+            "rope_type": "longrope",
+            "short_factor": divisors,
+            "long_factor": divisors,
+            "factor": 1.0,
+            "attention_factor": 1.0,
+        }
+    kind = keys.get("rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedModelError(
+            f"{file.path}: rope scaling {kind!r} is not implemented for GGUF; known are linear, "
+            "yarn and Llama 3's."
+        )
+    scaling = {"rope_type": kind, "factor": keys["rope.scaling.factor"]}
+    optional = {
+        "original_max_position_embeddings": "rope.scaling.original_context_length",
+        "beta_fast": "rope.scaling.yarn_beta_fast",
+        "beta_slow": "rope.scaling.yarn_beta_slow",
+    }
+    return scaling | {
+        name: value for name, key in optional.items() if (value := keys.get(key)) is not None
+    }

@@ -1,0 +1,103 @@
+"""Orbax checkpoints: what `jaxserve convert` writes, each shard restored straight to its device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Self
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jaxserve.errors import WeightsError
+from jaxserve.models.family import Params, ParamSpec
+from jaxserve.models.loading.directory import ModelDirectory
+
+PARAMS = "params"
+_CHUNK_BYTES = 16 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class OrbaxCheckpoint(ModelDirectory):
+    """A directory with a config, a tokenizer, and the parameters under `params/`."""
+
+    format = "orbax"
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Raises ModelError for a malformed config, WeightsError for an unreadable checkpoint."""
+        checkpoint = super().open(path)
+        checkpoint.stored  # noqa: B018  (reads the metadata, so that damage is found now)
+        return checkpoint
+
+    @property
+    def fingerprint(self) -> str:
+        return self.fingerprint_with(p for p in (self.path / PARAMS).rglob("*") if p.is_file())
+
+    @functools.cached_property
+    def stored(self) -> Params:
+        """Tree of the stored arrays' metadata: shape and dtype."""
+        try:
+            with ocp.StandardCheckpointer() as checkpointer:
+                return checkpointer.metadata(self._params_path).item_metadata.tree
+        except Exception as error:
+            raise self._unreadable(error) from error
+
+    def check(self, specs: Params) -> None:
+        """Raise WeightsError unless the stored arrays are those the specs describe."""
+        stored = {_name(path): leaf.shape for path, leaf in _leaves(self.stored)}
+        wanted = {_name(path): spec.shape for path, spec in _leaves(specs)}
+        for name in sorted(stored.keys() | wanted.keys()):
+            if stored.get(name) != wanted.get(name):
+                raise WeightsError(
+                    f"{self.path}: {name} is stored with shape {stored.get(name, 'absent')}, but "
+                    f"the config implies {wanted.get(name, 'absent')}; convert the model again."
+                )
+
+    def restore(self, specs: Params, dtype: np.dtype, shardings: Params) -> Params:
+        """The parameters, each shard read by the process and onto the device that holds it."""
+
+        def abstract(spec: ParamSpec, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
+
+        try:
+            with ocp.StandardCheckpointer() as checkpointer:
+                return checkpointer.restore(
+                    self._params_path, jax.tree.map(abstract, specs, shardings)
+                )
+        except Exception as error:
+            raise self._unreadable(error) from error
+
+    @property
+    def _params_path(self) -> Path:
+        return (self.path / PARAMS).absolute()
+
+    def _unreadable(self, error: Exception) -> WeightsError:
+        """Orbax and the storage library below it raise many kinds of error for damaged files."""
+        return WeightsError(
+            f"{self._params_path} cannot be read as an Orbax checkpoint ({error}); "
+            "convert the model again."
+        )
+
+
+def save_params(params: Params, directory: Path) -> None:
+    """Write the parameters under `directory`, which becomes an Orbax checkpoint with a config.
+
+    Uncompressed: weights shrink little, and compressing them takes eight times as long. In chunks,
+    so that restoring a shard of a large array does not read all of it.
+    """
+    chunked = jax.tree.map(lambda array: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), params)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
+        checkpointer.save(
+            (directory / PARAMS).absolute(), args=ocp.args.PyTreeSave(params, save_args=chunked)
+        )
+
+
+def _leaves(tree: Params) -> list[tuple[tuple, object]]:
+    return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))[0]
+
+
+def _name(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -1,0 +1,110 @@
+"""The enumerated set of step shapes, and which of them a step runs in.
+
+A program is keyed by (decode rows, prefill tokens). Rows are packed afresh every step, decodes
+first and without holes, so a batch that shrinks moves to the smaller program by itself: the paged
+form of Flover's memory shuffle (Yao et al. 2023), in which nothing is copied. All programs are
+compiled before the first request, so going back and forth between two costs nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_left
+from typing import NamedTuple
+
+from jaxserve.errors import ConfigError, ProgramMissError
+
+TOKEN_MULTIPLE = 16
+"""Prefill buckets are multiples of this, so that a full one wastes no matmul tile."""
+
+
+class ProgramKey(NamedTuple):
+    """Shape of a step: one token for each of `rows` decodes, then `prefill_tokens` tokens."""
+
+    rows: int
+    prefill_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows + self.prefill_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """Sizes a step is padded to, each tuple ascending.
+
+    rows: of steps that only decode; every such step is as small as it can be, for it is the one
+        that sets the time between tokens.
+    mixed_rows: of steps that also prefill, where a padded row is one token among many; 0 first.
+    prefill_tokens: of steps that prefill.
+    """
+
+    rows: tuple[int, ...]
+    mixed_rows: tuple[int, ...]
+    prefill_tokens: tuple[int, ...]
+
+    @classmethod
+    def from_config(
+        cls, max_num_seqs: int, max_num_batched_tokens: int, min_prefill_tokens: int = 32
+    ) -> Buckets:
+        """Powers of two up to the largest step: `max_num_seqs` rows, and prefill for the rest of
+        the token budget. A full step therefore has no padding at all.
+
+        Raises ConfigError when the budget leaves less than one multiple of 16 tokens to prefill.
+        """
+        most = max_num_batched_tokens - max_num_seqs
+        most -= most % TOKEN_MULTIPLE
+        if max_num_seqs < 1 or most < TOKEN_MULTIPLE:
+            raise ConfigError(
+                f"max_num_batched_tokens {max_num_batched_tokens} with max_num_seqs "
+                f"{max_num_seqs}: the budget must exceed the sequences, at least 1, by "
+                f"{TOKEN_MULTIPLE} or more"
+            )
+        rows = _doublings(1, max_num_seqs)
+        middle = rows[len(rows) // 2]
+        return cls(
+            rows=rows,
+            mixed_rows=tuple(sorted({0, middle, max_num_seqs})),
+            prefill_tokens=_doublings(min_prefill_tokens, most),
+        )
+
+    @property
+    def max_prefill_tokens(self) -> int:
+        return self.prefill_tokens[-1]
+
+    def keys(self) -> tuple[ProgramKey, ...]:
+        """Every program there is, smallest first."""
+        decode = (ProgramKey(rows, 0) for rows in self.rows)
+        mixed = (ProgramKey(rows, n) for rows in self.mixed_rows for n in self.prefill_tokens)
+        return tuple(sorted((*decode, *mixed), key=lambda key: (key.num_tokens, key)))
+
+    def pick(self, num_decodes: int, num_prefill_tokens: int) -> ProgramKey:
+        """The smallest program that holds a step. Raises ProgramMissError if there is none."""
+        if num_prefill_tokens:
+            rows = _ceiling(self.mixed_rows, num_decodes)
+            tokens = _ceiling(self.prefill_tokens, num_prefill_tokens)
+        else:
+            rows = _ceiling(self.rows, num_decodes) if num_decodes else None
+            tokens = 0
+        if rows is None or tokens is None:
+            raise ProgramMissError(
+                f"no program for {num_decodes} decodes and {num_prefill_tokens} prefill tokens; "
+                f"a step has 1 to {self.rows[-1]} decodes, or up to {self.mixed_rows[-1]} beside "
+                f"1 to {self.max_prefill_tokens} prefill tokens"
+            )
+        return ProgramKey(rows, tokens)
+
+
+def _doublings(first: int, last: int) -> tuple[int, ...]:
+    """first, 2 first, 4 first and so on below `last`, then `last` itself."""
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= 2
+    return (*sizes, last)
+
+
+def _ceiling(sizes: tuple[int, ...], size: int) -> int | None:
+    """The smallest of ascending `sizes` that is at least `size`."""
+    index = bisect_left(sizes, size)
+    return sizes[index] if index < len(sizes) else None

@@ -1,0 +1,107 @@
+"""Ahead-of-time programs: described, compiled in parallel or loaded, and called as executables."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from jaxserve.errors import ProgramMissError
+from jaxserve.runtime.executable_cache import ExecutableCache
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramSpec:
+    """A program before it is compiled: a pure function, the shapes it takes, what it consumes.
+
+    `arguments` are trees of jax.ShapeDtypeStruct; `donated` are positions of arguments whose
+    buffers the results take over.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    donated: tuple[int, ...] = ()
+
+    def compile(self) -> jax.stages.Compiled:
+        return jax.jit(self.function, donate_argnums=self.donated).lower(*self.arguments).compile()
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program. `temp_bytes` is what it needs beside its arguments and results."""
+
+    name: str
+    call: jax.stages.Compiled
+    temp_bytes: int
+    output_bytes: int
+    from_cache: bool
+
+
+class Programs(Mapping[str, Program]):
+    """The whole enumerated set. Looking up a name outside it raises ProgramMissError."""
+
+    def __init__(self, programs: Iterable[Program]) -> None:
+        self._programs = {program.name: program for program in programs}
+
+    def __getitem__(self, name: str) -> Program:
+        try:
+            return self._programs[name]
+        except KeyError:
+            raise ProgramMissError(
+                f"no program {name!r} was compiled; there are {', '.join(self._programs)}."
+            ) from None
+
+    def __iter__(self):
+        return iter(self._programs)
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    @property
+    def temp_bytes(self) -> int:
+        """Scratch memory of the hungriest program: steps run one after another."""
+        return max(program.temp_bytes + program.output_bytes for program in self.values())
+
+
+class Compilation:
+    """Programs being compiled or loaded by threads, while the caller reads weights."""
+
+    def __init__(
+        self,
+        specs: Iterable[ProgramSpec],
+        cache: ExecutableCache | None,
+        on_done: Callable[[Program], None] = lambda program: None,
+    ) -> None:
+        self._pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="jaxserve-compile")
+        self._cache, self._on_done = cache, on_done
+        self._futures: list[Future[Program]] = [self._pool.submit(self._build, s) for s in specs]
+
+    def _build(self, spec: ProgramSpec) -> Program:
+        compiled = self._cache.load(spec.name) if self._cache else None
+        from_cache = compiled is not None
+        if compiled is None:
+            compiled = spec.compile()
+            if self._cache:
+                self._cache.store(spec.name, compiled)
+        memory = compiled.memory_analysis()
+        program = Program(
+            name=spec.name,
+            call=compiled,
+            temp_bytes=memory.temp_size_in_bytes,
+            output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+            from_cache=from_cache,
+        )
+        self._on_done(program)
+        return program
+
+    def result(self) -> Programs:
+        """Wait for all of them. The first failure is raised, and stops those not yet begun."""
+        try:
+            return Programs([future.result() for future in self._futures])
+        finally:
+            self._pool.shutdown(cancel_futures=True)

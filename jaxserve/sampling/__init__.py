@@ -1,0 +1,37 @@
+"""Choosing the next token on the device: pure functions of static shape, compiled ahead of time.
+
+`greedy` is the program for batches that only want the most likely token. `general` does
+everything else and skips, at run time, what no row of the batch asked for. `SamplingState` holds
+what a sequence's past contributes (counts, bans), one row a slot.
+"""
+
+from jaxserve.sampling.logprobs import TOP_LOGPROBS, TokenLogprobs, prompt_logprobs
+from jaxserve.sampling.rows import pack_rows, row_constants, sequence_seed
+from jaxserve.sampling.sample import NO_TOKEN, SampleOutput, general, greedy
+from jaxserve.sampling.state import (
+    SamplingState,
+    admit,
+    init_state,
+    needs_state,
+    pack_admission,
+    state_bytes,
+)
+
+__all__ = [
+    "NO_TOKEN",
+    "TOP_LOGPROBS",
+    "SampleOutput",
+    "SamplingState",
+    "TokenLogprobs",
+    "admit",
+    "general",
+    "greedy",
+    "init_state",
+    "needs_state",
+    "pack_admission",
+    "pack_rows",
+    "prompt_logprobs",
+    "row_constants",
+    "sequence_seed",
+    "state_bytes",
+]

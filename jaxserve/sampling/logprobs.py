@@ -1,0 +1,92 @@
+"""Log probabilities of the raw distribution: of chosen tokens, their rank, and the top ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxserve.sampling.blocks import ordered_sum
+from jaxserve.sampling_params import MAX_LOGPROBS as TOP_LOGPROBS
+
+# A block of logits of this many tokens is alive at a time while a prompt is scored.
+PROMPT_BLOCK_TOKENS = 32
+
+
+@flax.struct.dataclass
+class TokenLogprobs:
+    """`logprobs` float32 [n] and `ranks` int32 [n] of given tokens, 1 being the most likely.
+
+    `top_ids` int32 and `top_logprobs` float32 [n, 20] are the most likely tokens, best first,
+    lower ids first among equals.
+    """
+
+    logprobs: jax.Array
+    ranks: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
+
+
+def no_logprobs(rows: int) -> TokenLogprobs:
+    """Zeros, in place of what nobody asked for."""
+    return TokenLogprobs(
+        logprobs=jnp.zeros((rows,), jnp.float32),
+        ranks=jnp.zeros((rows,), jnp.int32),
+        top_ids=jnp.zeros((rows, TOP_LOGPROBS), jnp.int32),
+        top_logprobs=jnp.zeros((rows, TOP_LOGPROBS), jnp.float32),
+    )
+
+
+def token_logprobs(logits: jax.Array, token_ids: jax.Array, with_top: jax.Array) -> TokenLogprobs:
+    """Of raw `logits` [vocab, rows] and `token_ids` [rows]; top ones if the scalar is set.
+
+    A vocabulary smaller than 20 fills the rest of the top places with -inf.
+    """
+    vocab_size, rows = logits.shape
+    by_row = logits.T
+    best = jnp.max(by_row, axis=1)
+    normalizer = best + jnp.log(ordered_sum(jnp.exp(by_row - best[:, None])))
+    # A row that sampled no token has a negative id; any token will do for it.
+    chosen = by_row[jnp.arange(rows), jnp.maximum(token_ids, 0)]
+    count = min(TOP_LOGPROBS, vocab_size)
+
+    def top() -> tuple[jax.Array, jax.Array]:
+        values, ids = lax.top_k(by_row, count)
+        missing = ((0, 0), (0, TOP_LOGPROBS - count))
+        values = jnp.pad(values - normalizer[:, None], missing, constant_values=-jnp.inf)
+        return jnp.pad(ids, missing), values
+
+    empty = no_logprobs(rows)
+    top_ids, top_values = lax.cond(with_top, top, lambda: (empty.top_ids, empty.top_logprobs))
+    return TokenLogprobs(
+        logprobs=chosen - normalizer,
+        ranks=1 + ordered_sum((by_row > chosen[:, None]).astype(jnp.int32)),
+        top_ids=top_ids,
+        top_logprobs=top_values,
+    )
+
+
+def prompt_logprobs(
+    logits_fn: Callable[[jax.Array], jax.Array], hidden: jax.Array, targets: jax.Array
+) -> TokenLogprobs:
+    """Scores `targets` int32 [tokens] under `logits_fn(hidden)`, `hidden` [features, tokens].
+
+    `logits_fn` maps [features, n] to [vocab, n] float32. The target of a position is the prompt's
+    next token. Works through blocks of tokens, so that [vocab, tokens] never exists as a whole.
+    """
+    features, tokens = hidden.shape
+    block = min(PROMPT_BLOCK_TOKENS, tokens)
+    blocks = -(-tokens // block)
+    padding = blocks * block - tokens
+    hidden = jnp.pad(hidden, ((0, 0), (0, padding)))
+    hidden = hidden.reshape(features, blocks, block).swapaxes(0, 1)
+    targets = jnp.pad(targets, (0, padding)).reshape(blocks, block)
+
+    def score(inputs: tuple[jax.Array, jax.Array]) -> TokenLogprobs:
+        return token_logprobs(logits_fn(inputs[0]), inputs[1], jnp.bool_(True))
+
+    scored = lax.map(score, (hidden, targets))
+    return jax.tree.map(lambda x: x.reshape(blocks * block, *x.shape[2:])[:tokens], scored)

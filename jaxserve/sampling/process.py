@@ -1,0 +1,85 @@
+"""What turns raw logits into the ones sampled from: bias and masks, bans, penalties.
+
+The order is vLLM's: allowed ids, bad words, min_tokens and bias first, then penalties.
+Logits are [rows, padded vocab] here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxserve.sampling.state import SamplingState
+
+
+def when(
+    flag: jax.Array,
+    stage: Callable[[jax.Array, SamplingState, jax.Array], jax.Array],
+    logits: jax.Array,
+    state: SamplingState,
+    slots: jax.Array,
+) -> jax.Array:
+    """stage(logits, state, slots) if the bool scalar `flag` is set, else the logits untouched.
+
+    A loop of zero or one trips, which unlike a conditional need not copy what it leaves alone.
+    The barrier ties `slots` to the trip: otherwise XLA would see that what the stage gathers from
+    the state is the same on every trip, and gather it ahead of the loop, wanted or not.
+    """
+
+    def trip(index: jax.Array, logits: jax.Array) -> jax.Array:
+        this_slots, _ = lax.optimization_barrier((slots, index))
+        return stage(logits, state, this_slots)
+
+    return lax.fori_loop(0, flag.astype(jnp.int32), trip, logits)
+
+
+def add_bias(
+    logits: jax.Array, state: SamplingState, slots: jax.Array, biased: jax.Array
+) -> jax.Array:
+    """Adds the slot's bias row for the rows with `biased` bool [rows]."""
+    return jnp.where(biased[:, None], logits + state.bias[slots], logits)
+
+
+def ban_tokens(
+    logits: jax.Array,
+    state: SamplingState,
+    slots: jax.Array,
+    before_min_tokens: jax.Array,
+    with_bad_words: jax.Array,
+) -> jax.Array:
+    """-inf for stop tokens before min_tokens, and for what would complete a bad word.
+
+    Both flags are bool [rows]. Bad words are matched against the output, not the prompt.
+    """
+    words = state.bad_words[slots]
+    prefix, last = words[:, :, :-1], words[:, :, -1]
+    recent = state.recent[slots][:, None, :]
+    complete = jnp.all((prefix < 0) | (prefix == recent), axis=2) & with_bad_words[:, None]
+    stops = jnp.where(before_min_tokens[:, None], state.stop_ids[slots], -1)
+    banned = jnp.concatenate([jnp.where(complete, last, -1), stops], axis=1)
+    rows = lax.broadcasted_iota(jnp.int32, banned.shape, 0)
+    nowhere = logits.shape[1]
+    return logits.at[rows, jnp.where(banned < 0, nowhere, banned)].set(-jnp.inf, mode="drop")
+
+
+def penalize(
+    logits: jax.Array,
+    state: SamplingState,
+    slots: jax.Array,
+    penalties: Sequence[jax.Array],
+) -> jax.Array:
+    """Repetition penalty over prompt and output (CTRL, Keskar et al. 2019), then the other two.
+
+    `penalties` are presence, frequency and repetition, float32 [rows] each; 0, 0 and 1 leave a
+    row as it is, bit for bit, whatever its slot.
+    """
+    presence, frequency, repetition = penalties
+    seen = state.seen[slots]
+    count = seen >> 1
+    repetition = jnp.where(seen > 0, repetition[:, None], 1.0)
+    logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    subtracted = frequency[:, None] * count.astype(jnp.float32)
+    return logits - (subtracted + presence[:, None] * (count > 0))

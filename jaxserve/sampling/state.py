@@ -1,0 +1,188 @@
+"""What a sequence's past and its wishes contribute to sampling, kept on the device by slot.
+
+Only sequences that need it (`needs_state`) are admitted; the rows of the others are never read.
+The vocabulary axis is padded to whole blocks (`padded_vocab`), like the logits it meets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxserve.errors import RequestError
+from jaxserve.sampling.blocks import padded_vocab
+from jaxserve.sampling_params import MAX_BAD_WORDS, MAX_STOP_TOKEN_IDS, SamplingParams
+
+MAX_BAD_WORD_TOKENS = 8
+MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS  # each word with and without a leading space
+MAX_BANNED_STOPS = MAX_STOP_TOKEN_IDS + 16  # a request's own stop ids and the model's
+_RECENT = MAX_BAD_WORD_TOKENS - 1
+_NONE = -1
+
+
+@flax.struct.dataclass
+class SamplingState:
+    """Per-sequence arrays, one row a slot; the last row is the trash slot of padded rows.
+
+    `seen` int32 [slots + 1, vocab]: bit 0 tells whether the prompt has the token, the bits above
+    count it in the output. `bias` float32 [slots + 1, vocab] is added to the logits, -inf where a
+    token is never allowed. `recent` int32 [slots + 1, 7] holds the last output tokens, newest
+    last. `bad_words` int32 [slots + 1, 64, 8] are banned sequences, aligned right.
+    `stop_ids` int32 [slots + 1, 64] are banned until min_tokens. -1 marks an empty place.
+    """
+
+    seen: jax.Array
+    bias: jax.Array
+    recent: jax.Array
+    bad_words: jax.Array
+    stop_ids: jax.Array
+
+    @property
+    def trash_slot(self) -> int:
+        return self.seen.shape[0] - 1
+
+
+def needs_state(params: SamplingParams) -> bool:
+    """Whether a sequence with these params has to be admitted to a slot before it is sampled."""
+    return bool(
+        params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1
+        or params.logit_bias
+        or params.allowed_token_ids
+        or params.bad_words
+        or params.min_tokens
+    )
+
+
+def _abstract_state(num_slots: int, vocab_size: int) -> SamplingState:
+    rows, width = num_slots + 1, padded_vocab(vocab_size)
+    return SamplingState(
+        seen=jax.ShapeDtypeStruct((rows, width), jnp.int32),
+        bias=jax.ShapeDtypeStruct((rows, width), jnp.float32),
+        recent=jax.ShapeDtypeStruct((rows, _RECENT), jnp.int32),
+        bad_words=jax.ShapeDtypeStruct((rows, MAX_BAD_SEQUENCES, MAX_BAD_WORD_TOKENS), jnp.int32),
+        stop_ids=jax.ShapeDtypeStruct((rows, MAX_BANNED_STOPS), jnp.int32),
+    )
+
+
+def init_state(num_slots: int, vocab_size: int) -> SamplingState:
+    """State of `num_slots` empty slots and the trash slot, whose row index is `num_slots`."""
+    return jax.tree.map(
+        lambda array: jnp.zeros(array.shape, array.dtype), _abstract_state(num_slots, vocab_size)
+    )
+
+
+def state_bytes(num_slots: int, vocab_size: int) -> int:
+    """Bytes that `init_state` takes on the device."""
+    arrays = jax.tree.leaves(_abstract_state(num_slots, vocab_size))
+    return sum(array.size * array.dtype.itemsize for array in arrays)
+
+
+def pack_admission(
+    params: SamplingParams,
+    vocab_size: int,
+    prompt_token_ids: Sequence[int],
+    output_token_ids: Sequence[int] = (),
+    *,
+    eos_token_ids: Sequence[int] = (),
+    bad_word_ids: Sequence[Sequence[int]] = (),
+) -> np.ndarray:
+    """One sequence's rows of every state array, end to end as int32, for `admit`.
+
+    `output_token_ids` is what a resumed sequence has generated already, all of it.
+    `bad_word_ids` are the tokenizations of `params.bad_words`; `eos_token_ids` those that would
+    end this sequence. Raises RequestError when one is too long, there are too many, or an id is
+    outside the vocabulary.
+    """
+    params.check_vocabulary(vocab_size)
+    _check_bad_words(bad_word_ids, vocab_size)
+    width = padded_vocab(vocab_size)
+
+    seen = 2 * np.bincount(np.asarray(output_token_ids, np.int32), minlength=width)
+    seen[np.asarray(prompt_token_ids, np.int32)] |= 1
+
+    bias = np.zeros(width, np.float32)
+    if params.allowed_token_ids is not None:
+        bias[:] = -np.inf
+        bias[list(params.allowed_token_ids)] = 0.0
+    for token, value in (params.logit_bias or {}).items():
+        bias[token] += value
+    bias[[word[0] for word in bad_word_ids if len(word) == 1]] = -np.inf
+
+    recent = np.full(_RECENT, _NONE, np.int32)
+    last = np.asarray(output_token_ids[-_RECENT:], np.int32)
+    recent[_RECENT - len(last) :] = last
+
+    bad_words = np.full((MAX_BAD_SEQUENCES, MAX_BAD_WORD_TOKENS), _NONE, np.int32)
+    for row, word in zip(bad_words, (word for word in bad_word_ids if len(word) > 1)):
+        row[MAX_BAD_WORD_TOKENS - len(word) :] = word
+
+    stop_ids = np.full(MAX_BANNED_STOPS, _NONE, np.int32)
+    stops = sorted({*eos_token_ids, *params.stop_token_ids})
+    if len(stops) > MAX_BANNED_STOPS:
+        raise RequestError(
+            f"{len(stops)} token ids can end this request; at most {MAX_BANNED_STOPS} are allowed."
+        )
+    stop_ids[: len(stops)] = stops
+    return np.concatenate(
+        [seen.astype(np.int32), bias.view(np.int32), recent, bad_words.ravel(), stop_ids]
+    )
+
+
+def _check_bad_words(bad_word_ids: Sequence[Sequence[int]], vocab_size: int) -> None:
+    if len(bad_word_ids) > MAX_BAD_SEQUENCES:
+        raise RequestError(
+            f"bad_words makes {len(bad_word_ids)} token sequences; "
+            f"at most {MAX_BAD_SEQUENCES} are allowed."
+        )
+    for word in bad_word_ids:
+        if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
+            raise RequestError(
+                f"a word of bad_words has {len(word)} tokens; "
+                f"it must have 1..{MAX_BAD_WORD_TOKENS}, so shorten or split it."
+            )
+        if not all(0 <= token < vocab_size for token in word):
+            raise RequestError(
+                f"bad_words has the tokens {list(word)}, but this model's ids are "
+                f"0..{vocab_size - 1}."
+            )
+
+
+def admit(state: SamplingState, slot: jax.Array, admission: jax.Array) -> SamplingState:
+    """State with every array's row `slot` (int32 scalar) replaced by what `pack_admission` made.
+
+    One shape serves prompts and outputs of any length. The state is meant to be donated.
+    """
+    rows = []
+    start = 0
+    for array in jax.tree.leaves(state):
+        row = admission[start : start + array[0].size].reshape(array.shape[1:])
+        start += row.size
+        rows.append(lax.bitcast_convert_type(row, array.dtype))
+    return jax.tree.map(
+        lambda array, row: lax.dynamic_update_index_in_dim(array, row, slot, 0),
+        state,
+        jax.tree.unflatten(jax.tree.structure(state), rows),
+    )
+
+
+def record(
+    state: SamplingState, slots: jax.Array, token_ids: jax.Array, tracked: jax.Array
+) -> SamplingState:
+    """State after the rows with `tracked` bool [rows] appended `token_ids` int32 [rows].
+
+    The other rows write to the trash slot, and so do rows that sampled no token (a negative id).
+    """
+    real = tracked & (token_ids >= 0)
+    slots = jnp.where(real, slots, state.trash_slot)
+    tokens = jnp.maximum(token_ids, 0)
+    shifted = jnp.concatenate([state.recent[slots, 1:], tokens[:, None]], axis=1)
+    return state.replace(
+        seen=state.seen.at[slots, tokens].add(2), recent=state.recent.at[slots].set(shifted)
+    )

@@ -1,0 +1,135 @@
+"""Top-k, top-p and min-p as one threshold a row, found by bisection instead of sorting.
+
+A kept set is always {tokens whose weight >= floor}, weights being exp((logit - max) / T). The bits
+of a non-negative float order like the float, so a floor is bisected over at most 31 integer steps
+and is exact: the k-th largest weight, or the largest weight at which the nucleus (Holtzman et
+al., "The Curious Case of Neural Text Degeneration", 2020) is heavy enough. Tokens of equal weight
+are kept or dropped together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxserve.sampling.blocks import ordered_sum, take_cells
+
+# Candidates come from this many cells of consecutive tokens, the ones with the heaviest tokens.
+CANDIDATE_CELLS = 64
+CELL_TOKENS = 64
+_SMALLEST = np.finfo(np.float32).tiny
+_ABOVE_ONE_BITS = int(np.float32(1).view(np.int32)) + 1
+
+# (weights [rows, n], floor [rows]) -> amount at or above the floor [rows]
+Measure = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def weight_floor(
+    weights: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
+) -> jax.Array:
+    """Floor [rows] that applies min_p, then top_k, then top_p, in vLLM's order.
+
+    `weights` is float32 [rows, blocks * BLOCK] with a largest weight of 1 in each row and 0 for
+    what may not be sampled. `top_p` is relative to the mass that top_k and min_p leave over.
+    Off are top_k = 0, top_p = 1, min_p = 0. The floor is positive, so zero weights never pass.
+    """
+    floor = jnp.maximum(min_p, _SMALLEST)
+    filters = jnp.any((top_k > 0) | (top_p < 1))
+    return lax.cond(filters, _filtered_floor, lambda *args: args[-1], weights, top_k, top_p, floor)
+
+
+def _filtered_floor(
+    weights: jax.Array, top_k: jax.Array, top_p: jax.Array, floor: jax.Array
+) -> jax.Array:
+    candidates, bound = _heaviest(weights)
+
+    def filter_once(index: jax.Array, floor: jax.Array) -> jax.Array:
+        by_count = index == 0  # the first round is top_k, the second top_p
+
+        def measure(weights: jax.Array, floor: jax.Array) -> jax.Array:
+            amounts = jnp.where(by_count, 1.0, weights)
+            return ordered_sum(jnp.where(weights >= floor[:, None], amounts, 0.0))
+
+        active = jnp.where(by_count, top_k > 0, top_p < 1)
+        mass_target = top_p * measure(weights, floor)
+        target = jnp.where(by_count, top_k.astype(jnp.float32), mass_target)
+        return _raise_floor(measure, weights, candidates, bound, floor, active, target)
+
+    # One loop body serves both rounds, which halves what there is to compile.
+    return lax.fori_loop(0, 2, filter_once, floor)
+
+
+def _heaviest(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Candidates [rows, n] and a bound [rows]: every weight above the bound is a candidate.
+
+    They are the cells whose heaviest tokens are the largest; the last cell taken gives the bound.
+    Most floors lie above it, and are then found without another look at the whole vocabulary.
+    """
+    cell_max = jnp.max(weights.reshape(weights.shape[0], -1, CELL_TOKENS), axis=2)
+    if cell_max.shape[1] <= CANDIDATE_CELLS:
+        return weights, jnp.zeros(weights.shape[:1], weights.dtype)
+    # Without the barrier XLA sees through the slice, and sorts instead of selecting.
+    heaviest, cells = lax.optimization_barrier(lax.top_k(cell_max, CANDIDATE_CELLS))
+    return take_cells(weights, CELL_TOKENS, cells), heaviest[:, -1]
+
+
+def _raise_floor(
+    measure: Measure,
+    weights: jax.Array,
+    candidates: jax.Array,
+    bound: jax.Array,
+    floor: jax.Array,
+    active: jax.Array,
+    target: jax.Array,
+) -> jax.Array:
+    """Largest floor at or above the given one that keeps `target`, for the `active` rows."""
+    low = _bits(floor)
+    start = jnp.maximum(low, _bits(bound) + 1)
+    among_candidates = measure(candidates, _float(start)) >= target
+    near = _bisect(
+        measure, candidates, target, start, jnp.where(active & among_candidates, _ABOVE_ONE_BITS, 0)
+    )
+    far = _bisect(
+        measure, weights, target, low, jnp.where(active & ~among_candidates, start, 0)
+    )
+    found = jnp.where(among_candidates, near, far)
+    return jnp.where(active, _float(found), floor)
+
+
+def _bisect(
+    measure: Measure, weights: jax.Array, target: jax.Array, low: jax.Array, high: jax.Array
+) -> jax.Array:
+    """Bits in [low, high) of the largest floor with measure >= target, taking low to have it.
+
+    Rows with high <= low + 1 stay at low; when no row is open, nothing is measured at all.
+    """
+
+    def is_open(bounds: tuple[jax.Array, ...]) -> jax.Array:
+        low, high, _ = bounds
+        return jnp.any(high - low > 1)
+
+    def halve(bounds: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        low, high, middle = bounds
+        kept = measure(weights, _float(middle))
+        exact = kept == target  # no higher floor can keep this much, so the row is done
+        low = jnp.where(kept >= target, middle, low)
+        high = jnp.where(exact, low + 1, jnp.where(kept >= target, high, middle))
+        return low, high, halfway(low, high)
+
+    def halfway(low: jax.Array, high: jax.Array) -> jax.Array:
+        return jnp.where(high - low > 1, low + (high - low) // 2, low)
+
+    # The next middle is carried along, or XLA would compute it anew for every weight it meets.
+    return lax.while_loop(is_open, halve, (low, high, halfway(low, high)))[0]
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _float(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)

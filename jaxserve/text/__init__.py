@@ -1,0 +1,6 @@
+"""Text in, text out: tokenizers, chat templates and incremental detokenization. Imports no JAX."""
+
+from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.tokenizer import Tokenizer
+
+__all__ = ["Detokenizer", "Tokenizer"]

@@ -1,0 +1,131 @@
+"""Token ids to text as they arrive, never showing what a later token could change."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from jaxserve.text.tokenizer import Tokenizer
+
+_LONGEST_PARTIAL_CHARACTER = 3
+"""Bytes of a UTF-8 character that can be waiting for the rest."""
+
+
+class Detokenizer:
+    """The text of one sequence, token by token, cut at its first stop string.
+
+    Two things are held back: bytes that do not yet make a character, and text that is the
+    beginning of a stop string. Without a stop string all deltas joined equal
+    `tokenizer.decode(token_ids)`; after a prompt, they equal what the tokens add to the prompt's
+    text. Work per token does not grow with the length of the output.
+
+    Of several stop strings, the one that completes first counts, and of those that complete at
+    the same character the longest.
+
+    Attributes:
+        stop_reason: the stop string found, after which every further token is ignored.
+        tokens_consumed: tokens that went into the text, through the one completing a stop string.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        prompt_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        stop: Sequence[str] = (),
+        include_stop_str_in_output: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        """`stop` has no empty strings; it is not looked for in the first `min_tokens` tokens."""
+        self.stop_reason: str | None = None
+        self.tokens_consumed = 0
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._stop = tuple(stop)
+        self._include_stop = include_stop_str_in_output
+        self._min_tokens = min_tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+        self._emitted: list[str] = []
+
+        tail = self._tail_bytes(prompt_token_ids)
+        self._utf8.decode(tail)
+        self._drops_space = tokenizer.strips_leading_space and not tail
+
+    @property
+    def text(self) -> str:
+        """Everything returned so far."""
+        return "".join(self._emitted)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Takes the next tokens; returns the text that is now certain."""
+        delta = ""
+        for token_id in token_ids:
+            if self.stop_reason is not None:
+                break
+            self.tokens_consumed += 1
+            delta += self._advance(self._utf8.decode(self._bytes(token_id)))
+        self._emitted.append(delta)
+        return delta
+
+    def finish(self) -> str:
+        """Returns the text held back: no token will follow."""
+        delta = ""
+        if self.stop_reason is None:
+            delta = self._advance(self._utf8.decode(b"", final=True)) + self._held
+            self._held = ""
+        self._emitted.append(delta)
+        return delta
+
+    def _bytes(self, token_id: int) -> bytes:
+        if token_id in self._skipped:
+            return b""
+        spelled = self._tokenizer.token_bytes(token_id)
+        if self._drops_space and spelled:
+            self._drops_space = False
+            return spelled.removeprefix(b" ")
+        return spelled
+
+    def _tail_bytes(self, prompt_token_ids: Sequence[int]) -> bytes:
+        """The end of the prompt, enough to know the character it may have left unfinished."""
+        tail = b""
+        for token_id in reversed(prompt_token_ids):
+            if len(tail) >= _LONGEST_PARTIAL_CHARACTER:
+                break
+            if token_id not in self._skipped:
+                tail = self._tokenizer.token_bytes(token_id) + tail
+        return tail
+
+    def _advance(self, new_text: str) -> str:
+        if not self._stop or self.tokens_consumed <= self._min_tokens:
+            return new_text
+        pending = self._held + new_text
+        match = self._first_stop(pending)
+        if match is None:
+            certain = len(pending) - self._unfinished_stop(pending)
+            self._held = pending[certain:]
+            return pending[:certain]
+        self._held = ""
+        end, start, self.stop_reason = match
+        return pending[: end if self._include_stop else start]
+
+    def _first_stop(self, text: str) -> tuple[int, int, str] | None:
+        """(end, start, stop string) of the match that ends first, the longest of those."""
+        matches = []
+        for stop in self._stop:
+            start = text.find(stop)
+            if start >= 0:
+                matches.append((start + len(stop), start, stop))
+        return min(matches, default=None)
+
+    def _unfinished_stop(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        longest = 0
+        for stop in self._stop:
+            start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+            while start >= 0 and not stop.startswith(text[start:]):
+                start = text.find(stop[0], start + 1)
+            if start >= 0:
+                longest = max(longest, len(text) - start)
+        return longest

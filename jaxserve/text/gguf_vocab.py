@@ -1,0 +1,240 @@
+"""Tokenizers out of GGUF metadata.
+
+A GGUF file holds the vocabulary and the merges but only the *name* of the pre-tokenizer
+(`tokenizer.ggml.pre`). What such a name means is written here the way the models' own
+`tokenizer.json` files have it, so that ids are those of the original tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from jaxserve.errors import ModelError
+from jaxserve.text.token_bytes import SPACE_MARK
+
+Metadata = Mapping[str, Any]
+
+
+class _TokenType(IntEnum):
+    """Values of `tokenizer.ggml.token_type`."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+
+
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_TEKKEN_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class _BytePairs:
+    """What byte-level BPE models differ in besides their vocabulary."""
+
+    split: str | None = None
+    """Words are the matches of this pattern; None for GPT-2's own pattern."""
+    single_digits: bool = False
+    nfc: bool = False
+    ignore_merges: bool = False
+    """A word that is a token as a whole is taken as it is, without merging."""
+    adds_bos: bool = False
+    """Used where the file has no `add_bos_token`."""
+
+    def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.split is None)
+        if self.split is not None:
+            words = pre_tokenizers.Split(Regex(self.split), behavior="isolated")
+            return pre_tokenizers.Sequence([words, byte_level])
+        if self.single_digits:
+            digits = pre_tokenizers.Digits(individual_digits=True)
+            return pre_tokenizers.Sequence([digits, byte_level])
+        return byte_level
+
+
+_LLAMA3 = _BytePairs(split=_LLAMA3_SPLIT, ignore_merges=True, adds_bos=True)
+_BYTE_PAIRS = {
+    "default": _BytePairs(),
+    "gpt-2": _BytePairs(),
+    "llama-bpe": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama3": _LLAMA3,
+    "qwen2": _BytePairs(split=_QWEN2_SPLIT, nfc=True),
+    "smollm": _BytePairs(single_digits=True),
+    "tekken": _BytePairs(split=_TEKKEN_SPLIT, ignore_merges=True, adds_bos=True),
+}
+
+
+def build_backend(metadata: Metadata) -> tokenizers.Tokenizer:
+    """The tokenizer a GGUF file describes.
+
+    Args:
+        metadata: GGUF keys to plain values; `tokenizer.ggml.*` is read.
+
+    Raises:
+        ModelError: a key is missing or contradicts another, or the kind of tokenizer is unknown.
+    """
+    kind = _required(metadata, "tokenizer.ggml.model")
+    builders = {"gpt2": _build_byte_level, "llama": _build_sentencepiece}
+    if kind not in builders:
+        raise ModelError(f"GGUF tokenizer {kind!r} is not supported; known: {sorted(builders)}")
+    try:
+        backend = builders[kind](metadata)
+    except ModelError:
+        raise
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise ModelError(f"the GGUF vocabulary is inconsistent: {error}") from error
+    _add_special_tokens(backend, metadata)
+    return backend
+
+
+def special_tokens(metadata: Metadata) -> dict[str, str]:
+    """Names as chat templates know them (`bos_token`, ...) to token texts."""
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    found = {f"{name}_token": _token_at(metadata, key) for name, key in names.items()}
+    return {name: token for name, token in found.items() if token is not None}
+
+
+def eos_token_ids(metadata: Metadata) -> tuple[int, ...]:
+    """Tokens that end an answer: end of sequence, of turn, and of message."""
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    return tuple(dict.fromkeys(metadata[key] for key in keys if key in metadata))
+
+
+def chat_templates(metadata: Metadata) -> dict[str, str]:
+    """Template name to Jinja source; the unnamed one is `default`."""
+    templates = {
+        name: metadata[f"tokenizer.chat_template.{name}"]
+        for name in metadata.get("tokenizer.chat_templates", ())
+        if f"tokenizer.chat_template.{name}" in metadata
+    }
+    if "tokenizer.chat_template" in metadata:
+        templates["default"] = metadata["tokenizer.chat_template"]
+    return templates
+
+
+def _build_byte_level(metadata: Metadata) -> tokenizers.Tokenizer:
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    if name not in _BYTE_PAIRS:
+        raise ModelError(
+            f"GGUF pre-tokenizer {name!r} is not supported; known: {sorted(_BYTE_PAIRS)}. "
+            "The model's Hugging Face directory, which has a tokenizer.json, works instead"
+        )
+    pairs = _BYTE_PAIRS[name]
+    merges = [tuple(merge.split(" ", 1)) for merge in _required(metadata, "tokenizer.ggml.merges")]
+    model = models.BPE(_vocabulary(metadata), merges, ignore_merges=pairs.ignore_merges)
+    backend = tokenizers.Tokenizer(model)
+    if pairs.nfc:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pairs.pre_tokenizer()
+    backend.decoder = decoders.ByteLevel()
+    _add_template(backend, metadata, adds_bos=pairs.adds_bos)
+    return backend
+
+
+def _build_sentencepiece(metadata: Metadata) -> tokenizers.Tokenizer:
+    """SentencePiece BPE the way `tokenizer.json` of Llama 2 and Mistral has it."""
+    vocabulary = _vocabulary(metadata)
+    if "tokenizer.ggml.merges" in metadata:
+        merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    else:
+        merges = _merges_from_scores(vocabulary, _required(metadata, "tokenizer.ggml.scores"))
+    unknown = _token_at(metadata, "unknown")
+    model = models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
+    adds_space = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    to_mark = normalizers.Replace(" ", SPACE_MARK)
+    to_text = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if adds_space:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE_MARK), to_mark])
+        to_text.append(decoders.Strip(" ", 1, 0))
+    else:
+        backend.normalizer = to_mark
+    backend.decoder = decoders.Sequence(to_text)
+    _add_template(backend, metadata, adds_bos=True)
+    return backend
+
+
+def _merges_from_scores(vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """The merges SentencePiece implies: any two pieces that make a third, best score first.
+
+    Equal scores are ordered as Hugging Face's converter does, longer left halves first, since the
+    place in this list decides between overlapping merges.
+    """
+    ranked = []
+    for piece, token_id in vocabulary.items():
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in vocabulary and right in vocabulary:
+                ranked.append(((-scores[token_id], -len(left), -len(right)), left, right))
+    ranked.sort(key=lambda entry: entry[0])
+    return [(left, right) for _, left, right in ranked]
+
+
+def _vocabulary(metadata: Metadata) -> dict[str, int]:
+    """Token text to id, without the fillers that pad a file's tokens to the embedding's size."""
+    tokens = _required(metadata, "tokenizer.ggml.tokens")
+    return {token: i for i, token in enumerate(tokens) if token != f"[PAD{i}]"}
+
+
+def _add_special_tokens(backend: tokenizers.Tokenizer, metadata: Metadata) -> None:
+    """Tokens that are matched whole in the text, before any splitting."""
+    ends = {metadata.get("tokenizer.ggml.bos_token_id"), *eos_token_ids(metadata)}
+    special, plain = [], []
+    types = metadata.get("tokenizer.ggml.token_type", ())
+    vocabulary = _vocabulary(metadata)
+    for token, token_id in vocabulary.items():
+        token_type = types[token_id] if token_id < len(types) else _TokenType.NORMAL
+        if token_type in (_TokenType.UNKNOWN, _TokenType.CONTROL) or token_id in ends:
+            special.append(AddedToken(token, special=True, normalized=False))
+        elif token_type == _TokenType.USER_DEFINED:
+            plain.append(AddedToken(token, special=False, normalized=False))
+    backend.add_special_tokens(special)
+    backend.add_tokens(plain)
+
+
+def _add_template(backend: tokenizers.Tokenizer, metadata: Metadata, *, adds_bos: bool) -> None:
+    """Puts the tokens around a text that `add_bos_token` and `add_eos_token` ask for."""
+    bos = eos = None
+    if metadata.get("tokenizer.ggml.add_bos_token", adds_bos):
+        bos = _token_at(metadata, "bos")
+    if metadata.get("tokenizer.ggml.add_eos_token", False):
+        eos = _token_at(metadata, "eos")
+    around = [token for token in (bos, eos) if token is not None]
+    if around:
+        backend.post_processor = processors.TemplateProcessing(
+            single=[part for part in (bos, "$A", eos) if part is not None],
+            special_tokens=[(token, backend.token_to_id(token)) for token in around],
+        )
+
+
+def _token_at(metadata: Metadata, key: str) -> str | None:
+    token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+    if token_id is None:
+        return None
+    tokens = _required(metadata, "tokenizer.ggml.tokens")
+    if not 0 <= token_id < len(tokens):
+        raise ModelError(
+            f"tokenizer.ggml.{key}_token_id is {token_id}, outside the vocabulary of {len(tokens)}"
+        )
+    return tokens[token_id]
+
+
+def _required(metadata: Metadata, key: str) -> Any:
+    if key not in metadata:
+        raise ModelError(f"the GGUF metadata has no {key!r}, without which there is no tokenizer")
+    return metadata[key]

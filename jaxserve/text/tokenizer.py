@@ -1,0 +1,249 @@
+"""Text to token ids and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from jaxserve.errors import ModelError, RequestError
+from jaxserve.text import gguf_vocab
+from jaxserve.text.chat import render_chat
+from jaxserve.text.token_bytes import Spelling
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class Tokenizer:
+    """A model's vocabulary, its special tokens and its chat template.
+
+    `encode` gives the ids of the model's own Hugging Face tokenizer. `decode` joins the bytes of
+    the tokens and reads them as UTF-8; what is not UTF-8 becomes U+FFFD. The clean-up of spaces
+    that some old configs ask for is not applied: it cannot be streamed.
+
+    Attributes:
+        eos_token_ids: tokens that end an answer.
+        special_token_ids: tokens left out of decoded text unless asked for.
+        strips_leading_space: whether decoding drops the first space, as SentencePiece models do.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str],
+        eos_token_ids: Iterable[int],
+        chat_templates: Mapping[str, str],
+    ) -> None:
+        """Prefer `from_directory` or `from_gguf`.
+
+        Args:
+            backend: the tokenizer proper.
+            special_tokens: names as chat templates know them (`bos_token`, ...) to token texts.
+            eos_token_ids: tokens that end an answer.
+            chat_templates: template name to Jinja source; `default` is the usual one, `tool_use`
+                is taken for conversations with tools.
+        """
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._spelling = Spelling.of(backend.decoder)
+        self._special_tokens = dict(special_tokens)
+        self._chat_templates = dict(chat_templates)
+        self._token_bytes: dict[int, bytes] = {}
+        self.eos_token_ids = tuple(eos_token_ids)
+        added = backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        self.strips_leading_space = self._spelling.strips_leading_space
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> Tokenizer:
+        """Reads a Hugging Face model directory. Raises `ModelError` if it cannot be understood."""
+        directory = Path(path)
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise ModelError(
+                f"{directory} has no tokenizer.json; save one with transformers: "
+                f"AutoTokenizer.from_pretrained(...).save_pretrained({str(directory)!r})"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise ModelError(f"{file} is not a valid tokenizer: {error}") from error
+        config = _read_json(directory / "special_tokens_map.json")
+        config |= _read_json(directory / "tokenizer_config.json")
+        special_tokens = _special_tokens(config)
+        return cls(
+            backend,
+            special_tokens=special_tokens,
+            eos_token_ids=_eos_token_ids(directory, backend, special_tokens),
+            chat_templates=_chat_templates(directory, config),
+        )
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+        """Builds the tokenizer of a GGUF file from its metadata (keys to plain values).
+
+        Raises `ModelError` if the file has no tokenizer or one of an unknown kind.
+        """
+        return cls(
+            gguf_vocab.build_backend(metadata),
+            special_tokens=gguf_vocab.special_tokens(metadata),
+            eos_token_ids=gguf_vocab.eos_token_ids(metadata),
+            chat_templates=gguf_vocab.chat_templates(metadata),
+        )
+
+    def save(self, directory: str | Path) -> None:
+        """Writes files from which `from_directory` makes an equal tokenizer.
+
+        Other fields of a `generation_config.json` already there are kept.
+        """
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        self._backend.save(str(directory / "tokenizer.json"))
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        config |= {"clean_up_tokenization_spaces": False, **self._special_tokens}
+        if set(self._chat_templates) == {"default"}:
+            config["chat_template"] = self._chat_templates["default"]
+        elif self._chat_templates:
+            config["chat_template"] = [
+                {"name": name, "template": text} for name, text in self._chat_templates.items()
+            ]
+        _write_json(directory / "tokenizer_config.json", config)
+        if self.eos_token_ids:
+            generation = _read_json(directory / "generation_config.json")
+            generation["eos_token_id"] = list(self.eos_token_ids)
+            _write_json(directory / "generation_config.json", generation)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest token id; a model's embedding may be padded beyond it."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The token that begins a text, if the model has one."""
+        bos = self._special_tokens.get("bos_token")
+        return None if bos is None else self._backend.token_to_id(bos)
+
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja source of the default chat template, if the model has one."""
+        return self._chat_templates.get("default")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`.
+
+        Special tokens spelled out in the text are recognised. `add_special_tokens` adds those
+        around a text (such as the first `<s>`); a chat template writes its own, so leave them out
+        when encoding its result. Raises `RequestError` for text with lone surrogates, which JSON
+        can carry but UTF-8 cannot.
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:
+            raise RequestError(
+                f"text must be a string of valid Unicode, got {text!r:.80}"
+            ) from error
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`; ids outside the vocabulary stand for nothing."""
+        skipped = self.special_token_ids if skip_special_tokens else frozenset()
+        spelled = b"".join(self.token_bytes(i) for i in token_ids if i not in skipped)
+        if self.strips_leading_space:
+            spelled = spelled.removeprefix(b" ")
+        return spelled.decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for: possibly part of a character, empty for unknown ids."""
+        spelled = self._token_bytes.get(token_id)
+        if spelled is None:
+            if not 0 <= token_id < self.vocab_size:
+                return b""
+            token = self._backend.id_to_token(token_id)
+            spelled = b"" if token is None else self._spelling.to_bytes(token)
+            self._token_bytes[token_id] = spelled
+        return spelled
+
+    def token_text(self, token_id: int) -> str:
+        """One token alone, leading space included; U+FFFD where it is part of a character."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt text of a conversation; see `jaxserve.text.chat.render_chat`.
+
+        Further keyword arguments are variables of the template (such as `enable_thinking`).
+        """
+        template = self.chat_template
+        if tools and "tool_use" in self._chat_templates:
+            template = self._chat_templates["tool_use"]
+        return render_chat(
+            template,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            variables={**self._special_tokens, **kwargs},
+        )
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Configs hold a special token as text, as a dict with `content`, or as null."""
+    found = {}
+    for name in _SPECIAL_NAMES:
+        token = config.get(name)
+        if isinstance(token, Mapping):
+            token = token.get("content")
+        if token is not None:
+            found[name] = token
+    return found
+
+
+def _eos_token_ids(
+    directory: Path, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str]
+) -> tuple[int, ...]:
+    """The tokenizer's own end token and those generation is configured to stop at."""
+    listed = _read_json(directory / "generation_config.json").get("eos_token_id")
+    if listed is None:
+        listed = _read_json(directory / "config.json").get("eos_token_id")
+    ids = [] if listed is None else listed if isinstance(listed, list) else [listed]
+    own = backend.token_to_id(special_tokens.get("eos_token", ""))
+    return tuple(dict.fromkeys([*ids, own] if own is not None else ids))
+
+
+def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Name to template: a string or a list of named ones in the config, or files beside it."""
+    configured = config.get("chat_template")
+    if isinstance(configured, str):
+        configured = [{"name": "default", "template": configured}]
+    templates = {entry["name"]: entry["template"] for entry in configured or ()}
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        templates["default"] = file.read_text(encoding="utf-8")
+    for extra in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+        templates[extra.stem] = extra.read_text(encoding="utf-8")
+    return templates
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object in `file`, empty if there is no such file."""
+    if not file.is_file():
+        return {}
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{file} is not valid JSON: {error}") from error
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    file.write_text(text + "\n", encoding="utf-8")

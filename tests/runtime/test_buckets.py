@@ -1,0 +1,78 @@
+"""The enumerated set of programs and the choice among them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.errors import ConfigError, ProgramMissError
+from jaxserve.runtime.buckets import Buckets, ProgramKey
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> tuple[int, int]:
+    """(max_num_seqs, max_num_batched_tokens)."""
+    max_num_seqs = draw(st.integers(1, 300))
+    return max_num_seqs, max_num_seqs + draw(st.integers(16, 9000))
+
+
+@settings(max_examples=100, deadline=None)
+@given(config=configs(), data=st.data())
+def test_picks_the_smallest_program_that_holds_the_step(config, data):
+    max_num_seqs, budget = config
+    buckets = Buckets.from_config(max_num_seqs, budget)
+    decodes = data.draw(st.integers(0, max_num_seqs))
+    prefill = data.draw(st.integers(0 if decodes else 1, buckets.max_prefill_tokens))
+    key, programs = buckets.pick(decodes, prefill), buckets.keys()
+    holding = [
+        other
+        for other in programs
+        if other.rows >= decodes
+        and other.prefill_tokens >= prefill
+        and bool(other.prefill_tokens) == bool(prefill)
+    ]
+    assert key in holding
+    assert key.num_tokens == min(other.num_tokens for other in holding)
+
+
+@given(config=configs())
+def test_the_largest_program_is_within_the_budget_and_wastes_less_than_16_tokens(config):
+    max_num_seqs, budget = config
+    key = Buckets.from_config(max_num_seqs, budget).keys()[-1]
+    assert key.rows == max_num_seqs
+    assert budget - 16 < key.num_tokens <= budget
+
+
+@given(config=configs())
+def test_programs_are_few_and_distinct(config):
+    max_num_seqs, budget = config
+    keys = Buckets.from_config(max_num_seqs, budget).keys()
+    doublings = max_num_seqs.bit_length() + 1
+    assert len(keys) == len(set(keys)) <= doublings + 3 * budget.bit_length()
+    assert ProgramKey(1, 0) in keys
+    assert all(key.num_tokens for key in keys)
+
+
+def test_the_programs_of_a_small_server():
+    buckets = Buckets.from_config(max_num_seqs=24, max_num_batched_tokens=24 + 96)
+    assert buckets.rows == (1, 2, 4, 8, 16, 24)
+    assert buckets.mixed_rows == (0, 8, 24)
+    assert buckets.prefill_tokens == (32, 64, 96)
+    assert len(buckets.keys()) == 6 + 9
+    assert buckets.pick(5, 0) == (8, 0)
+    assert buckets.pick(0, 1) == (0, 32)
+    assert buckets.pick(9, 65) == (24, 96)
+
+
+@pytest.mark.parametrize("step", [(0, 0), (25, 0), (25, 1), (1, 97)])
+def test_a_shape_outside_the_set_is_an_error_that_says_what_fits(step):
+    buckets = Buckets.from_config(max_num_seqs=24, max_num_batched_tokens=24 + 96)
+    with pytest.raises(ProgramMissError, match=r"1 to 24 decodes, .* 1 to 96 prefill tokens"):
+        buckets.pick(*step)
+
+
+@pytest.mark.parametrize(("max_num_seqs", "budget"), [(0, 64), (64, 64), (64, 79)])
+def test_refuses_a_budget_that_leaves_nothing_to_prefill(max_num_seqs, budget):
+    with pytest.raises(ConfigError, match=f"max_num_batched_tokens {budget}"):
+        Buckets.from_config(max_num_seqs, budget)

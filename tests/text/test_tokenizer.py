@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.errors import ModelError, RequestError
+from jaxserve.models.loading.gguf import read_metadata
+from jaxserve.text import Tokenizer
+
+GOLDEN = json.loads((Path(__file__).parent / "golden/tokenizer_smollm2.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_path: Path) -> Tokenizer:
+    return Tokenizer.from_gguf(read_metadata(smollm2_path))
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: repr(case["text"][:24]))
+def test_smollm2_ids_are_those_of_the_original_tokenizer(
+    smollm2: Tokenizer, case: dict[str, Any]
+) -> None:
+    assert smollm2.encode(case["text"]) == case["ids"]
+    assert smollm2.decode(case["ids"], skip_special_tokens=False) == case["text"]
+
+
+def test_smollm2_facts(smollm2: Tokenizer) -> None:
+    assert smollm2.vocab_size == 49152
+    assert smollm2.bos_token_id == 1
+    assert smollm2.eos_token_ids == (2,)
+    assert smollm2.special_token_ids == frozenset(range(17))
+    assert smollm2.token_text(2) == "<|im_end|>"
+
+
+def test_smollm2_chat_prompt(smollm2: Tokenizer) -> None:
+    prompt = smollm2.apply_chat_template([{"role": "user", "content": "Hi"}])
+    assert prompt == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        "<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@settings(deadline=None)
+@given(text=st.text())
+def test_text_survives_encoding(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    decoded = tokenizer.decode(ids, skip_special_tokens=False)
+    # SentencePiece writes spaces as U+2581, so it cannot tell that character from a space.
+    assert decoded == text or decoded == text.replace("\u2581", " ")
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_decode_equals_hugging_face(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 5), max_size=20))
+    skip = data.draw(st.booleans())
+    expected = tokenizer._backend.decode(ids, skip_special_tokens=skip)
+    decoded = tokenizer.decode(ids, skip_special_tokens=skip)
+    if tokenizer.strips_leading_space and "\ufffd" in expected:
+        # One bad byte makes Hugging Face replace its whole run of byte tokens; we replace only it.
+        assert "\ufffd" in decoded
+    else:
+        assert decoded == expected
+
+
+def test_token_text(byte_level: Tokenizer, sentencepiece: Tokenizer) -> None:
+    for tokenizer in (byte_level, sentencepiece):
+        rocket = tokenizer.encode("a🚀")[len(tokenizer.encode("a")) :]
+        assert len(rocket) > 1
+        assert {tokenizer.token_text(part) for part in rocket} == {"\ufffd"}
+        assert tokenizer.token_text(tokenizer.encode("in the", False)[-1]) == " the"
+        assert tokenizer.token_text(tokenizer.vocab_size) == ""
+        assert tokenizer.token_text(2**40) == ""
+
+
+def test_special_tokens(sentencepiece: Tokenizer) -> None:
+    assert sentencepiece.bos_token_id == 1
+    assert sentencepiece.special_token_ids == {0, 1, 2}
+    ids = sentencepiece.encode("the</s>")
+    assert (ids[0], ids[-1]) == (1, 2)
+    assert sentencepiece.decode(ids) == "the"
+    assert sentencepiece.decode(ids, skip_special_tokens=False) == "<s> the</s>"
+
+
+def test_invalid_unicode_is_a_request_error(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="valid Unicode"):
+        tokenizer.encode("half a pair: \ud83d")
+
+
+@settings(deadline=None)
+@given(text=st.text())
+def test_saved_tokenizer_is_equal(saved: tuple[Tokenizer, Tokenizer], text: str) -> None:
+    before, after = saved
+    ids = before.encode(text)
+    assert after.encode(text) == ids
+    assert after.decode(ids) == before.decode(ids)
+
+
+def test_saved_facts_are_equal(saved: tuple[Tokenizer, Tokenizer]) -> None:
+    before, after = saved
+    facts = ("vocab_size", "bos_token_id", "eos_token_ids", "chat_template", "special_token_ids")
+    for fact in facts:
+        assert getattr(after, fact) == getattr(before, fact)
+
+
+@pytest.fixture(scope="module")
+def saved(
+    tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Tokenizer, Tokenizer]:
+    directory = tmp_path_factory.mktemp("saved")
+    tokenizer.save(directory)
+    return tokenizer, Tokenizer.from_directory(directory)
+
+
+def test_save_keeps_other_generation_settings(byte_level: Tokenizer, tmp_path: Path) -> None:
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"temperature": 0.7, "eos_token_id": 9}')
+    byte_level.save(tmp_path)
+    assert json.loads(file.read_text()) == {"temperature": 0.7, "eos_token_id": [1]}
+
+
+@pytest.fixture
+def directory(byte_level: Tokenizer, tmp_path: Path) -> Path:
+    """A model directory with a tokenizer.json and nothing else."""
+    byte_level.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "generation_config.json").unlink()
+    return tmp_path
+
+
+def test_directory_with_tokenizer_json_alone(directory: Path) -> None:
+    tokenizer = Tokenizer.from_directory(directory)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (None, ())
+    assert tokenizer.chat_template is None
+    with pytest.raises(RequestError, match="no chat template"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
+
+
+def test_special_tokens_as_text_dict_or_null(directory: Path) -> None:
+    config = {"bos_token": {"content": "<|begin|>"}, "eos_token": "<|end|>", "unk_token": None}
+    _write(directory / "tokenizer_config.json", config)
+    tokenizer = Tokenizer.from_directory(directory)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (0, (1,))
+
+
+@pytest.mark.parametrize(
+    ("generation", "model", "expected"),
+    [
+        ({"eos_token_id": [7, 1]}, {"eos_token_id": 5}, (7, 1)),
+        ({"eos_token_id": 7}, {}, (7, 1)),
+        ({}, {"eos_token_id": 5}, (5, 1)),
+        ({}, {}, (1,)),
+    ],
+)
+def test_end_tokens_of_a_directory(
+    directory: Path, generation: dict, model: dict, expected: tuple[int, ...]
+) -> None:
+    _write(directory / "tokenizer_config.json", {"eos_token": "<|end|>"})
+    _write(directory / "generation_config.json", generation)
+    _write(directory / "config.json", model)
+    assert Tokenizer.from_directory(directory).eos_token_ids == expected
+
+
+def test_named_chat_templates(directory: Path, tmp_path: Path) -> None:
+    named = {"default": "plain", "tool_use": "tools: {{ tools | length }}"}
+    entries = [{"name": name, "template": text} for name, text in named.items()]
+    _write(directory / "tokenizer_config.json", {"chat_template": entries})
+    messages = [{"role": "user", "content": "Hi"}]
+    tokenizer = Tokenizer.from_directory(directory)
+    tokenizer.save(tmp_path / "copy")
+    for loaded in (tokenizer, Tokenizer.from_directory(tmp_path / "copy")):
+        assert loaded.apply_chat_template(messages) == "plain"
+        assert loaded.apply_chat_template(messages, tools=[{"name": "f"}]) == "tools: 1"
+
+
+def test_template_file_wins_and_reads_special_tokens(directory: Path) -> None:
+    config = {"bos_token": "<|begin|>", "chat_template": "old"}
+    _write(directory / "tokenizer_config.json", config)
+    template = "{{ bos_token }}{{ messages[0].content }}{{ mood }}"
+    (directory / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer.from_directory(directory)
+    messages = [{"role": "user", "content": "Hi"}]
+    assert tokenizer.apply_chat_template(messages, mood="!") == "<|begin|>Hi!"
+
+
+def test_directory_without_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no tokenizer\.json"):
+        Tokenizer.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_corrupt_file_is_named(directory: Path, name: str) -> None:
+    (directory / name).write_text('{"cut":')
+    with pytest.raises(ModelError, match=name):
+        Tokenizer.from_directory(directory)
+
+
+def test_unknown_decoder_is_refused(directory: Path) -> None:
+    file = directory / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    _write(file, content)
+    with pytest.raises(ModelError, match="WordPiece"):
+        Tokenizer.from_directory(directory)
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content))
