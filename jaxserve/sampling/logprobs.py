@@ -46,7 +46,8 @@ def token_logprobs(logits: jax.Array, token_ids: jax.Array, with_top: jax.Array)
     A vocabulary smaller than 20 fills the rest of the top places with -inf.
     """
     vocab_size, rows = logits.shape
-    by_row = logits.T
+    # One copy in row order, which the barrier keeps from being made once for each use.
+    by_row = lax.optimization_barrier(logits.T)
     best = jnp.max(by_row, axis=1)
     normalizer = best + jnp.log(ordered_sum(jnp.exp(by_row - best[:, None])))
     # A row that sampled no token has a negative id; any token will do for it.

@@ -69,12 +69,11 @@ def open_checkpoint(
     """
     if load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format {load_format!r} is not one of 'auto', 'dummy'.")
+    path = _locate(model, weights=load_format == "auto")
     checkpoint: Checkpoint
     if load_format == "dummy":
-        path = _locate(model, weights=False)
         checkpoint = DummyCheckpoint(_open_config(path), seed)
     else:
-        path = _locate(model, weights=True)
         checkpoint = _open_weights(path)
     specs = get_family(checkpoint.config.architecture).param_specs(checkpoint.config)
     if isinstance(checkpoint, Restorable):
@@ -107,7 +106,7 @@ def _snapshot(model_id: str, weights: bool) -> Path:
     except Exception as error:
         raise ModelError(
             f"{model_id!r} is no local path, and it could not be fetched from the Hugging Face "
-            f"hub ({str(error).splitlines()[0]}); {_WAYS}."
+            f"hub ({str(error).partition(chr(10))[0]}); {_WAYS}."
         ) from error
 
 

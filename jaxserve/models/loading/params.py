@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -38,8 +39,8 @@ def load_params(
     `shardings` has the structure of `family.param_specs(...)`, a Sharding per parameter; without
     it everything goes to the first device. Each process reads only the slices its own devices
     hold, and the host never keeps more than a few parameters at a time. `progress(loaded_bytes,
-    total_bytes)` is called now and then, from any thread. Raises ConfigError for an unknown dtype,
-    WeightsError for weights that cannot be read.
+    total_bytes)` is called as they arrive. Raises ConfigError for an unknown dtype, WeightsError
+    for weights that cannot be read.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
@@ -56,23 +57,20 @@ def load_params(
             progress(total_bytes, total_bytes)
         return params
 
+    arrays = []
     loaded_bytes = 0
-
-    def load(spec: ParamSpec, sharding: Sharding) -> jax.Array:
-        nonlocal loaded_bytes
-        array = _load_param(checkpoint, spec, numpy_dtype, sharding)
-        loaded_bytes += array.nbytes
-        if progress:
-            progress(loaded_bytes, total_bytes)
-        return array
-
     with ThreadPoolExecutor(_WORKERS, "load-params") as pool:
-        arrays = list(pool.map(load, leaves, structure.flatten_up_to(shardings)))
+        load = functools.partial(_load_param, checkpoint, numpy_dtype)
+        for array in pool.map(load, leaves, structure.flatten_up_to(shardings)):
+            arrays.append(array)
+            loaded_bytes += array.nbytes
+            if progress:
+                progress(loaded_bytes, total_bytes)
     return structure.unflatten(arrays)
 
 
 def _load_param(
-    source: TensorSource, spec: ParamSpec, dtype: np.dtype, sharding: Sharding
+    source: TensorSource, dtype: np.dtype, spec: ParamSpec, sharding: Sharding
 ) -> jax.Array:
     blocks: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 

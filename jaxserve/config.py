@@ -1,0 +1,101 @@
+"""Engine settings: what a user may say, and what is assumed where they say nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from jaxserve.engine.policies import POLICIES
+from jaxserve.errors import ConfigError
+from jaxserve.models.config import ModelConfig
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Settings of one engine. None means: decided from the model and the device.
+
+    Attributes:
+        model: the default model's name, a .gguf file, a directory, or a Hugging Face id.
+        dtype: of weights, activations and KV pages; float32 on CPUs, else bfloat16.
+        quantization: packed weights; only None (weights are unpacked to `dtype`) for now.
+        max_model_len: context limit in tokens, prompt and output; the model's own by default.
+        max_num_seqs: sequences that run at once.
+        max_num_batched_tokens: token budget of a step.
+        page_size: tokens a KV page holds.
+        memory_utilization: share of the device's memory that may be used in all.
+        kv_cache_memory_bytes: size of the KV pool; what is left of the share by default, on CPUs
+            at most 2 GiB.
+        scheduler: one of static, orca, vllm, sarathi, splitfuse.
+        seed: of everything random that no request seeds itself.
+        load_format: "dummy" makes random weights of the model's config.
+        compilation_cache: keep compiled programs in the cache directory.
+    """
+
+    model: str | Path = "smollm2-135m-instruct"
+    dtype: str | None = None
+    quantization: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    page_size: int | None = None
+    memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    scheduler: str = "sarathi"
+    seed: int = 0
+    load_format: Literal["auto", "dummy"] = "auto"
+    compilation_cache: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError, naming the setting, its value and the range."""
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ConfigError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}.")
+        if self.quantization is not None:
+            raise ConfigError(
+                f"quantization is {self.quantization!r}, but packed weights are not supported; "
+                "quantized checkpoints are unpacked to `dtype` as they load, without this setting."
+            )
+        if self.scheduler not in POLICIES:
+            raise ConfigError(
+                f"scheduler is {self.scheduler!r}; it must be one of {', '.join(POLICIES)}."
+            )
+        for name, least in (
+            ("max_model_len", 2),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("page_size", 1),
+            ("kv_cache_memory_bytes", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < least):
+                raise ConfigError(f"{name} is {value!r}; it must be an integer of {least} or more.")
+        if not 0 < self.memory_utilization <= 1:
+            raise ConfigError(
+                f"memory_utilization is {self.memory_utilization}; it must be in (0, 1]."
+            )
+
+    def resolve(self, model: ModelConfig, platform: str) -> EngineConfig:
+        """A copy with every None decided but the size of the KV pool (runtime/memory.py).
+
+        `platform` is JAX's name of it. Raises ConfigError when the context is longer than the
+        model's and the model has no way to stretch it.
+        """
+        on_cpu = platform == "cpu"
+        own = model.max_position_embeddings
+        length = self.max_model_len or own
+        if length > own and model.rope.kind not in ("dynamic", "linear"):
+            raise ConfigError(
+                f"max_model_len is {length}, but the model's context is {own} tokens; "
+                f"set it to at most {own}."
+            )
+        seqs = self.max_num_seqs or (32 if on_cpu else 128)
+        return dataclasses.replace(
+            self,
+            dtype=self.dtype or ("float32" if on_cpu else "bfloat16"),
+            max_model_len=length,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens or ((512 if on_cpu else 2048) + seqs),
+            page_size=self.page_size or 64,
+        )

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+import sampling_reference as reference
+
+from jaxserve.sampling import prompt_logprobs
+
+VOCAB, FEATURES = 300, 8
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 32, 70])
+def test_every_position_is_scored_under_its_own_logits(tokens):
+    rng = np.random.default_rng(tokens)
+    embed = rng.normal(size=(VOCAB, FEATURES)).astype(np.float32)
+    hidden = rng.normal(size=(FEATURES, tokens)).astype(np.float32)
+    targets = rng.integers(0, VOCAB, tokens).astype(np.int32)
+    score = jax.jit(lambda hidden, targets: prompt_logprobs(lambda h: embed @ h, hidden, targets))
+    scored = jax.tree.map(np.asarray, score(hidden, targets))
+    logits = embed @ hidden
+    assert scored.top_ids.shape == (tokens, 20)
+    for i in range(tokens):
+        expected = reference.log_softmax(logits[:, i])
+        np.testing.assert_allclose(scored.logprobs[i], expected[targets[i]], atol=2e-5)
+        # Logits of another matmul may swap neighbours that differ by rounding.
+        higher = (expected > expected[targets[i]] + 1e-5).sum()
+        not_lower = (expected >= expected[targets[i]] - 1e-5).sum()
+        assert higher < scored.ranks[i] <= not_lower
+        np.testing.assert_allclose(
+            scored.top_logprobs[i], np.sort(expected)[::-1][:20], atol=2e-5
+        )
+        np.testing.assert_allclose(
+            expected[scored.top_ids[i]], scored.top_logprobs[i], atol=2e-5
+        )
+
+
+def test_the_whole_logits_are_never_materialized():
+    tokens, vocab = 1024, 4096
+    embed = np.zeros((vocab, FEATURES), np.float32)
+    score = jax.jit(lambda e, h, t: prompt_logprobs(lambda x: e @ x, h, t))
+    shapes = (embed, np.zeros((FEATURES, tokens), np.float32), np.zeros(tokens, np.int32))
+    temporaries = score.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+    assert temporaries < vocab * tokens * 4 / 4

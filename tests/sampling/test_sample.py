@@ -1,0 +1,352 @@
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sampling_reference as reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.sampling import (
+    NO_TOKEN,
+    admit,
+    general,
+    greedy,
+    init_state,
+    pack_admission,
+    pack_rows,
+    row_constants,
+)
+from jaxserve.sampling.rows import NUM_FIELDS
+from jaxserve.sampling_params import SamplingParams
+
+VOCAB = 1500
+SLOTS = 5
+TRASH = SLOTS
+STOPS = (3, 11)
+
+run_greedy = jax.jit(greedy)
+run_general = jax.jit(general)
+run_admit = jax.jit(admit)
+
+
+def random_logits(rows, vocab=VOCAB, seed=0, scale=3.0):
+    return np.random.default_rng(seed).normal(size=(vocab, rows)).astype(np.float32) * scale
+
+
+def is_tracked(bad_words):
+    return any(len(word) > 1 for word in bad_words)
+
+
+def sample(logits, params, seeds=None, slots=None, positions=None, state=None, bad_words=()):
+    """Runs `general` on one params a row, padded to the bucket that `logits` makes."""
+    state = init_state(SLOTS, len(logits)) if state is None else state
+    seeds = range(len(params)) if seeds is None else seeds
+    multi = is_tracked(bad_words)
+    rows = [row_constants(p, s, multi_token_bad_words=multi) for p, s in zip(params, seeds)]
+    meta = pack_rows(
+        rows,
+        [TRASH] * len(rows) if slots is None else slots,
+        [0] * len(rows) if positions is None else positions,
+        logits.shape[1],
+        TRASH,
+    )
+    output, state = run_general(logits, state, meta)
+    return jax.tree.map(np.asarray, output), state
+
+
+@functools.cache
+def empty_state(vocab=VOCAB):
+    return init_state(SLOTS, vocab)
+
+
+@pytest.mark.parametrize(("vocab", "rows"), [(1, 1), (63, 2), (64, 3), (1500, 8)])
+def test_greedy_is_the_lowest_of_the_most_likely(vocab, rows):
+    # Few distinct values, so that ties decide.
+    logits = np.round(random_logits(rows, vocab), 0)
+    np.testing.assert_array_equal(run_greedy(logits), logits.argmax(axis=0))
+
+
+def test_rows_without_a_token_are_told_apart():
+    logits = random_logits(4)
+    logits[:, 0] = np.nan
+    logits[:, 1] = -np.inf
+    logits[7:, 2] = -np.inf
+    expected = [NO_TOKEN, NO_TOKEN, logits[:, 2].argmax(), logits[:, 3].argmax()]
+    np.testing.assert_array_equal(run_greedy(logits), expected)
+    output, _ = sample(logits, [reference.GREEDY] * 4)
+    np.testing.assert_array_equal(output.token_ids, expected)
+    output, state = sample(logits, [SamplingParams(presence_penalty=1.0)] * 4, slots=[0, 1, 2, 3])
+    assert output.token_ids[:2].tolist() == [NO_TOKEN] * 2
+    assert 0 <= output.token_ids[2] < 7 and 0 <= output.token_ids[3] < VOCAB
+    assert not np.asarray(state.seen)[:2].any()
+
+
+def test_one_nan_never_gives_an_id_out_of_range():
+    logits = random_logits(4)
+    logits[[5, 700], :2] = np.nan
+    for tokens in (run_greedy(logits), sample(logits, [SamplingParams()] * 4)[0].token_ids):
+        assert ((np.asarray(tokens) >= NO_TOKEN) & (np.asarray(tokens) < VOCAB)).all()
+
+
+@given(seed=st.integers(0, 1000), scale=st.sampled_from([1e-6, 0.01, 1.0, 30.0]))
+@settings(max_examples=15, deadline=None)
+def test_greedy_rows_of_a_general_batch_agree_with_greedy(seed, scale):
+    logits = random_logits(4, seed=seed, scale=scale)
+    if seed % 2:
+        logits = np.round(logits / scale, 1)
+    mixed = [reference.GREEDY, SamplingParams(top_k=5, top_p=0.5), reference.GREEDY]
+    output, _ = sample(logits, mixed)
+    expected = np.asarray(run_greedy(logits))
+    np.testing.assert_array_equal(output.token_ids[[0, 2]], expected[[0, 2]])
+
+
+VARIANTS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.3),
+    SamplingParams(temperature=2.0, top_k=5),
+    SamplingParams(top_p=0.6),
+    SamplingParams(min_p=0.2),
+    SamplingParams(temperature=1.5, top_k=8, top_p=0.8, min_p=0.02),
+    SamplingParams(logit_bias={2: 3.0, 5: -100.0}),
+    SamplingParams(allowed_token_ids=[1, 4, 9]),
+    SamplingParams(repetition_penalty=1.7, presence_penalty=0.5, frequency_penalty=-0.4),
+    SamplingParams(min_tokens=9, top_p=0.95),
+    SamplingParams(min_tokens=4),
+    SamplingParams(
+        repetition_penalty=0.8, logit_bias={0: 1.0}, top_k=6, min_tokens=12, bad_words=["w"]
+    ),
+]
+
+
+@pytest.mark.parametrize("params", VARIANTS, ids=range(len(VARIANTS)))
+def test_tokens_follow_the_reference_distribution(params):
+    vocab, draws = 16, 4096
+    logits = random_logits(1, vocab, seed=7, scale=1.5)
+    past = {"prompt": [1, 1, 6], "output": [2, 5, 2, 8]}
+    bad_words = [(9,), (2, 8, 4)] if params.bad_words else []
+    admission = pack_admission(
+        params,
+        vocab,
+        past["prompt"],
+        past["output"],
+        eos_token_ids=STOPS,
+        bad_word_ids=bad_words,
+    )
+    state = run_admit(init_state(SLOTS, vocab), 2, admission)
+    # Every row is the same sequence at the same state, under seeds of its own.
+    output, _ = sample(
+        np.repeat(logits, draws, axis=1),
+        [params] * draws,
+        slots=[2] * draws,
+        positions=[len(past["output"])] * draws,
+        state=state,
+        bad_words=bad_words,
+    )
+    expected = reference.distribution(
+        logits[:, 0], params, stops=STOPS, bad_words=bad_words, **past
+    )
+    counts = np.bincount(output.token_ids, minlength=vocab)
+    assert counts[expected == 0].sum() == 0
+    likely = expected * draws >= 5
+    statistic = ((counts - expected * draws)[likely] ** 2 / (expected * draws)[likely]).sum()
+    freedom = max(likely.sum() - 1, 1)
+    assert statistic < freedom + 4 * np.sqrt(2 * freedom)
+
+
+def test_a_token_does_not_depend_on_its_company():
+    everything = [
+        SamplingParams(temperature=0.9),
+        SamplingParams(temperature=1.3, top_k=40, top_p=0.9),
+        SamplingParams(top_p=0.99, min_p=0.001),
+        reference.GREEDY,
+    ]
+    vocab = 9000
+    logits = random_logits(4, vocab)
+    for position in range(8):
+        together, _ = sample(logits, everything, positions=[position] * 4)
+        for order in ([2, 0, 3, 1], [3, 1]):
+            bucket = np.pad(logits[:, order], ((0, 0), (0, 6 - len(order))), mode="edge")
+            other, _ = sample(
+                bucket, [everything[i] for i in order], order, positions=[position] * len(order)
+            )
+            np.testing.assert_array_equal(
+                other.token_ids[: len(order)], together.token_ids[order]
+            )
+        for index in range(4):
+            alone, _ = sample(
+                logits[:, index : index + 1], [everything[index]], [index], positions=[position]
+            )
+            assert alone.token_ids[0] == together.token_ids[index]
+
+
+def test_seed_and_position_decide_the_draw():
+    logits = np.repeat(random_logits(1, scale=0.1), 6, axis=1)
+    seeds, positions = [1, 1, 1, 2, 1 + 2**40, 1], [0, 1, 0, 0, 0, 2]
+    tokens = sample(logits, [SamplingParams()] * 6, seeds, positions=positions)[0].token_ids
+    assert tokens[0] == tokens[2]
+    assert len(set(tokens.tolist())) == 5
+
+
+def test_padding_is_harmless_whatever_it_holds():
+    params = SamplingParams(presence_penalty=1.0, logprobs=3, min_p=0.1)
+    logits = random_logits(4)
+    few, _ = sample(logits[:, :2], [params] * 2, slots=[0, 1])
+    logits[:, 2:] = np.nan
+    padded, state = sample(logits, [params] * 2, slots=[0, 1])
+    np.testing.assert_array_equal(padded.token_ids[:2], few.token_ids)
+    np.testing.assert_array_equal(padded.logprobs.top_ids[:2], few.logprobs.top_ids)
+    assert np.asarray(state.seen)[:2].sum() == 4
+    assert not np.asarray(state.seen)[2:TRASH].any()
+
+
+def test_penalties_see_tokens_sampled_on_the_device():
+    params = SamplingParams(temperature=0.0, frequency_penalty=1.5, repetition_penalty=1.3)
+    logits = random_logits(2, seed=3)
+    prompt, outputs = [4, 9, int(logits[:, 0].argmax())], [[], []]
+    state = empty_state()
+    for slot in (0, 1):
+        state = run_admit(state, slot, pack_admission(params, VOCAB, prompt))
+    for step in range(12):
+        output, state = sample(
+            logits, [params] * 2, slots=[0, 1], positions=[step] * 2, state=state
+        )
+        for row in (0, 1):
+            scores = reference.processed(logits[:, row], params, prompt, outputs[row])
+            assert output.token_ids[row] == scores.argmax()
+            outputs[row].append(int(output.token_ids[row]))
+    assert len(set(outputs[0])) > 2
+
+
+def test_a_resumed_sequence_has_the_state_it_lost():
+    params = SamplingParams(temperature=0.0, frequency_penalty=0.7, bad_words=["two tokens"])
+    logits, prompt, output = random_logits(1), [4, 9, 9], []
+    state = run_admit(empty_state(), 0, pack_admission(params, VOCAB, prompt))
+    for step in range(10):
+        sampled, state = sample(
+            logits, [params], slots=[0], positions=[step], state=state, bad_words=[(1, 2)]
+        )
+        output.append(int(sampled.token_ids[0]))
+    resumed = run_admit(empty_state(), 3, pack_admission(params, VOCAB, prompt, output))
+    np.testing.assert_array_equal(state.seen[0], resumed.seen[3])
+    np.testing.assert_array_equal(state.recent[0], resumed.recent[3])
+
+
+def test_bad_words_of_several_tokens_are_never_completed():
+    params = SamplingParams(temperature=0.0, bad_words=["w"])
+    best = [int(token) for token in np.argsort(random_logits(1)[:, 0])[::-1]]
+    logits = random_logits(1)
+    first, second, third = best[:3]
+    words = [(first, first, first), (second, first), tuple(best[:8])]
+    state = run_admit(
+        empty_state(), 1, pack_admission(params, VOCAB, [first, first], bad_word_ids=words)
+    )
+    output = []
+    for step in range(14):
+        sampled, state = sample(
+            logits, [params], slots=[1], positions=[step], state=state, bad_words=words
+        )
+        scores = reference.processed(logits[:, 0], params, (), output, bad_words=words)
+        assert sampled.token_ids[0] == scores.argmax()
+        output.append(int(sampled.token_ids[0]))
+    # Two of the best, then never a third, nor the best after the second best.
+    assert output[:5] == [first, first, second, second, second]
+
+
+def test_stop_tokens_are_banned_until_min_tokens():
+    params = SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=[11])
+    logits = np.zeros((VOCAB, 1), np.float32)
+    logits[[3, 11, 40], 0] = 3.0, 2.0, 1.0
+    admission = pack_admission(params, VOCAB, [1], eos_token_ids=[3])
+    state = run_admit(empty_state(), 4, admission)
+    for position, expected in enumerate([40, 40, 40, 3, 3]):
+        output, state = sample(logits, [params], slots=[4], positions=[position], state=state)
+        assert output.token_ids[0] == expected
+
+
+def test_rows_that_ask_for_nothing_ignore_the_state_of_their_slot():
+    logits = random_logits(2)
+    hostile = SamplingParams(
+        temperature=0.0, logit_bias={1: 100.0}, presence_penalty=2.0, min_tokens=9
+    )
+    state = empty_state()
+    for slot in (0, 1):
+        admission = pack_admission(hostile, VOCAB, [5], [1, 2], eos_token_ids=[7])
+        state = run_admit(state, slot, admission)
+    before = np.asarray(state.seen[0])
+    plain, state = sample(logits, [reference.GREEDY, hostile], slots=[0, 1], state=state)
+    assert plain.token_ids[0] == logits[:, 0].argmax()
+    assert plain.token_ids[1] == 1
+    np.testing.assert_array_equal(before, state.seen[0])
+
+
+@pytest.mark.parametrize("vocab", [12, 1500])
+def test_logprobs_describe_the_raw_distribution(vocab):
+    params = [
+        SamplingParams(logprobs=20, temperature=1.7, logit_bias={3: 4.0}),
+        SamplingParams(logprobs=0, top_k=2),
+    ]
+    logits = random_logits(2, vocab)
+    state = run_admit(init_state(SLOTS, vocab), 0, pack_admission(params[0], vocab, [1]))
+    output, _ = sample(logits, params, slots=[0, 1], state=state)
+    for row in (0, 1):
+        expected = reference.log_softmax(logits[:, row])
+        token = output.token_ids[row]
+        np.testing.assert_allclose(output.logprobs.logprobs[row], expected[token], atol=2e-5)
+        assert output.logprobs.ranks[row] == 1 + (logits[:, row] > logits[token, row]).sum()
+        order = np.argsort(-logits[:, row], kind="stable")[:20]
+        count = len(order)
+        np.testing.assert_array_equal(output.logprobs.top_ids[row, :count], order)
+        np.testing.assert_allclose(
+            output.logprobs.top_logprobs[row, :count], expected[order], atol=2e-5
+        )
+        assert (output.logprobs.top_logprobs[row, count:] == -np.inf).all()
+
+
+def test_logprobs_are_zero_unless_asked_for():
+    logits = random_logits(2)
+    output, _ = sample(logits, [SamplingParams()] * 2)
+    assert all(not leaf.any() for leaf in jax.tree.leaves(output.logprobs))
+    output, _ = sample(logits, [SamplingParams(logprobs=0)] * 2)
+    assert (output.logprobs.ranks > 0).all() and not output.logprobs.top_ids.any()
+
+
+def _computations(program):
+    """The compiled program's computations by name, and which one is the entry."""
+    blocks = re.split(r"\n\n", program)
+    named = {re.match(r"(?:ENTRY )?%?([\w.\-]+)", block).group(1): block for block in blocks[1:]}
+    entry = next(block for block in blocks if block.startswith("ENTRY"))
+    return named, entry
+
+
+def test_no_program_sorts_and_top_k_is_only_behind_conditions():
+    vocab, rows = 8192, 4
+    logits = jax.ShapeDtypeStruct((vocab, rows), jnp.float32)
+    state = jax.eval_shape(lambda: init_state(SLOTS, vocab))
+    meta = jax.ShapeDtypeStruct((rows, NUM_FIELDS), jnp.int32)
+    programs = {
+        "greedy": jax.jit(greedy).lower(logits).compile().as_text(),
+        "general": jax.jit(general).lower(logits, state, meta).compile().as_text(),
+    }
+    for program in programs.values():
+        assert not re.search(r" sort\(", program)
+        _, entry = _computations(program)
+        assert not re.search(r"top-?k", entry, re.IGNORECASE)
+    assert re.search(r"top-?k", programs["general"], re.IGNORECASE)
+
+
+def test_unused_stages_leave_the_state_alone_and_out_of_the_entry_computation():
+    vocab, rows = 8192, 4
+    logits = jax.ShapeDtypeStruct((vocab, rows), jnp.float32)
+    state = jax.eval_shape(lambda: init_state(SLOTS, vocab))
+    meta = jax.ShapeDtypeStruct((rows, NUM_FIELDS), jnp.int32)
+    compiled = jax.jit(general, donate_argnums=1).lower(logits, state, meta).compile()
+    _, entry = _computations(compiled.as_text())
+    # Gathers of whole vocabulary rows from the state belong inside the loops of their stages.
+    assert not re.search(rf"\[{rows},(1,)?{vocab}\]\S* (fusion|gather)\(%?state", entry)
+    # The donated state is updated in place: temporaries hold a few [rows, vocab], no state array.
+    assert compiled.memory_analysis().alias_size_in_bytes >= 2 * (SLOTS + 1) * vocab * 4
