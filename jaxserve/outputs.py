@@ -62,7 +62,8 @@ class RequestOutput:
     """A request and everything generated for it so far; final once `finished`.
 
     `prompt` is None for a prompt given as token ids. `prompt_logprobs` is None unless asked for;
-    its first entry is None because nothing precedes the first token.
+    its first entry is None because nothing precedes the first token. `error` says what was wrong
+    when the outputs' finish_reason is "error".
     """
 
     request_id: str
@@ -72,3 +73,20 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """What one sequence of a streamed request gained: text that is now certain, and its tokens.
+
+    Text may lag behind the tokens (half a character, the beginning of a stop string). The last
+    delta of a sequence carries its `finish_reason`.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None

@@ -107,9 +107,7 @@ class SamplingParams:
             "include_stop_str_in_output",
         ):
             if not isinstance(getattr(self, field), bool):
-                raise RequestError(
-                    f"{field} must be True or False, got {getattr(self, field)!r}."
-                )
+                raise RequestError(f"{field} must be True or False, got {getattr(self, field)!r}.")
 
     def _check_lists(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -121,9 +119,7 @@ class SamplingParams:
             "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         )
         if self.allowed_token_ids is not None:
-            allowed = _token_ids(
-                "allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS
-            )
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
             if not allowed:
                 raise RequestError(
                     "allowed_token_ids is empty, so no token could be sampled; "
@@ -186,8 +182,7 @@ class SamplingParams:
             worst = max(getattr(self, field) or (), default=0)
             if worst >= vocab_size:
                 raise RequestError(
-                    f"{field} names token id {worst}, but this model's ids are "
-                    f"0..{vocab_size - 1}."
+                    f"{field} names token id {worst}, but this model's ids are 0..{vocab_size - 1}."
                 )
 
 

@@ -46,7 +46,7 @@ def test_defaults_match_the_contract():
         (
             "logit_bias",
             [None, {}, {1: 5}],
-            [{-1: 0.0}, {"1": 0.0}, {1: math.nan}, {1: True}, [1], {i: 0 for i in range(1025)}],
+            [{-1: 0.0}, {"1": 0.0}, {1: math.nan}, {1: True}, [1], dict.fromkeys(range(1025), 0)],
         ),
         ("structured_outputs", [None], [{"json": {}}, {"regex": "a"}]),
     ],

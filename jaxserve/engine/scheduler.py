@@ -123,7 +123,10 @@ class Scheduler:
             )
         room = context - length
         wanted = seq.params.max_tokens
-        max_tokens = room if wanted is None else min(wanted, room)
+        if wanted is None:  # As far as the context goes, or a pool that is smaller still.
+            pool_tokens = self.pool.capacity * self.pool.page_size
+            wanted = max(1, pool_tokens + 1 - length)
+        max_tokens = min(wanted, room)
         seq.kv_limit = length + max_tokens - 1
         pages = self.pool.pages_for(seq.kv_limit)
         if pages > self.pool.capacity:

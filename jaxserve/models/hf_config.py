@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxserve.errors import UnsupportedModelError
 from jaxserve.models.config import ModelConfig, RopeConfig
+from jaxserve.models.rope import frequencies
 
 
 def common_config(raw: dict[str, Any], **family_fields: Any) -> ModelConfig:
@@ -60,13 +61,20 @@ def sliding_windows(raw: dict[str, Any]) -> tuple[int | None, ...]:
     if window is None or not raw.get("use_sliding_window", True):
         return (None,) * layers
     if kinds := raw.get("layer_types"):
+        if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+            raise UnsupportedModelError(
+                f"layer_types has {sorted(unknown)}; known are full_attention, sliding_attention."
+            )
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     first = raw.get("max_window_layers", 0)
     return tuple(window if layer >= first else None for layer in range(layers))
 
 
 def rope_config(raw: dict[str, Any], head_dim: int) -> RopeConfig:
-    """RopeConfig from `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5)."""
+    """RopeConfig from `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5).
+
+    Raises UnsupportedModelError for scaling that `rope.frequencies` does not know.
+    """
     scaling = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     theta = scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0
@@ -76,11 +84,9 @@ def rope_config(raw: dict[str, Any], head_dim: int) -> RopeConfig:
         "original_max_position_embeddings"
     )
     factor = scaling.get("factor")
-    if kind == "longrope" and factor is None:
-        factor = trained / original if original else 1.0
-    if kind == "yarn" and factor is None:
-        factor = trained / original if original else 1.0
-    return RopeConfig(
+    if factor is None and original and kind in ("longrope", "yarn"):
+        factor = trained / original
+    rope = RopeConfig(
         theta=float(theta),
         kind=kind,
         rotary_dim=int(head_dim * partial),
@@ -97,6 +103,8 @@ def rope_config(raw: dict[str, Any], head_dim: int) -> RopeConfig:
         short_factor=_floats(scaling.get("short_factor")),
         long_factor=_floats(scaling.get("long_factor")),
     )
+    frequencies(rope, trained)  # refuses here what would fail only once programs are traced
+    return rope
 
 
 def _floats(values: list[float] | None) -> tuple[float, ...] | None:

@@ -15,10 +15,22 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.family import Attention, Family, Params, ParamSpec, Part
 from jaxserve.models.hf_config import common_config
 
+# What a config.json may leave out because it is the default of the transformers class.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "Qwen2ForCausalLM": {"use_sliding_window": False, "max_window_layers": 28},
+    "Qwen3ForCausalLM": {"use_sliding_window": False, "max_window_layers": 28, "head_dim": 128},
+    "SmolLM3ForCausalLM": {
+        "use_sliding_window": False,
+        "tie_word_embeddings": True,
+        "rope_theta": 2_000_000.0,
+    },
+}
+
 
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     """ModelConfig of any member, from its parsed `config.json`."""
     architecture = raw["architectures"][0]
+    raw = _DEFAULTS.get(architecture, {}) | raw
     everywhere = raw.get("attention_bias", False)
     num_layers = raw["num_hidden_layers"]
     rotates: tuple[bool, ...] = ()
@@ -125,9 +137,12 @@ def forward(
     x = layers.embed(params["embed"], token_ids)
     for index, p in enumerate(params["layers"]):
         normed = layers.rms_norm(x, p["attn_norm"], config.rms_norm_eps)
-        q, k, v = project_qkv(config, index, p, normed, cos_sin)
-        attended = attention(index, q, k, v, window=config.sliding_windows[index])
-        x = x + layers.linear(p["attn_out"], join_heads(attended), p.get("attn_out_bias"))
+        q, k, v = project_qkv(config, p, normed)
+        if config.qk_norm:
+            q = layers.rms_norm(q, p["q_norm"], config.rms_norm_eps)
+            k = layers.rms_norm(k, p["k_norm"], config.rms_norm_eps)
+        attended = attend(config, index, (q, k, v), cos_sin, attention)
+        x = x + layers.linear(p["attn_out"], attended, p.get("attn_out_bias"))
         normed = layers.rms_norm(x, p["mlp_norm"], config.rms_norm_eps)
         x = x + layers.gated_mlp(
             normed, p["gate_up"], p["down"], p.get("gate_up_bias"), p.get("down_bias")
@@ -136,28 +151,31 @@ def forward(
 
 
 def project_qkv(
+    config: ModelConfig, p: dict[str, jax.Array], x: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [kv_heads, group, dim, tokens], keys and values [kv_heads, dim, tokens] of x."""
+    kv_heads, group, dim = config.num_kv_heads, config.queries_per_kv, config.head_dim
+    qkv = layers.linear(p["qkv"], x, p.get("qkv_bias")).reshape(kv_heads, group + 2, dim, -1)
+    return qkv[:, :group], qkv[:, group], qkv[:, group + 1]
+
+
+def attend(
     config: ModelConfig,
     index: int,
-    p: dict[str, jax.Array],
-    x: jax.Array,
+    heads: tuple[jax.Array, jax.Array, jax.Array],
     cos_sin: tuple[jax.Array, jax.Array],
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries [tokens, heads, dim], keys and values [tokens, kv_heads, dim] of x [hidden, tokens]."""
-    kv_heads, group, dim = config.num_kv_heads, config.queries_per_kv, config.head_dim
-    qkv = layers.linear(p["qkv"], x, p.get("qkv_bias"))
-    qkv = qkv.reshape(kv_heads, group + 2, dim, -1)
-    q, k, v = qkv[:, :group], qkv[:, group], qkv[:, group + 1]
-    if config.qk_norm:
-        q = layers.rms_norm(q, p["q_norm"], config.rms_norm_eps)
-        k = layers.rms_norm(k, p["k_norm"], config.rms_norm_eps)
+    attention: Attention,
+) -> jax.Array:
+    """Attention of layer `index` over what `project_qkv` gave: [heads * dim, tokens].
+
+    Rotates queries and keys first, where the layer does.
+    """
+    q, k, v = heads
     if config.rope_layers[index]:
         q, k = rope.rotate(q, *cos_sin), rope.rotate(k, *cos_sin)
-    q = q.reshape(kv_heads * group, dim, -1)
-    return q.transpose(2, 0, 1), k.transpose(2, 0, 1), v.transpose(2, 0, 1)
-
-
-def join_heads(attended: jax.Array) -> jax.Array:
-    """[tokens, heads, dim] as [heads * dim, tokens]."""
+    q = q.reshape(config.num_heads, config.head_dim, -1)
+    q, k, v = (x.transpose(2, 0, 1) for x in (q, k, v))
+    attended = attention(index, q, k, v, window=config.sliding_windows[index])
     return attended.reshape(attended.shape[0], -1).T
 
 

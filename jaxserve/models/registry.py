@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from jaxserve.errors import UnsupportedModelError
-from jaxserve.models import llama
+from jaxserve.models import llama, olmo2
 from jaxserve.models.family import Family
 
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": llama.FAMILY,
     "MistralForCausalLM": llama.FAMILY,
+    "Olmo2ForCausalLM": olmo2.FAMILY,
     "Qwen2ForCausalLM": llama.FAMILY,
     "Qwen3ForCausalLM": llama.FAMILY,
     "SmolLM3ForCausalLM": llama.FAMILY,

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -76,16 +77,20 @@ class Compilation:
         specs: Iterable[ProgramSpec],
         cache: ExecutableCache | None,
         on_done: Callable[[Program], None] = lambda program: None,
+        timed: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
     ) -> None:
+        """`on_done` is told each program as it is ready; `timed(name)` surrounds each that is
+        really compiled."""
         self._pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="jaxserve-compile")
-        self._cache, self._on_done = cache, on_done
+        self._cache, self._on_done, self._timed = cache, on_done, timed
         self._futures: list[Future[Program]] = [self._pool.submit(self._build, s) for s in specs]
 
     def _build(self, spec: ProgramSpec) -> Program:
         compiled = self._cache.load(spec.name) if self._cache else None
         from_cache = compiled is not None
         if compiled is None:
-            compiled = spec.compile()
+            with self._timed(spec.name):
+                compiled = spec.compile()
             if self._cache:
                 self._cache.store(spec.name, compiled)
         memory = compiled.memory_analysis()
@@ -104,4 +109,8 @@ class Compilation:
         try:
             return Programs([future.result() for future in self._futures])
         finally:
-            self._pool.shutdown(cancel_futures=True)
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Give up what has not begun, and wait for what has."""
+        self._pool.shutdown(cancel_futures=True)

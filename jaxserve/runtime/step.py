@@ -12,6 +12,11 @@ import jax.numpy as jnp
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.family import Family, Params
 from jaxserve.runtime.batch import StepLayout
+from jaxserve.sampling import SampleOutput, SamplingState, TokenLogprobs
+from jaxserve.sampling import general as sample_general
+from jaxserve.sampling import greedy as sample_greedy
+from jaxserve.sampling import prompt_logprobs as score_prompt
+from jaxserve.sampling.rows import SLOT
 from pallas_kernels.paged_attention import KVPages, paged_attention, write_kv
 
 
@@ -48,3 +53,41 @@ def forward(
 
     hidden = family.forward(params, config, token_ids, step.positions, attention)
     return kv, hidden[:, step.sampled], hidden[:, layout.key.rows :]
+
+
+def greedy(
+    family: Family,
+    config: ModelConfig,
+    head: Params,
+    last_tokens: jax.Array,
+    hidden: jax.Array,
+    slots: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The most likely token int32 [rows] after each of hidden [hidden, rows].
+
+    Returns `last_tokens` with the tokens in their slots, and the tokens.
+    """
+    token_ids = sample_greedy(family.logits(head, config, hidden))
+    return last_tokens.at[slots].set(jnp.maximum(token_ids, 0)), token_ids
+
+
+def general(
+    family: Family,
+    config: ModelConfig,
+    head: Params,
+    last_tokens: jax.Array,
+    state: SamplingState,
+    hidden: jax.Array,
+    rows: jax.Array,
+) -> tuple[jax.Array, SamplingState, SampleOutput]:
+    """One token a row with everything a request may ask for; `rows` as `pack_rows` made them."""
+    output, state = sample_general(family.logits(head, config, hidden), state, rows)
+    token_ids = jnp.maximum(output.token_ids, 0)
+    return last_tokens.at[rows[:, SLOT]].set(token_ids), state, output
+
+
+def prompt_logprobs(
+    family: Family, config: ModelConfig, head: Params, hidden: jax.Array, targets: jax.Array
+) -> TokenLogprobs:
+    """Log probabilities of the prompt's next tokens, `targets` int32 [tokens]."""
+    return score_prompt(lambda block: family.logits(head, config, block), hidden, targets)

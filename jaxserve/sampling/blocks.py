@@ -19,13 +19,13 @@ def padded_vocab(vocab_size: int) -> int:
     return -(-vocab_size // BLOCK) * BLOCK
 
 
-def ordered_sum(x: jax.Array) -> jax.Array:
-    """Sum over the last axis by pairwise halving, in an order fixed by its length alone."""
-    while x.shape[-1] > 1:
-        half = x.shape[-1] // 2
-        pairs = x[..., :half] + x[..., half : 2 * half]
-        x = jnp.concatenate([pairs, x[..., 2 * half :]], axis=-1)
-    return x[..., 0]
+def ordered_sum(x: jax.Array, axis: int = -1) -> jax.Array:
+    """Sum over an axis by pairwise halving, in an order fixed by the length of the axis alone."""
+    while (length := x.shape[axis]) > 1:
+        half = length // 2
+        first, second, rest = jnp.split(x, [half, 2 * half], axis)
+        x = jnp.concatenate([first + second, rest], axis)
+    return jnp.squeeze(x, axis)
 
 
 def keep(weights: jax.Array, floor: jax.Array) -> jax.Array:

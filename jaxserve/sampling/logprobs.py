@@ -46,16 +46,14 @@ def token_logprobs(logits: jax.Array, token_ids: jax.Array, with_top: jax.Array)
     A vocabulary smaller than 20 fills the rest of the top places with -inf.
     """
     vocab_size, rows = logits.shape
-    # One copy in row order, which the barrier keeps from being made once for each use.
-    by_row = lax.optimization_barrier(logits.T)
-    best = jnp.max(by_row, axis=1)
-    normalizer = best + jnp.log(ordered_sum(jnp.exp(by_row - best[:, None])))
+    best = jnp.max(logits, axis=0)
+    normalizer = best + jnp.log(ordered_sum(jnp.exp(logits - best), axis=0))
     # A row that sampled no token has a negative id; any token will do for it.
-    chosen = by_row[jnp.arange(rows), jnp.maximum(token_ids, 0)]
+    chosen = logits[jnp.maximum(token_ids, 0), jnp.arange(rows)]
     count = min(TOP_LOGPROBS, vocab_size)
 
     def top() -> tuple[jax.Array, jax.Array]:
-        values, ids = lax.top_k(by_row, count)
+        values, ids = lax.top_k(logits.T, count)
         missing = ((0, 0), (0, TOP_LOGPROBS - count))
         values = jnp.pad(values - normalizer[:, None], missing, constant_values=-jnp.inf)
         return jnp.pad(ids, missing), values
@@ -64,7 +62,7 @@ def token_logprobs(logits: jax.Array, token_ids: jax.Array, with_top: jax.Array)
     top_ids, top_values = lax.cond(with_top, top, lambda: (empty.top_ids, empty.top_logprobs))
     return TokenLogprobs(
         logprobs=chosen - normalizer,
-        ranks=1 + ordered_sum((by_row > chosen[:, None]).astype(jnp.int32)),
+        ranks=1 + ordered_sum((logits > chosen).astype(jnp.int32), axis=0),
         top_ids=top_ids,
         top_logprobs=top_values,
     )

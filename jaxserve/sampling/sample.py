@@ -63,9 +63,7 @@ def general(
     scores = _processed(logits, state, meta, floats)
     best = jnp.max(scores, axis=1)
     weights = _weights(scores, best, temperature)
-    floor = weight_floor(
-        weights, meta[:, row.TOP_K], floats[:, row.TOP_P], floats[:, row.MIN_P]
-    )
+    floor = weight_floor(weights, meta[:, row.TOP_K], floats[:, row.TOP_P], floats[:, row.MIN_P])
     token_ids, mass = inverse_cdf(weights, floor, _uniforms(meta, temperature))
     token_ids = jnp.where((best > -jnp.inf) & (mass > 0), token_ids, NO_TOKEN)
 

@@ -93,9 +93,7 @@ def _raise_floor(
     near = _bisect(
         measure, candidates, target, start, jnp.where(active & among_candidates, _ABOVE_ONE_BITS, 0)
     )
-    far = _bisect(
-        measure, weights, target, low, jnp.where(active & ~among_candidates, start, 0)
-    )
+    far = _bisect(measure, weights, target, low, jnp.where(active & ~among_candidates, start, 0))
     found = jnp.where(among_candidates, near, far)
     return jnp.where(active, _float(found), floor)
 

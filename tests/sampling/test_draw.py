@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sampling.draw import inverse_cdf, keyed_uniforms
+from jaxserve.sampling.draw import _pick, inverse_cdf, keyed_uniforms
 
 WIDTH = 4096
 draw = jax.jit(inverse_cdf)
@@ -37,6 +37,14 @@ def test_only_kept_tokens_are_drawn_at_any_uniform(seed, support, floor, uniform
         assert cumulative[token] - row[token] <= target + slack
         if uniform == 0.0:
             assert token == np.flatnonzero(keep)[0]
+
+
+def test_sums_that_grow_at_a_zero_weight_or_end_early_do_not_mislead():
+    weights = np.array([[0.0, 1.0, 0.0, 1.0, 0.0]] * 3, np.float32)
+    cumulative = np.array([[0.0, 1.0, 1.5, 1.75, 1.75]] * 3, np.float32)
+    index, before = _pick(weights, cumulative, np.array([-0.5, 1.25, 1.75], np.float32))
+    assert index.tolist() == [1, 3, 3]
+    assert before.tolist() == [0.0, 1.5, 1.5]
 
 
 def test_nothing_to_draw_has_no_mass():

@@ -27,12 +27,8 @@ def test_every_position_is_scored_under_its_own_logits(tokens):
         higher = (expected > expected[targets[i]] + 1e-5).sum()
         not_lower = (expected >= expected[targets[i]] - 1e-5).sum()
         assert higher < scored.ranks[i] <= not_lower
-        np.testing.assert_allclose(
-            scored.top_logprobs[i], np.sort(expected)[::-1][:20], atol=2e-5
-        )
-        np.testing.assert_allclose(
-            expected[scored.top_ids[i]], scored.top_logprobs[i], atol=2e-5
-        )
+        np.testing.assert_allclose(scored.top_logprobs[i], np.sort(expected)[::-1][:20], atol=2e-5)
+        np.testing.assert_allclose(expected[scored.top_ids[i]], scored.top_logprobs[i], atol=2e-5)
 
 
 def test_the_whole_logits_are_never_materialized():

@@ -44,9 +44,7 @@ def test_kept_sets_equal_sorting(width, data):
         st.lists(st.sampled_from([1.0, 2**-20, 0.25, 0.5, 0.9375]), min_size=3, max_size=3)
     )
     min_p = data.draw(st.lists(st.sampled_from([0.0, 1 / 256, 0.5, 1.0]), min_size=3, max_size=3))
-    expected = [
-        reference.kept(row, k, p, m) for row, k, p, m in zip(weights, top_k, top_p, min_p)
-    ]
+    expected = [reference.kept(row, k, p, m) for row, k, p, m in zip(weights, top_k, top_p, min_p)]
     np.testing.assert_array_equal(device_kept(weights, top_k, top_p, min_p), expected)
 
 

@@ -102,7 +102,8 @@ def _snapshot(model_id: str, weights: bool) -> Path:
 
     patterns = [*_TEXT_PATTERNS, "*.safetensors"] if weights else _TEXT_PATTERNS
     try:
-        return Path(snapshot_download(model_id, allow_patterns=patterns))
+        # Folders hold other exports of the same weights.
+        return Path(snapshot_download(model_id, allow_patterns=patterns, ignore_patterns="*/*"))
     except Exception as error:
         raise ModelError(
             f"{model_id!r} is no local path, and it could not be fetched from the Hugging Face "

@@ -1,0 +1,201 @@
+"""The engine behind an event loop: one thread steps it, any number of coroutines wait on it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from typing import Any, Self
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.metrics import Metric
+from jaxserve.engine.request import Request
+from jaxserve.errors import EngineClosedError
+from jaxserve.outputs import Delta, RequestOutput
+from jaxserve.runtime.startup import Progress, no_progress
+from jaxserve.sampling_params import SamplingParams
+
+Update = Delta | RequestOutput | BaseException
+
+
+@dataclasses.dataclass
+class _Listener:
+    """Where the updates of one request go: deltas, then its output or what went wrong."""
+
+    loop: asyncio.AbstractEventLoop
+    updates: asyncio.Queue[Update]
+
+    def send(self, update: Update) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody listens any more
+            self.loop.call_soon_threadsafe(self.updates.put_nowait, update)
+
+
+class AsyncEngine:
+    """LLM for servers: coroutines in place of calls. Requests of any number of tasks are batched.
+
+    The loop thread alone touches the engine; everything else reaches it as a command.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._listeners: dict[str, _Listener] = {}
+        self._ids = itertools.count()
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path = EngineConfig.model,
+        *,
+        progress: Progress = no_progress,
+        **settings: Any,
+    ) -> Self:
+        """Load a model and start serving it; arguments as for LLM. Blocks until ready."""
+        return cls(Engine.load(EngineConfig(model=model, **settings), progress=progress))
+
+    @property
+    def tokenizer(self):
+        return self._engine.tokenizer
+
+    async def generate(
+        self,
+        prompt: str | SequenceOf[int],
+        sampling_params: SamplingParams,
+        request_id: str | None = None,
+        priority: int | None = None,
+    ) -> RequestOutput:
+        """The finished output of one prompt. Cancelling the task aborts the request.
+
+        Raises RequestError when the request is refused, EngineClosedError when the engine ends.
+        """
+        async for update in self._updates(prompt, sampling_params, request_id, priority):
+            if isinstance(update, RequestOutput):
+                return update
+        raise EngineClosedError("the engine ended the request without an output.")
+
+    async def stream(
+        self,
+        prompt: str | SequenceOf[int],
+        sampling_params: SamplingParams,
+        request_id: str | None = None,
+        priority: int | None = None,
+    ) -> AsyncIterator[Delta]:
+        """Deltas of one prompt as they come. Leaving the loop early aborts the request."""
+        updates = self._updates(prompt, sampling_params, request_id, priority)
+        async with contextlib.aclosing(updates):
+            async for update in updates:
+                if isinstance(update, Delta):
+                    yield update
+
+    async def abort(self, request_id: str) -> None:
+        """End a request early, if it is still running."""
+        self._commands.put(lambda: self._abort(request_id))
+
+    def get_metrics(self) -> dict[str, Metric]:
+        return self._engine.snapshot()
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Abort what runs, stop the thread and free the device. May be called twice."""
+        self._closing = True
+        self._commands.put(lambda: None)
+        self._thread.join(timeout_s)
+
+    async def _updates(
+        self,
+        prompt: str | SequenceOf[int],
+        params: SamplingParams,
+        request_id: str | None,
+        priority: int | None,
+    ) -> AsyncIterator[Update]:
+        if self._closing or self._failure is not None:
+            raise EngineClosedError("the engine is closed; make a new one.") from self._failure
+        request_id = request_id or f"async-{next(self._ids)}"
+        listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
+        self._commands.put(lambda: self._add(request_id, prompt, params, priority, listener))
+        try:
+            while True:
+                update = await listener.updates.get()
+                if isinstance(update, BaseException):
+                    raise update
+                yield update
+                if isinstance(update, RequestOutput):
+                    return
+        finally:
+            self._commands.put(lambda: self._abort_of(request_id, listener))
+
+    # In the loop thread
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._obey(wait=not self._engine.has_work)
+                if self._engine.has_work and not self._closing:
+                    for request in self._engine.step():
+                        self._publish(request)
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._end()
+
+    def _obey(self, wait: bool) -> None:
+        """Carry out the commands given so far; with `wait`, at least one."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._commands.get(block=wait)()
+                wait = False
+
+    def _add(
+        self,
+        request_id: str,
+        prompt: str | SequenceOf[int],
+        params: SamplingParams,
+        priority: int | None,
+        listener: _Listener,
+    ) -> None:
+        try:
+            self._engine.add(request_id, prompt, params, priority)
+        except Exception as error:
+            listener.send(error)
+        else:
+            self._listeners[request_id] = listener
+
+    def _abort(self, request_id: str) -> None:
+        request = self._engine.abort(request_id)
+        if request is not None:
+            self._publish(request)
+
+    def _abort_of(self, request_id: str, listener: _Listener) -> None:
+        """Abort a request that nobody listens to any more, unless its id has a new owner."""
+        if self._listeners.get(request_id) is listener:
+            self._abort(request_id)
+
+    def _publish(self, request: Request) -> None:
+        listener = self._listeners.get(request.request_id)
+        if listener is None:
+            return
+        for delta in request.take_deltas():
+            listener.send(delta)
+        if request.finished:
+            del self._listeners[request.request_id]
+            listener.send(self._engine.output(request))
+
+    def _end(self) -> None:
+        self._engine.close()
+        reason = f": {self._failure}" if self._failure else ""
+        while not self._commands.empty():
+            with contextlib.suppress(Exception):
+                self._commands.get_nowait()()
+        for listener in self._listeners.values():
+            listener.send(EngineClosedError(f"the engine was closed{reason}"))
+        self._listeners.clear()

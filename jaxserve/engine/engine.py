@@ -1,0 +1,354 @@
+"""The loop: schedule, dispatch, collect. One step is always planned before the last is read.
+
+While the device works on a step the host plans, packs and dispatches the next one, feeding it
+tokens that only the device knows, and then reads the older step. So a stop condition is seen one
+step late, and the token sampled in the meantime is dropped.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import random
+from collections.abc import Sequence as SequenceOf
+from typing import Self
+
+import numpy as np
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.events import EventLog, monotonic_us
+from jaxserve.engine.metrics import Metric, Metrics
+from jaxserve.engine.plan import Chunk, StepPlan
+from jaxserve.engine.request import Generation, Request, Stop, TokenScores
+from jaxserve.engine.scheduler import Scheduler, SchedulerConfig
+from jaxserve.engine.sequence import Sequence
+from jaxserve.errors import EngineClosedError, RequestError
+from jaxserve.kv.pages import PagePool
+from jaxserve.outputs import RequestOutput
+from jaxserve.runtime.runner import DispatchedStep, Runner, StepResults
+from jaxserve.runtime.specs import forward_name
+from jaxserve.runtime.startup import EnginePlan, Progress, no_progress, start
+from jaxserve.sampling import NO_TOKEN, TokenLogprobs, sequence_seed
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.text import Tokenizer
+
+_STEPS_AHEAD = 1
+"""Steps dispatched beyond the one being read."""
+
+
+class Engine:
+    """Serves requests on one model. Not thread-safe: one caller adds, steps and aborts."""
+
+    def __init__(
+        self, plan: EnginePlan, runner: Runner, log: EventLog, metrics: Metrics, tokenizer: Tokenizer
+    ) -> None:
+        config = plan.config
+        self.plan = plan
+        self.tokenizer = tokenizer
+        self.log = log
+        self.metrics = metrics
+        self.pool = PagePool(plan.memory.num_pages, config.page_size)
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                policy=config.scheduler,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_prefill_chunks=plan.geometry.max_chunks,
+                max_prefill_tokens=plan.geometry.buckets.max_prefill_tokens,
+                max_model_len=config.max_model_len,
+            ),
+            self.pool,
+        )
+        self._runner = runner
+        self._requests: dict[str, Request] = {}
+        self._owner: dict[int, tuple[Request, Generation]] = {}
+        self._in_flight: collections.deque[tuple[int, DispatchedStep]] = collections.deque()
+        self._step_ids = itertools.count()
+        self._seq_ids = itertools.count()
+        self._seeds = random.Random(config.seed)
+        self._admitted: set[int] = set()
+        self._displaced: set[int] = set()
+        self._closed: str | None = None
+        self._eos = frozenset(plan.geometry.model.eos_token_ids) | frozenset(
+            tokenizer.eos_token_ids
+        )
+
+    @classmethod
+    def load(
+        cls, config: EngineConfig, *, progress: Progress = no_progress, keep_events: bool = False
+    ) -> Self:
+        """Open, compile and load; ready to serve when it returns. `keep_events` keeps the whole
+        event log for a trace file. Raises ModelError, ConfigError or MemoryPlanError."""
+        metrics = Metrics()
+        log = EventLog(metrics.fold, clock=monotonic_us, keep_all=keep_events)
+        plan, runner = start(config, log, progress)
+        with log.phase("startup", "tokenizer"):
+            tokenizer = plan.checkpoint.tokenizer()
+        return cls(plan, runner, log, metrics, tokenizer)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished, or a step is still to be read."""
+        return self.scheduler.has_work or bool(self._in_flight)
+
+    def add(
+        self,
+        request_id: str,
+        prompt: str | SequenceOf[int],
+        params: SamplingParams,
+        priority: int | None = None,
+    ) -> Request:
+        """Accept a request. Text is tokenized with the model's special tokens.
+
+        Raises RequestError for anything wrong with it, before anything is changed, and
+        EngineClosedError on a closed engine.
+        """
+        self._check_open()
+        if request_id in self._requests:
+            raise RequestError(f"request_id {request_id!r} is in use by an unfinished request.")
+        vocab_size = self.plan.geometry.model.vocab_size
+        params.check_vocabulary(vocab_size)
+        text, token_ids = self._tokens_of(prompt, vocab_size)
+        words = self._bad_word_ids(params)
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        sequences = [
+            Sequence(
+                seq_id=next(self._seq_ids),
+                request_id=request_id,
+                index=index,
+                prompt_token_ids=token_ids,
+                params=params,
+                arrival_us=self.log.now(),
+                priority=params.priority if priority is None else priority,
+            )
+            for index in range(params.n)
+        ]
+        generations = [Generation(seq, self.tokenizer, self._eos) for seq in sequences]
+        request = Request(request_id, text, token_ids, params, generations, self.tokenizer)
+        eos = tuple(sorted(self._eos))
+        try:
+            for seq in sequences:
+                self._runner.register(seq, sequence_seed(seed, seq.index), words, eos)
+                self.scheduler.add(seq)
+        except RequestError:
+            for seq in sequences:
+                self._runner.forget(seq)
+                self.scheduler.abort(seq.seq_id)
+            raise
+        self._requests[request_id] = request
+        for generation in generations:
+            seq = generation.seq
+            self._owner[seq.seq_id] = request, generation
+            self.log.arrived(seq.seq_id, request_id, prompt_tokens=seq.num_prompt)
+        return request
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request now; what it has is its output. None if it has already ended."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        for generation in request.generations:
+            if not generation.seq.finished:
+                self._finish(request, generation, Stop("abort"))
+                generation.end("abort")
+        return request
+
+    def step(self) -> list[Request]:
+        """Plan and dispatch a step, then read the oldest one. Returns the requests that gained
+        tokens or ended; empty while the pipeline fills.
+
+        An error of the device closes the engine and is raised.
+        """
+        self._check_open()
+        try:
+            planned = self._dispatch()
+            if self._in_flight and (len(self._in_flight) > _STEPS_AHEAD or not planned):
+                return self._collect(*self._in_flight.popleft())
+        except BaseException as error:
+            if not isinstance(error, KeyboardInterrupt):
+                self._closed = f"the engine stopped: {type(error).__name__}: {error}"
+            raise
+        return []
+
+    def output(self, request: Request) -> RequestOutput:
+        """What a request has by now, with its times."""
+        times = self.metrics.request([g.seq.seq_id for g in request.generations])
+        return request.output(times)
+
+    def snapshot(self) -> dict[str, Metric]:
+        """All metrics, by the names they are exported under."""
+        return self.metrics.snapshot()
+
+    def close(self) -> None:
+        """Abort what runs and free the device's memory. May be called twice."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        self._in_flight.clear()
+        self._runner = None
+        self._closed = self._closed or "the engine was closed"
+
+    # Dispatch
+
+    def _dispatch(self) -> bool:
+        """Plan and dispatch one step; False when there is nothing to run."""
+        begin_us = self.log.now()
+        plan = self.scheduler.schedule()
+        for seq in plan.preempted:
+            self._displaced.add(seq.seq_id)
+            self.log.preempted(seq.seq_id)
+        if plan.empty:
+            return False
+        scheduled_us = self.log.now()
+        packed = self._runner.pack(plan)
+        packed_us = self.log.now()
+        step = self._runner.dispatch(packed)
+        self._log_entries(plan)
+        step_id = next(self._step_ids)
+        self.log.dispatched(
+            step_id,
+            forward_name(packed.key),
+            begin_us=begin_us,
+            scheduled_us=scheduled_us,
+            packed_us=packed_us,
+            decode_rows=len(plan.decodes),
+            prefill=[(chunk.seq.seq_id, chunk.num_tokens) for chunk in plan.prefills],
+            padded_tokens=packed.key.num_tokens - plan.num_tokens,
+            pages_used=self.pool.num_used,
+            pages_total=self.pool.capacity,
+        )
+        self._in_flight.append((step_id, step))
+        return True
+
+    def _log_entries(self, plan: StepPlan) -> None:
+        for chunk in plan.prefills:
+            seq_id = chunk.seq.seq_id
+            if seq_id not in self._admitted:
+                self._admitted.add(seq_id)
+                self.log.admitted(seq_id)
+            elif seq_id in self._displaced:
+                self._displaced.remove(seq_id)
+                self.log.resumed(seq_id)
+
+    # Collection
+
+    def _collect(self, step_id: int, step: DispatchedStep) -> list[Request]:
+        begin_us = self.log.now()
+        results = self._runner.read(step)
+        ready_us = self.log.now()
+        kept = [
+            (row, chunk, token_id)
+            for row, (chunk, token_id) in enumerate(zip(results.sampled, results.token_ids))
+            if self.scheduler.collect(chunk, token_id)
+        ]
+        self.log.collected(
+            step_id,
+            [chunk.seq.seq_id for _, chunk, _ in kept],
+            begin_us=begin_us,
+            ready_us=ready_us,
+        )
+        if results.prompt_logprobs is not None:
+            self._collect_prompt_logprobs(step.plan, results.prompt_logprobs)
+        touched: dict[str, Request] = {}
+        for row, chunk, token_id in kept:
+            request, generation = self._owner[chunk.seq.seq_id]
+            touched[request.request_id] = request
+            self._append(request, generation, token_id, row, results)
+        return list(touched.values())
+
+    def _append(
+        self,
+        request: Request,
+        generation: Generation,
+        token_id: int,
+        row: int,
+        results: StepResults,
+    ) -> None:
+        if token_id == NO_TOKEN:
+            generation.seq.output_token_ids.pop()
+            self._fail(request, generation, "the model's logits left no token to sample")
+            return
+        scores = None
+        if results.logprobs is not None and generation.seq.params.logprobs is not None:
+            scores = _scores(results.logprobs, row, generation.seq.params.logprobs)
+        stop = generation.append(token_id, scores)
+        if stop is not None:
+            self._finish(request, generation, stop)
+
+    def _collect_prompt_logprobs(self, plan: StepPlan, scored: TokenLogprobs) -> None:
+        first = 0
+        for chunk in plan.prefills:
+            owner = self._owner.get(chunk.seq.seq_id)
+            if owner is not None and owner[0].params.prompt_logprobs is not None:
+                self._add_prompt_scores(owner[0], chunk, scored, first)
+            first += chunk.num_tokens
+
+    def _add_prompt_scores(
+        self, request: Request, chunk: Chunk, scored: TokenLogprobs, first: int
+    ) -> None:
+        """The hidden state of a token scores the one after it."""
+        position = chunk.start + 1
+        count = min(chunk.num_tokens, len(request.prompt_token_ids) - position)
+        wanted = request.params.prompt_logprobs
+        request.add_prompt_scores(
+            position, [_scores(scored, first + i, wanted) for i in range(max(0, count))]
+        )
+
+    def _finish(self, request: Request, generation: Generation, stop: Stop) -> None:
+        seq = generation.seq
+        self.scheduler.finish(seq, stop.reason, stop.stop_reason)
+        self.log.finished(seq.seq_id, stop.reason)
+        self._release(request, seq)
+
+    def _fail(self, request: Request, generation: Generation, error: str) -> None:
+        seq = generation.seq
+        self.scheduler.finish(seq, "error")
+        generation.end("error")
+        request.error = error
+        self.log.failed(seq.seq_id, error)
+        self._release(request, seq)
+
+    def _release(self, request: Request, seq: Sequence) -> None:
+        self._runner.forget(seq)
+        self._admitted.discard(seq.seq_id)
+        self._displaced.discard(seq.seq_id)
+        del self._owner[seq.seq_id]
+        if request.finished:
+            del self._requests[request.request_id]
+
+    # Acceptance
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError(f"{self._closed}; make a new one.")
+
+    def _tokens_of(
+        self, prompt: str | SequenceOf[int], vocab_size: int
+    ) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        token_ids = list(prompt)
+        for token_id in token_ids:
+            if not isinstance(token_id, (int, np.integer)) or not 0 <= token_id < vocab_size:
+                raise RequestError(
+                    f"prompt token id {token_id!r} is not an integer in 0..{vocab_size - 1}."
+                )
+        return None, [int(token_id) for token_id in token_ids]
+
+    def _bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
+        """Token sequences of the bad words, each at the start of a text and after a space."""
+        words = []
+        for word in params.bad_words:
+            for spelling in (word.lstrip(), " " + word.lstrip()):
+                token_ids = self.tokenizer.encode(spelling, add_special_tokens=False)
+                if token_ids and token_ids not in words:
+                    words.append(token_ids)
+        return words
+
+
+def _scores(scored: TokenLogprobs, row: int, count: int) -> TokenScores:
+    ids, logprobs = scored.top_ids[row, :count], scored.top_logprobs[row, :count]
+    return TokenScores(
+        logprob=float(scored.logprobs[row]),
+        rank=int(scored.ranks[row]),
+        top=tuple(zip(ids.tolist(), logprobs.tolist())),
+    )

@@ -1,0 +1,195 @@
+"""A request: its sequences, what has been generated for each, and when each must stop."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING
+
+from jaxserve.engine.sequence import Sequence
+from jaxserve.outputs import (
+    CompletionOutput,
+    Delta,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
+from jaxserve.text import Detokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from jaxserve.sampling_params import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Stop:
+    """Why a sequence ends."""
+
+    reason: FinishReason
+    stop_reason: int | str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenScores:
+    """Log probabilities at one position, as numbers: the token's own and the most likely ones."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+class Generation:
+    """What one sequence has produced so far: text, logprobs, and what is not yet streamed."""
+
+    def __init__(
+        self, seq: Sequence, tokenizer: Tokenizer | None, eos_token_ids: frozenset[int]
+    ) -> None:
+        self.seq = seq
+        self.delta: list[Delta] = []
+        self._tokenizer = tokenizer
+        params = seq.params
+        self._eos = frozenset() if params.ignore_eos else eos_token_ids
+        self._stop_ids = frozenset(params.stop_token_ids)
+        self._detokenizer = None
+        if tokenizer is not None and params.detokenize:
+            self._detokenizer = Detokenizer(
+                tokenizer,
+                prompt_token_ids=seq.prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                stop=params.stop,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
+        self._logprobs: list[dict[int, Logprob]] | None = (
+            None if params.logprobs is None else []
+        )
+        self._cumulative_logprob = 0.0
+
+    def append(self, token_id: int, scores: TokenScores | None) -> Stop | None:
+        """Take in the token just added to the sequence's output; says whether it is the last."""
+        stop = self._stops_at(token_id)
+        ends_by_token = stop is not None and stop.reason == "stop"
+        text = ""
+        if self._detokenizer is not None:
+            if not ends_by_token:
+                text = self._detokenizer.push((token_id,))
+            if self._detokenizer.stop_reason is not None:
+                stop = Stop("stop", self._detokenizer.stop_reason)
+            elif stop is not None:
+                text += self._detokenizer.finish()
+        entry = None
+        if self._logprobs is not None and scores is not None:
+            entry = self._entry(token_id, scores)
+            self._logprobs.append(entry)
+            self._cumulative_logprob += scores.logprob
+        self.delta.append(
+            Delta(
+                index=self.seq.index,
+                text=text,
+                token_ids=(token_id,),
+                logprobs=None if entry is None else [entry],
+                finish_reason=stop.reason if stop else None,
+                stop_reason=stop.stop_reason if stop else None,
+            )
+        )
+        return stop
+
+    def end(self, reason: FinishReason) -> None:
+        """Note an end that no token brought about; flushes the text held back."""
+        text = self._detokenizer.finish() if self._detokenizer is not None else ""
+        self.delta.append(Delta(self.seq.index, text, (), finish_reason=reason))
+
+    def output(self) -> CompletionOutput:
+        seq = self.seq
+        return CompletionOutput(
+            index=seq.index,
+            text=self._detokenizer.text if self._detokenizer is not None else "",
+            token_ids=tuple(seq.output_token_ids),
+            cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
+            logprobs=None if self._logprobs is None else list(self._logprobs),
+            finish_reason=seq.finish_reason,
+            stop_reason=seq.stop_reason,
+        )
+
+    def _stops_at(self, token_id: int) -> Stop | None:
+        seq = self.seq
+        count = len(seq.output_token_ids)
+        if count >= seq.params.min_tokens:
+            if token_id in self._eos:
+                return Stop("stop")
+            if token_id in self._stop_ids:
+                return Stop("stop", token_id)
+        return Stop("length") if count >= seq.max_tokens else None
+
+    def _entry(self, token_id: int, scores: TokenScores) -> dict[int, Logprob]:
+        return logprob_entry(self._tokenizer, token_id, scores, self.seq.params.logprobs)
+
+
+class Request:
+    """One user's request, from acceptance to its one end."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        generations: SequenceOf[Generation],
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.generations = tuple(generations)
+        self.error: str | None = None
+        self._tokenizer = tokenizer
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = (
+            None if params.prompt_logprobs is None else [None] * len(prompt_token_ids)
+        )
+
+    @property
+    def finished(self) -> bool:
+        return all(generation.seq.finished for generation in self.generations)
+
+    def add_prompt_scores(self, start: int, scores: SequenceOf[TokenScores]) -> None:
+        """Scores of the prompt tokens at positions `start`, `start + 1` and so on."""
+        for position, token_scores in enumerate(scores, start):
+            token_id = self.prompt_token_ids[position]
+            self._prompt_logprobs[position] = logprob_entry(
+                self._tokenizer, token_id, token_scores, self.params.prompt_logprobs
+            )
+
+    def take_deltas(self) -> list[Delta]:
+        """What was generated since the last call."""
+        deltas = []
+        for generation in self.generations:
+            deltas += generation.delta
+            generation.delta = []
+        return deltas
+
+    def output(self, metrics: RequestMetrics) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=tuple(self.prompt_token_ids),
+            outputs=[generation.output() for generation in self.generations],
+            finished=self.finished,
+            metrics=metrics,
+            prompt_logprobs=self._prompt_logprobs,
+            error=self.error,
+        )
+
+
+def logprob_entry(
+    tokenizer: Tokenizer | None, token_id: int, scores: TokenScores, count: int
+) -> dict[int, Logprob]:
+    """The `count` most likely tokens and the one taken, which may be one of them."""
+
+    def text(token: int) -> str | None:
+        return None if tokenizer is None else tokenizer.token_text(token)
+
+    entry = {token_id: Logprob(scores.logprob, scores.rank, text(token_id))}
+    for rank, (token, logprob) in enumerate(scores.top[:count], 1):
+        entry.setdefault(token, Logprob(logprob, rank, text(token)))
+    return entry

@@ -1,0 +1,81 @@
+"""The OLMo 2 family (2501.00656): a Llama that norms the output of each block, not its input.
+
+Queries and keys are normed too, over all heads at once. docs/adding-a-model.md walks through this
+file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jaxserve.models import layers, llama, rope
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.family import Attention, Family, Params, ParamSpec, Part
+from jaxserve.models.hf_config import common_config
+
+
+def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
+    """ModelConfig from the parsed `config.json`."""
+    biased = raw.get("attention_bias", False)
+    return common_config(raw, qkv_bias=biased, output_bias=biased)
+
+
+def param_specs(config: ModelConfig) -> Params:
+    """Llama's parameters, with the norms that OLMo 2 has instead."""
+    specs = llama.param_specs(config)
+    for index, layer in enumerate(specs["layers"]):
+        layer |= _norm_specs(config, f"model.layers.{index}.")
+    return specs
+
+
+def _norm_specs(config: ModelConfig, prefix: str) -> dict[str, ParamSpec]:
+    kv_heads, group, dim = config.num_kv_heads, config.queries_per_kv, config.head_dim
+
+    def norm(tensor: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> ParamSpec:
+        part = Part(f"{prefix}{tensor}.weight", shape)
+        return ParamSpec(shape=shape, axes=axes, parts=(part,), init="ones")
+
+    return {
+        "attn_norm": norm("post_attention_layernorm", (config.hidden_size,), ("embed",)),
+        "mlp_norm": norm("post_feedforward_layernorm", (config.hidden_size,), ("embed",)),
+        "q_norm": norm(
+            "self_attn.q_norm", (kv_heads, group, dim), ("kv_heads", "queries", "head_dim")
+        ),
+        "k_norm": norm("self_attn.k_norm", (kv_heads, dim), ("kv_heads", "head_dim")),
+    }
+
+
+def forward(
+    params: Params,
+    config: ModelConfig,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    attention: Attention,
+) -> jax.Array:
+    """Normed final hidden states [hidden, tokens] of int32 token_ids and positions [tokens]."""
+    eps = config.rms_norm_eps
+    cos_sin = rope.rotation(config.rope, config.max_position_embeddings, positions)
+    x = layers.embed(params["embed"], token_ids)
+    for index, p in enumerate(params["layers"]):
+        q, k, v = llama.project_qkv(config, p, x)
+        heads = _norm_all_heads(q, p["q_norm"], eps), _norm_all_heads(k, p["k_norm"], eps), v
+        attended = llama.attend(config, index, heads, cos_sin, attention)
+        out = layers.linear(p["attn_out"], attended, p.get("attn_out_bias"))
+        x = x + layers.rms_norm(out, p["attn_norm"], eps)
+        out = layers.gated_mlp(x, p["gate_up"], p["down"])
+        x = x + layers.rms_norm(out, p["mlp_norm"], eps)
+    return layers.rms_norm(x, params["final_norm"], eps)
+
+
+def _norm_all_heads(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm of x [..., head_dim, tokens] over every head, not each by itself."""
+    together = x.reshape(-1, x.shape[-1])
+    return layers.rms_norm(together, weight.reshape(-1), eps).reshape(x.shape)
+
+
+FAMILY = dataclasses.replace(
+    llama.FAMILY, config_from_hf=config_from_hf, param_specs=param_specs, forward=forward
+)

@@ -1,0 +1,215 @@
+"""Runs plans on the device: packs, calls executables, and reads results when asked.
+
+Nothing here waits for the device but `read`. A step's programs are dispatched one after another,
+each taking over the buffers of the one before, so the device sees the steps in plan order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as SequenceOf
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.engine.plan import Chunk, StepPlan
+from jaxserve.engine.sequence import Sequence
+from jaxserve.models.family import Params
+from jaxserve.runtime import specs
+from jaxserve.runtime.buckets import ProgramKey
+from jaxserve.runtime.programs import Programs
+from jaxserve.runtime.specs import Geometry
+from jaxserve.sampling import (
+    SampleOutput,
+    TokenLogprobs,
+    init_state,
+    needs_state,
+    pack_admission,
+    pack_rows,
+    row_constants,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingRow:
+    """What the runner keeps of a sequence's sampling, from registration to its end."""
+
+    constants: np.ndarray
+    plain: bool
+    """Whether the most likely token is all it wants, so that the greedy program will do."""
+    stateful: bool
+    bad_word_ids: tuple[tuple[int, ...], ...]
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedStep:
+    """A plan made ready: its uploads are fixed, and its pages no longer read."""
+
+    plan: StepPlan
+    key: ProgramKey
+    metadata: np.ndarray
+    sampled: tuple[Chunk, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class DispatchedStep:
+    """A step on its way: arrays that the device has yet to fill."""
+
+    plan: StepPlan
+    sampled: tuple[Chunk, ...]
+    token_ids: jax.Array | None
+    logprobs: TokenLogprobs | None
+    prompt_logprobs: TokenLogprobs | None
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResults:
+    """What the host reads of a step: `token_ids[i]` was sampled by `sampled[i]`.
+
+    `logprobs` has the same rows; `prompt_logprobs` one row for each of the step's prefill tokens.
+    Both are numpy, and None when nobody asked.
+    """
+
+    sampled: tuple[Chunk, ...]
+    token_ids: list[int]
+    logprobs: TokenLogprobs | None
+    prompt_logprobs: TokenLogprobs | None
+
+
+class Runner:
+    """Owns the device's state: parameters, KV pages, last tokens, sampling state."""
+
+    def __init__(self, geometry: Geometry, params: Params, programs: Programs) -> None:
+        self.geometry = geometry
+        self._programs = programs
+        self._params = params
+        self._head = specs.head_params(params)
+        self._kv = specs.empty_kv(geometry)
+        self._last_tokens = jnp.zeros(geometry.trash_slot + 1, jnp.int32)
+        self._state = init_state(geometry.trash_slot, geometry.model.vocab_size)
+        self._rows: dict[int, SamplingRow] = {}
+        jax.block_until_ready((self._kv, self._last_tokens, self._state))
+
+    def register(
+        self,
+        seq: Sequence,
+        seed: int,
+        bad_word_ids: SequenceOf[SequenceOf[int]],
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        """Make a sequence known before its first step.
+
+        Raises RequestError when its bad words have too many or too long token sequences.
+        """
+        words = tuple(tuple(word) for word in bad_word_ids)
+        params, stateful = seq.params, needs_state(seq.params)
+        row = SamplingRow(
+            constants=row_constants(
+                params, seed, multi_token_bad_words=any(len(word) > 1 for word in words)
+            ),
+            plain=params.greedy and not stateful and params.logprobs is None,
+            stateful=stateful,
+            bad_word_ids=words,
+            eos_token_ids=() if params.ignore_eos else eos_token_ids,
+        )
+        if stateful:
+            self._admission(seq, row)  # raises now what would be wrong later
+        self._rows[seq.seq_id] = row
+
+    def forget(self, seq: Sequence) -> None:
+        self._rows.pop(seq.seq_id, None)
+
+    def pack(self, plan: StepPlan) -> PackedStep:
+        """Fix a plan's uploads. Raises ProgramMissError when no program holds it."""
+        key = self.geometry.buckets.pick(len(plan.decodes), plan.num_prefill_tokens)
+        sampled = (*plan.decodes, *(chunk for chunk in plan.prefills if chunk.samples))
+        return PackedStep(plan, key, self.geometry.layouts[key].pack(plan), sampled)
+
+    def dispatch(self, packed: PackedStep) -> DispatchedStep:
+        """Call the step's programs; returns before the device is done."""
+        forward = self._programs[specs.forward_name(packed.key)].call
+        self._kv, hidden, prefill_hidden = forward(
+            self._params, self._kv, self._last_tokens, packed.metadata
+        )
+        token_ids = logprobs = None
+        if packed.sampled:
+            token_ids, logprobs = self._sample(packed, hidden)
+        prompt_logprobs = self._score_prompts(packed, prefill_hidden)
+        for array in jax.tree.leaves((token_ids, logprobs, prompt_logprobs)):
+            array.copy_to_host_async()
+        return DispatchedStep(packed.plan, packed.sampled, token_ids, logprobs, prompt_logprobs)
+
+    def read(self, step: DispatchedStep) -> StepResults:
+        """Wait for a step and bring its results to the host."""
+        token_ids = [] if step.token_ids is None else np.asarray(step.token_ids).tolist()
+        return StepResults(
+            sampled=step.sampled,
+            token_ids=token_ids[: len(step.sampled)],
+            logprobs=jax.tree.map(np.asarray, step.logprobs),
+            prompt_logprobs=jax.tree.map(np.asarray, step.prompt_logprobs),
+        )
+
+    def _sample(
+        self, packed: PackedStep, hidden: jax.Array
+    ) -> tuple[jax.Array, TokenLogprobs | None]:
+        sampled, bucket = packed.sampled, hidden.shape[1]
+        rows = [self._row(chunk) for chunk in sampled]
+        if all(row.plain for row in rows):
+            slots = np.full(bucket, self.geometry.trash_slot, np.int32)
+            slots[: len(sampled)] = [chunk.slot for chunk in sampled]
+            program = self._programs[specs.sample_name("greedy", bucket)].call
+            self._last_tokens, token_ids = program(self._head, self._last_tokens, hidden, slots)
+            return token_ids, None
+        for chunk, row in zip(sampled, rows):
+            if row.stateful and chunk in packed.plan.prefills:
+                self._admit(chunk, row)
+        meta = pack_rows(
+            [row.constants for row in rows],
+            [chunk.slot for chunk in sampled],
+            [chunk.output_index for chunk in sampled],
+            bucket,
+            self.geometry.trash_slot,
+        )
+        program = self._programs[specs.sample_name("general", bucket)].call
+        output: SampleOutput
+        self._last_tokens, self._state, output = program(
+            self._head, self._last_tokens, self._state, hidden, meta
+        )
+        wanted = any(chunk.seq.params.logprobs is not None for chunk in sampled)
+        return output.token_ids, output.logprobs if wanted else None
+
+    def _score_prompts(self, packed: PackedStep, hidden: jax.Array) -> TokenLogprobs | None:
+        """Scores of the tokens that follow each prefill token, when a request asks for them."""
+        prefills = packed.plan.prefills
+        if all(chunk.seq.params.prompt_logprobs is None for chunk in prefills):
+            return None
+        targets, start = np.zeros(packed.key.prefill_tokens, np.int32), 0
+        for chunk in prefills:
+            first = chunk.start + 1
+            following = chunk.seq.prompt_token_ids[first : first + chunk.num_tokens]
+            targets[start : start + len(following)] = following
+            start += chunk.num_tokens
+        program = self._programs[specs.prompt_logprobs_name(packed.key.prefill_tokens)].call
+        return program(self._head, hidden, targets)
+
+    def _row(self, chunk: Chunk) -> SamplingRow:
+        return self._rows[chunk.seq.seq_id]
+
+    def _admit(self, chunk: Chunk, row: SamplingRow) -> None:
+        """Fill the sequence's row of sampling state, which another sequence may have used."""
+        program = self._programs[specs.ADMIT].call
+        self._state = program(
+            self._state, np.int32(chunk.slot), self._admission(chunk.seq, row)
+        )
+
+    def _admission(self, seq: Sequence, row: SamplingRow) -> np.ndarray:
+        return pack_admission(
+            seq.params,
+            self.geometry.model.vocab_size,
+            seq.prompt_token_ids,
+            seq.output_token_ids,
+            eos_token_ids=row.eos_token_ids,
+            bad_word_ids=row.bad_word_ids,
+        )

@@ -1,0 +1,117 @@
+"""The one oracle: a dense, unbatched, cache-free forward pass of a model.
+
+Whatever the engine does on its way (batch, chunk, page, preempt, reuse a prefix), a request's
+greedy tokens must equal `greedy`'s.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.family import Attention, Family, Params, ParamSpec
+from jaxserve.models.registry import get_family
+
+_SHORTEST_PAD = 32
+
+
+def dense_logits(
+    family: Family, params: Params, config: ModelConfig, token_ids: Sequence[int]
+) -> np.ndarray:
+    """Logits float32 [tokens, vocab] after each of `token_ids`."""
+    rows = np.arange(len(token_ids))
+    return np.asarray(_logits(family, config, params, np.asarray(token_ids, np.int32), rows))
+
+
+def greedy(
+    family: Family,
+    params: Params,
+    config: ModelConfig,
+    prompt: Sequence[int],
+    max_tokens: int,
+    eos: Collection[int] = (),
+) -> list[int]:
+    """The likeliest continuation token by token, up to and with the first token of `eos`.
+
+    Everything is computed anew for each token. Padding at the end, which causal attention cannot
+    see, keeps the number of compiled shapes small.
+    """
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_tokens:
+        padded = np.zeros(max(_SHORTEST_PAD, 1 << (len(tokens) - 1).bit_length()), np.int32)
+        padded[: len(tokens)] = tokens
+        last = np.asarray([len(tokens) - 1])
+        tokens.append(int(jnp.argmax(_logits(family, config, params, padded, last))))
+        if tokens[-1] in eos:
+            break
+    return tokens[len(prompt) :]
+
+
+def tiny_model(
+    architecture: str = "LlamaForCausalLM", seed: int = 0, **overrides: Any
+) -> tuple[Family, ModelConfig, Params]:
+    """A random float32 model: 2 layers, 4 query heads over 2 KV heads of 16, vocabulary of 128.
+
+    `overrides` are fields of a Hugging Face `config.json`. Random logits are nearly uniform, so
+    the final norm is scaled up: the best token then leads by more than rounding can make up for.
+    """
+    raw = {
+        "architectures": [architecture],
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    }
+    family = get_family(architecture)
+    config = family.config_from_hf(raw | overrides)
+    rng = np.random.default_rng(seed)
+    params = jax.tree.map(functools.partial(_draw, rng), family.param_specs(config))
+    params["final_norm"] = params["final_norm"] * 4
+    return family, config, params
+
+
+def _draw(rng: np.random.Generator, spec: ParamSpec) -> jax.Array:
+    """Values that leave no parameter without effect: norms are not all one, biases not zero."""
+    center, spread = {"ones": (1.0, 0.2), "zeros": (0.0, 0.2), "normal": (0.0, 0.2)}[spec.init]
+    return jnp.asarray(rng.normal(center, spread, spec.shape), jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _logits(
+    family: Family, config: ModelConfig, params: Params, token_ids: jax.Array, rows: jax.Array
+) -> jax.Array:
+    """Logits float32 [rows, vocab] after the tokens at `rows`."""
+    with jax.default_matmul_precision("highest"):
+        positions = jnp.arange(token_ids.size, dtype=jnp.int32)
+        attention = _dense_attention(config)
+        hidden = family.forward(params, config, token_ids, positions, attention)
+        return family.logits(params, config, hidden[:, rows]).T
+
+
+def _dense_attention(config: ModelConfig) -> Attention:
+    """Causal attention over one whole sequence, as its definition reads."""
+
+    def attention(
+        layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None
+    ) -> jax.Array:
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        k, v = (jnp.repeat(x, config.queries_per_kv, axis=1) for x in (k, v))
+        scores = jnp.einsum("qhd,khd->hqk", q, k) * config.attention_scale
+        place = jnp.arange(q.shape[0])
+        age = place[:, None] - place[None, :]
+        seen = (age >= 0) if window is None else (age >= 0) & (age < window)
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        return jnp.einsum("hqk,khd->qhd", weights, v)
+
+    return attention
