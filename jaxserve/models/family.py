@@ -12,6 +12,7 @@ import jax
 from jaxserve.models.config import ModelConfig
 
 Params = dict[str, Any]
+Init = Literal["normal", "ones", "zeros"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class ParamSpec:
     axes: tuple[str | None, ...]
     parts: tuple[Part, ...]
     concat_axis: int = 0
-    init: Literal["normal", "ones", "zeros"] = "normal"
+    init: Init = "normal"
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
@@ -45,6 +46,13 @@ class ParamSpec:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+
+def one_tensor(
+    tensor: str, shape: tuple[int, ...], axes: tuple[str | None, ...], init: Init = "normal"
+) -> ParamSpec:
+    """Spec of a parameter that is one checkpoint tensor, seen as `shape`."""
+    return ParamSpec(shape=shape, axes=axes, parts=(Part(tensor, shape),), init=init)
 
 
 class Attention(Protocol):

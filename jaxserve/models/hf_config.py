@@ -17,25 +17,25 @@ def common_config(raw: dict[str, Any], **family_fields: Any) -> ModelConfig:
     try:
         hidden_size, num_heads = raw["hidden_size"], raw["num_attention_heads"]
         head_dim = raw.get("head_dim") or hidden_size // num_heads
-        fields = dict(
-            architecture=raw["architectures"][0],
-            vocab_size=raw["vocab_size"],
-            hidden_size=hidden_size,
-            intermediate_size=raw["intermediate_size"],
-            num_layers=raw["num_hidden_layers"],
-            num_heads=num_heads,
-            num_kv_heads=raw.get("num_key_value_heads") or num_heads,
-            head_dim=head_dim,
-            max_position_embeddings=raw["max_position_embeddings"],
-            rope=rope_config(raw, head_dim),
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            tie_word_embeddings=raw.get("tie_word_embeddings", False),
-            sliding_windows=sliding_windows(raw),
-            bos_token_id=raw.get("bos_token_id"),
-            eos_token_ids=token_ids(raw.get("eos_token_id")),
-            pad_token_id=raw.get("pad_token_id"),
-            name=raw.get("_name_or_path") or "",
-        )
+        fields = {
+            "architecture": raw["architectures"][0],
+            "vocab_size": raw["vocab_size"],
+            "hidden_size": hidden_size,
+            "intermediate_size": raw["intermediate_size"],
+            "num_layers": raw["num_hidden_layers"],
+            "num_heads": num_heads,
+            "num_kv_heads": raw.get("num_key_value_heads") or num_heads,
+            "head_dim": head_dim,
+            "max_position_embeddings": raw["max_position_embeddings"],
+            "rope": rope_config(raw, head_dim),
+            "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
+            "tie_word_embeddings": raw.get("tie_word_embeddings", False),
+            "sliding_windows": sliding_windows(raw),
+            "bos_token_id": raw.get("bos_token_id"),
+            "eos_token_ids": token_ids(raw.get("eos_token_id")),
+            "pad_token_id": raw.get("pad_token_id"),
+            "name": raw.get("_name_or_path") or "",
+        }
     except KeyError as error:
         raise UnsupportedModelError(
             f"config.json has no field {error.args[0]!r}, which {raw.get('architectures')} needs."

@@ -40,7 +40,7 @@ def gated_mlp(
     gate_up_bias: jax.Array | None = None,
     down_bias: jax.Array | None = None,
 ) -> jax.Array:
-    """SwiGLU (2002.05202): gate_up [2, ff, hidden], down [hidden, ff]; [hidden, tokens] both ends."""
+    """SwiGLU (2002.05202) of x [hidden, tokens]: gate_up [2, ff, hidden], down [hidden, ff]."""
     ff = gate_up.shape[1]
     both = linear(gate_up, x, gate_up_bias)
     return linear(down, jax.nn.silu(both[:ff]) * both[ff:], down_bias)

@@ -6,13 +6,14 @@ config says: biases, per-head norms on queries and keys, sliding windows, layers
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 
 from jaxserve.models import layers, rope
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.family import Attention, Family, Params, ParamSpec, Part
+from jaxserve.models.family import Attention, Family, Params, ParamSpec, Part, one_tensor
 from jaxserve.models.hf_config import common_config
 
 # What a config.json may leave out because it is the default of the transformers class.
@@ -32,32 +33,35 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     architecture = raw["architectures"][0]
     raw = _DEFAULTS.get(architecture, {}) | raw
     everywhere = raw.get("attention_bias", False)
-    num_layers = raw["num_hidden_layers"]
-    rotates: tuple[bool, ...] = ()
-    if architecture == "SmolLM3ForCausalLM":
-        interval = raw.get("no_rope_layer_interval", 4)
-        flags = raw.get("no_rope_layers") or [(i + 1) % interval for i in range(num_layers)]
-        rotates = tuple(bool(flag) for flag in flags)
-    return common_config(
+    config = common_config(
         raw,
         qkv_bias=everywhere or architecture == "Qwen2ForCausalLM",
         output_bias=everywhere,
         mlp_bias=raw.get("mlp_bias", False),
         qk_norm=architecture == "Qwen3ForCausalLM",
-        rope_layers=rotates,
     )
+    if architecture == "SmolLM3ForCausalLM":
+        config = dataclasses.replace(config, rope_layers=_rope_layers(raw, config.num_layers))
+    return config
+
+
+def _rope_layers(raw: dict[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer rotates; `no_rope_layers`, despite its name, has 1 where it does."""
+    interval = raw.get("no_rope_layer_interval", 4)
+    flags = raw.get("no_rope_layers") or [(i + 1) % interval for i in range(num_layers)]
+    return tuple(bool(flag) for flag in flags)
 
 
 def param_specs(config: ModelConfig) -> Params:
     """Tree of ParamSpec: shapes, logical axes, and the checkpoint tensors each is made of."""
     vocab, hidden = config.vocab_size, config.hidden_size
     specs: Params = {
-        "embed": _one("model.embed_tokens.weight", (vocab, hidden), ("vocab", "embed")),
-        "final_norm": _one("model.norm.weight", (hidden,), ("embed",), init="ones"),
+        "embed": one_tensor("model.embed_tokens.weight", (vocab, hidden), ("vocab", "embed")),
+        "final_norm": one_tensor("model.norm.weight", (hidden,), ("embed",), init="ones"),
         "layers": [_layer_specs(config, f"model.layers.{i}.") for i in range(config.num_layers)],
     }
     if not config.tie_word_embeddings:
-        specs["lm_head"] = _one("lm_head.weight", (vocab, hidden), ("vocab", "embed"))
+        specs["lm_head"] = one_tensor("lm_head.weight", (vocab, hidden), ("vocab", "embed"))
     return specs
 
 
@@ -93,32 +97,30 @@ def _layer_specs(config: ModelConfig, prefix: str) -> dict[str, ParamSpec]:
 
     out_axes = ("embed", "kv_heads", "queries", "head_dim")
     specs = {
-        "attn_norm": _one(prefix + "input_layernorm.weight", (hidden,), ("embed",), init="ones"),
+        "attn_norm": one_tensor(
+            prefix + "input_layernorm.weight", (hidden,), ("embed",), init="ones"
+        ),
         "qkv": qkv("weight", (hidden,), ("embed",)),
-        "attn_out": _one(attn + "o_proj.weight", (hidden, kv_heads, group, dim), out_axes),
-        "mlp_norm": _one(
+        "attn_out": one_tensor(attn + "o_proj.weight", (hidden, kv_heads, group, dim), out_axes),
+        "mlp_norm": one_tensor(
             prefix + "post_attention_layernorm.weight", (hidden,), ("embed",), init="ones"
         ),
         "gate_up": gate_up("weight", (hidden,), ("embed",)),
-        "down": _one(mlp + "down_proj.weight", (hidden, ff), ("embed", "mlp")),
+        "down": one_tensor(mlp + "down_proj.weight", (hidden, ff), ("embed", "mlp")),
     }
     if config.qkv_bias:
         specs["qkv_bias"] = qkv("bias", (), ())
     if config.output_bias:
-        specs["attn_out_bias"] = _one(attn + "o_proj.bias", (hidden,), ("embed",), init="zeros")
+        specs["attn_out_bias"] = one_tensor(
+            attn + "o_proj.bias", (hidden,), ("embed",), init="zeros"
+        )
     if config.mlp_bias:
         specs["gate_up_bias"] = gate_up("bias", (), ())
-        specs["down_bias"] = _one(mlp + "down_proj.bias", (hidden,), ("embed",), init="zeros")
+        specs["down_bias"] = one_tensor(mlp + "down_proj.bias", (hidden,), ("embed",), init="zeros")
     if config.qk_norm:
-        specs["q_norm"] = _one(attn + "q_norm.weight", (dim,), ("head_dim",), init="ones")
-        specs["k_norm"] = _one(attn + "k_norm.weight", (dim,), ("head_dim",), init="ones")
+        specs["q_norm"] = one_tensor(attn + "q_norm.weight", (dim,), ("head_dim",), init="ones")
+        specs["k_norm"] = one_tensor(attn + "k_norm.weight", (dim,), ("head_dim",), init="ones")
     return specs
-
-
-def _one(
-    tensor: str, shape: tuple[int, ...], axes: tuple[str | None, ...], init: str = "normal"
-) -> ParamSpec:
-    return ParamSpec(shape=shape, axes=axes, parts=(Part(tensor, shape),), init=init)
 
 
 def forward(

@@ -13,7 +13,7 @@ import jax
 
 from jaxserve.models import layers, llama, rope
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.family import Attention, Family, Params, ParamSpec, Part
+from jaxserve.models.family import Attention, Params, ParamSpec, one_tensor
 from jaxserve.models.hf_config import common_config
 
 
@@ -33,18 +33,14 @@ def param_specs(config: ModelConfig) -> Params:
 
 def _norm_specs(config: ModelConfig, prefix: str) -> dict[str, ParamSpec]:
     kv_heads, group, dim = config.num_kv_heads, config.queries_per_kv, config.head_dim
-
-    def norm(tensor: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> ParamSpec:
-        part = Part(f"{prefix}{tensor}.weight", shape)
-        return ParamSpec(shape=shape, axes=axes, parts=(part,), init="ones")
-
+    hidden = (config.hidden_size,), ("embed",)
+    queries = (kv_heads, group, dim), ("kv_heads", "queries", "head_dim")
+    keys = (kv_heads, dim), ("kv_heads", "head_dim")
     return {
-        "attn_norm": norm("post_attention_layernorm", (config.hidden_size,), ("embed",)),
-        "mlp_norm": norm("post_feedforward_layernorm", (config.hidden_size,), ("embed",)),
-        "q_norm": norm(
-            "self_attn.q_norm", (kv_heads, group, dim), ("kv_heads", "queries", "head_dim")
-        ),
-        "k_norm": norm("self_attn.k_norm", (kv_heads, dim), ("kv_heads", "head_dim")),
+        "attn_norm": one_tensor(prefix + "post_attention_layernorm.weight", *hidden, "ones"),
+        "mlp_norm": one_tensor(prefix + "post_feedforward_layernorm.weight", *hidden, "ones"),
+        "q_norm": one_tensor(prefix + "self_attn.q_norm.weight", *queries, "ones"),
+        "k_norm": one_tensor(prefix + "self_attn.k_norm.weight", *keys, "ones"),
     }
 
 

@@ -101,9 +101,7 @@ def _longrope(
     return scaled, math.sqrt(1 + math.log(rope.factor) / math.log(original))
 
 
-def rotation(
-    rope: RopeConfig, context: int, positions: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def rotation(rope: RopeConfig, context: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """cos and sin [rotary_dim / 2, tokens] float32 for int32 positions [tokens]."""
     inverse, factor = frequencies(rope, context)
     angles = jnp.asarray(inverse, jnp.float32)[:, None] * positions.astype(jnp.float32)[None, :]
@@ -115,6 +113,4 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     half = cos.shape[0]
     first, second, rest = x[..., :half, :], x[..., half : 2 * half, :], x[..., 2 * half :, :]
     cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
-    return jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin, rest], axis=-2
-    )
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-2)

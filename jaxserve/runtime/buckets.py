@@ -61,10 +61,9 @@ class Buckets:
                 f"{TOKEN_MULTIPLE} or more"
             )
         rows = _doublings(1, max_num_seqs)
-        middle = rows[len(rows) // 2]
         return cls(
             rows=rows,
-            mixed_rows=tuple(sorted({0, middle, max_num_seqs})),
+            mixed_rows=(0, max_num_seqs) if max_num_seqs > 1 else (0,),
             prefill_tokens=_doublings(min_prefill_tokens, most),
         )
 

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 # Rows attended to together. Callers who sort decodes by context length waste less in each group.
 DECODE_GROUP = 8
-# Context tokens in a decode block, query and context tokens in a prefill block: chosen by
-# `benchmarks/attention_cpu.py`.
-DECODE_BLOCK = 64
+# Query tokens and context tokens of a prefill block (docs/decisions/003-attention-on-cpu.md).
 PREFILL_QUERIES = 128
 PREFILL_BLOCK = 256
 
@@ -58,43 +56,39 @@ def paged_attention(q, pages: KVPages, batch: RaggedBatch, num_decodes, scale, w
 def _decode(q, pages: KVPages, tables, context, window):
     """One token a row: q [rows, kv_heads, group, dim], tables [rows, max_pages].
 
-    Rows are taken a few at a time, and each few as far as the longest of them.
+    Rows are taken a few at a time, page by page, and each few as far as the longest of them.
     """
     rows, page_size = q.shape[0], pages.k.shape[-1]
     together = min(DECODE_GROUP, rows)
-    per_block = max(1, DECODE_BLOCK // page_size)
-    tables = _pad(_pad(tables, 1, per_block), 0, together)
-    context, padded = _pad(context, 0, together), _pad(q, 0, together)
-    span = per_block * page_size
+    tables, context, padded = (_pad(array, 0, together) for array in (tables, context, q))
+    since = jnp.zeros_like(context) if window is None else jnp.maximum(context - window, 0)
+    first_page = jnp.where(context > 0, lax.div(since, page_size), tables.shape[1])
+    begins = jnp.min(first_page.reshape(-1, together), axis=1)
+    ends = jnp.max(_ceil_div(context, page_size).reshape(-1, together), axis=1)
 
     def few(index, outputs):
         first = index * together
-        q_few = lax.dynamic_slice_in_dim(padded, first, together)
-        table = lax.dynamic_slice_in_dim(tables, first, together)
-        until = lax.dynamic_slice_in_dim(context, first, together)
-        since = jnp.zeros_like(until) if window is None else jnp.maximum(until - window, 0)
-
-        def block(index, carry):
-            ids = lax.dynamic_slice_in_dim(table, index * per_block, per_block, axis=1)
-            k = pages.k.at[ids].get(mode="clip").astype(q.dtype)
-            v = pages.v.at[ids].get(mode="clip").astype(q.dtype)
-            scores = jnp.einsum("rhgd,rnhds->rnhgs", q_few, k, preferred_element_type=jnp.float32)
-            position = index * span + jnp.arange(span).reshape(1, per_block, page_size)
-            seen = (position >= since[:, None, None]) & (position < until[:, None, None])
-            scores = jnp.where(seen[:, :, None, None, :], scores, _MASKED)
-            return _online_softmax(carry, scores, (1, 4), "rnhgs,rnhsd->rhgd", v)
-
-        begin = jnp.min(jnp.where(until > 0, since, jnp.max(until))) // span
-        end = (jnp.max(until) + span - 1) // span
-        carry = lax.fori_loop(begin, end, block, _empty_softmax(q_few.shape))
-        results = _finish(carry, (until > 0)[:, None, None], q.dtype)
-        return tuple(
-            lax.dynamic_update_slice_in_dim(all_rows, result, first, 0)
-            for all_rows, result in zip(outputs, results)
+        q_few, table, since_few, until = (
+            lax.dynamic_slice_in_dim(array, first, together)
+            for array in (padded, tables, since, context)
         )
 
-    outputs = _empty_outputs(padded)
-    out, lse = lax.fori_loop(0, padded.shape[0] // together, few, outputs)
+        def block(page, carry):
+            ids = lax.dynamic_index_in_dim(table, page, axis=1, keepdims=False)
+            k = pages.k.at[ids].get(mode="clip").astype(q.dtype)
+            v = pages.v.at[ids].get(mode="clip").astype(q.dtype)
+            scores = jnp.einsum("rhgd,rhds->rhgs", q_few, k, preferred_element_type=jnp.float32)
+            position = page * page_size + jnp.arange(page_size)[None]
+            seen = (position >= since_few[:, None]) & (position < until[:, None])
+            scores = jnp.where(seen[:, None, None], scores, _MASKED)
+            return _online_softmax(carry, scores, "rhgs,rhsd->rhgd", v)
+
+        carry = lax.fori_loop(begins[index], ends[index], block, _empty_softmax(q_few.shape))
+        results = _finish(carry, (until > 0)[:, None, None], q.dtype)
+        return _write_back(outputs, results, first)
+
+    groups = padded.shape[0] // together
+    out, lse = lax.fori_loop(0, groups, few, _empty_outputs(padded))
     return out[:rows], lse[:rows]
 
 
@@ -105,24 +99,32 @@ def _prefill(q, pages: KVPages, batch: RaggedBatch, window):
     over into its successor's tokens; items are written in order, so the successor corrects them.
     """
     tokens, kv_heads, group, dim = q.shape
-    page_size = pages.k.shape[-1]
     queries = min(PREFILL_QUERIES, tokens)
-    per_block = max(1, PREFILL_BLOCK // page_size)
+    per_block = max(1, PREFILL_BLOCK // pages.k.shape[-1])
+    span = per_block * pages.k.shape[-1]
     tables = _pad(batch.tables, 1, per_block)
-    span = per_block * page_size
     padded = jnp.concatenate([q, jnp.zeros((queries, *q.shape[1:]), q.dtype)])
-    items_of_row = (batch.lengths + queries - 1) // queries
-    items_up_to = jnp.cumsum(items_of_row)
+    query = jnp.tile(jnp.arange(queries), group)[:, None]
 
-    def item(index, outputs):
-        row = jnp.searchsorted(items_up_to, index, side="right", method="compare_all")
-        offset = (index - (items_up_to[row] - items_of_row[row])) * queries
-        start = batch.starts[row] + offset
-        position = batch.context[row] - batch.lengths[row] + offset
-        table = tables[row]
+    # Every item's row, tokens, position and blocks, for as many items as there could be.
+    items_of_row = _ceil_div(batch.lengths, queries)
+    items_up_to = jnp.cumsum(items_of_row)
+    item = jnp.arange(tokens // queries + batch.lengths.shape[0])
+    rows = jnp.sum(item[:, None] >= items_up_to[None], axis=1)
+    rows = jnp.minimum(rows, batch.lengths.shape[0] - 1)
+    offsets = (item - (items_up_to - items_of_row)[rows]) * queries
+    starts = batch.starts[rows] + offsets
+    positions = (batch.context - batch.lengths)[rows] + offsets
+    ends = _ceil_div(jnp.minimum(batch.context[rows], positions + queries), span)
+    begins = jnp.zeros_like(ends)
+    if window is not None:
+        begins = lax.div(jnp.maximum(positions - window + 1, 0), span)
+
+    def attend(index, outputs):
+        start, table = starts[index], tables[rows[index]]
         q_item = lax.dynamic_slice_in_dim(padded, start, queries)
         q_item = q_item.transpose(1, 2, 0, 3).reshape(kv_heads, group * queries, dim)
-        last_seen = position + jnp.tile(jnp.arange(queries), group)[:, None]
+        last_seen = positions[index] + query
 
         def block(index, carry):
             ids = lax.dynamic_slice_in_dim(table, index * per_block, per_block)
@@ -131,25 +133,20 @@ def _prefill(q, pages: KVPages, batch: RaggedBatch, window):
             k = k.transpose(1, 2, 0, 3).reshape(kv_heads, dim, span)
             v = v.transpose(1, 0, 2, 3).reshape(kv_heads, span, dim)
             scores = jnp.einsum("hqd,hds->hqs", q_item, k, preferred_element_type=jnp.float32)
-            seen_at = (index * span + jnp.arange(span))[None]
-            seen = seen_at <= last_seen
+            position = index * span + jnp.arange(span)[None]
+            seen = position <= last_seen
             if window is not None:
-                seen &= seen_at > last_seen - window
+                seen &= position > last_seen - window
             scores = jnp.where(seen[None], scores, _MASKED)
-            return _online_softmax(carry, scores, (2,), "hqs,hsd->hqd", v)
+            return _online_softmax(carry, scores, "hqs,hsd->hqd", v)
 
-        begin = 0 if window is None else jnp.maximum(position - window + 1, 0) // span
-        end = (jnp.minimum(batch.context[row], position + queries) + span - 1) // span
-        carry = lax.fori_loop(begin, end, block, _empty_softmax(q_item.shape))
+        carry = lax.fori_loop(begins[index], ends[index], block, _empty_softmax(q_item.shape))
         out, lse = _finish(carry, True, q.dtype)
         out = out.reshape(kv_heads, group, queries, dim).transpose(2, 0, 1, 3)
         lse = lse.reshape(kv_heads, group, queries).transpose(2, 0, 1)
-        return (
-            lax.dynamic_update_slice_in_dim(outputs[0], out, start, 0),
-            lax.dynamic_update_slice_in_dim(outputs[1], lse, start, 0),
-        )
+        return _write_back(outputs, (out, lse), start)
 
-    out, lse = lax.fori_loop(0, items_up_to[-1], item, _empty_outputs(padded))
+    out, lse = lax.fori_loop(0, items_up_to[-1], attend, _empty_outputs(padded))
     owned = jnp.arange(tokens) < jnp.max(batch.starts + batch.lengths)
     out = jnp.where(owned[:, None, None, None], out[:tokens], 0)
     return out, jnp.where(owned[:, None, None], lse[:tokens], -jnp.inf)
@@ -164,16 +161,16 @@ def _empty_softmax(shape):
     )
 
 
-def _online_softmax(carry, scores, axes, product, v):
-    """Fold a block of scores, whose context lies along `axes`, into the running softmax.
+def _online_softmax(carry, scores, product, v):
+    """Fold a block of scores [..., context] into the running softmax.
 
     `product` is the einsum of weights and values `v`.
     """
     peak, total, values = carry
-    new_peak = jnp.maximum(peak, jnp.max(scores, axes))
-    weights = jnp.exp(scores - jnp.expand_dims(new_peak, axes))
+    new_peak = jnp.maximum(peak, jnp.max(scores, -1))
+    weights = jnp.exp(scores - new_peak[..., None])
     shrink = jnp.exp(peak - new_peak)
-    total = total * shrink + jnp.sum(weights, axes)
+    total = total * shrink + jnp.sum(weights, -1)
     added = jnp.einsum(product, weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return new_peak, total, values * shrink[..., None] + added
 
@@ -188,6 +185,19 @@ def _finish(carry, present, dtype):
 def _empty_outputs(q):
     """out = 0 and lse = -inf for every token of q [tokens, kv_heads, group, dim]."""
     return jnp.zeros(q.shape, q.dtype), jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
+
+
+def _write_back(outputs, results, first):
+    """Put each result's rows into its output, from row `first` on."""
+    return tuple(
+        lax.dynamic_update_slice_in_dim(output, result, first, 0)
+        for output, result in zip(outputs, results)
+    )
+
+
+def _ceil_div(numerator, divisor):
+    """For integers that are not negative; jnp's floor division minds signs at some length."""
+    return lax.div(numerator + (divisor - 1), divisor)
 
 
 def _pad(array, axis, multiple):

@@ -25,6 +25,7 @@ _SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
+    "rms_norm_eps": 0.01,  # large, so that leaving it out shows
     "pad_token_id": None,
     "bos_token_id": 1,
     "eos_token_id": 2,

@@ -43,7 +43,7 @@ def our_logits(directory, member, raw_config, shapes, seed=0):
 
 
 def assert_close(ours, theirs):
-    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 * np.abs(theirs).max())
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=5e-5 * np.abs(theirs).max())
 
 
 def test_every_architecture_has_a_member():

@@ -1,0 +1,55 @@
+"""The embedded model against transformers reading the same file."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from oracle import dense_logits
+
+from jaxserve.models.loading.assemble import assemble
+from jaxserve.models.loading.checkpoint import open_checkpoint
+from jaxserve.models.loading.params import load_params
+from jaxserve.models.registry import get_family
+
+pytestmark = pytest.mark.peers
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    path = open_checkpoint().path
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    return model.eval()
+
+
+def test_dequantised_weights_are_equal(theirs):
+    checkpoint = open_checkpoint()
+    specs = get_family(checkpoint.config.architecture).param_specs(checkpoint.config)
+    parameters = dict(theirs.named_parameters())
+    for spec in jax.tree.leaves(specs):
+        everything = tuple(slice(0, size) for size in spec.shape)
+        ours = assemble(checkpoint, spec, everything, np.dtype(np.float32))
+        pieces = [
+            parameters.pop(part.tensor).detach().numpy().reshape(part.shape) for part in spec.parts
+        ]
+        np.testing.assert_array_equal(ours, np.concatenate(pieces, axis=spec.concat_axis))
+    assert not parameters
+
+
+def test_logits_are_equal(theirs):
+    import torch
+
+    checkpoint = open_checkpoint()
+    family = get_family(checkpoint.config.architecture)
+    params = load_params(checkpoint, family, dtype="float32")
+    token_ids = checkpoint.tokenizer().encode(
+        "The sky is blue because of Rayleigh scattering. " * 6
+    )
+    ours = dense_logits(family, params, checkpoint.config, token_ids)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([token_ids])).logits[0].numpy()
+    np.testing.assert_allclose(ours, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
