@@ -31,6 +31,8 @@ class EngineConfig:
         scheduler: one of static, orca, vllm, sarathi, splitfuse.
         seed: of everything random that no request seeds itself.
         load_format: "dummy" makes random weights of the model's config.
+        program_scope: compile the model as one program a step, or layer by layer, which starts an
+            order of magnitude faster and costs a call a layer; layer on CPUs, else step.
         compilation_cache: keep compiled programs in the cache directory.
     """
 
@@ -46,6 +48,7 @@ class EngineConfig:
     scheduler: str = "sarathi"
     seed: int = 0
     load_format: Literal["auto", "dummy"] = "auto"
+    program_scope: Literal["step", "layer"] | None = None
     compilation_cache: bool = True
 
     def __post_init__(self) -> None:
@@ -98,4 +101,5 @@ class EngineConfig:
             max_num_seqs=seqs,
             max_num_batched_tokens=self.max_num_batched_tokens or ((512 if on_cpu else 2048) + seqs),
             page_size=self.page_size or 64,
+            program_scope=self.program_scope or ("layer" if on_cpu else "step"),
         )

@@ -26,7 +26,6 @@ from jaxserve.errors import EngineClosedError, RequestError
 from jaxserve.kv.pages import PagePool
 from jaxserve.outputs import RequestOutput
 from jaxserve.runtime.runner import DispatchedStep, Runner, StepResults
-from jaxserve.runtime.specs import forward_name
 from jaxserve.runtime.startup import EnginePlan, Progress, no_progress, start
 from jaxserve.sampling import NO_TOKEN, TokenLogprobs, sequence_seed
 from jaxserve.sampling_params import SamplingParams
@@ -206,7 +205,7 @@ class Engine:
         step_id = next(self._step_ids)
         self.log.dispatched(
             step_id,
-            forward_name(packed.key),
+            f"step-{packed.key.rows}-{packed.key.prefill_tokens}",
             begin_us=begin_us,
             scheduled_us=scheduled_us,
             packed_us=packed_us,

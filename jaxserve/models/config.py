@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jaxserve.errors import UnsupportedModelError
 
@@ -34,6 +34,17 @@ class RopeConfig:
     truncate: bool = True
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
+
+
+class LayerKind(NamedTuple):
+    """What tells one layer's function from another's; layers of a kind share a program.
+
+    `window` is the attention window in tokens, None for full attention; `rotates` says whether
+    queries and keys are rotated.
+    """
+
+    window: int | None
+    rotates: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +97,11 @@ class ModelConfig:
                     f"{field} lists {len(getattr(self, field))} layers, "
                     f"but the model has {self.num_layers}."
                 )
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of every layer, in order."""
+        return tuple(map(LayerKind, self.sliding_windows, self.rope_layers))
 
     @property
     def queries_per_kv(self) -> int:

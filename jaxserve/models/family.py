@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import jax
 
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.config import LayerKind, ModelConfig
 
 Params = dict[str, Any]
 Init = Literal["normal", "ones", "zeros"]
@@ -63,6 +64,14 @@ class Attention(Protocol):
     """
 
     def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None
+    ) -> jax.Array: ...
+
+
+class LayeredAttention(Protocol):
+    """Attention of a whole model: as `Attention`, and told which layer asks."""
+
+    def __call__(
         self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None
     ) -> jax.Array: ...
 
@@ -71,13 +80,40 @@ class Attention(Protocol):
 class Family:
     """One architecture: how to read its config, where its weights are, and what it computes.
 
-    `config_from_hf` takes the parsed `config.json`. `param_specs` returns a pytree of ParamSpec
-    with the structure of the parameters. `forward(params, config, token_ids, positions, attention)`
-    takes int32 [tokens] twice and returns the final hidden states [hidden, tokens], normed;
-    `logits(params, config, hidden)` turns [hidden, rows] into [vocab, rows] float32.
+    config_from_hf(raw): the ModelConfig of a parsed `config.json`.
+    param_specs(config): a tree of ParamSpec with the structure of the parameters; its "layers" is
+        a list with an entry for each layer.
+    begin(params, config, token_ids, positions): activations [hidden, tokens] before the first
+        layer, and whatever all layers share (rotations), of int32 [tokens] ids and positions.
+    layer(p, config, kind, x, shared, attention): the activations after one layer with the
+        parameters `p`, an entry of "layers".
+    finish(params, config, x): the final hidden states [hidden, tokens].
+    logits(params, config, hidden): float32 [vocab, rows] of hidden states [hidden, rows].
+
+    Only `layer` reads "layers"; the others may be given the parameters without them.
     """
 
     config_from_hf: Callable[[dict[str, Any]], ModelConfig]
     param_specs: Callable[[ModelConfig], Params]
-    forward: Callable[[Params, ModelConfig, jax.Array, jax.Array, Attention], jax.Array]
+    begin: Callable[[Params, ModelConfig, jax.Array, jax.Array], tuple[jax.Array, Any]]
+    layer: Callable[[Params, ModelConfig, LayerKind, jax.Array, Any, Attention], jax.Array]
+    finish: Callable[[Params, ModelConfig, jax.Array], jax.Array]
     logits: Callable[[Params, ModelConfig, jax.Array], jax.Array]
+
+    def forward(
+        self,
+        params: Params,
+        config: ModelConfig,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        attention: LayeredAttention,
+    ) -> jax.Array:
+        """The whole model: final hidden states [hidden, tokens].
+
+        Layers are unrolled: a loop over stacked weights copies every slice on CPUs and GPUs
+        (docs/decisions/002-programs.md).
+        """
+        x, shared = self.begin(params, config, token_ids, positions)
+        for index, (p, kind) in enumerate(zip(params["layers"], config.layer_kinds)):
+            x = self.layer(p, config, kind, x, shared, functools.partial(attention, index))
+        return self.finish(params, config, x)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxserve.models import layers, rope
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.config import LayerKind, ModelConfig
 from jaxserve.models.family import Attention, Family, Params, ParamSpec, Part, one_tensor
 from jaxserve.models.hf_config import common_config
 
@@ -123,32 +123,41 @@ def _layer_specs(config: ModelConfig, prefix: str) -> dict[str, ParamSpec]:
     return specs
 
 
-def forward(
-    params: Params,
+Rotations = tuple[jax.Array, jax.Array]
+
+
+def begin(
+    params: Params, config: ModelConfig, token_ids: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, Rotations]:
+    """Embeddings [hidden, tokens] and the rotations of int32 token_ids and positions [tokens]."""
+    rotations = rope.rotation(config.rope, config.max_position_embeddings, positions)
+    return layers.embed(params["embed"], token_ids), rotations
+
+
+def layer(
+    p: Params,
     config: ModelConfig,
-    token_ids: jax.Array,
-    positions: jax.Array,
+    kind: LayerKind,
+    x: jax.Array,
+    rotations: Rotations,
     attention: Attention,
 ) -> jax.Array:
-    """Normed final hidden states [hidden, tokens] of int32 token_ids and positions [tokens].
+    """One pre-norm block: x [hidden, tokens] plus its attention, plus its MLP."""
+    normed = layers.rms_norm(x, p["attn_norm"], config.rms_norm_eps)
+    q, k, v = project_qkv(config, p, normed)
+    if config.qk_norm:
+        q = layers.rms_norm(q, p["q_norm"], config.rms_norm_eps)
+        k = layers.rms_norm(k, p["k_norm"], config.rms_norm_eps)
+    attended = attend(config, kind, (q, k, v), rotations, attention)
+    x = x + layers.linear(p["attn_out"], attended, p.get("attn_out_bias"))
+    normed = layers.rms_norm(x, p["mlp_norm"], config.rms_norm_eps)
+    return x + layers.gated_mlp(
+        normed, p["gate_up"], p["down"], p.get("gate_up_bias"), p.get("down_bias")
+    )
 
-    The layers are unrolled: a loop over stacked weights would copy each slice on CPU and GPU
-    (docs/decisions/002-unrolled-layers.md).
-    """
-    cos_sin = rope.rotation(config.rope, config.max_position_embeddings, positions)
-    x = layers.embed(params["embed"], token_ids)
-    for index, p in enumerate(params["layers"]):
-        normed = layers.rms_norm(x, p["attn_norm"], config.rms_norm_eps)
-        q, k, v = project_qkv(config, p, normed)
-        if config.qk_norm:
-            q = layers.rms_norm(q, p["q_norm"], config.rms_norm_eps)
-            k = layers.rms_norm(k, p["k_norm"], config.rms_norm_eps)
-        attended = attend(config, index, (q, k, v), cos_sin, attention)
-        x = x + layers.linear(p["attn_out"], attended, p.get("attn_out_bias"))
-        normed = layers.rms_norm(x, p["mlp_norm"], config.rms_norm_eps)
-        x = x + layers.gated_mlp(
-            normed, p["gate_up"], p["down"], p.get("gate_up_bias"), p.get("down_bias")
-        )
+
+def finish(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
+    """Normed final hidden states [hidden, tokens]."""
     return layers.rms_norm(x, params["final_norm"], config.rms_norm_eps)
 
 
@@ -163,21 +172,21 @@ def project_qkv(
 
 def attend(
     config: ModelConfig,
-    index: int,
+    kind: LayerKind,
     heads: tuple[jax.Array, jax.Array, jax.Array],
-    cos_sin: tuple[jax.Array, jax.Array],
+    rotations: Rotations,
     attention: Attention,
 ) -> jax.Array:
-    """Attention of layer `index` over what `project_qkv` gave: [heads * dim, tokens].
+    """Attention of one layer over what `project_qkv` gave: [heads * dim, tokens].
 
     Rotates queries and keys first, where the layer does.
     """
     q, k, v = heads
-    if config.rope_layers[index]:
-        q, k = rope.rotate(q, *cos_sin), rope.rotate(k, *cos_sin)
+    if kind.rotates:
+        q, k = rope.rotate(q, *rotations), rope.rotate(k, *rotations)
     q = q.reshape(config.num_heads, config.head_dim, -1)
     q, k, v = (x.transpose(2, 0, 1) for x in (q, k, v))
-    attended = attention(index, q, k, v, window=config.sliding_windows[index])
+    attended = attention(q, k, v, window=kind.window)
     return attended.reshape(attended.shape[0], -1).T
 
 
@@ -187,5 +196,10 @@ def logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
 
 
 FAMILY = Family(
-    config_from_hf=config_from_hf, param_specs=param_specs, forward=forward, logits=logits
+    config_from_hf=config_from_hf,
+    param_specs=param_specs,
+    begin=begin,
+    layer=layer,
+    finish=finish,
+    logits=logits,
 )

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from jaxserve.models import layers, llama, rope
-from jaxserve.models.config import ModelConfig
+from jaxserve.models import layers, llama
+from jaxserve.models.config import LayerKind, ModelConfig
 from jaxserve.models.family import Attention, Params, ParamSpec, one_tensor
 from jaxserve.models.hf_config import common_config
 
@@ -26,8 +26,8 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
 def param_specs(config: ModelConfig) -> Params:
     """Llama's parameters, with the norms that OLMo 2 has instead."""
     specs = llama.param_specs(config)
-    for index, layer in enumerate(specs["layers"]):
-        layer |= _norm_specs(config, f"model.layers.{index}.")
+    for index, layer_specs in enumerate(specs["layers"]):
+        layer_specs |= _norm_specs(config, f"model.layers.{index}.")
     return specs
 
 
@@ -44,26 +44,23 @@ def _norm_specs(config: ModelConfig, prefix: str) -> dict[str, ParamSpec]:
     }
 
 
-def forward(
-    params: Params,
+def layer(
+    p: Params,
     config: ModelConfig,
-    token_ids: jax.Array,
-    positions: jax.Array,
+    kind: LayerKind,
+    x: jax.Array,
+    rotations: llama.Rotations,
     attention: Attention,
 ) -> jax.Array:
-    """Normed final hidden states [hidden, tokens] of int32 token_ids and positions [tokens]."""
+    """One post-norm block: x [hidden, tokens] plus its normed attention, plus its normed MLP."""
     eps = config.rms_norm_eps
-    cos_sin = rope.rotation(config.rope, config.max_position_embeddings, positions)
-    x = layers.embed(params["embed"], token_ids)
-    for index, p in enumerate(params["layers"]):
-        q, k, v = llama.project_qkv(config, p, x)
-        heads = _norm_all_heads(q, p["q_norm"], eps), _norm_all_heads(k, p["k_norm"], eps), v
-        attended = llama.attend(config, index, heads, cos_sin, attention)
-        out = layers.linear(p["attn_out"], attended, p.get("attn_out_bias"))
-        x = x + layers.rms_norm(out, p["attn_norm"], eps)
-        out = layers.gated_mlp(x, p["gate_up"], p["down"])
-        x = x + layers.rms_norm(out, p["mlp_norm"], eps)
-    return layers.rms_norm(x, params["final_norm"], eps)
+    q, k, v = llama.project_qkv(config, p, x)
+    heads = _norm_all_heads(q, p["q_norm"], eps), _norm_all_heads(k, p["k_norm"], eps), v
+    attended = llama.attend(config, kind, heads, rotations, attention)
+    out = layers.linear(p["attn_out"], attended, p.get("attn_out_bias"))
+    x = x + layers.rms_norm(out, p["attn_norm"], eps)
+    out = layers.gated_mlp(x, p["gate_up"], p["down"])
+    return x + layers.rms_norm(out, p["mlp_norm"], eps)
 
 
 def _norm_all_heads(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -73,5 +70,5 @@ def _norm_all_heads(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 FAMILY = dataclasses.replace(
-    llama.FAMILY, config_from_hf=config_from_hf, param_specs=param_specs, forward=forward
+    llama.FAMILY, config_from_hf=config_from_hf, param_specs=param_specs, layer=layer
 )

@@ -19,21 +19,28 @@ from jaxserve.runtime.buckets import ProgramKey
 from pallas_kernels.paged_attention import RaggedBatch
 
 
+class Addresses(NamedTuple):
+    """Where a step's keys and values go and are read: for token t, page `page_ids[t]` at
+    `offsets[t]`, int32 [tokens] each, and each row's pages in `batch`."""
+
+    page_ids: jax.Array
+    offsets: jax.Array
+    batch: RaggedBatch
+
+
 class StepInputs(NamedTuple):
-    """What the forward program reads, all int32.
+    """What a step reads beside the model, all int32.
 
     Token i < rows is a decode whose id lies on the device in `slots[i]`; the others are
-    `prefill_ids`. `page_ids` and `offsets` say where each token's key and value are written.
-    `sampled [sample_rows]` are indices of the tokens whose hidden states go on to sampling.
+    `prefill_ids`. `sampled [sample_rows]` are indices of the tokens whose hidden states go on to
+    sampling.
     """
 
     slots: jax.Array
     prefill_ids: jax.Array
     positions: jax.Array
-    page_ids: jax.Array
-    offsets: jax.Array
-    batch: RaggedBatch
     sampled: jax.Array
+    addresses: Addresses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +139,6 @@ class StepLayout:
             slots=raw["slots"],
             prefill_ids=raw["prefill_ids"],
             positions=position,
-            page_ids=jnp.where(real, page, 0),
-            offsets=position % self.page_size,
-            batch=batch,
             sampled=raw["sampled"],
+            addresses=Addresses(jnp.where(real, page, 0), position % self.page_size, batch),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,8 +86,8 @@ class Runner:
         self.geometry = geometry
         self._programs = programs
         self._params = params
-        self._head = specs.head_params(params)
-        self._kv = specs.empty_kv(geometry)
+        self._outside_layers = specs.outside_layers(params)
+        self._kv = _zeros(geometry.abstract_kv)
         self._last_tokens = jnp.zeros(geometry.trash_slot + 1, jnp.int32)
         self._state = init_state(geometry.trash_slot, geometry.model.vocab_size)
         self._rows: dict[int, SamplingRow] = {}
@@ -129,10 +130,10 @@ class Runner:
 
     def dispatch(self, packed: PackedStep) -> DispatchedStep:
         """Call the step's programs; returns before the device is done."""
-        forward = self._programs[specs.forward_name(packed.key)].call
-        self._kv, hidden, prefill_hidden = forward(
-            self._params, self._kv, self._last_tokens, packed.metadata
-        )
+        if self.geometry.config.program_scope == "layer":
+            hidden, prefill_hidden = self._forward_by_layer(packed)
+        else:
+            hidden, prefill_hidden = self._forward(packed)
         token_ids = logprobs = None
         if packed.sampled:
             token_ids, logprobs = self._sample(packed, hidden)
@@ -151,6 +152,25 @@ class Runner:
             prompt_logprobs=jax.tree.map(np.asarray, step.prompt_logprobs),
         )
 
+    def _forward(self, packed: PackedStep) -> tuple[jax.Array, jax.Array]:
+        program = self._programs[specs.part_name("forward", packed.key)].call
+        self._kv, *hidden = program(self._params, self._kv, self._last_tokens, packed.metadata)
+        return hidden
+
+    def _forward_by_layer(self, packed: PackedStep) -> tuple[jax.Array, jax.Array]:
+        key, kinds = packed.key, self.geometry.model.layer_kinds
+        begin = self._programs[specs.part_name("begin", key)].call
+        layers = {
+            kind: self._programs[specs.part_name("layer", key, kind)].call for kind in set(kinds)
+        }
+        finish = self._programs[specs.part_name("finish", key)].call
+        x, shared, addresses, sampled = begin(
+            self._outside_layers, self._last_tokens, packed.metadata
+        )
+        for index, (kind, p) in enumerate(zip(kinds, self._params["layers"])):
+            self._kv[index], x = layers[kind](p, self._kv[index], x, shared, addresses)
+        return finish(self._outside_layers, x, sampled)
+
     def _sample(
         self, packed: PackedStep, hidden: jax.Array
     ) -> tuple[jax.Array, TokenLogprobs | None]:
@@ -160,7 +180,7 @@ class Runner:
             slots = np.full(bucket, self.geometry.trash_slot, np.int32)
             slots[: len(sampled)] = [chunk.slot for chunk in sampled]
             program = self._programs[specs.sample_name("greedy", bucket)].call
-            self._last_tokens, token_ids = program(self._head, self._last_tokens, hidden, slots)
+            self._last_tokens, token_ids = program(self._outside_layers, self._last_tokens, hidden, slots)
             return token_ids, None
         for chunk, row in zip(sampled, rows):
             if row.stateful and chunk in packed.plan.prefills:
@@ -175,7 +195,7 @@ class Runner:
         program = self._programs[specs.sample_name("general", bucket)].call
         output: SampleOutput
         self._last_tokens, self._state, output = program(
-            self._head, self._last_tokens, self._state, hidden, meta
+            self._outside_layers, self._last_tokens, self._state, hidden, meta
         )
         wanted = any(chunk.seq.params.logprobs is not None for chunk in sampled)
         return output.token_ids, output.logprobs if wanted else None
@@ -192,7 +212,7 @@ class Runner:
             targets[start : start + len(following)] = following
             start += chunk.num_tokens
         program = self._programs[specs.prompt_logprobs_name(packed.key.prefill_tokens)].call
-        return program(self._head, hidden, targets)
+        return program(self._outside_layers, hidden, targets)
 
     def _row(self, chunk: Chunk) -> SamplingRow:
         return self._rows[chunk.seq.seq_id]
@@ -213,3 +233,9 @@ class Runner:
             eos_token_ids=row.eos_token_ids,
             bad_word_ids=row.bad_word_ids,
         )
+
+
+def _zeros(shapes: Any) -> Any:
+    """Zeroed arrays on the device. From the host, since filling by XLA would compile a program
+    for every shape."""
+    return jax.tree.map(lambda array: jax.device_put(np.zeros(array.shape, array.dtype)), shapes)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.config import LayerKind, ModelConfig
 from jaxserve.models.family import Family, Params
 from jaxserve.runtime import step
 from jaxserve.runtime.batch import StepLayout
@@ -74,6 +74,21 @@ class Geometry:
             trash_slot=self.trash_slot,
         )
 
+    @functools.cached_property
+    def abstract_params(self) -> Params:
+        specs = self.family.param_specs(self.model)
+        return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, self.dtype), specs)
+
+    @property
+    def abstract_kv(self) -> list[KVPages]:
+        """Shapes of the pages of every layer."""
+        return [self.pages.shapes for _ in range(self.model.num_layers)]
+
+    @property
+    def abstract_last_tokens(self) -> jax.ShapeDtypeStruct:
+        """Shape of the newest token of every slot, the trash slot included."""
+        return _int32(self.trash_slot + 1)
+
     def describe(self) -> str:
         """Text that changes whenever any program would: the key of the executable cache."""
         config = dataclasses.asdict(self.config)
@@ -90,85 +105,103 @@ class Geometry:
         return repr((sorted(config.items()), self.model, self.num_pages, self.max_chunks))
 
 
-def forward_name(key: ProgramKey) -> str:
-    return f"forward-{key.rows}-{key.prefill_tokens}"
+ADMIT = "admit"
 
 
-def sample_name(kind: str, rows: int) -> str:
-    return f"{kind}-{rows}"
+def part_name(part: str, key: ProgramKey, kind: LayerKind | None = None) -> str:
+    """Name of a program of the model: `part` is forward, or begin, layer or finish."""
+    of_kind = "" if kind is None else f"-{kind.window or 'full'}-{'rope' if kind.rotates else 'nope'}"
+    return f"{part}-{key.rows}-{key.prefill_tokens}{of_kind}"
+
+
+def sample_name(sampler: str, rows: int) -> str:
+    """Name of a sampling program: `sampler` is greedy or general."""
+    return f"{sampler}-{rows}"
 
 
 def prompt_logprobs_name(prefill_tokens: int) -> str:
     return f"prompt-logprobs-{prefill_tokens}"
 
 
-ADMIT = "admit"
-
-
 def program_specs(geometry: Geometry) -> list[ProgramSpec]:
     """Every program the engine can ever call, the largest first so that threads end together."""
-    model, family = geometry.model, geometry.family
-    vocab_size, hidden_size = model.vocab_size, model.hidden_size
-    int32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-
-    def activations(tokens: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((hidden_size, tokens), geometry.dtype)
-
-    params = abstract_params(family.param_specs(model), geometry.dtype)
-    head = head_params(params)
-    kv = abstract_kv(geometry)
-    slots = geometry.trash_slot + 1
-    last_tokens = int32((slots,))
-    state = jax.eval_shape(lambda: init_state(geometry.trash_slot, vocab_size))
-    specs = []
-    for key, layout in geometry.layouts.items():
-        function = functools.partial(step.forward, family, model, layout)
-        arguments = (params, kv, last_tokens, int32((layout.size,)))
-        specs.append(ProgramSpec(forward_name(key), function, arguments, donated=(1,)))
-    for rows in sorted({layout.sample_rows for layout in geometry.layouts.values()}):
-        specs.append(
-            ProgramSpec(
-                sample_name("greedy", rows),
-                functools.partial(step.greedy, family, model),
-                (head, last_tokens, activations(rows), int32((rows,))),
-                donated=(1,),
-            )
-        )
-        specs.append(
-            ProgramSpec(
-                sample_name("general", rows),
-                functools.partial(step.general, family, model),
-                (head, last_tokens, state, activations(rows), int32((rows, NUM_FIELDS))),
-                donated=(1, 2),
-            )
-        )
-    for tokens in geometry.buckets.prefill_tokens:
-        specs.append(
-            ProgramSpec(
-                prompt_logprobs_name(tokens),
-                functools.partial(step.prompt_logprobs, family, model),
-                (head, activations(tokens), int32((tokens,))),
-            )
-        )
-    slot_size = sum(array.size // array.shape[0] for array in jax.tree.leaves(state))
-    specs.append(ProgramSpec(ADMIT, admit, (state, int32(()), int32((slot_size,))), donated=(0,)))
+    forward = _layer_specs if geometry.config.program_scope == "layer" else _step_specs
+    specs = [spec for layout in geometry.layouts.values() for spec in forward(geometry, layout)]
+    specs += _sampling_specs(geometry)
     return specs[::-1]
 
 
-def head_params(params: Params) -> Params:
-    """What the logits are made from: the parameters outside the layers."""
+def _step_specs(geometry: Geometry, layout: StepLayout) -> Iterator[ProgramSpec]:
+    """The model as one program."""
+    yield ProgramSpec(
+        part_name("forward", layout.key),
+        functools.partial(step.forward, geometry.family, geometry.model, layout),
+        (
+            geometry.abstract_params,
+            geometry.abstract_kv,
+            geometry.abstract_last_tokens,
+            _int32(layout.size),
+        ),
+        donated=(1,),
+    )
+
+
+def _layer_specs(geometry: Geometry, layout: StepLayout) -> Iterator[ProgramSpec]:
+    """The model as a program before its layers, one for each kind of layer, and one after."""
+    family, model, params = geometry.family, geometry.model, geometry.abstract_params
+    outside = outside_layers(params)
+    begin = functools.partial(step.begin, family, model, layout)
+    begin_arguments = (outside, geometry.abstract_last_tokens, _int32(layout.size))
+    yield ProgramSpec(part_name("begin", layout.key), begin, begin_arguments)
+    x, shared, addresses, sampled = jax.eval_shape(begin, *begin_arguments)
+    first_of_kind = {kind: i for i, kind in reversed(list(enumerate(model.layer_kinds)))}
+    for kind, index in first_of_kind.items():
+        pages = geometry.pages.shapes
+        yield ProgramSpec(
+            part_name("layer", layout.key, kind),
+            functools.partial(step.layer, family, model, layout, kind),
+            (params["layers"][index], pages, x, shared, addresses),
+            donated=(1, 2),
+        )
+    finish = functools.partial(step.finish, family, model, layout)
+    yield ProgramSpec(part_name("finish", layout.key), finish, (outside, x, sampled))
+
+
+def _sampling_specs(geometry: Geometry) -> Iterator[ProgramSpec]:
+    family, model = geometry.family, geometry.model
+    head, last_tokens = outside_layers(geometry.abstract_params), geometry.abstract_last_tokens
+    state = jax.eval_shape(lambda: init_state(geometry.trash_slot, model.vocab_size))
+
+    def hidden(tokens: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((model.hidden_size, tokens), geometry.dtype)
+
+    for rows in sorted({layout.sample_rows for layout in geometry.layouts.values()}):
+        yield ProgramSpec(
+            sample_name("greedy", rows),
+            functools.partial(step.greedy, family, model),
+            (head, last_tokens, hidden(rows), _int32(rows)),
+            donated=(1,),
+        )
+        yield ProgramSpec(
+            sample_name("general", rows),
+            functools.partial(step.general, family, model),
+            (head, last_tokens, state, hidden(rows), _int32(rows, NUM_FIELDS)),
+            donated=(1, 2),
+        )
+    for tokens in geometry.buckets.prefill_tokens:
+        yield ProgramSpec(
+            prompt_logprobs_name(tokens),
+            functools.partial(step.prompt_logprobs, family, model),
+            (head, hidden(tokens), _int32(tokens)),
+        )
+    slot_size = sum(array.size // array.shape[0] for array in jax.tree.leaves(state))
+    yield ProgramSpec(ADMIT, admit, (state, _int32(), _int32(slot_size)), donated=(0,))
+
+
+def _int32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def outside_layers(params: Params) -> Params:
+    """The parameters outside the layers: embeddings, final norm, head."""
     return {name: value for name, value in params.items() if name != "layers"}
-
-
-def abstract_params(specs: Params, dtype: jnp.dtype) -> Params:
-    return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), specs)
-
-
-def abstract_kv(geometry: Geometry) -> list[KVPages]:
-    """One KVPages of shapes a layer."""
-    return [geometry.pages.shapes for _ in range(geometry.model.num_layers)]
-
-
-def empty_kv(geometry: Geometry) -> list[Any]:
-    """A zeroed pool on the device."""
-    return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), abstract_kv(geometry))

@@ -1,17 +1,21 @@
 """The functions that become programs: forward a batch, sample a token.
 
 They are pure, their shapes are fixed by a StepLayout, and what they replace (KV pages, last
-tokens, sampling state) is donated to them.
+tokens, sampling state) is donated to them. The model is one program, `forward`, or three kinds of
+them, `begin`, `layer` and `finish`, of which the middle one serves every layer of a kind
+(docs/decisions/002-programs.md).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.config import LayerKind, ModelConfig
 from jaxserve.models.family import Family, Params
-from jaxserve.runtime.batch import StepLayout
+from jaxserve.runtime.batch import Addresses, StepLayout
 from jaxserve.sampling import SampleOutput, SamplingState, TokenLogprobs
 from jaxserve.sampling import general as sample_general
 from jaxserve.sampling import greedy as sample_greedy
@@ -29,30 +33,76 @@ def forward(
     last_tokens: jax.Array,
     metadata: jax.Array,
 ) -> tuple[list[KVPages], jax.Array, jax.Array]:
-    """Run the model over one packed step.
+    """Run the whole model over one packed step.
 
     `kv` holds one KVPages a layer, `last_tokens` [slots] int32 the newest token of every slot.
     Returns the pages with the step's keys and values written, the hidden states to sample from
     [hidden, sample_rows], and those of the prefill tokens [hidden, prefill_tokens].
     """
+    x, shared, addresses, sampled = begin(family, config, layout, params, last_tokens, metadata)
+    written = []
+    for kind, p, pages in zip(config.layer_kinds, params["layers"], kv):
+        pages, x = layer(family, config, layout, kind, p, pages, x, shared, addresses)
+        written.append(pages)
+    return written, *finish(family, config, layout, params, x, sampled)
+
+
+def begin(
+    family: Family,
+    config: ModelConfig,
+    layout: StepLayout,
+    params: Params,
+    last_tokens: jax.Array,
+    metadata: jax.Array,
+) -> tuple[jax.Array, Any, Addresses, jax.Array]:
+    """The first part of `forward`: activations, what layers share, addresses, sampled tokens."""
     step = layout.unpack(metadata)
     token_ids = jnp.concatenate([last_tokens[step.slots], step.prefill_ids])
-    kv = list(kv)
+    x, shared = family.begin(params, config, token_ids, step.positions)
+    return x, shared, step.addresses, step.sampled
 
-    def attention(layer, q, k, v, *, window):
-        kv[layer] = write_kv(kv[layer], k, v, step.page_ids, step.offsets)
+
+def layer(
+    family: Family,
+    config: ModelConfig,
+    layout: StepLayout,
+    kind: LayerKind,
+    p: Params,
+    pages: KVPages,
+    x: jax.Array,
+    shared: Any,
+    addresses: Addresses,
+) -> tuple[KVPages, jax.Array]:
+    """The middle part of `forward`, once for each layer: its pages and the activations after."""
+
+    def attention(q, k, v, *, window):
+        nonlocal pages
+        pages = write_kv(pages, k, v, addresses.page_ids, addresses.offsets)
         out, _ = paged_attention(
             q,
-            kv[layer],
-            step.batch,
+            pages,
+            addresses.batch,
             num_decodes=layout.key.rows,
             scale=config.attention_scale,
             window=window,
         )
         return out
 
-    hidden = family.forward(params, config, token_ids, step.positions, attention)
-    return kv, hidden[:, step.sampled], hidden[:, layout.key.rows :]
+    x = family.layer(p, config, kind, x, shared, attention)
+    return pages, x
+
+
+def finish(
+    family: Family,
+    config: ModelConfig,
+    layout: StepLayout,
+    params: Params,
+    x: jax.Array,
+    sampled: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The last part of `forward`: hidden states to sample from, and of the prefill tokens."""
+    hidden = family.finish(params, config, x)
+    return hidden[:, sampled], hidden[:, layout.key.rows :]
 
 
 def greedy(
