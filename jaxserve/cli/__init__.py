@@ -1,0 +1,74 @@
+"""The `jaxserve` command. One module a sub-command; each imports JAX only when it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes
+
+import jaxserve
+from jaxserve.cli.bench import Bench
+from jaxserve.cli.chat import Chat
+from jaxserve.cli.compile import Compile
+from jaxserve.cli.convert import Convert
+from jaxserve.cli.generate import Generate
+from jaxserve.cli.plan import Plan
+from jaxserve.errors import JaxserveError
+
+_DESCRIPTION = """\
+Generate text with large language models, compiled ahead of time by JAX.
+
+Examples:
+  jaxserve generate "Why is the sky blue?"      a first answer; fetches a small model once
+  jaxserve chat                                 talk with it
+  jaxserve generate "Hi" --model ./my-model     your own: a directory, a .gguf file, or org/name
+  jaxserve plan ./my-model                      does it fit, and how many requests at once?
+  jaxserve bench offline                        how fast is it on this machine?
+
+Each command explains itself: `jaxserve COMMAND --help`. `jaxserve --version` prints the version.
+"""
+
+Command = (
+    Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Chat, tyro.conf.subcommand("chat")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[Plan, tyro.conf.subcommand("plan")]
+    | Annotated[Compile, tyro.conf.subcommand("compile")]
+    | Annotated[Convert, tyro.conf.subcommand("convert")]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arguments:
+    command: OmitArgPrefixes[OmitSubcommandPrefixes[Command]]
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line `args` (the process's own by default) and return its exit status.
+
+    0 is success, 1 an error of jaxserve, told in one line, 130 Ctrl-C, and 141 a reader of stdout
+    that went away. Arguments that cannot be understood raise SystemExit(2).
+    """
+    args = sys.argv[1:] if args is None else list(args)
+    if args == ["--version"]:
+        print(f"jaxserve {jaxserve.__version__}")
+        return 0
+    try:
+        arguments = tyro.cli(_Arguments, prog="jaxserve", description=_DESCRIPTION, args=args)
+        status = arguments.command.run()
+        sys.stdout.flush()
+        return status
+    except JaxserveError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more on its way out, and must not meet the pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141

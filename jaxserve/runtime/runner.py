@@ -123,7 +123,12 @@ class Runner:
         self._rows.pop(seq.seq_id, None)
 
     def pack(self, plan: StepPlan) -> PackedStep:
-        """Fix a plan's uploads. Raises ProgramMissError when no program holds it."""
+        """Fix a plan's uploads. Raises ProgramMissError when no program holds it.
+
+        Decodes go longest context first: attention takes neighbours as far as the longest of them.
+        """
+        decodes = sorted(plan.decodes, key=lambda chunk: chunk.start, reverse=True)
+        plan = dataclasses.replace(plan, decodes=tuple(decodes))
         key = self.geometry.buckets.pick(len(plan.decodes), plan.num_prefill_tokens)
         sampled = (*plan.decodes, *(chunk for chunk in plan.prefills if chunk.samples))
         return PackedStep(plan, key, self.geometry.layouts[key].pack(plan), sampled)

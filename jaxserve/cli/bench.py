@@ -1,0 +1,120 @@
+"""`jaxserve bench`: throughput and latencies, beside what the machine's arithmetic allows."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import TYPE_CHECKING, Literal
+
+from tyro.conf import Positional
+
+from jaxserve.cli.progress import TerminalProgress
+from jaxserve.cli.text import device_name, milliseconds, size, table
+from jaxserve.config import EngineConfig
+from jaxserve.engine.events import Dispatched
+from jaxserve.engine.metrics import Metrics
+from jaxserve.engine.statistics import percentile
+from jaxserve.engine.summaries import Percentiles, RunSummary
+from jaxserve.errors import ConfigError, ModelError
+from jaxserve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxserve.cli.limits import Limits
+    from jaxserve.engine.engine import Engine
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """Measure an engine, and how far it is from what this machine could do.
+
+    In `bench offline` all requests arrive at once. Prompts are random tokens, and every answer
+    has the full length. With --load-format dummy only the model's config is needed.
+
+    Attributes:
+        kind: what to measure.
+        num_prompts: requests.
+        input_len: tokens of each prompt.
+        output_len: tokens generated for each.
+    """
+
+    kind: Positional[Literal["offline"]]
+    num_prompts: int = 32
+    input_len: int = 128
+    output_len: int = 64
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a number below 1."""
+        for name in ("num_prompts", "input_len", "output_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more.")
+
+    def run(self) -> int:
+        from jaxserve.cli.limits import measure
+        from jaxserve.engine.engine import Engine
+
+        with TerminalProgress() as progress:
+            engine = Engine.load(self.engine, progress=progress, keep_events=True)
+            try:
+                self._serve(engine, progress)
+            finally:
+                engine.close()
+        limits = measure(engine.plan.device, engine.plan.geometry.dtype)
+        print(_report(engine, limits))
+        return 0
+
+    def _serve(self, engine: Engine, progress: TerminalProgress) -> None:
+        """The loop of LLM.generate, on an engine that keeps the time of every token."""
+        draw = random.Random(self.engine.seed)
+        vocab_size = engine.plan.geometry.model.vocab_size
+        params = SamplingParams(temperature=0.0, max_tokens=self.output_len, ignore_eos=True)
+        for number in range(self.num_prompts):
+            prompt = [draw.randrange(vocab_size) for _ in range(self.input_len)]
+            engine.add(str(number), prompt, params)
+        done = 0
+        while engine.has_work:
+            done += sum(request.finished for request in engine.step())
+            progress("requests", done, self.num_prompts)
+
+
+def _report(engine: Engine, limits: Limits) -> str:
+    """Three tables: what was served, how long its readers waited, and what bounds it."""
+    records = engine.log.records
+    replayed = Metrics(keep_finished=len(records), keep_tokens=True)
+    for record in records:
+        replayed.fold(record)
+    sequences = replayed.finished()
+    run = RunSummary.of(sequences)
+    if run is None:
+        raise ModelError("no request received a token: the model's logits are not finite.")
+    gaps = [gap for sequence in sequences for gap in sequence.inter_token_us]
+    steps = [record for record in records if isinstance(record, Dispatched)]
+    computed = sum(step.decode_rows + step.prefill_tokens for step in steps)
+    padded = sum(step.padded_tokens for step in steps)
+    bound_s = sum(limits.seconds(engine.plan, step) for step in steps)
+    elapsed_s = run.elapsed_us / 1e6
+    served = [
+        ("requests", f"{run.sequences:,}"),
+        ("prompt tokens", f"{run.prompt_tokens:,}"),
+        ("output tokens", f"{run.output_tokens:,}"),
+        ("time", f"{elapsed_s:,.2f} s"),
+        ("output tokens/s", f"{run.output_tokens_per_s:,.1f}"),
+        ("all tokens/s", f"{(run.prompt_tokens + run.output_tokens) / elapsed_s:,.1f}"),
+        ("steps", f"{len(steps):,}"),
+        ("padding, of the rows computed", f"{padded / (computed + padded):.1%}"),
+        ("preemptions", f"{sum(sequence.preemptions for sequence in sequences):,}"),
+        ("scheduler", engine.plan.config.scheduler),
+        ("dtype", engine.plan.config.dtype),
+        ("device", device_name(engine.plan.device)),
+    ]
+    waits = [("", "p50", "p90", "p99"), ("time to first token", *map(milliseconds, run.ttft_us))]
+    if gaps:
+        percentiles = Percentiles(*(percentile(gaps, p) for p in (50, 90, 99)))
+        waits.append(("between tokens", *map(milliseconds, percentiles)))
+    distance = [
+        ("matmul rate, measured now", f"{limits.flops_per_s / 1e9:,.0f} GFLOP/s"),
+        ("weight reading rate, measured now", f"{size(int(limits.bytes_per_s))}/s"),
+        ("least time for these steps", f"{bound_s:,.2f} s"),
+        ("share of the limit reached", f"{bound_s / elapsed_s:.1%}"),
+    ]
+    return "\n\n".join(map(table, (served, waits, distance)))

@@ -1,0 +1,75 @@
+"""`jaxserve chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+from jaxserve.cli.options import Sampling, load, one_at_a_time
+from jaxserve.cli.streaming import print_answer
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ModelError, RequestError
+
+_HINT = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """Talk with a model: one line in, one streamed answer out.
+
+    Type /reset to forget the conversation, /exit or Ctrl-D to leave; Ctrl-C stops an answer.
+
+    Attributes:
+        system: instructions that the model gets before the conversation.
+    """
+
+    system: str | None = None
+    sampling: Sampling = dataclasses.field(default_factory=lambda: Sampling(max_tokens=1024))
+    engine: EngineConfig = dataclasses.field(default_factory=one_at_a_time)
+
+    def run(self) -> int:
+        opening = [] if self.system is None else [{"role": "system", "content": self.system}]
+        with load(self.engine) as llm:
+            if llm.get_tokenizer().chat_template is None:
+                raise ModelError(
+                    f"{str(self.engine.model)!r} has no chat template, so it was not made for "
+                    "conversations; use `jaxserve generate --raw`, or an instruct model."
+                )
+            params = self.sampling.params(llm)
+            messages = list(opening)
+            print(_HINT, file=sys.stderr)
+            while (line := _read_line()) is not None:
+                if line == "/exit":
+                    break
+                if line == "/reset":
+                    messages = list(opening)
+                elif line.startswith("/"):
+                    print(f"{line.split()[0]} is no command. {_HINT}", file=sys.stderr)
+                elif line:
+                    question = {"role": "user", "content": line}
+                    try:
+                        prompt = llm.chat_prompt([*messages, question])
+                        answer = print_answer(llm, prompt, params)
+                    except RequestError as error:
+                        # Such as a conversation that has outgrown the context.
+                        print(f"error: {error}\n{_HINT}", file=sys.stderr)
+                        continue
+                    messages += [question, {"role": "assistant", "content": answer.text}]
+        return 0
+
+
+def _read_line() -> str | None:
+    """The next line without surrounding space; None at the end of the input."""
+    if not sys.stdin.isatty():
+        line = sys.stdin.readline()
+        return line.strip() if line else None
+    import readline  # noqa: F401  gives input() its line editing and history
+
+    try:
+        return input("> ").strip()
+    except KeyboardInterrupt:
+        print()
+        return ""
+    except EOFError:
+        print()
+        return None

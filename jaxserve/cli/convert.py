@@ -1,0 +1,41 @@
+"""`jaxserve convert`: any model to a checkpoint that loads by shard."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from jaxserve.cli.progress import TerminalProgress
+
+
+@dataclasses.dataclass(frozen=True)
+class Convert:
+    """Write a model as an Orbax checkpoint, of which each device loads only its share.
+
+    Attributes:
+        source: the model: a .gguf file, a directory, a Hugging Face id, or the default's name.
+        destination: a new directory, which is then a model by itself.
+        dtype: of the stored weights: float32, bfloat16 or float16; by default the one that is
+            fastest on this machine.
+    """
+
+    source: Annotated[Positional[str], arg(metavar="SRC")]
+    destination: Annotated[Positional[Path], arg(metavar="DST")]
+    dtype: str | None = None
+
+    def run(self) -> int:
+        from jaxserve.models.loading.convert import convert
+
+        with TerminalProgress() as progress:
+            written = convert(
+                self.source,
+                self.destination,
+                dtype=self.dtype,
+                progress=functools.partial(progress, "weights"),
+            )
+        print(written)
+        return 0

@@ -1,0 +1,102 @@
+"""`jaxserve plan`: what an engine would take and give, without running it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from jaxserve.cli.options import ModelSettings
+from jaxserve.cli.progress import TerminalProgress
+from jaxserve.cli.text import device_name, size, table
+
+if TYPE_CHECKING:
+    from jaxserve.runtime.programs import Programs
+    from jaxserve.runtime.startup import EnginePlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Print the exact memory, capacity and programs of an engine, without reading its weights.
+
+    The programs are compiled, or taken from the cache, because only the compiler knows how much
+    scratch memory they need.
+    """
+
+    engine: ModelSettings = dataclasses.field(default_factory=ModelSettings)
+
+    def run(self) -> int:
+        from jaxserve.runtime import startup
+
+        decided = startup.plan(self.engine)
+        with TerminalProgress() as progress:
+            programs = decided.compile(progress).result()
+        decided = decided.with_programs(programs)
+        print(_heading(decided), _memory(decided), _capacity(decided), sep="\n\n")
+        print("", _programs(programs), sep="\n")
+        return 0
+
+
+def _heading(decided: EnginePlan) -> str:
+    config, model = decided.config, decided.geometry.model
+    return (
+        f"{decided.checkpoint.path.name}: {model.architecture}, {config.dtype}, "
+        f"{decided.checkpoint.format}, on {device_name(decided.device)}"
+    )
+
+
+def _memory(decided: EnginePlan) -> str:
+    memory = decided.memory
+    return table(
+        [
+            ("MEMORY", ""),
+            ("weights", size(memory.weights_bytes)),
+            (f"KV pool, {memory.num_pages:,} pages of {memory.page_size}", size(memory.kv_bytes)),
+            ("sampling state", size(memory.state_bytes)),
+            ("program scratch", size(memory.scratch_bytes)),
+            ("total", size(memory.total_bytes)),
+            (
+                f"may be used (memory_utilization {decided.config.memory_utilization:g})",
+                size(memory.limit_bytes),
+            ),
+            ("left over", size(memory.limit_bytes - memory.total_bytes)),
+        ]
+    )
+
+
+def _capacity(decided: EnginePlan) -> str:
+    """Requests of each length that the pool holds at once: full length, half of it, and so on,
+    down to the length at which `max_num_seqs` of them fit."""
+    config, memory = decided.config, decided.memory
+    rows = [("CAPACITY", ""), ("tokens in the KV pool", f"{memory.kv_tokens:,}")]
+    length = config.max_model_len
+    while True:
+        fit = (memory.num_pages - 1) // -(-length // memory.page_size)
+        at_once = min(fit, config.max_num_seqs)
+        rows.append((f"requests of {length:,} tokens at once", f"{at_once:,}"))
+        if fit >= config.max_num_seqs or length <= memory.page_size:
+            break
+        length //= 2
+    if fit >= config.max_num_seqs:
+        rows.append(("most requests at once (max_num_seqs)", f"{config.max_num_seqs:,}"))
+    pages = (memory.limit_bytes - memory.total_bytes) // memory.page_bytes + memory.num_pages
+    rows.append(
+        (
+            f"largest pool that fits (kv_cache_memory_bytes {pages * memory.page_bytes})",
+            f"{(pages - 1) * memory.page_size:,} tokens",
+        )
+    )
+    return table(rows)
+
+
+def _programs(programs: Programs) -> str:
+    rows = [("PROGRAMS", "scratch", "results", "from")]
+    rows += [
+        (
+            program.name,
+            size(program.temp_bytes),
+            size(program.output_bytes),
+            "cache" if program.from_cache else "compiler",
+        )
+        for program in sorted(programs.values(), key=lambda program: -program.temp_bytes)
+    ]
+    return table(rows)

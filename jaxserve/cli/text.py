@@ -1,0 +1,43 @@
+"""Numbers and tables as people read them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import jax
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Lines with aligned columns: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for first, *others in rows:
+        cells = [first.ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:])]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def size(num_bytes: int) -> str:
+    """Bytes in the unit that leaves one to four digits before the point."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"
+
+
+def milliseconds(us: float) -> str:
+    return f"{us / 1000:,.1f} ms"
+
+
+def device_name(device: jax.Device) -> str:
+    """Name of the device's kind, and on CPUs of how many cores this process may use."""
+    if device.platform != "cpu":
+        return device.device_kind
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{device.device_kind} ({cores} cores)"

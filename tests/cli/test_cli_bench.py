@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import re
+
+from cli_command import SETTINGS
+
+
+def test_bench_offline_counts_what_it_served_and_measures_the_limit(run_here, tiny_model):
+    config = tiny_model / "config.json"
+    run = run_here(
+        *("bench", "offline", "--num-prompts=3", "--input-len=40", "--output-len=6"),
+        *("--model", config, "--load-format=dummy", "--scheduler=vllm", *SETTINGS),
+    )
+    assert run.status == 0, run.stderr
+    rows = [re.split(r"  +", line) for line in run.stdout.splitlines() if "  " in line]
+    values = {name: cells for name, *cells in rows}
+    assert values["requests"] == ["3"]
+    assert values["prompt tokens"] == ["120"]
+    assert values["output tokens"] == ["18"]
+    # One sequence at a time: two chunks of its prompt, the second of which gives the first token.
+    assert values["steps"] == [str(3 * (2 + 5))]
+    # 32 + 32 rows for 40 tokens, then one row a token.
+    assert values["padding, of the rows computed"] == [f"{24 / 69:.1%}"]
+    assert values["scheduler"] == ["vllm"]
+    assert len(values["time to first token"]) == len(values["between tokens"]) == 3
+    assert 0 <= float(values["share of the limit reached"][0].rstrip("%")) < 100

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import shutil
+import signal
+
+from cli_command import SETTINGS
+
+
+def test_history_reset_and_exit(answer, command, tiny_model):
+    def chat(*lines):
+        script = "".join(f"{line}\n" for line in lines)
+        run = command("chat", "--model", tiny_model, *SETTINGS, "--max-tokens=12", stdin=script)
+        assert run.status == 0, run.stderr
+        return run
+
+    forgotten = chat("hi", "/reset", "", "hi", "/exit", "never read")
+    assert forgotten.stdout == answer.stdout * 2
+    remembered = chat("hi", "/dance", "hi")
+    assert remembered.stdout.startswith(answer.stdout)
+    assert remembered.stdout != answer.stdout * 2
+    assert "/dance is no command" in remembered.stderr
+
+
+def test_ctrl_c_stops_the_answer_only(command, tiny_model):
+    process = command.start("chat", "--model", tiny_model, *SETTINGS, "--max-tokens=8000")
+    process.stdin.write(b"hi\n")
+    process.stdin.flush()
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(b"/dance\n/exit\n", timeout=60)
+    assert process.returncode == 0, error.decode()
+    assert b"/dance is no command" in error
+    assert b"Traceback" not in error
+
+
+def test_a_model_without_a_template(run_here, tiny_model, tmp_path):
+    plain = tmp_path / "plain"
+    shutil.copytree(tiny_model, plain, ignore=shutil.ignore_patterns("tokenizer_config.json"))
+    run_here("chat", "--model", plain, *SETTINGS).assert_error("no chat template", "--raw")

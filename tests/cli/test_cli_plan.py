@@ -1,0 +1,47 @@
+"""`plan` and `compile`: what an engine would be, and its programs in the cache."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+from cli_command import CONTEXT, SETTINGS
+from tiny_checkpoints import hf_shapes
+
+
+def test_compile_fills_the_cache_once(first_compile, run_here, tiny_model):
+    counts = re.match(r"(\d+) programs compiled, 0 already there", first_compile.stdout)
+    directory = Path(first_compile.stdout.splitlines()[-1])
+    assert len(list(directory.iterdir())) == int(counts[1]) > 0
+    again = run_here("compile", tiny_model, *SETTINGS)
+    assert again.stdout.startswith(f"0 programs compiled, {counts[1]} already there")
+    assert again.stdout.splitlines()[-1] == str(directory)
+
+
+def test_compile_without_a_cache(run_here, tiny_model):
+    run = run_here("compile", tiny_model, *SETTINGS, "--no-compilation-cache")
+    run.assert_error("compilation_cache")
+
+
+def test_plan_needs_no_weights(run_here, tiny_model, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text((tiny_model / "config.json").read_text())
+    run = run_here("plan", config, *SETTINGS, "--load-format=dummy")
+    assert run.status == 0, run.stderr
+    rows = dict(re.split(r"  +", line)[:2] for line in run.stdout.splitlines() if "  " in line)
+    shapes = hf_shapes(json.loads(config.read_text())).values()
+    assert rows["weights"] == f"{4 * sum(map(math.prod, shapes)) / 1024:.1f} KiB"
+    assert rows["tokens in the KV pool"] == f"{CONTEXT:,}"
+    assert rows[f"requests of {CONTEXT:,} tokens at once"] == "1"
+    # `compile` has put exactly these programs into the cache.
+    programs = run.stdout.partition("PROGRAMS")[2].splitlines()[1:]
+    assert programs
+    assert all(line.endswith("  cache") for line in programs)
+
+
+def test_plan_says_what_would_fit(run_here, tiny_model):
+    run = run_here("plan", tiny_model, *SETTINGS, "--memory-utilization=1e-7")
+    run.assert_error(f"max_model_len {CONTEXT}", "set max_model_len to at most")
+    assert run.stdout == ""

@@ -1,0 +1,72 @@
+"""What every test shares: helper modules on the path, a program cache, the models."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+for helpers in ("tests", "tests/models", "tests/sampling", "benchmarks"):
+    sys.path.insert(0, str(ROOT / helpers))
+
+import tiny_engines  # noqa: E402  (found by the path above)
+
+from jaxserve.cache_dir import cache_directory  # noqa: E402
+from jaxserve.models.loading.fetch import default_model_path  # noqa: E402
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_cache(tmp_path_factory):
+    """A cache directory for this run: what one test compiles, the next one loads.
+
+    Fetched models stay in the user's own, which it links to.
+    """
+    models = cache_directory() / "models"
+    models.mkdir(mode=0o700, exist_ok=True)
+    directory = tmp_path_factory.mktemp("cache")
+    (directory / "models").symlink_to(models)
+    before = os.environ.get("JAXSERVE_CACHE")
+    os.environ["JAXSERVE_CACHE"] = str(directory)
+    yield directory
+    if before is None:
+        del os.environ["JAXSERVE_CACHE"]
+    else:
+        os.environ["JAXSERVE_CACHE"] = before
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The embedded model's file, fetched if need be."""
+    return default_model_path()
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory) -> tiny_engines.TinyModel:
+    """A tiny Llama whose tokens are bytes."""
+    return tiny_engines.TinyModel.write_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def llm_for(llama):
+    """LLMs of the tiny Llama by scheduler, made when first asked for and kept: leave them idle."""
+    made = {}
+
+    def get(scheduler: str = "sarathi"):
+        if scheduler not in made:
+            made[scheduler] = llama.load(scheduler=scheduler)
+        return made[scheduler]
+
+    yield get
+    for llm in made.values():
+        llm.close()
+
+
+@pytest.fixture
+def llm(llm_for):
+    """The LLM with the default scheduler; the test must leave it idle."""
+    llm = llm_for()
+    yield llm
+    tiny_engines.assert_idle(llm.engine)

@@ -1,0 +1,123 @@
+"""What is compiled, and when: the enumerated set before the engine is ready, nothing after it.
+And what it plans to take of the memory."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tiny_engines import CONTEXT, LONGEST, NUM_PAGES, Arrival, drive, preemptions
+
+from jaxserve.errors import ConfigError, MemoryPlanError
+from jaxserve.runtime.specs import program_specs
+from jaxserve.sampling_params import SamplingParams
+
+
+@pytest.fixture
+def compiled():
+    """Durations of whatever JAX traces, lowers or compiles, by event, as it happens."""
+    events = []
+
+    def listen(event: str, duration_s: float, **_) -> None:
+        if event.startswith("/jax/core/compile"):
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def mixture(llama):
+    """Requests that between them use everything."""
+    greedy = SamplingParams(temperature=0, max_tokens=LONGEST)
+    wishes = [
+        {},
+        {"temperature": 0.8, "top_k": 5, "seed": 1},
+        {"temperature": 0.8, "top_p": 0.7, "min_p": 0.05},
+        {"temperature": 1.0, "n": 3, "logprobs": 5, "prompt_logprobs": 2},
+        {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1},
+        {"logit_bias": {5: 1.0}, "bad_words": ("ab", "c"), "min_tokens": 3},
+        {"allowed_token_ids": (3, 4, 5), "stop_token_ids": (4,), "ignore_eos": True},
+        {"stop": ("a",), "logprobs": 0},
+    ]
+    everything = [SamplingParams(**{"temperature": 0, "max_tokens": LONGEST} | w) for w in wishes]
+    arrivals = [Arrival(prompt, greedy) for prompt in llama.prompts]
+    for step, params in enumerate(everything):
+        arrivals += [Arrival(prompt, params, 3 * step) for prompt in llama.prompts[::3]]
+    return arrivals
+
+
+def test_nothing_is_compiled_once_the_engine_is_ready(llama, compiled):
+    arrivals = mixture(llama)
+    jax.clear_caches()  # what other tests ran must not hide what this one would compile
+    with llama.load() as llm:
+        compiled.clear()
+        drive(llm.engine, arrivals)
+        assert preemptions(llm.engine) > 0
+        request = llm.engine.add("aborted", llama.prompts[0], SamplingParams(seed=1))
+        llm.engine.step()
+        llm.engine.abort(request.request_id)
+        llm.generate(llama.prompts[0], use_tqdm=False)
+    assert compiled == []
+    jax.jit(lambda x: x + 1)(jnp.zeros(3))
+    assert compiled, "the events that should count nothing do count"
+
+
+def test_the_programs_are_the_enumerated_ones(llama, compiled):
+    """Compiled cold, every one of them and no other; loaded warm, none."""
+    with llama.load(page_size=2, max_num_seqs=1, max_num_batched_tokens=1 + 16) as cold:
+        names = [spec.name for spec in program_specs(cold.plan().geometry)]
+        assert len(set(names)) == len(names)
+        backend = [event for event in compiled if "backend_compile" in event]
+        assert len(backend) >= len(names)
+        built = phases(cold)
+    assert sorted(built) == sorted(names)
+    with llama.load(page_size=2, max_num_seqs=1, max_num_batched_tokens=1 + 16) as warm:
+        assert phases(warm) == []
+        assert warm.engine.snapshot()["jaxserve:programs_compiled_total"].value == 0
+
+
+def phases(llm):
+    return []
+
+
+# Memory
+
+
+def test_the_pool_is_the_size_asked_for(llm):
+    memory = llm.plan().memory
+    assert memory.num_pages == NUM_PAGES
+    assert memory.kv_bytes == llm.plan().config.kv_cache_memory_bytes
+    assert llm.engine.pool.capacity * llm.engine.pool.page_size == memory.kv_tokens
+    assert memory.total_bytes <= memory.limit_bytes
+
+
+def test_a_pool_of_less_than_a_page_is_refused_with_what_fits(llama):
+    page_bytes = llama.config.kv_bytes_per_token(4) * 4
+    with pytest.raises(MemoryPlanError) as refusal:
+        llama.load(kv_cache_memory_bytes=2 * page_bytes - 1)
+    message = str(refusal.value)
+    assert f"{2 * page_bytes - 1} holds 1 pages of {page_bytes} bytes" in message
+    assert f"({2 * page_bytes} bytes)" in message
+    assert f"{(CONTEXT // 4 + 1) * page_bytes} bytes for one request" in message
+
+
+def test_a_pool_larger_than_the_memory_is_refused_with_what_fits(llama):
+    with pytest.raises(MemoryPlanError, match=r"kv_cache_memory_bytes of at most \d+ would fit"):
+        llama.load(kv_cache_memory_bytes=1 << 60)
+
+
+def test_memory_too_small_for_one_request_is_refused(llama):
+    tiny_share = 1e-9
+    with pytest.raises(MemoryPlanError, match=rf"max_model_len {CONTEXT} tokens needs"):
+        llama.load(kv_cache_memory_bytes=None, memory_utilization=tiny_share)
+
+
+def test_a_context_beyond_the_models_is_refused_with_the_limit(llama):
+    with pytest.raises(ConfigError, match=f"{CONTEXT + 1}.*context is {CONTEXT} tokens"):
+        llama.load(max_model_len=CONTEXT + 1)
+
+
+def test_a_budget_without_room_for_prompts_is_refused(llama):
+    with pytest.raises(ConfigError, match="max_num_batched_tokens 19 with max_num_seqs 4"):
+        llama.load(max_num_batched_tokens=4 + 15)

@@ -1,0 +1,212 @@
+"""One contract for every implementation of paged attention, against float64 loops."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.paged_attention import KVPages, RaggedBatch, paged_attention, write_kv
+from pallas_kernels.paged_attention.reference import paged_attention as reference
+
+SCALE = 0.3
+POISON = np.nan
+"""Fills the trash page, unused pages and the unwritten rest of used ones."""
+
+
+class Case:
+    """A random batch: `decodes` are context lengths, 0 for a padding row; `chunks` are pairs of
+    (context, new tokens), and `padding` is how many tokens and rows belong to nobody."""
+
+    def __init__(self, decodes, chunks=(), *, page_size, heads=(4, 2), dim=8, padding=0, seed=0):
+        rng = np.random.default_rng(seed)
+        query_heads, kv_heads = heads
+        contexts = [*decodes, *(context for context, _ in chunks), *[0] * padding]
+        lengths = [1] * len(decodes) + [new for _, new in chunks] + [0] * padding
+        starts = np.cumsum([0, *lengths])
+        tokens = int(starts[-1]) + padding
+        needed = [-(-context // page_size) for context in contexts]
+        num_pages = 1 + sum(needed) + 3
+        order = rng.permutation(np.arange(1, num_pages))
+        tables = np.zeros((len(contexts), max([1, *needed]) + 2), np.int32)
+        k = np.full((num_pages, kv_heads, dim, page_size), POISON, np.float32)
+        v = np.full((num_pages, kv_heads, page_size, dim), POISON, np.float32)
+        for row, (context, pages) in enumerate(zip(contexts, needed)):
+            tables[row, :pages], order = order[:pages], order[pages:]
+            for position in range(context):
+                page, offset = tables[row, position // page_size], position % page_size
+                k[page, :, :, offset] = rng.normal(size=(kv_heads, dim))
+                v[page, :, offset, :] = rng.normal(size=(kv_heads, dim))
+        self.num_decodes = len(decodes)
+        self.q = rng.normal(size=(tokens, query_heads, dim)).astype(np.float32)
+        self.pages = KVPages(k, v)
+        fields = (tables, contexts, starts[:-1], lengths)
+        self.batch = RaggedBatch(*(np.asarray(field, np.int32) for field in fields))
+
+
+class PagedAttentionContract:
+    """What `implementation`, with the signature of `paged_attention`, must do."""
+
+    implementation = None
+
+    @functools.cached_property
+    def jitted(self):
+        return jax.jit(
+            type(self).implementation, static_argnames=("num_decodes", "scale", "window")
+        )
+
+    def run(self, case, window=None):
+        arrays = jax.tree.map(jnp.asarray, (case.q, case.pages, case.batch))
+        out, lse = self.jitted(
+            *arrays, num_decodes=case.num_decodes, scale=SCALE, window=window
+        )
+        return np.asarray(out), np.asarray(lse)
+
+    def check(self, case, window=None):
+        out, lse = self.run(case, window)
+        assert out.dtype == case.q.dtype and lse.dtype == np.float32
+        expected_out, expected_lse = reference(
+            case.q,
+            case.pages,
+            case.batch,
+            num_decodes=case.num_decodes,
+            scale=SCALE,
+            window=window,
+        )
+        assert not np.isnan(expected_out).any()
+        np.testing.assert_allclose(out, expected_out, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(lse, expected_lse, rtol=2e-5, atol=2e-5)
+
+    @pytest.mark.parametrize("page_size", [1, 4, 64])
+    @pytest.mark.parametrize("pages", [1, 3])
+    def test_around_a_page_boundary(self, page_size, pages):
+        lengths = [n for n in (-1, 0, 1) if pages * page_size + n > 0]
+        contexts = [pages * page_size + n for n in lengths]
+        chunks = [(context, min(context, 3)) for context in contexts]
+        self.check(Case(contexts, chunks, page_size=page_size))
+
+    @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2), (8, 1), (9, 3)])
+    def test_ratios_of_query_heads_to_kv_heads(self, heads):
+        self.check(Case([5, 9], [(7, 4)], page_size=4, heads=heads))
+
+    @pytest.mark.parametrize("window", [1, 2, 4, 5, 100])
+    def test_windows(self, window):
+        """Of the token alone, around a page, and wider than the context."""
+        self.check(Case([1, 4, 5, 17, 0], [(17, 17), (18, 5), (3, 1)], page_size=4), window)
+
+    def test_a_long_chunk_takes_several_blocks_of_queries_and_of_context(self):
+        self.check(Case([], [(300, 150), (290, 290)], page_size=16, heads=(2, 1)))
+        self.check(Case([], [(300, 150), (290, 290)], page_size=16, heads=(2, 1)), window=70)
+
+    def test_more_decodes_than_are_attended_to_together(self):
+        self.check(Case([*range(1, 20)], page_size=4))
+
+    @pytest.mark.parametrize("padding", [1, 5])
+    def test_padding_gets_nothing(self, padding):
+        case = Case([3, 0, 6, 0], [(9, 4)], page_size=4, padding=padding)
+        out, lse = self.run(case)
+        for nobody in (1, 3, *range(8, 8 + padding)):
+            np.testing.assert_array_equal(out[nobody], 0)
+            np.testing.assert_array_equal(lse[nobody], -np.inf)
+        self.check(case)
+
+    def test_a_batch_of_nothing_but_padding(self):
+        self.check(Case([0, 0, 0], page_size=4))
+        self.check(Case([0, 0], page_size=4, padding=4))
+
+    @settings(max_examples=25, deadline=None)
+    @given(
+        page_size=st.sampled_from([1, 4, 64]),
+        window=st.sampled_from([None, 6]),
+        contexts=st.tuples(*[st.integers(0, 40)] * 4),
+        chunk_contexts=st.tuples(*[st.integers(1, 40)] * 3),
+        data=st.data(),
+    )
+    def test_any_ragged_batch(self, page_size, window, contexts, chunk_contexts, data):
+        """Shapes are of a few kinds, so that few programs are compiled; their contents vary."""
+        lengths = [data.draw(st.integers(1, context)) for context in chunk_contexts]
+        case = Case(
+            contexts, [*zip(chunk_contexts, lengths)], page_size=page_size, seed=sum(contexts)
+        )
+        self.check(widen(case, tokens=4 + 3 * 40, pages=200, table=44), window)
+
+    @pytest.mark.parametrize("window", [None, 5])
+    def test_a_decode_row_does_not_depend_on_its_neighbours(self, window):
+        """To the last bit: whoever else is there, however long their contexts."""
+        contexts = [9, 1, 30, 17, 4, 12, 25, 33, 2, 8]
+        case = Case(contexts, page_size=4)
+        together = self.run(case, window)
+        nobody_else = case.batch.context.copy()
+        nobody_else[:3] = nobody_else[4:] = 0
+        case.batch = case.batch._replace(context=nobody_else)
+        for whole, single in zip(together, self.run(case, window)):
+            np.testing.assert_array_equal(whole[3], single[3])
+
+    def test_a_row_does_not_depend_on_where_its_pages_lie(self):
+        case = Case([9, 30], [(17, 5)], page_size=4)
+        before = self.run(case)
+        rng = np.random.default_rng(1)
+        order = np.concatenate([[0], 1 + rng.permutation(len(case.pages.k) - 1)])
+        case.pages = KVPages(*(array[np.argsort(order)] for array in case.pages))
+        case.batch = case.batch._replace(tables=order[case.batch.tables].astype(np.int32))
+        for old, new in zip(before, self.run(case)):
+            np.testing.assert_array_equal(old, new)
+
+    @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+    def test_half_precision(self, dtype):
+        """Wrong by no more than rounding the inputs and weights to `dtype` explains."""
+        case = Case([5, 40], [(20, 7)], page_size=4)
+        case.q = np.asarray(jnp.asarray(case.q, dtype))
+        case.pages = KVPages(*(np.asarray(jnp.asarray(array, dtype)) for array in case.pages))
+        out, lse = self.run(case)
+        assert out.dtype == dtype and lse.dtype == np.float32
+        expected_out, expected_lse = reference(
+            case.q, case.pages, case.batch, num_decodes=2, scale=SCALE
+        )
+        tolerance = 8 * float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(out.astype(np.float64), expected_out, atol=tolerance)
+        np.testing.assert_allclose(lse, expected_lse, atol=tolerance)
+
+    def test_heads_that_do_not_divide_are_refused(self):
+        with pytest.raises(ValueError, match="5 query heads cannot be shared evenly among 2"):
+            self.run(Case([4], page_size=4, heads=(5, 2)))
+
+
+class TestXla(PagedAttentionContract):
+    implementation = staticmethod(paged_attention)
+
+
+def widen(case, *, tokens, pages, table):
+    """The same case in larger arrays, what is added being poison and padding."""
+    grow = tokens - len(case.q)
+    case.q = np.concatenate([case.q, np.ones((grow, *case.q.shape[1:]), np.float32)])
+    more = pages - len(case.pages.k)
+    case.pages = KVPages(
+        *(
+            np.concatenate([array, np.full((more, *array.shape[1:]), POISON, np.float32)])
+            for array in case.pages
+        )
+    )
+    columns = table - case.batch.tables.shape[1]
+    tables = np.pad(case.batch.tables, ((0, 0), (0, columns)))
+    case.batch = case.batch._replace(tables=tables)
+    return case
+
+
+def test_written_keys_and_values_lie_where_they_are_read():
+    rng = np.random.default_rng(0)
+    k, v = rng.normal(size=(2, 5, 2, 8)).astype(np.float32)
+    pages = KVPages(jnp.zeros((4, 2, 8, 3)), jnp.zeros((4, 2, 3, 8)))
+    ids, offsets = np.array([3, 3, 1, 2, 4]), np.array([0, 2, 1, 0, 0])
+    written = write_kv(pages, jnp.asarray(k), jnp.asarray(v), ids, offsets)
+    keys, values = np.zeros((4, 2, 8, 3)), np.zeros((4, 2, 3, 8))
+    for token in range(4):  # the fifth is outside the pool
+        keys[ids[token], :, :, offsets[token]] = k[token]
+        values[ids[token], :, offsets[token], :] = v[token]
+    np.testing.assert_array_equal(written.k, keys.astype(np.float32))
+    np.testing.assert_array_equal(written.v, values.astype(np.float32))

@@ -1,0 +1,177 @@
+"""Tiny models on disk with what the oracle says of them, and ways to drive engines of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import family_members
+import numpy as np
+import oracle
+from tiny_checkpoints import CONFIG, hf_shapes, write_hf
+
+from jaxserve.engine.engine import Engine
+from jaxserve.llm import LLM
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.family import Family, Params
+from jaxserve.models.loading.checkpoint import open_checkpoint
+from jaxserve.models.loading.params import load_params
+from jaxserve.models.registry import get_family
+from jaxserve.outputs import RequestOutput
+from jaxserve.sampling_params import SamplingParams
+
+PROMPT_LENGTHS = (1, 2, 3, 4, 5, 15, 16, 17, 32, 33, 60, 100)
+"""Around page and chunk boundaries; the last few take several chunks."""
+LONGEST = 24
+"""Tokens the oracle continues each prompt by."""
+CONTEXT = 128
+EOS = 2
+MAX_SEQS = 4
+BUDGET = MAX_SEQS + 32
+NUM_PAGES = 41
+PAGE_SIZE = 4
+LEAST_MARGIN = 1e-4
+"""Lead of the best logit over the second that no order of summation can undo in float32."""
+
+_GOLDEN = Path(__file__).parent / "models" / "golden" / "families.json"
+
+
+@dataclasses.dataclass(eq=False)
+class TinyModel:
+    """A random model in a directory, and its parameters for the oracle."""
+
+    path: Path
+    family: Family
+    config: ModelConfig
+    params: Params
+
+    @classmethod
+    def write_llama(cls, directory: Path) -> TinyModel:
+        """Vocabulary of 256, one token for each byte. It ends some of its answers by itself."""
+        raw = CONFIG | {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": CONTEXT,
+            "eos_token_id": EOS,
+        }
+        return cls._write(directory, raw, hf_shapes(raw))
+
+    @classmethod
+    def write_member(cls, directory: Path, name: str) -> TinyModel:
+        """A member of a family (family_members.MEMBERS). Its vocabulary is smaller than that of
+        its tokenizer, so that it can be spoken to in token ids alone."""
+        member = json.loads(_GOLDEN.read_text(encoding="utf-8"))["members"][name]
+        return cls._write(directory, member["config"], member["shapes"])
+
+    @classmethod
+    def _write(cls, directory: Path, raw: dict[str, Any], shapes: dict[str, Any]) -> TinyModel:
+        path = write_hf(directory / "model", raw, family_members.tensors(shapes))
+        checkpoint = open_checkpoint(path)
+        family = get_family(checkpoint.config.architecture)
+        params = load_params(checkpoint, family, dtype="float32")
+        return cls(path, family, checkpoint.config, params)
+
+    def settings(self, **changes: Any) -> dict[str, Any]:
+        """Settings of a small engine whose pool is too tight for four long sequences."""
+        settings = {
+            "max_model_len": CONTEXT,
+            "max_num_seqs": MAX_SEQS,
+            "max_num_batched_tokens": BUDGET,
+            "page_size": PAGE_SIZE,
+        } | changes
+        page_bytes = self.config.kv_bytes_per_token(4) * settings["page_size"]
+        return {"kv_cache_memory_bytes": NUM_PAGES * page_bytes} | settings
+
+    def load(self, **changes: Any) -> LLM:
+        return LLM(self.path, **self.settings(**changes))
+
+    @functools.cached_property
+    def prompts(self) -> list[list[int]]:
+        """Prompts of PROMPT_LENGTHS tokens."""
+        rng = np.random.RandomState(3)
+        return [rng.randint(3, self.config.vocab_size, n).tolist() for n in PROMPT_LENGTHS]
+
+    @functools.cached_property
+    def answers(self) -> list[list[int]]:
+        """The oracle's LONGEST next tokens after each prompt, the end of text disregarded."""
+        answers = []
+        for prompt in self.prompts:
+            tokens = list(prompt)
+            while len(tokens) < len(prompt) + LONGEST:
+                logits = self.logits(tokens)[-1]
+                second, best = np.sort(logits)[-2:]
+                assert best - second > LEAST_MARGIN, "rounding could decide between two tokens"
+                tokens.append(int(logits.argmax()))
+            answers.append(tokens[len(prompt) :])
+        return answers
+
+    def answer(self, index: int, max_tokens: int, ignore_eos: bool) -> list[int]:
+        """What an engine must generate greedily after `prompts[index]`."""
+        tokens = self.answers[index][:max_tokens]
+        for place, token in enumerate(tokens):
+            if token in self.config.eos_token_ids and not ignore_eos:
+                return tokens[: place + 1]
+        return tokens
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Oracle logits float32 [tokens, vocab] after each of the tokens."""
+        padded = np.zeros(CONTEXT, np.int32)
+        padded[: len(token_ids)] = token_ids
+        return oracle.dense_logits(self.family, self.params, self.config, padded)[: len(token_ids)]
+
+    def logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Oracle log probabilities float64 [tokens, vocab] of what follows each of the tokens."""
+        logits = self.logits(token_ids).astype(np.float64)
+        shifted = logits - logits.max(axis=1, keepdims=True)
+        return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """A request added before step `step`."""
+
+    prompt: list[int]
+    params: SamplingParams
+    step: int = 0
+    priority: int = 0
+
+
+_ids = itertools.count()
+
+
+def drive(engine: Engine, arrivals: Sequence[Arrival]) -> list[RequestOutput]:
+    """Outputs of requests that arrive while others run, in the order given."""
+    requests = {}
+    for step in itertools.count():
+        for index, arrival in enumerate(arrivals):
+            if arrival.step == step:
+                requests[index] = engine.add(
+                    f"driven-{next(_ids)}", arrival.prompt, arrival.params, arrival.priority
+                )
+        if len(requests) == len(arrivals) and not engine.has_work:
+            break
+        engine.step()
+    assert_idle(engine)
+    return [engine.output(requests[index]) for index in range(len(arrivals))]
+
+
+def generate(llm: LLM, prompt: list[int] | str, params: SamplingParams) -> RequestOutput:
+    """The output of one request alone."""
+    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    return output
+
+
+def preemptions(engine: Engine) -> int:
+    return int(engine.snapshot()["vllm:num_preemptions_total"].value)
+
+
+def assert_idle(engine: Engine) -> None:
+    """Nothing runs, waits or holds memory."""
+    scheduler = engine.scheduler
+    assert not scheduler.has_work
+    assert (scheduler.num_running, scheduler.num_waiting, engine.pool.num_used) == (0, 0, 0)
