@@ -70,8 +70,9 @@ class LLM:
         output has finish_reason "error" and says why in `error`. A single bad prompt raises
         RequestError. When interrupted, nothing keeps running.
         """
-        batch = [prompts] if _is_single(prompts) else list(prompts)
-        return self._run(batch, sampling_params, use_tqdm, priority, alone=batch is not prompts)
+        single = _is_single(prompts)
+        batch = [prompts] if single else list(prompts)
+        return self._run(batch, sampling_params, use_tqdm, priority, alone=single)
 
     def chat(
         self,
@@ -94,7 +95,8 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[Delta]:
         """Deltas of one prompt as they come. Leaving the loop early aborts the request."""
-        return self._stream(self._add(prompt, sampling_params or self.default_sampling_params()))
+        params = sampling_params or self.default_sampling_params()
+        return self._stream(self.engine.add(str(next(self._ids)), _unwrap(prompt), params))
 
     def stream_chat(
         self,
@@ -152,9 +154,6 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _add(self, prompt: Prompt, params: SamplingParams, priority: int | None = None) -> Request:
-        return self.engine.add(str(next(self._ids)), _unwrap(prompt), params, priority)
-
     def _run(
         self,
         prompts: list[Prompt],
@@ -167,41 +166,46 @@ class LLM:
         params = self._params_for(sampling_params, len(prompts))
         priorities = _matching("priority", priority, len(prompts))
         outputs: dict[str, RequestOutput] = {}
-        requests: list[Request | RequestOutput] = []
+        ids = [str(next(self._ids)) for _ in prompts]
         bar = tqdm(total=len(prompts), disable=not use_tqdm, unit="req", dynamic_ncols=True)
         try:
-            for prompt, own_params, own_priority in zip(prompts, params, priorities):
+            for request_id, prompt, *wishes in zip(ids, prompts, params, priorities):
                 try:
-                    requests.append(self._add(prompt, own_params, own_priority))
+                    self.engine.add(request_id, _unwrap(prompt), *wishes)
                 except RequestError as error:
                     if alone:
                         raise
-                    requests.append(_refused(str(next(self._ids)), error))
+                    outputs[request_id] = _refused(request_id, error)
                     bar.update()
-            pending = {r.request_id for r in requests if isinstance(r, Request)}
+            pending = set(ids) - set(outputs)
             while pending:
                 for request in self.engine.step():
+                    if request.request_id not in pending:
+                        continue  # An open stream's, which takes its deltas itself.
                     request.take_deltas()
-                    if request.finished and request.request_id in pending:
+                    if request.finished:
                         pending.remove(request.request_id)
                         outputs[request.request_id] = self.engine.output(request)
                         bar.update()
         except BaseException:
-            for request in requests:
-                self.engine.abort(request.request_id)
+            for request_id in ids:
+                self.engine.abort(request_id)
             raise
         finally:
             bar.close()
-        return [outputs.get(r.request_id, r) for r in requests]
+        return [outputs[request_id] for request_id in ids]
 
     def _stream(self, request: Request) -> Iterator[Delta]:
         try:
             while True:
-                # Another generator on this engine may have stepped it: look before stepping.
-                yield from request.take_deltas()
-                if request.finished:
+                # While this generator was away others may have stepped the engine: all that came
+                # meanwhile is taken before the end is believed, or another step made.
+                if deltas := request.take_deltas():
+                    yield from deltas
+                elif request.finished:
                     return
-                self.engine.step()
+                else:
+                    self.engine.step()
         finally:
             self.engine.abort(request.request_id)
 

@@ -14,8 +14,8 @@ from jaxserve.errors import ConfigError
 class Compile:
     """Compile all programs of an engine into the cache, so that later starts are fast.
 
-    Programs belong to the settings they were compiled with: give those of the command to be
-    started, such as --max-num-seqs 1 for `generate` and `chat`.
+    Programs belong to the settings they were compiled with. Unless --max-num-seqs is given, both
+    sets are made: the one for many requests, and the small one of `generate` and `chat`.
     """
 
     engine: ModelSettings = dataclasses.field(default_factory=ModelSettings)
@@ -23,18 +23,23 @@ class Compile:
     def run(self) -> int:
         from jaxserve.runtime import startup
 
-        decided = startup.plan(self.engine)
-        if decided.cache is None:
+        if not self.engine.compilation_cache:
             raise ConfigError(
                 "compilation_cache is False, so there is nowhere to compile to; leave it on."
             )
-        begin = time.monotonic()
-        with TerminalProgress() as progress:
-            programs = decided.compile(progress).result()
-        decided.with_programs(programs)
-        found = sum(program.from_cache for program in programs.values())
-        print(
-            f"{len(programs) - found} programs compiled, {found} already there, in "
-            f"{time.monotonic() - begin:.1f} s\n{decided.cache.directory}"
-        )
+        configs = [self.engine]
+        if self.engine.max_num_seqs is None:
+            configs.append(dataclasses.replace(self.engine, max_num_seqs=1))
+        for config in configs:
+            begin = time.monotonic()
+            decided = startup.plan(config)
+            with TerminalProgress() as progress:
+                programs = decided.compile(progress).result()
+            decided.with_programs(programs)
+            found = sum(program.from_cache for program in programs.values())
+            print(
+                f"max_num_seqs {decided.config.max_num_seqs}: {len(programs) - found} programs "
+                f"compiled, {found} already there, in {time.monotonic() - begin:.1f} s\n"
+                f"{decided.cache.directory}"
+            )
         return 0

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.events import EventLog, monotonic_us
+from jaxserve.engine.interrupts import interrupts_held
 from jaxserve.engine.metrics import Metric, Metrics
 from jaxserve.engine.plan import Chunk, StepPlan
 from jaxserve.engine.request import Generation, Request, Stop, TokenScores
@@ -124,21 +125,8 @@ class Engine:
         ]
         generations = [Generation(seq, self.tokenizer, self._eos) for seq in sequences]
         request = Request(request_id, text, token_ids, params, generations, self.tokenizer)
-        eos = tuple(sorted(self._eos))
-        try:
-            for seq in sequences:
-                self._runner.register(seq, sequence_seed(seed, seq.index), words, eos)
-                self.scheduler.add(seq)
-        except RequestError:
-            for seq in sequences:
-                self._runner.forget(seq)
-                self.scheduler.abort(seq.seq_id)
-            raise
-        self._requests[request_id] = request
-        for generation in generations:
-            seq = generation.seq
-            self._owner[seq.seq_id] = request, generation
-            self.log.arrived(seq.seq_id, request_id, prompt_tokens=seq.num_prompt)
+        with interrupts_held():
+            self._accept(request, seed, words)
         return request
 
     def abort(self, request_id: str) -> Request | None:
@@ -156,13 +144,14 @@ class Engine:
         """Plan and dispatch a step, then read the oldest one. Returns the requests that gained
         tokens or ended; empty while the pipeline fills.
 
-        An error of the device closes the engine and is raised.
+        An error of the device closes the engine and is raised. Ctrl-C waits for the step's end.
         """
         self._check_open()
         try:
-            planned = self._dispatch()
-            if self._in_flight and (len(self._in_flight) > _STEPS_AHEAD or not planned):
-                return self._collect(*self._in_flight.popleft())
+            with interrupts_held():
+                planned = self._dispatch()
+                if self._in_flight and (len(self._in_flight) > _STEPS_AHEAD or not planned):
+                    return self._collect(*self._in_flight.popleft())
         except BaseException as error:
             if not isinstance(error, KeyboardInterrupt):
                 self._closed = f"the engine stopped: {type(error).__name__}: {error}"
@@ -316,6 +305,24 @@ class Engine:
 
     # Acceptance
 
+    def _accept(self, request: Request, seed: int, words: list[list[int]]) -> None:
+        sequences = [generation.seq for generation in request.generations]
+        eos = tuple(sorted(self._eos))
+        try:
+            for seq in sequences:
+                self._runner.register(seq, sequence_seed(seed, seq.index), words, eos)
+                self.scheduler.add(seq)
+        except RequestError:
+            for seq in sequences:
+                self._runner.forget(seq)
+                self.scheduler.abort(seq.seq_id)
+            raise
+        self._requests[request.request_id] = request
+        for generation in request.generations:
+            seq = generation.seq
+            self._owner[seq.seq_id] = request, generation
+            self.log.arrived(seq.seq_id, request.request_id, prompt_tokens=seq.num_prompt)
+
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError(f"{self._closed}; make a new one.")
@@ -323,15 +330,19 @@ class Engine:
     def _tokens_of(
         self, prompt: str | SequenceOf[int], vocab_size: int
     ) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
-        token_ids = list(prompt)
+        text = prompt if isinstance(prompt, str) else None
+        try:
+            token_ids = list(prompt) if text is None else self.tokenizer.encode(text)
+        except TypeError:
+            raise RequestError(
+                f"the prompt is {prompt!r:.80}; it must be text or a list of token ids."
+            ) from None
         for token_id in token_ids:
             if not isinstance(token_id, (int, np.integer)) or not 0 <= token_id < vocab_size:
                 raise RequestError(
                     f"prompt token id {token_id!r} is not an integer in 0..{vocab_size - 1}."
                 )
-        return None, [int(token_id) for token_id in token_ids]
+        return text, [int(token_id) for token_id in token_ids]
 
     def _bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
         """Token sequences of the bad words, each at the start of a text and after a space."""

@@ -35,7 +35,8 @@ class Buckets:
 
     rows: of steps that only decode; every such step is as small as it can be, for it is the one
         that sets the time between tokens.
-    mixed_rows: of steps that also prefill, where a padded row is one token among many; 0 first.
+    mixed_rows: of steps that also prefill, where a padded row is one token among many: none, or as
+        many as there could be.
     prefill_tokens: of steps that prefill.
     """
 

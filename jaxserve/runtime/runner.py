@@ -163,17 +163,15 @@ class Runner:
         return hidden
 
     def _forward_by_layer(self, packed: PackedStep) -> tuple[jax.Array, jax.Array]:
-        key, kinds = packed.key, self.geometry.model.layer_kinds
+        key, kinds, params = packed.key, self.geometry.model.layer_kinds, self._params["layers"]
         begin = self._programs[specs.part_name("begin", key)].call
-        layers = {
-            kind: self._programs[specs.part_name("layer", key, kind)].call for kind in set(kinds)
-        }
         finish = self._programs[specs.part_name("finish", key)].call
         x, shared, addresses, sampled = begin(
             self._outside_layers, self._last_tokens, packed.metadata
         )
-        for index, (kind, p) in enumerate(zip(kinds, self._params["layers"])):
-            self._kv[index], x = layers[kind](p, self._kv[index], x, shared, addresses)
+        for group in self.geometry.groups(key):
+            layers = self._programs[specs.layers_name(key, kinds[group])].call
+            self._kv[group], x = layers(params[group], self._kv[group], x, shared, addresses)
         return finish(self._outside_layers, x, sampled)
 
     def _sample(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,10 @@ from pallas_kernels.paged_attention import KVPages, PageLayout
 
 MAX_PREFILL_CHUNKS = 8
 """Sequences that can prefill in one step: each costs a row of metadata and of logits."""
+
+
+DECODE_LAYERS = 6
+"""Layers of a decode step compiled together on CPUs (docs/decisions/002-programs.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +79,14 @@ class Geometry:
             trash_slot=self.trash_slot,
         )
 
+    def groups(self, key: ProgramKey) -> list[slice]:
+        """Consecutive layers that run in one program, where the model is not one program.
+
+        A decode step is short, so it is made of fewer calls.
+        """
+        size, count = 1 if key.prefill_tokens else DECODE_LAYERS, self.model.num_layers
+        return [slice(first, min(first + size, count)) for first in range(0, count, size)]
+
     @functools.cached_property
     def abstract_params(self) -> Params:
         specs = self.family.param_specs(self.model)
@@ -108,10 +121,18 @@ class Geometry:
 ADMIT = "admit"
 
 
-def part_name(part: str, key: ProgramKey, kind: LayerKind | None = None) -> str:
-    """Name of a program of the model: `part` is forward, or begin, layer or finish."""
-    of_kind = "" if kind is None else f"-{kind.window or 'full'}-{'rope' if kind.rotates else 'nope'}"
-    return f"{part}-{key.rows}-{key.prefill_tokens}{of_kind}"
+def part_name(part: str, key: ProgramKey) -> str:
+    """Name of a program of the model: `part` is forward, or begin or finish."""
+    return f"{part}-{key.rows}-{key.prefill_tokens}"
+
+
+def layers_name(key: ProgramKey, kinds: Sequence[LayerKind]) -> str:
+    """Name of the program of a group of layers: runs of equal kinds, counted."""
+    runs = (
+        f"{len(list(run))}x{kind.window or 'full'}{'' if kind.rotates else '-unrotated'}"
+        for kind, run in itertools.groupby(kinds)
+    )
+    return f"{part_name('layers', key)}-{'+'.join(runs)}"
 
 
 def sample_name(sampler: str, rows: int) -> str:
@@ -147,20 +168,19 @@ def _step_specs(geometry: Geometry, layout: StepLayout) -> Iterator[ProgramSpec]
 
 
 def _layer_specs(geometry: Geometry, layout: StepLayout) -> Iterator[ProgramSpec]:
-    """The model as a program before its layers, one for each kind of layer, and one after."""
+    """The model as a program before its layers, one for each kind of group, and one after."""
     family, model, params = geometry.family, geometry.model, geometry.abstract_params
     outside = outside_layers(params)
     begin = functools.partial(step.begin, family, model, layout)
     begin_arguments = (outside, geometry.abstract_last_tokens, _int32(layout.size))
     yield ProgramSpec(part_name("begin", layout.key), begin, begin_arguments)
     x, shared, addresses, sampled = jax.eval_shape(begin, *begin_arguments)
-    first_of_kind = {kind: i for i, kind in reversed(list(enumerate(model.layer_kinds)))}
-    for kind, index in first_of_kind.items():
-        pages = geometry.pages.shapes
+    alike = {layers_name(layout.key, model.layer_kinds[g]): g for g in geometry.groups(layout.key)}
+    for name, group in alike.items():
         yield ProgramSpec(
-            part_name("layer", layout.key, kind),
-            functools.partial(step.layer, family, model, layout, kind),
-            (params["layers"][index], pages, x, shared, addresses),
+            name,
+            functools.partial(step.layers, family, model, layout, model.layer_kinds[group]),
+            (params["layers"][group], geometry.abstract_kv[group], x, shared, addresses),
             donated=(1, 2),
         )
     finish = functools.partial(step.finish, family, model, layout)

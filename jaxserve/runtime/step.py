@@ -2,12 +2,13 @@
 
 They are pure, their shapes are fixed by a StepLayout, and what they replace (KV pages, last
 tokens, sampling state) is donated to them. The model is one program, `forward`, or three kinds of
-them, `begin`, `layer` and `finish`, of which the middle one serves every layer of a kind
-(docs/decisions/002-programs.md).
+them, `begin`, `layers` and `finish`, of which the middle one serves every group of layers that are
+alike (docs/decisions/002-programs.md).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -40,11 +41,10 @@ def forward(
     [hidden, sample_rows], and those of the prefill tokens [hidden, prefill_tokens].
     """
     x, shared, addresses, sampled = begin(family, config, layout, params, last_tokens, metadata)
-    written = []
-    for kind, p, pages in zip(config.layer_kinds, params["layers"], kv):
-        pages, x = layer(family, config, layout, kind, p, pages, x, shared, addresses)
-        written.append(pages)
-    return written, *finish(family, config, layout, params, x, sampled)
+    kv, x = layers(
+        family, config, layout, config.layer_kinds, params["layers"], kv, x, shared, addresses
+    )
+    return kv, *finish(family, config, layout, params, x, sampled)
 
 
 def begin(
@@ -62,34 +62,39 @@ def begin(
     return x, shared, step.addresses, step.sampled
 
 
-def layer(
+def layers(
     family: Family,
     config: ModelConfig,
     layout: StepLayout,
-    kind: LayerKind,
-    p: Params,
-    pages: KVPages,
+    kinds: Sequence[LayerKind],
+    params: Sequence[Params],
+    kv: Sequence[KVPages],
     x: jax.Array,
     shared: Any,
     addresses: Addresses,
-) -> tuple[KVPages, jax.Array]:
-    """The middle part of `forward`, once for each layer: its pages and the activations after."""
+) -> tuple[list[KVPages], jax.Array]:
+    """The middle part of `forward`: consecutive layers of these kinds, parameters and pages.
 
-    def attention(q, k, v, *, window):
-        nonlocal pages
-        pages = write_kv(pages, k, v, addresses.page_ids, addresses.offsets)
-        out, _ = paged_attention(
-            q,
-            pages,
-            addresses.batch,
-            num_decodes=layout.key.rows,
-            scale=config.attention_scale,
-            window=window,
-        )
-        return out
+    Returns the pages with the new keys and values, and the activations after the last layer.
+    """
+    written = []
+    for kind, p, pages in zip(kinds, params, kv):
 
-    x = family.layer(p, config, kind, x, shared, attention)
-    return pages, x
+        def attention(q, k, v, *, window, pages=pages):
+            pages = write_kv(pages, k, v, addresses.page_ids, addresses.offsets)
+            written.append(pages)
+            out, _ = paged_attention(
+                q,
+                pages,
+                addresses.batch,
+                num_decodes=layout.key.rows,
+                scale=config.attention_scale,
+                window=window,
+            )
+            return out
+
+        x = family.layer(p, config, kind, x, shared, attention)
+    return written, x
 
 
 def finish(

@@ -12,12 +12,19 @@ from tiny_checkpoints import hf_shapes
 
 
 def test_compile_fills_the_cache_once(first_compile, run_here, tiny_model):
-    counts = re.match(r"(\d+) programs compiled, 0 already there", first_compile.stdout)
+    counts = re.search(r"(\d+) programs compiled, 0 already there", first_compile.stdout)
     directory = Path(first_compile.stdout.splitlines()[-1])
     assert len(list(directory.iterdir())) == int(counts[1]) > 0
     again = run_here("compile", tiny_model, *SETTINGS)
-    assert again.stdout.startswith(f"0 programs compiled, {counts[1]} already there")
+    assert f"0 programs compiled, {counts[1]} already there" in again.stdout
     assert again.stdout.splitlines()[-1] == str(directory)
+
+
+def test_compile_makes_the_set_for_one_reader_too(first_compile, run_here, tiny_model):
+    many = run_here("compile", tiny_model, "--max-num-batched-tokens=64", "--page-size=64")
+    first, _, second, _ = many.stdout.splitlines()
+    assert first.startswith("max_num_seqs 32: ")
+    assert second.startswith("max_num_seqs 1: ")
 
 
 def test_compile_without_a_cache(run_here, tiny_model):

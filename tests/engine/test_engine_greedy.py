@@ -84,13 +84,12 @@ def test_every_family(tmp_path, name):
     model = TinyModel.write_member(tmp_path, name)
     page_size = FAMILIES[name]["page_size"]
     changes = {"max_num_seqs": 2, "max_num_batched_tokens": 2 + 32} | FAMILIES[name]
-    # Room for the longest request: of two with 60 tokens, one has to go when they have grown.
-    pages = -(-CONTEXT // page_size) + 1
+    # The trash page, those of the longest request, and the one an admission leaves free: two
+    # requests with 60 tokens are let in, and one has to go when they have grown.
+    pages = 1 + -(-CONTEXT // page_size) + 1
     page_bytes = model.config.kv_bytes_per_token(4) * page_size
     with model.load(**changes, kv_cache_memory_bytes=pages * page_bytes) as llm:
-        everything = [
-            (index, LONGEST, False, 2 * index, 0) for index in range(len(PROMPT_LENGTHS))
-        ]
+        everything = [(index, LONGEST, False, 2 * index, 0) for index in range(len(PROMPT_LENGTHS))]
         check(model, llm.engine, everything + crowd(60))
         if POLICIES[llm.engine.plan.config.scheduler].pages == "grow":
             assert preemptions(llm.engine) > 0

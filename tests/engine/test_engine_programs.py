@@ -63,22 +63,24 @@ def test_nothing_is_compiled_once_the_engine_is_ready(llama, compiled):
     assert compiled, "the events that should count nothing do count"
 
 
-def test_the_programs_are_the_enumerated_ones(llama, compiled):
-    """Compiled cold, every one of them and no other; loaded warm, none."""
-    with llama.load(page_size=2, max_num_seqs=1, max_num_batched_tokens=1 + 16) as cold:
-        names = [spec.name for spec in program_specs(cold.plan().geometry)]
-        assert len(set(names)) == len(names)
-        backend = [event for event in compiled if "backend_compile" in event]
-        assert len(backend) >= len(names)
-        built = phases(cold)
-    assert sorted(built) == sorted(names)
-    with llama.load(page_size=2, max_num_seqs=1, max_num_batched_tokens=1 + 16) as warm:
-        assert phases(warm) == []
-        assert warm.engine.snapshot()["jaxserve:programs_compiled_total"].value == 0
+def test_the_programs_are_the_enumerated_ones(llama, session_cache, compiled):
+    """All of them are compiled by a cold start and kept; a warm one compiles none."""
+    settings = {"page_size": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 16}
+    with llama.load(**settings) as cold:
+        names = {spec.name for spec in program_specs(cold.plan().geometry)}
+        kept = cold.plan().cache.directory
+        assert compiled_programs(cold) == len(names)
+        assert {path.name for path in kept.iterdir()} == names
+        assert kept.is_relative_to(session_cache)
+    compiled.clear()
+    with llama.load(**settings) as warm:
+        assert compiled_programs(warm) == 0
+        assert not [event for event in compiled if "backend_compile" in event]
+        drive(warm.engine, [Arrival(llama.prompts[5], SamplingParams(seed=1))])
 
 
-def phases(llm):
-    return []
+def compiled_programs(llm):
+    return llm.get_metrics()["jaxserve:programs_compiled_total"].value
 
 
 # Memory

@@ -15,15 +15,40 @@ from pallas_kernels.paged_attention import KVPages, RaggedBatch, paged_attention
 from pallas_kernels.paged_attention.reference import paged_attention as reference
 
 SCALE = 0.3
-POISON = np.nan
-"""Fills the trash page, unused pages and the unwritten rest of used ones."""
+POISON = 1e30
+"""Fills the trash page, unused pages and the unwritten rest of used ones: the least weight given
+to any of it would show. Finite, as all that is ever written is."""
+
+# Tests compile longer than they run: unoptimised code is ready sooner, and means the same.
+UNOPTIMISED = (("xla_backend_optimization_level", 0),)
+AS_SERVED = ()
+
+
+@functools.cache
+def _jit(implementation, compiler_options):
+    return jax.jit(
+        implementation,
+        static_argnames=("num_decodes", "scale", "window"),
+        compiler_options=dict(compiler_options),
+    )
 
 
 class Case:
     """A random batch: `decodes` are context lengths, 0 for a padding row; `chunks` are pairs of
     (context, new tokens), and `padding` is how many tokens and rows belong to nobody."""
 
-    def __init__(self, decodes, chunks=(), *, page_size, heads=(4, 2), dim=8, padding=0, seed=0):
+    def __init__(
+        self,
+        decodes,
+        chunks=(),
+        *,
+        page_size,
+        heads=(4, 2),
+        dim=8,
+        padding=0,
+        poison=POISON,
+        seed=0,
+    ):
         rng = np.random.default_rng(seed)
         query_heads, kv_heads = heads
         contexts = [*decodes, *(context for context, _ in chunks), *[0] * padding]
@@ -34,8 +59,8 @@ class Case:
         num_pages = 1 + sum(needed) + 3
         order = rng.permutation(np.arange(1, num_pages))
         tables = np.zeros((len(contexts), max([1, *needed]) + 2), np.int32)
-        k = np.full((num_pages, kv_heads, dim, page_size), POISON, np.float32)
-        v = np.full((num_pages, kv_heads, page_size, dim), POISON, np.float32)
+        k = np.full((num_pages, kv_heads, dim, page_size), poison, np.float32)
+        v = np.full((num_pages, kv_heads, page_size, dim), poison, np.float32)
         for row, (context, pages) in enumerate(zip(contexts, needed)):
             tables[row, :pages], order = order[:pages], order[pages:]
             for position in range(context):
@@ -54,17 +79,10 @@ class PagedAttentionContract:
 
     implementation = None
 
-    @functools.cached_property
-    def jitted(self):
-        return jax.jit(
-            type(self).implementation, static_argnames=("num_decodes", "scale", "window")
-        )
-
-    def run(self, case, window=None):
+    def run(self, case, window=None, compiler_options=UNOPTIMISED):
         arrays = jax.tree.map(jnp.asarray, (case.q, case.pages, case.batch))
-        out, lse = self.jitted(
-            *arrays, num_decodes=case.num_decodes, scale=SCALE, window=window
-        )
+        jitted = _jit(type(self).implementation, compiler_options)
+        out, lse = jitted(*arrays, num_decodes=case.num_decodes, scale=SCALE, window=window)
         return np.asarray(out), np.asarray(lse)
 
     def check(self, case, window=None):
@@ -83,18 +101,17 @@ class PagedAttentionContract:
         np.testing.assert_allclose(lse, expected_lse, rtol=2e-5, atol=2e-5)
 
     @pytest.mark.parametrize("page_size", [1, 4, 64])
-    @pytest.mark.parametrize("pages", [1, 3])
-    def test_around_a_page_boundary(self, page_size, pages):
-        lengths = [n for n in (-1, 0, 1) if pages * page_size + n > 0]
-        contexts = [pages * page_size + n for n in lengths]
+    def test_around_a_page_boundary(self, page_size):
+        contexts = [pages * page_size + more for pages in (1, 3) for more in (-1, 0, 1)]
+        contexts = [context for context in contexts if context]
         chunks = [(context, min(context, 3)) for context in contexts]
         self.check(Case(contexts, chunks, page_size=page_size))
 
-    @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2), (8, 1), (9, 3)])
+    @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2), (5, 1)])
     def test_ratios_of_query_heads_to_kv_heads(self, heads):
         self.check(Case([5, 9], [(7, 4)], page_size=4, heads=heads))
 
-    @pytest.mark.parametrize("window", [1, 2, 4, 5, 100])
+    @pytest.mark.parametrize("window", [1, 4, 5, 100])
     def test_windows(self, window):
         """Of the token alone, around a page, and wider than the context."""
         self.check(Case([1, 4, 5, 17, 0], [(17, 17), (18, 5), (3, 1)], page_size=4), window)
@@ -121,7 +138,7 @@ class PagedAttentionContract:
 
     @settings(max_examples=25, deadline=None)
     @given(
-        page_size=st.sampled_from([1, 4, 64]),
+        page_size=st.sampled_from([1, 4, 32]),
         window=st.sampled_from([None, 6]),
         contexts=st.tuples(*[st.integers(0, 40)] * 4),
         chunk_contexts=st.tuples(*[st.integers(1, 40)] * 3),
@@ -133,34 +150,34 @@ class PagedAttentionContract:
         case = Case(
             contexts, [*zip(chunk_contexts, lengths)], page_size=page_size, seed=sum(contexts)
         )
-        self.check(widen(case, tokens=4 + 3 * 40, pages=200, table=44), window)
+        self.check(widen(case, tokens=4 + 3 * 40, pages=310, table=44), window)
 
     @pytest.mark.parametrize("window", [None, 5])
     def test_a_decode_row_does_not_depend_on_its_neighbours(self, window):
         """To the last bit: whoever else is there, however long their contexts."""
         contexts = [9, 1, 30, 17, 4, 12, 25, 33, 2, 8]
         case = Case(contexts, page_size=4)
-        together = self.run(case, window)
+        together = self.run(case, window, AS_SERVED)
         nobody_else = case.batch.context.copy()
         nobody_else[:3] = nobody_else[4:] = 0
         case.batch = case.batch._replace(context=nobody_else)
-        for whole, single in zip(together, self.run(case, window)):
+        for whole, single in zip(together, self.run(case, window, AS_SERVED)):
             np.testing.assert_array_equal(whole[3], single[3])
 
     def test_a_row_does_not_depend_on_where_its_pages_lie(self):
         case = Case([9, 30], [(17, 5)], page_size=4)
-        before = self.run(case)
+        before = self.run(case, None, AS_SERVED)
         rng = np.random.default_rng(1)
         order = np.concatenate([[0], 1 + rng.permutation(len(case.pages.k) - 1)])
         case.pages = KVPages(*(array[np.argsort(order)] for array in case.pages))
         case.batch = case.batch._replace(tables=order[case.batch.tables].astype(np.int32))
-        for old, new in zip(before, self.run(case)):
+        for old, new in zip(before, self.run(case, None, AS_SERVED)):
             np.testing.assert_array_equal(old, new)
 
     @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
     def test_half_precision(self, dtype):
         """Wrong by no more than rounding the inputs and weights to `dtype` explains."""
-        case = Case([5, 40], [(20, 7)], page_size=4)
+        case = Case([5, 40], [(20, 7)], page_size=4, poison=1e4)
         case.q = np.asarray(jnp.asarray(case.q, dtype))
         case.pages = KVPages(*(np.asarray(jnp.asarray(array, dtype)) for array in case.pages))
         out, lse = self.run(case)

@@ -111,18 +111,17 @@ def test_damaged_files(converted, tmp_path, damage):
 SHARDED = """
 import sys
 import jax, numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.params import load_params
 from jaxserve.models.registry import get_family
+from sharding_rules import named_sharding
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
 mesh = jax.make_mesh((4,), ("tensor",))
 
 def place(spec):
-    split = {"vocab", "kv_heads", "mlp"}
-    return NamedSharding(mesh, P(*("tensor" if axis in split else None for axis in spec.axes)))
+    return named_sharding(mesh, spec.axes, spec.shape)
 
 def assert_equal(left, right):
     left, right = jax.device_get((left, right))

@@ -1,0 +1,161 @@
+"""The engine behind an event loop: many tasks at once, ended in every way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+
+import pytest
+from tiny_engines import LONGEST, assert_idle
+
+from jaxserve.async_engine import AsyncEngine
+from jaxserve.errors import EngineClosedError, RequestError
+from jaxserve.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+
+
+@pytest.fixture
+def engine(llama):
+    threads = threading.active_count()
+    engine = AsyncEngine.load(llama.path, **llama.settings())
+    assert threading.active_count() == threads + 1
+    yield engine
+    engine.close()
+    engine.close()
+    assert threading.active_count() == threads
+    assert_idle(engine._engine)
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, timeout=60))
+
+
+async def idle(engine):
+    """Waits until the loop thread has done what it was told."""
+    while engine._engine.scheduler.has_work:
+        await asyncio.sleep(0.005)
+    assert engine._engine.pool.num_used == 0
+
+
+def test_concurrent_tasks_equal_the_oracle(llama, engine):
+    async def streamed(prompt):
+        deltas = [delta async for delta in engine.stream(prompt, GREEDY)]
+        assert deltas[-1].finish_reason == "length"
+        return [token for delta in deltas for token in delta.token_ids]
+
+    async def generated(prompt):
+        return list((await engine.generate(prompt, GREEDY)).outputs[0].token_ids)
+
+    async def everything():
+        streams = [streamed(prompt) for prompt in llama.prompts]
+        wholes = [generated(prompt) for prompt in llama.prompts]
+        return await asyncio.gather(*streams, *wholes)
+
+    assert run(everything()) == llama.answers * 2
+
+
+def test_cancelling_a_task_aborts_its_request_alone(llama, engine):
+    async def scenario():
+        victims = [asyncio.create_task(engine.generate(p, ENDLESS)) for p in llama.prompts[:6]]
+        survivor = asyncio.create_task(engine.generate(llama.prompts[9], GREEDY))
+        await asyncio.sleep(0.02)
+        for victim in victims:
+            victim.cancel()
+        for victim in victims:
+            with pytest.raises(asyncio.CancelledError):
+                await victim
+        output = await survivor
+        await idle(engine)
+        return output
+
+    assert list(run(scenario()).outputs[0].token_ids) == llama.answers[9]
+    assert engine.get_metrics()["vllm:request_success_total"].value["abort"] == 6
+
+
+def test_leaving_a_stream_early_aborts_its_request(llama, engine):
+    async def scenario():
+        async with contextlib.aclosing(engine.stream(llama.prompts[0], ENDLESS)) as deltas:
+            async for delta in deltas:
+                assert delta.token_ids == (llama.answers[0][0],)
+                break
+        await idle(engine)
+
+    run(scenario())
+    assert engine.get_metrics()["vllm:request_success_total"].value["abort"] == 1
+
+
+def test_abort_ends_a_request_with_what_it_has(llama, engine):
+    async def scenario():
+        tokens = []
+        async for delta in engine.stream(llama.prompts[0], ENDLESS, request_id="mine"):
+            tokens += delta.token_ids
+            if len(tokens) == 3:
+                await engine.abort("mine")
+        await idle(engine)
+        return tokens, delta
+
+    tokens, last = run(scenario())
+    assert last.finish_reason == "abort"
+    assert 3 <= len(tokens) < 100
+    assert tokens[:LONGEST] == llama.answers[0][: len(tokens)]
+
+
+def test_a_refusal_reaches_its_task_alone(llama, engine):
+    async def scenario():
+        return await asyncio.gather(
+            engine.generate([999], GREEDY),
+            engine.generate(llama.prompts[5], GREEDY),
+            engine.generate(None, GREEDY),
+            return_exceptions=True,
+        )
+
+    refused, fine, also_refused = run(scenario())
+    assert isinstance(refused, RequestError) and "999" in str(refused)
+    assert isinstance(also_refused, RequestError)
+    assert list(fine.outputs[0].token_ids) == llama.answers[5]
+
+
+def test_an_id_in_use_is_refused_and_its_owner_goes_on(llama, engine):
+    async def scenario():
+        first = asyncio.create_task(engine.generate(llama.prompts[9], GREEDY, request_id="same"))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="'same' is in use"):
+            await engine.generate(llama.prompts[9], GREEDY, request_id="same")
+        return await first
+
+    assert list(run(scenario()).outputs[0].token_ids) == llama.answers[9]
+
+
+def test_closing_ends_what_runs_and_refuses_what_comes(llama, engine):
+    async def scenario():
+        tasks = [asyncio.create_task(engine.generate(p, ENDLESS)) for p in llama.prompts[:6]]
+        await asyncio.sleep(0.02)
+        await asyncio.to_thread(engine.close)
+        for task in tasks:
+            with pytest.raises(EngineClosedError, match="closed"):
+                await task
+        with pytest.raises(EngineClosedError, match="make a new one"):
+            await engine.generate(llama.prompts[0], GREEDY)
+
+    run(scenario())
+
+
+def test_an_error_of_the_device_reaches_every_task(llama, engine, monkeypatch):
+    def broken(step):
+        raise RuntimeError("the device fell off the bus")
+
+    monkeypatch.setattr(engine._engine._runner, "read", broken)
+
+    async def scenario():
+        tasks = [engine.generate(prompt, GREEDY) for prompt in llama.prompts[:6]]
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(outcome, EngineClosedError)
+            assert "fell off the bus" in str(outcome)
+        with pytest.raises(EngineClosedError) as refusal:
+            await engine.generate(llama.prompts[0], GREEDY)
+        assert "fell off the bus" in str(refusal.value.__cause__)
+
+    run(scenario())
