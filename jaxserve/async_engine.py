@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import queue
 import threading
@@ -49,6 +50,8 @@ class AsyncEngine:
         self._listeners: dict[str, _Listener] = {}
         self._ids = itertools.count()
         self._closing = False
+        self._ended = False
+        self._door = threading.Lock()  # a command is put before the end, or not at all
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
@@ -100,7 +103,7 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> None:
         """End a request early, if it is still running."""
-        self._commands.put(lambda: self._abort(request_id))
+        self._command(lambda: self._abort(request_id))
 
     def get_metrics(self) -> dict[str, Metric]:
         return self._engine.snapshot()
@@ -108,7 +111,7 @@ class AsyncEngine:
     def close(self, timeout_s: float = 30.0) -> None:
         """Abort what runs, stop the thread and free the device. May be called twice."""
         self._closing = True
-        self._commands.put(lambda: None)
+        self._command(lambda: None)
         self._thread.join(timeout_s)
 
     async def _updates(
@@ -118,11 +121,11 @@ class AsyncEngine:
         request_id: str | None,
         priority: int | None,
     ) -> AsyncIterator[Update]:
-        if self._closing or self._failure is not None:
-            raise EngineClosedError("the engine is closed; make a new one.") from self._failure
         request_id = request_id or f"async-{next(self._ids)}"
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
-        self._commands.put(lambda: self._add(request_id, prompt, params, priority, listener))
+        add = functools.partial(self._add, request_id, prompt, params, priority, listener)
+        if self._closing or not self._command(add):
+            raise EngineClosedError("the engine is closed; make a new one.") from self._failure
         try:
             while True:
                 update = await listener.updates.get()
@@ -132,7 +135,14 @@ class AsyncEngine:
                 if isinstance(update, RequestOutput):
                     return
         finally:
-            self._commands.put(lambda: self._abort_of(request_id, listener))
+            self._command(lambda: self._abort_of(request_id, listener))
+
+    def _command(self, command: Callable[[], None]) -> bool:
+        """Have the loop thread carry out a command; False when that thread has ended."""
+        with self._door:
+            if not self._ended:
+                self._commands.put(command)
+            return not self._ended
 
     # In the loop thread
 
@@ -191,6 +201,8 @@ class AsyncEngine:
             listener.send(self._engine.output(request))
 
     def _end(self) -> None:
+        with self._door:
+            self._ended = True
         self._engine.close()
         reason = f": {self._failure}" if self._failure else ""
         while not self._commands.empty():

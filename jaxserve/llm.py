@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -91,19 +92,18 @@ class LLM:
         ]
         return self._run(prompts, sampling_params, use_tqdm, None, alone=single)
 
-    def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> DeltaStream:
         """Deltas of one prompt as they come. Leaving the loop early aborts the request."""
         params = sampling_params or self.default_sampling_params()
-        return self._stream(self.engine.add(str(next(self._ids)), _unwrap(prompt), params))
+        request = self.engine.add(str(next(self._ids)), _unwrap(prompt), params)
+        return DeltaStream(self.engine, request)
 
     def stream_chat(
         self,
         messages: Messages,
         sampling_params: SamplingParams | None = None,
         **template_variables: Any,
-    ) -> Iterator[Delta]:
+    ) -> DeltaStream:
         """Deltas of the answer to one conversation."""
         prompt = self.chat_prompt(messages, **template_variables)
         return self.stream(prompt, sampling_params)
@@ -195,26 +195,48 @@ class LLM:
             bar.close()
         return [outputs[request_id] for request_id in ids]
 
-    def _stream(self, request: Request) -> Iterator[Delta]:
-        try:
-            while True:
-                # While this generator was away others may have stepped the engine: all that came
-                # meanwhile is taken before the end is believed, or another step made.
-                if deltas := request.take_deltas():
-                    yield from deltas
-                elif request.finished:
-                    return
-                else:
-                    self.engine.step()
-        finally:
-            self.engine.abort(request.request_id)
-
     def _params_for(self, sampling_params: Params, count: int) -> list[SamplingParams]:
         if sampling_params is None:
             sampling_params = self.default_sampling_params()
         if isinstance(sampling_params, SamplingParams):
             return [sampling_params] * count
         return _matching("sampling_params", sampling_params, count)
+
+
+class DeltaStream(Iterator[Delta]):
+    """Deltas of one request, until it ends. Closing or dropping the stream aborts what is left.
+
+    Several streams and calls of `generate` may be under way on one engine: whoever asks for more
+    steps it for all of them.
+    """
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self.request_id = request.request_id
+        self._engine = engine
+        self._request = request
+        self._ready: collections.deque[Delta] = collections.deque()
+
+    def __next__(self) -> Delta:
+        try:
+            while not self._ready:
+                # Others may have stepped the engine since: what came meanwhile is taken before
+                # the end is believed, or another step made.
+                self._ready.extend(self._request.take_deltas())
+                if not self._ready:
+                    if self._request.finished:
+                        raise StopIteration
+                    self._engine.step()
+        except KeyboardInterrupt:
+            self.close()
+            raise
+        return self._ready.popleft()
+
+    def close(self) -> None:
+        """End the request, if it has not ended. May be called twice."""
+        self._engine.abort(self.request_id)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _is_single(prompts: Prompt | SequenceOf[Prompt]) -> bool:

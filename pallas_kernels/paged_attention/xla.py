@@ -81,6 +81,7 @@ def _decode(q, pages: KVPages, tables, context, window):
             position = page * page_size + jnp.arange(page_size)[None]
             seen = (position >= since_few[:, None]) & (position < until[:, None])
             scores = jnp.where(seen[:, None, None], scores, _MASKED)
+            v = jnp.where(seen[:, None, :, None], v, 0)  # what is not seen may even be NaN
             return _online_softmax(carry, scores, "rhgs,rhsd->rhgd", v)
 
         carry = lax.fori_loop(begins[index], ends[index], block, _empty_softmax(q_few.shape))
@@ -124,7 +125,7 @@ def _prefill(q, pages: KVPages, batch: RaggedBatch, window):
         start, table = starts[index], tables[rows[index]]
         q_item = lax.dynamic_slice_in_dim(padded, start, queries)
         q_item = q_item.transpose(1, 2, 0, 3).reshape(kv_heads, group * queries, dim)
-        last_seen = positions[index] + query
+        last_seen, until = positions[index] + query, batch.context[rows[index]]
 
         def block(index, carry):
             ids = lax.dynamic_slice_in_dim(table, index * per_block, per_block)
@@ -134,6 +135,7 @@ def _prefill(q, pages: KVPages, batch: RaggedBatch, window):
             v = v.transpose(1, 0, 2, 3).reshape(kv_heads, span, dim)
             scores = jnp.einsum("hqd,hds->hqs", q_item, k, preferred_element_type=jnp.float32)
             position = index * span + jnp.arange(span)[None]
+            v = jnp.where((position < until)[..., None], v, 0)  # beyond it may even be NaN
             seen = position <= last_seen
             if window is not None:
                 seen &= position > last_seen - window

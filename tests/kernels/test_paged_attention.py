@@ -15,7 +15,7 @@ from pallas_kernels.paged_attention import KVPages, RaggedBatch, paged_attention
 from pallas_kernels.paged_attention.reference import paged_attention as reference
 
 SCALE = 0.3
-POISON = 1e30
+POISON = np.nan
 """Fills the trash page, unused pages and the unwritten rest of used ones: the least weight given
 to any of it would show. Finite, as all that is ever written is."""
 
