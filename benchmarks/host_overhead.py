@@ -8,6 +8,7 @@ Runs the real engine on SmolLM2 with 64 sequences decoding, and reads the event 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 
 import numpy as np
@@ -26,13 +27,11 @@ def main() -> None:
     # Keeping the events costs what a trace file would.
     with LLM(max_num_seqs=arguments.sequences, trace_file="/dev/null") as llm:
         prompts = [rng.integers(1000, 49000, 32).tolist() for _ in range(arguments.sequences)]
-        params = SamplingParams(
-            temperature=0, max_tokens=arguments.new_tokens, ignore_eos=True
-        )
+        params = SamplingParams(temperature=0, max_tokens=arguments.new_tokens, ignore_eos=True)
         llm.generate(prompts, params, use_tqdm=False)
         steps = [record for record in llm.engine.log.records if isinstance(record, Dispatched)]
     full = [step for step in steps if step.decode_rows == arguments.sequences]
-    between = [after.time_us - before.time_us for before, after in zip(full, full[1:])]
+    between = [after.time_us - before.time_us for before, after in itertools.pairwise(full)]
     step_us = statistics.median(between)
     rows = []
     for name, values in (

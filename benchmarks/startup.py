@@ -62,7 +62,7 @@ def main() -> None:
     )
 
 
-_PHASES = ("plan", "weights", "programs", "memory", "tokenizer")
+_PHASES = ("plan", "weights", "programs", "memory")
 
 if __name__ == "__main__":
     main()

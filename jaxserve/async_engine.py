@@ -9,7 +9,7 @@ import functools
 import itertools
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any, Self
@@ -17,11 +17,12 @@ from typing import Any, Self
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.metrics import Metric
-from jaxserve.engine.request import Request
+from jaxserve.engine.request import Prompt, Request
 from jaxserve.errors import EngineClosedError
 from jaxserve.outputs import Delta, RequestOutput
-from jaxserve.runtime.startup import Progress, no_progress
+from jaxserve.runtime.startup import EnginePlan, Progress, no_progress
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.text import Tokenizer
 
 Update = Delta | RequestOutput | BaseException
 
@@ -41,7 +42,7 @@ class _Listener:
 class AsyncEngine:
     """LLM for servers: coroutines in place of calls. Requests of any number of tasks are batched.
 
-    The loop thread alone touches the engine; everything else reaches it as a command.
+    The loop thread alone changes the engine; everything else reaches it as a command.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -64,17 +65,33 @@ class AsyncEngine:
         progress: Progress = no_progress,
         **settings: Any,
     ) -> Self:
-        """Load a model and start serving it; arguments as for LLM. Blocks until ready."""
-        return cls(Engine.load(EngineConfig(model=model, **settings), progress=progress))
+        """Load a model and start serving it; `settings` as for LLM. Blocks until ready."""
+        return cls(Engine.load(EngineConfig.of(model=model, **settings), progress=progress))
 
-    @property
-    def tokenizer(self):
+    def get_tokenizer(self) -> Tokenizer:
         return self._engine.tokenizer
+
+    def plan(self) -> EnginePlan:
+        """Sizes, memory and programs of this engine."""
+        return self._engine.plan
+
+    def chat_prompt(
+        self,
+        messages: SequenceOf[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **template_variables: Any,
+    ) -> list[int]:
+        """Token ids of a conversation laid out by the model's chat template."""
+        return self._engine.chat_prompt(messages, add_generation_prompt, **template_variables)
+
+    def default_sampling_params(self, **overrides: Any) -> SamplingParams:
+        """What the model's generation_config.json recommends, with `overrides`."""
+        return self._engine.default_sampling_params(**overrides)
 
     async def generate(
         self,
-        prompt: str | SequenceOf[int],
-        sampling_params: SamplingParams,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         priority: int | None = None,
     ) -> RequestOutput:
@@ -89,8 +106,8 @@ class AsyncEngine:
 
     async def stream(
         self,
-        prompt: str | SequenceOf[int],
-        sampling_params: SamplingParams,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         priority: int | None = None,
     ) -> AsyncIterator[Delta]:
@@ -116,11 +133,13 @@ class AsyncEngine:
 
     async def _updates(
         self,
-        prompt: str | SequenceOf[int],
-        params: SamplingParams,
+        prompt: Prompt,
+        params: SamplingParams | None,
         request_id: str | None,
         priority: int | None,
     ) -> AsyncIterator[Update]:
+        if params is None:
+            params = self.default_sampling_params()
         request_id = request_id or f"async-{next(self._ids)}"
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
         add = functools.partial(self._add, request_id, prompt, params, priority, listener)
@@ -168,7 +187,7 @@ class AsyncEngine:
     def _add(
         self,
         request_id: str,
-        prompt: str | SequenceOf[int],
+        prompt: Prompt,
         params: SamplingParams,
         priority: int | None,
         listener: _Listener,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jaxserve.engine.policies import POLICIES
 from jaxserve.errors import ConfigError
@@ -31,8 +31,8 @@ class EngineConfig:
         scheduler: one of static, orca, vllm, sarathi, splitfuse.
         seed: of everything random that no request seeds itself.
         load_format: "dummy" makes random weights of the model's config.
-        program_scope: compile the model as one program a step, or layer by layer, which starts an
-            order of magnitude faster and costs a call a layer; layer on CPUs, else step.
+        program_scope: compile the model as one program a step, or by groups of layers, which is
+            ready several times sooner and costs a few more calls a step; layer on CPUs, else step.
         compilation_cache: keep compiled programs in the cache directory.
     """
 
@@ -53,16 +53,21 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Raises ConfigError, naming the setting, its value and the range."""
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise ConfigError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}.")
+        if not str(self.model):
+            raise ConfigError("model is empty; give a name, a path or a Hugging Face id.")
+        for name, choices in (
+            ("dtype", (None, *DTYPES)),
+            ("scheduler", tuple(POLICIES)),
+            ("program_scope", (None, "step", "layer")),
+            ("load_format", ("auto", "dummy")),
+        ):
+            if getattr(self, name) not in choices:
+                known = ", ".join(choice for choice in choices if choice)
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {known}.")
         if self.quantization is not None:
             raise ConfigError(
                 f"quantization is {self.quantization!r}, but packed weights are not supported; "
                 "quantized checkpoints are unpacked to `dtype` as they load, without this setting."
-            )
-        if self.scheduler not in POLICIES:
-            raise ConfigError(
-                f"scheduler is {self.scheduler!r}; it must be one of {', '.join(POLICIES)}."
             )
         for name, least in (
             ("max_model_len", 2),
@@ -74,10 +79,21 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
                 raise ConfigError(f"{name} is {value!r}; it must be an integer of {least} or more.")
-        if not 0 < self.memory_utilization <= 1:
+        if type(self.seed) is not int:
+            raise ConfigError(f"seed is {self.seed!r}; it must be an integer.")
+        share = self.memory_utilization
+        if not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ConfigError(f"memory_utilization is {share!r}; it must be in (0, 1].")
+
+    @classmethod
+    def of(cls, **settings: Any) -> EngineConfig:
+        """A config of these settings. Raises ConfigError for a setting there is not."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(settings) - known):
             raise ConfigError(
-                f"memory_utilization is {self.memory_utilization}; it must be in (0, 1]."
+                f"there is no setting {unknown[0]!r}; the settings are {', '.join(sorted(known))}."
             )
+        return cls(**settings)
 
     def resolve(self, model: ModelConfig, platform: str) -> EngineConfig:
         """A copy with every None decided but the size of the KV pool (runtime/memory.py).
@@ -88,7 +104,7 @@ class EngineConfig:
         on_cpu = platform == "cpu"
         own = model.max_position_embeddings
         length = self.max_model_len or own
-        if length > own and model.rope.kind not in ("dynamic", "linear"):
+        if length > own and model.rope.kind != "dynamic":
             raise ConfigError(
                 f"max_model_len is {length}, but the model's context is {own} tokens; "
                 f"set it to at most {own}."
@@ -99,7 +115,8 @@ class EngineConfig:
             dtype=self.dtype or ("float32" if on_cpu else "bfloat16"),
             max_model_len=length,
             max_num_seqs=seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens or ((512 if on_cpu else 2048) + seqs),
+            max_num_batched_tokens=self.max_num_batched_tokens
+            or ((512 if on_cpu else 2048) + seqs),
             page_size=self.page_size or 64,
             program_scope=self.program_scope or ("layer" if on_cpu else "step"),
         )

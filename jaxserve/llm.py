@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 from tqdm import tqdm
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.metrics import Metric
-from jaxserve.engine.request import Request
+from jaxserve.engine.request import Prompt, Request
 from jaxserve.engine.trace import write_trace
-from jaxserve.errors import RequestError
+from jaxserve.errors import ConfigError, RequestError
 from jaxserve.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
 from jaxserve.runtime.startup import EnginePlan, Progress, no_progress
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text import Tokenizer
 
-Prompt = str | SequenceOf[int] | Mapping[str, SequenceOf[int]]
-"""Text, token ids, or {"prompt_token_ids": [...]}."""
 Messages = SequenceOf[Mapping[str, Any]]
 Params = SamplingParams | SequenceOf[SamplingParams] | None
 
@@ -49,10 +49,12 @@ class LLM:
         `progress` is told how startup goes; `trace_file` receives a timeline for Perfetto when
         the engine is closed. Raises ConfigError, ModelError or MemoryPlanError.
         """
+        if trace_file is not None and not Path(trace_file).absolute().parent.is_dir():
+            raise ConfigError(f"trace_file is {str(trace_file)!r}; its directory does not exist.")
         self._trace_file = trace_file
         self._ids = itertools.count()
         self.engine = Engine.load(
-            EngineConfig(model=model, **settings),
+            EngineConfig.of(model=model, **settings),
             progress=progress,
             keep_events=trace_file is not None,
         )
@@ -73,7 +75,7 @@ class LLM:
         """
         single = _is_single(prompts)
         batch = [prompts] if single else list(prompts)
-        return self._run(batch, sampling_params, use_tqdm, priority, alone=single)
+        return self._run(batch, lambda prompt: prompt, sampling_params, use_tqdm, priority, single)
 
     def chat(
         self,
@@ -83,19 +85,22 @@ class LLM:
         add_generation_prompt: bool = True,
         **template_variables: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, each a list of {"role", "content"} messages."""
+        """Answer one conversation or several, each a list of {"role", "content"} messages.
+
+        Of several conversations a bad one fails alone, as in `generate`.
+        """
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if single else list(messages)
-        prompts = [
-            self.chat_prompt(conversation, add_generation_prompt, **template_variables)
-            for conversation in conversations
-        ]
-        return self._run(prompts, sampling_params, use_tqdm, None, alone=single)
+        lay_out = functools.partial(
+            self.chat_prompt, add_generation_prompt=add_generation_prompt, **template_variables
+        )
+        return self._run(conversations, lay_out, sampling_params, use_tqdm, None, single)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> DeltaStream:
         """Deltas of one prompt as they come. Leaving the loop early aborts the request."""
-        params = sampling_params or self.default_sampling_params()
-        request = self.engine.add(str(next(self._ids)), _unwrap(prompt), params)
+        if sampling_params is None:
+            sampling_params = self.default_sampling_params()
+        request = self.engine.add(str(next(self._ids)), prompt, sampling_params)
         return DeltaStream(self.engine, request)
 
     def stream_chat(
@@ -116,14 +121,11 @@ class LLM:
         self, messages: Messages, add_generation_prompt: bool = True, **template_variables: Any
     ) -> list[int]:
         """Token ids of a conversation laid out by the model's chat template."""
-        tokenizer = self.get_tokenizer()
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt, **template_variables)
-        return tokenizer.encode(text, add_special_tokens=False)
+        return self.engine.chat_prompt(messages, add_generation_prompt, **template_variables)
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """What the model's generation_config.json recommends, with `overrides`."""
-        defaults = dict(self.engine.plan.geometry.model.default_sampling)
-        return SamplingParams.from_defaults(defaults, **overrides)
+        return self.engine.default_sampling_params(**overrides)
 
     def get_tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
@@ -156,26 +158,27 @@ class LLM:
 
     def _run(
         self,
-        prompts: list[Prompt],
+        inputs: list[Any],
+        prompt_of: Callable[[Any], Prompt],
         sampling_params: Params,
         use_tqdm: bool,
         priority: SequenceOf[int] | None,
-        *,
         alone: bool,
     ) -> list[RequestOutput]:
-        params = self._params_for(sampling_params, len(prompts))
-        priorities = _matching("priority", priority, len(prompts))
+        """Run the prompts that `prompt_of` makes of the inputs. A bad one is raised if `alone`."""
+        params = self._params_for(sampling_params, len(inputs))
+        priorities = _matching("priority", priority, len(inputs))
         outputs: dict[str, RequestOutput] = {}
-        ids = [str(next(self._ids)) for _ in prompts]
-        bar = tqdm(total=len(prompts), disable=not use_tqdm, unit="req", dynamic_ncols=True)
+        ids = [str(next(self._ids)) for _ in inputs]
+        bar = _Bar(total=len(inputs), disable=not use_tqdm, unit="req", dynamic_ncols=True)
         try:
-            for request_id, prompt, *wishes in zip(ids, prompts, params, priorities):
+            for request_id, given, *wishes in zip(ids, inputs, params, priorities):
                 try:
-                    self.engine.add(request_id, _unwrap(prompt), *wishes)
+                    self.engine.add(request_id, prompt_of(given), *wishes)
                 except RequestError as error:
                     if alone:
                         raise
-                    outputs[request_id] = _refused(request_id, error)
+                    outputs[request_id] = self._refused(request_id, given, error)
                     bar.update()
             pending = set(ids) - set(outputs)
             while pending:
@@ -195,12 +198,30 @@ class LLM:
             bar.close()
         return [outputs[request_id] for request_id in ids]
 
+    def _refused(self, request_id: str, given: Any, error: RequestError) -> RequestOutput:
+        """The output of a request that was never accepted."""
+        return RequestOutput(
+            request_id=request_id,
+            prompt=given if isinstance(given, str) else None,
+            prompt_token_ids=(),
+            outputs=[CompletionOutput(index=0, text="", token_ids=(), finish_reason="error")],
+            finished=True,
+            metrics=RequestMetrics(arrival_us=self.engine.log.now()),
+            error=str(error),
+        )
+
     def _params_for(self, sampling_params: Params, count: int) -> list[SamplingParams]:
         if sampling_params is None:
             sampling_params = self.default_sampling_params()
-        if isinstance(sampling_params, SamplingParams):
+        if not isinstance(sampling_params, (list, tuple)):
             return [sampling_params] * count
         return _matching("sampling_params", sampling_params, count)
+
+
+class _Bar(tqdm):
+    """A progress bar without tqdm's watching thread, which would outlive it."""
+
+    monitor_interval = 0
 
 
 class DeltaStream(Iterator[Delta]):
@@ -239,39 +260,19 @@ class DeltaStream(Iterator[Delta]):
         self.close()
 
 
-def _is_single(prompts: Prompt | SequenceOf[Prompt]) -> bool:
+def _is_single(prompts: Any) -> bool:
     """Whether this is one prompt and not a list of them."""
-    if isinstance(prompts, (str, Mapping)):
+    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, SequenceOf):
         return True
-    return bool(prompts) and isinstance(prompts[0], int)
-
-
-def _unwrap(prompt: Prompt) -> str | SequenceOf[int]:
-    if not isinstance(prompt, Mapping):
-        return prompt
-    if set(prompt) != {"prompt_token_ids"}:
-        raise RequestError(
-            f"a prompt given as a dict has the one key 'prompt_token_ids', not {sorted(prompt)}."
-        )
-    return prompt["prompt_token_ids"]
+    return bool(prompts) and isinstance(prompts[0], (int, np.integer))
 
 
 def _matching(name: str, values: SequenceOf[Any] | None, count: int) -> list[Any]:
+    """One value for each of `count` prompts. Raises RequestError for any other number."""
     if values is None:
         return [None] * count
+    if not isinstance(values, SequenceOf):
+        raise RequestError(f"{name} is {values!r}; give a list with one entry for each prompt.")
     if len(values) != count:
         raise RequestError(f"{name} has {len(values)} entries for {count} prompts; give one each.")
     return list(values)
-
-
-def _refused(request_id: str, error: RequestError) -> RequestOutput:
-    """The output of a request that was never accepted."""
-    return RequestOutput(
-        request_id=request_id,
-        prompt=None,
-        prompt_token_ids=(),
-        outputs=[CompletionOutput(index=0, text="", token_ids=(), finish_reason="error")],
-        finished=True,
-        metrics=RequestMetrics(arrival_us=0),
-        error=str(error),
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -168,3 +169,31 @@ def test_smollm2_answers_a_question(smollm2):
     assert "<|im_end|>" not in output.outputs[0].text
     streamed = "".join(delta.text for delta in smollm2.stream_chat(question, params))
     assert streamed == output.outputs[0].text
+
+
+def test_wishes_of_the_wrong_type_are_refused_and_leave_nothing(llama, llm):
+    prompt = llama.prompts[4]
+    with pytest.raises(RequestError, match="priority is 'a'"):
+        llm.generate(prompt, GREEDY, priority=["a"])
+    with pytest.raises(RequestError, match="must be a SamplingParams"):
+        llm.generate(prompt, {"temperature": 0})
+    with pytest.raises(RequestError, match="give a list"):
+        llm.generate(prompt, GREEDY, priority=3)
+    refused, served = llm.generate([prompt, prompt], GREEDY, use_tqdm=False, priority=["a", 1])
+    assert "priority" in refused.error
+    assert list(served.outputs[0].token_ids) == llama.answers[4]
+
+
+def test_one_bad_conversation_fails_alone(smollm2):
+    good = [{"role": "user", "content": "Hi!"}]
+    params = SamplingParams(temperature=0, max_tokens=2)
+    refused, served = smollm2.chat([[{"foo": "x"}], good], params, use_tqdm=False)
+    assert refused.outputs[0].finish_reason == "error"
+    assert "role" in refused.error
+    assert len(served.outputs[0].token_ids) == 2
+
+
+def test_no_thread_outlives_a_progress_bar(llama, llm):
+    before = set(threading.enumerate())
+    llm.generate(llama.prompts[4], GREEDY, use_tqdm=True)
+    assert set(threading.enumerate()) == before

@@ -10,8 +10,9 @@ from __future__ import annotations
 import collections
 import itertools
 import random
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from jaxserve.engine.events import EventLog, monotonic_us
 from jaxserve.engine.interrupts import interrupts_held
 from jaxserve.engine.metrics import Metric, Metrics
 from jaxserve.engine.plan import Chunk, StepPlan
-from jaxserve.engine.request import Generation, Request, Stop, TokenScores
+from jaxserve.engine.request import Generation, Prompt, Request, Stop, TokenScores
 from jaxserve.engine.scheduler import Scheduler, SchedulerConfig
 from jaxserve.engine.sequence import Sequence
 from jaxserve.errors import EngineClosedError, RequestError
@@ -30,7 +31,6 @@ from jaxserve.runtime.runner import DispatchedStep, Runner, StepResults
 from jaxserve.runtime.startup import EnginePlan, Progress, no_progress, start
 from jaxserve.sampling import NO_TOKEN, TokenLogprobs, sequence_seed
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.text import Tokenizer
 
 _STEPS_AHEAD = 1
 """Steps dispatched beyond the one being read."""
@@ -39,12 +39,10 @@ _STEPS_AHEAD = 1
 class Engine:
     """Serves requests on one model. Not thread-safe: one caller adds, steps and aborts."""
 
-    def __init__(
-        self, plan: EnginePlan, runner: Runner, log: EventLog, metrics: Metrics, tokenizer: Tokenizer
-    ) -> None:
+    def __init__(self, plan: EnginePlan, runner: Runner, log: EventLog, metrics: Metrics) -> None:
         config = plan.config
         self.plan = plan
-        self.tokenizer = tokenizer
+        self.tokenizer = plan.tokenizer
         self.log = log
         self.metrics = metrics
         self.pool = PagePool(plan.memory.num_pages, config.page_size)
@@ -70,7 +68,7 @@ class Engine:
         self._displaced: set[int] = set()
         self._closed: str | None = None
         self._eos = frozenset(plan.geometry.model.eos_token_ids) | frozenset(
-            tokenizer.eos_token_ids
+            plan.tokenizer.eos_token_ids
         )
 
     @classmethod
@@ -82,9 +80,7 @@ class Engine:
         metrics = Metrics()
         log = EventLog(metrics.fold, clock=monotonic_us, keep_all=keep_events)
         plan, runner = start(config, log, progress)
-        with log.phase("startup", "tokenizer"):
-            tokenizer = plan.checkpoint.tokenizer()
-        return cls(plan, runner, log, metrics, tokenizer)
+        return cls(plan, runner, log, metrics)
 
     @property
     def has_work(self) -> bool:
@@ -94,7 +90,7 @@ class Engine:
     def add(
         self,
         request_id: str,
-        prompt: str | SequenceOf[int],
+        prompt: Prompt,
         params: SamplingParams,
         priority: int | None = None,
     ) -> Request:
@@ -106,6 +102,12 @@ class Engine:
         self._check_open()
         if request_id in self._requests:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request.")
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params is {params!r:.80}; it must be a SamplingParams.")
+        if priority is not None and type(priority) is not int:
+            raise RequestError(
+                f"priority is {priority!r}; it must be an integer, lower runs first."
+            )
         vocab_size = self.plan.geometry.model.vocab_size
         params.check_vocabulary(vocab_size)
         text, token_ids = self._tokens_of(prompt, vocab_size)
@@ -147,16 +149,15 @@ class Engine:
         An error of the device closes the engine and is raised. Ctrl-C waits for the step's end.
         """
         self._check_open()
+        touched: list[Request] | None = None
         try:
             with interrupts_held():
-                planned = self._dispatch()
-                if self._in_flight and (len(self._in_flight) > _STEPS_AHEAD or not planned):
-                    return self._collect(*self._in_flight.popleft())
+                touched = self._advance()
         except BaseException as error:
-            if not isinstance(error, KeyboardInterrupt):
+            if touched is None:  # The step was cut in two, and the device's state with it.
                 self._closed = f"the engine stopped: {type(error).__name__}: {error}"
             raise
-        return []
+        return touched
 
     def output(self, request: Request) -> RequestOutput:
         """What a request has by now, with its times."""
@@ -175,7 +176,30 @@ class Engine:
         self._runner = None
         self._closed = self._closed or "the engine was closed"
 
+    def chat_prompt(
+        self,
+        messages: SequenceOf[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **template_variables: Any,
+    ) -> list[int]:
+        """Token ids of a conversation laid out by the model's chat template."""
+        text = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt, **template_variables
+        )
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def default_sampling_params(self, **overrides: Any) -> SamplingParams:
+        """What the model's generation_config.json recommends, with `overrides`."""
+        defaults = dict(self.plan.geometry.model.default_sampling)
+        return SamplingParams.from_defaults(defaults, **overrides)
+
     # Dispatch
+
+    def _advance(self) -> list[Request]:
+        planned = self._dispatch()
+        if self._in_flight and (len(self._in_flight) > _STEPS_AHEAD or not planned):
+            return self._collect(*self._in_flight.popleft())
+        return []
 
     def _dispatch(self) -> bool:
         """Plan and dispatch one step; False when there is nothing to run."""
@@ -312,7 +336,7 @@ class Engine:
             for seq in sequences:
                 self._runner.register(seq, sequence_seed(seed, seq.index), words, eos)
                 self.scheduler.add(seq)
-        except RequestError:
+        except BaseException:
             for seq in sequences:
                 self._runner.forget(seq)
                 self.scheduler.abort(seq.seq_id)
@@ -327,9 +351,16 @@ class Engine:
         if self._closed:
             raise EngineClosedError(f"{self._closed}; make a new one.")
 
-    def _tokens_of(
-        self, prompt: str | SequenceOf[int], vocab_size: int
-    ) -> tuple[str | None, list[int]]:
+    def _tokens_of(self, prompt: Prompt, vocab_size: int) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if set(prompt) != {"prompt_token_ids"}:
+                raise RequestError(
+                    "a prompt given as a dict has the one key 'prompt_token_ids', not "
+                    f"{sorted(prompt)}."
+                )
+            prompt = prompt["prompt_token_ids"]
+        if isinstance(prompt, bytes):
+            raise RequestError("the prompt is bytes; decode it to text first.")
         text = prompt if isinstance(prompt, str) else None
         try:
             token_ids = list(prompt) if text is None else self.tokenizer.encode(text)
@@ -338,7 +369,8 @@ class Engine:
                 f"the prompt is {prompt!r:.80}; it must be text or a list of token ids."
             ) from None
         for token_id in token_ids:
-            if not isinstance(token_id, (int, np.integer)) or not 0 <= token_id < vocab_size:
+            integer = isinstance(token_id, (int, np.integer)) and not isinstance(token_id, bool)
+            if not integer or not 0 <= token_id < vocab_size:
                 raise RequestError(
                     f"prompt token id {token_id!r} is not an integer in 0..{vocab_size - 1}."
                 )

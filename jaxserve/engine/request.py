@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,10 @@ from jaxserve.text import Detokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from jaxserve.sampling_params import SamplingParams
+
+
+Prompt = str | SequenceOf[int] | Mapping[str, SequenceOf[int]]
+"""Text, token ids, or {"prompt_token_ids": [...]}."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +65,7 @@ class Generation:
                 include_stop_str_in_output=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
             )
-        self._logprobs: list[dict[int, Logprob]] | None = (
-            None if params.logprobs is None else []
-        )
+        self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._cumulative_logprob = 0.0
 
     def append(self, token_id: int, scores: TokenScores | None) -> Stop | None:

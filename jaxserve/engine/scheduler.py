@@ -135,8 +135,8 @@ class Scheduler:
                 f"and the pool has {self.pool.capacity}; prompt and max_tokens may add up to "
                 f"{self.pool.capacity * self.pool.page_size + 1} tokens"
             )
-        self._unfinished[seq.seq_id] = seq
         insort(self.waiting, seq, key=_order)
+        self._unfinished[seq.seq_id] = seq
 
     def schedule(self) -> StepPlan:
         """Plans the next step and advances its sequences as if it had run.
@@ -214,7 +214,11 @@ class Scheduler:
         return chunks
 
     def _preempt_last(self) -> Sequence:
-        """Takes the last running sequence's memory; what it had computed is computed again."""
+        """Takes the last running sequence's memory; what it had computed is computed again.
+
+        The one place where a sequence loses its pages while it runs, and so where keeping them
+        elsewhere would begin.
+        """
         seq = self.running[-1]
         self._release(seq)
         seq.num_computed = 0
@@ -316,9 +320,7 @@ class Scheduler:
         seq.num_computed = end
         if samples:
             seq.num_in_flight += 1
-            if (
-                end == seq.kv_limit
-            ):  # It has sampled max_tokens: its memory is free after this step.
+            if end == seq.kv_limit:  # All its tokens are sampled: its memory is free after this.
                 self._exhausted.append(seq)
         return chunk
 

@@ -2,110 +2,213 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from typing import Any
 
-from jaxserve.errors import UnsupportedModelError
+from jaxserve.errors import ModelError, UnsupportedModelError
 from jaxserve.models.config import ModelConfig, RopeConfig
 from jaxserve.models.rope import frequencies
+
+_ATTENTION_KINDS = ("full_attention", "sliding_attention")
+_REQUIRED: Any = object()
 
 
 def common_config(raw: dict[str, Any], **family_fields: Any) -> ModelConfig:
     """ModelConfig from `raw`, with what the family knows better given by name.
 
-    Raises UnsupportedModelError when a required field is absent or the activation is not SiLU.
+    Raises ModelError for a field of the wrong type or out of range, UnsupportedModelError when a
+    required field is absent, the weights are quantized or the activation is not SiLU.
     """
-    try:
-        hidden_size, num_heads = raw["hidden_size"], raw["num_attention_heads"]
-        head_dim = raw.get("head_dim") or hidden_size // num_heads
-        fields = {
-            "architecture": raw["architectures"][0],
-            "vocab_size": raw["vocab_size"],
-            "hidden_size": hidden_size,
-            "intermediate_size": raw["intermediate_size"],
-            "num_layers": raw["num_hidden_layers"],
-            "num_heads": num_heads,
-            "num_kv_heads": raw.get("num_key_value_heads") or num_heads,
-            "head_dim": head_dim,
-            "max_position_embeddings": raw["max_position_embeddings"],
-            "rope": rope_config(raw, head_dim),
-            "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
-            "tie_word_embeddings": raw.get("tie_word_embeddings", False),
-            "sliding_windows": sliding_windows(raw),
-            "bos_token_id": raw.get("bos_token_id"),
-            "eos_token_ids": token_ids(raw.get("eos_token_id")),
-            "pad_token_id": raw.get("pad_token_id"),
-            "name": raw.get("_name_or_path") or "",
-        }
-    except KeyError as error:
+    architecture = raw["architectures"][0]
+    if raw.get("quantization_config") is not None:
         raise UnsupportedModelError(
-            f"config.json has no field {error.args[0]!r}, which {raw.get('architectures')} needs."
-        ) from None
+            f"config.json has quantization_config {raw['quantization_config']!r}; quantized "
+            "safetensors are not supported: use a GGUF or an unquantized checkpoint."
+        )
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise UnsupportedModelError(
-            f"hidden_act {raw['hidden_act']!r} is not implemented for {fields['architecture']}; "
+            f"hidden_act {raw['hidden_act']!r} is not implemented for {architecture}; "
             "only 'silu' is."
         )
+    # Of these, and only these, null means what absence means.
+    optional = ("head_dim", "num_key_value_heads", "bos_token_id", "pad_token_id")
+    raw = {name: value for name, value in raw.items() if value is not None or name not in optional}
+    vocab_size, num_heads = _integer(raw, "vocab_size"), _integer(raw, "num_attention_heads")
+    head_dim = _head_dim(raw, num_heads)
+    fields = {
+        "architecture": architecture,
+        "vocab_size": vocab_size,
+        "hidden_size": _integer(raw, "hidden_size"),
+        "intermediate_size": _integer(raw, "intermediate_size"),
+        "num_layers": _integer(raw, "num_hidden_layers"),
+        "num_heads": num_heads,
+        "num_kv_heads": _integer(raw, "num_key_value_heads", num_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": _integer(raw, "max_position_embeddings"),
+        "rope": rope_config(raw, head_dim),
+        "rms_norm_eps": _number(raw, "rms_norm_eps", 1e-6),
+        "tie_word_embeddings": boolean(raw, "tie_word_embeddings", False),
+        "sliding_windows": sliding_windows(raw),
+        "bos_token_id": _integer(raw, "bos_token_id", None, minimum=0),
+        "eos_token_ids": eos_token_ids(raw, vocab_size),
+        "pad_token_id": _integer(raw, "pad_token_id", None, minimum=-1),  # Llama 2 has -1
+        "name": raw.get("_name_or_path") or "",
+    }
     return ModelConfig(**(fields | family_fields))
 
 
-def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """One id, several, or none, as a tuple."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+def eos_token_ids(
+    raw: dict[str, Any], vocab_size: int, file: str = "config.json"
+) -> tuple[int, ...]:
+    """The end-of-sequence ids of `file`: one, several or none; ModelError unless 0..vocab_size-1.
+
+    Both a `config.json` and a `generation_config.json` may have them.
+    """
+    value = raw.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        raise malformed(
+            "eos_token_id", value, f"an id, or a list of ids, in 0..{vocab_size - 1}", file
+        )
+    return tuple(ids)
 
 
 def sliding_windows(raw: dict[str, Any]) -> tuple[int | None, ...]:
     """Attention window per layer, in tokens; None where a layer attends to everything."""
-    layers, window = raw["num_hidden_layers"], raw.get("sliding_window")
-    if window is None or not raw.get("use_sliding_window", True):
-        return (None,) * layers
-    if kinds := raw.get("layer_types"):
-        if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+    layers, kinds = _integer(raw, "num_hidden_layers"), raw.get("layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != layers:
+            raise malformed("layer_types", kinds, f"a list of {layers}, one for each layer")
+        if unknown := sorted({str(kind) for kind in kinds if kind not in _ATTENTION_KINDS}):
             raise UnsupportedModelError(
-                f"layer_types has {sorted(unknown)}; known are full_attention, sliding_attention."
+                f"layer_types has {unknown}; known are {', '.join(_ATTENTION_KINDS)}."
             )
+    if raw.get("sliding_window") is None or not boolean(raw, "use_sliding_window", True):
+        return (None,) * layers
+    window = _integer(raw, "sliding_window")
+    if kinds is not None:
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    first = raw.get("max_window_layers", 0)
+    first = _integer(raw, "max_window_layers", 0, minimum=0)
     return tuple(window if layer >= first else None for layer in range(layers))
 
 
 def rope_config(raw: dict[str, Any], head_dim: int) -> RopeConfig:
     """RopeConfig from `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5).
 
-    Raises UnsupportedModelError for scaling that `rope.frequencies` does not know.
+    Raises ModelError for a field of the wrong type or out of range, UnsupportedModelError for
+    scaling that `rope.frequencies` does not know.
     """
-    scaling = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
+    scaling = _rope_fields(raw)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    theta = scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0
-    partial = scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
-    trained = raw["max_position_embeddings"]
-    original = scaling.get("original_max_position_embeddings") or raw.get(
-        "original_max_position_embeddings"
-    )
-    factor = scaling.get("factor")
-    if factor is None and original and kind in ("longrope", "yarn"):
-        factor = trained / original
+    trained = _integer(raw, "max_position_embeddings")
+    original = _integer(scaling, "original_max_position_embeddings", None)
+    if kind in ("longrope", "yarn") and original:
+        factor = _number(scaling, "factor", trained / original)
+    elif kind in ("linear", "dynamic", "llama3", "yarn"):
+        factor = _number(scaling | {"factor": scaling.get("factor")}, "factor")
+    else:
+        factor = _number(scaling, "factor", 1.0)
+    partial = _number(scaling, "partial_rotary_factor", 1.0)
+    rotary_dim = int(head_dim * partial)
+    if partial > 1 or rotary_dim < 2 or rotary_dim % 2:
+        required = f"in (0, 1] and leave an even part of head_dim {head_dim}"
+        raise malformed("partial_rotary_factor", partial, required)
     rope = RopeConfig(
-        theta=float(theta),
+        theta=_number(scaling, "rope_theta", 10_000.0, above=1.0),
         kind=kind,
-        rotary_dim=int(head_dim * partial),
-        factor=float(factor or 1.0),
+        rotary_dim=rotary_dim,
+        factor=factor,
         original_max_position=original or trained,
-        low_freq_factor=scaling.get("low_freq_factor", 1.0),
-        high_freq_factor=scaling.get("high_freq_factor", 4.0),
-        attention_factor=scaling.get("attention_factor"),
-        beta_fast=scaling.get("beta_fast") or 32.0,
-        beta_slow=scaling.get("beta_slow") or 1.0,
-        mscale=scaling.get("mscale"),
-        mscale_all_dim=scaling.get("mscale_all_dim"),
-        truncate=scaling.get("truncate", True),
-        short_factor=_floats(scaling.get("short_factor")),
-        long_factor=_floats(scaling.get("long_factor")),
+        low_freq_factor=_number(scaling, "low_freq_factor", 1.0),
+        high_freq_factor=_number(scaling, "high_freq_factor", 4.0),
+        attention_factor=_number(scaling, "attention_factor", None),
+        beta_fast=_number(scaling, "beta_fast", 32.0),
+        beta_slow=_number(scaling, "beta_slow", 1.0),
+        mscale=_number(scaling, "mscale", None, above=-math.inf),
+        mscale_all_dim=_number(scaling, "mscale_all_dim", None, above=-math.inf),
+        truncate=boolean(scaling, "truncate", True),
+        short_factor=_factors(scaling, "short_factor"),
+        long_factor=_factors(scaling, "long_factor"),
     )
-    frequencies(rope, trained)  # refuses here what would fail only once programs are traced
+    if kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
+        required = f"above low_freq_factor {rope.low_freq_factor}"
+        raise malformed("high_freq_factor", rope.high_freq_factor, required)
+    try:
+        frequencies(rope, trained)  # refuses here what would fail only once programs are traced
+    except ArithmeticError as error:
+        raise ModelError(f"config.json asks for {rope}, which has no value: {error}.") from error
     return rope
 
 
-def _floats(values: list[float] | None) -> tuple[float, ...] | None:
-    return None if values is None else tuple(float(value) for value in values)
+def _head_dim(raw: dict[str, Any], num_heads: int) -> int:
+    hidden_size = _integer(raw, "hidden_size")
+    if "head_dim" not in raw and hidden_size % num_heads:
+        required = f"a multiple of num_attention_heads {num_heads}, as there is no head_dim"
+        raise malformed("hidden_size", hidden_size, required)
+    return _integer(raw, "head_dim", hidden_size // num_heads)
+
+
+def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """All that is said about rotation, without nulls: the newer place wins over the older."""
+    names = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+    fields = {name: raw.get(name) for name in names}
+    for place in ("rope_scaling", "rope_parameters"):
+        inner = {} if raw.get(place) is None else raw[place]
+        if not isinstance(inner, dict):
+            raise malformed(place, inner, "an object")
+        fields |= {name: value for name, value in inner.items() if value is not None}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _integer(raw: dict[str, Any], name: str, default: Any = _REQUIRED, minimum: int = 1) -> Any:
+    """The integer `name`; `default`, which may be None, where it is absent."""
+    if name not in raw:
+        return _default(raw, name, default)
+    value = raw[name]
+    if type(value) is not int or value < minimum:  # isinstance would let True pass for 1
+        raise malformed(name, value, f"an integer of at least {minimum}")
+    return value
+
+
+def _number(raw: dict[str, Any], name: str, default: Any = _REQUIRED, above: float = 0.0) -> Any:
+    """The finite number `name` as a float; `default`, which may be None, where it is absent."""
+    if name not in raw:
+        return _default(raw, name, default)
+    if not _is_number(raw[name], above):
+        raise malformed(name, raw[name], f"a number above {above:g}")
+    return float(raw[name])
+
+
+def boolean(raw: dict[str, Any], name: str, default: bool, file: str = "config.json") -> bool:
+    """The field `name`, or `default` where it is absent; ModelError unless true or false."""
+    value = raw.get(name, default)
+    if not isinstance(value, bool):
+        raise malformed(name, value, "true or false", file)
+    return value
+
+
+def _factors(raw: dict[str, Any], name: str) -> tuple[float, ...] | None:
+    values = raw.get(name)
+    if values is None:
+        return None
+    if not isinstance(values, list) or not all(_is_number(value, 0.0) for value in values):
+        raise malformed(name, values, "a list of numbers above 0")
+    return tuple(float(value) for value in values)
+
+
+def _is_number(value: Any, above: float) -> bool:
+    return type(value) in (int, float) and above < value <= sys.float_info.max
+
+
+def _default(raw: dict[str, Any], name: str, default: Any) -> Any:
+    if default is _REQUIRED:
+        raise UnsupportedModelError(
+            f"config.json has no field {name!r}, which {raw.get('architectures')} needs."
+        )
+    return default
+
+
+def malformed(name: str, value: Any, required: str, file: str = "config.json") -> ModelError:
+    """The error for field `name` of `file`, whose `value` is not what is `required`."""
+    return ModelError(f"{file} has {name} {value!r}; it must be {required}.")

@@ -2,7 +2,7 @@
 
 An activation is [features, tokens] and a weight is [out, in], as checkpoints store it, so a linear
 layer is `weight @ x`. CPUs multiply a few tokens up to 1.9 times faster this way round
-(docs/decisions/001-feature-major.md); GPUs and TPUs do not care.
+(docs/decisions/001-feature-major.md).
 """
 
 from __future__ import annotations

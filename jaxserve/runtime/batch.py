@@ -120,9 +120,7 @@ class StepLayout:
 
     def unpack(self, vector: jax.Array) -> StepInputs:
         """The inputs that `vector` holds, positions and write addresses worked out."""
-        raw = {
-            name: vector[place].reshape(shape) for name, (place, shape) in self.fields.items()
-        }
+        raw = {name: vector[place].reshape(shape) for name, (place, shape) in self.fields.items()}
         batch = RaggedBatch(raw["tables"], raw["context"], raw["starts"], raw["lengths"])
         token = jnp.arange(self.key.num_tokens)
         if self.chunks:

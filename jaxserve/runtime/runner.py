@@ -183,7 +183,9 @@ class Runner:
             slots = np.full(bucket, self.geometry.trash_slot, np.int32)
             slots[: len(sampled)] = [chunk.slot for chunk in sampled]
             program = self._programs[specs.sample_name("greedy", bucket)].call
-            self._last_tokens, token_ids = program(self._outside_layers, self._last_tokens, hidden, slots)
+            self._last_tokens, token_ids = program(
+                self._outside_layers, self._last_tokens, hidden, slots
+            )
             return token_ids, None
         for chunk, row in zip(sampled, rows):
             if row.stateful and chunk in packed.plan.prefills:
@@ -223,9 +225,7 @@ class Runner:
     def _admit(self, chunk: Chunk, row: SamplingRow) -> None:
         """Fill the sequence's row of sampling state, which another sequence may have used."""
         program = self._programs[specs.ADMIT].call
-        self._state = program(
-            self._state, np.int32(chunk.slot), self._admission(chunk.seq, row)
-        )
+        self._state = program(self._state, np.int32(chunk.slot), self._admission(chunk.seq, row))
 
     def _admission(self, seq: Sequence, row: SamplingRow) -> np.ndarray:
         return pack_admission(

@@ -64,7 +64,8 @@ class Geometry:
 
     @functools.cached_property
     def layouts(self) -> dict[ProgramKey, StepLayout]:
-        return {key: self._layout(key) for key in self.buckets.keys()}
+        keys = self.buckets.keys()
+        return {key: self._layout(key) for key in keys}
 
     def _layout(self, key: ProgramKey) -> StepLayout:
         chunks = self.max_chunks if key.prefill_tokens else 0

@@ -20,6 +20,7 @@ from jaxserve.runtime.programs import Compilation, Program, Programs
 from jaxserve.runtime.runner import Runner
 from jaxserve.runtime.specs import Geometry, program_specs
 from jaxserve.sampling import state_bytes
+from jaxserve.text import Tokenizer
 
 
 class Progress(Protocol):
@@ -41,6 +42,7 @@ class EnginePlan:
     geometry: Geometry
     memory: MemoryPlan
     device: jax.Device
+    tokenizer: Tokenizer
 
     @property
     def cache(self) -> ExecutableCache | None:
@@ -93,7 +95,7 @@ def plan(config: EngineConfig) -> EnginePlan:
     )
     memory.check()
     geometry = Geometry(config, model, family, memory.num_pages)
-    return EnginePlan(config, checkpoint, geometry, memory, device)
+    return EnginePlan(config, checkpoint, geometry, memory, device, checkpoint.tokenizer())
 
 
 def start(

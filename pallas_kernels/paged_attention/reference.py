@@ -30,8 +30,6 @@ def paged_attention(q, pages, batch, *, num_decodes, scale, window=None):
                 scores = k[first : last + 1, kv_head] @ q[start + token, head] * scale
                 peak = scores.max()
                 weights = np.exp(scores - peak)
-                out[start + token, head] = (
-                    weights @ v[first : last + 1, kv_head] / weights.sum()
-                )
+                out[start + token, head] = weights @ v[first : last + 1, kv_head] / weights.sum()
                 lse[start + token, head] = peak + np.log(weights.sum())
     return out, lse

@@ -53,6 +53,9 @@ REFUSED = {
     "a token id that is no integer": ([1, 2.5], {}, r"2\.5 is not an integer"),
     "no prompt": (None, {}, "None"),
     "a prompt that is a number": (17, {}, "17"),
+    "bytes": (b"abc", {}, "decode it"),
+    "a truth value for a token": ([1, True], {}, "True is not an integer"),
+    "a dict with another key": ({"prompt": "hi"}, {}, "prompt_token_ids"),
     "text that is not Unicode": ("\ud800", {}, "Unicode"),
     "a stop token beyond the vocabulary": ([1], {"stop_token_ids": (999,)}, "stop_token_ids.*999"),
     "a bias beyond the vocabulary": ([1], {"logit_bias": {256: 1.0}}, "logit_bias.*256"),
@@ -165,24 +168,25 @@ def test_aborting_at_any_step_frees_everything_and_hurts_nobody(llama, engine):
 # Interruption
 
 
-@pytest.mark.parametrize("method", ["pack", "dispatch", "read"])
-def test_an_interrupt_within_a_step_leaves_the_engine_usable(llama, llm, monkeypatch, method):
-    engine = llm.engine
-    real, calls = getattr(engine._runner, method), []
+def test_a_step_cut_in_two_closes_the_engine(llama, monkeypatch):
+    """What a second Ctrl-C does: donated buffers may be lost, so nothing may run on them."""
+    with llama.load() as llm:
+        engine, calls = llm.engine, []
+        real = engine._runner.dispatch
 
-    def interrupted(*arguments):
-        calls.append(method)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return real(*arguments)
+        def interrupted(packed):
+            calls.append(packed)
+            if len(calls) == 4:
+                raise KeyboardInterrupt
+            return real(packed)
 
-    monkeypatch.setattr(engine._runner, method, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(llama.prompts, GREEDY, use_tqdm=False)
-    monkeypatch.undo()
-    assert_idle(engine)
-    outputs = llm.generate(llama.prompts, GREEDY, use_tqdm=False)
-    assert [list(output.outputs[0].token_ids) for output in outputs] == llama.answers
+        monkeypatch.setattr(engine._runner, "dispatch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(llama.prompts, GREEDY, use_tqdm=False)
+        monkeypatch.undo()
+        with pytest.raises(EngineClosedError, match="KeyboardInterrupt"):
+            llm.generate(llama.prompts[:1], GREEDY, use_tqdm=False)
+        assert not engine.scheduler.has_work
 
 
 def test_ctrl_c_at_any_moment(llama):

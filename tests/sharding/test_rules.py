@@ -24,7 +24,9 @@ def test_a_named_dimension_is_split_over_its_axis():
 
 
 def test_an_axis_the_mesh_lacks_splits_nothing():
-    assert named_sharding(mesh(data=2), ("embed", "mlp"), (64, 96)).spec == PartitionSpec(None, None)
+    assert named_sharding(mesh(data=2), ("embed", "mlp"), (64, 96)).spec == PartitionSpec(
+        None, None
+    )
 
 
 def test_a_dimension_that_does_not_divide_is_refused_with_both_numbers():

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import SingleDeviceSharding
 
 from jaxserve.errors import ModelError
+from jaxserve.models.family import Params
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.orbax import save_params
 from jaxserve.models.loading.params import Progress, default_dtype, load_params
 from jaxserve.models.registry import get_family
+from jaxserve.text.tokenizer import Tokenizer
 
 
 def convert(
@@ -28,7 +31,8 @@ def convert(
     The directory holds parameters, config, generation defaults and tokenizer, so it is a model by
     itself, and it appears whole or not at all. Without `dtype` the weights are stored as the
     current platform would load them. The host must hold the model once. Raises ModelError when
-    `destination` exists and is not an empty directory, and whatever opening `source` raises.
+    `destination` exists and is not an empty directory or cannot be written, and whatever opening
+    `source` raises.
     """
     destination = Path(destination).expanduser().absolute()
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
@@ -45,6 +49,17 @@ def convert(
         shardings=jax.tree.map(lambda spec: host, family.param_specs(checkpoint.config)),
         progress=progress,
     )
+    try:
+        _write(params, checkpoint.config_files(), tokenizer, destination)
+    except OSError as error:
+        raise ModelError(f"{destination} cannot be written: {error}.") from error
+    return destination
+
+
+def _write(
+    params: Params, configs: dict[str, dict[str, Any]], tokenizer: Tokenizer, destination: Path
+) -> None:
+    """Everything under a scratch name first, then one rename."""
     destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         dir=destination.parent, prefix=f".{destination.name}-"
@@ -52,8 +67,7 @@ def convert(
         staging = Path(scratch) / "model"
         staging.mkdir()
         save_params(params, staging)
-        for name, content in checkpoint.config_files().items():
+        for name, content in configs.items():
             (staging / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         tokenizer.save(staging)
         staging.rename(destination)
-    return destination

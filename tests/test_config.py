@@ -1,0 +1,52 @@
+"""Settings: what is refused before anything is opened."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.models.config import ModelConfig, RopeConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "int3"}, "dtype is 'int3'.*float32, bfloat16, float16"),
+        ({"scheduler": ["x"]}, r"scheduler is \['x'\].*sarathi"),
+        ({"program_scope": "foo"}, "program_scope is 'foo'.*step, layer"),
+        ({"load_format": "pickle"}, "load_format is 'pickle'"),
+        ({"quantization": "awq"}, "quantization is 'awq'"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0.*1 or more"),
+        ({"max_num_seqs": True}, "max_num_seqs is True"),
+        ({"memory_utilization": "a"}, r"memory_utilization is 'a'.*\(0, 1\]"),
+        ({"memory_utilization": 0}, "memory_utilization is 0"),
+        ({"seed": None}, "seed is None"),
+        ({"model": ""}, "model is empty"),
+        ({"tensor_parallel_size": 2}, "no setting 'tensor_parallel_size'.*max_num_seqs"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_with_its_value(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.of(**settings)
+
+
+def model(kind: str) -> ModelConfig:
+    return ModelConfig("LlamaForCausalLM", 64, 32, 64, 1, 2, 2, 16, 128, RopeConfig(kind=kind))
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
+def test_a_context_beyond_the_models_is_refused(kind):
+    with pytest.raises(ConfigError, match=r"max_model_len is 256.*at most 128"):
+        EngineConfig(max_model_len=256).resolve(model(kind), "cpu")
+
+
+def test_dynamic_scaling_stretches_to_the_context_asked_for():
+    assert EngineConfig(max_model_len=256).resolve(model("dynamic"), "cpu").max_model_len == 256
+
+
+def test_what_is_not_said_is_decided():
+    resolved = EngineConfig().resolve(model("default"), "cpu")
+    undecided = [name for name, value in vars(resolved).items() if value is None]
+    assert undecided == ["quantization", "kv_cache_memory_bytes"]
+    assert EngineConfig().resolve(model("default"), "gpu").dtype == "bfloat16"
