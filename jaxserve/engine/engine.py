@@ -31,6 +31,7 @@ from jaxserve.runtime.runner import DispatchedStep, Runner, StepResults
 from jaxserve.runtime.startup import EnginePlan, Progress, no_progress, start
 from jaxserve.sampling import NO_TOKEN, TokenLogprobs, sequence_seed
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.text import Tokenizer
 
 _STEPS_AHEAD = 1
 """Steps dispatched beyond the one being read."""
@@ -39,10 +40,17 @@ _STEPS_AHEAD = 1
 class Engine:
     """Serves requests on one model. Not thread-safe: one caller adds, steps and aborts."""
 
-    def __init__(self, plan: EnginePlan, runner: Runner, log: EventLog, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        plan: EnginePlan,
+        tokenizer: Tokenizer,
+        runner: Runner,
+        log: EventLog,
+        metrics: Metrics,
+    ) -> None:
         config = plan.config
         self.plan = plan
-        self.tokenizer = plan.tokenizer
+        self.tokenizer = tokenizer
         self.log = log
         self.metrics = metrics
         self.pool = PagePool(plan.memory.num_pages, config.page_size)
@@ -68,7 +76,7 @@ class Engine:
         self._displaced: set[int] = set()
         self._closed: str | None = None
         self._eos = frozenset(plan.geometry.model.eos_token_ids) | frozenset(
-            plan.tokenizer.eos_token_ids
+            tokenizer.eos_token_ids
         )
 
     @classmethod
@@ -79,8 +87,8 @@ class Engine:
         event log for a trace file. Raises ModelError, ConfigError or MemoryPlanError."""
         metrics = Metrics()
         log = EventLog(metrics.fold, clock=monotonic_us, keep_all=keep_events)
-        plan, runner = start(config, log, progress)
-        return cls(plan, runner, log, metrics)
+        plan, tokenizer, runner = start(config, log, progress)
+        return cls(plan, tokenizer, runner, log, metrics)
 
     @property
     def has_work(self) -> bool:

@@ -42,7 +42,6 @@ class EnginePlan:
     geometry: Geometry
     memory: MemoryPlan
     device: jax.Device
-    tokenizer: Tokenizer
 
     @property
     def cache(self) -> ExecutableCache | None:
@@ -95,15 +94,16 @@ def plan(config: EngineConfig) -> EnginePlan:
     )
     memory.check()
     geometry = Geometry(config, model, family, memory.num_pages)
-    return EnginePlan(config, checkpoint, geometry, memory, device, checkpoint.tokenizer())
+    return EnginePlan(config, checkpoint, geometry, memory, device)
 
 
 def start(
     config: EngineConfig, log: EventLog, progress: Progress = no_progress
-) -> tuple[EnginePlan, Runner]:
+) -> tuple[EnginePlan, Tokenizer, Runner]:
     """Make a model ready to run: programs compile in threads while the weights stream in."""
     with log.phase("startup", "plan"):
         decided = plan(config)
+        tokenizer = decided.checkpoint.tokenizer()
     compilation = decided.compile(progress, log)
     try:
         with log.phase("startup", "weights"):
@@ -121,4 +121,4 @@ def start(
     decided = decided.with_programs(programs)
     with log.phase("startup", "memory"):
         runner = Runner(decided.geometry, params, programs)
-    return decided, runner
+    return decided, tokenizer, runner
