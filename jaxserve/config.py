@@ -13,6 +13,11 @@ from jaxserve.models.config import ModelConfig
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+def default_dtype(platform: str) -> str:
+    """The fastest dtype on a JAX platform: CPUs without bfloat16 units convert at every use."""
+    return "float32" if platform == "cpu" else "bfloat16"
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """Settings of one engine. None means: decided from the model and the device.
@@ -112,7 +117,7 @@ class EngineConfig:
         seqs = self.max_num_seqs or (32 if on_cpu else 128)
         return dataclasses.replace(
             self,
-            dtype=self.dtype or ("float32" if on_cpu else "bfloat16"),
+            dtype=self.dtype or default_dtype(platform),
             max_model_len=length,
             max_num_seqs=seqs,
             max_num_batched_tokens=self.max_num_batched_tokens

@@ -11,9 +11,10 @@ import pytest
 from safetensors.numpy import save_file
 from tiny_checkpoints import CONFIG, random_tensors, write_hf
 
+from jaxserve.config import default_dtype
 from jaxserve.errors import ConfigError, ModelError, UnsupportedModelError, WeightsError
 from jaxserve.models.loading.checkpoint import open_checkpoint
-from jaxserve.models.loading.params import default_dtype, load_params
+from jaxserve.models.loading.params import load_params
 from jaxserve.models.registry import get_family
 
 

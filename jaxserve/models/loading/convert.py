@@ -10,11 +10,12 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from jaxserve.config import default_dtype
 from jaxserve.errors import ModelError
 from jaxserve.models.family import Params
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.orbax import save_params
-from jaxserve.models.loading.params import Progress, default_dtype, load_params
+from jaxserve.models.loading.params import Progress, load_params
 from jaxserve.models.registry import get_family
 from jaxserve.text.tokenizer import Tokenizer
 

@@ -10,20 +10,15 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from jaxserve.config import DTYPES
 from jaxserve.errors import ConfigError
 from jaxserve.models.family import Family, Params, ParamSpec
 from jaxserve.models.loading.assemble import TensorSource, assemble
 from jaxserve.models.loading.checkpoint import Checkpoint, Restorable
 
-DTYPES = ("float32", "bfloat16", "float16")
 Progress = Callable[[int, int], None]
 # Dequantising and copying release the interpreter lock; each worker holds one parameter at a time.
 _WORKERS = 4
-
-
-def default_dtype(platform: str) -> str:
-    """The fastest dtype on a JAX platform: CPUs without bfloat16 units convert at every use."""
-    return "float32" if platform == "cpu" else "bfloat16"
 
 
 def load_params(
