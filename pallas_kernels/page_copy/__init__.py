@@ -1,0 +1,5 @@
+"""Whole pages, of all layers at once, moved within the pool and in and out of it."""
+
+from pallas_kernels.page_copy.api import copy_pages, gather_pages, image_elements, scatter_pages
+
+__all__ = ["copy_pages", "gather_pages", "image_elements", "scatter_pages"]

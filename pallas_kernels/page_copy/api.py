@@ -1,0 +1,75 @@
+"""The signatures of moving pages, and what they mean.
+
+The image of a page is everything that the pool holds under one page id: layer by layer, keys
+[kv_heads, head_dim, page_size] then values [kv_heads, page_size, head_dim], without gaps. Staging
+[n, image_elements] is a row of images, in one array that no step touches: what moves between
+device and host, while the pool itself goes on being donated from step to step.
+
+Images are moved bit for bit, whatever the dtype and whatever NaNs they hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.page_copy import xla
+from pallas_kernels.paged_attention import KVPages
+
+
+def image_elements(layers: Sequence[KVPages]) -> int:
+    """Elements of one page's image; `layers` may be arrays or only their shapes."""
+    return sum(math.prod(array.shape[1:]) for pages in layers for array in pages)
+
+
+def gather_pages(layers: Sequence[KVPages], page_ids: jax.Array) -> jax.Array:
+    """Staging [n, image_elements], of the pages' dtype: image i is that of page_ids[i].
+
+    layers: the KVPages of each layer, all with the same number of pages and the same dtype.
+    page_ids [n] int32, n at least 1; ids may repeat. An id outside the pool, negative ones
+    included, gives an image of zeros.
+    """
+    return xla.gather_pages(layers, page_ids)
+
+
+def scatter_pages(
+    layers: Sequence[KVPages], page_ids: jax.Array, staging: jax.Array
+) -> list[KVPages]:
+    """The layers with image i of staging [n, image_elements] as page page_ids[i] [n] int32.
+
+    In place when the layers are donated. An id outside the pool, negative ones included, writes
+    nothing. An id given twice ends with one of its images, unspecified which: only the trash page
+    should be. Raises ValueError when staging has another shape or dtype than `gather_pages` of as
+    many ids would give.
+    """
+    expected = (page_ids.shape[0], image_elements(layers))
+    if staging.shape != expected:
+        raise ValueError(
+            f"staging has shape {staging.shape}; {expected[0]} page ids of {len(layers)} layers "
+            f"need {expected}."
+        )
+    if staging.dtype != layers[0].k.dtype:
+        raise ValueError(f"staging is {staging.dtype}; the pages are {layers[0].k.dtype}.")
+    return xla.scatter_pages(layers, page_ids, staging)
+
+
+def copy_pages(layers: Sequence[KVPages], sources: jax.Array, targets: jax.Array) -> list[KVPages]:
+    """The layers with page targets[i] made equal to what page sources[i] was; int32 [n] each.
+
+    All sources are read before any target is written, so a page may be both. In place when the
+    layers are donated, but for n images of temporary memory. A pair with an id outside the pool
+    on either side, negative ones included, copies nothing. A target given twice ends as one of its
+    sources, unspecified which: only the trash page should be. Raises ValueError when there are
+    not as many sources as targets.
+    """
+    if sources.shape != targets.shape:
+        raise ValueError(
+            f"{sources.shape[0]} sources cannot be copied to {targets.shape[0]} targets: "
+            "pad the shorter with -1."
+        )
+    num_pages = layers[0].k.shape[0]
+    targets = jnp.where((sources >= 0) & (sources < num_pages), targets, -1)
+    return scatter_pages(layers, targets, gather_pages(layers, sources))

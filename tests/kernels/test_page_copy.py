@@ -1,0 +1,197 @@
+"""One contract for every implementation of moving pages, against numpy, to the last bit."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.page_copy import (
+    copy_pages,
+    gather_pages,
+    image_elements,
+    reference,
+    scatter_pages,
+    xla,
+)
+from pallas_kernels.paged_attention import KVPages, PageLayout
+
+PAGES, LAYERS, IDS = 7, 2, 4
+OUTSIDE = (-(2**31), -PAGES - 1, -PAGES, -1, PAGES, PAGES + 1, 2**31 - 1)
+DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8")
+
+sources = st.lists(
+    st.one_of(st.integers(0, PAGES - 1), st.sampled_from(OUTSIDE)), min_size=IDS, max_size=IDS
+).map(np.int32)
+"""Any ids, some twice, some of no page."""
+
+
+@st.composite
+def targets(draw):
+    """Ids none of which repeats, but for the trash page and what lies outside the pool."""
+    pages = draw(st.permutations(range(1, PAGES)))[:IDS]
+    nowhere = draw(st.lists(st.sampled_from((None, None, 0, *OUTSIDE)), min_size=IDS, max_size=IDS))
+    return np.int32([page if other is None else other for page, other in zip(pages, nowhere)])
+
+
+def layout(dtype, num_pages=PAGES, page_size=6):
+    """Pages whose keys and values are laid out differently."""
+    return PageLayout(num_pages, page_size, num_kv_heads=2, head_dim=4, dtype=jnp.dtype(dtype))
+
+
+def random_bits(shape, dtype, rng):
+    """Any bits at all: among floats, NaNs of every payload."""
+    return np.frombuffer(rng.bytes(math.prod(shape) * dtype.itemsize), dtype).reshape(shape)
+
+
+def pool(dtype, seed=0):
+    """Layers of KVPages of random bits, as numpy."""
+    rng, shapes = np.random.default_rng(seed), layout(dtype).shapes
+    return [
+        KVPages(*(random_bits(like.shape, like.dtype, rng) for like in shapes))
+        for _ in range(LAYERS)
+    ]
+
+
+def assert_same_bits(actual, expected):
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    np.testing.assert_array_equal(
+        np.ascontiguousarray(actual).view(np.uint8), np.ascontiguousarray(expected).view(np.uint8)
+    )
+
+
+def assert_same_pages(actual, expected, first=0):
+    """From page `first` on; 1 leaves out the trash page, where writers may race."""
+    assert len(actual) == len(expected)
+    for left, right in zip(actual, expected):
+        for one, other in zip(left, right):
+            assert_same_bits(np.asarray(one)[first:], other[first:])
+
+
+class PageCopyContract:
+    """What the three functions, with the signatures of the api, must do."""
+
+    gather = scatter = copy = None
+    dtypes = DTYPES
+
+    @classmethod
+    @functools.cache
+    def jitted(cls, name):
+        donated = () if name == "gather" else 0
+        return jax.jit(getattr(cls, name), donate_argnums=donated)
+
+    def run(self, name, layers, *arguments):
+        return self.jitted(name)(*jax.tree.map(jnp.asarray, (layers, *arguments)))
+
+    @settings(max_examples=40, deadline=None)
+    @given(page_ids=sources, data=st.data())
+    def test_gather(self, page_ids, data):
+        layers = pool(data.draw(st.sampled_from(self.dtypes)))
+        staging = self.run("gather", layers, page_ids)
+        assert_same_bits(staging, reference.gather_pages(layers, page_ids))
+
+    @settings(max_examples=40, deadline=None)
+    @given(page_ids=targets(), data=st.data())
+    def test_scatter(self, page_ids, data):
+        layers = pool(data.draw(st.sampled_from(self.dtypes)))
+        shape = (IDS, image_elements(layers))
+        staging = random_bits(shape, layers[0].k.dtype, np.random.default_rng(1))
+        written = self.run("scatter", layers, page_ids, staging)
+        trash = int(np.sum(page_ids == 0) > 1)
+        assert_same_pages(written, reference.scatter_pages(layers, page_ids, staging), trash)
+
+    @settings(max_examples=40, deadline=None)
+    @given(source_ids=sources, target_ids=targets(), data=st.data())
+    def test_copy(self, source_ids, target_ids, data):
+        layers = pool(data.draw(st.sampled_from(self.dtypes)))
+        copied = self.run("copy", layers, source_ids, target_ids)
+        trash = int(np.sum(target_ids == 0) > 1)
+        assert_same_pages(copied, reference.copy_pages(layers, source_ids, target_ids), trash)
+
+    def test_a_page_may_be_both_source_and_target(self):
+        """A rotation: done one after the other, one page would end up everywhere."""
+        layers = pool(self.dtypes[0])
+        ring = np.int32([1, 2, 3, 4])
+        copied = self.run("copy", layers, ring, np.roll(ring, -1))
+        for before, after in zip(layers, copied):
+            for old, new in zip(before, after):
+                assert_same_bits(np.asarray(new)[[2, 3, 4, 1]], old[ring])
+                assert_same_bits(np.asarray(new)[[0, 5, 6]], old[[0, 5, 6]])
+
+    def test_a_gathered_image_can_be_put_elsewhere(self):
+        """Keys and values of all layers, padded at both ends with the trash page."""
+        for dtype in self.dtypes:
+            layers = pool(dtype)
+            staging = self.run("gather", layers, np.int32([5, 2, 0, 0]))
+            moved = self.run("scatter", pool(dtype, seed=1), np.int32([3, 6, 0, 0]), staging)
+            for before, after in zip(layers, moved):
+                for old, new in zip(before, after):
+                    assert_same_bits(np.asarray(new)[[3, 6, 0]], old[[5, 2, 0]])
+
+    def test_nothing_is_moved_by_ids_outside_the_pool(self):
+        nowhere = np.int32([-1, -PAGES, PAGES, 2**31 - 1])
+        for dtype in self.dtypes:
+            layers = pool(dtype)
+            assert not np.asarray(self.run("gather", layers, nowhere)).view(np.uint8).any()
+            staging = self.run("gather", layers, np.int32([1, 2, 3, 4]))
+            assert_same_pages(self.run("scatter", layers, nowhere, staging), layers)
+            for pair in ((nowhere, np.int32([1, 2, 3, 4])), (np.int32([1, 2, 3, 4]), nowhere)):
+                assert_same_pages(self.run("copy", layers, *pair), layers)
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_the_pool_stays_where_it_is(self, dtype):
+        """Donated pages are updated in place; what is needed besides is the images moved."""
+        pages = layout(dtype, num_pages=64, page_size=256)
+        layers = [pages.shapes] * LAYERS
+        pool_bytes = LAYERS * pages.num_pages * pages.page_bytes
+        image_bytes = LAYERS * pages.page_bytes
+        ids = jax.ShapeDtypeStruct((IDS,), jnp.int32)
+        staging = jax.ShapeDtypeStruct((IDS, image_elements(layers)), pages.dtype)
+        for name, arguments in (("scatter", (ids, staging)), ("copy", (ids, ids))):
+            memory = self.jitted(name).lower(layers, *arguments).compile().memory_analysis()
+            assert memory.alias_size_in_bytes == pool_bytes
+            assert memory.temp_size_in_bytes < (IDS + 2) * image_bytes < pool_bytes
+
+
+class TestXla(PageCopyContract):
+    gather = staticmethod(gather_pages)
+    scatter = staticmethod(scatter_pages)
+    copy = staticmethod(copy_pages)
+
+
+@settings(max_examples=40, deadline=None)
+@given(source_ids=sources, target_ids=targets(), dtype=st.sampled_from(("float32", "int8")))
+def test_array_by_array_means_the_same(source_ids, target_ids, dtype):
+    """What accelerators run; not in bfloat16, which they have and CPUs only emulate."""
+    layers = pool(dtype)
+    arrays = [jnp.asarray(array) for pages in layers for array in pages]
+    staging = jax.jit(xla.gather_by_array)(arrays, source_ids)
+    expected = reference.gather_pages(layers, source_ids)
+    assert_same_bits(staging, expected)
+    written = jax.jit(xla.scatter_by_array)(arrays, target_ids, staging)
+    written = [KVPages(k, v) for k, v in zip(written[::2], written[1::2])]
+    trash = int(np.sum(target_ids == 0) > 1)
+    assert_same_pages(written, reference.scatter_pages(layers, target_ids, expected), trash)
+
+
+def test_an_image_has_the_elements_of_one_page_of_every_layer():
+    assert image_elements([layout("float32").shapes] * 3) == 3 * 2 * (2 * 4 * 6)
+
+
+def test_what_does_not_fit_is_refused():
+    layers = jax.tree.map(jnp.asarray, pool("float32"))
+    ids = jnp.zeros(IDS, jnp.int32)
+    size = image_elements(layers)
+    with pytest.raises(ValueError, match=rf"shape \(3, {size}\); 4 page ids of 2 layers need"):
+        scatter_pages(layers, ids, jnp.zeros((3, size)))
+    with pytest.raises(ValueError, match="staging is float16; the pages are float32"):
+        scatter_pages(layers, ids, jnp.zeros((IDS, size), jnp.float16))
+    with pytest.raises(ValueError, match="4 sources cannot be copied to 2 targets"):
+        copy_pages(layers, ids, ids[:2])
