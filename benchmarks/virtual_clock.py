@@ -7,11 +7,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
+import numpy as np
 from workloads import Job
 
 from jaxserve.engine.plan import StepPlan
 from jaxserve.engine.scheduler import Scheduler, SchedulerConfig
 from jaxserve.engine.sequence import Sequence
+from jaxserve.kv.copier import Copier
+from jaxserve.kv.manager import KVManager
 from jaxserve.kv.pages import PagePool
 from jaxserve.sampling_params import SamplingParams
 
@@ -36,11 +39,13 @@ class Step:
 
 @dataclasses.dataclass
 class Run:
-    """What happened: every step, every job's sequence, and when each of its tokens was ready."""
+    """What happened: every step, every job's sequence, when each of its tokens was ready, and how
+    many tokens of its prompt were found computed when it first ran."""
 
     steps: list[Step]
     sequences: list[Sequence]
     token_us: list[list[int]]
+    cached_tokens: dict[int, int]
 
     @property
     def first_token_us(self) -> list[int]:
@@ -57,6 +62,10 @@ class Run:
     @property
     def num_preemptions(self) -> int:
         return sum(seq.num_preemptions for seq in self.sequences)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(step.num_prefill_tokens for step in self.steps)
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -76,23 +85,29 @@ def linear_us(base_us: int, per_token_us: int) -> Callable[[StepPlan], int]:
 def simulate(
     jobs: Iterable[Job],
     config: SchedulerConfig,
-    pool: PagePool,
+    memory: PagePool | KVManager,
     step_us: Callable[[StepPlan], int],
     delay: int = 1,
     on_step: Callable[[Scheduler, StepPlan], None] | None = None,
+    copier: Copier | None = None,
 ) -> Run:
     """Serves the jobs to the end.
 
     Tokens are collected `delay` steps late: with 1, step N+1 is planned before step N is read, as
     the engine does. A job's n-th token has the id n. `on_step` sees each plan as it is made.
+
+    `memory` is a KV manager, or a pool for one that keeps no prefixes. A manager with tiers comes
+    with the `copier` that it was given, whose clock must stand at 0: a move takes no time and ends
+    before the next step is planned, and what it moves is as long as an image but says nothing.
     """
-    scheduler = Scheduler(config, pool)
+    kv = memory if isinstance(memory, KVManager) else KVManager(memory, prefix_caching=False)
+    scheduler = Scheduler(config, kv)
     jobs = list(jobs)
     sequences = [_sequence(seq_id, job) for seq_id, job in enumerate(jobs)]
     arrivals = deque(sorted(sequences, key=lambda seq: seq.arrival_us))
     aborts = deque(sorted((j.abort_us, i) for i, j in enumerate(jobs) if j.abort_us is not None))
     in_flight: deque[tuple[StepPlan, int]] = deque()
-    run = Run([], sequences, [[] for _ in jobs])
+    run = Run([], sequences, [[] for _ in jobs], {})
     now = 0
 
     def collect() -> None:
@@ -113,7 +128,12 @@ def simulate(
             scheduler.abort(aborts.popleft()[1])
         while len(in_flight) > delay:
             collect()
+        if copier is not None:
+            _end_moves(kv, copier)
         plan = scheduler.schedule()
+        _begin_moves(kv, copier)
+        for chunk in plan.prefills:
+            run.cached_tokens.setdefault(chunk.seq.seq_id, chunk.start)
         if on_step is not None:
             on_step(scheduler, plan)
         if not plan.empty:
@@ -123,6 +143,8 @@ def simulate(
             now = end_us
         elif in_flight:
             collect()
+        elif kv.mover.num_under_way:
+            continue
         elif arrivals:
             now = arrivals[0].arrival_us
         elif scheduler.has_work:
@@ -130,15 +152,35 @@ def simulate(
     return run
 
 
+def _begin_moves(kv: KVManager, copier: Copier | None) -> None:
+    """Does what the engine would do on the device before a step."""
+    operations = kv.operations()
+    for load in operations.loads:
+        load.ticket.consume()
+    for save in operations.saves:
+        images = np.zeros((len(save.nodes), kv.mover.page_bytes), np.uint8)
+        kv.begin(save, images if copier.reserve() else None)
+
+
+def _end_moves(kv: KVManager, copier: Copier) -> None:
+    while kv.mover.num_under_way:
+        copier.wait(timeout_us=1_000_000)
+        kv.poll(now_us=0)
+
+
 def _sequence(seq_id: int, job: Job) -> Sequence:
+    alike = job.token_ids is not None
     return Sequence(
         seq_id=seq_id,
         request_id=str(seq_id),
         index=0,
-        prompt_token_ids=[0] * job.prompt_tokens,
+        prompt_token_ids=list(job.token_ids) if alike else [0] * job.prompt_tokens,
         params=SamplingParams(max_tokens=job.max_tokens),
         arrival_us=job.arrival_us,
         priority=job.priority,
+        tenant=job.tenant,
+        salt=b"" if alike else str(seq_id).encode(),
+        prefixes=() if job.shared_prefix is None else (job.shared_prefix,),
     )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncEngine
+    from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from jaxserve.config import EngineConfig
     from jaxserve.llm import LLM
     from jaxserve.outputs import CompletionOutput, Delta, Logprob, RequestOutput
@@ -17,6 +18,9 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "Delta",
     "EngineConfig",
@@ -28,6 +32,9 @@ __all__ = [
 _HOMES = {
     "LLM": "llm",
     "AsyncEngine": "async_engine",
+    "BeamSearchOutput": "beam_search",
+    "BeamSearchParams": "beam_search",
+    "BeamSearchSequence": "beam_search",
     "CompletionOutput": "outputs",
     "Delta": "outputs",
     "EngineConfig": "config",

@@ -17,7 +17,8 @@ from typing import Any, Self
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.metrics import Metric
-from jaxserve.engine.request import Prompt, Request
+from jaxserve.engine.prompts import Prompt
+from jaxserve.engine.request import Request
 from jaxserve.errors import EngineClosedError
 from jaxserve.outputs import Delta, RequestOutput
 from jaxserve.runtime.startup import EnginePlan, Progress, no_progress
@@ -94,12 +95,13 @@ class AsyncEngine:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         priority: int | None = None,
+        tenant: str | None = None,
     ) -> RequestOutput:
         """The finished output of one prompt. Cancelling the task aborts the request.
 
         Raises RequestError when the request is refused, EngineClosedError when the engine ends.
         """
-        async for update in self._updates(prompt, sampling_params, request_id, priority):
+        async for update in self._updates(prompt, sampling_params, request_id, priority, tenant):
             if isinstance(update, RequestOutput):
                 return update
         raise EngineClosedError("the engine ended the request without an output.")
@@ -110,9 +112,10 @@ class AsyncEngine:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         priority: int | None = None,
+        tenant: str | None = None,
     ) -> AsyncIterator[Delta]:
         """Deltas of one prompt as they come. Leaving the loop early aborts the request."""
-        updates = self._updates(prompt, sampling_params, request_id, priority)
+        updates = self._updates(prompt, sampling_params, request_id, priority, tenant)
         async with contextlib.aclosing(updates):
             async for update in updates:
                 if isinstance(update, Delta):
@@ -121,6 +124,14 @@ class AsyncEngine:
     async def abort(self, request_id: str) -> None:
         """End a request early, if it is still running."""
         self._command(lambda: self._abort(request_id))
+
+    async def set_priority(self, request_id: str, priority: int) -> None:
+        """Change the priority of a request, lower running first, if it is still running."""
+        self._command(lambda: self._engine.set_priority(request_id, priority))
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self._command(self._engine.reset_prefix_cache)
 
     def get_metrics(self) -> dict[str, Metric]:
         return self._engine.snapshot()
@@ -137,12 +148,13 @@ class AsyncEngine:
         params: SamplingParams | None,
         request_id: str | None,
         priority: int | None,
+        tenant: str | None,
     ) -> AsyncIterator[Update]:
         if params is None:
             params = self.default_sampling_params()
         request_id = request_id or f"async-{next(self._ids)}"
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
-        add = functools.partial(self._add, request_id, prompt, params, priority, listener)
+        add = functools.partial(self._add, request_id, prompt, params, priority, tenant, listener)
         if self._closing or not self._command(add):
             raise EngineClosedError("the engine is closed; make a new one.") from self._failure
         try:
@@ -190,10 +202,11 @@ class AsyncEngine:
         prompt: Prompt,
         params: SamplingParams,
         priority: int | None,
+        tenant: str | None,
         listener: _Listener,
     ) -> None:
         try:
-            self._engine.add(request_id, prompt, params, priority)
+            self._engine.add(request_id, prompt, params, priority, tenant)
         except Exception as error:
             listener.send(error)
         else:

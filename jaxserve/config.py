@@ -34,6 +34,16 @@ class EngineConfig:
         kv_cache_memory_bytes: size of the KV pool; what is left of the share by default, on CPUs
             at most 2 GiB.
         scheduler: one of static, orca, vllm, sarathi, splitfuse.
+        fair_share: admit the tenant served least, instead of whoever came first.
+        enable_prefix_caching: keep the KV of what was computed, for prompts that begin alike.
+        host_kv_bytes: host memory for KV pages that the device has no room for; by default as much
+            as the pool, at most a quarter of what is free, and none on CPUs, whose pool is itself
+            in the host's memory.
+        disk_kv_dir: directory for KV pages that the host's memory has no room for.
+        disk_kv_bytes: how much of the disk they may take.
+        preemption: what becomes of the KV of a sequence that has to give way: "swap" keeps it on a
+            lower tier, "recompute" does not, "auto" takes what is faster by measured rates.
+        debug_kv: check the books of all pages after every step, and poison freed pages with NaN.
         seed: of everything random that no request seeds itself.
         load_format: "dummy" makes random weights of the model's config.
         program_scope: compile the model as one program a step, or by groups of layers, which is
@@ -51,6 +61,13 @@ class EngineConfig:
     memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
     scheduler: str = "sarathi"
+    fair_share: bool = False
+    enable_prefix_caching: bool = True
+    host_kv_bytes: int | None = None
+    disk_kv_dir: Path | None = None
+    disk_kv_bytes: int = 0
+    preemption: Literal["auto", "swap", "recompute"] = "auto"
+    debug_kv: bool = False
     seed: int = 0
     load_format: Literal["auto", "dummy"] = "auto"
     program_scope: Literal["step", "layer"] | None = None
@@ -65,6 +82,7 @@ class EngineConfig:
             ("scheduler", tuple(POLICIES)),
             ("program_scope", (None, "step", "layer")),
             ("load_format", ("auto", "dummy")),
+            ("preemption", ("auto", "swap", "recompute")),
         ):
             if getattr(self, name) not in choices:
                 known = ", ".join(choice for choice in choices if choice)
@@ -80,10 +98,17 @@ class EngineConfig:
             ("max_num_batched_tokens", 1),
             ("page_size", 1),
             ("kv_cache_memory_bytes", 1),
+            ("host_kv_bytes", 0),
+            ("disk_kv_bytes", 0),
         ):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
                 raise ConfigError(f"{name} is {value!r}; it must be an integer of {least} or more.")
+        if bool(self.disk_kv_bytes) != (self.disk_kv_dir is not None):
+            raise ConfigError(
+                f"disk_kv_dir is {self.disk_kv_dir!r} and disk_kv_bytes {self.disk_kv_bytes}; give "
+                "both for KV pages on a disk, or neither."
+            )
         if type(self.seed) is not int:
             raise ConfigError(f"seed is {self.seed!r}; it must be an integer.")
         share = self.memory_utilization
@@ -101,7 +126,7 @@ class EngineConfig:
         return cls(**settings)
 
     def resolve(self, model: ModelConfig, platform: str) -> EngineConfig:
-        """A copy with every None decided but the size of the KV pool (runtime/memory.py).
+        """A copy with every None decided but the sizes of the KV pools (runtime/memory.py).
 
         `platform` is JAX's name of it. Raises ConfigError when the context is longer than the
         model's and the model has no way to stretch it.

@@ -14,12 +14,16 @@ from typing import Any, Self
 import numpy as np
 from tqdm import tqdm
 
+from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams, search
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.metrics import Metric
-from jaxserve.engine.request import Prompt, Request
+from jaxserve.engine.prompts import Prompt, TokenizedPrompt
+from jaxserve.engine.request import Request
+from jaxserve.engine.shared_prefix import SharedPrefix
 from jaxserve.engine.trace import write_trace
 from jaxserve.errors import ConfigError, RequestError
+from jaxserve.offline import planned_order
 from jaxserve.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
 from jaxserve.runtime.startup import EnginePlan, Progress, no_progress
 from jaxserve.sampling_params import SamplingParams
@@ -65,17 +69,20 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool = True,
         priority: SequenceOf[int] | None = None,
+        tenant: str | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs come in the order of the prompts.
 
         `sampling_params` is one for all or one for each prompt; None takes the model's own
-        defaults. Lower `priority` runs first. Of several prompts a bad one fails alone: its
+        defaults. Lower `priority` runs first; without one, prompts that begin alike run together,
+        so that what they share is computed once. Prompts of one `tenant` share no cache with those
+        of another. Of several prompts a bad one fails alone: its
         output has finish_reason "error" and says why in `error`. A single bad prompt raises
         RequestError. When interrupted, nothing keeps running.
         """
         single = _is_single(prompts)
         batch = [prompts] if single else list(prompts)
-        return self._run(batch, lambda prompt: prompt, sampling_params, use_tqdm, priority, single)
+        return self._run(batch, sampling_params, use_tqdm, priority, tenant, single)
 
     def chat(
         self,
@@ -83,6 +90,7 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        tenant: str | None = None,
         **template_variables: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of {"role", "content"} messages.
@@ -94,28 +102,61 @@ class LLM:
         lay_out = functools.partial(
             self.chat_prompt, add_generation_prompt=add_generation_prompt, **template_variables
         )
-        return self._run(conversations, lay_out, sampling_params, use_tqdm, None, single)
+        return self._run(
+            conversations, sampling_params, use_tqdm, None, tenant, single, prompt_of=lay_out
+        )
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> DeltaStream:
+    def beam_search(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = True,
+    ) -> list[BeamSearchOutput]:
+        """Find the `beam_width` likeliest continuations of each prompt as a whole.
+
+        Of several prompts a bad one fails alone: its output has no sequences and says why in
+        `error`. A single bad prompt raises RequestError. When interrupted, nothing keeps running.
+        """
+        single = _is_single(prompts)
+        batch = [prompts] if single else list(prompts)
+        ids = map(str, self._ids)
+        with _Bar(total=len(batch), disable=not use_tqdm, unit="req", dynamic_ncols=True) as bar:
+            return search(self.engine, batch, params, ids, on_end=bar.update, alone=single)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        tenant: str | None = None,
+    ) -> DeltaStream:
         """Deltas of one prompt as they come. Leaving the loop early aborts the request."""
         if sampling_params is None:
             sampling_params = self.default_sampling_params()
-        request = self.engine.add(str(next(self._ids)), prompt, sampling_params)
+        request = self.engine.add(str(next(self._ids)), prompt, sampling_params, tenant=tenant)
         return DeltaStream(self.engine, request)
 
     def stream_chat(
         self,
         messages: Messages,
         sampling_params: SamplingParams | None = None,
+        tenant: str | None = None,
         **template_variables: Any,
     ) -> DeltaStream:
         """Deltas of the answer to one conversation."""
         prompt = self.chat_prompt(messages, **template_variables)
-        return self.stream(prompt, sampling_params)
+        return self.stream(prompt, sampling_params, tenant)
 
     def abort(self, request_id: str) -> bool:
         """End a request early; False if there is no such unfinished request."""
         return self.engine.abort(request_id) is not None
+
+    def set_priority(self, request_id: str, priority: int) -> bool:
+        """Change the priority of a request, lower running first; False if it has ended."""
+        return self.engine.set_priority(request_id, priority)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix, as after a change of what prompts mean."""
+        self.engine.reset_prefix_cache()
 
     def chat_prompt(
         self, messages: Messages, add_generation_prompt: bool = True, **template_variables: Any
@@ -159,11 +200,12 @@ class LLM:
     def _run(
         self,
         inputs: list[Any],
-        prompt_of: Callable[[Any], Prompt],
         sampling_params: Params,
         use_tqdm: bool,
         priority: SequenceOf[int] | None,
+        tenant: str | None,
         alone: bool,
+        prompt_of: Callable[[Any], Prompt] = lambda prompt: prompt,
     ) -> list[RequestOutput]:
         """Run the prompts that `prompt_of` makes of the inputs. A bad one is raised if `alone`."""
         params = self._params_for(sampling_params, len(inputs))
@@ -171,15 +213,26 @@ class LLM:
         outputs: dict[str, RequestOutput] = {}
         ids = [str(next(self._ids)) for _ in inputs]
         bar = _Bar(total=len(inputs), disable=not use_tqdm, unit="req", dynamic_ncols=True)
+
+        def refuse(index: int, error: RequestError) -> None:
+            if alone:
+                raise error
+            outputs[ids[index]] = self._refused(ids[index], inputs[index], error)
+            bar.update()
+
         try:
-            for request_id, given, *wishes in zip(ids, inputs, params, priorities):
+            prompts: dict[int, TokenizedPrompt] = {}
+            for index, given in enumerate(inputs):
                 try:
-                    self.engine.add(request_id, prompt_of(given), *wishes)
+                    prompts[index] = self.engine.tokenize(prompt_of(given))
                 except RequestError as error:
-                    if alone:
-                        raise
-                    outputs[request_id] = self._refused(request_id, given, error)
-                    bar.update()
+                    refuse(index, error)
+            for index, shared in self._order(prompts, params, planned=priority is None):
+                wishes = params[index], priorities[index], tenant, shared
+                try:
+                    self.engine.add(ids[index], prompts[index], *wishes)
+                except RequestError as error:
+                    refuse(index, error)
             pending = set(ids) - set(outputs)
             while pending:
                 for request in self.engine.step():
@@ -197,6 +250,22 @@ class LLM:
         finally:
             bar.close()
         return [outputs[request_id] for request_id in ids]
+
+    def _order(
+        self, prompts: dict[int, TokenizedPrompt], params: list[SamplingParams], planned: bool
+    ) -> Iterator[tuple[int, SharedPrefix | None]]:
+        """The prompts in the order to add them, each with what it shares with others."""
+        config = self.engine.plan.config
+        if not planned or not config.enable_prefix_caching or len(prompts) < 2:
+            return ((index, None) for index in prompts)
+        indices = list(prompts)
+        limits = (getattr(params[index], "max_tokens", None) for index in indices)
+        order = planned_order(
+            [prompts[index].token_ids for index in indices],
+            [limit or config.max_model_len for limit in limits],
+            config.page_size,
+        )
+        return ((indices[place], shared) for place, shared in order)
 
     def _refused(self, request_id: str, given: Any, error: RequestError) -> RequestOutput:
         """The output of a request that was never accepted."""

@@ -37,7 +37,7 @@ async def idle(engine):
     """Waits until the loop thread has done what it was told."""
     while engine._engine.scheduler.has_work:
         await asyncio.sleep(0.005)
-    assert engine._engine.pool.num_used == 0
+    assert engine._engine.kv.pool.num_used == 0
 
 
 def test_concurrent_tasks_equal_the_oracle(llama, engine):

@@ -48,5 +48,6 @@ def test_dynamic_scaling_stretches_to_the_context_asked_for():
 def test_what_is_not_said_is_decided():
     resolved = EngineConfig().resolve(model("default"), "cpu")
     undecided = [name for name, value in vars(resolved).items() if value is None]
-    assert undecided == ["quantization", "kv_cache_memory_bytes"]
+    pools = ["kv_cache_memory_bytes", "host_kv_bytes", "disk_kv_dir"]
+    assert undecided == ["quantization", *pools]
     assert EngineConfig().resolve(model("default"), "gpu").dtype == "bfloat16"

@@ -18,6 +18,7 @@ def modules(package: str) -> list[str]:
 HOST_ONLY = [
     *(name for name in modules("jaxserve/engine") if name != "jaxserve.engine.engine"),
     *modules("jaxserve/kv"),
+    *modules("jaxserve/offline"),
     *modules("jaxserve/text"),
     "jaxserve.sampling_params",
     "jaxserve.outputs",

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class TinyModel:
     path: Path
     family: Family
     config: ModelConfig
-    params: Params
+    params: Params = dataclasses.field(repr=False)
 
     @classmethod
     def write_llama(cls, directory: Path) -> TinyModel:
@@ -124,6 +124,15 @@ class TinyModel:
         padded[: len(token_ids)] = token_ids
         return oracle.dense_logits(self.family, self.params, self.config, padded)[: len(token_ids)]
 
+    def check_greedy(self, output: RequestOutput) -> None:
+        """Each token of an output must be the oracle's likeliest after all before it."""
+        prompt = list(output.prompt_token_ids)
+        for completion in output.outputs:
+            tokens = prompt + list(completion.token_ids)
+            logits = self.logits(tokens)[len(prompt) - 1 : -1]
+            chosen = logits[np.arange(len(logits)), tokens[len(prompt) :]]
+            assert (chosen > logits.max(axis=1) - LEAST_MARGIN).all(), completion
+
     def logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
         """Oracle log probabilities float64 [tokens, vocab] of what follows each of the tokens."""
         logits = self.logits(token_ids).astype(np.float64)
@@ -139,23 +148,32 @@ class Arrival:
     params: SamplingParams
     step: int = 0
     priority: int = 0
+    tenant: str | None = None
 
 
 _ids = itertools.count()
 
 
-def drive(engine: Engine, arrivals: Sequence[Arrival]) -> list[RequestOutput]:
-    """Outputs of requests that arrive while others run, in the order given."""
+def drive(
+    engine: Engine, arrivals: Sequence[Arrival], between: Callable[[], Any] = lambda: None
+) -> list[RequestOutput]:
+    """Outputs of requests that arrive while others run, in the order given. `between` is called
+    after each step."""
     requests = {}
     for step in itertools.count():
         for index, arrival in enumerate(arrivals):
             if arrival.step == step:
                 requests[index] = engine.add(
-                    f"driven-{next(_ids)}", arrival.prompt, arrival.params, arrival.priority
+                    f"driven-{next(_ids)}",
+                    arrival.prompt,
+                    arrival.params,
+                    arrival.priority,
+                    arrival.tenant,
                 )
         if len(requests) == len(arrivals) and not engine.has_work:
             break
         engine.step()
+        between()
     assert_idle(engine)
     return [engine.output(requests[index]) for index in range(len(arrivals))]
 
@@ -174,4 +192,4 @@ def assert_idle(engine: Engine) -> None:
     """Nothing runs, waits or holds memory."""
     scheduler = engine.scheduler
     assert not scheduler.has_work
-    assert (scheduler.num_running, scheduler.num_waiting, engine.pool.num_used) == (0, 0, 0)
+    assert (scheduler.num_running, scheduler.num_waiting, engine.kv.pool.num_used) == (0, 0, 0)

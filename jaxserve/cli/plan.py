@@ -10,6 +10,7 @@ from jaxserve.cli.progress import TerminalProgress
 from jaxserve.cli.text import device_name, size, table
 
 if TYPE_CHECKING:
+    from jaxserve.runtime.memory import MemoryPlan
     from jaxserve.runtime.programs import Programs
     from jaxserve.runtime.startup import EnginePlan
 
@@ -53,6 +54,7 @@ def _memory(decided: EnginePlan) -> str:
             (f"KV pool, {memory.num_pages:,} pages of {memory.page_size}", size(memory.kv_bytes)),
             ("sampling state", size(memory.state_bytes)),
             ("program scratch", size(memory.scratch_bytes)),
+            *_lower_tiers(memory),
             ("total", size(memory.total_bytes)),
             (
                 f"may be used (memory_utilization {decided.config.memory_utilization:g})",
@@ -61,6 +63,20 @@ def _memory(decided: EnginePlan) -> str:
             ("left over", size(memory.limit_bytes - memory.total_bytes)),
         ]
     )
+
+
+def _lower_tiers(memory: MemoryPlan) -> list[tuple[str, str]]:
+    """The tiers below the device, in parentheses where they are not in its memory."""
+    rows = []
+    if memory.staging_bytes:
+        rows.append(("buffers of moving pages", size(memory.staging_bytes)))
+    if memory.host_pages:
+        host = size(memory.host_bytes)
+        label = f"KV pages on the host, {memory.host_pages:,}"
+        rows.append((label, host if memory.host_is_device else f"({host})"))
+    if memory.disk_pages:
+        rows.append((f"KV pages on disk, {memory.disk_pages:,}", f"({size(memory.disk_bytes)})"))
+    return rows
 
 
 def _capacity(decided: EnginePlan) -> str:

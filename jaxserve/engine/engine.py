@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import collections
 import itertools
-import random
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Self
 
-import numpy as np
-
 from jaxserve.config import EngineConfig
 from jaxserve.engine.events import EventLog, monotonic_us
+from jaxserve.engine.intake import Intake, NewRequest, check_priority
 from jaxserve.engine.interrupts import interrupts_held
+from jaxserve.engine.kv_metrics import kv_metrics
 from jaxserve.engine.metrics import Metric, Metrics
 from jaxserve.engine.plan import Chunk, StepPlan
-from jaxserve.engine.request import Generation, Prompt, Request, Stop, TokenScores
+from jaxserve.engine.prompts import Prompt, TokenizedPrompt
+from jaxserve.engine.request import Generation, Request, Stop, TokenScores
 from jaxserve.engine.scheduler import Scheduler, SchedulerConfig
 from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.shared_prefix import SharedPrefix
 from jaxserve.errors import EngineClosedError, RequestError
-from jaxserve.kv.pages import PagePool
+from jaxserve.kv.rates import causal_pairs
 from jaxserve.outputs import RequestOutput
+from jaxserve.runtime.paging import Paging
 from jaxserve.runtime.runner import DispatchedStep, Runner, StepResults
 from jaxserve.runtime.startup import EnginePlan, Progress, no_progress, start
 from jaxserve.sampling import NO_TOKEN, TokenLogprobs, sequence_seed
@@ -53,7 +55,8 @@ class Engine:
         self.tokenizer = tokenizer
         self.log = log
         self.metrics = metrics
-        self.pool = PagePool(plan.memory.num_pages, config.page_size)
+        self._paging = Paging(plan, runner, log)
+        self.kv = self._paging.manager
         self.scheduler = Scheduler(
             SchedulerConfig(
                 policy=config.scheduler,
@@ -62,22 +65,22 @@ class Engine:
                 max_prefill_chunks=plan.geometry.max_chunks,
                 max_prefill_tokens=plan.geometry.buckets.max_prefill_tokens,
                 max_model_len=config.max_model_len,
+                fair_share=config.fair_share,
             ),
-            self.pool,
+            self.kv,
         )
         self._runner = runner
         self._requests: dict[str, Request] = {}
         self._owner: dict[int, tuple[Request, Generation]] = {}
-        self._in_flight: collections.deque[tuple[int, DispatchedStep]] = collections.deque()
+        self._in_flight: collections.deque[tuple[int, int, DispatchedStep]] = collections.deque()
+        self._last_ready_us = 0
         self._step_ids = itertools.count()
-        self._seq_ids = itertools.count()
-        self._seeds = random.Random(config.seed)
         self._admitted: set[int] = set()
         self._displaced: set[int] = set()
         self._closed: str | None = None
-        self._eos = frozenset(plan.geometry.model.eos_token_ids) | frozenset(
-            tokenizer.eos_token_ids
-        )
+        model = plan.geometry.model
+        self.eos_token_ids = frozenset((*model.eos_token_ids, *tokenizer.eos_token_ids))
+        self._intake = Intake(config, tokenizer, model.vocab_size, self.eos_token_ids, log.now)
 
     @classmethod
     def load(
@@ -98,11 +101,16 @@ class Engine:
     def add(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: Prompt | TokenizedPrompt,
         params: SamplingParams,
         priority: int | None = None,
+        tenant: str | None = None,
+        shared_prefix: SharedPrefix | None = None,
     ) -> Request:
         """Accept a request. Text is tokenized with the model's special tokens.
+
+        Requests of different tenants share no cached prefix, and under `fair_share` the engine.
+        `shared_prefix` is what the prompt is known to share with those of other requests.
 
         Raises RequestError for anything wrong with it, before anything is changed, and
         EngineClosedError on a closed engine.
@@ -110,34 +118,14 @@ class Engine:
         self._check_open()
         if request_id in self._requests:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request.")
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params is {params!r:.80}; it must be a SamplingParams.")
-        if priority is not None and type(priority) is not int:
-            raise RequestError(
-                f"priority is {priority!r}; it must be an integer, lower runs first."
-            )
-        vocab_size = self.plan.geometry.model.vocab_size
-        params.check_vocabulary(vocab_size)
-        text, token_ids = self._tokens_of(prompt, vocab_size)
-        words = self._bad_word_ids(params)
-        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        sequences = [
-            Sequence(
-                seq_id=next(self._seq_ids),
-                request_id=request_id,
-                index=index,
-                prompt_token_ids=token_ids,
-                params=params,
-                arrival_us=self.log.now(),
-                priority=params.priority if priority is None else priority,
-            )
-            for index in range(params.n)
-        ]
-        generations = [Generation(seq, self.tokenizer, self._eos) for seq in sequences]
-        request = Request(request_id, text, token_ids, params, generations, self.tokenizer)
+        new = self._intake.make(request_id, prompt, params, priority, tenant, shared_prefix)
         with interrupts_held():
-            self._accept(request, seed, words)
-        return request
+            self._accept(new)
+        return new.request
+
+    def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
+        """A prompt's token ids, as `add` takes them. Raises RequestError for a bad prompt."""
+        return self._intake.tokenize(prompt)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now; what it has is its output. None if it has already ended."""
@@ -149,6 +137,23 @@ class Engine:
                 self._finish(request, generation, Stop("abort"))
                 generation.end("abort")
         return request
+
+    def set_priority(self, request_id: str, priority: int) -> bool:
+        """Change the priority of a request, lower running first; False if it has ended.
+
+        Raises RequestError unless it is an integer.
+        """
+        check_priority(priority)
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        for generation in request.generations:
+            self.scheduler.set_priority(generation.seq.seq_id, priority)
+        return True
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix. Running requests keep the pages they have."""
+        self.kv.reset()
 
     def step(self) -> list[Request]:
         """Plan and dispatch a step, then read the oldest one. Returns the requests that gained
@@ -174,13 +179,14 @@ class Engine:
 
     def snapshot(self) -> dict[str, Metric]:
         """All metrics, by the names they are exported under."""
-        return self.metrics.snapshot()
+        return self.metrics.snapshot() | kv_metrics(self.kv)
 
     def close(self) -> None:
         """Abort what runs and free the device's memory. May be called twice."""
         for request_id in list(self._requests):
             self.abort(request_id)
         self._in_flight.clear()
+        self._paging.close()
         self._runner = None
         self._closed = self._closed or "the engine was closed"
 
@@ -207,15 +213,18 @@ class Engine:
         planned = self._dispatch()
         if self._in_flight and (len(self._in_flight) > _STEPS_AHEAD or not planned):
             return self._collect(*self._in_flight.popleft())
+        if not planned:
+            self._paging.wait()
         return []
 
     def _dispatch(self) -> bool:
         """Plan and dispatch one step; False when there is nothing to run."""
         begin_us = self.log.now()
+        self._paging.poll()
         plan = self.scheduler.schedule()
-        for seq in plan.preempted:
-            self._displaced.add(seq.seq_id)
-            self.log.preempted(seq.seq_id)
+        self._paging.check(self.scheduler.tables())
+        self._paging.carry_out()
+        self._log_preempted(plan)
         if plan.empty:
             return False
         scheduled_us = self.log.now()
@@ -233,28 +242,37 @@ class Engine:
             decode_rows=len(plan.decodes),
             prefill=[(chunk.seq.seq_id, chunk.num_tokens) for chunk in plan.prefills],
             padded_tokens=packed.key.num_tokens - plan.num_tokens,
-            pages_used=self.pool.num_used,
-            pages_total=self.pool.capacity,
+            pages_used=self.kv.pool.num_used,
+            pages_total=self.kv.pool.capacity,
         )
-        self._in_flight.append((step_id, step))
+        self._in_flight.append((step_id, packed_us, step))
         return True
+
+    def _log_preempted(self, plan: StepPlan) -> None:
+        for seq in plan.preempted:
+            # Whoever still waited for pages to be fetched had not yet come, or come back.
+            if seq.seq_id in self._admitted and seq.seq_id not in self._displaced:
+                self._displaced.add(seq.seq_id)
+                self.log.preempted(seq.seq_id)
 
     def _log_entries(self, plan: StepPlan) -> None:
         for chunk in plan.prefills:
             seq_id = chunk.seq.seq_id
             if seq_id not in self._admitted:
                 self._admitted.add(seq_id)
-                self.log.admitted(seq_id)
+                self.log.admitted(seq_id, cached_tokens=chunk.start)
             elif seq_id in self._displaced:
                 self._displaced.remove(seq_id)
                 self.log.resumed(seq_id)
 
     # Collection
 
-    def _collect(self, step_id: int, step: DispatchedStep) -> list[Request]:
+    def _collect(self, step_id: int, dispatched_us: int, step: DispatchedStep) -> list[Request]:
         begin_us = self.log.now()
         results = self._runner.read(step)
         ready_us = self.log.now()
+        self._time_prefill(step, ready_us - max(dispatched_us, self._last_ready_us))
+        self._last_ready_us = ready_us
         kept = [
             (row, chunk, token_id)
             for row, (chunk, token_id) in enumerate(zip(results.sampled, results.token_ids))
@@ -274,6 +292,14 @@ class Engine:
             touched[request.request_id] = request
             self._append(request, generation, token_id, row, results)
         return list(touched.values())
+
+    def _time_prefill(self, step: DispatchedStep, us: int) -> None:
+        """Has the rates learn from a step that was large, and mostly prefill."""
+        key, most = step.key, self.scheduler.config.max_prefill_tokens
+        if 2 * key.prefill_tokens >= key.num_tokens and 4 * key.prefill_tokens >= most:
+            spans = ((chunk.start, chunk.start + chunk.num_tokens) for chunk in step.plan.prefills)
+            pairs = sum(causal_pairs(start, stop) for start, stop in spans)
+            self.kv.rates.prefilled(key.num_tokens, pairs, us)
 
     def _append(
         self,
@@ -337,9 +363,10 @@ class Engine:
 
     # Acceptance
 
-    def _accept(self, request: Request, seed: int, words: list[list[int]]) -> None:
+    def _accept(self, new: NewRequest) -> None:
+        request, seed, words = new
         sequences = [generation.seq for generation in request.generations]
-        eos = tuple(sorted(self._eos))
+        eos = tuple(sorted(self.eos_token_ids))
         try:
             for seq in sequences:
                 self._runner.register(seq, sequence_seed(seed, seq.index), words, eos)
@@ -358,41 +385,6 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError(f"{self._closed}; make a new one.")
-
-    def _tokens_of(self, prompt: Prompt, vocab_size: int) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, Mapping):
-            if set(prompt) != {"prompt_token_ids"}:
-                raise RequestError(
-                    "a prompt given as a dict has the one key 'prompt_token_ids', not "
-                    f"{sorted(prompt)}."
-                )
-            prompt = prompt["prompt_token_ids"]
-        if isinstance(prompt, bytes):
-            raise RequestError("the prompt is bytes; decode it to text first.")
-        text = prompt if isinstance(prompt, str) else None
-        try:
-            token_ids = list(prompt) if text is None else self.tokenizer.encode(text)
-        except TypeError:
-            raise RequestError(
-                f"the prompt is {prompt!r:.80}; it must be text or a list of token ids."
-            ) from None
-        for token_id in token_ids:
-            integer = isinstance(token_id, (int, np.integer)) and not isinstance(token_id, bool)
-            if not integer or not 0 <= token_id < vocab_size:
-                raise RequestError(
-                    f"prompt token id {token_id!r} is not an integer in 0..{vocab_size - 1}."
-                )
-        return text, [int(token_id) for token_id in token_ids]
-
-    def _bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
-        """Token sequences of the bad words, each at the start of a text and after a space."""
-        words = []
-        for word in params.bad_words:
-            for spelling in (word.lstrip(), " " + word.lstrip()):
-                token_ids = self.tokenizer.encode(spelling, add_special_tokens=False)
-                if token_ids and token_ids not in words:
-                    words.append(token_ids)
-        return words
 
 
 def _scores(scored: TokenLogprobs, row: int, count: int) -> TokenScores:

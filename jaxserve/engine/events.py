@@ -130,6 +130,18 @@ class Collected(NamedTuple):
         return self.time_us - self.begin_us
 
 
+class Moved(NamedTuple):
+    """A move of KV pages between two tiers ended, begun at `begin_us`; `error` says why in vain."""
+
+    time_us: int
+    source: str
+    target: str
+    pages: int
+    bytes: int
+    begin_us: int
+    error: str | None
+
+
 class Phase(NamedTuple):
     """A piece of work outside the loop, from `begin_us` to `time_us`: startup or a compile."""
 
@@ -140,7 +152,16 @@ class Phase(NamedTuple):
 
 
 Record = (
-    Arrived | Admitted | Preempted | Resumed | Finished | Failed | Dispatched | Collected | Phase
+    Arrived
+    | Admitted
+    | Preempted
+    | Resumed
+    | Finished
+    | Failed
+    | Dispatched
+    | Collected
+    | Moved
+    | Phase
 )
 
 
@@ -229,6 +250,20 @@ class EventLog:
         counts = None if counts is None else tuple(counts)
         with self._lock:
             self._write(Collected(ready_us, step, begin_us, tuple(sequences), counts))
+
+    def moved(
+        self,
+        source: str,
+        target: str,
+        *,
+        pages: int,
+        num_bytes: int,
+        begin_us: int,
+        end_us: int,
+        error: str | None,
+    ) -> None:
+        with self._lock:
+            self._write(Moved(end_us, source, target, pages, num_bytes, begin_us, error))
 
     @contextmanager
     def phase(self, kind: PhaseKind, name: str) -> Iterator[None]:

@@ -24,6 +24,7 @@ from jaxserve.engine.events import (
     Dispatched,
     Failed,
     Finished,
+    Moved,
     Phase,
     Preempted,
     Record,
@@ -105,6 +106,7 @@ class Metrics:
             Failed: self._failed,
             Dispatched: self._dispatched,
             Collected: self._collected,
+            Moved: self._moved,
             Phase: self._phase,
         }
 
@@ -132,6 +134,8 @@ class Metrics:
         self._first_call_us: int | None = None
         self._last_ready_us = 0
         self._device_busy_us = 0
+        self._moved_bytes: dict[str, int] = {}  # by the way they took
+        self._move_us: dict[str, int] = {}
         self._startup_us: dict[str, int] = {}
         self._programs_compiled = 0
 
@@ -192,6 +196,7 @@ class Metrics:
     def _own_metrics(self) -> dict[str, Metric]:
         host_s = {part: us / _SECOND_US for part, us in self._host_us.items()}
         startup_s = {name: us / _SECOND_US for name, us in self._startup_us.items()}
+        move_s = {way: us / _SECOND_US for way, us in self._move_us.items()}
         busy_s = self._device_busy_us / _SECOND_US
         metrics = {
             "fluidity_index": _histogram(
@@ -207,6 +212,8 @@ class Metrics:
             "device_busy_share": _gauge(
                 "Share of the time since the first step with one on the device", self._busy_share()
             ),
+            "kv_moved_bytes_total": _counter("KV moved", dict(self._moved_bytes), "way"),
+            "kv_move_seconds_total": _counter("Time of moving KV", move_s, "way"),
             "programs_compiled_total": _counter("Programs compiled", self._programs_compiled),
             "startup_seconds": _gauge("Time spent in each phase of startup", startup_s, "phase"),
         }
@@ -308,6 +315,13 @@ class Metrics:
             for sequence, count in zip(record.sequences, record.counts):
                 live[sequence].token_us.extend(repeat(now, count))
             self._output_tokens += sum(record.counts)
+
+    def _moved(self, record: Moved) -> None:
+        if record.error is None:
+            way = f"{record.source}-{record.target}"
+            spent_us = record.time_us - record.begin_us
+            self._moved_bytes[way] = self._moved_bytes.get(way, 0) + record.bytes
+            self._move_us[way] = self._move_us.get(way, 0) + spent_us
 
     def _phase(self, record: Phase) -> None:
         if record.kind == "compile":

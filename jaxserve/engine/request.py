@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
@@ -20,10 +19,6 @@ from jaxserve.text import Detokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from jaxserve.sampling_params import SamplingParams
-
-
-Prompt = str | SequenceOf[int] | Mapping[str, SequenceOf[int]]
-"""Text, token ids, or {"prompt_token_ids": [...]}."""
 
 
 @dataclasses.dataclass(frozen=True)

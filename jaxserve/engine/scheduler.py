@@ -3,96 +3,59 @@
 One procedure for every policy (`policies.py`): decodes, prefills in progress, then admissions,
 within a token budget. It knows no clock and no device: state in, `StepPlan` out.
 
-Liveness. Both queues are ordered by (priority, arrival, id), admission stops at the first waiting
-sequence that does not fit, and the victim of a preemption is always the last running sequence.
-So the first running sequence can take every page it needs, `add` has checked that all of them fit
-the pool, and it finishes. A victim returns only when its pages and a margin are free, which the
-page that displaced it rules out until another sequence gives pages back.
+Liveness. Running sequences are ordered by arrival, priority counted as so much time, and the victim
+of a preemption is always the last of them. So the first can take every page it needs, `add` has
+checked that all of them fit the pool, and it finishes. Admission stops at the first waiting
+sequence that does not fit (those that wait for another to compute their prefix are passed over: the
+other runs). A victim returns only when its pages and a margin are free, which the page that
+displaced it rules out until another sequence gives pages back; and it displaces in turn only those
+of a worse priority. Moves end or are given up, so whoever waits for one runs in the end.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator
 from operator import attrgetter
 
 from jaxserve.engine.plan import Chunk, StepPlan
 from jaxserve.engine.policies import POLICIES
+from jaxserve.engine.scheduler_config import SchedulerConfig
 from jaxserve.engine.sequence import Sequence, Status
-from jaxserve.errors import ConfigError, PromptTooLongError, RequestError
-from jaxserve.kv.pages import PagePool
+from jaxserve.engine.shared_prefix import SharedPrefix
+from jaxserve.engine.shares import Shares
+from jaxserve.engine.waiting import FairQueue, WaitingQueue
+from jaxserve.errors import PromptTooLongError, RequestError
+from jaxserve.kv.manager import KVManager, Match
+from jaxserve.kv.table import PageTable
 
 _order = attrgetter("order")
 
 
-@dataclasses.dataclass(frozen=True)
-class SchedulerConfig:
-    """Limits of a step and rules of admission.
-
-    max_num_seqs: sequences running at once, R.
-    max_num_batched_tokens: token budget of a step, τ.
-    max_prefill_chunks: sequences that can prefill in one step.
-    max_prefill_tokens: prefill tokens of the largest program.
-    max_model_len: context limit in tokens, prompt and output.
-    watermark: share of the pool that an admission leaves free for sequences already running.
-    min_chunk_tokens: no prompt is split into pieces below this, its last piece excepted.
-    """
-
-    policy: str
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_prefill_chunks: int
-    max_prefill_tokens: int
-    max_model_len: int
-    watermark: float = 0.01
-    min_chunk_tokens: int = 16
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError when a limit is out of range or would starve prefills."""
-        if self.policy not in POLICIES:
-            raise ConfigError(f"unknown scheduler {self.policy!r}; one of {', '.join(POLICIES)}")
-        for name in ("max_num_seqs", "max_prefill_chunks", "min_chunk_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_model_len < 2:
-            raise ConfigError(f"max_model_len is {self.max_model_len}; it must be at least 2")
-        if not 0 <= self.watermark < 1:
-            raise ConfigError(f"watermark is {self.watermark}; it must be in [0, 1)")
-        if self.max_prefill_tokens < self.min_chunk_tokens:
-            raise ConfigError(
-                f"max_prefill_tokens is {self.max_prefill_tokens}; "
-                f"it must be at least min_chunk_tokens, {self.min_chunk_tokens}"
-            )
-        least = self.max_num_seqs + self.min_chunk_tokens
-        if self.max_num_batched_tokens < least:
-            raise ConfigError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}; with max_num_seqs "
-                f"{self.max_num_seqs} it must be at least {least}, or running sequences would "
-                "leave no room for new prompts"
-            )
-
-
 class Scheduler:
-    """Owns the waiting and running sequences, their pages and their slots.
+    """Owns the waiting and running sequences and their slots; their pages are the KV manager's.
 
     Every call is made between steps. What `schedule` plans is taken as dispatched: it advances
     the sequences at once. Giving pages or a slot to another sequence while an earlier step still
     uses them is safe because the device runs steps in the order they were dispatched.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: PagePool) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KVManager) -> None:
         self.config = config
         self.policy = POLICIES[config.policy]
-        self.pool = pool
-        self.waiting: list[Sequence] = []
+        self.kv = kv
+        self.pool = kv.pool
+        self.waiting: WaitingQueue | FairQueue = (
+            FairQueue() if config.fair_share else WaitingQueue()
+        )
         self.running: list[Sequence] = []
+        self._prefilled: list[Sequence] = []
+        self._fetching: list[Sequence] = []
         self._unfinished: dict[int, Sequence] = {}
         self._exhausted: list[Sequence] = []
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         # At least one page, so that a preempted sequence does not return into a full pool.
-        self._watermark_pages = max(1, math.ceil(config.watermark * pool.capacity))
+        self._watermark_pages = max(1, math.ceil(config.watermark * self.pool.capacity))
 
     @property
     def num_running(self) -> int:
@@ -106,6 +69,10 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any sequence is unfinished, be it only that its last token is not yet read."""
         return bool(self._unfinished)
+
+    def tables(self) -> list[PageTable]:
+        """Page tables of all unfinished sequences."""
+        return [seq.table for seq in self._unfinished.values()]
 
     def add(self, seq: Sequence) -> None:
         """Puts a new sequence in the waiting queue.
@@ -135,21 +102,27 @@ class Scheduler:
                 f"and the pool has {self.pool.capacity}; prompt and max_tokens may add up to "
                 f"{self.pool.capacity * self.pool.page_size + 1} tokens"
             )
-        insort(self.waiting, seq, key=_order)
+        self.waiting.add(seq)
         self._unfinished[seq.seq_id] = seq
+        for prefix in seq.prefixes:
+            prefix.num_members += 1
 
     def schedule(self) -> StepPlan:
         """Plans the next step and advances its sequences as if it had run.
 
         The plan is empty when nothing can run before more tokens are collected or added.
         """
+        for seq in self._prefilled:
+            self._note_written(seq)
+        self._prefilled.clear()
         for seq in self._exhausted:
-            if not seq.finished:
+            if seq.slot is not None:
                 self._release(seq)
         self._exhausted.clear()
+        self._end_fetches()
         budget = self.config.max_num_batched_tokens
         decodes: list[Chunk] = []
-        preempted: list[Sequence] = []
+        preempted = self._preempt_for_priority()
         if self.policy.prefill == "alone":
             prefills = self._plan_prefills(budget)
             if not prefills:
@@ -170,6 +143,8 @@ class Scheduler:
         if seq.finished:
             return False
         seq.output_token_ids.append(token_id)
+        if seq.slot is not None and seq.num_written % self.pool.page_size == 0:
+            self.kv.written(seq.table, seq.num_written)
         return True
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
@@ -177,9 +152,13 @@ class Scheduler:
         if seq.finished:
             return
         if seq.status is Status.WAITING:
-            _remove(self.waiting, seq)
+            self.waiting.remove(seq)
+            self.kv.forsake(seq.table)
         elif seq.slot is not None:
             self._release(seq)
+        for prefix in seq.prefixes:
+            self._leave(prefix)
+        self.waiting.finished(seq)
         seq.status = Status.FINISHED
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
@@ -193,6 +172,57 @@ class Scheduler:
         self.finish(seq, "abort")
         return True
 
+    def preempt(self, seq: Sequence) -> None:
+        """Takes a running sequence's pages and slot, and has it wait for its turn again."""
+        swap = self.kv.prefers_swap(seq.table, seq.num_written)
+        seq.num_prefilled = max(seq.num_prefilled, seq.num_computed)
+        self._release(seq, pin=swap, keep=swap)
+        seq.num_computed = 0
+        seq.num_preemptions += 1
+        seq.status = Status.WAITING
+        self.waiting.add(seq)
+
+    def set_priority(self, seq_id: int, priority: int) -> bool:
+        """Gives a sequence another priority, for its place among those that wait and those that
+        run; False if no such sequence is unfinished."""
+        seq = self._unfinished.get(seq_id)
+        if seq is None:
+            return False
+        if seq.status is Status.WAITING:
+            self.waiting.remove(seq)
+            seq.set_priority(priority)
+            self.waiting.add(seq)
+        elif seq.slot is not None:
+            _remove(self.running, seq)
+            seq.set_priority(priority)
+            insort(self.running, seq, key=_order)
+        return True
+
+    # Preemption
+
+    def _preempt_for_priority(self) -> list[Sequence]:
+        """Makes room for the first waiting sequence among those of a worse priority."""
+        preempted: list[Sequence] = []
+        first = next(iter(self.waiting), None)
+        if first is None or self.policy.pages == "reserve" or first.num_in_flight:
+            return preempted
+        displaced = [seq for seq in self.running if seq.priority > first.priority]
+        if self.config.fair_share:  # Or everyone would claim the best priority there is.
+            displaced = [seq for seq in displaced if seq.tenant == first.tenant]
+        if not displaced or any(prefix.keeps_waiting(first) for prefix in first.prefixes):
+            return preempted
+        room = self.pool.num_available + sum(len(seq.pages) for seq in displaced)
+        if room < self._admission_pages(first) + self._watermark_pages:
+            return preempted
+        if self.kv.match(first.table, first.num_reusable).arriving:
+            return preempted
+        for seq in sorted(displaced, key=_order, reverse=True):
+            if seq.order < first.order or self._fit(first) is not None:
+                break
+            self.preempt(seq)
+            preempted.append(seq)
+        return preempted
+
     # Decodes
 
     def _plan_decodes(self, preempted: list[Sequence]) -> list[Chunk]:
@@ -205,27 +235,13 @@ class Scheduler:
             if seq.num_computed < seq.prefill_end:
                 continue
             if seq.num_computed == len(seq.pages) * page_size:
-                while not self.pool.num_free and seq.slot is not None:
-                    preempted.append(self._preempt_last())
+                while seq.slot is not None and not self.kv.extend(seq.table):
+                    preempted.append(self.running[-1])
+                    self.preempt(self.running[-1])
                 if seq.slot is None:
                     break
-                seq.pages += self.pool.allocate(1)
             chunks.append(self._advance(seq, 1))
         return chunks
-
-    def _preempt_last(self) -> Sequence:
-        """Takes the last running sequence's memory; what it had computed is computed again.
-
-        The one place where a sequence loses its pages while it runs, and so where keeping them
-        elsewhere would begin.
-        """
-        seq = self.running[-1]
-        self._release(seq)
-        seq.num_computed = 0
-        seq.num_preemptions += 1
-        seq.status = Status.WAITING
-        insort(self.waiting, seq, key=_order)
-        return seq
 
     # Prefills
 
@@ -233,83 +249,111 @@ class Scheduler:
         """Chunks of prefills in progress, then of sequences admitted for this step."""
         if not self.policy.joins:
             self._admit_batch()
-        room = min(budget, self.config.max_prefill_tokens)
-        shares: list[tuple[Sequence, int]] = []
-        for seq in self._prefill_candidates():
-            if shares and self.policy.chunk == "exact":
-                room += self._take_back(
-                    shares, min(seq.remaining, self.config.min_chunk_tokens) - room
-                )
-            share = self._share(seq.remaining, room, first=not shares)
-            if not share:
+        shares = Shares(
+            self.policy.chunk,
+            min(budget, self.config.max_prefill_tokens),
+            self.config.max_prefill_chunks,
+            self.config.min_chunk_tokens,
+        )
+        for seq in self.running:
+            if seq.num_computed >= seq.prefill_end or seq.table.fetches:
+                continue
+            if shares.full or not shares.take(seq, seq.remaining):
                 break
-            if seq.status is Status.WAITING:
-                self._admit(seq)
-            shares.append((seq, share))
-            room -= share
-            if not room or len(shares) == self.config.max_prefill_chunks:
+        if self.policy.joins:
+            self._admit_into(shares)
+        return [self._advance(seq, share) for seq, share in shares.taken]
+
+    def _admit_into(self, shares: Shares) -> None:
+        """Admits waiting sequences for as long as the first of them fits and the step has room."""
+        for seq in self.waiting:
+            if shares.full:
                 break
-        return [self._advance(seq, share) for seq, share in shares]
-
-    def _share(self, left: int, room: int, first: bool) -> int:
-        """Tokens of a sequence with `left` to prefill that go into `room`; 0 to stop here."""
-        if left <= room or first or self.policy.chunk == "exact":
-            return min(left, room)
-        if self.policy.chunk == "whole" or room < self.config.min_chunk_tokens:
-            return 0
-        return room
-
-    def _take_back(self, shares: list[tuple[Sequence, int]], wanted: int) -> int:
-        """Shortens the last share by up to `wanted` tokens, not below the floor; returns by how
-        many."""
-        seq, share = shares[-1]
-        taken = max(0, min(wanted, share - self.config.min_chunk_tokens))
-        shares[-1] = (seq, share - taken)
-        return taken
-
-    def _prefill_candidates(self) -> Iterator[Sequence]:
-        """Prefills in progress, then waiting sequences for as long as the first of them fits.
-
-        Whoever takes a waiting sequence admits it before asking for the next.
-        """
-        yield from [seq for seq in self.running if seq.num_computed < seq.prefill_end]
-        while self.policy.joins and self.waiting and self._fits(self.waiting[0]):
-            yield self.waiting[0]
+            if any(prefix.keeps_waiting(seq) for prefix in seq.prefixes):
+                continue
+            match = self._fit(seq)
+            if match is None:
+                break
+            # Whoever must fetch pages first runs when they have come.
+            if not match.must_fetch and not shares.take(seq, seq.num_tokens - match.num_tokens):
+                break
+            self._admit(seq, match)
 
     def _admit_batch(self) -> None:
         """Forms the next batch of a policy whose batches nobody joins."""
-        if not self.running:
-            while self.waiting and self._fits(self.waiting[0]):
-                self._admit(self.waiting[0])
+        if self.running:
+            return
+        for seq in self.waiting:
+            match = self._fit(seq)
+            if match is None:
+                break
+            self._admit(seq, match)
 
     # Bookkeeping
 
-    def _fits(self, seq: Sequence) -> bool:
-        """Whether a waiting sequence can be admitted now."""
+    def _fit(self, seq: Sequence) -> Match | None:
+        """What a waiting sequence finds computed, if it can be admitted now."""
         if not self._free_slots or seq.num_in_flight:
-            return False  # The host must know every token that is to be recomputed.
+            return None  # The host must know every token that is to be recomputed.
+        match = self.kv.match(seq.table, seq.num_reusable)
         margin = self._watermark_pages if self.running and self.policy.pages == "grow" else 0
-        return self.pool.num_free - self._admission_pages(seq) >= margin
+        if match.arriving or not self.kv.fits(match, self._admission_pages(seq), margin):
+            return None
+        return match
 
     def _admission_pages(self, seq: Sequence) -> int:
         tokens = seq.kv_limit if self.policy.pages == "reserve" else seq.num_tokens
         return self.pool.pages_for(tokens)
 
-    def _admit(self, seq: Sequence) -> None:
-        _remove(self.waiting, seq)
-        seq.pages = self.pool.allocate(self._admission_pages(seq))
+    def _admit(self, seq: Sequence, match: Match) -> None:
+        self.waiting.remove(seq)
+        if not seq.num_preemptions:
+            self.waiting.charge(seq, seq.num_tokens - match.num_tokens, 0)
+        self.kv.take(seq.table, match, self._admission_pages(seq))
         seq.slot = self._free_slots.pop()
         seq.prefill_end = seq.num_tokens
         seq.status = Status.RUNNING
         insort(self.running, seq, key=_order)
+        if seq.table.fetches:
+            self._fetching.append(seq)
+        else:
+            seq.num_computed = match.num_tokens
+        for prefix in seq.prefixes:
+            if not prefix.ready:
+                prefix.leader = seq
 
-    def _release(self, seq: Sequence) -> None:
+    def _end_fetches(self) -> None:
+        """Lets those run whose pages have come."""
+        for seq in self._fetching:
+            if seq.slot is not None and not seq.table.fetches:
+                seq.num_computed = seq.table.num_cached
+        self._fetching = [seq for seq in self._fetching if seq.table.fetches]
+
+    def _release(self, seq: Sequence, *, pin: bool = False, keep: bool = True) -> None:
         """Takes a sequence out of the running ones, with its pages and its slot."""
+        self._note_written(seq)
         _remove(self.running, seq)
-        self.pool.free(seq.pages)
+        self.kv.release(seq.table, seq.num_written, pin=pin, keep=keep)
         self._free_slots.append(seq.slot)
-        seq.pages = []
         seq.slot = None
+
+    def _note_written(self, seq: Sequence) -> None:
+        """Has what a sequence has computed found by others."""
+        if seq.slot is None:
+            return
+        self.kv.written(seq.table, seq.num_written)
+        for prefix in seq.prefixes:
+            if prefix.leader is seq and not prefix.ready and seq.num_written >= prefix.num_tokens:
+                self.kv.written(seq.table, seq.num_written, partial=True)
+                prefix.ready = True
+                prefix.nodes = seq.table.nodes[: self.pool.pages_for(prefix.num_tokens)]
+                self.kv.pin(prefix.nodes)
+
+    def _leave(self, prefix: SharedPrefix) -> None:
+        prefix.num_members -= 1
+        if not prefix.num_members:
+            self.kv.unpin(prefix.nodes, spent=prefix.spent)
+            prefix.nodes = []
 
     def _advance(self, seq: Sequence, num_tokens: int) -> Chunk:
         """Takes a sequence's next tokens as computed."""
@@ -318,7 +362,10 @@ class Scheduler:
         samples = end >= seq.prefill_end
         chunk = Chunk(seq, start, num_tokens, samples, seq.num_output, seq.slot)
         seq.num_computed = end
+        if start < seq.prefill_end:
+            self._prefilled.append(seq)
         if samples:
+            self.waiting.charge(seq, 0, 1)
             seq.num_in_flight += 1
             if end == seq.kv_limit:  # All its tokens are sampled: its memory is free after this.
                 self._exhausted.append(seq)

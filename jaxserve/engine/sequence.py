@@ -6,8 +6,15 @@ import dataclasses
 import enum
 from typing import TYPE_CHECKING
 
+from jaxserve.kv.table import PageTable
+
 if TYPE_CHECKING:
+    from jaxserve.engine.shared_prefix import SharedPrefix
     from jaxserve.sampling_params import SamplingParams
+
+PRIORITY_LEVEL_US = 30_000_000
+"""Waiting that one level of priority is worth. So whoever waits overtakes those of a better
+priority who came long after, and nobody starves."""
 
 
 class Status(enum.Enum):
@@ -36,9 +43,14 @@ class Sequence:
     params: SamplingParams
     arrival_us: int
     priority: int = 0
+    tenant: str | None = None
+    salt: bytes = b""
+    """Sequences share pages with those of the same salt alone."""
+    prefixes: tuple[SharedPrefix, ...] = ()
 
-    order: tuple[int, int, int] = dataclasses.field(init=False)
-    """Sort key of every queue: priority (lower runs first), arrival, id."""
+    order: tuple[int, int] = dataclasses.field(init=False)
+    """Sort key of every queue: when it came, by PRIORITY_LEVEL_US later or earlier for each level
+    of its priority (lower runs first)."""
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     num_in_flight: int = 0
     num_computed: int = 0
@@ -47,7 +59,9 @@ class Sequence:
     kv_limit: int = 0
     """KV entries it can ever need, set when it is added to a scheduler: those of its prompt and of
     all it may sample but the last token, which is never fed back."""
-    pages: list[int] = dataclasses.field(default_factory=list)
+    table: PageTable = dataclasses.field(init=False)
+    num_prefilled: int = 0
+    """Tokens it has ever computed, or found computed, before it was last preempted."""
     slot: int | None = None
     """Its row of per-sequence device state; stable while it runs."""
     status: Status = Status.WAITING
@@ -56,7 +70,18 @@ class Sequence:
     num_preemptions: int = 0
 
     def __post_init__(self) -> None:
-        self.order = (self.priority, self.arrival_us, self.seq_id)
+        self.table = PageTable(self.token_ids, self.salt)
+        self.set_priority(self.priority)
+
+    def set_priority(self, priority: int) -> None:
+        """Changes its place in every queue; it must be in none."""
+        self.priority = priority
+        self.order = (self.arrival_us + priority * PRIORITY_LEVEL_US, self.seq_id)
+
+    @property
+    def pages(self) -> list[int]:
+        """Its pages on the device, in the order they fill."""
+        return self.table.pages
 
     @property
     def num_prompt(self) -> int:
@@ -70,6 +95,19 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight
+
+    @property
+    def num_written(self) -> int:
+        """Tokens the host knows whose KV dispatched steps have written."""
+        return min(self.num_computed, len(self.prompt_token_ids) + len(self.output_token_ids))
+
+    @property
+    def num_reusable(self) -> int:
+        """Tokens that it need not compute if their KV is found: one must be, to go on from, and all
+        whose log probabilities were asked for."""
+        if self.params.prompt_logprobs is not None and self.index == 0:
+            return min(self.num_prefilled, self.num_tokens - 1)
+        return self.num_tokens - 1
 
     @property
     def remaining(self) -> int:
@@ -89,11 +127,6 @@ class Sequence:
     @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
-
-    @property
-    def all_token_ids(self) -> list[int]:
-        """Prompt and collected output, as a new list."""
-        return self.prompt_token_ids + self.output_token_ids
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Tokens at positions `start .. stop - 1`, which the host must know."""

@@ -28,6 +28,7 @@ from jaxserve.engine.events import (
     Dispatched,
     Failed,
     Finished,
+    Moved,
     Phase,
     Preempted,
     Record,
@@ -83,6 +84,7 @@ class _Timeline:
         self._running = 0
         self._in_flight: dict[int, tuple[Dispatched, list[_Chunk]]] = {}
         self._ready_us = 0
+        self._ways: dict[tuple[str, str], int] = {}
         self._lane_free_us: list[int] = []
         self._folds = {
             Arrived: self._arrived,
@@ -93,6 +95,7 @@ class _Timeline:
             Failed: self._ended,
             Dispatched: self._dispatched,
             Collected: self._collected,
+            Moved: self._moved,
             Phase: self._phase,
         }
 
@@ -213,6 +216,22 @@ class _Timeline:
             tid = _tid(chunk.sequence)
             arguments = {"step": step.step, "tokens": chunk.tokens}
             self._span(_REQUESTS, tid, "prefill", begin_us, end_us, **arguments)
+
+    def _moved(self, record: Moved) -> None:
+        """Each way has a track: one thread moves its pages, one batch after another."""
+        way = record.source, record.target
+        if way not in self._ways:
+            self._ways[way] = _DEVICE + 1 + len(self._ways)
+            self._name("thread_name", _ENGINE, self._ways[way], f"KV {way[0]} to {way[1]}")
+        self._span(
+            _ENGINE,
+            self._ways[way],
+            "failed" if record.error else "move",
+            record.begin_us,
+            record.time_us,
+            pages=record.pages,
+            bytes=record.bytes,
+        )
 
     def _phase(self, record: Phase) -> None:
         """Takes the first track that is free, as compiles overlap and phases contain them."""

@@ -1,14 +1,14 @@
-"""The pool of KV pages: which are free, which are in use.
+"""The pool of KV pages on the device: which are free, which are in use, which are kept.
 
 Paged KV after vLLM (Kwon et al. 2023): every sequence owns a list of fixed-size pages instead of
-one contiguous buffer, so at most `page_size - 1` slots of a sequence are ever wasted.
+one contiguous buffer, so at most `page_size - 1` tokens' worth of a sequence is ever wasted. Pages
+are counted references: sequences that begin alike share the pages of their beginning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
-
 from jaxserve.errors import ConfigError, JaxserveError
+from jaxserve.kv.runs import RunAllocator
 
 TRASH_PAGE = 0
 
@@ -18,10 +18,11 @@ class PageError(JaxserveError):
 
 
 class PagePool:
-    """Hands out page numbers `1 .. num_pages - 1`; page 0 is the trash page.
+    """Counts references to pages `1 .. num_pages - 1`; page 0 is the trash page.
 
-    The trash page takes the writes of padding and belongs to nobody. Allocation is O(1) per page
-    and deterministic: the page freed last is handed out first, and a fresh pool counts up from 1.
+    The trash page takes the writes of padding and belongs to nobody. Any other page is free, in
+    use (one reference or more) or kept (none, but its content is remembered; the prefix tree knows
+    for what).
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -32,8 +33,10 @@ class PagePool:
             raise ConfigError(f"page_size is {page_size} tokens; it must be at least 1")
         self.num_pages = num_pages
         self.page_size = page_size
-        self._free = list(range(num_pages - 1, TRASH_PAGE, -1))
-        self._in_use = bytearray(num_pages)
+        self.num_kept = 0
+        self._runs = RunAllocator(TRASH_PAGE + 1, num_pages)
+        self._refs = [0] * num_pages
+        self._taken = bytearray(num_pages)
 
     @property
     def capacity(self) -> int:
@@ -42,38 +45,64 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self._runs.num_free
+
+    @property
+    def num_available(self) -> int:
+        """Pages that are free or could be made so: those that no sequence uses."""
+        return self._runs.num_free + self.num_kept
 
     @property
     def num_used(self) -> int:
-        return self.capacity - len(self._free)
+        return self.capacity - self.num_available
+
+    def refs(self, page: int) -> int:
+        return self._refs[page]
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens of one sequence."""
         return -(-num_tokens // self.page_size)
 
-    def allocate(self, count: int) -> list[int]:
-        """Takes `count` pages, in the order they will fill.
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """Takes `count` free pages, one reference each, in the order they will fill; those that
+        follow `after` where they are free.
 
         Raises PageError when fewer are free, having taken none: look at `num_free` first.
         """
-        if count > len(self._free):
-            raise PageError(f"{count} pages asked for, {len(self._free)} free of {self.capacity}")
-        pages = [self._free.pop() for _ in range(count)]
+        if count > self.num_free:
+            raise PageError(f"{count} pages asked for, {self.num_free} free of {self.capacity}")
+        pages = self._runs.allocate(count, after)
         for page in pages:
-            self._in_use[page] = 1
+            self._refs[page] = self._taken[page] = 1
         return pages
 
-    def free(self, pages: SequenceOf[int]) -> None:
-        """Gives pages back.
+    def share(self, page: int) -> None:
+        """Adds a reference to a page that is in use or kept. Raises PageError for another."""
+        self._check_taken(page)
+        self.num_kept -= not self._refs[page]
+        self._refs[page] += 1
 
-        Raises PageError, having changed nothing, when one of them is not in use or is named twice.
+    def drop(self, page: int) -> int:
+        """Takes a reference away; a page without any is kept until it is freed or shared.
+
+        Returns how many are left. Raises PageError when there was none.
         """
-        if len(set(pages)) != len(pages):
-            raise PageError(f"a page is named twice in {list(pages)}")
-        for page in pages:
-            if not 0 <= page < self.num_pages or not self._in_use[page]:
-                raise PageError(f"page {page} is not in use (pages are 1 .. {self.capacity})")
-        for page in reversed(pages):
-            self._in_use[page] = 0
-            self._free.append(page)
+        self._check_taken(page)
+        if not self._refs[page]:
+            raise PageError(f"page {page} has no reference to take away")
+        self._refs[page] -= 1
+        self.num_kept += not self._refs[page]
+        return self._refs[page]
+
+    def free(self, page: int) -> None:
+        """Makes a kept page free. Raises PageError when it is in use, or free already."""
+        self._check_taken(page)
+        if self._refs[page]:
+            raise PageError(f"page {page} is in use, {self._refs[page]} times, and cannot be freed")
+        self.num_kept -= 1
+        self._taken[page] = 0
+        self._runs.free((page,))
+
+    def _check_taken(self, page: int) -> None:
+        if not 0 < page < self.num_pages or not self._taken[page]:
+            raise PageError(f"page {page} is not taken (pages are 1 .. {self.capacity})")

@@ -10,17 +10,26 @@ import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import MemoryPlanError
+from jaxserve.kv.transfers import MOVE_PAGES
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.family import Params
 
 _CPU_KV_BYTES = 2 << 30
+_HOST_SHARE = 4
+"""By default, lower KV tiers take no more of the host's free memory than one part in this many."""
+STAGING_BUFFERS = 2
+"""Moves that can hold device memory at once, to lower tiers, and as many from them."""
 GIB = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
     """Bytes by purpose. `scratch_bytes` is the hungriest program's temporaries and results,
-    as XLA states them; a guess until the programs are compiled."""
+    as XLA states them; a guess until the programs are compiled.
+
+    `host_pages` and `disk_pages` are those of the tiers below the device; on CPUs the host's are
+    taken from the same memory as all else.
+    """
 
     limit_bytes: int
     weights_bytes: int
@@ -29,14 +38,44 @@ class MemoryPlan:
     page_bytes: int
     num_pages: int
     page_size: int
+    host_pages: int = 0
+    disk_pages: int = 0
+    host_is_device: bool = False
 
     @property
     def kv_bytes(self) -> int:
         return self.num_pages * self.page_bytes
 
     @property
+    def host_bytes(self) -> int:
+        return self.host_pages * self.page_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        return self.disk_pages * self.page_bytes
+
+    @property
+    def staging_bytes(self) -> int:
+        """Buffers for pages on their way between the device and other tiers."""
+        if not self.host_pages and not self.disk_pages:
+            return 0
+        return 2 * STAGING_BUFFERS * MOVE_PAGES * self.page_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """All but the KV pool."""
+        host_bytes = self.host_bytes if self.host_is_device else 0
+        return (
+            self.weights_bytes
+            + self.state_bytes
+            + self.scratch_bytes
+            + self.staging_bytes
+            + host_bytes
+        )
+
+    @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.state_bytes + self.scratch_bytes + self.kv_bytes
+        return self.fixed_bytes + self.kv_bytes
 
     @property
     def kv_tokens(self) -> int:
@@ -47,17 +86,17 @@ class MemoryPlan:
         """Raises MemoryPlanError unless everything fits, saying what would."""
         if self.total_bytes <= self.limit_bytes:
             return
-        fixed = self.weights_bytes + self.state_bytes + self.scratch_bytes
-        room = self.limit_bytes - fixed
+        room = self.limit_bytes - self.fixed_bytes
         if room >= 2 * self.page_bytes:
             way = f"kv_cache_memory_bytes of at most {room // self.page_bytes * self.page_bytes}"
         else:
-            way = "a smaller model, dtype, max_num_seqs or max_num_batched_tokens"
+            way = "a smaller model, dtype, max_num_seqs, max_num_batched_tokens or host_kv_bytes"
+        lower = self.fixed_bytes - self.weights_bytes - self.state_bytes - self.scratch_bytes
         raise MemoryPlanError(
             f"needs {_gib(self.total_bytes)} (weights {_gib(self.weights_bytes)}, KV pool "
-            f"{_gib(self.kv_bytes)}, sampling state {_gib(self.state_bytes)}, program scratch "
-            f"{_gib(self.scratch_bytes)}), but {_gib(self.limit_bytes)} may be used; "
-            f"{way} would fit."
+            f"{_gib(self.kv_bytes)}, lower tiers {_gib(lower)}, sampling state "
+            f"{_gib(self.state_bytes)}, program scratch {_gib(self.scratch_bytes)}), but "
+            f"{_gib(self.limit_bytes)} may be used; {way} would fit."
         )
 
 
@@ -75,7 +114,19 @@ def plan_memory(
     pages_of_one = -(-config.max_model_len // config.page_size)
     limit = int(device_memory(device) * config.memory_utilization)
     scratch = _scratch_guess(config, model, itemsize)
-    left = limit - weights_bytes - state_bytes - scratch
+    plan = MemoryPlan(
+        limit_bytes=limit,
+        weights_bytes=weights_bytes,
+        state_bytes=state_bytes,
+        scratch_bytes=scratch,
+        page_bytes=page_bytes,
+        num_pages=0,
+        page_size=config.page_size,
+        host_pages=_lower_pages("host_kv_bytes", config.host_kv_bytes or 0, page_bytes),
+        disk_pages=_lower_pages("disk_kv_bytes", config.disk_kv_bytes, page_bytes),
+        host_is_device=device.platform == "cpu",
+    )
+    left = limit - plan.fixed_bytes
     if config.kv_cache_memory_bytes is not None:
         num_pages = config.kv_cache_memory_bytes // page_bytes
         if num_pages < 2:
@@ -97,22 +148,36 @@ def plan_memory(
                 f"are left for them; set max_model_len to at most {tokens}, or "
                 "kv_cache_memory_bytes to the pool you want."
             )
-    return MemoryPlan(
-        limit_bytes=limit,
-        weights_bytes=weights_bytes,
-        state_bytes=state_bytes,
-        scratch_bytes=scratch,
-        page_bytes=page_bytes,
-        num_pages=num_pages,
-        page_size=config.page_size,
-    )
+    plan = dataclasses.replace(plan, num_pages=num_pages)
+    if config.host_kv_bytes is None and not plan.host_is_device:
+        most = min(plan.kv_bytes, host_memory() // _HOST_SHARE)
+        plan = dataclasses.replace(plan, host_pages=most // page_bytes)
+    if plan.host_bytes > host_memory():
+        raise MemoryPlanError(
+            f"host_kv_bytes is {config.host_kv_bytes}, but {host_memory()} bytes of the host's "
+            "memory are free; set it to less than that."
+        )
+    return plan
+
+
+def _lower_pages(setting: str, num_bytes: int, page_bytes: int) -> int:
+    """Pages of a tier below the device. Raises MemoryPlanError for a budget of less than one."""
+    if 0 < num_bytes < page_bytes:
+        raise MemoryPlanError(
+            f"{setting} is {num_bytes}, less than one page of {page_bytes} bytes; give it at "
+            "least that, or 0 for none."
+        )
+    return num_bytes // page_bytes
 
 
 def device_memory(device: jax.Device) -> int:
     """Bytes of memory that could be used on `device`; on a CPU, those free on the host now."""
     stats = device.memory_stats() or {}
-    if limit := stats.get("bytes_limit"):
-        return limit
+    return stats.get("bytes_limit") or host_memory()
+
+
+def host_memory() -> int:
+    """Bytes of the host's memory that are free now."""
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":", 1) for line in file)

@@ -59,6 +59,7 @@ class DispatchedStep:
     """A step on its way: arrays that the device has yet to fill."""
 
     plan: StepPlan
+    key: ProgramKey
     sampled: tuple[Chunk, ...]
     token_ids: jax.Array | None
     logprobs: TokenLogprobs | None
@@ -145,7 +146,9 @@ class Runner:
         prompt_logprobs = self._score_prompts(packed, prefill_hidden)
         for array in jax.tree.leaves((token_ids, logprobs, prompt_logprobs)):
             array.copy_to_host_async()
-        return DispatchedStep(packed.plan, packed.sampled, token_ids, logprobs, prompt_logprobs)
+        return DispatchedStep(
+            packed.plan, packed.key, packed.sampled, token_ids, logprobs, prompt_logprobs
+        )
 
     def read(self, step: DispatchedStep) -> StepResults:
         """Wait for a step and bring its results to the host."""
@@ -156,6 +159,35 @@ class Runner:
             logprobs=jax.tree.map(np.asarray, step.logprobs),
             prompt_logprobs=jax.tree.map(np.asarray, step.prompt_logprobs),
         )
+
+    def gather(self, pages: SequenceOf[int]) -> jax.Array:
+        """Images [at least pages, elements] of up to MOVE_PAGES pages, in a staging array."""
+        size = _holding(specs.MOVE_SIZES, len(pages))
+        program = self._programs[specs.page_name("gather", size)].call
+        return program(self._kv, _padded(pages, size))
+
+    def scatter(self, pages: SequenceOf[int], staging: jax.Array) -> None:
+        """Write the first images of a staging array to pages."""
+        size = staging.shape[0]
+        program = self._programs[specs.page_name("scatter", size)].call
+        self._kv = program(self._kv, _padded(pages, size), staging)
+
+    def copy(self, pairs: SequenceOf[tuple[int, int]]) -> None:
+        """Copy pages, given as (source, target); every source is read before its turn as target
+        of a later pair."""
+        program, most = self._programs[specs.COPY].call, specs.COPY_PAGES
+        for first in range(0, len(pairs), most):
+            sources, targets = zip(*pairs[first : first + most])
+            self._kv = program(self._kv, _padded(sources, most), _padded(targets, most))
+
+    def poison(self, pages: SequenceOf[int]) -> None:
+        """Fill pages with NaN, so that whoever reads them before they are written is found out."""
+        most = specs.MOVE_SIZES[-1]
+        elements = self.geometry.pages.page_bytes // self.geometry.dtype.itemsize
+        images = np.full((most, elements * self.geometry.model.num_layers), np.nan)
+        for first in range(0, len(pages), most):
+            staging = jax.device_put(images.astype(self.geometry.dtype))
+            self.scatter(pages[first : first + most], staging)
 
     def _forward(self, packed: PackedStep) -> tuple[jax.Array, jax.Array]:
         program = self._programs[specs.part_name("forward", packed.key)].call
@@ -236,6 +268,18 @@ class Runner:
             eos_token_ids=row.eos_token_ids,
             bad_word_ids=row.bad_word_ids,
         )
+
+
+def _holding(sizes: SequenceOf[int], count: int) -> int:
+    """The smallest of ascending `sizes` that holds `count`."""
+    return next(size for size in sizes if size >= count)
+
+
+def _padded(pages: SequenceOf[int], size: int) -> np.ndarray:
+    """Page numbers int32 [size]; those missing are of no page, and nothing is done for them."""
+    padded = np.full(size, -1, np.int32)
+    padded[: len(pages)] = pages
+    return padded
 
 
 def _zeros(shapes: Any) -> Any:

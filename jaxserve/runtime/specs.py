@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig
+from jaxserve.kv.transfers import MOVE_PAGES
 from jaxserve.models.config import LayerKind, ModelConfig
 from jaxserve.models.family import Family, Params
 from jaxserve.runtime import step
@@ -19,7 +20,14 @@ from jaxserve.runtime.buckets import Buckets, ProgramKey
 from jaxserve.runtime.programs import ProgramSpec
 from jaxserve.sampling import admit, init_state
 from jaxserve.sampling.rows import NUM_FIELDS
+from pallas_kernels.page_copy import copy_pages, gather_pages, scatter_pages
 from pallas_kernels.paged_attention import KVPages, PageLayout
+
+MOVE_SIZES = (1, 4, MOVE_PAGES)
+"""Pages that the programs which gather and scatter them take."""
+
+COPY_PAGES = 8
+"""Pages that the program which copies them takes."""
 
 MAX_PREFILL_CHUNKS = 8
 """Sequences that can prefill in one step: each costs a row of metadata and of logits."""
@@ -37,6 +45,8 @@ class Geometry:
     model: ModelConfig
     family: Family
     num_pages: int
+    moves_pages: bool = False
+    """Whether pages are ever gathered and scattered, and not just copied."""
 
     @functools.cached_property
     def buckets(self) -> Buckets:
@@ -114,12 +124,20 @@ class Geometry:
             "memory_utilization",
             "kv_cache_memory_bytes",
             "compilation_cache",
+            "fair_share",
+            "enable_prefix_caching",
+            "host_kv_bytes",
+            "disk_kv_dir",
+            "disk_kv_bytes",
+            "preemption",
+            "debug_kv",
         ):
             del config[irrelevant]
         return repr((sorted(config.items()), self.model, self.num_pages, self.max_chunks))
 
 
 ADMIT = "admit"
+COPY = "copy"
 
 
 def part_name(part: str, key: ProgramKey) -> str:
@@ -141,6 +159,11 @@ def sample_name(sampler: str, rows: int) -> str:
     return f"{sampler}-{rows}"
 
 
+def page_name(move: str, count: int) -> str:
+    """Name of a program that moves pages: `move` is gather or scatter."""
+    return f"{move}-{count}"
+
+
 def prompt_logprobs_name(prefill_tokens: int) -> str:
     return f"prompt-logprobs-{prefill_tokens}"
 
@@ -150,6 +173,7 @@ def program_specs(geometry: Geometry) -> list[ProgramSpec]:
     forward = _layer_specs if geometry.config.program_scope == "layer" else _step_specs
     specs = [spec for layout in geometry.layouts.values() for spec in forward(geometry, layout)]
     specs += _sampling_specs(geometry)
+    specs += _page_specs(geometry)
     return specs[::-1]
 
 
@@ -217,6 +241,21 @@ def _sampling_specs(geometry: Geometry) -> Iterator[ProgramSpec]:
         )
     slot_size = sum(array.size // array.shape[0] for array in jax.tree.leaves(state))
     yield ProgramSpec(ADMIT, admit, (state, _int32(), _int32(slot_size)), donated=(0,))
+
+
+def _page_specs(geometry: Geometry) -> Iterator[ProgramSpec]:
+    kv = geometry.abstract_kv
+    pages = _int32(COPY_PAGES)
+    yield ProgramSpec(COPY, copy_pages, (kv, pages, pages), donated=(0,))
+    if not geometry.moves_pages:
+        return
+    for count in MOVE_SIZES:
+        pages = _int32(count)
+        staging = jax.eval_shape(gather_pages, kv, pages)
+        yield ProgramSpec(page_name("gather", count), gather_pages, (kv, pages))
+        yield ProgramSpec(
+            page_name("scatter", count), scatter_pages, (kv, pages, staging), donated=(0,)
+        )
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

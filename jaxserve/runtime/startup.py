@@ -93,7 +93,8 @@ def plan(config: EngineConfig) -> EnginePlan:
         device,
     )
     memory.check()
-    geometry = Geometry(config, model, family, memory.num_pages)
+    moves_pages = bool(memory.host_pages or memory.disk_pages or config.debug_kv)
+    geometry = Geometry(config, model, family, memory.num_pages, moves_pages)
     return EnginePlan(config, checkpoint, geometry, memory, device)
 
 

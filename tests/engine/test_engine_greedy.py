@@ -29,16 +29,18 @@ wishes = st.tuples(
 workloads = st.lists(wishes, min_size=1, max_size=10)
 
 
-def check(model, engine, workload):
-    """Runs (prompt, max_tokens, ignore_eos, step, priority) requests, all greedy."""
+def check(model, engine, workload, apart=False):
+    """Runs (prompt, max_tokens, ignore_eos, step, priority) requests, all greedy; `apart`, they
+    share no pages."""
     arrivals = [
         Arrival(
             model.prompts[index],
             SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos),
             step,
             priority,
+            f"tenant {place}" if apart else None,
         )
-        for index, max_tokens, ignore_eos, step, priority in workload
+        for place, (index, max_tokens, ignore_eos, step, priority) in enumerate(workload)
     ]
     for output, (index, max_tokens, ignore_eos, *_) in zip(drive(engine, arrivals), workload):
         expected = model.answer(index, max_tokens, ignore_eos)
@@ -65,7 +67,7 @@ def test_any_workload_under_any_scheduler(llama, llm_for, scheduler, workload):
 def test_running_out_of_pages(llama, llm_for, scheduler):
     engine = llm_for(scheduler).engine
     before = preemptions(engine)
-    check(llama, engine, crowd(33))
+    check(llama, engine, crowd(33), apart=True)
     grows = POLICIES[scheduler].pages == "grow"
     assert (preemptions(engine) > before) == grows
 
@@ -90,7 +92,7 @@ def test_every_family(tmp_path, name):
     page_bytes = model.config.kv_bytes_per_token(4) * page_size
     with model.load(**changes, kv_cache_memory_bytes=pages * page_bytes) as llm:
         everything = [(index, LONGEST, False, 2 * index, 0) for index in range(len(PROMPT_LENGTHS))]
-        check(model, llm.engine, everything + crowd(60))
+        check(model, llm.engine, everything + crowd(60), apart=True)
         if POLICIES[llm.engine.plan.config.scheduler].pages == "grow":
             assert preemptions(llm.engine) > 0
 

@@ -112,7 +112,8 @@ def test_logprobs_of_prompts_side_by_side(llama, llm):
 def test_logprobs_survive_a_preemption(llama, llm):
     before = preemptions(llm.engine)
     params = dataclasses.replace(SAMPLED, prompt_logprobs=2)
-    outputs = drive(llm.engine, [Arrival(llama.prompts[9], params)] * 4)
+    arrivals = [Arrival(llama.prompts[9], params, tenant=f"tenant {i}") for i in range(4)]
+    outputs = drive(llm.engine, arrivals)
     assert preemptions(llm.engine) > before
     for output in outputs:
         check_outputs(llama, llama.prompts[9], output.outputs[0], 3)

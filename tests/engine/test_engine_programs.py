@@ -90,7 +90,7 @@ def test_the_pool_is_the_size_asked_for(llm):
     memory = llm.plan().memory
     assert memory.num_pages == NUM_PAGES
     assert memory.kv_bytes == llm.plan().config.kv_cache_memory_bytes
-    assert llm.engine.pool.capacity * llm.engine.pool.page_size == memory.kv_tokens
+    assert llm.engine.kv.pool.capacity * llm.engine.kv.pool.page_size == memory.kv_tokens
     assert memory.total_bytes <= memory.limit_bytes
 
 

@@ -35,7 +35,7 @@ def state(engine):
     """All that a refusal could have half changed."""
     scheduler = engine.scheduler
     return (
-        engine.pool.num_used,
+        engine.kv.pool.num_used,
         [seq.seq_id for seq in scheduler.waiting],
         [(seq.seq_id, seq.slot, list(seq.pages)) for seq in scheduler.running],
         engine.snapshot()["vllm:num_requests_waiting"].value,
@@ -219,7 +219,7 @@ def test_ctrl_c_at_any_moment(llama):
                 interrupted += 1
             timer.join()
             assert not llm.engine.scheduler.has_work
-            assert llm.engine.pool.num_used == 0
+            assert llm.engine.kv.pool.num_used == 0
             assert run() == expected, attempt
         assert threading.active_count() == threads
         assert interrupted == 40, interrupted

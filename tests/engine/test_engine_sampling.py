@@ -63,6 +63,7 @@ def test_the_same_seed_gives_the_same_tokens_after_a_preemption(llm_for, prompt,
     before = preemptions(engine)
     arrivals = [Arrival(prompt, params, priority=-1) for params in (GREEDY, GREEDY)]
     arrivals += [Arrival(prompt, params) for params in (FULL, PLAIN)]
+    arrivals = [dataclasses.replace(a, tenant=f"tenant {i}") for i, a in enumerate(arrivals)]
     outputs = drive(engine, arrivals)
     assert preemptions(engine) > before
     assert [tokens(output) for output in outputs[2:]] == alone

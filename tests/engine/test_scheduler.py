@@ -8,6 +8,7 @@ from jaxserve.engine.plan import Chunk
 from jaxserve.engine.scheduler import Scheduler, SchedulerConfig
 from jaxserve.engine.sequence import Sequence, Status
 from jaxserve.errors import ConfigError, PromptTooLongError, RequestError
+from jaxserve.kv.manager import KVManager
 from jaxserve.kv.pages import PagePool
 from jaxserve.sampling_params import SamplingParams
 
@@ -26,7 +27,8 @@ def make_config(**changes) -> SchedulerConfig:
 
 
 def make_scheduler(num_pages: int = 65, page_size: int = 4, **changes) -> Scheduler:
-    return Scheduler(make_config(**changes), PagePool(num_pages, page_size))
+    kv = KVManager(PagePool(num_pages, page_size), prefix_caching=False)
+    return Scheduler(make_config(**changes), kv)
 
 
 def make_sequence(seq_id: int, prompt: int, max_tokens: int | None = 8, **fields) -> Sequence:
@@ -37,6 +39,7 @@ def make_sequence(seq_id: int, prompt: int, max_tokens: int | None = 8, **fields
         prompt_token_ids=list(range(100, 100 + prompt)),
         params=SamplingParams(max_tokens=max_tokens),
         **{"arrival_us": seq_id} | fields,
+        salt=str(seq_id).encode(),
     )
 
 
@@ -141,7 +144,7 @@ def test_a_decode_is_planned_before_the_token_it_feeds_is_known():
     assert (seq.num_tokens, seq.num_output, seq.remaining) == (7, 2, 1)
     assert seq.output_token_ids == []
     assert scheduler.collect(prefill, 7) and scheduler.collect(decode, 8)
-    assert seq.all_token_ids == [100, 101, 102, 103, 104, 7, 8]
+    assert seq.token_ids(0, 7) == [100, 101, 102, 103, 104, 7, 8]
     assert [seq.token_ids(*span) for span in [(1, 3), (3, 6), (5, 7)]] == [
         [101, 102],
         [103, 104, 7],

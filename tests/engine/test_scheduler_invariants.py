@@ -114,7 +114,7 @@ def check_chunks(scheduler: Scheduler, plan: StepPlan) -> None:
     for chunk in plan.prefills:
         # Nothing of the sequence is in flight but what this very chunk samples.
         assert chunk.seq.num_in_flight == chunk.samples
-        assert chunk.start + chunk.num_tokens <= len(chunk.seq.all_token_ids)
+        assert chunk.start + chunk.num_tokens <= chunk.seq.num_tokens - chunk.seq.num_in_flight
         if not chunk.samples and scheduler.policy.chunk != "exact":
             assert chunk.num_tokens >= scheduler.config.min_chunk_tokens
 
@@ -147,7 +147,7 @@ def check_work_conserving(scheduler: Scheduler, plan: StepPlan) -> None:
         return
     assert all(seq.prefilled for seq in scheduler.running)
     if scheduler.waiting:
-        head: Sequence = scheduler.waiting[0]
+        head: Sequence = next(iter(scheduler.waiting))
         rows_full = scheduler.num_running == config.max_num_seqs
         spare = pool.num_free - pool.pages_for(head.num_tokens)
         assert rows_full or head.num_in_flight or spare < max(1, config.watermark * pool.capacity)

@@ -32,7 +32,7 @@ def sequence(slot, prompt_length, first_page):
     )
     seq.slot = slot
     count = -(-prompt_length // PAGE_SIZE)
-    seq.pages = list(range(first_page, first_page + count))[::-1]
+    seq.table.pages = list(range(first_page, first_page + count))[::-1]
     return seq
 
 

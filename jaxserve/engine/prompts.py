@@ -1,0 +1,53 @@
+"""What a caller may give as a prompt, and the token ids that it becomes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+
+from jaxserve.errors import RequestError
+from jaxserve.text import Tokenizer
+
+Prompt = str | SequenceOf[int] | Mapping[str, SequenceOf[int]]
+"""Text, token ids, or {"prompt_token_ids": [...]}."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizedPrompt:
+    """A prompt that was found good: its text, where it was one, and its token ids."""
+
+    text: str | None
+    token_ids: list[int]
+
+
+def tokenize_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> TokenizedPrompt:
+    """Token ids of a prompt; text is given the model's special tokens.
+
+    Raises RequestError for what is not a prompt, and for ids that are not in the vocabulary.
+    """
+    if isinstance(prompt, Mapping):
+        if set(prompt) != {"prompt_token_ids"}:
+            raise RequestError(
+                "a prompt given as a dict has the one key 'prompt_token_ids', not "
+                f"{sorted(prompt)}."
+            )
+        prompt = prompt["prompt_token_ids"]
+    if isinstance(prompt, bytes):
+        raise RequestError("the prompt is bytes; decode it to text first.")
+    text = prompt if isinstance(prompt, str) else None
+    try:
+        token_ids = list(prompt) if text is None else tokenizer.encode(text)
+    except TypeError:
+        raise RequestError(
+            f"the prompt is {prompt!r:.80}; it must be text or a list of token ids."
+        ) from None
+    for token_id in token_ids:
+        integer = isinstance(token_id, (int, np.integer)) and not isinstance(token_id, bool)
+        if not integer or not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"prompt token id {token_id!r} is not an integer in 0..{vocab_size - 1}."
+            )
+    return TokenizedPrompt(text, [int(token_id) for token_id in token_ids])

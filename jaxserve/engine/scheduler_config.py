@@ -1,0 +1,57 @@
+"""The limits that a scheduler keeps to."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxserve.engine.policies import POLICIES
+from jaxserve.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of a step and rules of admission.
+
+    max_num_seqs: sequences running at once, R.
+    max_num_batched_tokens: token budget of a step, τ.
+    max_prefill_chunks: sequences that can prefill in one step.
+    max_prefill_tokens: prefill tokens of the largest program.
+    max_model_len: context limit in tokens, prompt and output.
+    watermark: share of the pool that an admission leaves free for sequences already running.
+    min_chunk_tokens: no prompt is split into pieces below this, its last piece excepted.
+    fair_share: admit the tenant that was served least, instead of whoever came first.
+    """
+
+    policy: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_prefill_chunks: int
+    max_prefill_tokens: int
+    max_model_len: int
+    watermark: float = 0.01
+    min_chunk_tokens: int = 16
+    fair_share: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError when a limit is out of range or would starve prefills."""
+        if self.policy not in POLICIES:
+            raise ConfigError(f"unknown scheduler {self.policy!r}; one of {', '.join(POLICIES)}")
+        for name in ("max_num_seqs", "max_prefill_chunks", "min_chunk_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_model_len < 2:
+            raise ConfigError(f"max_model_len is {self.max_model_len}; it must be at least 2")
+        if not 0 <= self.watermark < 1:
+            raise ConfigError(f"watermark is {self.watermark}; it must be in [0, 1)")
+        if self.max_prefill_tokens < self.min_chunk_tokens:
+            raise ConfigError(
+                f"max_prefill_tokens is {self.max_prefill_tokens}; "
+                f"it must be at least min_chunk_tokens, {self.min_chunk_tokens}"
+            )
+        least = self.max_num_seqs + self.min_chunk_tokens
+        if self.max_num_batched_tokens < least:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; with max_num_seqs "
+                f"{self.max_num_seqs} it must be at least {least}, or running sequences would "
+                "leave no room for new prompts"
+            )

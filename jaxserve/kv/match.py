@@ -1,0 +1,112 @@
+"""What of a sequence's tokens is kept, and whether bringing it to the device is worth the while."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from jaxserve.kv.pages import PagePool
+from jaxserve.kv.prefix_tree import Node, PrefixTree
+from jaxserve.kv.rates import Rates
+from jaxserve.kv.table import PageTable
+from jaxserve.kv.tiers import Tier
+
+Preemption = Literal["auto", "swap", "recompute"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """What is kept of a sequence's first tokens.
+
+    shared: nodes on the device, from the first page on.
+    fetched: nodes that follow, on lower tiers.
+    partial: a node that begins with the next `partial_tokens` tokens.
+    num_tokens: tokens in all whose KV need not be computed.
+    num_in_use: shared pages that other sequences use too, and so cost nothing.
+    arriving: what follows is on the move, and worth waiting for.
+    """
+
+    shared: tuple[Node, ...] = ()
+    fetched: tuple[Node, ...] = ()
+    partial: Node | None = None
+    partial_tokens: int = 0
+    num_tokens: int = 0
+    num_in_use: int = 0
+    arriving: bool = False
+
+    @property
+    def must_fetch(self) -> bool:
+        """Whether something must be brought to the device first."""
+        return bool(self.fetched) or (self.partial is not None and self.partial.device is None)
+
+
+class Matcher:
+    """Looks tokens up in the prefix tree."""
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        pool: PagePool,
+        rates: Rates,
+        page_bytes: int,
+        preemption: Preemption,
+    ) -> None:
+        self._tree = tree
+        self._pool = pool
+        self._rates = rates
+        self._page_bytes = page_bytes
+        self._preemption = preemption
+        # To copy a page for fewer tokens costs more than to compute them beside a step.
+        self._min_partial_tokens = max(1, pool.page_size // 8)
+
+    def match(self, table: PageTable, num_tokens: int) -> Match:
+        """What is kept of the first `num_tokens` tokens of a sequence: full pages as far as they
+        follow one another, then the page that has most in common with what comes next."""
+        page_size = self._pool.page_size
+        parent = self._tree.root(table.salt)
+        path: list[Node] = []
+        for index in range(num_tokens // page_size):
+            tokens = table.tokens(index * page_size, (index + 1) * page_size)
+            node = self._tree.full(parent, tokens, table.key(index, page_size))
+            if node is None or not node.readable:
+                if node is not None and node.arriving:
+                    return Match(arriving=True)
+                break
+            path.append(node)
+            parent = node
+        start = len(path) * page_size
+        tail = table.tokens(start, min(start + page_size, num_tokens))
+        partial, common = self._tree.closest(parent, tail)
+        if partial is None or common < self._min_partial_tokens:
+            partial, common = None, 0
+        elif not partial.readable:
+            if partial.arriving:
+                return Match(arriving=True)
+            partial, common = None, 0
+        return self._worthwhile(path, partial, common)
+
+    def _worthwhile(self, path: list[Node], partial: Node | None, common: int) -> Match:
+        """The match of a path of full pages, without what is sooner computed than fetched."""
+        page_size = self._pool.page_size
+        split = next((i for i, node in enumerate(path) if node.device is None), len(path))
+        shared, fetched = path[:split], path[split:]
+        # Rare, and not worth a way of its own: what lies on the device after what does not.
+        back = next((i for i, node in enumerate(fetched) if node.device is not None), None)
+        if back is not None or (fetched and partial is not None and partial.device is not None):
+            fetched, partial, common = fetched[:back], None, 0
+        away = fetched + [partial] * (partial is not None and partial.device is None)
+        if away and self._preemption != "swap":
+            start = split * page_size
+            stop = start + len(fetched) * page_size + common
+            tier = Tier.HOST if away[0].host is not None else Tier.DISK
+            fetch = (tier, Tier.DEVICE, len(away) * self._page_bytes)
+            if not self._rates.prefers_swap(start, stop, [fetch]):
+                fetched, partial, common = [], None, 0
+        return Match(
+            tuple(shared),
+            tuple(fetched),
+            partial,
+            common,
+            (len(shared) + len(fetched)) * page_size + common,
+            sum(self._pool.refs(node.device) > 0 for node in shared),
+        )

@@ -1,0 +1,284 @@
+"""The tiers below the device: what is saved there, brought back, passed on and given up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxserve.kv.copier import Copier, Ticket, TicketState
+from jaxserve.kv.prefix_tree import Node
+from jaxserve.kv.rates import Rates
+from jaxserve.kv.shelf import Shelf
+from jaxserve.kv.table import PageTable
+from jaxserve.kv.tiers import Tier
+from jaxserve.kv.transfers import MOVE_PAGES, Transfer
+
+_LEAST_PATIENCE_US = 50_000
+_UNKNOWN_PATIENCE_US = 1_000_000
+_SPARE_SHARE = 4
+"""A tier with another below it keeps a quarter of its pages free, or such as lie below as well."""
+
+
+@dataclasses.dataclass
+class MoveCounters:
+    """Pages by the lower tier they came to or from, and moves that came to nothing."""
+
+    saved_pages: dict[Tier, int] = dataclasses.field(default_factory=dict)
+    fetched_pages: dict[Tier, int] = dataclasses.field(default_factory=dict)
+    failed_moves: int = 0
+    slow_moves: int = 0
+
+
+class Mover:
+    """Keeps the books of every move: which node is on its way, and who has which lower page.
+
+    A node takes part in one transfer at a time, and nothing that a transfer names is given to
+    another use before its ticket ended. `settled` is called for a node whose transfer is over.
+    """
+
+    def __init__(
+        self,
+        tiers: Mapping[Tier, int],
+        copier: Copier | None,
+        page_bytes: int,
+        page_size: int,
+        rates: Rates,
+        settled: Callable[[Node], None],
+    ) -> None:
+        """`tiers` gives the number of pages of each tier below the device, from the top down."""
+        self.shelves = [Shelf(tier, num_pages) for tier, num_pages in tiers.items()]
+        self.counters = MoveCounters()
+        self.page_bytes = page_bytes
+        self._copier = copier
+        self._page_size = page_size
+        self._rates = rates
+        self._settled = settled
+        self._under_way: dict[Ticket, Transfer] = {}
+        self._saves: list[Transfer] = []
+        self._loads: list[Transfer] = []
+
+    @property
+    def num_under_way(self) -> int:
+        """Moves that the copier has not ended."""
+        return len(self._under_way)
+
+    def transfers(self) -> list[Transfer]:
+        """Every move that is planned or under way."""
+        return [*self._saves, *self._under_way.values()]
+
+    def file(self, node: Node) -> None:
+        """Puts a node in its place among those that may give way, or frees what it has here."""
+        for shelf in self.shelves:
+            page = shelf.page(node)
+            if page is not None and not node.attached and node.transfer is None:
+                shelf.put(node, None)
+                shelf.free(page)
+            shelf.file(node)
+
+    def forget(self, node: Node) -> None:
+        """Frees a node's pages here, those of a transfer excepted."""
+        if node.transfer is None:
+            for shelf in self.shelves:
+                self._give_up(shelf, node)
+
+    def save(self, node: Node, page: int) -> bool:
+        """Has the image of a node that loses its device page saved, if there is room below."""
+        for shelf in self.shelves:
+            target = self._take_page(shelf)
+            if target is not None:
+                self._add_save(shelf.tier, node, page, target)
+                return True
+        return False
+
+    def fetch(self, nodes: Sequence[Node], num_shared: int) -> list[Transfer]:
+        """Plans moves of `nodes` to the device, and keeps their images where they are till then.
+
+        The first `num_shared` become the device's own, one after them is only copied from.
+        """
+        transfers: list[Transfer] = []
+        for index, node in enumerate(nodes):
+            shelf = next(shelf for shelf in self.shelves if shelf.page(node) is not None)
+            last = transfers[-1] if transfers else None
+            if last is None or last.source is not shelf.tier or len(last.nodes) == MOVE_PAGES:
+                transfers.append(Transfer(shelf.tier, Tier.DEVICE))
+            transfer = transfers[-1]
+            transfer.nodes.append(node)
+            transfer.source_pages.append(shelf.page(node))
+            transfer.num_shared += index < num_shared
+            node.transfer = transfer
+            shelf.file(node)
+        return transfers
+
+    def begin_fetches(self, transfers: Iterable[Transfer], table: PageTable, first: int) -> None:
+        """Starts moves into the pages of a table, from its page `first` on."""
+        for transfer in transfers:
+            count = len(transfer.nodes)
+            transfer.table, transfer.first = table, first
+            transfer.target_pages = table.pages[first : first + count]
+            table.fetches.append(transfer)
+            self._start(transfer)
+            first += count
+
+    def begin_save(self, transfer: Transfer, staging: Any) -> None:
+        """Starts a save whose pages were gathered into `staging`."""
+        self._start(transfer, staging)
+
+    def refuse_save(self, transfer: Transfer) -> None:
+        """Gives up a save that no staging buffer was free for."""
+        self.counters.slow_moves += 1
+        self._end_save(transfer, landed=False)
+
+    def abandon_fetches(self, table: PageTable, start: int) -> None:
+        """Stops waiting for the moves into a table's pages from page `start` on."""
+        for transfer in [fetch for fetch in table.fetches if fetch.first >= start]:
+            table.fetches.remove(transfer)
+            transfer.abandoned = True
+            transfer.ticket.abandon()
+
+    def take_saves(self) -> list[Transfer]:
+        saves, self._saves = self._saves, []
+        return saves
+
+    def take_loads(self) -> list[Transfer]:
+        loads, self._loads = self._loads, []
+        return loads
+
+    def poll(self, now_us: int) -> list[Ticket]:
+        """Takes in the moves that ended, gives up those that take too long, and passes on to the
+        next tier what would soon have to give way. Returns the tickets that ended."""
+        if self._copier is None:
+            return []
+        ended = self._copier.ended()
+        for ticket in ended:
+            if ticket.state is TicketState.LANDED:
+                us = ticket.ended_us - ticket.begun_us
+                self._rates.moved(ticket.source, ticket.target, ticket.num_bytes, us)
+            self._end(self._under_way.pop(ticket))
+        for transfer in list(self._under_way.values()):
+            if not transfer.abandoned and now_us > transfer.deadline_us:
+                self._lose_patience(transfer)
+        for upper, lower in zip(self.shelves, self.shelves[1:]):
+            self._pass_on(upper, lower)
+        return ended
+
+    def _start(self, transfer: Transfer, staging: Any = None) -> None:
+        transfer.ticket = ticket = self._copier.move(
+            transfer.source, transfer.source_pages, transfer.target, transfer.target_pages, staging
+        )
+        transfer.deadline_us = ticket.begun_us + self._patience_us(transfer)
+        self._under_way[ticket] = transfer
+
+    def _patience_us(self, transfer: Transfer) -> int:
+        """How long a move may take: twice what computing its pages would, so that waiting in vain
+        and then computing them takes at most three times the better of the two."""
+        start = transfer.first * self._page_size
+        tokens = len(transfer.nodes) * self._page_size
+        recompute_us = self._rates.prefill_us(start, start + tokens)
+        if recompute_us is None:
+            return _UNKNOWN_PATIENCE_US
+        return max(2 * recompute_us, _LEAST_PATIENCE_US)
+
+    def _lose_patience(self, transfer: Transfer) -> None:
+        self.counters.slow_moves += 1
+        if transfer.target is Tier.DEVICE:
+            self._cut_short(transfer)
+        else:
+            transfer.abandoned = True
+            transfer.ticket.abandon()
+
+    def _cut_short(self, transfer: Transfer) -> None:
+        """Has a table's sequence compute what this move would have brought, and all after it."""
+        table = transfer.table
+        table.num_cached = min(table.num_cached, transfer.first * self._page_size)
+        self.abandon_fetches(table, transfer.first)
+
+    def _end(self, transfer: Transfer) -> None:
+        landed = transfer.ticket.state is TicketState.LANDED and not transfer.abandoned
+        self.counters.failed_moves += transfer.ticket.state is TicketState.FAILED
+        if transfer.target is Tier.DEVICE:
+            self._end_fetch(transfer, landed)
+        else:
+            self._end_save(transfer, landed)
+
+    def _end_fetch(self, transfer: Transfer, landed: bool) -> None:
+        shelf = self._shelf(transfer.source)
+        if landed:
+            self._loads.append(transfer)
+            table = transfer.table
+            table.fetches.remove(transfer)
+            for offset, node in enumerate(transfer.nodes[: transfer.num_shared]):
+                if node.attached and len(table.nodes) == transfer.first + offset:
+                    node.device = transfer.target_pages[offset]
+                    table.nodes.append(node)
+            _count(self.counters.fetched_pages, shelf.tier, len(transfer.nodes))
+        elif not transfer.abandoned:
+            self._cut_short(transfer)
+        for node in transfer.nodes:
+            node.transfer = None
+            if transfer.ticket.state is TicketState.FAILED:
+                self._give_up(shelf, node)  # What could not be read now may never be.
+            self._settled(node)
+
+    def _end_save(self, transfer: Transfer, landed: bool) -> None:
+        """Also ends a move from one lower tier to the next, which keeps the upper image."""
+        shelf = self._shelf(transfer.target)
+        for node, page in zip(transfer.nodes, transfer.target_pages):
+            node.transfer = None
+            if landed:
+                shelf.put(node, page)
+            else:
+                shelf.free(page)
+            self._settled(node)
+        if landed:
+            _count(self.counters.saved_pages, shelf.tier, len(transfer.nodes))
+
+    def _pass_on(self, upper: Shelf, lower: Shelf) -> None:
+        """Copies the images that would give way next to the tier below, before they have to."""
+        under_way = (t for t in self._under_way.values() if t.source is upper.tier)
+        coming = sum(len(t.nodes) for t in under_way if t.target is lower.tier)
+        wanted = -(-upper.num_pages // _SPARE_SHARE) - upper.num_spare - coming
+        transfer = Transfer(upper.tier, lower.tier)
+        for node in upper.oldest(min(wanted, MOVE_PAGES)):
+            page = self._take_page(lower, upper)
+            if page is None:
+                break
+            transfer.nodes.append(node)
+            transfer.source_pages.append(upper.page(node))
+            transfer.target_pages.append(page)
+            node.transfer = transfer
+            upper.file(node)
+        if transfer.nodes:
+            self._start(transfer)
+
+    def _add_save(self, target: Tier, node: Node, page: int, target_page: int) -> None:
+        last = self._saves[-1] if self._saves else None
+        if last is None or last.target is not target or len(last.nodes) == MOVE_PAGES:
+            self._saves.append(Transfer(Tier.DEVICE, target))
+        transfer = self._saves[-1]
+        transfer.nodes.append(node)
+        transfer.source_pages.append(page)
+        transfer.target_pages.append(target_page)
+        node.transfer = transfer
+
+    def _take_page(self, shelf: Shelf, above: Shelf | None = None) -> int | None:
+        """A page of a tier, for an image on `above` if given, at the cost of the image that may go
+        first; None if none may."""
+        if not shelf.num_free and (victim := shelf.victim(above)) is not None:
+            self._give_up(shelf, victim)
+            self._settled(victim)
+        return shelf.allocate()
+
+    def _give_up(self, shelf: Shelf, node: Node) -> None:
+        page = shelf.page(node)
+        if page is not None:
+            shelf.put(node, None)
+            shelf.free(page)
+            shelf.file(node)
+
+    def _shelf(self, tier: Tier) -> Shelf:
+        return next(shelf for shelf in self.shelves if shelf.tier is tier)
+
+
+def _count(counts: dict[Tier, int], tier: Tier, num_pages: int) -> None:
+    counts[tier] = counts.get(tier, 0) + num_pages

@@ -1,0 +1,148 @@
+"""Carries out what the KV manager plans: on the device before each step, between tiers beside them.
+
+The device's pool is only ever touched by programs dispatched here and by the steps themselves, all
+from the engine's thread and so in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jaxserve.engine.events import EventLog
+from jaxserve.kv.books import check_books
+from jaxserve.kv.copier import Copier, Ticket
+from jaxserve.kv.manager import KVManager
+from jaxserve.kv.pages import TRASH_PAGE, PagePool
+from jaxserve.kv.rates import Rates
+from jaxserve.kv.table import PageTable
+from jaxserve.kv.tiers import DiskStore, HostStore, Store, Tier
+from jaxserve.kv.transfers import MOVE_PAGES
+from jaxserve.runtime.memory import STAGING_BUFFERS
+from jaxserve.runtime.runner import Runner
+from jaxserve.runtime.staging import Staging
+from jaxserve.runtime.startup import EnginePlan
+
+_STAGING_WAIT_US = 1_000_000
+"""How long a step waits for a staging buffer before it gives up the images it would save."""
+_IDLE_WAIT_US = 10_000
+"""How long an engine with nothing else to do waits for a move."""
+_CALIBRATIONS = 3
+
+
+class Paging:
+    """An engine's KV manager, and the device, the copier and the stores that it plans for."""
+
+    def __init__(self, plan: EnginePlan, runner: Runner, log: EventLog) -> None:
+        """Opens the lower tiers and times moves to and from them.
+
+        Raises ConfigError when the disk's directory cannot be written to.
+        """
+        config, memory = plan.config, plan.memory
+        self._runner = runner
+        self._log = log
+        self._debug = config.debug_kv
+        self._stores: dict[Tier, Store] = {}
+        if memory.host_pages:
+            self._stores[Tier.HOST] = HostStore(memory.host_pages, memory.page_bytes)
+        if memory.disk_pages:
+            self._stores[Tier.DISK] = DiskStore(
+                config.disk_kv_dir, memory.disk_pages, memory.page_bytes
+            )
+        self._copier = None
+        if self._stores:
+            staging = Staging(plan.device, plan.geometry.dtype)
+            self._copier = Copier(
+                self._stores,
+                download=staging.download,
+                upload=staging.upload,
+                page_bytes=memory.page_bytes,
+                clock=log.now,
+                staging_buffers=STAGING_BUFFERS,
+            )
+        rates = Rates()
+        if self._copier is not None:
+            with log.phase("startup", "calibrate moves"):
+                self._calibrate(rates)
+        self.manager = KVManager(
+            PagePool(memory.num_pages, config.page_size),
+            prefix_caching=config.enable_prefix_caching,
+            preemption=config.preemption,
+            tiers={tier: store.num_pages for tier, store in self._stores.items()},
+            page_bytes=memory.page_bytes,
+            copier=self._copier,
+            rates=rates,
+        )
+
+    def poll(self) -> None:
+        """Takes in what has moved. Call it before a step is planned."""
+        for ticket in self.manager.poll(self._log.now()):
+            self._log.moved(
+                ticket.source.value,
+                ticket.target.value,
+                pages=len(ticket.source_pages),
+                num_bytes=ticket.num_bytes,
+                begin_us=ticket.begun_us,
+                end_us=ticket.ended_us,
+                error=ticket.error,
+            )
+
+    def carry_out(self) -> None:
+        """Dispatches what must be done on the device before the step just planned."""
+        operations = self.manager.operations()
+        for load in operations.loads:
+            self._runner.scatter(load.target_pages, load.ticket.consume())
+        for save in operations.saves:
+            staging = None
+            if self._copier.reserve(_STAGING_WAIT_US):
+                staging = self._runner.gather(save.source_pages)
+            self.manager.begin(save, staging)
+        if operations.copies:
+            self._runner.copy(operations.copies)
+        if self._debug and operations.freed:
+            self._runner.poison(operations.freed)
+
+    def check(self, tables: Iterable[PageTable]) -> None:
+        """In debug mode, raises PageError when the books do not balance."""
+        if self._debug:
+            check_books(self.manager, tables)
+
+    def wait(self) -> None:
+        """Waits a little for a move, for want of anything else to do."""
+        if self._copier is not None and self.manager.mover.num_under_way:
+            self._copier.wait(_IDLE_WAIT_US)
+
+    def close(self) -> None:
+        """Stops the copier and frees the lower tiers. May be called twice."""
+        if self._copier is not None:
+            self._copier.close()
+        for store in self._stores.values():
+            store.close()
+        self._stores.clear()
+
+    def _calibrate(self, rates: Rates) -> None:
+        """Times moves of one page and of many between neighbouring tiers, while all are empty."""
+        tiers = list(self._stores)
+        for _ in range(_CALIBRATIONS):
+            for above, below in zip([Tier.DEVICE, *tiers], tiers):
+                for count in {1, min(MOVE_PAGES, *(s.num_pages for s in self._stores.values()))}:
+                    for ticket in self._there_and_back(above, below, list(range(count))):
+                        us = ticket.ended_us - ticket.begun_us
+                        rates.moved(ticket.source, ticket.target, ticket.num_bytes, us)
+
+    def _there_and_back(self, above: Tier, below: Tier, pages: list[int]) -> Iterable[Ticket]:
+        """Moves pages down a tier, then from there to the device; tickets of those that landed."""
+        staging = None
+        if above is Tier.DEVICE:
+            self._copier.reserve()
+            staging = self._runner.gather([TRASH_PAGE] * len(pages))
+        tickets = [self._copier.move(above, pages, below, pages, staging)]
+        self._finish(tickets[0])
+        tickets.append(self._copier.move(below, pages, Tier.DEVICE, pages))
+        self._finish(tickets[1])
+        if tickets[1].staged is not None:
+            tickets[1].consume()
+        return [ticket for ticket in tickets if ticket.error is None]
+
+    def _finish(self, ticket: Ticket) -> None:
+        while ticket not in self._copier.ended():
+            self._copier.wait(_STAGING_WAIT_US)
