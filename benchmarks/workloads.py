@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
+
+from jaxserve.engine.shared_prefix import SharedPrefix
 
 _SECOND_US = 1_000_000
 
@@ -16,7 +20,8 @@ class Job:
     """One request as a simulation sees it.
 
     It ends by itself after `output_tokens`, or at `max_tokens` if that is less (None: the context
-    limit), or when its client leaves at `abort_us`.
+    limit), or when its client leaves at `abort_us`. Its prompt is `token_ids`, or if that is None
+    one that begins like no other; `shared_prefix` is what it is known to share with other jobs.
     """
 
     arrival_us: int
@@ -25,6 +30,9 @@ class Job:
     max_tokens: int | None = None
     priority: int = 0
     abort_us: int | None = None
+    tenant: str | None = None
+    token_ids: Sequence[int] | None = None
+    shared_prefix: SharedPrefix | None = None
 
 
 def conversation(count: int, rate_per_s: float, seed: int) -> list[Job]:
@@ -55,6 +63,29 @@ def read_trace(path: Path, count: int, rate_per_s: float) -> list[Job]:
         )
         for time, row in zip(times, rows)
     ]
+
+
+def read_block_trace(path: Path, count: int, block_tokens: int) -> list[Job]:
+    """The first `count` rows of a trace in JSON lines with `timestamp` (ms), `input_length`,
+    `output_length` and `hash_ids`, an id for each block of 512 prompt tokens; up to the end of a
+    block with the same id two prompts are alike (Mooncake, Qin et al. 2025).
+
+    A block becomes `block_tokens` tokens, and all lengths shrink in proportion.
+    """
+
+    def scaled(num_tokens: int) -> int:
+        return -(-num_tokens * block_tokens // 512)
+
+    jobs = []
+    with path.open() as lines:
+        for line, _ in zip(lines, range(count)):
+            row = json.loads(line)
+            length = scaled(row["input_length"])
+            # Blocks with other ids differ in their first token already.
+            tokens = [block for block in row["hash_ids"] for _ in range(block_tokens)][:length]
+            output = max(1, scaled(row["output_length"]))
+            jobs.append(Job(row["timestamp"] * 1000, length, output, output, token_ids=tokens))
+    return jobs
 
 
 def from_arguments(description: str, count: int, rate_per_s: float) -> list[Job]:
