@@ -50,7 +50,9 @@ def _counters(kv: KVManager) -> dict[str, Metric]:
             "counter", "Kept pages taken for other tokens", counters.evicted_pages
         ),
         "kv_lost_pages_total": Metric(
-            "counter", "Evicted pages that were saved on no other tier", counters.lost_pages
+            "counter",
+            "Images given up while there was no other",
+            counters.lost_pages + moves.lost_pages,
         ),
         "kv_preemptions_total": Metric(
             "counter",

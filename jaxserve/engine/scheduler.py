@@ -50,7 +50,7 @@ class Scheduler:
         )
         self.running: list[Sequence] = []
         self._prefilled: list[Sequence] = []
-        self._fetching: list[Sequence] = []
+        self._fetching: set[Sequence] = set()
         self._unfinished: dict[int, Sequence] = {}
         self._exhausted: list[Sequence] = []
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -315,7 +315,7 @@ class Scheduler:
         seq.status = Status.RUNNING
         insort(self.running, seq, key=_order)
         if seq.table.fetches:
-            self._fetching.append(seq)
+            self._fetching.add(seq)
         else:
             seq.num_computed = match.num_tokens
         for prefix in seq.prefixes:
@@ -324,14 +324,14 @@ class Scheduler:
 
     def _end_fetches(self) -> None:
         """Lets those run whose pages have come."""
-        for seq in self._fetching:
-            if seq.slot is not None and not seq.table.fetches:
-                seq.num_computed = seq.table.num_cached
-        self._fetching = [seq for seq in self._fetching if seq.table.fetches]
+        for seq in [seq for seq in self._fetching if not seq.table.fetches]:
+            self._fetching.remove(seq)
+            seq.num_computed = seq.table.num_cached
 
     def _release(self, seq: Sequence, *, pin: bool = False, keep: bool = True) -> None:
         """Takes a sequence out of the running ones, with its pages and its slot."""
         self._note_written(seq)
+        self._fetching.discard(seq)
         _remove(self.running, seq)
         self.kv.release(seq.table, seq.num_written, pin=pin, keep=keep)
         self._free_slots.append(seq.slot)

@@ -75,6 +75,9 @@ def _check_lower(manager: KVManager, nodes: list[Node], index: int) -> None:
     for transfer in manager.mover.transfers():
         if transfer.target is tier:
             places += transfer.target_pages
+        if transfer.source is tier:
+            sources = [shelf.page(node) for node in transfer.nodes]
+            _require(sources == transfer.source_pages, f"a {tier.value} page was not waited for")
     _require(len(set(places)) == len(places), f"a {tier.value} page has two uses")
     _require(
         len(places) == shelf.num_used,

@@ -146,10 +146,11 @@ class KVManager:
         `pin` holds what is known of them until the sequence takes pages again, or `forsake`.
         Without `keep` they are not worth a copy on a lower tier.
         """
+        arriving = [node for fetch in table.fetches for node in fetch.nodes]
         self.mover.abandon_fetches(table, 0)
         self.written(table, num_tokens, partial=True)
         if pin:
-            table.pinned = list(table.nodes)
+            table.pinned = table.nodes + arriving
             for node in table.pinned:
                 node.pins += 1
         # Tails go first, so that of all that is kept a prefix's head is given up last.
@@ -169,7 +170,8 @@ class KVManager:
         """Whether a sequence about to lose its pages had better come back to them, on a lower
         tier, than compute its first `num_tokens` tokens again."""
         swap = bool(self.mover.shelves) and self._preemption != "recompute"
-        if swap and self._preemption == "auto":
+        # What is being fetched was found worth it.
+        if swap and self._preemption == "auto" and not table.fetches:
             below = self.mover.shelves[0].tier
             num_pages = self.pool.pages_for(num_tokens)
             saved = sum(node.saved for node in table.nodes)
@@ -306,7 +308,6 @@ class KVManager:
             table.nodes.append(node)
         else:
             self.tree.grow(own, tokens)
-            self.mover.forget(own)  # Images saved before say less.
 
     def _let_go(self, page: int, node: Node | None) -> None:
         """Takes a reference from a page, and keeps it for its node if it has one."""

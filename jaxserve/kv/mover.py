@@ -22,10 +22,12 @@ _SPARE_SHARE = 4
 
 @dataclasses.dataclass
 class MoveCounters:
-    """Pages by the lower tier they came to or from, and moves that came to nothing."""
+    """Pages by the lower tier they came to or from, those whose only image had to give way there,
+    and moves that came to nothing."""
 
     saved_pages: dict[Tier, int] = dataclasses.field(default_factory=dict)
     fetched_pages: dict[Tier, int] = dataclasses.field(default_factory=dict)
+    lost_pages: int = 0
     failed_moves: int = 0
     slow_moves: int = 0
 
@@ -84,11 +86,12 @@ class Mover:
 
     def save(self, node: Node, page: int) -> bool:
         """Has the image of a node that loses its device page saved, if there is room below."""
-        for shelf in self.shelves:
-            target = self._take_page(shelf)
-            if target is not None:
-                self._add_save(shelf.tier, node, page, target)
-                return True
+        for may_lose in (False, True):  # A slower tier sooner than another's only image.
+            for shelf in self.shelves:
+                target = self._take_page(shelf, may_lose)
+                if target is not None:
+                    self._add_save(shelf.tier, node, page, target)
+                    return True
         return False
 
     def fetch(self, nodes: Sequence[Node], num_shared: int) -> list[Transfer]:
@@ -240,7 +243,7 @@ class Mover:
         wanted = -(-upper.num_pages // _SPARE_SHARE) - upper.num_spare - coming
         transfer = Transfer(upper.tier, lower.tier)
         for node in upper.oldest(min(wanted, MOVE_PAGES)):
-            page = self._take_page(lower, upper)
+            page = self._take_page(lower, may_lose=True, above=upper)
             if page is None:
                 break
             transfer.nodes.append(node)
@@ -261,12 +264,17 @@ class Mover:
         transfer.target_pages.append(target_page)
         node.transfer = transfer
 
-    def _take_page(self, shelf: Shelf, above: Shelf | None = None) -> int | None:
-        """A page of a tier, for an image on `above` if given, at the cost of the image that may go
-        first; None if none may."""
-        if not shelf.num_free and (victim := shelf.victim(above)) is not None:
-            self._give_up(shelf, victim)
-            self._settled(victim)
+    def _take_page(self, shelf: Shelf, may_lose: bool, above: Shelf | None = None) -> int | None:
+        """A page of a tier, for an image on `above` if given; None if none is free and nobody gives
+        way. With `may_lose` even an only image does, the one used last longest ago."""
+        if not shelf.num_free:
+            victim = shelf.copy_of_another(above)
+            if victim is None and may_lose:
+                victim = next(iter(shelf.oldest(1)), None)
+                self.counters.lost_pages += victim is not None
+            if victim is not None:
+                self._give_up(shelf, victim)
+                self._settled(victim)
         return shelf.allocate()
 
     def _give_up(self, shelf: Shelf, node: Node) -> None:

@@ -55,14 +55,11 @@ class Shelf:
     def free(self, page: int) -> None:
         self._runs.free((page,))
 
-    def victim(self, above: Shelf | None = None) -> Node | None:
-        """The node whose image gives way next; for one from the tier `above`, none that has its
-        other image there: nothing would be won by that."""
-        for order in (self._copies, self._only):
-            for node in order:
-                if above is None or above.page(node) is None:
-                    return node
-        return None
+    def copy_of_another(self, above: Shelf | None = None) -> Node | None:
+        """The node whose image here gives way first among those that lie elsewhere too; not on
+        `above`, since to make room here for an image from there would win nothing."""
+        nodes = (node for node in self._copies if above is None or above.page(node) is None)
+        return next(nodes, None)
 
     def oldest(self, count: int) -> list[Node]:
         """Up to `count` nodes that have their only image here, least recently used first."""

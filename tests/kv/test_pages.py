@@ -12,70 +12,88 @@ from jaxserve.kv.pages import TRASH_PAGE, PageError, PagePool
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Owners hold lists of pages; the pool must agree with the sum of what they hold."""
+    """The model: how often each page that is not free is referenced."""
 
     @initialize(num_pages=st.integers(2, 20), page_size=st.integers(1, 9))
     def start(self, num_pages: int, page_size: int) -> None:
         self.pool = PagePool(num_pages, page_size)
-        self.owners: list[list[int]] = []
+        self.refs: dict[int, int] = {}
 
-    @rule(count=st.integers(0, 8))
-    def allocate(self, count: int) -> None:
+    def in_use(self) -> list[int]:
+        return [page for page, refs in self.refs.items() if refs]
+
+    def kept(self) -> list[int]:
+        return [page for page, refs in self.refs.items() if not refs]
+
+    @rule(count=st.integers(0, 8), after=st.none() | st.integers(-1, 20))
+    def allocate(self, count: int, after: int | None) -> None:
         free = self.pool.num_free
         if count > free:
             with pytest.raises(PageError, match=f"{count} pages .* {free} free"):
-                self.pool.allocate(count)
-            assert self.pool.num_free == free
+                self.pool.allocate(count, after)
         else:
-            pages = self.pool.allocate(count)
-            assert len(pages) == count
-            self.owners.append(pages)
+            pages = self.pool.allocate(count, after)
+            assert len(set(pages)) == count and not set(pages) & set(self.refs)
+            assert all(TRASH_PAGE < page < self.pool.num_pages for page in pages)
+            self.refs.update(dict.fromkeys(pages, 1))
 
-    @precondition(lambda self: self.owners)
+    @precondition(lambda self: self.refs)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        page = data.draw(st.sampled_from(list(self.refs)))
+        self.pool.share(page)
+        self.refs[page] += 1
+
+    @precondition(lambda self: self.in_use())
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        page = data.draw(st.sampled_from(self.in_use()))
+        self.refs[page] -= 1
+        assert self.pool.drop(page) == self.refs[page]
+
+    @precondition(lambda self: self.kept())
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
-        pages = self.owners.pop(data.draw(st.integers(0, len(self.owners) - 1)))
-        self.pool.free(pages)
-        if pages:
-            with pytest.raises(PageError, match="not in use"):
-                self.pool.free(pages[:1])
+        page = data.draw(st.sampled_from(self.kept()))
+        self.pool.free(page)
+        del self.refs[page]
 
-    @precondition(lambda self: any(self.owners))
-    @rule(data=st.data())
-    def bad_free_changes_nothing(self, data: st.DataObject) -> None:
-        pages = data.draw(st.sampled_from([pages for pages in self.owners if pages]))
-        bad = data.draw(st.sampled_from([TRASH_PAGE, -1, self.pool.num_pages, pages[0]]))
-        used = self.pool.num_used
-        with pytest.raises(PageError):
-            self.pool.free([*pages, bad])
-        assert self.pool.num_used == used
+    @rule(page=st.integers(-2, 21))
+    def refuses_what_is_not_taken(self, page: int) -> None:
+        if page not in self.refs:
+            for operation in (self.pool.share, self.pool.drop, self.pool.free):
+                with pytest.raises(PageError, match=f"page {page} is not taken"):
+                    operation(page)
+
+    @rule(page=st.integers(1, 20))
+    def refuses_what_corrupts(self, page: int) -> None:
+        if self.refs.get(page):
+            with pytest.raises(PageError, match=f"page {page} is in use, {self.refs[page]} times"):
+                self.pool.free(page)
+        elif page in self.refs:
+            with pytest.raises(PageError, match=f"page {page} has no reference"):
+                self.pool.drop(page)
 
     @invariant()
     def balances(self) -> None:
-        held = [page for pages in self.owners for page in pages]
-        assert len(set(held)) == len(held)
-        assert all(TRASH_PAGE < page < self.pool.num_pages for page in held)
-        assert self.pool.num_used == len(held)
-        assert self.pool.num_free == self.pool.capacity - len(held)
+        pool, num_kept = self.pool, len(self.kept())
+        assert pool.num_kept == num_kept
+        assert pool.num_used == len(self.refs) - num_kept
+        assert pool.num_free == pool.capacity - len(self.refs)
+        assert pool.num_available == pool.num_free + num_kept
+        assert [pool.refs(page) for page in self.refs] == list(self.refs.values())
 
     def teardown(self) -> None:
-        for pages in self.owners:
-            self.pool.free(pages)
+        for page, refs in self.refs.items():
+            for _ in range(refs):
+                self.pool.drop(page)
+            self.pool.free(page)
         whole = self.pool.allocate(self.pool.capacity)
         assert sorted(whole) == list(range(1, self.pool.num_pages))
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-
-
-def test_order_is_deterministic_and_reuses_the_page_freed_last():
-    pool = PagePool(8, 16)
-    first, second = pool.allocate(2), pool.allocate(3)
-    assert (first, second) == ([1, 2], [3, 4, 5])
-    pool.free(first)
-    pool.free(second)
-    assert pool.allocate(5) == [3, 4, 5, 1, 2]
+TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2)])
