@@ -222,7 +222,7 @@ class Engine:
         begin_us = self.log.now()
         self._paging.poll()
         plan = self.scheduler.schedule()
-        self._paging.check(self.scheduler.tables())
+        self._paging.check(self.scheduler.tables)
         self._paging.carry_out()
         self._log_preempted(plan)
         if plan.empty:

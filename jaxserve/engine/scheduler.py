@@ -206,7 +206,11 @@ class Scheduler:
         first = next(iter(self.waiting), None)
         if first is None or self.policy.pages == "reserve" or first.num_in_flight:
             return preempted
-        displaced = [seq for seq in self.running if seq.priority > first.priority]
+        displaced = [
+            seq
+            for seq in self.running
+            if seq.priority > first.priority and seq.order > first.order
+        ]
         if self.config.fair_share:  # Or everyone would claim the best priority there is.
             displaced = [seq for seq in displaced if seq.tenant == first.tenant]
         if not displaced or any(prefix.keeps_waiting(first) for prefix in first.prefixes):
@@ -217,7 +221,7 @@ class Scheduler:
         if self.kv.match(first.table, first.num_reusable).arriving:
             return preempted
         for seq in sorted(displaced, key=_order, reverse=True):
-            if seq.order < first.order or self._fit(first) is not None:
+            if self._fit(first) is not None:
                 break
             self.preempt(seq)
             preempted.append(seq)

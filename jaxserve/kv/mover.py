@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxserve.kv.copier import Copier, Ticket, TicketState
@@ -16,6 +16,8 @@ from jaxserve.kv.transfers import MOVE_PAGES, Transfer
 
 _LEAST_PATIENCE_US = 50_000
 _UNKNOWN_PATIENCE_US = 1_000_000
+_SAVE_PATIENCE_US = 5_000_000
+"""Saves keep nobody waiting but those who want the very page back."""
 _SPARE_SHARE = 4
 """A tier with another below it keeps a quarter of its pages free, or such as lie below as well."""
 
@@ -113,19 +115,21 @@ class Mover:
             shelf.file(node)
         return transfers
 
-    def begin_fetches(self, transfers: Iterable[Transfer], table: PageTable, first: int) -> None:
+    def begin_fetches(self, transfers: Sequence[Transfer], table: PageTable, first: int) -> None:
         """Starts moves into the pages of a table, from its page `first` on."""
+        num_pages = sum(len(transfer.nodes) for transfer in transfers)
+        patience_us = self._patience_us(first, first + num_pages)
         for transfer in transfers:
             count = len(transfer.nodes)
             transfer.table, transfer.first = table, first
             transfer.target_pages = table.pages[first : first + count]
             table.fetches.append(transfer)
-            self._start(transfer)
+            self._start(transfer, patience_us)
             first += count
 
     def begin_save(self, transfer: Transfer, staging: Any) -> None:
         """Starts a save whose pages were gathered into `staging`."""
-        self._start(transfer, staging)
+        self._start(transfer, _SAVE_PATIENCE_US, staging)
 
     def refuse_save(self, transfer: Transfer) -> None:
         """Gives up a save that no staging buffer was free for."""
@@ -141,6 +145,9 @@ class Mover:
 
     def take_saves(self) -> list[Transfer]:
         saves, self._saves = self._saves, []
+        for save in saves:  # Tails were evicted first; copies run upwards.
+            for upside_down in (save.nodes, save.source_pages, save.target_pages):
+                upside_down.reverse()
         return saves
 
     def take_loads(self) -> list[Transfer]:
@@ -165,19 +172,17 @@ class Mover:
             self._pass_on(upper, lower)
         return ended
 
-    def _start(self, transfer: Transfer, staging: Any = None) -> None:
+    def _start(self, transfer: Transfer, patience_us: int, staging: Any = None) -> None:
         transfer.ticket = ticket = self._copier.move(
             transfer.source, transfer.source_pages, transfer.target, transfer.target_pages, staging
         )
-        transfer.deadline_us = ticket.begun_us + self._patience_us(transfer)
+        transfer.deadline_us = ticket.begun_us + patience_us
         self._under_way[ticket] = transfer
 
-    def _patience_us(self, transfer: Transfer) -> int:
-        """How long a move may take: twice what computing its pages would, so that waiting in vain
-        and then computing them takes at most three times the better of the two."""
-        start = transfer.first * self._page_size
-        tokens = len(transfer.nodes) * self._page_size
-        recompute_us = self._rates.prefill_us(start, start + tokens)
+    def _patience_us(self, first: int, stop: int) -> int:
+        """How long to wait for pages first .. stop - 1 of a sequence: twice what computing them
+        would take, so that waiting in vain and then computing takes three times that at most."""
+        recompute_us = self._rates.prefill_us(first * self._page_size, stop * self._page_size)
         if recompute_us is None:
             return _UNKNOWN_PATIENCE_US
         return max(2 * recompute_us, _LEAST_PATIENCE_US)
@@ -252,7 +257,7 @@ class Mover:
             node.transfer = transfer
             upper.file(node)
         if transfer.nodes:
-            self._start(transfer)
+            self._start(transfer, _SAVE_PATIENCE_US)
 
     def _add_save(self, target: Tier, node: Node, page: int, target_page: int) -> None:
         last = self._saves[-1] if self._saves else None

@@ -22,7 +22,7 @@ class Shelf:
         self._runs = RunAllocator(0, num_pages)
         self._copies: OrderedDict[Node, None] = OrderedDict()
         self._only: OrderedDict[Node, None] = OrderedDict()
-        self._last_page: int | None = None
+        self._last: int | None = None
 
     @property
     def num_free(self) -> int:
@@ -46,14 +46,21 @@ class Shelf:
         setattr(node, self.tier.value, page)
 
     def allocate(self) -> int | None:
-        """A free page, next to the one given out last if that can be; None when there is none."""
+        """A free page, that before the one given out last if that can be; None when there is none.
+
+        Pages of a sequence are saved from its tail to its head, and so lie here in its order.
+        """
         if not self._runs.num_free:
             return None
-        (self._last_page,) = self._runs.allocate(1, self._last_page)
-        return self._last_page
+        (self._last,) = self._runs.allocate(1, self._last)
+        return self._backwards(self._last)
 
     def free(self, page: int) -> None:
-        self._runs.free((page,))
+        self._runs.free((self._backwards(page),))
+
+    def _backwards(self, page: int) -> int:
+        """The allocator counts pages up, this tier counts the same pages down."""
+        return self.num_pages - 1 - page
 
     def copy_of_another(self, above: Shelf | None = None) -> Node | None:
         """The node whose image here gives way first among those that lie elsewhere too; not on

@@ -6,11 +6,11 @@ from the engine's thread and so in one order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from jaxserve.engine.events import EventLog
 from jaxserve.kv.books import check_books
-from jaxserve.kv.copier import Copier, Ticket
+from jaxserve.kv.copier import Copier, Ticket, TicketState
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.pages import TRASH_PAGE, PagePool
 from jaxserve.kv.rates import Rates
@@ -22,8 +22,9 @@ from jaxserve.runtime.runner import Runner
 from jaxserve.runtime.staging import Staging
 from jaxserve.runtime.startup import EnginePlan
 
-_STAGING_WAIT_US = 1_000_000
-"""How long a step waits for a staging buffer before it gives up the images it would save."""
+_STAGING_WAIT_US = 100_000
+"""How long a step waits for a staging buffer before it gives up the images it would save: no longer
+than whoever reads a stream would hardly see."""
 _IDLE_WAIT_US = 10_000
 """How long an engine with nothing else to do waits for a move."""
 _CALIBRATIONS = 3
@@ -41,6 +42,7 @@ class Paging:
         self._runner = runner
         self._log = log
         self._debug = config.debug_kv
+        self._stalled = False
         self._stores: dict[Tier, Store] = {}
         if memory.host_pages:
             self._stores[Tier.HOST] = HostStore(memory.host_pages, memory.page_bytes)
@@ -76,6 +78,8 @@ class Paging:
     def poll(self) -> None:
         """Takes in what has moved. Call it before a step is planned."""
         for ticket in self.manager.poll(self._log.now()):
+            if ticket.state is TicketState.ABANDONED:
+                continue  # It may never have begun, and has brought nothing.
             self._log.moved(
                 ticket.source.value,
                 ticket.target.value,
@@ -93,7 +97,8 @@ class Paging:
             self._runner.scatter(load.target_pages, load.ticket.consume())
         for save in operations.saves:
             staging = None
-            if self._copier.reserve(_STAGING_WAIT_US):
+            self._stalled = not self._copier.reserve(0 if self._stalled else _STAGING_WAIT_US)
+            if not self._stalled:
                 staging = self._runner.gather(save.source_pages)
             self.manager.begin(save, staging)
         if operations.copies:
@@ -101,10 +106,10 @@ class Paging:
         if self._debug and operations.freed:
             self._runner.poison(operations.freed)
 
-    def check(self, tables: Iterable[PageTable]) -> None:
-        """In debug mode, raises PageError when the books do not balance."""
+    def check(self, tables: Callable[[], Iterable[PageTable]]) -> None:
+        """In debug mode, raises PageError when the books of these tables do not balance."""
         if self._debug:
-            check_books(self.manager, tables)
+            check_books(self.manager, tables())
 
     def wait(self) -> None:
         """Waits a little for a move, for want of anything else to do."""

@@ -117,7 +117,7 @@ def test_a_fetch_that_takes_too_long_is_given_up(make):
 def test_a_page_that_the_disk_has_changed_is_computed_again(make):
     bench = make(disk_pages=8)
     sample = swapped_out(bench, 8)
-    bench.corrupt(0)
+    bench.corrupt(next(iter(bench.manager.tree)).disk)
     bench.come_back(sample)
     assert sample.num_computed == 0
     assert bench.manager.mover.counters.failed_moves == 1
