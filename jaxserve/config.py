@@ -104,6 +104,12 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
                 raise ConfigError(f"{name} is {value!r}; it must be an integer of {least} or more.")
+        for name in ("fair_share", "enable_prefix_caching", "debug_kv", "compilation_cache"):
+            if not isinstance(getattr(self, name), bool):
+                value = getattr(self, name)
+                raise ConfigError(f"{name} is {value!r}; it must be True or False.")
+        if not isinstance(self.disk_kv_dir, str | Path | None):
+            raise ConfigError(f"disk_kv_dir is {self.disk_kv_dir!r}; it must be a directory.")
         if bool(self.disk_kv_bytes) != (self.disk_kv_dir is not None):
             raise ConfigError(
                 f"disk_kv_dir is {self.disk_kv_dir!r} and disk_kv_bytes {self.disk_kv_bytes}; give "

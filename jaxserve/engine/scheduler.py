@@ -207,9 +207,7 @@ class Scheduler:
         if first is None or self.policy.pages == "reserve" or first.num_in_flight:
             return preempted
         displaced = [
-            seq
-            for seq in self.running
-            if seq.priority > first.priority and seq.order > first.order
+            seq for seq in self.running if seq.priority > first.priority and seq.order > first.order
         ]
         if self.config.fair_share:  # Or everyone would claim the best priority there is.
             displaced = [seq for seq in displaced if seq.tenant == first.tenant]

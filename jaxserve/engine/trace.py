@@ -223,6 +223,7 @@ class _Timeline:
         if way not in self._ways:
             self._ways[way] = _DEVICE + 1 + len(self._ways)
             self._name("thread_name", _ENGINE, self._ways[way], f"KV {way[0]} to {way[1]}")
+        why = {"error": record.error} if record.error else {}
         self._span(
             _ENGINE,
             self._ways[way],
@@ -231,6 +232,7 @@ class _Timeline:
             record.time_us,
             pages=record.pages,
             bytes=record.bytes,
+            **why,
         )
 
     def _phase(self, record: Phase) -> None:
@@ -251,7 +253,7 @@ class _Timeline:
         )
 
     def _span(
-        self, pid: int, tid: int, name: str, begin_us: int, end_us: int, **arguments: int
+        self, pid: int, tid: int, name: str, begin_us: int, end_us: int, **arguments: int | str
     ) -> None:
         self._events.append(
             {

@@ -175,8 +175,8 @@ class KVManager:
             below = self.mover.shelves[0].tier
             num_pages = self.pool.pages_for(num_tokens)
             saved = sum(node.saved for node in table.nodes)
-            out_bytes = max(0, num_pages - saved) * self.mover.page_bytes
-            back_bytes = num_pages * self.mover.page_bytes
+            out_bytes = self.mover.staged_bytes(max(0, num_pages - saved))
+            back_bytes = self.mover.staged_bytes(num_pages)
             swap = self.rates.prefers_swap(
                 0, num_tokens, [(Tier.DEVICE, below, out_bytes), (below, Tier.DEVICE, back_bytes)]
             )

@@ -10,6 +10,7 @@ from jaxserve.kv.prefix_tree import Node, PrefixTree
 from jaxserve.kv.rates import Rates
 from jaxserve.kv.table import PageTable
 from jaxserve.kv.tiers import Tier
+from jaxserve.kv.transfers import staged_pages
 
 Preemption = Literal["auto", "swap", "recompute"]
 
@@ -99,7 +100,7 @@ class Matcher:
             start = split * page_size
             stop = start + len(fetched) * page_size + common
             tier = Tier.HOST if away[0].host is not None else Tier.DISK
-            fetch = (tier, Tier.DEVICE, len(away) * self._page_bytes)
+            fetch = (tier, Tier.DEVICE, staged_pages(len(away)) * self._page_bytes)
             if not self._rates.prefers_swap(start, stop, [fetch]):
                 fetched, partial, common = [], None, 0
         return Match(

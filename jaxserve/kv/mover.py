@@ -12,7 +12,7 @@ from jaxserve.kv.rates import Rates
 from jaxserve.kv.shelf import Shelf
 from jaxserve.kv.table import PageTable
 from jaxserve.kv.tiers import Tier
-from jaxserve.kv.transfers import MOVE_PAGES, Transfer
+from jaxserve.kv.transfers import MOVE_PAGES, Transfer, staged_pages
 
 _LEAST_PATIENCE_US = 50_000
 _UNKNOWN_PATIENCE_US = 1_000_000
@@ -143,6 +143,16 @@ class Mover:
             transfer.abandoned = True
             transfer.ticket.abandon()
 
+    def staged_bytes(self, num_pages: int) -> int:
+        """Bytes that are moved to move pages to the device or from it, padding included."""
+        return staged_pages(num_pages) * self.page_bytes
+
+    def learn(self, ticket: Ticket) -> None:
+        """Has the rates know what a move that landed took."""
+        num_bytes = self.staged_bytes(len(ticket.source_pages))
+        us = ticket.ended_us - ticket.begun_us
+        self._rates.moved(ticket.source, ticket.target, num_bytes, us)
+
     def take_saves(self) -> list[Transfer]:
         saves, self._saves = self._saves, []
         for save in saves:  # Tails were evicted first; copies run upwards.
@@ -162,8 +172,7 @@ class Mover:
         ended = self._copier.ended()
         for ticket in ended:
             if ticket.state is TicketState.LANDED:
-                us = ticket.ended_us - ticket.begun_us
-                self._rates.moved(ticket.source, ticket.target, ticket.num_bytes, us)
+                self.learn(ticket)
             self._end(self._under_way.pop(ticket))
         for transfer in list(self._under_way.values()):
             if not transfer.abandoned and now_us > transfer.deadline_us:

@@ -9,8 +9,17 @@ from jaxserve.kv.prefix_tree import Node
 from jaxserve.kv.table import PageTable
 from jaxserve.kv.tiers import Tier
 
-MOVE_PAGES = 16
+MOVE_SIZES = (1, 4, 16)
+"""Numbers of images in a staging array, for each of which programs gather and scatter them."""
+
+MOVE_PAGES = MOVE_SIZES[-1]
 """The most pages that one transfer moves, and one staging buffer holds."""
+
+
+def staged_pages(count: int) -> int:
+    """Images that are moved to move `count` pages: staging arrays are padded to MOVE_SIZES."""
+    whole, rest = divmod(count, MOVE_PAGES)
+    return whole * MOVE_PAGES + (rest and next(size for size in MOVE_SIZES if size >= rest))
 
 
 @dataclasses.dataclass(eq=False)

@@ -16,7 +16,7 @@ from jaxserve.kv.pages import TRASH_PAGE, PagePool
 from jaxserve.kv.rates import Rates
 from jaxserve.kv.table import PageTable
 from jaxserve.kv.tiers import DiskStore, HostStore, Store, Tier
-from jaxserve.kv.transfers import MOVE_PAGES
+from jaxserve.kv.transfers import MOVE_SIZES
 from jaxserve.runtime.memory import STAGING_BUFFERS
 from jaxserve.runtime.runner import Runner
 from jaxserve.runtime.staging import Staging
@@ -24,7 +24,8 @@ from jaxserve.runtime.startup import EnginePlan
 
 _STAGING_WAIT_US = 100_000
 """How long a step waits for a staging buffer before it gives up the images it would save: no longer
-than whoever reads a stream would hardly see."""
+than whoever reads a stream would hardly see. After one waited in vain none waits, until a buffer
+has come back."""
 _IDLE_WAIT_US = 10_000
 """How long an engine with nothing else to do waits for a move."""
 _CALIBRATIONS = 3
@@ -129,10 +130,15 @@ class Paging:
         tiers = list(self._stores)
         for _ in range(_CALIBRATIONS):
             for above, below in zip([Tier.DEVICE, *tiers], tiers):
-                for count in {1, min(MOVE_PAGES, *(s.num_pages for s in self._stores.values()))}:
+                for count in self._sizes():
                     for ticket in self._there_and_back(above, below, list(range(count))):
                         us = ticket.ended_us - ticket.begun_us
                         rates.moved(ticket.source, ticket.target, ticket.num_bytes, us)
+
+    def _sizes(self) -> list[int]:
+        """Sizes of moves that every tier has room for: enough to tell latency from rate."""
+        least = min(store.num_pages for store in self._stores.values())
+        return [size for size in MOVE_SIZES if size <= least]
 
     def _there_and_back(self, above: Tier, below: Tier, pages: list[int]) -> Iterable[Ticket]:
         """Moves pages down a tier, then from there to the device; tickets of those that landed."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxserve.engine.plan import Chunk, StepPlan
 from jaxserve.engine.sequence import Sequence
+from jaxserve.kv.transfers import MOVE_SIZES
 from jaxserve.models.family import Params
 from jaxserve.runtime import specs
 from jaxserve.runtime.buckets import ProgramKey
@@ -162,7 +163,7 @@ class Runner:
 
     def gather(self, pages: SequenceOf[int]) -> jax.Array:
         """Images [at least pages, elements] of up to MOVE_PAGES pages, in a staging array."""
-        size = _holding(specs.MOVE_SIZES, len(pages))
+        size = _holding(MOVE_SIZES, len(pages))
         program = self._programs[specs.page_name("gather", size)].call
         return program(self._kv, _padded(pages, size))
 
@@ -182,7 +183,7 @@ class Runner:
 
     def poison(self, pages: SequenceOf[int]) -> None:
         """Fill pages with NaN, so that whoever reads them before they are written is found out."""
-        most = specs.MOVE_SIZES[-1]
+        most = MOVE_SIZES[-1]
         elements = self.geometry.pages.page_bytes // self.geometry.dtype.itemsize
         images = np.full((most, elements * self.geometry.model.num_layers), np.nan)
         for first in range(0, len(pages), most):

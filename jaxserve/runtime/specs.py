@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig
-from jaxserve.kv.transfers import MOVE_PAGES
+from jaxserve.kv.transfers import MOVE_SIZES
 from jaxserve.models.config import LayerKind, ModelConfig
 from jaxserve.models.family import Family, Params
 from jaxserve.runtime import step
@@ -22,9 +22,6 @@ from jaxserve.sampling import admit, init_state
 from jaxserve.sampling.rows import NUM_FIELDS
 from pallas_kernels.page_copy import copy_pages, gather_pages, scatter_pages
 from pallas_kernels.paged_attention import KVPages, PageLayout
-
-MOVE_SIZES = (1, 4, MOVE_PAGES)
-"""Pages that the programs which gather and scatter them take."""
 
 COPY_PAGES = 8
 """Pages that the program which copies them takes."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.runtime.specs import MOVE_SIZES
+from jaxserve.kv.transfers import MOVE_SIZES
 
 
 class Staging:
