@@ -1,0 +1,74 @@
+"""Putting partial attentions together by their log-sum-exps (the merge of 2205.14135, 2501.01005).
+
+A partial is attention over some of the keys: `out` [..., head_dim] and `lse` [...] float32, the
+log-sum-exp of its scores. The partial over no keys at all is (0, -inf). Partials over disjoint keys
+are a commutative monoid under `merge_two`, up to rounding, with the empty partial as its identity
+to the last bit: where only one partial is not empty, the result is that one unchanged. What lies in
+the `out` of an empty partial is never looked at and may even be NaN.
+
+An attention sink is a partial too: out = 0, and its logit as the lse.
+
+Whatever the dtype of `out`, sums are made in float32.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.merge import xla
+
+
+def merge(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """All of a stack of partials.
+
+    outs [parts, ..., head_dim], lses [parts, ...] float32; usually [parts, tokens, heads, head_dim]
+    and [parts, tokens, heads]. There may be no parts, which make an empty partial.
+
+    Returns out [..., head_dim] in the dtype of outs and lse [...] float32. Raises ValueError when
+    the shapes do not belong together or lses are not float32.
+    """
+    _check(outs, lses)
+    if lses.ndim == 0:
+        raise ValueError("outs is [head_dim]; a stack of partials is [parts, ..., head_dim].")
+    return xla.merge(outs, lses)
+
+
+def merge_two(
+    out: jax.Array, lse: jax.Array, other_out: jax.Array, other_lse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Two partials of equal shape, out [..., head_dim] and lse [...] float32 each.
+
+    Returns the same, `out` in the wider of the two dtypes: a running result kept in float32 stays
+    so while bfloat16 partials are added to it. Raises ValueError as `merge` does.
+    """
+    _check(out, lse)
+    _check(other_out, other_lse)
+    if out.shape != other_out.shape:
+        raise ValueError(f"Partials of shapes {out.shape} and {other_out.shape} cannot be merged.")
+    return xla.merge_two(out, lse, other_out, other_lse)
+
+
+def merge_over(
+    axis_name: str | tuple[str, ...], out: jax.Array, lse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The partials that the devices along a mesh axis, or several, hold of the same queries.
+
+    For use inside `jax.shard_map`: out [..., head_dim] and lse [...] float32 are this device's.
+    Takes a maximum of the lses over the axis, then a sum. Every device gets the same result, in the
+    dtype of `out`. Raises ValueError as `merge` does.
+    """
+    _check(out, lse)
+    return xla.merge_over(axis_name, out, lse)
+
+
+def _check(outs, lses):
+    if outs.shape[:-1] != lses.shape or outs.ndim == 0:
+        raise ValueError(
+            f"outs has shape {outs.shape} and lses {lses.shape}; lses must have the shape of outs "
+            "without its last dimension, head_dim."
+        )
+    if lses.dtype != jnp.float32:
+        raise ValueError(f"lses is {lses.dtype}; log-sum-exps are float32.")
+    if not jnp.issubdtype(outs.dtype, jnp.floating):
+        raise ValueError(f"outs is {outs.dtype}; partials are of a floating dtype.")

@@ -1,0 +1,208 @@
+"""What packed weights look like, and how they are made and unmade.
+
+A weight [out, in] becomes three planes, each with a row for each output, so that a mesh may split
+them as it would have split the weight: by outputs anywhere, by inputs between groups.
+
+Four-bit values lie as in GGUF, in blocks of 32 inputs whatever the size of a group: byte j of a
+block's 16 holds input j in its low half and input j + 16 in its high half.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+INT4_BLOCK = 32
+"""Inputs whose four-bit values share 16 bytes."""
+
+_LARGEST = {"int8": 127, "float8_e4m3fn": 448}
+_SCALE_DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How a weight is packed: weight = scale * value, or scale * value + minimum.
+
+    values: "int8", "int4" or "float8_e4m3fn". With a minimum, integers are 0 to 255 or 0 to 15;
+    without, -128 to 127 or -8 to 7.
+    group: consecutive inputs that share a scale (and a minimum), or None for all of a row's.
+    minimum: asymmetric; integers only.
+    scale_dtype: of scales and minima, "float32", "float16" or "bfloat16".
+
+    Raises ValueError for what is none of these.
+    """
+
+    values: Literal["int8", "int4", "float8_e4m3fn"]
+    group: int | None
+    minimum: bool = False
+    scale_dtype: str = "float32"
+
+    def __post_init__(self):
+        if self.values not in (*_LARGEST, "int4"):
+            raise ValueError(
+                f"Values cannot be {self.values!r}; they can be int8, int4 or float8_e4m3fn."
+            )
+        if self.scale_dtype not in _SCALE_DTYPES:
+            raise ValueError(
+                f"Scales cannot be {self.scale_dtype}; they can be {', '.join(_SCALE_DTYPES)}."
+            )
+        if self.values == "float8_e4m3fn" and self.minimum:
+            raise ValueError("float8_e4m3fn values have a sign and take no minimum.")
+        multiple = INT4_BLOCK if self.values == "int4" else 1
+        if self.group is not None and (self.group < 1 or self.group % multiple):
+            raise ValueError(
+                f"A group of {self.values} cannot be {self.group} inputs; it can be any positive "
+                f"multiple of {multiple}."
+            )
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the plane of values: uint8 for packed int4 and for integers above a minimum."""
+        return jnp.dtype("uint8" if self.values == "int4" or self.minimum else self.values)
+
+    def num_groups(self, num_inputs: int) -> int:
+        """Scales of a row. Raises ValueError when `num_inputs` is not a whole number of groups."""
+        unit = self.group or (INT4_BLOCK if self.values == "int4" else 1)
+        if num_inputs % unit:
+            raise ValueError(
+                f"{num_inputs} inputs are not whole groups of {unit}; {self.values} can have "
+                f"groups of {_possible_groups(self.values, num_inputs)}."
+            )
+        return 1 if self.group is None else num_inputs // self.group
+
+
+FP8 = Format("float8_e4m3fn", None)
+"""One scale an output, as in FP8 checkpoints."""
+
+GGUF = {
+    "Q8_0": Format("int8", 32, scale_dtype="float16"),
+    "Q4_0": Format("int4", 32, scale_dtype="float16"),
+    "Q4_1": Format("int4", 32, minimum=True, scale_dtype="float16"),
+}
+"""The blocks of GGUF that stay packed, by their names there."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedWeight:
+    """A weight [out, in] in `format`.
+
+    values [out, in], or uint8 [out, in / 2] for int4.
+    scales [out, groups].
+    minima [out, groups], or None for a format without.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+    minima: jax.Array | None
+    format: Format = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out, in] of the weight."""
+        num_outputs, columns = self.values.shape
+        return num_outputs, columns * (2 if self.format.values == "int4" else 1)
+
+
+def quantize(weight: jax.Array, format: Format) -> PackedWeight:
+    """Pack `weight` [out, in], finite and of a floating dtype, by rounding to nearest.
+
+    Without a minimum, the largest magnitude of a group becomes 127, or 448 in float8_e4m3fn. In
+    int4 the value of that magnitude becomes -8 by a scale of its own sign's opposite, as in GGUF:
+    of the two extremes only the lesser is ever clipped, by one step at most. With a minimum, 0 and
+    15 (or 255) are the group's extremes. Values are rounded after the scale has been.
+
+    Raises ValueError when the inputs are not a whole number of groups.
+    """
+    groups = format.num_groups(weight.shape[1])
+    grouped = jnp.asarray(weight, jnp.float32).reshape(weight.shape[0], groups, -1)
+    if format.minimum:
+        least, most = grouped.min(-1, keepdims=True), grouped.max(-1, keepdims=True)
+        low, high = 0, 15 if format.values == "int4" else 255
+        minima = least.astype(format.scale_dtype)
+        scales = (most - least) / high
+        grouped = grouped - minima.astype(jnp.float32)
+    elif format.values == "int4":
+        low, high, minima = -8, 7, None
+        at = jnp.argmax(jnp.abs(grouped), -1, keepdims=True)
+        scales = jnp.take_along_axis(grouped, at, -1) / low
+    else:
+        high, minima = _LARGEST[format.values], None
+        low = -high
+        scales = jnp.max(jnp.abs(grouped), -1, keepdims=True) / high
+    scales = scales.astype(format.scale_dtype)
+    divisors = jnp.where(scales == 0, 1, scales).astype(jnp.float32)
+    values = jnp.clip(grouped / divisors, low, high).reshape(weight.shape)
+    if format.values != "float8_e4m3fn":
+        values = jnp.round(values)
+    if format.values == "int4":
+        values = _pack(values.astype(jnp.int8) - low)
+    values = values.astype(format.dtype)
+    minima = None if minima is None else minima[..., 0]
+    return PackedWeight(values, scales[..., 0], minima, format)
+
+
+def dequantize(weight: PackedWeight) -> jax.Array:
+    """The weight [out, in] that is meant, float32: to the last bit what GGUF's own blocks mean."""
+    if weight.format.values != "int4":
+        return scaled(weight, weight.values)
+    low, high = (scaled(weight, half) for half in nibbles(weight))
+    halves = [half.reshape(len(half), -1, 1, INT4_BLOCK // 2) for half in (low, high)]
+    return jnp.concatenate(halves, 2).reshape(weight.shape)
+
+
+def nibbles(weight: PackedWeight) -> tuple[jax.Array, jax.Array]:
+    """The low and high halves of packed bytes, each [out, in / 2]: int8, or uint8 above a minimum.
+
+    Low halves are the first 16 inputs of every block of 32, high halves the others.
+    """
+    halves = weight.values & 15, weight.values >> 4
+    if weight.format.minimum:
+        return halves
+    return tuple(half.astype(jnp.int8) - 8 for half in halves)
+
+
+def scaled(weight: PackedWeight, values: jax.Array) -> jax.Array:
+    """Float32 [out, columns] of `values` [out, columns], all of weight's or every second 16."""
+    grouped = values.astype(jnp.float32).reshape(*weight.scales.shape, -1)
+    grouped = grouped * weight.scales.astype(jnp.float32)[..., None]
+    if weight.minima is not None:
+        grouped = grouped + weight.minima.astype(jnp.float32)[..., None]
+    return grouped.reshape(values.shape)
+
+
+def from_gguf(blocks: np.ndarray, kind: str) -> PackedWeight:
+    """The rows of a GGUF tensor, uint8 [out, row_bytes] as they lie, as planes of numpy arrays.
+
+    Nothing is rounded. `kind` is a key of `GGUF`; any other raises ValueError, as do rows that are
+    not whole blocks.
+    """
+    if kind not in GGUF:
+        raise ValueError(f"{kind} does not stay packed; {', '.join(GGUF)} do.")
+    format = GGUF[kind]
+    header = 4 if format.minimum else 2
+    size = header + (INT4_BLOCK // 2 if format.values == "int4" else 32)
+    if blocks.shape[1] % size:
+        raise ValueError(f"Rows of {blocks.shape[1]} bytes are not whole {kind} blocks of {size}.")
+    split = np.ascontiguousarray(blocks).reshape(len(blocks), -1, size)
+    halves = np.ascontiguousarray(split[..., :header]).view("<f2").astype(np.float16, copy=False)
+    values = split[..., header:].reshape(len(blocks), -1).view(format.dtype)
+    minima = np.ascontiguousarray(halves[..., 1]) if format.minimum else None
+    return PackedWeight(values, np.ascontiguousarray(halves[..., 0]), minima, format)
+
+
+def _pack(values):
+    """Uint8 [out, in / 2] of integers 0 to 15 [out, in]."""
+    blocks = values.astype(jnp.uint8).reshape(len(values), -1, 2, INT4_BLOCK // 2)
+    return (blocks[:, :, 0] | blocks[:, :, 1] << 4).reshape(len(values), -1)
+
+
+def _possible_groups(values, num_inputs):
+    multiple = INT4_BLOCK if values == "int4" else 1
+    divisors = [n for n in range(multiple, num_inputs + 1, multiple) if num_inputs % n == 0]
+    useful = [str(n) for n in divisors if 16 <= n <= 256]
+    return ", ".join(useful) or f"no size from 16 to 256; only multiples of {multiple} divide"

@@ -1,0 +1,113 @@
+"""Products with packed weights in plain XLA.
+
+On CPUs, a few rows at a time: a tile of the weight is unpacked to float32 and multiplied while it
+is in the cache. To unpack the whole weight first writes and reads float32 memory, eight times what
+int4 is packed: for 49152 rows of 576 and one token, 13 times slower in Q8_0. Four-bit values are
+never put in order: low and high halves of bytes are multiplied by the inputs that belong to each.
+With tiles whose halves are interleaved first, the same takes 19 times as long in Q4_1.
+
+Elsewhere the weight is unpacked whole, in the dtype of x, and left to the compiler to fuse: chosen
+by reasoning and not by measurement.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.quantized_matmul.formats import (
+    INT4_BLOCK,
+    PackedWeight,
+    dequantize,
+    nibbles,
+    scaled,
+)
+
+# Unpacked values of a tile. For a few tokens 256 KiB, which stay in a core's own cache: for one
+# token and 576 rows of 1536 they take two thirds of the time of 2 MiB. For more tokens 2 MiB: with
+# 512, it is the smaller tiles that take half as long again.
+TILE, LARGE_TILE = 1 << 16, 1 << 19
+FEW_TOKENS = 64
+
+
+def quantized_matmul(weight: PackedWeight, x):
+    """Float32 [out, tokens]."""
+    return lax.platform_dependent(weight, x, cpu=multiply_by_tile, default=multiply_whole)
+
+
+def multiply_by_tile(weight: PackedWeight, x):
+    """Tiles of as many rows as make about TILE or LARGE_TILE values, the last of what remains."""
+    num_outputs, num_inputs = weight.shape
+    size = TILE if x.shape[1] <= FEW_TOKENS else LARGE_TILE
+    rows = min(num_outputs, max(16, size // num_inputs // 16 * 16))
+    x = x.astype(jnp.float32)
+    parts = (x,)
+    if weight.format.values == "int4":
+        blocks = x.reshape(-1, 2, INT4_BLOCK // 2, x.shape[1])
+        parts = [blocks[:, half].reshape(-1, x.shape[1]) for half in (0, 1)]
+
+    def tile(first, rows=rows):
+        return _multiply(_rows(weight, first, rows), parts)
+
+    tiles, rest = divmod(num_outputs, rows)
+    result = lax.map(tile, jnp.arange(tiles) * rows).reshape(tiles * rows, x.shape[1])
+    return jnp.concatenate([result, tile(tiles * rows, rest)]) if rest else result
+
+
+def multiply_whole(weight: PackedWeight, x):
+    """One product, in the dtype of x; a scale for each output is left until after it."""
+    if weight.format.values == "int4" or not _one_scale(weight):
+        return _dot(dequantize(weight).astype(x.dtype), x)
+    return _dot(weight.values.astype(x.dtype), x) * weight.scales.astype(jnp.float32)
+
+
+def _multiply(tile, parts):
+    """Float32 [rows, tokens] of a tile and what its columns multiply, in one part or two."""
+    values = nibbles(tile) if tile.format.values == "int4" else (tile.values,)
+    if _one_scale(tile):
+        products = [_dot(part.astype(jnp.float32), x) for part, x in zip(values, parts)]
+        return sum(products) * tile.scales.astype(jnp.float32)
+    return sum(_dot(scaled(tile, part), x) for part, x in zip(values, parts))
+
+
+def _one_scale(weight):
+    return weight.format.group is None and weight.minima is None
+
+
+def _rows(weight, first, rows):
+    """The tile of `rows` rows from `first` on, with float8 values already as float16."""
+    values, scales, minima = (
+        None if plane is None else lax.dynamic_slice_in_dim(_bits(plane), first, rows)
+        for plane in (weight.values, weight.scales, weight.minima)
+    )
+    if weight.format.values == "float8_e4m3fn":
+        values = _from_float8(values)
+    else:
+        values = lax.bitcast_convert_type(values, weight.values.dtype)
+    scales = lax.bitcast_convert_type(scales, weight.scales.dtype)
+    if minima is not None:
+        minima = lax.bitcast_convert_type(minima, weight.minima.dtype)
+    return dataclasses.replace(weight, values=values, scales=scales, minima=minima)
+
+
+def _bits(plane):
+    """The same bits as unsigned integers. XLA has no small floats on CPUs: even to slice them it
+    converts what they are sliced from, here the whole plane for every tile."""
+    return lax.bitcast_convert_type(plane, jnp.dtype(f"uint{8 * plane.dtype.itemsize}"))
+
+
+def _from_float8(bits):
+    """Float16 of the bits of float8_e4m3fn, exactly; XLA's own conversion takes twice as long.
+
+    Sign, exponent and mantissa are put where float16 has them, which leaves the exponents' biases,
+    7 and 15, to be made up for. Float16 reaches 65504, so nothing overflows.
+    """
+    moved = (lax.bitcast_convert_type(bits, jnp.int8).astype(jnp.int16) << 7) & -0x4001
+    values = lax.bitcast_convert_type(moved, jnp.float16) * jnp.float16(2**8)
+    return jnp.where(bits & 0x7F == 0x7F, jnp.float16(jnp.nan), values)
+
+
+def _dot(weight, x):
+    return jnp.matmul(weight, x, preferred_element_type=jnp.float32)
