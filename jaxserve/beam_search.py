@@ -1,9 +1,10 @@
 """Beam search: the continuations that are likeliest as a whole, not token by token.
 
 Each step of a beam is a request for one token that reports the likeliest next ones. Beams of one
-prompt share what they have in common through the prefix cache, so such a request computes one
-token. Which beams live, how they are scored and when the search ends is as in vLLM, but that an
-end-of-sequence token to be ignored counts towards the length as any other token does.
+prompt share what they have in common through the prefix cache, so such a request computes little
+more than one token; without the cache, all of the beam. Which beams live, how they are scored and
+when the search ends is as in vLLM, but that an end-of-sequence token to be ignored counts towards
+the length as any other token does.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jaxserve.sampling_params import MAX_LOGPROBS, SamplingParams
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
     from jaxserve.engine.prompts import Prompt
-from jaxserve.engine.request import Request
+    from jaxserve.engine.request import Request
 
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
 MAX_LENGTH_PENALTY = 10.0
@@ -104,6 +105,7 @@ def search(
     request_ids: Iterator[str],
     on_end: Callable[[], Any],
     alone: bool,
+    tenant: str | None = None,
 ) -> list[BeamSearchOutput]:
     """Search for each prompt, in whose order the outputs come; steps the engine until all end.
 
@@ -113,7 +115,7 @@ def search(
     """
     if not isinstance(params, BeamSearchParams):
         raise RequestError(f"params is {params!r:.80}; it must be a BeamSearchParams.")
-    searches = [_Search(engine, prompt, params) for prompt in prompts]
+    searches = [_Search(engine, prompt, params, tenant) for prompt in prompts]
     waiting = collections.deque(searches)
     # Enough to fill the step that runs and the one planned meanwhile. More would only take turns,
     # and push each other's pages out of the prefix cache.
@@ -146,8 +148,11 @@ def _answered(engine: Engine, asked: dict[str, _Search]) -> list[_Search]:
 class _Search:
     """The search of one prompt: beams that live, best first, and sequences that have ended."""
 
-    def __init__(self, engine: Engine, prompt: Prompt, params: BeamSearchParams) -> None:
+    def __init__(
+        self, engine: Engine, prompt: Prompt, params: BeamSearchParams, tenant: str | None
+    ) -> None:
         self.done = False
+        self._tenant = tenant
         self._engine = engine
         self._prompt = prompt
         self._params = params
@@ -198,7 +203,8 @@ class _Search:
             for prompt in [beam.tokens for beam in self._live] or [self._prompt]:
                 request_id = next(request_ids)
                 asked[request_id] = self  # First, so that an interrupt finds it.
-                self._requests.append(self._engine.add(request_id, prompt, step_params))
+                request = self._engine.add(request_id, prompt, step_params, tenant=self._tenant)
+                self._requests.append(request)
         except RequestError as error:
             if alone:
                 raise

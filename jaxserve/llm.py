@@ -111,6 +111,7 @@ class LLM:
         prompts: Prompt | SequenceOf[Prompt],
         params: BeamSearchParams,
         use_tqdm: bool = True,
+        tenant: str | None = None,
     ) -> list[BeamSearchOutput]:
         """Find the `beam_width` likeliest continuations of each prompt as a whole.
 
@@ -121,7 +122,7 @@ class LLM:
         batch = [prompts] if single else list(prompts)
         ids = map(str, self._ids)
         with _Bar(total=len(batch), disable=not use_tqdm, unit="req", dynamic_ncols=True) as bar:
-            return search(self.engine, batch, params, ids, on_end=bar.update, alone=single)
+            return search(self.engine, batch, params, ids, bar.update, single, tenant)
 
     def stream(
         self,

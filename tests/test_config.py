@@ -23,6 +23,18 @@ from jaxserve.models.config import ModelConfig, RopeConfig
         ({"memory_utilization": 0}, "memory_utilization is 0"),
         ({"seed": None}, "seed is None"),
         ({"model": ""}, "model is empty"),
+        ({"preemption": "never"}, "preemption is 'never'.*auto, swap, recompute"),
+        ({"preemption": None}, "preemption is None"),
+        ({"host_kv_bytes": -1}, "host_kv_bytes is -1.*0 or more"),
+        ({"host_kv_bytes": 1e9}, "host_kv_bytes is 1000000000.0.*integer"),
+        ({"disk_kv_bytes": -5, "disk_kv_dir": "/tmp"}, "disk_kv_bytes is -5"),
+        ({"disk_kv_bytes": 5}, "disk_kv_dir is None and disk_kv_bytes 5; give both"),
+        ({"disk_kv_dir": "/tmp"}, "disk_kv_dir is '/tmp' and disk_kv_bytes 0; give both"),
+        ({"disk_kv_bytes": None, "disk_kv_dir": "/tmp"}, "disk_kv_bytes"),
+        ({"disk_kv_bytes": 5, "disk_kv_dir": 7}, "disk_kv_dir is 7"),
+        ({"fair_share": "yes"}, "fair_share is 'yes'"),
+        ({"enable_prefix_caching": None}, "enable_prefix_caching is None"),
+        ({"debug_kv": 1}, "debug_kv is 1"),
         ({"tensor_parallel_size": 2}, "no setting 'tensor_parallel_size'.*max_num_seqs"),
     ],
 )
@@ -51,3 +63,10 @@ def test_what_is_not_said_is_decided():
     pools = ["kv_cache_memory_bytes", "host_kv_bytes", "disk_kv_dir"]
     assert undecided == ["quantization", *pools]
     assert EngineConfig().resolve(model("default"), "gpu").dtype == "bfloat16"
+
+
+def test_caching_is_on_and_all_else_of_the_kv_manager_off():
+    config = EngineConfig()
+    assert config.enable_prefix_caching
+    assert (config.preemption, config.host_kv_bytes, config.disk_kv_bytes) == ("auto", None, 0)
+    assert not config.fair_share and not config.debug_kv

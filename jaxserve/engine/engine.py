@@ -183,12 +183,15 @@ class Engine:
 
     def close(self) -> None:
         """Abort what runs and free the device's memory. May be called twice."""
-        for request_id in list(self._requests):
-            self.abort(request_id)
-        self._in_flight.clear()
-        self._paging.close()
-        self._runner = None
-        self._closed = self._closed or "the engine was closed"
+        try:
+            for request_id in list(self._requests):
+                self.abort(request_id)
+        finally:  # A step that failed half way may have left requests that cannot be aborted.
+            self._requests.clear()
+            self._in_flight.clear()
+            self._paging.close()
+            self._runner = None
+            self._closed = self._closed or "the engine was closed"
 
     def chat_prompt(
         self,

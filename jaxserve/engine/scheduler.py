@@ -6,16 +6,17 @@ within a token budget. It knows no clock and no device: state in, `StepPlan` out
 Liveness. Running sequences are ordered by arrival, priority counted as so much time, and the victim
 of a preemption is always the last of them. So the first can take every page it needs, `add` has
 checked that all of them fit the pool, and it finishes. Admission stops at the first waiting
-sequence that does not fit (those that wait for another to compute their prefix are passed over: the
-other runs). A victim returns only when its pages and a margin are free, which the page that
-displaced it rules out until another sequence gives pages back; and it displaces in turn only those
-of a worse priority. Moves end or are given up, so whoever waits for one runs in the end.
+sequence that does not fit. (Those that wait for another to compute their prefix, or for a move, are
+passed over: the other runs, and moves end or are waited for no longer.) A victim returns only when
+its pages and a margin are free, which the page that displaced it rules out until another sequence
+gives pages back; and it displaces in turn only those of a worse priority.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
+from collections import Counter
 from operator import attrgetter
 
 from jaxserve.engine.plan import Chunk, StepPlan
@@ -173,7 +174,12 @@ class Scheduler:
         return True
 
     def preempt(self, seq: Sequence) -> None:
-        """Takes a running sequence's pages and slot, and has it wait for its turn again."""
+        """Takes a running sequence's pages and slot, and has it wait for its turn again.
+
+        Does nothing to one that does not run, or that has only its last token to be read.
+        """
+        if seq.slot is None or seq in self._exhausted:
+            return
         swap = self.kv.prefers_swap(seq.table, seq.num_written)
         seq.num_prefilled = max(seq.num_prefilled, seq.num_computed)
         self._release(seq, pin=swap, keep=swap)
@@ -189,9 +195,7 @@ class Scheduler:
         if seq is None:
             return False
         if seq.status is Status.WAITING:
-            self.waiting.remove(seq)
-            seq.set_priority(priority)
-            self.waiting.add(seq)
+            self.waiting.set_priority(seq, priority)
         elif seq.slot is not None:
             _remove(self.running, seq)
             seq.set_priority(priority)
@@ -213,7 +217,9 @@ class Scheduler:
             displaced = [seq for seq in displaced if seq.tenant == first.tenant]
         if not displaced or any(prefix.keeps_waiting(first) for prefix in first.prefixes):
             return preempted
-        room = self.pool.num_available + sum(len(seq.pages) for seq in displaced)
+        held = Counter(page for seq in displaced for page in seq.pages)
+        theirs = sum(self.pool.refs(page) == count for page, count in held.items())
+        room = self.pool.num_available + theirs
         if room < self._admission_pages(first) + self._watermark_pages:
             return preempted
         if self.kv.match(first.table, first.num_reusable).arriving:
@@ -276,6 +282,8 @@ class Scheduler:
             match = self._fit(seq)
             if match is None:
                 break
+            if match.arriving:
+                continue
             # Whoever must fetch pages first runs when they have come.
             if not match.must_fetch and not shares.take(seq, seq.num_tokens - match.num_tokens):
                 break
@@ -289,19 +297,20 @@ class Scheduler:
             match = self._fit(seq)
             if match is None:
                 break
-            self._admit(seq, match)
+            if not match.arriving:
+                self._admit(seq, match)
 
     # Bookkeeping
 
     def _fit(self, seq: Sequence) -> Match | None:
-        """What a waiting sequence finds computed, if it can be admitted now."""
+        """What a waiting sequence finds computed, if it can be admitted now, or is arriving."""
         if not self._free_slots or seq.num_in_flight:
             return None  # The host must know every token that is to be recomputed.
         match = self.kv.match(seq.table, seq.num_reusable)
         margin = self._watermark_pages if self.running and self.policy.pages == "grow" else 0
-        if match.arriving or not self.kv.fits(match, self._admission_pages(seq), margin):
-            return None
-        return match
+        if match.arriving or self.kv.fits(match, self._admission_pages(seq), margin):
+            return match
+        return None
 
     def _admission_pages(self, seq: Sequence) -> int:
         tokens = seq.kv_limit if self.policy.pages == "reserve" else seq.num_tokens
@@ -354,7 +363,7 @@ class Scheduler:
     def _leave(self, prefix: SharedPrefix) -> None:
         prefix.num_members -= 1
         if not prefix.num_members:
-            self.kv.unpin(prefix.nodes, spent=prefix.spent)
+            self.kv.unpin(prefix.nodes)
             prefix.nodes = []
 
     def _advance(self, seq: Sequence, num_tokens: int) -> Chunk:

@@ -14,12 +14,10 @@ class SharedPrefix:
     samples, or what prompts of a list have in common (BatchLLM, Zheng et al. 2025).
 
     The first member to run leads: it computes the prefix while the others wait for it. Then its
-    pages are held until the last member has ended; if nobody else will want them (`spent`), they
-    are then the first to give way.
+    pages are held until the last member has ended.
     """
 
     num_tokens: int
-    spent: bool = False
     num_members: int = 0
     leader: Sequence | None = None
     ready: bool = False

@@ -3,7 +3,8 @@
 Both queues are used in the same way:
 
 - `add(seq)` when a sequence arrives and each time it is preempted, `remove(seq)` when it is
-  admitted or ends while it waits, `finished(seq)` once, when it ends wherever it is;
+  admitted or ends while it waits, `finished(seq)` once, when it ends wherever it is, and
+  `set_priority(seq, priority)` while it waits;
 - iterate to admit. Whoever takes a sequence removes it, and charges its prefill, before asking for
   the next; a sequence that is still there by then was passed over, and is not offered again.
 - `charge(seq, prefill_tokens, decode_tokens)` for work done on it: at its first admission all that
@@ -55,6 +56,12 @@ class WaitingQueue:
         if index == len(self._sequences) or self._sequences[index] is not seq:
             raise ValueError(f"sequence {seq.seq_id} is not waiting")
         del self._sequences[index]
+
+    def set_priority(self, seq: Sequence, priority: int) -> None:
+        """Moves a waiting sequence to where another priority puts it."""
+        self.remove(seq)
+        seq.set_priority(priority)
+        self.add(seq)
 
     def charge(self, seq: Sequence, prefill_tokens: int, decode_tokens: int) -> None:
         """Nobody's share is counted here."""
@@ -154,6 +161,10 @@ class FairQueue:
         self._num_waiting -= 1
         if not account.waiting:
             self._last = self._waiting.pop(seq.tenant)
+
+    def set_priority(self, seq: Sequence, priority: int) -> None:
+        """Moves a waiting sequence among those of its tenant, who is no newcomer by that."""
+        self._waiting[seq.tenant].waiting.set_priority(seq, priority)
 
     def charge(self, seq: Sequence, prefill_tokens: int, decode_tokens: int) -> None:
         """Counts tokens served to the tenant of an unfinished sequence."""

@@ -155,10 +155,11 @@ class KVManager:
                 node.pins += 1
         # Tails go first, so that of all that is kept a prefix's head is given up last.
         for index in reversed(range(len(table.pages))):
-            node = table.nodes[index] if index < len(table.nodes) else None
-            if node is not None:
-                node.keep = keep or node.pins > 0
-            self._let_go(table.pages[index], node)
+            page, node = table.pages[index], None
+            if index < len(table.nodes):
+                node = table.nodes[index]
+                node.keep = keep or node.pins > 0 or self.pool.refs(page) > 1
+            self._let_go(page, node)
         table.pages, table.nodes, table.num_cached = [], [], 0
 
     def forsake(self, table: PageTable) -> None:
@@ -190,16 +191,11 @@ class KVManager:
             node.pins += 1
             self._file(node)
 
-    def unpin(self, nodes: Sequence[Node], *, spent: bool = False) -> None:
-        """Takes back `pin`. What is `spent` gives way before all else that nobody uses."""
+    def unpin(self, nodes: Sequence[Node]) -> None:
+        """Takes back `pin`."""
         for node in reversed(nodes):
             node.pins -= 1
             self._file(node)
-        if spent:
-            for node in nodes:
-                if node in self._kept:
-                    node.keep = False
-                    self._kept.move_to_end(node, last=False)
 
     def reset(self) -> None:
         """Forgets every prefix. Sequences keep the pages they have, and share them no more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Literal
 
 from jaxserve.kv.pages import PagePool
@@ -99,9 +100,12 @@ class Matcher:
         if away and self._preemption != "swap":
             start = split * page_size
             stop = start + len(fetched) * page_size + common
-            tier = Tier.HOST if away[0].host is not None else Tier.DISK
-            fetch = (tier, Tier.DEVICE, staged_pages(len(away)) * self._page_bytes)
-            if not self._rates.prefers_swap(start, stop, [fetch]):
+            tiers = Counter(Tier.DISK if node.host is None else Tier.HOST for node in away)
+            fetches = [
+                (tier, Tier.DEVICE, staged_pages(count) * self._page_bytes)
+                for tier, count in tiers.items()
+            ]
+            if not self._rates.prefers_swap(start, stop, fetches):
                 fetched, partial, common = [], None, 0
         return Match(
             tuple(shared),

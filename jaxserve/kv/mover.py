@@ -16,8 +16,9 @@ from jaxserve.kv.transfers import MOVE_PAGES, Transfer, staged_pages
 
 _LEAST_PATIENCE_US = 50_000
 _UNKNOWN_PATIENCE_US = 1_000_000
-_SAVE_PATIENCE_US = 5_000_000
-"""Saves keep nobody waiting but those who want the very page back."""
+_REST_US = 1_000_000
+"""After a failed save nothing is passed on for so long: tried again at once, on a disk that is
+full, the same images would be on the move whenever somebody looks for them."""
 _SPARE_SHARE = 4
 """A tier with another below it keeps a quarter of its pages free, or such as lie below as well."""
 
@@ -59,6 +60,7 @@ class Mover:
         self._rates = rates
         self._settled = settled
         self._under_way: dict[Ticket, Transfer] = {}
+        self._resting_until_us = 0
         self._saves: list[Transfer] = []
         self._loads: list[Transfer] = []
 
@@ -75,14 +77,14 @@ class Mover:
         """Puts a node in its place among those that may give way, or frees what it has here."""
         for shelf in self.shelves:
             page = shelf.page(node)
-            if page is not None and not node.attached and node.transfer is None:
+            if page is not None and not node.attached and not node.moving:
                 shelf.put(node, None)
                 shelf.free(page)
             shelf.file(node)
 
     def forget(self, node: Node) -> None:
         """Frees a node's pages here, those of a transfer excepted."""
-        if node.transfer is None:
+        if not node.moving:
             for shelf in self.shelves:
                 self._give_up(shelf, node)
 
@@ -129,7 +131,7 @@ class Mover:
 
     def begin_save(self, transfer: Transfer, staging: Any) -> None:
         """Starts a save whose pages were gathered into `staging`."""
-        self._start(transfer, _SAVE_PATIENCE_US, staging)
+        self._start(transfer, self._patience_us(0, len(transfer.nodes)), staging)
 
     def refuse_save(self, transfer: Transfer) -> None:
         """Gives up a save that no staging buffer was free for."""
@@ -140,18 +142,12 @@ class Mover:
         """Stops waiting for the moves into a table's pages from page `start` on."""
         for transfer in [fetch for fetch in table.fetches if fetch.first >= start]:
             table.fetches.remove(transfer)
-            transfer.abandoned = True
+            transfer.awaited = False
             transfer.ticket.abandon()
 
     def staged_bytes(self, num_pages: int) -> int:
         """Bytes that are moved to move pages to the device or from it, padding included."""
         return staged_pages(num_pages) * self.page_bytes
-
-    def learn(self, ticket: Ticket) -> None:
-        """Has the rates know what a move that landed took."""
-        num_bytes = self.staged_bytes(len(ticket.source_pages))
-        us = ticket.ended_us - ticket.begun_us
-        self._rates.moved(ticket.source, ticket.target, num_bytes, us)
 
     def take_saves(self) -> list[Transfer]:
         saves, self._saves = self._saves, []
@@ -172,13 +168,15 @@ class Mover:
         ended = self._copier.ended()
         for ticket in ended:
             if ticket.state is TicketState.LANDED:
-                self.learn(ticket)
+                self._learn(ticket, ticket.ended_us - ticket.begun_us)
             self._end(self._under_way.pop(ticket))
         for transfer in list(self._under_way.values()):
-            if not transfer.abandoned and now_us > transfer.deadline_us:
+            if transfer.awaited and now_us > transfer.deadline_us:
                 self._lose_patience(transfer)
-        for upper, lower in zip(self.shelves, self.shelves[1:]):
-            self._pass_on(upper, lower)
+                self._learn(transfer.ticket, now_us - transfer.ticket.begun_us)  # Or more.
+        if now_us >= self._resting_until_us:
+            for upper, lower in zip(self.shelves, self.shelves[1:]):
+                self._pass_on(upper, lower)
         return ended
 
     def _start(self, transfer: Transfer, patience_us: int, staging: Any = None) -> None:
@@ -196,13 +194,16 @@ class Mover:
             return _UNKNOWN_PATIENCE_US
         return max(2 * recompute_us, _LEAST_PATIENCE_US)
 
+    def _learn(self, ticket: Ticket, us: int) -> None:
+        num_bytes = self.staged_bytes(len(ticket.source_pages))
+        self._rates.moved(ticket.source, ticket.target, num_bytes, us)
+
     def _lose_patience(self, transfer: Transfer) -> None:
+        """Nobody waits any longer; what is saved in the end is still of use."""
         self.counters.slow_moves += 1
+        transfer.awaited = False
         if transfer.target is Tier.DEVICE:
             self._cut_short(transfer)
-        else:
-            transfer.abandoned = True
-            transfer.ticket.abandon()
 
     def _cut_short(self, transfer: Transfer) -> None:
         """Has a table's sequence compute what this move would have brought, and all after it."""
@@ -211,12 +212,15 @@ class Mover:
         self.abandon_fetches(table, transfer.first)
 
     def _end(self, transfer: Transfer) -> None:
-        landed = transfer.ticket.state is TicketState.LANDED and not transfer.abandoned
-        self.counters.failed_moves += transfer.ticket.state is TicketState.FAILED
+        landed = transfer.ticket.state is TicketState.LANDED
+        failed = transfer.ticket.state is TicketState.FAILED
+        self.counters.failed_moves += failed
         if transfer.target is Tier.DEVICE:
-            self._end_fetch(transfer, landed)
+            self._end_fetch(transfer, landed and transfer.awaited)
         else:
             self._end_save(transfer, landed)
+            if failed:
+                self._resting_until_us = transfer.ticket.ended_us + _REST_US
 
     def _end_fetch(self, transfer: Transfer, landed: bool) -> None:
         shelf = self._shelf(transfer.source)
@@ -229,11 +233,11 @@ class Mover:
                     node.device = transfer.target_pages[offset]
                     table.nodes.append(node)
             _count(self.counters.fetched_pages, shelf.tier, len(transfer.nodes))
-        elif not transfer.abandoned:
+        elif transfer.awaited:
             self._cut_short(transfer)
         for node in transfer.nodes:
             node.transfer = None
-            if transfer.ticket.state is TicketState.FAILED:
+            if transfer.ticket.state is TicketState.FAILED and not node.moving:
                 self._give_up(shelf, node)  # What could not be read now may never be.
             self._settled(node)
 
@@ -241,7 +245,10 @@ class Mover:
         """Also ends a move from one lower tier to the next, which keeps the upper image."""
         shelf = self._shelf(transfer.target)
         for node, page in zip(transfer.nodes, transfer.target_pages):
-            node.transfer = None
+            if transfer.source is Tier.DEVICE:
+                node.transfer = None
+            else:
+                node.passing = None
             if landed:
                 shelf.put(node, page)
             else:
@@ -249,6 +256,9 @@ class Mover:
             self._settled(node)
         if landed:
             _count(self.counters.saved_pages, shelf.tier, len(transfer.nodes))
+        elif transfer.source is not Tier.DEVICE:  # They are still those used last longest ago.
+            for node in reversed(transfer.nodes):
+                self._shelf(transfer.source).first(node)
 
     def _pass_on(self, upper: Shelf, lower: Shelf) -> None:
         """Copies the images that would give way next to the tier below, before they have to."""
@@ -263,10 +273,10 @@ class Mover:
             transfer.nodes.append(node)
             transfer.source_pages.append(upper.page(node))
             transfer.target_pages.append(page)
-            node.transfer = transfer
+            node.passing = transfer
             upper.file(node)
         if transfer.nodes:
-            self._start(transfer, _SAVE_PATIENCE_US)
+            self._start(transfer, self._patience_us(0, len(transfer.nodes)))
 
     def _add_save(self, target: Tier, node: Node, page: int, target_page: int) -> None:
         last = self._saves[-1] if self._saves else None

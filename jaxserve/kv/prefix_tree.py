@@ -43,8 +43,9 @@ class Node:
     """Tokens after a prefix, and where their KV lies: a page number for each tier, or None.
 
     `tokens` are packed, at most a page of them (of a root, the salt); only a root and a full page
-    have children. `pins` counts those who mean to come back to it. `transfer` is the move that it
-    takes part in, if any. A node no longer `attached` is found by nobody, and its pages are freed
+    have children. `pins` counts those who mean to come back to it. `transfer` is the move to the
+    device or from it that it takes part in, if any; `passing` one that copies its image from a
+    lower tier to the next. A node no longer `attached` is found by nobody, and its pages are freed
     by whoever uses them last.
     """
 
@@ -57,6 +58,7 @@ class Node:
         "keep",
         "key",
         "parent",
+        "passing",
         "pins",
         "tokens",
         "transfer",
@@ -72,6 +74,7 @@ class Node:
         self.disk: int | None = None
         self.pins = 0
         self.transfer: Transfer | None = None
+        self.passing: Transfer | None = None
         self.keep = True
         """Whether it is worth a copy in a lower tier when the device needs its page."""
         self.attached = True
@@ -79,6 +82,11 @@ class Node:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens) // _TOKEN_BYTES
+
+    @property
+    def moving(self) -> bool:
+        """Whether a copier may read its images on lower tiers."""
+        return self.transfer is not None or self.passing is not None
 
     @property
     def saved(self) -> bool:
@@ -93,7 +101,7 @@ class Node:
     @property
     def arriving(self) -> bool:
         """Whether its image will be readable soon."""
-        return self.transfer is not None and not self.transfer.abandoned
+        return self.transfer is not None and self.transfer.awaited
 
     @property
     def homeless(self) -> bool:
@@ -123,11 +131,8 @@ class PrefixTree:
         return self._size
 
     def root(self, salt: bytes) -> Node:
-        """The empty prefix of a salt."""
-        root = self._roots.get(salt)
-        if root is None:
-            root = self._roots[salt] = Node(None, salt, salt_key(salt))
-        return root
+        """The empty prefix of a salt; remembered once it has a child."""
+        return self._roots.get(salt) or Node(None, salt, salt_key(salt))
 
     def full(self, parent: Node, tokens: bytes, key: bytes) -> Node | None:
         """The child of `parent` that is this full page."""
@@ -182,7 +187,10 @@ class PrefixTree:
         return nodes
 
     def _insert(self, node: Node) -> None:
-        insort(node.parent.children, node, key=_tokens)
+        parent = node.parent
+        if parent.parent is None:
+            self._roots[parent.tokens] = parent
+        insort(parent.children, node, key=_tokens)
         if len(node.tokens) == self._page_bytes:
             self._full[node.key] = node
 

@@ -72,11 +72,17 @@ class Shelf:
         """Up to `count` nodes that have their only image here, least recently used first."""
         return [node for node, _ in zip(self._only, range(count))]
 
+    def first(self, node: Node) -> None:
+        """Has a node that gives way here at all be the first to."""
+        for order in (self._copies, self._only):
+            if node in order:
+                order.move_to_end(node, last=False)
+
     def file(self, node: Node) -> None:
         """Puts a node where its state says, as the one used last."""
         self._copies.pop(node, None)
         self._only.pop(node, None)
-        if self.page(node) is None or node.transfer is not None:
+        if self.page(node) is None or node.moving:
             return
         if sum(page is not None for page in (node.device, node.host, node.disk)) > 1:
             self._copies[node] = None

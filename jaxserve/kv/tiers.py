@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import mmap
 import os
+import shutil
 import tempfile
 import threading
 import zlib
@@ -182,6 +183,8 @@ class DiskStore(_PagedStore):
                 f"({error.strerror}); name one that exists and that you may write to"
             ) from error
         try:
+            if (free := shutil.disk_usage(directory).free) < num_bytes:
+                raise OSError(f"{free} bytes are free")
             self._file.truncate(num_bytes)
         except (OSError, OverflowError) as error:
             self._file.close()

@@ -40,8 +40,8 @@ class Transfer:
     first: int = 0
     ticket: Ticket | None = None
     deadline_us: int | None = None
-    abandoned: bool = False
-    """Nobody waits for it any more; its pages are let go of when its ticket ends."""
+    awaited: bool = True
+    """Whether it is worth waiting for; its pages are let go of when its ticket ends either way."""
 
 
 @dataclasses.dataclass

@@ -18,6 +18,6 @@ def planned_order(
     Zheng et al. 2025). A prefix of less than a page is not worth planning for.
     """
     for group in plan_prefix_groups(prompts, decode_tokens, min_prefix_tokens=page_size):
-        shared = SharedPrefix(group.prefix_tokens, spent=True) if group.prefix_tokens else None
+        shared = SharedPrefix(group.prefix_tokens) if group.prefix_tokens else None
         for index in group.members:
             yield index, shared

@@ -152,6 +152,11 @@ def plan_memory(
     if config.host_kv_bytes is None and not plan.host_is_device:
         most = min(plan.kv_bytes, host_memory() // _HOST_SHARE)
         plan = dataclasses.replace(plan, host_pages=most // page_bytes)
+    if config.preemption == "swap" and not plan.host_pages and not plan.disk_pages:
+        raise MemoryPlanError(
+            "preemption is 'swap', but there is no tier to swap to; set host_kv_bytes, or "
+            "disk_kv_bytes and disk_kv_dir."
+        )
     if plan.host_bytes > host_memory():
         raise MemoryPlanError(
             f"host_kv_bytes is {config.host_kv_bytes}, but {host_memory()} bytes of the host's "

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from jaxserve.engine.events import EventLog
+from jaxserve.errors import ConfigError
 from jaxserve.kv.books import check_books
 from jaxserve.kv.copier import Copier, Ticket, TicketState
 from jaxserve.kv.manager import KVManager
@@ -37,7 +38,7 @@ class Paging:
     def __init__(self, plan: EnginePlan, runner: Runner, log: EventLog) -> None:
         """Opens the lower tiers and times moves to and from them.
 
-        Raises ConfigError when the disk's directory cannot be written to.
+        Raises ConfigError when one of them cannot be.
         """
         config, memory = plan.config, plan.memory
         self._runner = runner
@@ -118,7 +119,9 @@ class Paging:
             self._copier.wait(_IDLE_WAIT_US)
 
     def close(self) -> None:
-        """Stops the copier and frees the lower tiers. May be called twice."""
+        """Stops the copier, frees the lower tiers and lets go of the device's memory. May be called
+        twice."""
+        self._runner = None
         if self._copier is not None:
             self._copier.close()
         for store in self._stores.values():
@@ -150,9 +153,15 @@ class Paging:
         self._finish(tickets[0])
         tickets.append(self._copier.move(below, pages, Tier.DEVICE, pages))
         self._finish(tickets[1])
-        if tickets[1].staged is not None:
-            tickets[1].consume()
-        return [ticket for ticket in tickets if ticket.error is None]
+        for ticket in tickets:
+            if ticket.error is not None:
+                raise ConfigError(
+                    f"a first move of KV pages from {ticket.source.value} to "
+                    f"{ticket.target.value} failed: {ticket.error}. Mend that, or do without this "
+                    "tier (host_kv_bytes, disk_kv_bytes)."
+                )
+        tickets[1].consume()
+        return tickets
 
     def _finish(self, ticket: Ticket) -> None:
         while ticket not in self._copier.ended():

@@ -11,6 +11,7 @@ import jax
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.events import EventLog
+from jaxserve.kv.tiers import DiskStore
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.params import load_params
 from jaxserve.models.registry import get_family
@@ -93,6 +94,8 @@ def plan(config: EngineConfig) -> EnginePlan:
         device,
     )
     memory.check()
+    if memory.disk_pages:  # Refused now, and not when all else is ready.
+        DiskStore(config.disk_kv_dir, memory.disk_pages, memory.page_bytes).close()
     moves_pages = bool(memory.host_pages or memory.disk_pages or config.debug_kv)
     geometry = Geometry(config, model, family, memory.num_pages, moves_pages)
     return EnginePlan(config, checkpoint, geometry, memory, device)

@@ -12,6 +12,7 @@ from jaxserve.engine.events import (
     EventLog,
     Failed,
     Finished,
+    Moved,
     Phase,
     Preempted,
     Resumed,
@@ -87,6 +88,17 @@ def test_host_times_of_a_step_are_contiguous():
     assert dispatched.prefill_tokens == 21
     assert collected == Collected(42, 0, 30, (1, 2), (1, 3))
     assert collected.wait_us == 12
+
+
+def test_a_move_is_logged_with_the_times_it_had():
+    """Other threads make moves; the log hears of them later."""
+    log = EventLog(clock=lambda: 99, keep_all=True)
+    for error in (None, "OSError: disk full"):
+        log.moved("device", "host", pages=3, num_bytes=96, begin_us=40, end_us=55, error=error)
+    assert log.records == [
+        Moved(55, "device", "host", 3, 96, 40, None),
+        Moved(55, "device", "host", 3, 96, 40, "OSError: disk full"),
+    ]
 
 
 def test_nothing_is_kept_unless_asked():

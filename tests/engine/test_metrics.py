@@ -191,6 +191,24 @@ def test_startup_phases_and_compiles():
     assert run.value("jaxserve:programs_compiled_total") == 1
 
 
+def test_moves_by_the_way_they_took():
+    """Those that failed moved nothing."""
+    run = Run()
+    assert run.value("jaxserve:kv_moved_bytes_total") == {}
+    for way, begin_us, end_us, error in (
+        (("device", "host"), 0, 250, None),
+        (("host", "device"), 100, 600, None),
+        (("device", "host"), 300, 1_050, None),
+        (("device", "host"), 1_100, 9_000_000, "OSError: disk full"),
+    ):
+        run.log.moved(*way, pages=2, num_bytes=64, begin_us=begin_us, end_us=end_us, error=error)
+    assert run.value("jaxserve:kv_moved_bytes_total") == {"device-host": 128, "host-device": 64}
+    assert run.value("jaxserve:kv_move_seconds_total") == {
+        "device-host": 0.001,
+        "host-device": 0.0005,
+    }
+
+
 def test_an_unknown_sequence_is_refused():
     run = Run(keep_finished=1)
     with pytest.raises(KeyError):

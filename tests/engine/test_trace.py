@@ -9,7 +9,7 @@ from event_sessions import Session, VirtualClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.engine.events import Collected, Dispatched, EventLog, Phase, Preempted
+from jaxserve.engine.events import Collected, Dispatched, EventLog, Moved, Phase, Preempted
 from jaxserve.engine.trace import trace_events, write_trace
 
 
@@ -191,6 +191,30 @@ def test_phases_that_overlap_are_on_separate_tracks():
         [("d4", 0, 20), ("d16", 20, 30)],
         [("compile", 0, 40)],
         [("d8", 2, 25)],
+    ]
+
+
+def test_moves_of_each_way_are_on_a_track(overlapped):
+    """They are logged when the host hears of them, after the steps that ran meanwhile."""
+    moves = [
+        Moved(140, "device", "host", 2, 64, 122, None),
+        Moved(145, "host", "device", 1, 32, 130, None),
+        Moved(190, "device", "host", 3, 96, 150, "OSError: disk full"),
+    ]
+    records = [*overlapped[:8], *moves, *overlapped[8:]]
+    events = trace_events(records)
+    check_format(events)
+    assert spans_of(events, "KV device to host") == [("move", 22, 40), ("failed", 50, 90)]
+    assert spans_of(events, "KV host to device") == [("move", 30, 45)]
+    arguments = [e["args"] for e in events if e["name"] in ("move", "failed")]
+    assert arguments == [
+        {"pages": 2, "bytes": 64},
+        {"pages": 1, "bytes": 32},
+        {"pages": 3, "bytes": 96, "error": "OSError: disk full"},
+    ]
+    others = [e for e in events if e["name"] not in ("move", "failed")]
+    assert [e for e in others if e["ph"] != "M"] == [
+        e for e in trace_events(overlapped) if e["ph"] != "M"
     ]
 
 

@@ -268,9 +268,8 @@ class World:
         self.manager.pin(group)
         self.groups.append(group)
 
-    def unpin(self, which: int, spent: int) -> None:
-        group = self.groups.pop(which % len(self.groups))
-        self.manager.unpin(group, spent=bool(spent % 2))
+    def unpin(self, which: int, _: int) -> None:
+        self.manager.unpin(self.groups.pop(which % len(self.groups)))
 
     def evict(self, count: int) -> None:
         pool = self.manager.pool

@@ -1,0 +1,53 @@
+"""Engines with a KV manager in debug mode, made when asked for, kept a while; leave them idle."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from kv_engines import Alone, bytes_of, settle
+from tiny_engines import assert_idle
+
+MOST_ENGINES = 6
+"""Kept at once: an engine's programs take some 2,000 memory maps, and a process may have 65,530."""
+
+
+@pytest.fixture(scope="session")
+def kv_llm_for(llama, tmp_path_factory):
+    """LLMs of the tiny Llama by their settings; tiers are given in pages. They log all events."""
+    made = {}
+    directory = tmp_path_factory.mktemp("kv")
+
+    def get(host=0, disk=0, **settings):
+        key = json.dumps([host, disk, settings], sort_keys=True)
+        if key not in made:
+            if disk:
+                settings |= {"disk_kv_dir": directory, "disk_kv_bytes": bytes_of(llama, disk)}
+            made[key] = llama.load(
+                debug_kv=True,
+                host_kv_bytes=bytes_of(llama, host),
+                trace_file=directory / f"{len(made)}.json",
+                **settings,
+            )
+        llm = made[key] = made.pop(key)
+        if len(made) > MOST_ENGINES:
+            made.pop(next(iter(made))).close()
+        for request_id in list(llm.engine._requests):  # What a failed test left behind.
+            llm.abort(request_id)
+        assert_idle(llm.engine)
+        settle(llm.engine)
+        llm.reset_prefix_cache()
+        settle(llm.engine)
+        assert llm.engine.kv.pool.num_free == llm.engine.kv.pool.capacity
+        return llm
+
+    yield get
+    for llm in made.values():
+        llm.close()
+
+
+@pytest.fixture(scope="session")
+def alone(llama):
+    """What a request generates in no company, remembering nothing."""
+    with llama.load(debug_kv=True, enable_prefix_caching=False) as llm:
+        yield Alone(llm)
