@@ -215,11 +215,11 @@ def refuse_after(llm, monkeypatch, count, error):
     """Let the engine refuse every request after the first `count`."""
     add, calls = llm.engine.add, []
 
-    def refusing(*args):
+    def refusing(*args, **wishes):
         calls.append(args)
         if len(calls) > count:
             raise error
-        return add(*args)
+        return add(*args, **wishes)
 
     monkeypatch.setattr(llm.engine, "add", refusing)
 
@@ -235,8 +235,8 @@ def test_a_search_refused_midway_leaves_nothing(llama, llm, monkeypatch):
 def test_a_search_that_loses_a_beam_fails_alone(llama, llm, monkeypatch):
     add, added = llm.engine.add, []
 
-    def aborting(request_id, *args):
-        request = add(request_id, *args)
+    def aborting(request_id, *args, **wishes):
+        request = add(request_id, *args, **wishes)
         added.append(request_id)
         if len(added) == 4:  # One of two beams; the other prompt's search goes on.
             assert llm.abort(request_id)
