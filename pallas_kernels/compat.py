@@ -1,0 +1,103 @@
+"""What differs among JAX 0.10.2 to 0.12, and between a GPU and its interpreter, in one place.
+
+The Mosaic GPU interpreter runs a kernel on the host, warpgroup by warpgroup, with memories, copies
+and barriers simulated. It knows no layouts of registers and, of products, only those of two
+operands in shared memory. The functions below that take `interpret` are what a kernel calls
+instead; with anything but None they compute the same values by plain JAX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as _interpreter
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+try:
+    from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
+except ImportError:  # not public before 0.11
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+HOPPER_SMS = 132
+"""Streaming multiprocessors of an H100 or H200 of the SXM kind."""
+
+
+def num_sms() -> int:
+    """Streaming multiprocessors of the device traced for, HOPPER_SMS where nothing says."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    if described is not None and described.num_cores:
+        return described.num_cores
+    return getattr(jax.devices()[0], "core_count", None) or HOPPER_SMS
+
+
+@contextlib.contextmanager
+def gpu_interpreter(*, detect_races: bool = True) -> Iterator[Any]:
+    """What to pass as `interpret` to run Mosaic GPU kernels on the host.
+
+    Uninitialised memory holds NaNs. Raises RuntimeError at the end when a race was found; until
+    0.12 the interpreter itself only prints it. Not for several threads of Python at once. The
+    programs must have run when the block ends.
+    """
+    # A simulated warpgroup that waits for another one occupies a thread, of which the CPU's pool
+    # may have fewer than a kernel has warpgroups: without the pool each has its own.
+    asynchronous = jax.config.values["jax_cpu_enable_async_dispatch"]
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    try:
+        yield InterpretGPUParams(detect_races=detect_races, uninitialized_memory="nan")
+        races = _interpreter.get_races()
+        if detect_races and races is not None and races.races_found:
+            raise RuntimeError("The interpreter found a race; see what it printed.")
+    except BaseException:
+        _interpreter.reset_gpu_interpret_mode_state()
+        raise
+    finally:
+        jax.config.update("jax_cpu_enable_async_dispatch", asynchronous)
+
+
+def in_layout(array: jax.Array, layout: Any, interpret: Any) -> jax.Array:
+    """`array`, on a device in registers of that layout."""
+    return array if interpret else plgpu.layout_cast(array, layout)
+
+
+def positions(shape: tuple[int, ...], axis: int, layout: Any, interpret: Any) -> jax.Array:
+    """int32 `shape`: each element's index along `axis`, in registers of that layout."""
+    return in_layout(lax.broadcasted_iota(jnp.int32, shape, axis), layout, interpret)
+
+
+def product(a: Any, b: Any) -> jax.Array:
+    """float32 a @ b by the tensor cores, for two references to shared memory."""
+
+    def multiply(accumulator):
+        plgpu.wgmma(accumulator, a, b)
+        return accumulator[...]  # waits
+
+    shape = a.shape[0], b.shape[1]
+    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+
+
+def add_products(
+    total: jax.Array, lefts: Sequence[jax.Array], rights: Sequence[Any], interpret: Any
+) -> jax.Array:
+    """float32 total + sum of lefts[i] @ rights[i]: register arrays times shared memory.
+
+    The tensor cores have read the registers when it returns: versions of ptxas before CUDA 13.3
+    may otherwise reuse them too early (triton-lang/triton issues 9433 and 11781).
+    """
+    if interpret:
+        for left, right in zip(lefts, rights):
+            total += jnp.dot(left.astype(jnp.float32), right[...].astype(jnp.float32))
+        # The reads were not the tensor cores': a copy that overwrites must come after them.
+        plgpu.commit_smem()
+        return total
+
+    def multiply(accumulator):
+        for left, right in zip(lefts, rights):
+            plgpu.wgmma(accumulator, left, right)
+
+    return pl.run_state(multiply)(plgpu.ACC.init(total))  # waits
