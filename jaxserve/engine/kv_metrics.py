@@ -68,7 +68,7 @@ def _counters(kv: KVManager) -> dict[str, Metric]:
         ),
         "kv_fallbacks_total": Metric(
             "counter",
-            "Moves that came to nothing, whose pages are computed again",
+            "Moves that failed, or that were no longer worth waiting for",
             {"failed": moves.failed_moves, "slow": moves.slow_moves},
             "reason",
         ),

@@ -11,7 +11,7 @@ Kwon et al. 2023, and FastSwitch, Shen et al. 2024), one whose pages were forgot
 The manager plans; it touches no device. `operations` lists what must be done on the device before
 the next step, in an order that makes it safe to give a page to another in the very plan that saves
 its image: programs run in the order they were dispatched, and a copier thread sees only staged
-images. A move that fails or takes longer than recomputing would only makes a prefix shorter.
+images. A move that fails, or takes twice as long as recomputing, only makes a prefix shorter.
 """
 
 from __future__ import annotations

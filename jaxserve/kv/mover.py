@@ -17,8 +17,7 @@ from jaxserve.kv.transfers import MOVE_PAGES, Transfer, staged_pages
 _LEAST_PATIENCE_US = 50_000
 _UNKNOWN_PATIENCE_US = 1_000_000
 _REST_US = 1_000_000
-"""After a failed save nothing is passed on for so long: tried again at once, on a disk that is
-full, the same images would be on the move whenever somebody looks for them."""
+"""After a failed save nothing is passed on for so long: a full disk will be full in a step, too."""
 _SPARE_SHARE = 4
 """A tier with another below it keeps a quarter of its pages free, or such as lie below as well."""
 
@@ -38,8 +37,9 @@ class MoveCounters:
 class Mover:
     """Keeps the books of every move: which node is on its way, and who has which lower page.
 
-    A node takes part in one transfer at a time, and nothing that a transfer names is given to
-    another use before its ticket ended. `settled` is called for a node whose transfer is over.
+    A node takes part in one move to or from the device at a time, and in one between lower tiers;
+    nothing that a transfer names is given to another use before its ticket ended. `settled` is
+    called for a node whose transfer is over.
     """
 
     def __init__(

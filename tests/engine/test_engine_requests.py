@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 import threading
 
 import numpy as np
 import pytest
+from scripts import run_script
 from tiny_engines import CONTEXT, LONGEST, Arrival, assert_idle, drive
 
 from jaxserve.errors import (
@@ -224,15 +221,7 @@ def test_ctrl_c_at_any_moment(llama):
         assert threading.active_count() == threads
         assert interrupted == 40, interrupted
     """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_script(script, timeout_s=120)
 
 
 # The end

@@ -7,9 +7,6 @@ import gc
 import itertools
 import os
 import random
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 import weakref
@@ -22,12 +19,12 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from scripts import run_script
 
 from jaxserve.errors import ConfigError, EngineClosedError
 from jaxserve.kv.copier import Copier, MoveError, Ticket, TicketState
 from jaxserve.kv.tiers import DiskStore, HostStore, Tier
 
-ROOT = Path(__file__).parents[2]
 NUM_PAGES, PAGE_BYTES = 8, 64
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 LONG_US = 20_000_000  # only a failing test waits as long
@@ -263,14 +260,7 @@ def test_a_full_disk_fails_the_move_and_the_next_one_lands():
             assert (stores[Tier.HOST].read([0, 1, 2, 3]) == images).all()
             copier.close()
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
+    run_script(script, timeout_s=60)
 
 
 def test_abandoned_before_it_began_it_ends_at_once(bench):

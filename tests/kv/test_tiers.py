@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import subprocess
-import sys
-import textwrap
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,11 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scripts import run_script
 
 from jaxserve.errors import ConfigError
 from jaxserve.kv.tiers import DiskStore, HostStore, PageCorruptError, page_runs
 
-ROOT = Path(__file__).parents[2]
 NUM_PAGES, PAGE_BYTES = 12, 96
 
 
@@ -237,14 +234,7 @@ def test_a_disk_that_fills_in_the_middle_of_a_write():
             assert (disk.read([5, 6]) == images[:2]).all()
             disk.close()
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
+    run_script(script, timeout_s=60)
 
 
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
