@@ -46,6 +46,9 @@ class EngineConfig:
         debug_kv: check the books of all pages after every step, and poison freed pages with NaN.
         seed: of everything random that no request seeds itself.
         load_format: "dummy" makes random weights of the model's config.
+        attention_backend: who attends: "pallas", the kernel of pallas_kernels for the device, on
+            CPUs the TPU's, interpreted; "xla", plain XLA; "auto", on accelerators the kernel where
+            it can and may be trusted, else XLA.
         program_scope: compile the model as one program a step, or by groups of layers, which is
             ready several times sooner and costs a few more calls a step; layer on CPUs, else step.
         compilation_cache: keep compiled programs in the cache directory.
@@ -70,6 +73,7 @@ class EngineConfig:
     debug_kv: bool = False
     seed: int = 0
     load_format: Literal["auto", "dummy"] = "auto"
+    attention_backend: Literal["auto", "xla", "pallas"] = "auto"
     program_scope: Literal["step", "layer"] | None = None
     compilation_cache: bool = True
 
@@ -80,6 +84,7 @@ class EngineConfig:
         for name, choices in (
             ("dtype", (None, *DTYPES)),
             ("scheduler", tuple(POLICIES)),
+            ("attention_backend", ("auto", "xla", "pallas")),
             ("program_scope", (None, "step", "layer")),
             ("load_format", ("auto", "dummy")),
             ("preemption", ("auto", "swap", "recompute")),
@@ -153,6 +158,7 @@ class EngineConfig:
             max_num_seqs=seqs,
             max_num_batched_tokens=self.max_num_batched_tokens
             or ((512 if on_cpu else 2048) + seqs),
-            page_size=self.page_size or 64,
+            # A TPU's vectors are 128 lanes wide, and a page of keys is as wide as its tokens.
+            page_size=self.page_size or (128 if platform == "tpu" else 64),
             program_scope=self.program_scope or ("layer" if on_cpu else "step"),
         )

@@ -90,6 +90,7 @@ def _source_digest() -> str:
     root = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
     for package in _SOURCE_PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
-            digest.update(path.read_bytes())
+        for suffix in ("py", "json"):
+            for path in sorted((root / package).rglob(f"*.{suffix}")):
+                digest.update(path.read_bytes())
     return digest.hexdigest()

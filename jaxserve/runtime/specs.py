@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
 from jaxserve.kv.transfers import MOVE_SIZES
 from jaxserve.models.config import LayerKind, ModelConfig
 from jaxserve.models.family import Family, Params
@@ -21,7 +22,7 @@ from jaxserve.runtime.programs import ProgramSpec
 from jaxserve.sampling import admit, init_state
 from jaxserve.sampling.rows import NUM_FIELDS
 from pallas_kernels.page_copy import copy_pages, gather_pages, scatter_pages
-from pallas_kernels.paged_attention import KVPages, PageLayout
+from pallas_kernels.paged_attention import KVPages, PageLayout, RaggedBatch, paged_attention
 
 COPY_PAGES = 8
 """Pages that the program which copies them takes."""
@@ -174,11 +175,39 @@ def program_specs(geometry: Geometry) -> list[ProgramSpec]:
     return specs[::-1]
 
 
+def check_attention(geometry: Geometry) -> None:
+    """Raises ConfigError when the attention backend cannot do the model's shapes."""
+    pages, model = geometry.pages, geometry.model
+    layout = geometry.layouts[geometry.buckets.keys()[-1]]
+    q = jax.ShapeDtypeStruct(
+        (layout.key.num_tokens, model.num_heads, model.head_dim), geometry.dtype
+    )
+    rows = _int32(layout.rows)
+    batch = RaggedBatch(_int32(layout.rows, layout.max_pages), rows, rows, rows)
+    attend = functools.partial(
+        paged_attention,
+        num_decodes=layout.key.rows,
+        scale=model.attention_scale,
+        backend=geometry.config.attention_backend,
+    )
+    try:
+        jax.eval_shape(attend, q, pages.shapes, batch)
+    except ValueError as error:
+        backend = geometry.config.attention_backend
+        raise ConfigError(f"attention_backend is {backend!r}. {error}") from error
+
+
 def _step_specs(geometry: Geometry, layout: StepLayout) -> Iterator[ProgramSpec]:
     """The model as one program."""
     yield ProgramSpec(
         part_name("forward", layout.key),
-        functools.partial(step.forward, geometry.family, geometry.model, layout),
+        functools.partial(
+            step.forward,
+            geometry.family,
+            geometry.model,
+            layout,
+            attention_backend=geometry.config.attention_backend,
+        ),
         (
             geometry.abstract_params,
             geometry.abstract_kv,
@@ -201,7 +230,14 @@ def _layer_specs(geometry: Geometry, layout: StepLayout) -> Iterator[ProgramSpec
     for name, group in alike.items():
         yield ProgramSpec(
             name,
-            functools.partial(step.layers, family, model, layout, model.layer_kinds[group]),
+            functools.partial(
+                step.layers,
+                family,
+                model,
+                layout,
+                model.layer_kinds[group],
+                attention_backend=geometry.config.attention_backend,
+            ),
             (params["layers"][group], geometry.abstract_kv[group], x, shared, addresses),
             donated=(1, 2),
         )

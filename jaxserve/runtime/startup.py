@@ -19,7 +19,7 @@ from jaxserve.runtime.executable_cache import ExecutableCache
 from jaxserve.runtime.memory import MemoryPlan, plan_memory
 from jaxserve.runtime.programs import Compilation, Program, Programs
 from jaxserve.runtime.runner import Runner
-from jaxserve.runtime.specs import Geometry, program_specs
+from jaxserve.runtime.specs import Geometry, check_attention, program_specs
 from jaxserve.sampling import state_bytes
 from jaxserve.text import Tokenizer
 
@@ -98,6 +98,8 @@ def plan(config: EngineConfig) -> EnginePlan:
         DiskStore(config.disk_kv_dir, memory.disk_pages, memory.page_bytes).close()
     moves_pages = bool(memory.host_pages or memory.disk_pages or config.debug_kv)
     geometry = Geometry(config, model, family, memory.num_pages, moves_pages)
+    if config.attention_backend == "pallas":  # "auto" never refuses, it only warns.
+        check_attention(geometry)
     return EnginePlan(config, checkpoint, geometry, memory, device)
 
 

@@ -22,6 +22,7 @@ from jaxserve.sampling import general as sample_general
 from jaxserve.sampling import greedy as sample_greedy
 from jaxserve.sampling import prompt_logprobs as score_prompt
 from jaxserve.sampling.rows import SLOT
+from pallas_kernels.backends import Backend
 from pallas_kernels.paged_attention import KVPages, paged_attention, write_kv
 
 
@@ -33,6 +34,8 @@ def forward(
     kv: list[KVPages],
     last_tokens: jax.Array,
     metadata: jax.Array,
+    *,
+    attention_backend: Backend,
 ) -> tuple[list[KVPages], jax.Array, jax.Array]:
     """Run the whole model over one packed step.
 
@@ -42,7 +45,16 @@ def forward(
     """
     x, shared, addresses, sampled = begin(family, config, layout, params, last_tokens, metadata)
     kv, x = layers(
-        family, config, layout, config.layer_kinds, params["layers"], kv, x, shared, addresses
+        family,
+        config,
+        layout,
+        config.layer_kinds,
+        params["layers"],
+        kv,
+        x,
+        shared,
+        addresses,
+        attention_backend=attention_backend,
     )
     return kv, *finish(family, config, layout, params, x, sampled)
 
@@ -72,6 +84,8 @@ def layers(
     x: jax.Array,
     shared: Any,
     addresses: Addresses,
+    *,
+    attention_backend: Backend,
 ) -> tuple[list[KVPages], jax.Array]:
     """The middle part of `forward`: consecutive layers of these kinds, parameters and pages.
 
@@ -90,6 +104,7 @@ def layers(
                 num_decodes=layout.key.rows,
                 scale=config.attention_scale,
                 window=window,
+                backend=attention_backend,
             )
             return out
 

@@ -1,68 +1,34 @@
-"""The one signature of paged attention, and the shape of what it reads."""
+"""The one signature of paged attention, and of the partial attention that others build on.
+
+Whatever can be said as data or done to a partial result is taken care of here, once, so that a
+kernel has little to know: masks become ranges of positions (`Visible`), scales of quantized pages
+are folded into queries and results, a speculation tree's own part and sinks are merged in.
+"""
 
 from __future__ import annotations
-
-import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention import xla
+from pallas_kernels import backends
+from pallas_kernels.merge import merge_two
+from pallas_kernels.paged_attention import masks, trial, xla
+from pallas_kernels.paged_attention.layout import KVPages, RaggedBatch, Visible
+from pallas_kernels.paged_attention.tree import attend_within_trees
 
+PAGE_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
+"""Of pages. The last two are quantized: a value is scale * element."""
 
-class KVPages(NamedTuple):
-    """Pages of one layer: k [pages, kv_heads, head_dim, page_size], v with the last two swapped.
-
-    Both orders put the dimension that a vector unit should run along last: positions when scores
-    are made of keys, features when outputs are made of values. Page 0 is trash: padding writes
-    there and nothing reads it.
-    """
-
-    k: jax.Array
-    v: jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class PageLayout:
-    """Everything needed to make the pages of one layer."""
-
-    num_pages: int
-    page_size: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: jnp.dtype
-
-    @property
-    def shapes(self) -> KVPages:
-        """ShapeDtypeStructs of one layer's pages."""
-        k = (self.num_pages, self.num_kv_heads, self.head_dim, self.page_size)
-        v = (self.num_pages, self.num_kv_heads, self.page_size, self.head_dim)
-        return KVPages(jax.ShapeDtypeStruct(k, self.dtype), jax.ShapeDtypeStruct(v, self.dtype))
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page of one layer, keys and values together."""
-        items = 2 * self.num_kv_heads * self.head_dim * self.page_size
-        return items * jnp.dtype(self.dtype).itemsize
-
-
-class RaggedBatch(NamedTuple):
-    """Which tokens belong to which row, and where each row's context lies.
-
-    Rows are sequences. The first `num_decodes` of them (static, given at the call) have exactly
-    one token each, at the same index; the others own tokens `starts[r]` to `starts[r] + lengths[r]`
-    of the flat batch, in increasing order of start. A padding row has context length 0.
-
-    tables [rows, max_pages] int32: the pages of each row, in order; unused entries are 0.
-    context [rows] int32: tokens the row can see, its own new tokens included.
-    starts [rows] int32, lengths [rows] int32: the row's tokens in the flat batch.
-    """
-
-    tables: jax.Array
-    context: jax.Array
-    starts: jax.Array
-    lengths: jax.Array
+_ATTEND = backends.Operation(
+    name="paged_attention",
+    xla=xla.paged_attention,
+    kernels={
+        "gpu": "pallas_kernels.paged_attention.mosaic_gpu",
+        "tpu": "pallas_kernels.paged_attention.mosaic_tpu",
+    },
+    shapes_class=trial.shapes_class,
+    trial=trial.trial,
+)
 
 
 def paged_attention(
@@ -73,6 +39,12 @@ def paged_attention(
     num_decodes: int,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    tree_mask: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    backend: backends.Backend = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Causal attention of each token over its row's pages.
 
@@ -80,16 +52,103 @@ def paged_attention(
     A token at position p sees positions (p - window, p], or [0, p] without a window. The keys and
     values of the batch's own tokens must have been written (`write_kv`).
 
+    soft_cap: scores become soft_cap * tanh(score / soft_cap) (Gemma 2, 2408.00118).
+    sinks: float32 [query_heads], logits that take part in each softmax without a value
+        (2309.17453, as trained in gpt-oss).
+    tree_mask: bool [tokens, width]. The tokens of a row after the decodes that has at most `width`
+        of them are a tree, parents before children and in order of depth: token t sees the
+        committed context and token j of its own row where tree_mask[t, j], itself included. Its
+        position is that of the context's end plus its depth. Longer rows are chunks, as without.
+    k_scale, v_scale: float32 [kv_heads], what an element of quantized pages is multiplied by; 1
+        by default.
+    backend: see `backends.Backend`.
+
     Returns out [tokens, query_heads, head_dim] and lse [tokens, query_heads] float32, the
     log-sum-exp of the scaled scores, by which partial results merge. Tokens of no row, and rows
-    with no context, get out = 0 and lse = -inf. What a row gets does not depend on the others.
-    Raises ValueError when head counts do not divide.
+    with no context, get out = 0 and lse = -inf, whatever the sinks. What a row gets does not depend
+    on the others. Raises ValueError for shapes or dtypes that do not belong together, and where
+    `backend` is "pallas" for what the device's kernel cannot do.
     """
-    if q.shape[1] % pages.k.shape[1]:
-        raise ValueError(
-            f"{q.shape[1]} query heads cannot be shared evenly among {pages.k.shape[1]} KV heads."
+    _check(q, pages, batch, num_decodes)
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; a token sees at least itself, so 1 or more.")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap is {soft_cap}; it must be positive, or None for no cap.")
+    tokens, heads, _ = q.shape
+    kv_heads = pages.k.shape[1]
+    for name, array, shape in (
+        ("sinks", sinks, (heads,)),
+        ("k_scale", k_scale, (kv_heads,)),
+        ("v_scale", v_scale, (kv_heads,)),
+    ):
+        if array is not None and array.shape != shape:
+            raise ValueError(f"{name} has shape {array.shape}; it must be {shape}.")
+    if tree_mask is not None and (tree_mask.ndim != 2 or tree_mask.shape[0] != tokens):
+        raise ValueError(f"tree_mask has shape {tree_mask.shape}; it must be ({tokens}, width).")
+
+    dtype = q.dtype
+    if k_scale is not None:
+        q = (q * jnp.repeat(k_scale, heads // kv_heads)[:, None]).astype(dtype)
+    visible = masks.causal(batch, tokens, num_decodes, window, tree_mask)
+    out, lse = attend(
+        q,
+        pages,
+        batch,
+        visible,
+        num_decodes=num_decodes,
+        scale=scale,
+        soft_cap=soft_cap,
+        backend=backend,
+    )
+    if tree_mask is not None and tokens > num_decodes:
+        own = attend_within_trees(
+            q,
+            pages,
+            batch,
+            tree_mask,
+            num_decodes=num_decodes,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
         )
-    return xla.paged_attention(q, pages, batch, num_decodes, scale, window)
+        out, lse = merge_two(out, lse, *own)
+    if sinks is not None:
+        whole = jnp.where(lse > -jnp.inf, jnp.logaddexp(lse, sinks), lse)
+        out = out * jnp.exp(jnp.where(lse > -jnp.inf, lse - whole, 0))[..., None]
+        lse = whole
+    if v_scale is not None:
+        out = out * jnp.repeat(v_scale, heads // kv_heads)[:, None]
+    return out.astype(dtype), lse
+
+
+def attend(
+    q: jax.Array,
+    pages: KVPages,
+    batch: RaggedBatch,
+    visible: Visible,
+    *,
+    num_decodes: int,
+    scale: float,
+    soft_cap: float | None = None,
+    backend: backends.Backend = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """Partial attention of each token to any range of its row's positions.
+
+    As `paged_attention`, with `visible` in the place of every mask. `batch.context` is not read,
+    and `batch.starts` and `batch.lengths` only of rows that are not decodes. Elements of quantized
+    pages count as they are.
+    """
+    _check(q, pages, batch, num_decodes)
+    return _ATTEND.run(
+        backend,
+        q,
+        pages,
+        batch,
+        visible,
+        num_decodes=num_decodes,
+        scale=scale,
+        soft_cap=soft_cap,
+    )
 
 
 def write_kv(
@@ -98,9 +157,37 @@ def write_kv(
     v: jax.Array,
     page_ids: jax.Array,
     offsets: jax.Array,
+    *,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
 ) -> KVPages:
     """Write k, v [tokens, kv_heads, head_dim] to (page_ids, offsets), int32 [tokens] each.
 
-    In place when the pages are donated. An id outside the pool writes nothing.
+    In place when the pages are donated. An id outside the pool, negative ones included, writes
+    nothing. Into quantized pages, values are divided by their scale, float32 [kv_heads] and 1 by
+    default, rounded to nearest and limited to what the dtype holds.
     """
+    k = xla.to_elements(k, k_scale, pages.k.dtype)
+    v = xla.to_elements(v, v_scale, pages.v.dtype)
     return KVPages(*xla.write_kv(pages, k, v, page_ids, offsets))
+
+
+def _check(q, pages, batch, num_decodes):
+    tokens, heads, dim = q.shape
+    num_pages, kv_heads, k_dim, page_size = pages.k.shape
+    if pages.v.shape != (num_pages, kv_heads, page_size, k_dim):
+        raise ValueError(
+            f"Pages of keys are {pages.k.shape}, so those of values must be "
+            f"{(num_pages, kv_heads, page_size, k_dim)}, and not {pages.v.shape}."
+        )
+    if dim != k_dim:
+        raise ValueError(f"Queries have head_dim {dim} and keys {k_dim}.")
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads cannot be shared evenly among {kv_heads} KV heads.")
+    for name, array in (("Keys", pages.k), ("Values", pages.v)):
+        if array.dtype.name not in PAGE_DTYPES:
+            raise ValueError(f"{name} are {array.dtype}; pages can be {', '.join(PAGE_DTYPES)}.")
+    if not 0 <= num_decodes <= min(tokens, len(batch.tables)):
+        raise ValueError(
+            f"num_decodes is {num_decodes}; there are {tokens} tokens and {len(batch.tables)} rows."
+        )

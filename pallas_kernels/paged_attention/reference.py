@@ -5,8 +5,63 @@ from __future__ import annotations
 import numpy as np
 
 
-def paged_attention(q, pages, batch, *, num_decodes, scale, window=None):
+def paged_attention(
+    q,
+    pages,
+    batch,
+    *,
+    num_decodes,
+    scale,
+    window=None,
+    soft_cap=None,
+    sinks=None,
+    tree_mask=None,
+    k_scale=None,
+    v_scale=None,
+):
     """Same arguments and results as `api.paged_attention`, as numpy float64."""
+
+    def visible(row, token, context, length):
+        """Positions that a row's token sees."""
+        is_tree = row >= num_decodes and tree_mask is not None and length <= tree_mask.shape[1]
+        if not is_tree:
+            last = context - length + token
+            first = 0 if window is None else max(0, last - window + 1)
+            return np.arange(first, last + 1)
+        committed = context - length
+        mask = np.asarray(tree_mask)[int(batch.starts[row]) : int(batch.starts[row]) + length]
+        depth = mask.sum(1) - 1
+        depth_of = np.concatenate([np.arange(committed) - committed, depth[:length]])
+        seen = np.concatenate([np.ones(committed, bool), mask[token, :length]])
+        if window is not None:
+            seen &= depth[token] - depth_of < window
+        return np.flatnonzero(seen)
+
+    return _attend(q, pages, batch, visible, num_decodes, scale, soft_cap, sinks, k_scale, v_scale)
+
+
+def attend(q, pages, batch, visible, *, num_decodes, scale, soft_cap=None):
+    """Same arguments and results as `api.attend`, as numpy float64."""
+
+    def positions(row, token, context, length):
+        index = int(batch.starts[row]) + token
+        return np.arange(int(visible.since[index]), int(visible.until[index]))
+
+    return _attend(q, pages, batch, positions, num_decodes, scale, soft_cap)
+
+
+def _attend(
+    q,
+    pages,
+    batch,
+    visible,
+    num_decodes,
+    scale,
+    soft_cap=None,
+    sinks=None,
+    k_scale=None,
+    v_scale=None,
+):
     q = np.asarray(q, np.float64)
     keys, values = np.asarray(pages.k, np.float64), np.asarray(pages.v, np.float64)
     group, page_size = q.shape[1] // keys.shape[1], values.shape[2]
@@ -19,17 +74,24 @@ def paged_attention(q, pages, batch, *, num_decodes, scale, window=None):
             assert (start, length) == (row, 1)
         if not context:
             continue
-        where = [(table[p // page_size], p % page_size) for p in range(context)]
-        k = np.stack([keys[page, :, :, offset] for page, offset in where])
-        v = np.stack([values[page, :, offset, :] for page, offset in where])
         for token in range(length):
-            last = context - length + token
-            first = 0 if window is None else max(0, last - window + 1)
+            seen = visible(row, token, context, length)
+            if not len(seen):
+                continue
+            ids, offsets = table[seen // page_size], seen % page_size
             for head in range(q.shape[1]):
                 kv_head = head // group
-                scores = k[first : last + 1, kv_head] @ q[start + token, head] * scale
-                peak = scores.max()
-                weights = np.exp(scores - peak)
-                out[start + token, head] = weights @ v[first : last + 1, kv_head] / weights.sum()
-                lse[start + token, head] = peak + np.log(weights.sum())
+                k = keys[ids, kv_head, :, offsets]
+                v = values[ids, kv_head, offsets]
+                if k_scale is not None:
+                    k = k * float(k_scale[kv_head])
+                if v_scale is not None:
+                    v = v * float(v_scale[kv_head])
+                scores = k @ q[start + token, head] * scale
+                if soft_cap is not None:
+                    scores = soft_cap * np.tanh(scores / soft_cap)
+                everything = scores if sinks is None else np.append(scores, float(sinks[head]))
+                total = np.logaddexp.reduce(everything)
+                out[start + token, head] = np.exp(scores - total) @ v
+                lse[start + token, head] = total
     return out, lse

@@ -9,13 +9,10 @@ depend on its neighbours.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax.numpy as jnp
 from jax import lax
 
-if TYPE_CHECKING:
-    from pallas_kernels.paged_attention.api import KVPages, RaggedBatch
+from pallas_kernels.paged_attention.layout import KVPages, RaggedBatch, Visible
 
 # Rows attended to together. Callers who sort decodes by context length waste less in each group.
 DECODE_GROUP = 8
@@ -27,49 +24,71 @@ _MASKED = -1e30
 
 
 def write_kv(pages: KVPages, k, v, page_ids, offsets):
-    keys = pages.k.at[page_ids, :, :, offsets].set(k.astype(pages.k.dtype), mode="drop")
-    values = pages.v.at[page_ids, :, offsets, :].set(v.astype(pages.v.dtype), mode="drop")
+    page_ids = jnp.where(page_ids >= 0, page_ids, len(pages.k))  # or they would count from the end
+    keys = pages.k.at[page_ids, :, :, offsets].set(k, mode="drop")
+    values = pages.v.at[page_ids, :, offsets, :].set(v, mode="drop")
     return keys, values
 
 
-def paged_attention(q, pages: KVPages, batch: RaggedBatch, num_decodes, scale, window):
+def to_elements(values, scale, dtype):
+    """values [tokens, kv_heads, head_dim] as elements of pages of `dtype`."""
+    quantized = dtype.name in ("int8", "float8_e4m3fn")
+    if not quantized:
+        return values.astype(dtype)
+    values = values.astype(jnp.float32)
+    if scale is not None:
+        values = values / scale[:, None]
+    if dtype == jnp.int8:
+        return jnp.clip(jnp.round(values), -127, 127).astype(dtype)
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(values, -largest, largest).astype(dtype)
+
+
+def paged_attention(
+    q, pages: KVPages, batch: RaggedBatch, visible: Visible, *, num_decodes, scale, soft_cap=None
+):
+    """As `api.attend`."""
     tokens, heads, dim = q.shape
     kv_heads = pages.k.shape[1]
     q = (q * scale).reshape(tokens, kv_heads, heads // kv_heads, dim)
     outs, lses = [], []
     if num_decodes:
-        tables, context = batch.tables[:num_decodes], batch.context[:num_decodes]
-        out, lse = _decode(q[:num_decodes], pages, tables, context, window)
+        few = Visible(*(limit[:num_decodes] for limit in visible))
+        out, lse = _decode(q[:num_decodes], pages, batch.tables[:num_decodes], few, soft_cap)
         outs.append(out)
         lses.append(lse)
     if tokens > num_decodes:
-        rest = type(batch)(*(field[num_decodes:] for field in batch))
+        rest = RaggedBatch(*(field[num_decodes:] for field in batch))
         rest = rest._replace(starts=rest.starts - num_decodes)
-        out, lse = _prefill(q[num_decodes:], pages, rest, window)
+        many = Visible(*(limit[num_decodes:] for limit in visible))
+        out, lse = _prefill(q[num_decodes:], pages, rest, many, soft_cap)
         outs.append(out)
         lses.append(lse)
     out, lse = jnp.concatenate(outs), jnp.concatenate(lses)
     return out.reshape(tokens, heads, dim), lse.reshape(tokens, heads)
 
 
-def _decode(q, pages: KVPages, tables, context, window):
+def _decode(q, pages: KVPages, tables, visible: Visible, soft_cap):
     """One token a row: q [rows, kv_heads, group, dim], tables [rows, max_pages].
 
     Rows are taken a few at a time, page by page, and each few as far as the longest of them.
     """
     rows, page_size = q.shape[0], pages.k.shape[-1]
     together = min(DECODE_GROUP, rows)
-    tables, context, padded = (_pad(array, 0, together) for array in (tables, context, q))
-    since = jnp.zeros_like(context) if window is None else jnp.maximum(context - window, 0)
-    first_page = jnp.where(context > 0, lax.div(since, page_size), tables.shape[1])
+    tables, padded, since, until = (
+        _pad(array, 0, together) for array in (tables, q, visible.since, visible.until)
+    )
+    sees = until > since
+    first_page = jnp.where(sees, lax.div(since, page_size), tables.shape[1])
+    after_page = jnp.where(sees, _ceil_div(until, page_size), 0)
     begins = jnp.min(first_page.reshape(-1, together), axis=1)
-    ends = jnp.max(_ceil_div(context, page_size).reshape(-1, together), axis=1)
+    ends = jnp.max(after_page.reshape(-1, together), axis=1)
 
     def few(index, outputs):
         first = index * together
-        q_few, table, since_few, until = (
+        q_few, table, since_few, until_few = (
             lax.dynamic_slice_in_dim(array, first, together)
-            for array in (padded, tables, since, context)
+            for array in (padded, tables, since, until)
         )
 
         def block(page, carry):
@@ -78,13 +97,13 @@ def _decode(q, pages: KVPages, tables, context, window):
             v = pages.v.at[ids].get(mode="clip").astype(q.dtype)
             scores = jnp.einsum("rhgd,rhds->rhgs", q_few, k, preferred_element_type=jnp.float32)
             position = page * page_size + jnp.arange(page_size)[None]
-            seen = (position >= since_few[:, None]) & (position < until[:, None])
-            scores = jnp.where(seen[:, None, None], scores, _MASKED)
+            seen = (position >= since_few[:, None]) & (position < until_few[:, None])
+            scores = jnp.where(seen[:, None, None], _capped(scores, soft_cap), _MASKED)
             v = jnp.where(seen[:, None, :, None], v, 0)  # what is not seen may even be NaN
             return _online_softmax(carry, scores, "rhgs,rhsd->rhgd", v)
 
         carry = lax.fori_loop(begins[index], ends[index], block, _empty_softmax(q_few.shape))
-        results = _finish(carry, (until > 0)[:, None, None], q.dtype)
+        results = _finish(carry, (until_few > since_few)[:, None, None], q.dtype)
         return _write_back(outputs, results, first)
 
     groups = padded.shape[0] // together
@@ -92,7 +111,7 @@ def _decode(q, pages: KVPages, tables, context, window):
     return out[:rows], lse[:rows]
 
 
-def _prefill(q, pages: KVPages, batch: RaggedBatch, window):
+def _prefill(q, pages: KVPages, batch: RaggedBatch, visible: Visible, soft_cap):
     """Chunks of several tokens: q [tokens, kv_heads, group, dim], starts relative to them.
 
     One work item is PREFILL_QUERIES consecutive tokens of one row. The last item of a row runs
@@ -104,9 +123,9 @@ def _prefill(q, pages: KVPages, batch: RaggedBatch, window):
     span = per_block * pages.k.shape[-1]
     tables = _pad(batch.tables, 1, per_block)
     padded = jnp.concatenate([q, jnp.zeros((queries, *q.shape[1:]), q.dtype)])
-    query = jnp.tile(jnp.arange(queries), group)[:, None]
+    since, until = (jnp.pad(limit, (0, queries)) for limit in visible)
 
-    # Every item's row, tokens, position and blocks, for as many items as there could be.
+    # Every item's row, tokens and blocks, for as many items as there could be.
     items_of_row = _ceil_div(batch.lengths, queries)
     items_up_to = jnp.cumsum(items_of_row)
     item = jnp.arange(tokens // queries + batch.lengths.shape[0])
@@ -114,31 +133,33 @@ def _prefill(q, pages: KVPages, batch: RaggedBatch, window):
     rows = jnp.minimum(rows, batch.lengths.shape[0] - 1)
     offsets = (item - (items_up_to - items_of_row)[rows]) * queries
     starts = batch.starts[rows] + offsets
-    positions = (batch.context - batch.lengths)[rows] + offsets
-    ends = _ceil_div(jnp.minimum(batch.context[rows], positions + queries), span)
-    begins = jnp.zeros_like(ends)
-    if window is not None:
-        begins = lax.div(jnp.maximum(positions - window + 1, 0), span)
+    # Limits never decrease along a row: its first token begins first, its last one ends last.
+    firsts = since[starts]
+    lasts = until[jnp.minimum(starts + queries, batch.starts[rows] + batch.lengths[rows]) - 1]
+    begins, ends = lax.div(firsts, span), _ceil_div(lasts, span)
 
     def attend(index, outputs):
         start, table = starts[index], tables[rows[index]]
-        q_item = lax.dynamic_slice_in_dim(padded, start, queries)
+        q_item, since_item, until_item = (
+            lax.dynamic_slice_in_dim(array, start, queries) for array in (padded, since, until)
+        )
         q_item = q_item.transpose(1, 2, 0, 3).reshape(kv_heads, group * queries, dim)
-        last_seen, until = positions[index] + query, batch.context[rows[index]]
+        since_item, until_item = (
+            jnp.tile(limit, group)[:, None] for limit in (since_item, until_item)
+        )
 
-        def block(index, carry):
-            ids = lax.dynamic_slice_in_dim(table, index * per_block, per_block)
+        def block(block_index, carry):
+            ids = lax.dynamic_slice_in_dim(table, block_index * per_block, per_block)
             k = pages.k.at[ids].get(mode="clip").astype(q.dtype)
             v = pages.v.at[ids].get(mode="clip").astype(q.dtype)
             k = k.transpose(1, 2, 0, 3).reshape(kv_heads, dim, span)
             v = v.transpose(1, 0, 2, 3).reshape(kv_heads, span, dim)
             scores = jnp.einsum("hqd,hds->hqs", q_item, k, preferred_element_type=jnp.float32)
-            position = index * span + jnp.arange(span)[None]
-            v = jnp.where((position < until)[..., None], v, 0)  # beyond it may even be NaN
-            seen = position <= last_seen
-            if window is not None:
-                seen &= position > last_seen - window
-            scores = jnp.where(seen[None], scores, _MASKED)
+            position = block_index * span + jnp.arange(span)[None]
+            inside = (position >= firsts[index]) & (position < lasts[index])
+            v = jnp.where(inside[..., None], v, 0)  # what is not seen may even be NaN
+            seen = (position >= since_item) & (position < until_item)
+            scores = jnp.where(seen[None], _capped(scores, soft_cap), _MASKED)
             return _online_softmax(carry, scores, "hqs,hsd->hqd", v)
 
         carry = lax.fori_loop(begins[index], ends[index], block, _empty_softmax(q_item.shape))
@@ -148,9 +169,13 @@ def _prefill(q, pages: KVPages, batch: RaggedBatch, window):
         return _write_back(outputs, (out, lse), start)
 
     out, lse = lax.fori_loop(0, items_up_to[-1], attend, _empty_outputs(padded))
-    owned = jnp.arange(tokens) < jnp.max(batch.starts + batch.lengths)
-    out = jnp.where(owned[:, None, None, None], out[:tokens], 0)
-    return out, jnp.where(owned[:, None, None], lse[:tokens], -jnp.inf)
+    sees = visible.until > visible.since
+    out = jnp.where(sees[:, None, None, None], out[:tokens], 0)
+    return out, jnp.where(sees[:, None, None], lse[:tokens], -jnp.inf)
+
+
+def _capped(scores, soft_cap):
+    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
 
 def _empty_softmax(shape):

@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
 
 def pytest_configure(config):
     config.addinivalue_line(
         "markers", "deviceless: compiles for an accelerator that is not there; needs its plugin"
     )
+
+
+@pytest.fixture
+def compiled(tmp_path, monkeypatch):
+    """`compiled(function, arguments)`: compiled for an H200, with what was written on the way."""
+    from gpu import Compiled
+
+    return functools.partial(Compiled, dump=tmp_path, monkeypatch=monkeypatch)

@@ -11,8 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.paged_attention import KVPages, RaggedBatch, paged_attention, write_kv
-from pallas_kernels.paged_attention.reference import paged_attention as reference
+from pallas_kernels.paged_attention import (
+    KVPages,
+    RaggedBatch,
+    Visible,
+    attend,
+    paged_attention,
+    reference,
+    write_kv,
+)
 
 SCALE = 0.3
 POISON = np.nan
@@ -28,7 +35,7 @@ AS_SERVED = ()
 def _jit(implementation, compiler_options):
     return jax.jit(
         implementation,
-        static_argnames=("num_decodes", "scale", "window"),
+        static_argnames=("num_decodes", "scale", "window", "soft_cap"),
         compiler_options=dict(compiler_options),
     )
 
@@ -78,23 +85,20 @@ class PagedAttentionContract:
     """What `implementation`, with the signature of `paged_attention`, must do."""
 
     implementation = None
+    attend = None
+    """With the signature of `attend`."""
 
-    def run(self, case, window=None, compiler_options=UNOPTIMISED):
+    def run(self, case, compiler_options=UNOPTIMISED, **options):
         arrays = jax.tree.map(jnp.asarray, (case.q, case.pages, case.batch))
         jitted = _jit(type(self).implementation, compiler_options)
-        out, lse = jitted(*arrays, num_decodes=case.num_decodes, scale=SCALE, window=window)
+        out, lse = jitted(*arrays, num_decodes=case.num_decodes, scale=SCALE, **options)
         return np.asarray(out), np.asarray(lse)
 
-    def check(self, case, window=None):
-        out, lse = self.run(case, window)
+    def check(self, case, **options):
+        out, lse = self.run(case, **options)
         assert out.dtype == case.q.dtype and lse.dtype == np.float32
-        expected_out, expected_lse = reference(
-            case.q,
-            case.pages,
-            case.batch,
-            num_decodes=case.num_decodes,
-            scale=SCALE,
-            window=window,
+        expected_out, expected_lse = reference.paged_attention(
+            case.q, case.pages, case.batch, num_decodes=case.num_decodes, scale=SCALE, **options
         )
         assert not np.isnan(expected_out).any()
         np.testing.assert_allclose(out, expected_out, rtol=2e-5, atol=2e-5)
@@ -114,7 +118,7 @@ class PagedAttentionContract:
     @pytest.mark.parametrize("window", [1, 4, 5, 100])
     def test_windows(self, window):
         """Of the token alone, around a page, and wider than the context."""
-        self.check(Case([1, 4, 5, 17, 0], [(17, 17), (18, 5), (3, 1)], page_size=4), window)
+        self.check(Case([1, 4, 5, 17, 0], [(17, 17), (18, 5), (3, 1)], page_size=4), window=window)
 
     def test_a_long_chunk_takes_several_blocks_of_queries_and_of_context(self):
         self.check(Case([], [(300, 150), (290, 290)], page_size=16, heads=(2, 1)))
@@ -150,28 +154,28 @@ class PagedAttentionContract:
         case = Case(
             contexts, [*zip(chunk_contexts, lengths)], page_size=page_size, seed=sum(contexts)
         )
-        self.check(widen(case, tokens=4 + 3 * 40, pages=310, table=44), window)
+        self.check(widen(case, tokens=4 + 3 * 40, pages=310, table=44), window=window)
 
     @pytest.mark.parametrize("window", [None, 5])
     def test_a_decode_row_does_not_depend_on_its_neighbours(self, window):
         """To the last bit: whoever else is there, however long their contexts."""
         contexts = [9, 1, 30, 17, 4, 12, 25, 33, 2, 8]
         case = Case(contexts, page_size=4)
-        together = self.run(case, window, AS_SERVED)
+        together = self.run(case, AS_SERVED, window=window)
         nobody_else = case.batch.context.copy()
         nobody_else[:3] = nobody_else[4:] = 0
         case.batch = case.batch._replace(context=nobody_else)
-        for whole, single in zip(together, self.run(case, window, AS_SERVED)):
+        for whole, single in zip(together, self.run(case, AS_SERVED, window=window)):
             np.testing.assert_array_equal(whole[3], single[3])
 
     def test_a_row_does_not_depend_on_where_its_pages_lie(self):
         case = Case([9, 30], [(17, 5)], page_size=4)
-        before = self.run(case, None, AS_SERVED)
+        before = self.run(case, AS_SERVED)
         rng = np.random.default_rng(1)
         order = np.concatenate([[0], 1 + rng.permutation(len(case.pages.k) - 1)])
         case.pages = KVPages(*(array[np.argsort(order)] for array in case.pages))
         case.batch = case.batch._replace(tables=order[case.batch.tables].astype(np.int32))
-        for old, new in zip(before, self.run(case, None, AS_SERVED)):
+        for old, new in zip(before, self.run(case, AS_SERVED)):
             np.testing.assert_array_equal(old, new)
 
     @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -182,12 +186,77 @@ class PagedAttentionContract:
         case.pages = KVPages(*(np.asarray(jnp.asarray(array, dtype)) for array in case.pages))
         out, lse = self.run(case)
         assert out.dtype == dtype and lse.dtype == np.float32
-        expected_out, expected_lse = reference(
+        expected_out, expected_lse = reference.paged_attention(
             case.q, case.pages, case.batch, num_decodes=2, scale=SCALE
         )
         tolerance = 8 * float(jnp.finfo(dtype).eps)
         np.testing.assert_allclose(out.astype(np.float64), expected_out, atol=tolerance)
         np.testing.assert_allclose(lse, expected_lse, atol=tolerance)
+
+    def test_a_soft_cap(self):
+        self.check(Case([5, 40], [(20, 7)], page_size=4), soft_cap=1.5)
+
+    @pytest.mark.parametrize("window", [None, 6])
+    def test_sinks_take_their_share(self, window):
+        """But not of rows that see nothing."""
+        sinks = np.float32([-5, 0, 3, 8])
+        self.check(Case([5, 0, 40], [(20, 7)], page_size=4, padding=2), sinks=sinks, window=window)
+
+    @pytest.mark.parametrize("window", [None, 2, 7])
+    @pytest.mark.parametrize("soft_cap", [None, 2.0])
+    def test_trees(self, window, soft_cap):
+        """A branching tree, one token, a tree without context, and a chunk too long to be one."""
+        parents = [-1, 0, 0, 1, 1, 2, 3]
+        case = Case([9, 0], [(20, 7), (13, 1), (4, 4), (30, 12)], page_size=4, padding=3)
+        mask = np.zeros((len(case.q), 7), bool)
+        for row in (2, 3, 4):
+            start = case.batch.starts[row]
+            for token in range(case.batch.lengths[row]):
+                node = token
+                while node >= 0:
+                    mask[start + token, node] = True
+                    node = parents[node]
+        self.check(case, tree_mask=mask, window=window, soft_cap=soft_cap)
+
+    @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+    def test_quantized_pages(self, dtype):
+        """Scales of heads differ, and are undone; NaNs stand where nothing was written."""
+        case = Case([5, 0, 40], [(20, 7)], page_size=4, poison=0)
+        scales = {"k_scale": np.float32([0.02, 0.5]), "v_scale": np.float32([0.25, 0.01])}
+        elements = [
+            (array / scale[:, None, None]).clip(-127, 127).astype(dtype)
+            for array, scale in zip(case.pages, scales.values())
+        ]
+        case.pages = KVPages(*elements)
+        self.check(case, **scales)
+
+    @settings(max_examples=15, deadline=None)
+    @given(data=st.data(), page_size=st.sampled_from([1, 4, 32]))
+    def test_any_ranges(self, data, page_size):
+        """Ranges that never decrease along a row, some of them empty."""
+        case = Case([12, 0, 40], [(40, 9), (17, 17)], page_size=page_size)
+        limits = np.zeros((2, len(case.q)), np.int32)
+        rows = zip(*(field.tolist() for field in case.batch[1:]))
+        for context, start, length in rows:
+            for limit in limits:
+                drawn = st.lists(st.integers(0, context), min_size=length, max_size=length)
+                limit[start : start + length] = sorted(data.draw(drawn))
+        visible = Visible(*limits)
+        arrays = jax.tree.map(jnp.asarray, (case.q, case.pages, case.batch, visible))
+        options = {"num_decodes": case.num_decodes, "scale": SCALE}
+        attend = jax.jit(type(self).attend, static_argnames=tuple(options))
+        found = attend(*arrays, **options)
+        expected = reference.attend(case.q, case.pages, case.batch, visible, **options)
+        for array, right in zip(found, expected):
+            np.testing.assert_allclose(array, right, rtol=2e-5, atol=2e-5)
+
+    def test_ids_outside_the_pool_read_nothing_outside_it(self):
+        """What such a row gets is unspecified; others are as they were."""
+        case = Case([9, 30], [(17, 5)], page_size=4)
+        before = self.run(case)
+        case.batch.tables[1] = [-(2**31), 2**31 - 1] * (case.batch.tables.shape[1] // 2)
+        for old, new in zip(before, self.run(case)):
+            np.testing.assert_array_equal(np.delete(old, 1, 0), np.delete(new, 1, 0))
 
     def test_heads_that_do_not_divide_are_refused(self):
         with pytest.raises(ValueError, match="5 query heads cannot be shared evenly among 2"):
@@ -196,6 +265,42 @@ class PagedAttentionContract:
 
 class TestXla(PagedAttentionContract):
     implementation = staticmethod(paged_attention)
+    attend = staticmethod(attend)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"window": 0}, "window is 0"),
+        ({"soft_cap": -1.0}, "soft_cap is -1.0"),
+        ({"sinks": np.zeros(3)}, r"sinks has shape \(3,\); it must be \(4,\)"),
+        ({"k_scale": np.zeros(4)}, r"k_scale has shape \(4,\); it must be \(2,\)"),
+        ({"tree_mask": np.zeros((3, 2), bool)}, r"tree_mask has shape \(3, 2\)"),
+        ({"num_decodes": 9}, "num_decodes is 9; there are 1 tokens and 1 rows"),
+        ({"backend": "cuda"}, "backend is 'cuda'; it can be auto, xla, pallas"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(change, message):
+    case = Case([4], page_size=4)
+    with pytest.raises(ValueError, match=message):
+        paged_attention(
+            case.q, case.pages, case.batch, **{"num_decodes": 1, "scale": SCALE} | change
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ({"k": jnp.zeros((4, 2, 8, 3)), "v": jnp.zeros((4, 2, 8, 3))}, "those of values must be"),
+        ({"q": jnp.zeros((1, 4, 6))}, "head_dim 6 and keys 8"),
+        ({"k": jnp.zeros((9, 2, 8, 4), jnp.int16)}, "Keys are int16; pages can be float32"),
+    ],
+)
+def test_arrays_that_do_not_belong_together_are_refused(kind, message):
+    case = Case([4], page_size=4)
+    pages = KVPages(kind.get("k", jnp.zeros((9, 2, 8, 4))), kind.get("v", jnp.zeros((9, 2, 4, 8))))
+    with pytest.raises(ValueError, match=message):
+        paged_attention(kind.get("q", case.q), pages, case.batch, num_decodes=1, scale=SCALE)
 
 
 def widen(case, *, tokens, pages, table):
@@ -219,11 +324,25 @@ def test_written_keys_and_values_lie_where_they_are_read():
     rng = np.random.default_rng(0)
     k, v = rng.normal(size=(2, 5, 2, 8)).astype(np.float32)
     pages = KVPages(jnp.zeros((4, 2, 8, 3)), jnp.zeros((4, 2, 3, 8)))
-    ids, offsets = np.array([3, 3, 1, 2, 4]), np.array([0, 2, 1, 0, 0])
+    ids, offsets = np.array([3, 3, 1, 4, -1]), np.array([0, 2, 1, 0, 0])
     written = write_kv(pages, jnp.asarray(k), jnp.asarray(v), ids, offsets)
     keys, values = np.zeros((4, 2, 8, 3)), np.zeros((4, 2, 3, 8))
-    for token in range(4):  # the fifth is outside the pool
+    for token in range(3):  # the others are outside the pool
         keys[ids[token], :, :, offsets[token]] = k[token]
         values[ids[token], :, offsets[token], :] = v[token]
     np.testing.assert_array_equal(written.k, keys.astype(np.float32))
     np.testing.assert_array_equal(written.v, values.astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_what_is_written_to_quantized_pages_is_rounded_and_limited(dtype):
+    k = jnp.float32([[[1.26, -0.63], [1e9, -1e9]]])
+    pages = KVPages(jnp.zeros((2, 2, 2, 1), dtype), jnp.zeros((2, 2, 1, 2), dtype))
+    where = jnp.int32([1]), jnp.int32([0])
+    scale = jnp.float32([0.5, 2])
+    written = write_kv(pages, k, k, *where, k_scale=scale, v_scale=scale)
+    largest = 127 if dtype == jnp.int8 else 448
+    nearest = [3, -1] if dtype == jnp.int8 else [2.5, -1.25]
+    expected = np.float32([nearest, [largest, -largest]])
+    np.testing.assert_array_equal(written.k[1, :, :, 0].astype(np.float32), expected)
+    np.testing.assert_array_equal(written.v[1, :, 0].astype(np.float32), expected)

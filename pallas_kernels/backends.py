@@ -1,0 +1,112 @@
+"""Which implementation of an operation runs: a Pallas kernel, or plain XLA."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+import jax
+
+from pallas_kernels import trust
+
+Backend = Literal["auto", "xla", "pallas"]
+"""Who does the work. "pallas": the kernel for the device that is traced for, on CPUs the TPU's
+kernel, interpreted. "xla": no kernel. "auto": the kernel where there is one that can do it and is
+trusted, else XLA, with a warning that says why; on CPUs XLA."""
+
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+"""What the names of GPUs of compute capability 9.0 contain."""
+
+
+class KernelWarning(RuntimeWarning):
+    """XLA does what a kernel was meant to do, and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation with one signature and several implementations.
+
+    name: unique, as in `verified.json`.
+    xla: the implementation that runs anywhere.
+    kernels: for each platform that has one, the module of its kernel. A module has a function of
+        the same name and arguments as `xla`, with `interpret` besides, and a function `unsupported`
+        of the same arguments that says why they are refused, or returns None. It is imported when
+        it is first needed.
+    shapes_class, trial: what is known of the operation for the sake of trust (`trust.Trial`).
+    """
+
+    name: str
+    xla: Callable[..., Any]
+    kernels: Mapping[str, str]
+    shapes_class: Callable[..., str]
+    trial: Callable[..., trust.Trial]
+
+    def run(self, backend: Backend, *arguments: Any, **options: Any) -> Any:
+        """What the implementation that `choose` gives returns for these arguments."""
+        return self.choose(backend, *arguments, **options)(*arguments, **options)
+
+    def choose(self, backend: Backend, *arguments: Any, **options: Any) -> Callable[..., Any]:
+        """The implementation for arguments like these on the device that is traced for.
+
+        Raises ValueError for a backend there is not, and for "pallas" where there is no kernel,
+        where it refuses the arguments, or where it was found wrong.
+        """
+        if backend not in get_args(Backend):
+            raise ValueError(f"backend is {backend!r}; it can be {', '.join(get_args(Backend))}.")
+        platform, device_kind, is_here = target()
+        if backend == "xla" or (backend == "auto" and platform == "cpu"):
+            return self.xla
+        if platform == "cpu":
+            return functools.partial(self._kernel("tpu"), interpret=True)
+        reason = self._refusal(platform, device_kind, arguments, options)
+        if reason is None and is_here:
+            shapes = self.shapes_class(*arguments, **options)
+            trial = functools.partial(self.trial, arguments, options)
+            kernel = self._kernel(platform)
+            reason = trust.why_not(self.name, device_kind, shapes, kernel, self.xla, trial)
+        if reason is None:
+            return self._kernel(platform)
+        if backend == "pallas":
+            raise ValueError(f"The {platform} kernel of {self.name} cannot be used: {reason}")
+        _warn_once(f"{self.name} runs in plain XLA, without the {platform} kernel: {reason}")
+        return self.xla
+
+    def _refusal(self, platform, device_kind, arguments, options) -> str | None:
+        """Why there is no kernel for these arguments there, None when there is one."""
+        if platform not in self.kernels:
+            return f"there is none for {platform}, only for {', '.join(self.kernels)}."
+        if platform == "gpu" and not any(name in device_kind for name in HOPPER):
+            return f"it is for GPUs of the Hopper generation, and this is {device_kind}."
+        try:
+            module = importlib.import_module(self.kernels[platform])
+        except ImportError as error:
+            return f"{error}; pip install absl-py, and a JAX of 0.10.2 to 0.12."
+        return module.unsupported(*arguments, **options)
+
+    def _kernel(self, platform: str) -> Callable[..., Any]:
+        module = importlib.import_module(self.kernels[platform])
+        return getattr(module, self.xla.__name__)
+
+
+def target() -> tuple[str, str, bool]:
+    """Platform and kind of the device that is traced for, and whether it is there to be tried.
+
+    One that programs are only compiled for is named by the mesh in use.
+    """
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    device = jax.config.jax_default_device
+    if not isinstance(device, jax.Device):
+        device = jax.devices(device)[0]
+    if described is None:
+        return device.platform, device.device_kind, True
+    is_here = described.device_kind == device.device_kind
+    return described.platform, described.device_kind, is_here
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, KernelWarning, stacklevel=5)

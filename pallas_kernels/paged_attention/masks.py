@@ -1,0 +1,62 @@
+"""From masks to ranges: which positions each token of a ragged batch sees."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention.layout import RaggedBatch, Visible
+
+
+class Owners(NamedTuple):
+    """Whose each token is, [tokens] each: its row (0 when nobody's), its index among the row's
+    tokens, and whether it is anybody's."""
+
+    row: jax.Array
+    index: jax.Array
+    owned: jax.Array
+
+
+def owners(batch: RaggedBatch, num_tokens: int) -> Owners:
+    """The owner of each of `num_tokens` tokens."""
+    token = jnp.arange(num_tokens)[:, None]
+    inside = (token >= batch.starts) & (token < batch.starts + batch.lengths)
+    row = jnp.argmax(inside, axis=1)
+    return Owners(row, token[:, 0] - batch.starts[row], jnp.any(inside, axis=1))
+
+
+def causal(
+    batch: RaggedBatch,
+    num_tokens: int,
+    num_decodes: int,
+    window: int | None,
+    tree_mask: jax.Array | None,
+) -> Visible:
+    """A token at position p sees (p - window, p], or [0, p] without a window.
+
+    A tree's tokens see what was committed before it, of the window before their own place.
+    """
+    row, index, owned = owners(batch, num_tokens)
+    committed = (batch.context - batch.lengths)[row]
+    position, until = committed + index, committed + index + 1
+    if tree_mask is not None:
+        in_tree = is_tree(batch, num_decodes, tree_mask)[row]
+        position = jnp.where(in_tree, committed + depths(tree_mask), position)
+        until = jnp.where(in_tree, committed, until)
+    since = jnp.zeros_like(until) if window is None else jnp.maximum(position + 1 - window, 0)
+    # A padding row among the decodes has a token but no context.
+    until = jnp.where(owned & (batch.context[row] > 0), until, 0)
+    return Visible(jnp.minimum(since, until), until)
+
+
+def is_tree(batch: RaggedBatch, num_decodes: int, tree_mask: jax.Array) -> jax.Array:
+    """bool [rows]: rows whose tokens are a tree, those of few enough tokens for the mask."""
+    few = batch.lengths <= tree_mask.shape[1]
+    return few & (jnp.arange(len(batch.lengths)) >= num_decodes)
+
+
+def depths(tree_mask: jax.Array) -> jax.Array:
+    """int32 [tokens]: how many ancestors a tree's token has within the tree."""
+    return jnp.sum(tree_mask, axis=1, dtype=jnp.int32) - 1

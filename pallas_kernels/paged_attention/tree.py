@@ -1,0 +1,77 @@
+"""The part of a speculation tree that its tokens see of each other (SpecInfer, 2305.09781).
+
+A tree has a few dozen tokens, so the scores of all with all are one small dense product. What they
+see of the committed context is like any chunk's, and the two parts merge by log-sum-exp: no kernel
+needs to know about trees.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.paged_attention.layout import KVPages, RaggedBatch
+from pallas_kernels.paged_attention.masks import depths, is_tree, owners
+
+_MASKED = -1e30
+
+
+def attend_within_trees(
+    q: jax.Array,
+    pages: KVPages,
+    batch: RaggedBatch,
+    tree_mask: jax.Array,
+    *,
+    num_decodes: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Partial attention of every tree's tokens to its own tokens; empty for all other tokens.
+
+    Arguments as `api.paged_attention` has them. Returns out of q's dtype and lse float32.
+    """
+    tokens, heads, dim = q.shape
+    kv_heads, page_size = pages.k.shape[1], pages.k.shape[3]
+    trees = jax.tree.map(lambda field: field[num_decodes:], batch)
+    width = tree_mask.shape[1]
+    place = jnp.arange(width)
+    present = (place < trees.lengths[:, None]) & is_tree(batch, num_decodes, tree_mask)[
+        num_decodes:, None
+    ]
+
+    token = jnp.clip(trees.starts[:, None] + place, 0, tokens - 1)
+    queries = q[token].reshape(*token.shape, kv_heads, heads // kv_heads, dim)
+    position = (trees.context - trees.lengths)[:, None] + place
+    position = jnp.where(present, position, 0)
+    page = jnp.take_along_axis(trees.tables, position // page_size, axis=1)
+    page = jnp.clip(page, 0, len(pages.k) - 1)
+    # Indices around slices: [trees, width, kv_heads, head_dim] of both.
+    k = pages.k[page, :, :, position % page_size].astype(q.dtype)
+    v = pages.v[page, :, position % page_size].astype(q.dtype)
+    v = jnp.where(present[..., None, None], v, 0)  # what is not there may even be NaN
+
+    mask = tree_mask[token] & present[:, :, None] & present[:, None, :]
+    if window is not None:
+        depth = depths(tree_mask)[token]
+        mask &= depth[:, :, None] - depth[:, None, :] < window
+    scores = jnp.einsum("rqhgd,rkhd->rhgqk", queries, k, preferred_element_type=jnp.float32)
+    scores *= scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = jnp.where(mask[:, None, None], scores, _MASKED)
+    peak = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - peak)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = (weights / total).astype(v.dtype)
+    out = jnp.einsum("rhgqk,rkhd->rqhgd", weights, v, preferred_element_type=jnp.float32)
+    lse = jnp.moveaxis((peak + jnp.log(total))[..., 0], 3, 1)
+
+    row, index, owned = owners(batch, tokens)
+    tree, index = jnp.maximum(row - num_decodes, 0), jnp.clip(index, 0, width - 1)
+    seen = jnp.any(mask, axis=-1)[tree, index] & owned & (row >= num_decodes)
+    out = out[tree, index].reshape(q.shape)
+    lse = lse[tree, index].reshape(tokens, heads)
+    out = lax.select(jnp.broadcast_to(seen[:, None, None], out.shape), out, jnp.zeros_like(out))
+    return out.astype(q.dtype), jnp.where(seen[:, None], lse, -jnp.inf)

@@ -1,0 +1,164 @@
+"""Who does the work: choices, refusals, and kernels that must be tried first."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import backends, trust
+
+HERE = jax.devices()[0].device_kind
+
+
+def double(x, *, times=1):
+    return x * 2 * times
+
+
+def make_operation(monkeypatch, kernel=None, unsupported=lambda x, times=1: None, calls=None):
+    """An operation whose kernel, for the one platform there is, is this function."""
+    module = types.ModuleType("a_kernel")
+    module.unsupported = unsupported
+
+    def double(x, *, times=1, interpret=None):
+        if calls is not None:
+            calls.append(interpret)
+        return (kernel or (lambda x, times: x + x * (2 * times - 1)))(x, times)
+
+    module.double = double
+    monkeypatch.setitem(sys.modules, "a_kernel", module)
+    return backends.Operation(
+        name="double",
+        xla=globals()["double"],
+        kernels={"gpu": "a_kernel", "tpu": "a_kernel"},
+        shapes_class=lambda x, times=1: f"{x.dtype} times {times}",
+        trial=lambda arguments, options, rng: trust.Trial(
+            (trust.random_like(rng, (5,), arguments[0].dtype),), options, 1e-6
+        ),
+    )
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Pretends that the CPU is a Hopper GPU, about which nothing is known."""
+    monkeypatch.setattr(backends, "target", lambda: ("gpu", "NVIDIA H200", True))
+    monkeypatch.setattr(trust, "verified", lambda: {})
+    monkeypatch.setattr(trust, "_tried", {})
+    backends._warn_once.cache_clear()
+
+
+def test_on_cpus_xla_unless_the_kernel_is_asked_for(monkeypatch):
+    calls = []
+    operation = make_operation(monkeypatch, calls=calls)
+    x = jnp.arange(3.0)
+    for backend in ("auto", "xla"):
+        np.testing.assert_array_equal(operation.run(backend, x), 2 * x)
+    assert calls == []
+    np.testing.assert_array_equal(operation.run("pallas", x, times=2), 4 * x)
+    assert calls == [True], "it is interpreted"
+
+
+def test_a_kernel_is_tried_once_for_each_class_of_shapes(monkeypatch, on_a_gpu):
+    """Also in the middle of tracing, and for shapes that the trial does not have."""
+    calls = []
+    operation = make_operation(monkeypatch, calls=calls)
+    program = jax.jit(lambda x: operation.run("auto", x) + operation.run("auto", x))
+    np.testing.assert_array_equal(program(jnp.ones((2, 3))), jnp.full((2, 3), 4.0))
+    assert len(calls) == 1 + 2
+    operation.run("auto", jnp.ones(4))
+    assert len(calls) == 1 + 2 + 1
+    operation.run("auto", jnp.ones(4, jnp.int32))
+    assert len(calls) == 1 + 2 + 1 + 2
+
+
+def test_a_verified_kernel_is_not_tried(monkeypatch, on_a_gpu):
+    calls = []
+    operation = make_operation(monkeypatch, calls=calls)
+    known = {"NVIDIA H200": {jax.__version__: {"double": ["float32 times 1"]}}}
+    monkeypatch.setattr(trust, "verified", lambda: known)
+    operation.run("auto", jnp.ones(4))
+    assert len(calls) == 1
+
+
+def fails(x, times):
+    raise RuntimeError("no such instruction")
+
+
+WRONG = [
+    (lambda x, times: x * 2 * times + 1e-3, "it was wrong by"),
+    (lambda x, times: x * jnp.nan, "it was wrong by inf"),
+    (fails, "it failed at its first use: no such instruction"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "reason"), WRONG)
+def test_a_wrong_kernel_is_not_used_and_one_warning_says_so(monkeypatch, on_a_gpu, kernel, reason):
+    operation = make_operation(monkeypatch, kernel)
+    x = jnp.ones(4)
+    with pytest.warns(backends.KernelWarning, match=f"runs in plain XLA.*{reason}"):
+        np.testing.assert_array_equal(operation.run("auto", x), 2 * x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        np.testing.assert_array_equal(operation.run("auto", x), 2 * x)
+    with pytest.raises(ValueError, match=reason):
+        operation.run("pallas", x)
+
+
+def test_what_a_kernel_refuses_goes_to_xla_or_back_to_the_caller(monkeypatch, on_a_gpu):
+    operation = make_operation(
+        monkeypatch, unsupported=lambda x, times=1: "x is too long; it can be one of 1, 2."
+    )
+    with pytest.warns(backends.KernelWarning, match="it can be one of 1, 2"):
+        operation.run("auto", jnp.ones(4))
+    with pytest.raises(ValueError, match="gpu kernel of double cannot be used: x is too long"):
+        operation.run("pallas", jnp.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        (("gpu", "NVIDIA A100", True), "Hopper generation, and this is NVIDIA A100"),
+        (("rocm", "MI300", True), "there is none for rocm, only for gpu, tpu"),
+    ],
+)
+def test_devices_without_a_kernel(monkeypatch, on_a_gpu, target, reason):
+    monkeypatch.setattr(backends, "target", lambda: target)
+    operation = make_operation(monkeypatch)
+    with pytest.warns(backends.KernelWarning, match=reason):
+        operation.run("auto", jnp.ones(4))
+
+
+def test_what_a_kernel_needs_and_is_not_installed(monkeypatch, on_a_gpu):
+    operation = make_operation(monkeypatch)
+    monkeypatch.setitem(sys.modules, "a_kernel", None)
+    with pytest.warns(backends.KernelWarning, match="pip install absl-py"):
+        operation.run("auto", jnp.ones(4))
+
+
+def test_an_unknown_backend_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match="backend is 'triton'; it can be auto, xla, pallas"):
+        make_operation(monkeypatch).run("triton", jnp.ones(4))
+
+
+def test_the_device_is_the_one_of_the_mesh_in_use_else_the_default_one():
+    assert backends.target() == ("cpu", HERE, True)
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=_described("NVIDIA H200", "gpu"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert backends.target() == ("gpu", "NVIDIA H200", False)
+
+
+def _described(kind, platform):
+    from jax._src.mesh import AbstractDevice
+
+    return AbstractDevice(device_kind=kind, num_cores=132, platform=platform)
+
+
+def test_what_is_verified_is_well_formed():
+    for versions in trust.verified().values():
+        for operations in versions.values():
+            assert all(isinstance(shapes, list) for shapes in operations.values())
