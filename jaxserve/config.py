@@ -25,7 +25,9 @@ class EngineConfig:
     Attributes:
         model: the default model's name, a .gguf file, a directory, or a Hugging Face id.
         dtype: of weights, activations and KV pages; float32 on CPUs, else bfloat16.
-        quantization: packed weights; only None (weights are unpacked to `dtype`) for now.
+        quantization: how weights lie in memory: None, unpacked to `dtype`, whatever their file;
+            "gguf", in the blocks of their GGUF file (Q4_0, Q4_1, Q8_0), to the last bit; "int8",
+            "int4" (groups of 32) or "fp8", rounded as they load, but for embeddings and head.
         max_model_len: context limit in tokens, prompt and output; the model's own by default.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: token budget of a step.
@@ -56,7 +58,7 @@ class EngineConfig:
 
     model: str | Path = "smollm2-135m-instruct"
     dtype: str | None = None
-    quantization: str | None = None
+    quantization: Literal["gguf", "int8", "int4", "fp8"] | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -83,6 +85,7 @@ class EngineConfig:
             raise ConfigError("model is empty; give a name, a path or a Hugging Face id.")
         for name, choices in (
             ("dtype", (None, *DTYPES)),
+            ("quantization", (None, "gguf", "int8", "int4", "fp8")),
             ("scheduler", tuple(POLICIES)),
             ("attention_backend", ("auto", "xla", "pallas")),
             ("program_scope", (None, "step", "layer")),
@@ -92,11 +95,6 @@ class EngineConfig:
             if getattr(self, name) not in choices:
                 known = ", ".join(choice for choice in choices if choice)
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {known}.")
-        if self.quantization is not None:
-            raise ConfigError(
-                f"quantization is {self.quantization!r}, but packed weights are not supported; "
-                "quantized checkpoints are unpacked to `dtype` as they load, without this setting."
-            )
         for name, least in (
             ("max_model_len", 2),
             ("max_num_seqs", 1),

@@ -59,8 +59,7 @@ def why_not(
         if key not in _tried:
             # What is being traced, and for which mesh, is a matter of threads: a new one has none.
             with ThreadPoolExecutor(1) as thread:
-                tried = thread.submit(disagreement, kernel, xla, trial(np.random.default_rng(0)))
-                _tried[key] = tried.result()
+                _tried[key] = thread.submit(disagreement, kernel, xla, trial).result()
         return _tried[key]
 
 
@@ -68,9 +67,13 @@ _lock = threading.Lock()
 _tried: dict[tuple[str, str, str], str | None] = {}
 
 
-def disagreement(kernel: Callable[..., Any], xla: Callable[..., Any], trial: Trial) -> str | None:
+def disagreement(
+    kernel: Callable[..., Any],
+    xla: Callable[..., Any],
+    trial: Callable[[np.random.Generator], Trial],
+) -> str | None:
     """What speaks against `kernel` once both have done `trial` on the default device."""
-    arguments, options, tolerance = trial
+    arguments, options, tolerance = trial(np.random.default_rng(0))
     expected = _run(xla, arguments, options)
     try:
         found = _run(kernel, arguments, options)

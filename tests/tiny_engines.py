@@ -70,10 +70,14 @@ class TinyModel:
 
     @classmethod
     def _write(cls, directory: Path, raw: dict[str, Any], shapes: dict[str, Any]) -> TinyModel:
-        path = write_hf(directory / "model", raw, family_members.tensors(shapes))
+        return cls.open(write_hf(directory / "model", raw, family_members.tensors(shapes)))
+
+    @classmethod
+    def open(cls, path: Path) -> TinyModel:
+        """Any model of at most CONTEXT tokens."""
         checkpoint = open_checkpoint(path)
         family = get_family(checkpoint.config.architecture)
-        params = load_params(checkpoint, family, dtype="float32")
+        params = load_params(checkpoint, family.param_specs(checkpoint.config), dtype="float32")
         return cls(path, family, checkpoint.config, params)
 
     def settings(self, **changes: Any) -> dict[str, Any]:

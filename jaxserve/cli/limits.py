@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.engine.events import Dispatched
+from jaxserve.models.loading.params import params_bytes
 from jaxserve.runtime.startup import EnginePlan
 
 _REPEATS = 5
@@ -29,12 +30,12 @@ class Limits(NamedTuple):
     def seconds(self, plan: EnginePlan, step: Dispatched) -> float:
         """The least time of a step: it multiplies each token with every layer and each sampled row
         with the vocabulary, and reads every weight once."""
-        model = plan.geometry.model
-        weights_bytes = plan.memory.weights_bytes
+        model, specs = plan.geometry.model, plan.geometry.specs
         head = model.vocab_size * model.hidden_size
-        tables = head if model.tie_word_embeddings else 2 * head
-        layers = weights_bytes // plan.geometry.dtype.itemsize - tables
-        read_bytes = weights_bytes - (tables - head) * plan.geometry.dtype.itemsize
+        layers = sum(spec.size for spec in jax.tree.leaves(specs["layers"]))
+        read_bytes = plan.memory.weights_bytes
+        if not model.tie_word_embeddings:  # Of the embeddings only a few rows are read.
+            read_bytes -= params_bytes(specs["embed"], plan.geometry.dtype)
         tokens = step.decode_rows + step.prefill_tokens
         # A chunk that does not end its prompt samples nothing; only decodes are certain to.
         flops = 2 * (layers * tokens + head * step.decode_rows)

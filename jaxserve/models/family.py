@@ -9,8 +9,10 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from jaxserve.models.config import LayerKind, ModelConfig
+from pallas_kernels.quantized_matmul import Format, PackedWeight, abstract_weight
 
 Params = dict[str, Any]
 Init = Literal["normal", "ones", "zeros"]
@@ -32,7 +34,9 @@ class ParamSpec:
     """Shape, logical axes and origin of one parameter.
 
     `axes` names each dimension for the sharding rules. The parameter is its `parts` concatenated
-    along `concat_axis`; a single part needs no axis.
+    along `concat_axis`; a single part needs no axis. The last `num_inputs` dimensions are those
+    that `layers.linear` contracts; 0 for what is no matrix. With a `format` the parameter is a
+    PackedWeight [outputs, inputs] (models/packing.py).
     """
 
     shape: tuple[int, ...]
@@ -40,6 +44,8 @@ class ParamSpec:
     parts: tuple[Part, ...]
     concat_axis: int = 0
     init: Init = "normal"
+    num_inputs: int = 0
+    format: Format | None = None
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
@@ -48,12 +54,28 @@ class ParamSpec:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Outputs and inputs, of what is a matrix."""
+        inputs = math.prod(self.shape[-self.num_inputs :])
+        return self.size // inputs, inputs
+
+    def abstract(self, dtype: jnp.dtype) -> jax.ShapeDtypeStruct | PackedWeight:
+        """Shape and dtype of the parameter in a model of `dtype`."""
+        if self.format is None:
+            return jax.ShapeDtypeStruct(self.shape, dtype)
+        return abstract_weight(*self.matrix, self.format)
+
 
 def one_tensor(
-    tensor: str, shape: tuple[int, ...], axes: tuple[str | None, ...], init: Init = "normal"
+    tensor: str,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    init: Init = "normal",
+    num_inputs: int = 0,
 ) -> ParamSpec:
     """Spec of a parameter that is one checkpoint tensor, seen as `shape`."""
-    return ParamSpec(shape=shape, axes=axes, parts=(Part(tensor, shape),), init=init)
+    return ParamSpec(shape, axes, (Part(tensor, shape),), init=init, num_inputs=num_inputs)
 
 
 class Attention(Protocol):

@@ -10,19 +10,29 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.quantized_matmul import PackedWeight, dequantize, quantized_matmul
 
-def embed(table: jax.Array, token_ids: jax.Array) -> jax.Array:
+Weight = jax.Array | PackedWeight
+
+
+def embed(table: Weight, token_ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Rows of `table` [vocab, hidden] for int32 token_ids [tokens], as [hidden, tokens]."""
-    return table.at[token_ids].get(mode="clip").T
+    rows = jax.tree.map(lambda plane: plane.at[token_ids].get(mode="clip"), table)
+    if isinstance(rows, PackedWeight):
+        rows = dequantize(rows)
+    return rows.astype(dtype).T
 
 
-def linear(weight: jax.Array, x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def linear(weight: Weight, x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """`weight` [out..., in...] times x [in, tokens], plus bias [out...]: [prod(out), tokens].
 
     The trailing dimensions of `weight` that multiply out to `in` are contracted, so that a
-    parameter may keep its heads apart for the sharding rules.
+    parameter may keep its heads apart for the sharding rules; a packed one has two.
     """
-    y = weight.reshape(-1, x.shape[0]) @ x
+    if isinstance(weight, PackedWeight):
+        y = quantized_matmul(weight, x)
+    else:
+        y = weight.reshape(-1, x.shape[0]) @ x
     return y if bias is None else y + bias.reshape(-1, 1)
 
 
@@ -35,19 +45,20 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 def gated_mlp(
     x: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
+    gate_up: Weight,
+    down: Weight,
     gate_up_bias: jax.Array | None = None,
     down_bias: jax.Array | None = None,
 ) -> jax.Array:
     """SwiGLU (2002.05202) of x [hidden, tokens]: gate_up [2, ff, hidden], down [hidden, ff]."""
-    ff = gate_up.shape[1]
-    both = linear(gate_up, x, gate_up_bias)
-    return linear(down, jax.nn.silu(both[:ff]) * both[ff:], down_bias)
+    gate, up = jnp.split(linear(gate_up, x, gate_up_bias), 2)
+    return linear(down, jax.nn.silu(gate) * up, down_bias)
 
 
-def tied_or_own_logits(head: jax.Array, hidden: jax.Array) -> jax.Array:
+def tied_or_own_logits(head: Weight, hidden: jax.Array) -> jax.Array:
     """Logits float32 [vocab, rows] of hidden states [hidden, rows] for a head [vocab, hidden]."""
+    if isinstance(head, PackedWeight):
+        return quantized_matmul(head, hidden, jnp.float32)
     return jax.lax.dot_general(
         head, hidden, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
     )

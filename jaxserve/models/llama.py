@@ -56,12 +56,16 @@ def param_specs(config: ModelConfig) -> Params:
     """Tree of ParamSpec: shapes, logical axes, and the checkpoint tensors each is made of."""
     vocab, hidden = config.vocab_size, config.hidden_size
     specs: Params = {
-        "embed": one_tensor("model.embed_tokens.weight", (vocab, hidden), ("vocab", "embed")),
+        "embed": one_tensor(
+            "model.embed_tokens.weight", (vocab, hidden), ("vocab", "embed"), num_inputs=1
+        ),
         "final_norm": one_tensor("model.norm.weight", (hidden,), ("embed",), init="ones"),
         "layers": [_layer_specs(config, f"model.layers.{i}.") for i in range(config.num_layers)],
     }
     if not config.tie_word_embeddings:
-        specs["lm_head"] = one_tensor("lm_head.weight", (vocab, hidden), ("vocab", "embed"))
+        specs["lm_head"] = one_tensor(
+            "lm_head.weight", (vocab, hidden), ("vocab", "embed"), num_inputs=1
+        )
     return specs
 
 
@@ -82,6 +86,7 @@ def _layer_specs(config: ModelConfig, prefix: str) -> dict[str, ParamSpec]:
             ),
             concat_axis=1,
             init="normal" if inputs else "zeros",
+            num_inputs=len(inputs),
         )
 
     def gate_up(suffix: str, inputs: tuple[int, ...], axes: tuple[str, ...]) -> ParamSpec:
@@ -93,6 +98,7 @@ def _layer_specs(config: ModelConfig, prefix: str) -> dict[str, ParamSpec]:
                 Part(mlp + "up_proj." + suffix, (1, ff, *inputs)),
             ),
             init="normal" if inputs else "zeros",
+            num_inputs=len(inputs),
         )
 
     out_axes = ("embed", "kv_heads", "queries", "head_dim")
@@ -101,12 +107,14 @@ def _layer_specs(config: ModelConfig, prefix: str) -> dict[str, ParamSpec]:
             prefix + "input_layernorm.weight", (hidden,), ("embed",), init="ones"
         ),
         "qkv": qkv("weight", (hidden,), ("embed",)),
-        "attn_out": one_tensor(attn + "o_proj.weight", (hidden, kv_heads, group, dim), out_axes),
+        "attn_out": one_tensor(
+            attn + "o_proj.weight", (hidden, kv_heads, group, dim), out_axes, num_inputs=3
+        ),
         "mlp_norm": one_tensor(
             prefix + "post_attention_layernorm.weight", (hidden,), ("embed",), init="ones"
         ),
         "gate_up": gate_up("weight", (hidden,), ("embed",)),
-        "down": one_tensor(mlp + "down_proj.weight", (hidden, ff), ("embed", "mlp")),
+        "down": one_tensor(mlp + "down_proj.weight", (hidden, ff), ("embed", "mlp"), num_inputs=1),
     }
     if config.qkv_bias:
         specs["qkv_bias"] = qkv("bias", (), ())
@@ -131,7 +139,7 @@ def begin(
 ) -> tuple[jax.Array, Rotations]:
     """Embeddings [hidden, tokens] and the rotations of int32 token_ids and positions [tokens]."""
     rotations = rope.rotation(config.rope, config.max_position_embeddings, positions)
-    return layers.embed(params["embed"], token_ids), rotations
+    return layers.embed(params["embed"], token_ids, params["final_norm"].dtype), rotations
 
 
 def layer(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from jaxserve.errors import UnsupportedModelError
 from jaxserve.models import llama, olmo2
-from jaxserve.models.family import Family
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.family import Family, Params
 
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": llama.FAMILY,
@@ -26,3 +27,8 @@ def get_family(architecture: str) -> Family:
             f"architecture {architecture!r} is not implemented; known are {known}. "
             "docs/adding-a-model.md shows how to add one."
         ) from None
+
+
+def param_specs(config: ModelConfig) -> Params:
+    """The parameters of a model, by the family that its config names."""
+    return get_family(config.architecture).param_specs(config)

@@ -12,7 +12,6 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import MemoryPlanError
 from jaxserve.kv.transfers import MOVE_PAGES
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.family import Params
 
 _CPU_KV_BYTES = 2 << 30
 _HOST_SHARE = 4
@@ -101,7 +100,11 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: EngineConfig, model: ModelConfig, specs: Params, state_bytes: int, device: jax.Device
+    config: EngineConfig,
+    model: ModelConfig,
+    weights_bytes: int,
+    state_bytes: int,
+    device: jax.Device,
 ) -> MemoryPlan:
     """Decide the KV pool of a resolved config, before programs are compiled.
 
@@ -109,7 +112,6 @@ def plan_memory(
     smaller pool may be asked for by `kv_cache_memory_bytes`).
     """
     itemsize = jnp.dtype(config.dtype).itemsize
-    weights_bytes = sum(spec.size for spec in jax.tree.leaves(specs)) * itemsize
     page_bytes = model.kv_bytes_per_token(itemsize) * config.page_size
     pages_of_one = -(-config.max_model_len // config.page_size)
     limit = int(device_memory(device) * config.memory_utilization)

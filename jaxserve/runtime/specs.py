@@ -42,6 +42,7 @@ class Geometry:
     config: EngineConfig
     model: ModelConfig
     family: Family
+    specs: Params
     num_pages: int
     moves_pages: bool = False
     """Whether pages are ever gathered and scattered, and not just copied."""
@@ -98,8 +99,7 @@ class Geometry:
 
     @functools.cached_property
     def abstract_params(self) -> Params:
-        specs = self.family.param_specs(self.model)
-        return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, self.dtype), specs)
+        return jax.tree.map(lambda spec: spec.abstract(self.dtype), self.specs)
 
     @property
     def abstract_kv(self) -> list[KVPages]:
@@ -131,7 +131,8 @@ class Geometry:
             "debug_kv",
         ):
             del config[irrelevant]
-        return repr((sorted(config.items()), self.model, self.num_pages, self.max_chunks))
+        formats = [spec.format for spec in jax.tree.leaves(self.specs)]
+        return repr((sorted(config.items()), self.model, formats, self.num_pages, self.max_chunks))
 
 
 ADMIT = "admit"

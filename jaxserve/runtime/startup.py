@@ -8,12 +8,14 @@ import functools
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.events import EventLog
 from jaxserve.kv.tiers import DiskStore
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
-from jaxserve.models.loading.params import load_params
+from jaxserve.models.loading.params import load_params, params_bytes
+from jaxserve.models.packing import with_formats
 from jaxserve.models.registry import get_family
 from jaxserve.runtime.executable_cache import ExecutableCache
 from jaxserve.runtime.memory import MemoryPlan, plan_memory
@@ -86,10 +88,11 @@ def plan(config: EngineConfig) -> EnginePlan:
     # Rotary frequencies that depend on the context are laid out for the one that is served.
     model = dataclasses.replace(checkpoint.config, max_position_embeddings=config.max_model_len)
     family = get_family(model.architecture)
+    specs = with_formats(family.param_specs(model), config.quantization, checkpoint.packed_kind)
     memory = plan_memory(
         config,
         model,
-        family.param_specs(model),
+        params_bytes(specs, jnp.dtype(config.dtype)),
         state_bytes(config.max_num_seqs, model.vocab_size),
         device,
     )
@@ -97,7 +100,7 @@ def plan(config: EngineConfig) -> EnginePlan:
     if memory.disk_pages:  # Refused now, and not when all else is ready.
         DiskStore(config.disk_kv_dir, memory.disk_pages, memory.page_bytes).close()
     moves_pages = bool(memory.host_pages or memory.disk_pages or config.debug_kv)
-    geometry = Geometry(config, model, family, memory.num_pages, moves_pages)
+    geometry = Geometry(config, model, family, specs, memory.num_pages, moves_pages)
     if config.attention_backend == "pallas":  # "auto" never refuses, it only warns.
         check_attention(geometry)
     return EnginePlan(config, checkpoint, geometry, memory, device)
@@ -115,7 +118,7 @@ def start(
         with log.phase("startup", "weights"):
             params = load_params(
                 decided.checkpoint,
-                decided.geometry.family,
+                decided.geometry.specs,
                 dtype=decided.config.dtype,
                 progress=functools.partial(progress, "weights"),
             )

@@ -108,6 +108,18 @@ class PackedWeight:
         return num_outputs, columns * (2 if self.format.values == "int4" else 1)
 
 
+def abstract_weight(num_outputs: int, num_inputs: int, format: Format) -> PackedWeight:
+    """The planes of a weight [num_outputs, num_inputs] as ShapeDtypeStructs.
+
+    Raises ValueError when the inputs are not a whole number of groups.
+    """
+    groups = format.num_groups(num_inputs)
+    columns = num_inputs // 2 if format.values == "int4" else num_inputs
+    values = jax.ShapeDtypeStruct((num_outputs, columns), format.dtype)
+    scales = jax.ShapeDtypeStruct((num_outputs, groups), jnp.dtype(format.scale_dtype))
+    return PackedWeight(values, scales, scales if format.minimum else None, format)
+
+
 def quantize(weight: jax.Array, format: Format) -> PackedWeight:
     """Pack `weight` [out, in], finite and of a floating dtype, by rounding to nearest.
 

@@ -36,7 +36,7 @@ def our_logits(directory, member, raw_config, shapes, seed=0):
     path = write_hf(directory, raw_config, family_members.tensors(shapes, seed))
     checkpoint = open_checkpoint(path)
     config, family = checkpoint.config, get_family(checkpoint.config.architecture)
-    params = load_params(checkpoint, family, dtype="float32")
+    params = load_params(checkpoint, family.param_specs(checkpoint.config), dtype="float32")
     if member.context:
         config = dataclasses.replace(config, max_position_embeddings=member.context)
     return dense_logits(family, params, config, family_members.token_ids())

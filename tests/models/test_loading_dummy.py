@@ -12,7 +12,7 @@ from tiny_checkpoints import CONFIG, random_tensors, write_gguf, write_tokenizer
 from jaxserve.errors import ModelError
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.params import load_params
-from jaxserve.models.registry import get_family
+from jaxserve.models.registry import param_specs
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def config_only(tmp_path):
 
 def draw(path, seed=0):
     checkpoint = open_checkpoint(path, "dummy", seed=seed)
-    return load_params(checkpoint, get_family(checkpoint.config.architecture), dtype="float32")
+    return load_params(checkpoint, param_specs(checkpoint.config), dtype="float32")
 
 
 def test_distribution(config_only):

@@ -17,7 +17,7 @@ from jaxserve.errors import UnsupportedModelError, WeightsError
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.gguf import read_metadata
 from jaxserve.models.loading.params import load_params
-from jaxserve.models.registry import get_family
+from jaxserve.models.registry import param_specs
 
 WIDE = CONFIG | {
     "hidden_size": 256,
@@ -31,7 +31,7 @@ WIDE = CONFIG | {
 
 def load(path, dtype="float32"):
     checkpoint = open_checkpoint(path)
-    return load_params(checkpoint, get_family(checkpoint.config.architecture), dtype=dtype)
+    return load_params(checkpoint, param_specs(checkpoint.config), dtype=dtype)
 
 
 def assert_equal(left, right):

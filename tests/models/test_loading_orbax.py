@@ -16,7 +16,7 @@ from jaxserve.errors import ModelError, WeightsError
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.convert import convert
 from jaxserve.models.loading.params import load_params
-from jaxserve.models.registry import get_family
+from jaxserve.models.registry import param_specs
 
 # After a failed read, Orbax's threads report to an event loop that is already closed.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 def load(path, dtype="float32"):
     checkpoint = open_checkpoint(path)
-    return load_params(checkpoint, get_family(checkpoint.config.architecture), dtype=dtype)
+    return load_params(checkpoint, param_specs(checkpoint.config), dtype=dtype)
 
 
 def assert_equal(left, right):
@@ -119,7 +119,7 @@ import sys
 import jax, numpy as np
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.params import load_params
-from jaxserve.models.registry import get_family
+from jaxserve.models.registry import get_family, param_specs
 from sharding_rules import named_sharding
 
 jax.config.update("jax_platforms", "cpu")
@@ -138,8 +138,8 @@ for path in sys.argv[1:]:
     family = get_family(checkpoint.config.architecture)
     specs = family.param_specs(checkpoint.config)
     shardings = jax.tree.map(place, specs)
-    sharded = load_params(checkpoint, family, dtype="float32", shardings=shardings)
-    whole = load_params(checkpoint, family, dtype="float32")
+    sharded = load_params(checkpoint, specs, dtype="float32", shardings=shardings)
+    whole = load_params(checkpoint, specs, dtype="float32")
     assert_equal(sharded, whole)
     qkv = sharded["layers"][0]["qkv"]
     assert {shard.data.shape for shard in qkv.addressable_shards} == {(1, 4, 16, 64)}, qkv

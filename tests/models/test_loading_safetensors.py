@@ -15,14 +15,12 @@ from jaxserve.config import default_dtype
 from jaxserve.errors import ConfigError, ModelError, UnsupportedModelError, WeightsError
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.params import load_params
-from jaxserve.models.registry import get_family
+from jaxserve.models.registry import param_specs
 
 
 def load(path, dtype="float32", **kwargs):
     checkpoint = open_checkpoint(path)
-    return load_params(
-        checkpoint, get_family(checkpoint.config.architecture), dtype=dtype, **kwargs
-    )
+    return load_params(checkpoint, param_specs(checkpoint.config), dtype=dtype, **kwargs)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from oracle import dense_logits
 from jaxserve.models.loading.assemble import assemble
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.params import load_params
-from jaxserve.models.registry import get_family
+from jaxserve.models.registry import get_family, param_specs
 
 pytestmark = pytest.mark.peers
 
@@ -28,7 +28,7 @@ def theirs():
 
 def test_dequantised_weights_are_equal(theirs):
     checkpoint = open_checkpoint()
-    specs = get_family(checkpoint.config.architecture).param_specs(checkpoint.config)
+    specs = param_specs(checkpoint.config)
     parameters = dict(theirs.named_parameters())
     for spec in jax.tree.leaves(specs):
         everything = tuple(slice(0, size) for size in spec.shape)
@@ -45,7 +45,7 @@ def test_logits_are_equal(theirs):
 
     checkpoint = open_checkpoint()
     family = get_family(checkpoint.config.architecture)
-    params = load_params(checkpoint, family, dtype="float32")
+    params = load_params(checkpoint, family.param_specs(checkpoint.config), dtype="float32")
     token_ids = checkpoint.tokenizer().encode(
         "The sky is blue because of Rayleigh scattering. " * 6
     )

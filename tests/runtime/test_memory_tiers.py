@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import numpy as np
 import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, MemoryPlanError
 from jaxserve.kv.transfers import MOVE_PAGES
 from jaxserve.models.config import ModelConfig, RopeConfig
-from jaxserve.models.registry import get_family
+from jaxserve.models.loading.params import params_bytes
+from jaxserve.models.registry import param_specs
 from jaxserve.runtime.memory import STAGING_BUFFERS, host_memory, plan_memory
 
 MODEL = ModelConfig("LlamaForCausalLM", 64, 32, 64, 2, 2, 2, 16, 128, RopeConfig())
@@ -35,7 +37,8 @@ def plan(device=None, **settings):
     settings = {"page_size": PAGE_SIZE, "kv_cache_memory_bytes": 50 * PAGE_BYTES} | settings
     config = EngineConfig(**settings).resolve(MODEL, device.platform)
     config = dataclasses.replace(config, dtype="float32")
-    return plan_memory(config, MODEL, get_family(MODEL.architecture).param_specs(MODEL), 0, device)
+    weights_bytes = params_bytes(param_specs(MODEL), np.dtype(config.dtype))
+    return plan_memory(config, MODEL, weights_bytes, 0, device)
 
 
 # What is planned

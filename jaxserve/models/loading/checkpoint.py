@@ -17,7 +17,7 @@ from jaxserve.models.loading.dummy import DummyCheckpoint
 from jaxserve.models.loading.fetch import DEFAULT_MODEL, default_model_path
 from jaxserve.models.loading.gguf import GgufCheckpoint
 from jaxserve.models.loading.safetensors import SafetensorsCheckpoint
-from jaxserve.models.registry import get_family
+from jaxserve.models.registry import param_specs
 from jaxserve.text.tokenizer import Tokenizer
 
 LoadFormat = Literal["auto", "dummy"]
@@ -47,6 +47,9 @@ class Checkpoint(Protocol):
 
     def config_files(self) -> dict[str, dict[str, Any]]: ...
 
+    def packed_kind(self, name: str) -> str | None:
+        """How a tensor's values are packed, by GGUF's name of it; None where they are not."""
+
 
 @runtime_checkable
 class Restorable(Protocol):
@@ -75,7 +78,7 @@ def open_checkpoint(
         checkpoint = DummyCheckpoint(_open_config(path), seed)
     else:
         checkpoint = _open_weights(path)
-    specs = get_family(checkpoint.config.architecture).param_specs(checkpoint.config)
+    specs = param_specs(checkpoint.config)
     if isinstance(checkpoint, Restorable):
         checkpoint.check(specs)
     else:

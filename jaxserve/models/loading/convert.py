@@ -16,7 +16,7 @@ from jaxserve.models.family import Params
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.orbax import save_params
 from jaxserve.models.loading.params import Progress, load_params
-from jaxserve.models.registry import get_family
+from jaxserve.models.registry import param_specs
 from jaxserve.text.tokenizer import Tokenizer
 
 
@@ -40,14 +40,14 @@ def convert(
         raise ModelError(f"{destination} already exists; give a new directory, or delete it first.")
     checkpoint = open_checkpoint(source)
     tokenizer = checkpoint.tokenizer()
-    family = get_family(checkpoint.config.architecture)
     # On the host, so that a model larger than one accelerator can be converted.
     host = SingleDeviceSharding(jax.devices("cpu")[0])
+    specs = param_specs(checkpoint.config)
     params = load_params(
         checkpoint,
-        family,
+        specs,
         dtype=dtype or default_dtype(jax.default_backend()),
-        shardings=jax.tree.map(lambda spec: host, family.param_specs(checkpoint.config)),
+        shardings=jax.tree.map(lambda spec: host, specs),
         progress=progress,
     )
     try:

@@ -44,6 +44,9 @@ class ModelDirectory:
         """Raises ModelError when the directory has no tokenizer."""
         return Tokenizer.from_directory(self.path)
 
+    def packed_kind(self, name: str) -> None:
+        """No tensor is in GGUF's blocks."""
+
     def config_files(self) -> dict[str, dict[str, Any]]:
         """Contents of `config.json` and, where there is one, `generation_config.json`."""
         return read_config_files(self.path)

@@ -46,6 +46,9 @@ class DummyCheckpoint:
     def tokenizer(self) -> Tokenizer:
         return self.source.tokenizer()
 
+    def packed_kind(self, name: str) -> None:
+        """What is random is in no blocks, whatever the source is."""
+
     def config_files(self) -> dict[str, dict[str, Any]]:
         return self.source.config_files()
 

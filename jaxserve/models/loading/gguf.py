@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import gguf
+import jax
 import ml_dtypes
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
@@ -29,6 +30,7 @@ from jaxserve.models.loading.directory import (
 from jaxserve.models.loading.gguf_config import generation_config, hf_config
 from jaxserve.models.loading.gguf_header import GgufFile, GgufTensor, read_gguf
 from jaxserve.text.tokenizer import Tokenizer
+from pallas_kernels.quantized_matmul import PackedWeight, from_gguf
 
 _PLAIN = {Kind.F32: np.float32, Kind.F16: np.float16, Kind.BF16: ml_dtypes.bfloat16}
 # Q5_0 and Q5_1 are what llama.cpp falls back to in a K-quant file when rows are not whole blocks.
@@ -101,6 +103,19 @@ class GgufCheckpoint:
             return _read_interleaved(tensor, index, tensor.shape[0] // heads)
         return _read_rows(tensor, index[0])[:, *index[1:]]
 
+    def packed_kind(self, name: str) -> str:
+        """How a tensor's values are stored, by GGUF's name of it."""
+        return self.tensors[self._gguf_name(name)].kind.name
+
+    def read_packed(self, name: str) -> PackedWeight:
+        """A whole tensor [out, in] in its blocks, which are of a kind that stays packed."""
+        tensor = self.tensors[self._gguf_name(name)]
+        weight = from_gguf(tensor.raw.reshape(tensor.shape[0], -1), tensor.kind.name)
+        if heads := self._interleaved_heads(tensor.name):
+            head_dim = tensor.shape[0] // heads
+            weight = jax.tree.map(lambda plane: _halves_of_heads(plane, head_dim), weight)
+        return weight
+
     def unclaimed(self, names: set[str]) -> list[str]:
         claimed = {self._gguf_name(name) for name in names}
         return sorted(
@@ -170,10 +185,15 @@ def _read_rows(tensor: GgufTensor, rows: slice) -> np.ndarray:
 
 
 def _read_interleaved(tensor: GgufTensor, index: Index, head_dim: int) -> np.ndarray:
-    """Rows in Hugging Face's order: of each head the even rows of the file, then the odd ones."""
+    """Rows in Hugging Face's order."""
     first, last = index[0].start // head_dim, -(-index[0].stop // head_dim)
     rows = _read_rows(tensor, slice(first * head_dim, last * head_dim))
-    pairs = rows.reshape(last - first, head_dim // 2, 2, *rows.shape[1:])
-    halves = pairs.swapaxes(1, 2).reshape(rows.shape)
+    halves = _halves_of_heads(rows, head_dim)
     offset = first * head_dim
     return halves[index[0].start - offset : index[0].stop - offset, *index[1:]]
+
+
+def _halves_of_heads(rows: np.ndarray, head_dim: int) -> np.ndarray:
+    """Rows of whole heads [heads * head_dim, ...]: of each head the even ones, then the odd."""
+    pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)

@@ -12,9 +12,12 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxserve.config import DTYPES
 from jaxserve.errors import ConfigError
-from jaxserve.models.family import Family, Params, ParamSpec
+from jaxserve.models.family import Params, ParamSpec
 from jaxserve.models.loading.assemble import TensorSource, assemble
 from jaxserve.models.loading.checkpoint import Checkpoint, Restorable
+from jaxserve.models.loading.gguf import GgufCheckpoint
+from jaxserve.models.packing import stack
+from pallas_kernels.quantized_matmul import GGUF, PackedWeight, quantize
 
 Progress = Callable[[int, int], None]
 # Dequantising and copying release the interpreter lock; each worker holds one parameter at a time.
@@ -23,48 +26,82 @@ _WORKERS = 4
 
 def load_params(
     checkpoint: Checkpoint,
-    family: Family,
+    specs: Params,
     *,
     dtype: str,
     shardings: Params | None = None,
     progress: Progress | None = None,
 ) -> Params:
-    """The parameters of `checkpoint` as a pytree of arrays of `dtype`.
+    """The parameters of `checkpoint` as a pytree of arrays of `dtype`, or PackedWeights.
 
-    `shardings` has the structure of `family.param_specs(...)`, a Sharding per parameter; without
-    it everything goes to the first device. Each process reads only the slices its own devices
-    hold, and the host never keeps more than a few parameters at a time. `progress(loaded_bytes,
-    total_bytes)` is called as they arrive. Raises ConfigError for an unknown dtype, WeightsError
-    for weights that cannot be read.
+    `specs` are the family's, with the formats of what is to be packed. `shardings` has their
+    structure, a Sharding per parameter; without it everything goes to the first device. Each
+    process reads only the slices its own devices hold, and the host never keeps more than a few
+    parameters at a time. `progress(loaded_bytes, total_bytes)` is called as they arrive. Raises
+    ConfigError for an unknown dtype or a packed parameter on several devices, WeightsError for
+    weights that cannot be read.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
     numpy_dtype = np.dtype(jax.numpy.dtype(dtype))
-    specs = family.param_specs(checkpoint.config)
     if shardings is None:
         here = SingleDeviceSharding(jax.devices()[0])
         shardings = jax.tree.map(lambda spec: here, specs)
     leaves, structure = jax.tree.flatten(specs)
-    total_bytes = sum(spec.size for spec in leaves) * numpy_dtype.itemsize
+    for spec, sharding in zip(leaves, structure.flatten_up_to(shardings)):
+        if spec.format is not None and len(sharding.device_set) > 1:
+            raise ConfigError(
+                f"{spec.parts[0].tensor} would be packed on {len(sharding.device_set)} devices; "
+                "leave quantization out, or use one device."
+            )
+    total_bytes = params_bytes(specs, numpy_dtype)
     if isinstance(checkpoint, Restorable):
         params = checkpoint.restore(specs, numpy_dtype, shardings)
+        params = jax.tree.map(_packed_after, specs, params)
         if progress:
             progress(total_bytes, total_bytes)
         return params
 
-    arrays = []
+    loaded = []
     loaded_bytes = 0
     with ThreadPoolExecutor(_WORKERS, "load-params") as pool:
         load = functools.partial(_load_param, checkpoint, numpy_dtype)
-        for array in pool.map(load, leaves, structure.flatten_up_to(shardings)):
-            arrays.append(array)
-            loaded_bytes += array.nbytes
+        for param in pool.map(load, leaves, structure.flatten_up_to(shardings)):
+            loaded.append(param)
+            loaded_bytes += sum(array.nbytes for array in jax.tree.leaves(param))
             if progress:
                 progress(loaded_bytes, total_bytes)
-    return structure.unflatten(arrays)
+    return structure.unflatten(loaded)
+
+
+def params_bytes(specs: Params, dtype: np.dtype) -> int:
+    """Bytes of all parameters in a model of `dtype`."""
+    abstract = jax.tree.map(lambda spec: spec.abstract(dtype), specs)
+    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(abstract))
 
 
 def _load_param(
+    source: TensorSource, dtype: np.dtype, spec: ParamSpec, sharding: Sharding
+) -> jax.Array | PackedWeight:
+    if spec.format is None:
+        return _load_array(source, dtype, spec, sharding)
+    if isinstance(source, GgufCheckpoint) and spec.format in GGUF.values():
+        parts = [source.read_packed(part.tensor) for part in spec.parts]
+        return jax.device_put(stack(spec, parts), sharding)
+    return _packed_after(spec, _load_array(source, np.dtype(np.float32), spec, sharding))
+
+
+def _packed_after(spec: ParamSpec, array: jax.Array) -> jax.Array | PackedWeight:
+    """The parameter of `spec` that `array` is once it is rounded."""
+    if spec.format is None:
+        return array
+    return _rounded(array.reshape(spec.matrix), spec.format)
+
+
+_rounded = jax.jit(quantize, static_argnums=1)
+
+
+def _load_array(
     source: TensorSource, dtype: np.dtype, spec: ParamSpec, sharding: Sharding
 ) -> jax.Array:
     blocks: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
