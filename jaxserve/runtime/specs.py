@@ -279,17 +279,19 @@ def _sampling_specs(geometry: Geometry) -> Iterator[ProgramSpec]:
 
 def _page_specs(geometry: Geometry) -> Iterator[ProgramSpec]:
     kv = geometry.abstract_kv
+    gather, scatter, copy = (
+        functools.partial(move, backend=geometry.config.attention_backend)
+        for move in (gather_pages, scatter_pages, copy_pages)
+    )
     pages = _int32(COPY_PAGES)
-    yield ProgramSpec(COPY, copy_pages, (kv, pages, pages), donated=(0,))
+    yield ProgramSpec(COPY, copy, (kv, pages, pages), donated=(0,))
     if not geometry.moves_pages:
         return
     for count in MOVE_SIZES:
         pages = _int32(count)
-        staging = jax.eval_shape(gather_pages, kv, pages)
-        yield ProgramSpec(page_name("gather", count), gather_pages, (kv, pages))
-        yield ProgramSpec(
-            page_name("scatter", count), scatter_pages, (kv, pages, staging), donated=(0,)
-        )
+        staging = jax.eval_shape(gather, kv, pages)
+        yield ProgramSpec(page_name("gather", count), gather, (kv, pages))
+        yield ProgramSpec(page_name("scatter", count), scatter, (kv, pages, staging), donated=(0,))
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

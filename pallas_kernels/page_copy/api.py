@@ -16,8 +16,18 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.page_copy import xla
+from pallas_kernels import backends
+from pallas_kernels.page_copy import trial, xla
 from pallas_kernels.paged_attention import KVPages
+
+_KERNELS = {
+    "gpu": "pallas_kernels.page_copy.mosaic_gpu",
+    "tpu": "pallas_kernels.page_copy.mosaic_tpu",
+}
+_GATHER, _SCATTER = (
+    backends.Operation(path.__name__, path, _KERNELS, trial.shapes_class, trial.trial)
+    for path in (xla.gather_pages, xla.scatter_pages)
+)
 
 
 def image_elements(layers: Sequence[KVPages]) -> int:
@@ -25,25 +35,32 @@ def image_elements(layers: Sequence[KVPages]) -> int:
     return sum(math.prod(array.shape[1:]) for pages in layers for array in pages)
 
 
-def gather_pages(layers: Sequence[KVPages], page_ids: jax.Array) -> jax.Array:
+def gather_pages(
+    layers: Sequence[KVPages], page_ids: jax.Array, *, backend: backends.Backend = "auto"
+) -> jax.Array:
     """Staging [n, image_elements], of the pages' dtype: image i is that of page_ids[i].
 
     layers: the KVPages of each layer, all with the same number of pages and the same dtype.
     page_ids [n] int32, n at least 1; ids may repeat. An id outside the pool, negative ones
-    included, gives an image of zeros.
+    included, gives an image of zeros. backend: see `backends.Backend`; with "pallas", raises
+    ValueError for what the kernel cannot move.
     """
-    return xla.gather_pages(layers, page_ids)
+    return _GATHER.run(backend, layers, page_ids)
 
 
 def scatter_pages(
-    layers: Sequence[KVPages], page_ids: jax.Array, staging: jax.Array
+    layers: Sequence[KVPages],
+    page_ids: jax.Array,
+    staging: jax.Array,
+    *,
+    backend: backends.Backend = "auto",
 ) -> list[KVPages]:
     """The layers with image i of staging [n, image_elements] as page page_ids[i] [n] int32.
 
     In place when the layers are donated. An id outside the pool, negative ones included, writes
     nothing. An id given twice ends with one of its images, unspecified which: only the trash page
     should be. Raises ValueError when staging has another shape or dtype than `gather_pages` of as
-    many ids would give.
+    many ids would give, and as that does.
     """
     expected = (page_ids.shape[0], image_elements(layers))
     if staging.shape != expected:
@@ -53,17 +70,23 @@ def scatter_pages(
         )
     if staging.dtype != layers[0].k.dtype:
         raise ValueError(f"staging is {staging.dtype}; the pages are {layers[0].k.dtype}.")
-    return xla.scatter_pages(layers, page_ids, staging)
+    return _SCATTER.run(backend, layers, page_ids, staging)
 
 
-def copy_pages(layers: Sequence[KVPages], sources: jax.Array, targets: jax.Array) -> list[KVPages]:
+def copy_pages(
+    layers: Sequence[KVPages],
+    sources: jax.Array,
+    targets: jax.Array,
+    *,
+    backend: backends.Backend = "auto",
+) -> list[KVPages]:
     """The layers with page targets[i] made equal to what page sources[i] was; int32 [n] each.
 
     All sources are read before any target is written, so a page may be both. In place when the
     layers are donated, but for n images of temporary memory. A pair with an id outside the pool
     on either side, negative ones included, copies nothing. A target given twice ends as one of its
     sources, unspecified which: only the trash page should be. Raises ValueError when there are
-    not as many sources as targets.
+    not as many sources as targets, and as `gather_pages` does.
     """
     if sources.shape != targets.shape:
         raise ValueError(
@@ -72,4 +95,5 @@ def copy_pages(layers: Sequence[KVPages], sources: jax.Array, targets: jax.Array
         )
     num_pages = layers[0].k.shape[0]
     targets = jnp.where((sources >= 0) & (sources < num_pages), targets, -1)
-    return scatter_pages(layers, targets, gather_pages(layers, sources))
+    images = gather_pages(layers, sources, backend=backend)
+    return scatter_pages(layers, targets, images, backend=backend)

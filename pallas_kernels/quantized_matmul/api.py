@@ -5,23 +5,41 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.quantized_matmul import xla
+from pallas_kernels import backends
+from pallas_kernels.quantized_matmul import trial, xla
 from pallas_kernels.quantized_matmul.formats import PackedWeight
 
 _WIDE = ("float32", "bfloat16", "float16")
 _FP8 = "float8_e4m3fn"
 
+_MULTIPLY = backends.Operation(
+    name="quantized_matmul",
+    xla=xla.quantized_matmul,
+    kernels={
+        "gpu": "pallas_kernels.quantized_matmul.mosaic_gpu",
+        "tpu": "pallas_kernels.quantized_matmul.mosaic_tpu",
+    },
+    shapes_class=trial.shapes_class,
+    trial=trial.trial,
+)
+
 
 def quantized_matmul(
-    weight: PackedWeight, x: jax.Array, dtype: jnp.dtype | None = None
+    weight: PackedWeight,
+    x: jax.Array,
+    dtype: jnp.dtype | None = None,
+    *,
+    backend: backends.Backend = "auto",
 ) -> jax.Array:
     """`weight` [out, in] times x [in, tokens]: [out, tokens], summed in float32.
 
     x is float32, bfloat16 or float16; or, for float8_e4m3fn weights with one scale an output,
     float8_e4m3fn, whose own scales the caller applies to the result (they are its columns').
     dtype: of the result; without it that of x, or bfloat16 for an x of float8_e4m3fn.
+    backend: see `backends.Backend`.
 
-    Raises ValueError for another dtype of x, or an x of another number of inputs than the weight.
+    Raises ValueError for another dtype of x, an x of another number of inputs than the weight, and
+    where `backend` is "pallas" for what the device's kernel cannot do.
     """
     num_inputs = weight.shape[1]
     if x.ndim != 2 or x.shape[0] != num_inputs:
@@ -33,4 +51,4 @@ def quantized_matmul(
         raise ValueError(f"x is {x.dtype}; {weight.format} takes {', '.join(takes)}.")
     if dtype is None:
         dtype = jnp.bfloat16 if x.dtype.name == _FP8 else x.dtype
-    return xla.quantized_matmul(weight, x).astype(dtype)
+    return _MULTIPLY.run(backend, weight, x).astype(dtype)

@@ -1,0 +1,45 @@
+"""Engines on Pallas kernels give the oracle's tokens: on CPUs, the TPU's kernels, interpreted."""
+
+from __future__ import annotations
+
+import pytest
+from kv_engines import Preempter, bytes_of, count
+from tiny_engines import LONGEST, Arrival, TinyModel, drive
+
+from jaxserve.errors import ConfigError
+from jaxserve.sampling_params import SamplingParams
+from pallas_kernels import backends
+
+GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
+
+
+def test_kernels_attend_and_move_pages(llama):
+    """Chunks beside decodes, a prefix hit, pages that leave for the host and come back."""
+    with llama.load(
+        attention_backend="pallas", preemption="swap", host_kv_bytes=bytes_of(llama, 64)
+    ) as llm:
+        prompts = [*llama.prompts, llama.prompts[-1]]
+        arrivals = [Arrival(prompt, GREEDY, step) for step, prompt in enumerate(prompts)]
+        preempter = Preempter(llm.engine, evicts=True, share=0.3)
+        for output in drive(llm.engine, arrivals, between=preempter):
+            llama.check_greedy(output)
+        assert preempter.count > 3
+        assert count(llm.engine, "kv_saved_pages_total", "host") > 0
+        assert count(llm.engine, "kv_fetched_pages_total", "host") > 0
+
+
+def test_windows(tmp_path):
+    mistral = TinyModel.write_member(tmp_path, "mistral")
+    with mistral.load(attention_backend="pallas", max_num_seqs=2) as llm:
+        arrivals = [Arrival(prompt, GREEDY) for prompt in mistral.prompts[-4:]]
+        for output in drive(llm.engine, arrivals):
+            mistral.check_greedy(output)
+
+
+def test_what_the_kernel_cannot_do_is_refused_before_weights_are_read(llama, monkeypatch):
+    """Here by a TPU, which is only said to be there."""
+    monkeypatch.setattr(backends, "target", lambda: ("tpu", "TPU v5 lite", True))
+    with pytest.raises(ConfigError, match=r"\. .*head_dim is 16; it can be one of"):
+        llama.load(attention_backend="pallas")
+    with pytest.raises(ConfigError, match="it must be one of auto, xla, pallas"):
+        llama.load(attention_backend="triton")
