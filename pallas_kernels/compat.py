@@ -14,10 +14,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as _tpu_interpreter
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as _interpreter
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import FragmentedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
 
 try:
     from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
@@ -27,6 +31,9 @@ except ImportError:  # not public before 0.11
 HOPPER_SMS = 132
 """Streaming multiprocessors of an H100 or H200 of the SXM kind."""
 
+GPU_KERNELS_WRITE_IN_PLACE = jax.__version_info__ >= (0, 11)
+"""Whether Mosaic GPU kernels take mutable references (`jax.new_ref`), to write in place."""
+
 
 def num_sms() -> int:
     """Streaming multiprocessors of the device traced for, HOPPER_SMS where nothing says."""
@@ -34,6 +41,17 @@ def num_sms() -> int:
     if described is not None and described.num_cores:
         return described.num_cores
     return getattr(jax.devices()[0], "core_count", None) or HOPPER_SMS
+
+
+def tpu_cores() -> int:
+    """Tensor cores that the device traced for shares a kernel's grid among, 1 where nothing says.
+
+    Two on TPUs v4 and v5p, where both of a chip's are one device.
+    """
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    if described is not None and described.platform == "tpu":
+        return described.num_cores or 1
+    return getattr(jax.devices()[0], "num_cores", None) or 1
 
 
 @contextlib.contextmanager
@@ -60,9 +78,38 @@ def gpu_interpreter(*, detect_races: bool = True) -> Iterator[Any]:
         jax.config.update("jax_cpu_enable_async_dispatch", asynchronous)
 
 
+@contextlib.contextmanager
+def tpu_interpreter(*, cores: int = 1) -> Iterator[Any]:
+    """What to pass as `interpret` to run Mosaic TPU kernels on the host, with races detected.
+
+    As `gpu_interpreter`. Passing True instead compiles a kernel to XLA, which is fast, and detects
+    neither races nor reads of uninitialised memory.
+
+    cores: those that share the grid of a kernel.
+    """
+    try:
+        yield pltpu.InterpretParams(
+            detect_races=True, uninitialized_memory="nan", num_cores_or_threads=cores
+        )
+        races = _tpu_interpreter.races
+        if races is not None and races.races_found:
+            raise RuntimeError("The interpreter found a race; see what it printed.")
+    except BaseException:
+        pltpu.reset_tpu_interpret_mode_state()
+        raise
+
+
 def in_layout(array: jax.Array, layout: Any, interpret: Any) -> jax.Array:
     """`array`, on a device in registers of that layout."""
     return array if interpret else plgpu.layout_cast(array, layout)
+
+
+def load_gmem(ref: Any, layout: Any, interpret: Any) -> jax.Array:
+    """What a reference to the device's memory refers to, in registers of that layout."""
+    if interpret:
+        return ref[...]
+    indexed = {"idx": ()} if jax.__version_info__ < (0, 11) else {}
+    return plgpu.load(ref, **indexed, layout=layout, optimized=False)
 
 
 def positions(shape: tuple[int, ...], axis: int, layout: Any, interpret: Any) -> jax.Array:
@@ -79,6 +126,37 @@ def product(a: Any, b: Any) -> jax.Array:
 
     shape = a.shape[0], b.shape[1]
     return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+
+
+def product_of_rows(a: Any, b: Any, interpret: Any) -> jax.Array:
+    """float32 a @ b.T by the tensor cores, for two references to shared memory."""
+    if interpret:
+        result = jnp.dot(a[...].astype(jnp.float32), b[...].astype(jnp.float32).T)
+        plgpu.commit_smem()  # as in `add_products`
+        return result
+    return product(a, b.transpose((1, 0)))
+
+
+def side_by_side(parts: Sequence[jax.Array], layout: Any, interpret: Any) -> jax.Array:
+    """`parts` [rows, columns each] next to one another, in registers of that layout.
+
+    Columns of each are a multiple of the layout's tiles; nothing moves between threads.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    if interpret:
+        return jnp.concatenate(parts, axis=1)
+    shape = parts[0].shape[0], sum(part.shape[1] for part in parts)
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,) * len(parts),
+        return_type=plgpu.ShapeDtypeStruct(shape, parts[0].dtype, layout),
+    )
+    def join(_, *parts):
+        registers = np.concatenate([part.registers for part in parts], axis=1)
+        return FragmentedArray(_registers=registers, _layout=parts[0].layout, _is_signed=None)
+
+    return join(*parts)
 
 
 def add_products(

@@ -24,10 +24,53 @@ _MASKED = -1e30
 
 
 def write_kv(pages: KVPages, k, v, page_ids, offsets):
+    # For these, XLA on CPUs computes in other dtypes, and converts the whole pool to them and back.
+    by_token = pages.k.dtype.name in ("bfloat16", "float8_e4m3fn")
+    return lax.platform_dependent(
+        pages,
+        k,
+        v,
+        page_ids,
+        offsets,
+        cpu=_write_by_token if by_token else _write_together,
+        default=_write_together,
+    )
+
+
+def _write_together(pages: KVPages, k, v, page_ids, offsets):
     page_ids = jnp.where(page_ids >= 0, page_ids, len(pages.k))  # or they would count from the end
     keys = pages.k.at[page_ids, :, :, offsets].set(k, mode="drop")
     values = pages.v.at[page_ids, :, offsets, :].set(v, mode="drop")
-    return keys, values
+    return KVPages(keys, values)
+
+
+def _write_by_token(pages: KVPages, k, v, page_ids, offsets):
+    """In place and bit for bit: of the pool, integers are made right where it is written."""
+    num_pages, k, v = pages.k.shape[0], _bits(k), _bits(v)
+    places = jnp.stack([page_ids, offsets], axis=1)
+
+    def write(token, pages):
+        page, offset = places[token]
+
+        def put(pages):
+            parts = k[token, None, :, :, None], v[token, None, :, None, :]
+            starts = (page, 0, 0, offset), (page, 0, offset, 0)
+            return KVPages(*map(_updated, pages, parts, starts))
+
+        inside = (page >= 0) & (page < num_pages)
+        return lax.cond(inside, put, lambda pages: pages, pages)
+
+    return lax.fori_loop(0, len(page_ids), write, pages)
+
+
+def _updated(array, part, start):
+    updated = lax.dynamic_update_slice(_bits(array), part, start, allow_negative_indices=False)
+    return lax.bitcast_convert_type(updated, array.dtype)
+
+
+def _bits(array):
+    """The same bits as unsigned integers, which no compiler thinks of rounding."""
+    return lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
 
 
 def to_elements(values, scale, dtype):

@@ -40,9 +40,9 @@ def targets(draw):
     return np.int32([page if other is None else other for page, other in zip(pages, nowhere)])
 
 
-def layout(dtype, num_pages=PAGES, page_size=6):
+def layout(dtype, num_pages=PAGES, page_size=6, heads=2, head_dim=4):
     """Pages whose keys and values are laid out differently."""
-    return PageLayout(num_pages, page_size, num_kv_heads=2, head_dim=4, dtype=jnp.dtype(dtype))
+    return PageLayout(num_pages, page_size, heads, head_dim, jnp.dtype(dtype))
 
 
 def random_bits(shape, dtype, rng):
@@ -50,9 +50,9 @@ def random_bits(shape, dtype, rng):
     return np.frombuffer(rng.bytes(math.prod(shape) * dtype.itemsize), dtype).reshape(shape)
 
 
-def pool(dtype, seed=0):
+def pool(dtype, seed=0, **kind):
     """Layers of KVPages of random bits, as numpy."""
-    rng, shapes = np.random.default_rng(seed), layout(dtype).shapes
+    rng, shapes = np.random.default_rng(seed), layout(dtype, **kind).shapes
     return [
         KVPages(*(random_bits(like.shape, like.dtype, rng) for like in shapes))
         for _ in range(LAYERS)
@@ -145,6 +145,12 @@ class PageCopyContract:
             for pair in ((nowhere, np.int32([1, 2, 3, 4])), (np.int32([1, 2, 3, 4]), nowhere)):
                 assert_same_pages(self.run("copy", layers, *pair), layers)
 
+
+class TestXla(PageCopyContract):
+    gather = staticmethod(gather_pages)
+    scatter = staticmethod(scatter_pages)
+    copy = staticmethod(copy_pages)
+
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_the_pool_stays_where_it_is(self, dtype):
         """Donated pages are updated in place; what is needed besides is the images moved."""
@@ -158,12 +164,6 @@ class PageCopyContract:
             memory = self.jitted(name).lower(layers, *arguments).compile().memory_analysis()
             assert memory.alias_size_in_bytes == pool_bytes
             assert memory.temp_size_in_bytes < (IDS + 2) * image_bytes < pool_bytes
-
-
-class TestXla(PageCopyContract):
-    gather = staticmethod(gather_pages)
-    scatter = staticmethod(scatter_pages)
-    copy = staticmethod(copy_pages)
 
 
 @settings(max_examples=40, deadline=None)

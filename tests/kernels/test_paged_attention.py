@@ -320,18 +320,30 @@ def widen(case, *, tokens, pages, table):
     return case
 
 
-def test_written_keys_and_values_lie_where_they_are_read():
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn])
+def test_written_keys_and_values_lie_where_they_are_read(dtype):
     rng = np.random.default_rng(0)
-    k, v = rng.normal(size=(2, 5, 2, 8)).astype(np.float32)
-    pages = KVPages(jnp.zeros((4, 2, 8, 3)), jnp.zeros((4, 2, 3, 8)))
+    k, v = (10 * rng.normal(size=(2, 5, 2, 8))).round().astype(dtype)
+    pages = KVPages(jnp.zeros((4, 2, 8, 3), dtype), jnp.zeros((4, 2, 3, 8), dtype))
     ids, offsets = np.array([3, 3, 1, 4, -1]), np.array([0, 2, 1, 0, 0])
     written = write_kv(pages, jnp.asarray(k), jnp.asarray(v), ids, offsets)
-    keys, values = np.zeros((4, 2, 8, 3)), np.zeros((4, 2, 3, 8))
+    keys, values = np.zeros((4, 2, 8, 3), dtype), np.zeros((4, 2, 3, 8), dtype)
     for token in range(3):  # the others are outside the pool
         keys[ids[token], :, :, offsets[token]] = k[token]
         values[ids[token], :, offsets[token], :] = v[token]
-    np.testing.assert_array_equal(written.k, keys.astype(np.float32))
-    np.testing.assert_array_equal(written.v, values.astype(np.float32))
+    np.testing.assert_array_equal(written.k, keys)
+    np.testing.assert_array_equal(written.v, values)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn])
+def test_a_donated_pool_is_written_in_place(dtype):
+    pages = KVPages(*(jax.ShapeDtypeStruct((512, 2, 8, 8), dtype) for _ in "kv"))
+    new = jax.ShapeDtypeStruct((5, 2, 8), dtype)
+    where = jax.ShapeDtypeStruct((5,), jnp.int32)
+    program = jax.jit(write_kv, donate_argnums=0).lower(pages, new, new, where, where).compile()
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes == 2 * 512 * 2 * 8 * 8 * jnp.dtype(dtype).itemsize
+    assert memory.temp_size_in_bytes < memory.alias_size_in_bytes / 10
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])

@@ -1,0 +1,260 @@
+"""Moving pages on Hopper GPUs: one launch for the arrays of all layers, in Mosaic GPU.
+
+Pages and images are cut into slabs of at most SLAB_BYTES, contiguous in memory on either side. A
+slab is copied into shared memory and out of it by the copy engine (bulk copies of TMA). No element
+passes through a register, so nothing can round it. One block of threads a multiprocessor takes
+every n-th slab of all images, with one warpgroup, which does nothing but issue copies. Which array
+a slab belongs to is known only then: a switch, with a branch for each, that ends as a choice among
+addresses.
+
+Loads walk a ring in shared memory, and stores follow LOADS slabs behind. A load needs the store
+that last read its place to be done, which is known by counting: stores are done in order, and at
+most RING - LOADS - 1 later ones have begun. What belongs to no page is not loaded. Gathered, it is
+stored from a place that holds zeros. Scattered, it is a store less to count by, so all that have
+begun are waited for instead.
+
+Scattering writes where the arrays lie, through JAX's mutable references: no copy is made of arrays
+that are donated. Kernels take those references from JAX 0.11 on.
+
+Arithmetic behind the sizes (not measurements), for an H200 (132 multiprocessors, 4.8 TB/s): copying
+at full speed, a multiprocessor reads 18 KB in a microsecond and writes as many. At a latency of 2
+us under load, 36 KB must be on their way in and 36 KB out. A ring of 8 slabs of 16 KiB has 64 KiB
+of loads and at least 48 KiB of stores on their way. One slab takes 0.9 us or 1600 cycles, in which
+some 500 go by to issue it. An image of 32 layers with 8 KV heads, head_dim 128 and pages of 64
+tokens in bfloat16 is 8 MiB: 512 slabs, four a multiprocessor. A launch for each of its 64 arrays
+would copy 8 slabs, in less time than it takes to begin.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import compat
+
+if TYPE_CHECKING:
+    from pallas_kernels.paged_attention.layout import KVPages
+
+DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8")
+SLAB_BYTES = 16 * 1024
+RING = 8
+LOADS = 4
+
+_UNIT_BYTES = 1024
+"""What slabs are multiples of: as much as 128 threads fill with zeros at once."""
+
+
+def unsupported(
+    layers: Sequence[KVPages], page_ids: jax.Array, staging: jax.Array | None = None
+) -> str | None:
+    """Why `gather_pages`, or `scatter_pages` of `staging`, refuses arrays of these shapes and
+    dtypes; None if it does not."""
+    arrays = [array for pages in layers for array in pages]
+    dtypes = {array.dtype.name for array in arrays}
+    sizes = {math.prod(array.shape[1:]) * array.dtype.itemsize for array in arrays}
+    if len(dtypes) > 1 or not dtypes <= {*DTYPES}:
+        return f"pages are {', '.join(sorted(dtypes))}; they can be one of {', '.join(DTYPES)}."
+    if len(sizes) > 1 or max(sizes) % _UNIT_BYTES:
+        return (
+            f"arrays have {', '.join(map(str, sorted(sizes)))} bytes a page; "
+            f"all must have the same multiple of {_UNIT_BYTES}."
+        )
+    if staging is not None and not compat.GPU_KERNELS_WRITE_IN_PLACE:
+        return f"JAX is {jax.__version__}; kernels write in place from 0.11 on."
+    return None
+
+
+def gather_pages(
+    layers: Sequence[KVPages], page_ids: jax.Array, *, interpret: Any = None
+) -> jax.Array:
+    """`api.gather_pages`; interpret is what `compat.gpu_interpreter` gives, to run on the host.
+
+    Raises ValueError for what `unsupported` names.
+    """
+    _check(unsupported(layers, page_ids))
+    arrays = [array for pages in layers for array in pages]
+    cut = _Cut.of(arrays, page_ids)
+
+    def gather_pages_kernel(page_ids, *refs):
+        *pool, staging, ring, full = refs
+        nothing = RING
+        ring[nothing] = jnp.zeros(cut.slab_size, ring.dtype)
+        plgpu.commit_smem()
+
+        def load(slab, slot):
+            inside, array, source = cut.locate(slab, page_ids)
+
+            @pl.when(inside)
+            def _():
+                _choose(array, pool, lambda chosen: _load(chosen.at[source], slot, ring, full))
+
+        def store(slab, slot):
+            inside, _, _ = cut.locate(slab, page_ids)
+
+            @pl.when(inside)
+            def _():
+                plgpu.barrier_wait(full.at[slot])
+
+            slot = jnp.where(inside, slot, nothing)
+            plgpu.copy_smem_to_gmem(ring.at[slot], staging.at[slab])
+
+        cut.walk(load, store)
+
+    staging = cut.kernel(
+        gather_pages_kernel,
+        places=RING + 1,
+        out_type=jax.ShapeDtypeStruct((cut.num_slabs, cut.slab_size), arrays[0].dtype),
+        interpret=interpret,
+    )(page_ids, *(cut.slabs(array) for array in arrays))
+    return staging.reshape(len(page_ids), -1)
+
+
+def scatter_pages(
+    layers: Sequence[KVPages], page_ids: jax.Array, staging: jax.Array, *, interpret: Any = None
+) -> list[KVPages]:
+    """`api.scatter_pages`; interpret is what `compat.gpu_interpreter` gives, to run on the host.
+
+    Raises ValueError for what `unsupported` names.
+    """
+    _check(unsupported(layers, page_ids, staging))
+    arrays = [array for pages in layers for array in pages]
+    cut = _Cut.of(arrays, page_ids)
+
+    def scatter_pages_kernel(page_ids, staging, *refs):
+        *pool, ring, full = refs
+
+        def load(slab, slot):
+            inside, _, _ = cut.locate(slab, page_ids)
+
+            @pl.when(inside)
+            def _():
+                _load(staging.at[slab], slot, ring, full)
+
+        def store(slab, slot):
+            inside, array, target = cut.locate(slab, page_ids)
+
+            @pl.when(inside)
+            def _():
+                plgpu.barrier_wait(full.at[slot])
+                _choose(
+                    array,
+                    pool,
+                    lambda chosen: plgpu.copy_smem_to_gmem(ring.at[slot], chosen.at[target]),
+                )
+
+            @pl.when(jnp.logical_not(inside))
+            def _():
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        cut.walk(load, store)
+
+    pool = [jax.new_ref(cut.slabs(array)) for array in arrays]
+    cut.kernel(scatter_pages_kernel, places=RING, out_type=(), interpret=interpret)(
+        page_ids, cut.slabs(staging), *pool
+    )
+    written = [jax.freeze(ref).reshape(array.shape) for ref, array in zip(pool, arrays)]
+    kind = type(layers[0])
+    return [kind(k, v) for k, v in zip(written[::2], written[1::2])]
+
+
+class _Cut(NamedTuple):
+    """How `arrays` arrays of `num_pages` pages, and `images` images of them, are cut into slabs.
+
+    A page of an array is `per_page` slabs of `slab_size` elements; an image is one page of each
+    array in turn.
+    """
+
+    num_pages: int
+    arrays: int
+    images: int
+    per_page: int
+    slab_size: int
+    dtype: jnp.dtype
+
+    @classmethod
+    def of(cls, arrays, page_ids):
+        num_pages, *page = arrays[0].shape
+        dtype = arrays[0].dtype
+        page_bytes = math.prod(page) * dtype.itemsize
+        slab_bytes = next(
+            size for size in range(SLAB_BYTES, 0, -_UNIT_BYTES) if page_bytes % size == 0
+        )
+        per_page, slab_size = page_bytes // slab_bytes, slab_bytes // dtype.itemsize
+        return cls(num_pages, len(arrays), len(page_ids), per_page, slab_size, dtype)
+
+    @property
+    def num_slabs(self):
+        """Of all images."""
+        return self.images * self.arrays * self.per_page
+
+    def slabs(self, array):
+        """An array or staging as [slabs, slab_size]."""
+        return array.reshape(-1, self.slab_size)
+
+    def locate(self, slab, page_ids):
+        """Whether slab `slab` of the images is of a page; and of which array, and which of its."""
+        part, place = lax.div(slab, self.per_page), lax.rem(slab, self.per_page)
+        image, array = lax.div(part, self.arrays), lax.rem(part, self.arrays)
+        page = page_ids[image]
+        inside = (page >= 0) & (page < self.num_pages)
+        return inside, array, page * self.per_page + place
+
+    def walk(self, load: Callable, store: Callable):
+        """`load(slab, slot)` each slab of this block and, LOADS loads later, `store` it."""
+        block, blocks = lax.axis_index("block"), lax.axis_size("block")
+        own = lax.div(self.num_slabs - block + (blocks - 1), blocks)
+
+        def step(loaded, _):
+            @pl.when(loaded < own)
+            def _():
+                plgpu.wait_smem_to_gmem(RING - LOADS - 1, wait_read_only=True)
+                load(block + loaded * blocks, lax.rem(loaded, RING))
+
+            stored = loaded - LOADS
+
+            @pl.when(stored >= 0)
+            def _():
+                store(block + stored * blocks, lax.rem(stored, RING))
+
+        lax.fori_loop(0, own + LOADS, step, None)
+        plgpu.wait_smem_to_gmem(0)
+
+    def kernel(self, body, *, places, out_type, interpret):
+        """`body` with a ring of so many places and its barriers, on every multiprocessor."""
+        return plgpu.kernel(
+            body,
+            out_type=out_type,
+            grid=(min(compat.num_sms(), self.num_slabs),),
+            grid_names=("block",),
+            scratch_types=(
+                plgpu.SMEM((places, self.slab_size), self.dtype),
+                plgpu.Barrier(num_barriers=RING),
+            ),
+            compiler_params=plgpu.CompilerParams(
+                lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+            ),
+            interpret=interpret,
+        )
+
+
+def _load(source, slot, ring, full):
+    # Of what may lie outside, this compiler makes copies by descriptors, one for each array.
+    inside = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+    plgpu.copy_gmem_to_smem(source, ring.at[slot], full.at[slot], oob_mode=inside)
+
+
+def _choose(index, references, act):
+    """`act(references[index])`."""
+    lax.switch(index, [lambda chosen=chosen: act(chosen) for chosen in references])
+
+
+def _check(reason):
+    if reason:
+        raise ValueError(f"Mosaic GPU page_copy: {reason}")

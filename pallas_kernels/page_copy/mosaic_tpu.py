@@ -1,0 +1,168 @@
+"""Moving pages on TPUs: one kernel for the arrays of all layers, which only issues copies.
+
+Pages are copied whole, memory to memory, by the DMA engines. The copies of an image begin together,
+one for each array, and those of the image before are waited for only then, so that the engines
+always have some. Page ids are in scalar memory before the kernel begins. What belongs to no page is
+skipped.
+
+TPUs keep an array in tiles of its last two dimensions, and staging in other tiles than pages. The
+kernel therefore gathers into, and scatters from, arrays [images, *page], one for each of the pool,
+and XLA rearranges those in a pass over the images alone. A pool whose last dimension is not whole
+tiles wide is kept with its dimensions in another order than kernels see them in: XLA would copy all
+of it, so it is refused.
+
+Arithmetic behind having two images on their way (not a measurement): one of 32 layers with 8 KV
+heads, head_dim 128 and pages of 128 tokens in bfloat16 has 64 copies of 256 KiB, 16 MiB. A chip of
+1.6 TB/s reads and writes that in 21 us, ten times the latency of a copy.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+if TYPE_CHECKING:
+    from pallas_kernels.paged_attention.layout import KVPages
+
+LANES = 128
+"""Elements along the last dimension of a tile."""
+
+
+def unsupported(
+    layers: Sequence[KVPages],
+    page_ids: jax.Array,
+    staging: jax.Array | None = None,
+    *,
+    interpret: Any = None,
+) -> str | None:
+    """Why `gather_pages`, or `scatter_pages` of `staging`, refuses arrays of these shapes; None if
+    it does not."""
+    for _, _, head_dim, page_size in (pages.k.shape for pages in layers):
+        if not interpret and (head_dim % LANES or page_size % LANES):
+            return (
+                f"pages have {page_size} tokens and head_dim {head_dim}; "
+                f"both must be multiples of {LANES}."
+            )
+    return None
+
+
+def gather_pages(
+    layers: Sequence[KVPages], page_ids: jax.Array, *, interpret: Any = None
+) -> jax.Array:
+    """`api.gather_pages`; interpret is True or `pltpu.InterpretParams`, to run on the host.
+
+    Raises ValueError for what `unsupported` names.
+    """
+    _check(unsupported(layers, page_ids, interpret=interpret))
+    pool = _arrays(layers, interpret)
+    num_pages, images = pool[0].shape[0], len(page_ids)
+    gathered = _copy(
+        page_ids,
+        sources=pool,
+        targets=[jax.ShapeDtypeStruct((images, *array.shape[1:]), array.dtype) for array in pool],
+        pair=lambda source, target, image, page: (source.at[page], target.at[image]),
+        num_pages=num_pages,
+        interpret=interpret,
+    )
+    # As integers, which no compiler thinks of rounding. What was skipped may be anything.
+    inside = (page_ids >= 0) & (page_ids < num_pages)
+    parts = [_bits(array).reshape(images, -1) for array in gathered]
+    staging = jnp.where(inside[:, None], jnp.concatenate(parts, axis=1), 0)
+    return lax.bitcast_convert_type(staging, layers[0].k.dtype)
+
+
+def scatter_pages(
+    layers: Sequence[KVPages], page_ids: jax.Array, staging: jax.Array, *, interpret: Any = None
+) -> list[KVPages]:
+    """`api.scatter_pages`; interpret is True or `pltpu.InterpretParams`, to run on the host.
+
+    Raises ValueError for what `unsupported` names.
+    """
+    _check(unsupported(layers, page_ids, staging, interpret=interpret))
+    pool = _arrays(layers, interpret)
+    sizes = [math.prod(array.shape[1:]) for array in pool]
+    bounds = [*itertools.accumulate(sizes)][:-1]
+    parts = jnp.split(_bits(staging) if interpret else staging, bounds, axis=1)
+    written = _copy(
+        page_ids,
+        sources=[part.reshape(-1, *array.shape[1:]) for part, array in zip(parts, pool)],
+        targets=pool,
+        pair=lambda source, target, image, page: (source.at[image], target.at[page]),
+        num_pages=pool[0].shape[0],
+        interpret=interpret,
+    )
+    written = [lax.bitcast_convert_type(array, staging.dtype) for array in written]
+    kind = type(layers[0])
+    return [kind(k, v) for k, v in zip(written[::2], written[1::2])]
+
+
+def _copy(page_ids, *, sources, targets, pair, num_pages, interpret):
+    """The targets after a copy for each image of a page, and each array.
+
+    pair(source, target, image, page): references to what is copied, and to where. Targets that are
+    arrays and not only shapes are written in place.
+    """
+    images, arrays = len(page_ids), len(sources)
+    given = [target for target in targets if isinstance(target, jax.Array)]
+
+    def page_copy_kernel(page_ids, *refs):
+        sources, targets, done = refs[:arrays], refs[-arrays - 1 : -1], refs[-1]
+
+        def for_each_copy(image, act):
+            page = page_ids[image]
+
+            @pl.when((page >= 0) & (page < num_pages))
+            def _():
+                for source, target in zip(sources, targets):
+                    ends = pair(source, target, image, page)
+                    act(pltpu.make_async_copy(*ends, done.at[lax.rem(image, 2)]))
+
+        def step(image, _):
+            @pl.when(image < images)
+            def _():
+                for_each_copy(image, lambda copy: copy.start())
+
+            @pl.when(image > 0)
+            def _():
+                for_each_copy(image - 1, lambda copy: copy.wait())
+
+        lax.fori_loop(0, images + 1, step, None)
+
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        page_copy_kernel,
+        out_shape=[jax.ShapeDtypeStruct(target.shape, target.dtype) for target in targets],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            in_specs=[anywhere] * (arrays + len(given)),
+            out_specs=[anywhere] * arrays,
+            scratch_shapes=[pltpu.SemaphoreType.DMA((2,))],
+        ),
+        input_output_aliases={1 + arrays + index: index for index in range(len(given))},
+        interpret=interpret or False,
+    )(page_ids, *sources, *given)
+
+
+def _arrays(layers, interpret):
+    """Keys and values of each layer. XLA on the host has no bfloat16 and rounds when it copies, so
+    there they are integers; on a TPU that would copy all of them, and a copy rounds nothing."""
+    arrays = [array for pages in layers for array in pages]
+    return [_bits(array) for array in arrays] if interpret else arrays
+
+
+def _bits(array):
+    """The same bits as unsigned integers."""
+    return lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
+
+
+def _check(reason):
+    if reason:
+        raise ValueError(f"Mosaic TPU page_copy: {reason}")

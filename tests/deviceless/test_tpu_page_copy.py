@@ -1,0 +1,52 @@
+"""The TPU kernels that move pages, compiled for TPUs without one."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import pytest
+from tpu import CHIPS, array, compiled, sharding
+
+from pallas_kernels.page_copy import image_elements, mosaic_tpu
+from pallas_kernels.paged_attention import KVPages
+
+pytestmark = pytest.mark.deviceless
+
+NUM_PAGES, IMAGES = 512, 16
+
+KINDS = {
+    "v5e:2x2": ("int8", 8, 128, 128),
+    "v5p:2x2x1": ("float8_e4m3fn", 2, 256, 128),
+    "v6e:2x2": ("bfloat16", 8, 128, 128),
+    "tpu7x:2x2x1": ("bfloat16", 4, 128, 256),
+}
+"""Of each chip: dtype, KV heads, head_dim and page size."""
+
+
+def move(chip):
+    """Layers, page ids and staging."""
+    on, (dtype, heads, head_dim, page_size) = sharding(chip), KINDS[chip]
+    k = array(on, NUM_PAGES, heads, head_dim, page_size, dtype=dtype)
+    v = array(on, NUM_PAGES, heads, page_size, head_dim, dtype=dtype)
+    layers = [KVPages(k, v)] * 2
+    staging = array(on, IMAGES, image_elements(layers), dtype=dtype)
+    return layers, array(on, IMAGES, dtype=jnp.int32), staging
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_pages_are_scattered_where_the_pool_lies(chip):
+    layers, ids, staging = move(chip)
+    executable = compiled(mosaic_tpu.scatter_pages, layers, ids, staging, donate=(0,))
+    memory = executable.memory_analysis()
+    page_bytes = image_elements(layers) * staging.dtype.itemsize
+    assert memory.alias_size_in_bytes == NUM_PAGES * page_bytes
+    assert memory.temp_size_in_bytes <= 2 * IMAGES * page_bytes
+    assert executable.as_text().count('custom_call_target="tpu_custom_call"') == 1
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_gathering_only_reads_the_pool(chip):
+    layers, ids, staging = move(chip)
+    executable = compiled(mosaic_tpu.gather_pages, layers, ids)
+    temporary = executable.memory_analysis().temp_size_in_bytes
+    assert temporary <= 2 * IMAGES * image_elements(layers) * staging.dtype.itemsize
+    assert executable.as_text().count('custom_call_target="tpu_custom_call"') == 1

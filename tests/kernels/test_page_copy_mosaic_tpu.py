@@ -1,0 +1,68 @@
+"""The TPU kernels that move pages, against numpy.
+
+Mostly compiled to XLA, which is fast; and in small by the simulator that detects races and begins
+copies as late as it may.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_page_copy import (
+    PAGES,
+    PageCopyContract,
+    assert_same_bits,
+    assert_same_pages,
+    layout,
+    pool,
+    random_bits,
+)
+
+from pallas_kernels import compat
+from pallas_kernels.page_copy import image_elements, mosaic_tpu, reference
+
+gather = functools.partial(mosaic_tpu.gather_pages, interpret=True)
+scatter = functools.partial(mosaic_tpu.scatter_pages, interpret=True)
+
+
+def copy(layers, sources, targets):
+    inside = (sources >= 0) & (sources < PAGES)
+    return scatter(layers, jnp.where(inside, targets, -1), gather(layers, sources))
+
+
+class TestMosaicTpu(PageCopyContract):
+    gather, scatter, copy = map(staticmethod, (gather, scatter, copy))
+
+
+IDS = np.int32([5, -1, 2, PAGES, 6, 0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_copy_races_with_another(dtype):
+    layers = pool(dtype)
+    staging = random_bits(
+        (len(IDS), image_elements(layers)), layers[0].k.dtype, np.random.default_rng(1)
+    )
+    with compat.tpu_interpreter() as interpreter:
+        arguments = jax.tree.map(jnp.asarray, (layers, IDS))
+        gathered = mosaic_tpu.gather_pages(*arguments, interpret=interpreter)
+        assert_same_bits(gathered, reference.gather_pages(layers, IDS))
+        written = mosaic_tpu.scatter_pages(*arguments, jnp.asarray(staging), interpret=interpreter)
+        assert_same_pages(written, reference.scatter_pages(layers, IDS, staging))
+
+
+def test_pools_that_kernels_see_otherwise_than_they_are_kept_are_refused():
+    ids = jax.ShapeDtypeStruct((3,), jnp.int32)
+    for kind in ({"head_dim": 128, "page_size": 64}, {"head_dim": 64, "page_size": 128}):
+        layers = [layout("float32", **kind).shapes]
+        message = (
+            "pages have {page_size} tokens and head_dim {head_dim}; both must be multiples of 128"
+        )
+        with pytest.raises(ValueError, match=message.format(**kind)):
+            jax.eval_shape(mosaic_tpu.gather_pages, layers, ids)
+    layers = [layout("float32", head_dim=256, page_size=128).shapes]
+    assert mosaic_tpu.unsupported(layers, ids) is None
