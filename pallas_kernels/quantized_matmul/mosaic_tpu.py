@@ -1,0 +1,255 @@
+"""Products with packed weights for TPUs: the weight crosses the memory bus packed, once.
+
+    x [in, tokens] -> token-major [parts, tokens, columns]      plain XLA, outside
+    for each tile of rows, of tokens, of columns:               the grid, copies double-buffered
+        for each block of BLOCK_ROWS x BLOCK_COLUMNS:
+            unpack to the dtype of the product, times scales    vector unit
+            result [tokens, rows] += x . block^T                matrix unit
+    result^T, times the scales of whole rows, plus minima       plain XLA, fused
+
+Tokens are rows within, because memory comes in lines of 128: a result [out, 8] would be written as
+[out, 128]. A column is a byte of a row's values. In int4 it is two inputs, one of its low half and
+one of its high, so x comes in two parts and nothing is put in order: both halves are multiplied by
+the inputs that belong to them, and share a scale.
+
+A scale belongs to 2**n columns. It is brought to them by a gather along lanes, an operation of its
+own unit, and is multiplied into the weight before it is rounded to the dtype of the product. The
+scale of a whole row is left until after the product, so that its integers and float8s are
+multiplied exactly. So are minima: they contribute minima . (sums of x over groups), which is a
+product of 1/group of the size, and what remains to be rounded is the smaller for it.
+
+Where tiles reach beyond the weight there is anything. Those rows are results of no one. Those
+columns meet zeros of x; their scales are the last group's, and float8 values, which might be NaN,
+are made zeros.
+
+Sizes are arithmetic and not measurements. Every step of a grid costs something of its own: for few
+tokens a tile is 2 MiB of values, which a v6e reads in 1.3 us. For many it is smaller, to leave room
+for x and the result: an element of x is used for 512 rows, two operations each, which at two bytes
+an element is 512 operations a byte, where a v5e needs 240 and a v6e 560 to be bound by its matrix
+unit; and a weight is unpacked once for 512 tokens. All buffers of a step are together below 12 MiB.
+What the gathers of scales take beside the reads is open until a TPU has run them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.quantized_matmul.formats import INT4_BLOCK, PackedWeight
+
+FEW_TOKENS = 128
+FEW_TILE, MANY_TILE = (1024, 2048), (512, 1024)
+"""Rows and columns of a tile for up to FEW_TOKENS and for more."""
+TOKEN_TILE = 512
+BLOCK_ROWS, BLOCK_COLUMNS = 256, 512
+LANES = 128
+LEAST_COLUMNS = 16
+"""Of a group: then a tile's scales lie in 128 lanes."""
+
+_X_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
+
+
+def unsupported(weight: PackedWeight, x: jax.Array) -> str | None:
+    """Why the kernel refuses arguments of these shapes and dtypes, None when it does not."""
+    if x.dtype.name not in _X_DTYPES:
+        return f"x is {x.dtype}; it can be {', '.join(_X_DTYPES)}."
+    if 0 in (*weight.shape, *x.shape):
+        return f"a weight {list(weight.shape)} times x {list(x.shape)} is empty."
+    if weight.format.group is not None:
+        columns = _group_columns(weight)
+        if columns < LEAST_COLUMNS or columns & (columns - 1):
+            least = weight.format.group // columns * LEAST_COLUMNS
+            return (
+                f"groups are of {weight.format.group} inputs; of {weight.format.values} they can "
+                f"be of {least} times a power of two, or a whole row."
+            )
+    return None
+
+
+def quantized_matmul(weight: PackedWeight, x: jax.Array, *, interpret: Any = None) -> jax.Array:
+    """Float32 [out, tokens] of `weight` [out, in] and x [in, tokens].
+
+    Products are of bfloat16 where x is that or float8, else of float32. Scales and minima are
+    finite. Raises ValueError with what `unsupported` says.
+    """
+    if reason := unsupported(weight, x):
+        raise ValueError(reason)
+    dtype = jnp.bfloat16 if x.dtype.itemsize == 1 else jnp.promote_types(x.dtype, jnp.bfloat16)
+    x = x.astype(dtype)
+    result = _multiply(weight, _parts(weight, x), interpret)
+    if weight.format.group is None:
+        result = result * weight.scales[:, 0].astype(jnp.float32)
+    if weight.minima is not None:
+        result = result + _of_minima(weight, x)
+    return result.T
+
+
+def _parts(weight, x):
+    """[parts, tokens, columns] of x [in, tokens]: for int4 what low and high halves multiply."""
+    if weight.format.values != "int4":
+        return x.T[None]
+    blocks = x.reshape(-1, 2, INT4_BLOCK // 2, x.shape[1])
+    return blocks.transpose(1, 3, 0, 2).reshape(2, x.shape[1], -1)
+
+
+def _of_minima(weight, x):
+    """Float32 [tokens, out]: what minima add to the product."""
+    groups = weight.minima.shape[1]
+    sums = x.astype(jnp.float32).reshape(groups, -1, x.shape[1]).sum(1)
+    minima = weight.minima.astype(jnp.float32)
+    return lax.dot_general(sums, minima, (((0,), (1,)), ((), ())), precision="highest")
+
+
+def _multiply(weight, x, interpret):
+    """Float32 [tokens, out] of x [parts, tokens, columns], without the scales of whole rows."""
+    parts, tokens, columns = x.shape
+    num_rows = weight.shape[0]
+    largest = FEW_TILE if tokens <= FEW_TOKENS else MANY_TILE
+    tile_rows = min(largest[0], _round_up(num_rows, BLOCK_ROWS))
+    tile_columns = min(largest[1], _round_up(columns, BLOCK_COLUMNS))
+    tile_tokens = min(TOKEN_TILE, tokens)
+    grid = tuple(map(pl.cdiv, (num_rows, tokens, columns), (tile_rows, tile_tokens, tile_columns)))
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, -columns % BLOCK_COLUMNS)))
+
+    operands = [x, weight.values]
+    specs = [
+        pl.BlockSpec((parts, tile_tokens, tile_columns), lambda row, token, at: (0, token, at)),
+        pl.BlockSpec((tile_rows, tile_columns), lambda row, token, at: (row, at)),
+    ]
+    if weight.format.group is not None:
+        operands.append(_loadable(weight.scales))
+        tiles_a_block = max(1, LANES * _group_columns(weight) // tile_columns)
+        lanes = min(LANES, weight.scales.shape[1])
+        specs.append(
+            pl.BlockSpec((tile_rows, lanes), lambda row, token, at: (row, at // tiles_a_block))
+        )
+    varying = [jax.typeof(operand).manual_axis_type.varying for operand in operands]
+    return pl.pallas_call(
+        functools.partial(_kernel, weight=jax.eval_shape(lambda: weight)),
+        out_shape=jax.ShapeDtypeStruct(
+            (tokens, num_rows),
+            jnp.float32,
+            manual_axis_type=jax.sharding.ManualAxisType(varying=frozenset().union(*varying)),
+        ),
+        grid=grid,
+        in_specs=specs,
+        out_specs=pl.BlockSpec((tile_tokens, tile_rows), lambda row, token, at: (token, row)),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary")
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * parts * tokens * columns * num_rows,
+            bytes_accessed=sum(operand.nbytes for operand in operands) + 4 * tokens * num_rows,
+            transcendentals=0,
+        ),
+        name="quantized_matmul",
+        interpret=interpret or False,
+    )(*operands)
+
+
+def _kernel(x, values, *scales_and_result, weight):
+    """One tile: x [parts, tokens, columns], values [rows, columns], scales [rows, lanes] if any."""
+    *scales, result = scales_and_result
+    first_row, first_column = pl.program_id(0) * values.shape[0], pl.program_id(2) * values.shape[1]
+
+    @pl.when(first_column == 0)
+    def _():
+        result[...] = jnp.zeros(result.shape, result.dtype)
+
+    # The last tiles may reach beyond the weight by whole blocks.
+    num_rows, num_columns = weight.values.shape
+    row_blocks = _blocks_within(values.shape[0], BLOCK_ROWS, num_rows - first_row)
+    column_blocks = _blocks_within(values.shape[1], BLOCK_COLUMNS, num_columns - first_column)
+
+    def multiply_block(row_block, column_block):
+        rows = pl.ds(pl.multiple_of(row_block * BLOCK_ROWS, BLOCK_ROWS), BLOCK_ROWS)
+        columns = pl.ds(pl.multiple_of(column_block * BLOCK_COLUMNS, BLOCK_COLUMNS), BLOCK_COLUMNS)
+        first = first_column + column_block * BLOCK_COLUMNS
+        scale = _spread(scales[0][rows, :], first, weight) if scales else None
+        for part, half in enumerate(_unpack(values[rows, columns], first, weight)):
+            half = half if scale is None else half * scale
+            result[:, rows] += lax.dot_general(
+                x[part, :, columns],
+                half.astype(x.dtype),
+                (((1,), (1,)), ((), ())),
+                precision="highest" if x.dtype == jnp.float32 else None,
+                preferred_element_type=jnp.float32,
+            )
+
+    @pl.loop(0, row_blocks)
+    def _(row_block):
+        @pl.loop(0, column_blocks)
+        def _(column_block):
+            multiply_block(row_block, column_block)
+
+
+def _blocks_within(tile, block, remaining):
+    """Blocks of a tile that have something of the `remaining` rows or columns."""
+    return jnp.minimum(tile // block, pl.cdiv(remaining, block))
+
+
+def _unpack(values, first_column, weight):
+    """Float32 [rows, columns] of a block of values; in int4 two, of low halves and of high."""
+    if weight.format.values == "int4":
+        values = values.astype(jnp.int32)
+        offset = 0 if weight.format.minimum else 8
+        return [(half - offset).astype(jnp.float32) for half in (values & 15, values >> 4)]
+    values = values.astype(jnp.float32)
+    columns = weight.values.shape[1]
+    if weight.format.values == "float8_e4m3fn" and columns % BLOCK_COLUMNS:
+        at = first_column + lax.broadcasted_iota(jnp.int32, values.shape, 1)
+        values = jnp.where(at < columns, values, 0)
+    return [values]
+
+
+def _spread(scales, first_column, weight):
+    """Float32 [rows, BLOCK_COLUMNS] of scales [rows, lanes]: of each column from `first_column`."""
+    scales = _as_float32(scales)
+    size = _group_columns(weight)
+    shape = scales.shape[0], LANES
+    lane = lax.broadcasted_iota(jnp.int32, shape, 1)
+    first_group = first_column // (size * LANES) * LANES  # of those that are here
+    last_group = weight.scales.shape[1] - 1
+    spread = []
+    for first_lane in range(0, BLOCK_COLUMNS, LANES):
+        group = jnp.minimum((first_column + first_lane + lane) // size, last_group) - first_group
+        spread.append(jnp.take_along_axis(scales, group, axis=1, mode="promise_in_bounds"))
+    return jnp.concatenate(spread, axis=1)
+
+
+def _loadable(scales):
+    """Float16 as its bits: the vector unit cannot even load it."""
+    return lax.bitcast_convert_type(scales, jnp.uint16) if scales.dtype == jnp.float16 else scales
+
+
+def _as_float32(scales):
+    """Exactly. Of the bits of float16 those of float32 are made.
+
+    The magnitude is moved to where float32 has it, and the exponent's bias, 15 and 127, made up
+    for. Below 2**-14 float16 has no leading one: it is put there, and taken away as a number.
+    """
+    if scales.dtype != jnp.uint16:
+        return scales.astype(jnp.float32)
+    bits = scales.astype(jnp.int32)
+    moved = ((bits & 0x7FFF) << 13) + (112 << 23)
+    small = _float_of(moved + (1 << 23)) - 2.0**-14
+    magnitude = jnp.where((bits & 0x7C00) == 0, small, _float_of(moved))
+    return jnp.where((bits & 0x8000) == 0, magnitude, -magnitude)
+
+
+def _float_of(bits):
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _group_columns(weight):
+    return weight.format.group // (2 if weight.format.values == "int4" else 1)
+
+
+def _round_up(number, multiple):
+    return pl.cdiv(number, multiple) * multiple
