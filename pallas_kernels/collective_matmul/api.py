@@ -1,0 +1,111 @@
+"""The signatures of products between which tokens are split over a mesh axis.
+
+Tensor parallelism splits a layer's first weight by outputs and its second by inputs; sequence
+parallelism (2205.05198) splits by tokens what lies between layers, so that norms are computed once:
+
+    x [in, tokens / n]  --all_gather_matmul-->  [out / n, tokens]     weight [out / n, in]
+    x [in / n, tokens]  --matmul_reduce_scatter-->  [out, tokens / n] weight [out, in / n]
+
+Collectives and products need not take turns: a collective is n - 1 hops along a ring, and while
+tokens make a hop those that are here are multiplied (the collective matmul of Wang et al., ASPLOS
+2023, in software what T3, 2401.16677, does in hardware). It costs n products of 1/n of the tokens
+for one of all, so `worth_it` decides.
+
+For use inside `jax.shard_map`. The weight is never cut: it may be anything that `product` takes,
+such as a packed weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+
+from pallas_kernels.collective_matmul import xla
+from pallas_kernels.collective_matmul.choice import Rates, worth_it
+
+
+class Weight(Protocol):
+    """An array or a packed weight: a pytree of arrays with the shape of what they mean."""
+
+    shape: tuple[int, int]
+
+
+Product = Callable[[Any, jax.Array], jax.Array]
+"""weight [out, in], x [in, tokens] -> [out, tokens], best in float32."""
+
+
+def all_gather_matmul(
+    weight: Weight,
+    x: jax.Array,
+    axis_name: str,
+    *,
+    num_tokens: int | None = None,
+    rates: Rates | None = None,
+    product: Product = xla.dot,
+) -> jax.Array:
+    """This rank's outputs of all ranks' tokens: [out / n, num_tokens] in the dtype of x.
+
+    weight [out / n, in] and x [in, tokens / n] are this rank's; tokens are in the order of ranks.
+    num_tokens: how many of them there are when the last ones are padding, which is left out.
+    rates: of the devices, as measured. Without, tokens are gathered before one product.
+
+    Raises ValueError for shapes that do not belong together.
+    """
+    _check(weight, x)
+    tokens = jax.lax.axis_size(axis_name) * x.shape[1]
+    if num_tokens is not None and not 0 <= num_tokens <= tokens:
+        raise ValueError(f"num_tokens is {num_tokens}; the ranks hold {tokens}.")
+    if _overlaps(weight, x.shape[1], x.nbytes, axis_name, rates):
+        result = xla.ring_all_gather_matmul(weight, x, axis_name, product, rates.both_ways)
+    else:
+        result = xla.plain_all_gather_matmul(weight, x, axis_name, product)
+    return result[:, :num_tokens]
+
+
+def matmul_reduce_scatter(
+    weight: Weight,
+    x: jax.Array,
+    axis_name: str,
+    *,
+    rates: Rates | None = None,
+    product: Product = xla.dot,
+) -> jax.Array:
+    """This rank's tokens of the sum of all ranks' products: [out, tokens / n] in the dtype of x.
+
+    weight [out, in / n] and x [in / n, tokens] are this rank's. Tokens are in the order of ranks;
+    where they are not n times a whole number, zeros follow.
+    rates: of the devices, as measured. Without, one product is made before it is summed.
+
+    Every rank's product is rounded to the dtype of x. Along a ring, those for the tokens of rank r
+    are added in the order r + 1, r + 2, ..., r - 1, r, and every sum is rounded; both ways, the
+    second half of r's tokens in the order r - 1, r - 2, ..., r + 1, r. So the result is the same
+    each time, and may in its last bits differ from that of another n or of one product.
+
+    Raises ValueError for shapes that do not belong together.
+    """
+    _check(weight, x)
+    ranks = jax.lax.axis_size(axis_name)
+    tokens = -(-x.shape[1] // ranks)
+    message_bytes = weight.shape[0] * tokens * x.dtype.itemsize
+    x = xla.padded(x, ranks * tokens)
+    if _overlaps(weight, tokens, message_bytes, axis_name, rates):
+        return xla.ring_matmul_reduce_scatter(weight, x, axis_name, product, rates.both_ways)
+    return xla.plain_matmul_reduce_scatter(weight, x, axis_name, product)
+
+
+def _check(weight, x):
+    if x.ndim != 2 or x.shape[0] != weight.shape[1]:
+        raise ValueError(f"x has shape {x.shape}; this weight takes [{weight.shape[1]}, tokens].")
+
+
+def _overlaps(weight, tokens, message_bytes, axis_name, rates):
+    return rates is not None and worth_it(
+        rates,
+        ranks=jax.lax.axis_size(axis_name),
+        tokens=tokens,
+        weight_shape=weight.shape,
+        weight_bytes=sum(plane.nbytes for plane in jax.tree.leaves(weight)),
+        message_bytes=message_bytes,
+    )

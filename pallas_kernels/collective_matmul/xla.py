@@ -1,0 +1,105 @@
+"""Collective products by `lax.ppermute`, for whatever XLA compiles to.
+
+A step sends what the next one needs before the product that does not wait for it, in an unrolled
+loop: compilers that make collectives asynchronous, as for TPUs and GPUs, put the product between
+the start of a hop and its end. Both ways, the first halves of all chunks of tokens go up the ring
+and the second halves down. Two halves are multiplied at once, for one product of a chunk is faster
+than two of a half.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+
+def dot(weight, x):
+    """Float32 [out, tokens] of arrays weight [out, in] and x [in, tokens]."""
+    return jnp.matmul(weight, x, preferred_element_type=jnp.float32)
+
+
+def padded(x, tokens):
+    """x [in, ...] with zeros up to [in, tokens]."""
+    return jnp.pad(x, ((0, 0), (0, tokens - x.shape[1])))
+
+
+def plain_all_gather_matmul(weight, x, axis_name, product):
+    gathered = lax.all_gather(x, axis_name, axis=1, tiled=True)
+    return product(weight, gathered).astype(x.dtype)
+
+
+def plain_matmul_reduce_scatter(weight, x, axis_name, product):
+    """x [in, tokens] of a multiple of the ranks."""
+    partial = product(weight, x).astype(x.dtype)
+    return lax.psum_scatter(partial, axis_name, scatter_dimension=1, tiled=True)
+
+
+def ring_all_gather_matmul(weight, x, axis_name, product, both_ways):
+    """In step s, what came from s ranks away is multiplied, and sent on."""
+    ranks, tokens = lax.axis_size(axis_name), x.shape[1]
+    parts = _parts(tokens, both_ways)
+    held = [x[:, first:last] for first, last, _ in parts]
+    result = None
+    for step in range(ranks):
+        here = held
+        if step < ranks - 1:
+            held = [_send(half, hop, axis_name) for half, (_, _, hop) in zip(here, parts)]
+        chunk = _product(weight, here, product)
+        if result is None:
+            result = jnp.zeros_like(chunk, shape=(chunk.shape[0], ranks * tokens))
+        for first, last, hop in parts:
+            at = _rank_above(-step * hop, axis_name) * tokens + first
+            result = lax.dynamic_update_slice_in_dim(result, chunk[:, first:last], at, axis=1)
+    return result
+
+
+def ring_matmul_reduce_scatter(weight, x, axis_name, product, both_ways):
+    """In step s, the product for the rank s + 1 behind is added to the sum that goes there.
+
+    x [in, tokens] of a multiple of the ranks.
+    """
+    ranks = lax.axis_size(axis_name)
+    tokens = x.shape[1] // ranks
+    parts = _parts(tokens, both_ways)
+    sums = None
+    for step in range(ranks):
+        if sums is not None:
+            sums = [_send(half, hop, axis_name) for half, (_, _, hop) in zip(sums, parts)]
+        here = []
+        for first, last, hop in parts:
+            at = _rank_above(-(step + 1) * hop, axis_name) * tokens + first
+            here.append(lax.dynamic_slice_in_dim(x, at, last - first, axis=1))
+        chunk = _product(weight, here, product)
+        chunks = [chunk[:, first:last] for first, last, _ in parts]
+        sums = chunks if sums is None else [*map(jnp.add, sums, chunks)]
+    return jnp.concatenate(sums, axis=1)
+
+
+def _product(weight, parts, product):
+    """Of the parts of one chunk, in their dtype, and of nothing else.
+
+    Left to themselves, compilers undo the overlap: XLA makes one product of all that share an
+    operand, on GPUs, and fuses a product with the addition that waits for a hop, on TPUs.
+    """
+    weight, parts = lax.optimization_barrier((weight, parts))
+    result = product(weight, jnp.concatenate(parts, axis=1)).astype(parts[0].dtype)
+    return lax.optimization_barrier(result)
+
+
+def _parts(tokens, both_ways):
+    """(first, last, hop) of the parts of a chunk: tokens first to last - 1 go `hop` ranks up."""
+    half = -(-tokens // 2) if both_ways else tokens
+    parts = [(0, half, 1), (half, tokens, -1)]
+    return [part for part in parts if part[0] < part[1]]
+
+
+def _rank_above(hops, axis_name):
+    """The rank `hops` above this one, around the ring."""
+    ranks = lax.axis_size(axis_name)
+    return lax.rem(lax.axis_index(axis_name) + hops % ranks, ranks)
+
+
+def _send(array, hop, axis_name):
+    """What the rank `hop` below has of it."""
+    ranks = lax.axis_size(axis_name)
+    return lax.ppermute(array, axis_name, [(rank, (rank + hop) % ranks) for rank in range(ranks)])
