@@ -1,0 +1,318 @@
+"""The TPU kernel: tiles of queries against blocks of pages that are copied while others are used.
+
+A program walks a work list (`tpu_work`). A tile of queries lies in VMEM for as long as its items
+last, together with the state of its online softmax (1805.02867). Pages are copied whole, block
+after block, into a ring of slots in VMEM. What to copy next is a place in the work list that runs
+ahead of the computation by as many blocks as the ring has slots to spare, from item to item and
+row to row, so the first pages of a row arrive while the previous rows are being computed.
+
+A KV head at a time, the queries that share it are the rows of two matrix products with a block of
+keys [head_dim, span] and of values [span, head_dim]. Blocks that every token of the tile sees
+entirely are not masked. In the others a score that is not seen is -1e30, and so is the peak before
+anything was seen: what such scores leave behind is multiplied by exp(-1e30 - peak) = 0 when the
+first real score comes. A block that a token does not see thus changes nothing to the last bit.
+
+Scores run along lanes. The running peak is kept as `lanes` equal columns and the running total as
+`lanes` partial sums, so that no value has to be spread over lanes and none summed across them
+before the end.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import compat
+from pallas_kernels.paged_attention.tpu_work import Items
+
+if TYPE_CHECKING:
+    from pallas_kernels.paged_attention.layout import KVPages
+
+LANES = 128
+"""Of a vector register, and columns of a tile of any array in memory."""
+
+QUERY_ROWS = 512
+"""Rows of the matrix products that a tile of queries should make for each KV head."""
+
+DECODE_SPAN, CHUNK_SPAN = 2048, 512
+"""Positions of a block at most, and of a chunk's block also at least while its pages are small.
+Scores of a chunk's block, QUERY_ROWS each, are 1 MiB for each KV head."""
+
+BLOCK_BYTES = 2 * 2**20
+"""Of keys and values, what a decode's block should have."""
+
+RING_BYTES, MAX_SLOTS = 8 * 2**20, 8
+"""What the ring may take while it has more than two slots, and how many slots it has at most."""
+
+_TILE_ELEMENTS = QUERY_ROWS * 1024
+_VMEM_BYTES = 48 * 2**20
+_MASKED = -1e30
+_LOG2E = math.log2(math.e)
+
+
+class _Sizes(NamedTuple):
+    """heads: KV heads of a program, of which a core takes all in turn. pages, span: pages and
+    positions of a block. slots: blocks that the ring holds. lanes: columns of the running state.
+    """
+
+    heads: int
+    pages: int
+    span: int
+    slots: int
+    lanes: int
+
+
+def _sizes(q, pages, queries) -> _Sizes:
+    """What a row's blocks are depends on nothing that differs between batches."""
+    _, kv_heads, rows, dim = q.shape
+    page_size, cores = pages.k.shape[3], compat.tpu_cores()
+    share = kv_heads // cores if kv_heads % cores == 0 else kv_heads
+    most = max(1, _TILE_ELEMENTS // (dim * max(rows, QUERY_ROWS)))
+    heads = max(n for n in range(1, share + 1) if share % n == 0 and n <= most)
+    position_bytes = heads * dim * (pages.k.dtype.itemsize + pages.v.dtype.itemsize)
+    span = CHUNK_SPAN
+    if queries == 1:
+        span = min(max(span, BLOCK_BYTES // position_bytes), DECODE_SPAN)
+    of_block = max(1, span // page_size)
+    span = of_block * page_size
+    slots = min(max(2, RING_BYTES // (span * position_bytes)), MAX_SLOTS)
+    return _Sizes(heads, of_block, span, slots, math.gcd(span, LANES))
+
+
+def attend(
+    q: jax.Array,
+    limits: jax.Array,
+    pages: KVPages,
+    tables: jax.Array,
+    items: Items,
+    following: jax.Array,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    interpret: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of tiles of queries over the pages of the rows they belong to.
+
+    q [tiles, kv_heads, group * queries, head_dim]: tokens of a tile run fastest.
+    limits [tiles, queries, 2] int32: since and until of each token.
+    tables [rows, max_pages] int32, items and following as of `work_list`.
+
+    Returns out, shaped as q, and lse [tiles, kv_heads, 1, group * queries] float32.
+    """
+    tiles, kv_heads, rows, dim = q.shape
+    num_pages, _, _, page_size = pages.k.shape
+    num_items, max_pages = len(items.tile), tables.shape[1]
+    queries = limits.shape[1]
+    sizes = _sizes(q, pages, queries)
+    heads, span, slots = sizes.heads, sizes.span, sizes.slots
+    # One array, for each is a copy to wait for. Its parts begin at multiples of a tile.
+    stride = math.ceil(num_items / LANES) * LANES
+    work = jnp.concatenate([jnp.pad(field, (0, stride - num_items)) for field in items])
+    # The default layout of an array on a TPU does not pad its last dimension to all lanes if it can
+    # pad less with another one last, so values of a small head_dim lie as keys do. Swapping the
+    # dimensions says so, and moves nothing.
+    turned = dim < LANES
+    v = pages.v.swapaxes(2, 3) if turned else pages.v
+
+    def product(a, b, turned=False):
+        return lax.dot_general(
+            a,
+            b,
+            (((1,), (1 if turned else 0,)), ((), ())),
+            precision=lax.Precision.HIGHEST if q.dtype == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )
+
+    def kernel(
+        work, following, tables, q, limits, k, v, out, lse,
+        k_ring, v_ring, arrived, peak, total, values, ahead, copied, used,
+    ):  # fmt: skip
+        items = Items(*(work.at[pl.ds(n * stride, stride)] for n in range(len(Items._fields))))
+        own_heads = pl.ds(pl.program_id(0) * heads, heads)
+        item = pl.program_id(1)
+
+        def first_block(item):
+            return lax.div(items.since[item], span)
+
+        def for_each_page(item, block, slot, act):
+            """Copies of those pages of a block that hold something seen."""
+            begin = jnp.maximum(block * sizes.pages, lax.div(items.since[item], page_size))
+            end = jnp.minimum((block + 1) * sizes.pages, _ceil_div(items.until[item], page_size))
+
+            def one(index, _):
+                entry = items.row[item] * max_pages + jnp.minimum(index, max_pages - 1)
+                page = jnp.clip(tables[entry], 0, num_pages - 1)
+                offset = pl.multiple_of((index - block * sizes.pages) * page_size, page_size)
+                there = pl.ds(offset, page_size)
+                keys = k_ring.at[slot, :, :, there]
+                values = v_ring.at[slot, :, :, there] if turned else v_ring.at[slot, :, there]
+                act(pltpu.make_async_copy(k.at[page, own_heads], keys, arrived.at[slot]))
+                act(pltpu.make_async_copy(v.at[page, own_heads], values, arrived.at[slot]))
+
+            lax.fori_loop(begin, end, one, None)
+
+        def go_ahead_to(item):
+            ahead[0] = item
+            ahead[1] = first_block(jnp.minimum(item, num_items - 1))
+
+        def copy_next():
+            """Start to copy the block that is next ahead, if there is one."""
+            item, block = ahead[0], ahead[1]
+
+            @pl.when(item < num_items)
+            def _():
+                for_each_page(item, block, lax.rem(copied[0], slots), lambda copy: copy.start())
+                copied[0] += 1
+                ahead[1] = block + 1
+
+                @pl.when((block + 1) * span >= items.until[item])
+                def _():
+                    go_ahead_to(following[item + 1])
+
+        @pl.when(item == 0)
+        def _():
+            copied[0] = 0
+            used[0] = 0
+            go_ahead_to(following[0])
+            lax.fori_loop(0, slots - 1, lambda *_: copy_next(), None)
+
+        @pl.when((item == 0) | (items.tile[jnp.maximum(item - 1, 0)] != items.tile[item]))
+        def _():
+            peak[...] = jnp.full(peak.shape, _MASKED, jnp.float32)
+            total[...] = jnp.zeros(total.shape, jnp.float32)
+            values[...] = jnp.zeros(values.shape, jnp.float32)
+
+        def fold(slot, start, masked):
+            """Fold a block that begins at position `start` into the running softmax."""
+            if masked:
+                token = lax.broadcasted_iota(jnp.int32, (queries, 1), 0)
+                own = (token >= items.first[item]) & (token < items.last[item])
+                since, until = limits[0, :, 0:1], jnp.where(own, limits[0, :, 1:2], 0)
+                if queries > 1:
+                    since, until = (
+                        jnp.concatenate([limit] * (rows // queries)) for limit in (since, until)
+                    )
+                position = start + lax.broadcasted_iota(jnp.int32, (rows, span), 1)
+                seen = (position >= since) & (position < until)
+                shape = (1, span) if turned else (span, 1)
+                position = start + lax.broadcasted_iota(jnp.int32, shape, shape.index(span))
+                written = (position >= items.since[item]) & (position < items.until[item])
+
+            def fold_head(head, _):
+                scores = product(q[0, head], k_ring[slot, head].astype(q.dtype))
+                scores = _in_octaves(scores, scale, soft_cap)
+                block_values = v_ring[slot, head].astype(q.dtype)
+                if masked:
+                    scores = jnp.where(seen, scores, _MASKED)
+                    block_values = jnp.where(written, block_values, 0)  # others may be NaN
+                old_peak = peak[head]
+                new_peak = jnp.maximum(old_peak, jnp.max(scores, axis=1, keepdims=True))
+                weights = jnp.exp2(scores - _across(new_peak, span))
+                shrink = jnp.exp2(old_peak - new_peak)
+                peak[head] = new_peak
+                total[head] = total[head] * shrink + _sum_to(weights, sizes.lanes)
+                added = product(weights.astype(q.dtype), block_values, turned)
+                values[head] = values[head] * _across(shrink, dim) + added
+
+            # The products of a decode's head wait for each other longer than they take: heads side
+            # by side fill the gaps. A chunk's fill them alone, and the registers as well.
+            lax.fori_loop(0, heads, fold_head, None, unroll=queries == 1)
+
+        def attend_to(block, _):
+            copy_next()
+            slot = lax.rem(used[0], slots)
+            used[0] += 1
+            for_each_page(item, block, slot, lambda copy: copy.wait())
+            start = block * span
+            whole = (start >= items.all_since[item]) & (start + span <= items.all_until[item])
+            pl.when(whole)(functools.partial(fold, slot, start, masked=False))
+            pl.when(~whole)(functools.partial(fold, slot, start, masked=True))
+
+        lax.fori_loop(first_block(item), _ceil_div(items.until[item], span), attend_to, None)
+
+        following_item = jnp.minimum(item + 1, num_items - 1)
+
+        @pl.when((item == num_items - 1) | (items.tile[following_item] != items.tile[item]))
+        def _():
+            def finish_head(head, _):
+                top = peak[head][:, :1]
+                whole = jnp.sum(total[head], axis=1, keepdims=True)
+                seen = top > _MASKED
+                out[0, head] = jnp.where(seen, values[head] / whole, 0).astype(out.dtype)
+                lse[0, head] = jnp.where(seen, top / _LOG2E + jnp.log(whole), -jnp.inf).T
+
+            lax.fori_loop(0, heads, finish_head, None)
+
+    def of_tile(head_group, item, work, *_):
+        return work[item], head_group, 0, 0
+
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(kv_heads // heads, num_items),
+            in_specs=(
+                pl.BlockSpec((1, heads, rows, dim), of_tile),
+                pl.BlockSpec((1, queries, 2), lambda _, item, work, *__: (work[item], 0, 0)),
+                pl.BlockSpec(memory_space=pl.ANY),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ),
+            out_specs=(
+                pl.BlockSpec((1, heads, rows, dim), of_tile),
+                pl.BlockSpec((1, heads, 1, rows), of_tile),
+            ),
+            scratch_shapes=(
+                pltpu.VMEM((slots, heads, dim, span), pages.k.dtype),
+                pltpu.VMEM((slots, heads, *((dim, span) if turned else (span, dim))), v.dtype),
+                pltpu.SemaphoreType.DMA((slots,)),
+                pltpu.VMEM((heads, rows, sizes.lanes), jnp.float32),
+                pltpu.VMEM((heads, rows, sizes.lanes), jnp.float32),
+                pltpu.VMEM((heads, rows, dim), jnp.float32),
+                pltpu.SMEM((2,), jnp.int32),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.SMEM((1,), jnp.int32),
+            ),
+        ),
+        out_shape=(
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((tiles, kv_heads, 1, rows), jnp.float32),
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=_VMEM_BYTES,
+            disable_bounds_checks=True,  # ids are clipped; checks double the work of a copy
+            disable_semaphore_checks=True,
+        ),
+        name="paged_attention",
+        interpret=interpret or False,
+    )(work, following, tables.reshape(-1), q, limits, pages.k, v)
+
+
+def _in_octaves(products, scale, soft_cap):
+    """Scores times log2(e), for exp2 is what the hardware has."""
+    if soft_cap is None:
+        return products * (scale * _LOG2E)
+    return jnp.tanh(products * (scale / soft_cap)) * (soft_cap * _LOG2E)
+
+
+def _across(columns, width):
+    """[rows, lanes] of equal columns as [rows, width]."""
+    copies = math.ceil(width / columns.shape[1])
+    return jnp.concatenate([columns] * copies, axis=1)[:, :width]
+
+
+def _sum_to(array, lanes):
+    """[rows, n * lanes] as [rows, lanes], every lanes-th column added up."""
+    return sum(array[:, lane : lane + lanes] for lane in range(0, array.shape[1], lanes))
+
+
+def _ceil_div(numerator, divisor):
+    """For integers that are not negative."""
+    return lax.div(numerator + (divisor - 1), divisor)
