@@ -14,6 +14,8 @@ from test_page_copy import PAGES, assert_same_bits, assert_same_pages, layout, p
 from pallas_kernels import compat
 from pallas_kernels.page_copy import image_elements, mosaic_gpu, reference
 
+pytestmark = pytest.mark.interpreted
+
 ONE_SLAB = {"heads": 2, "head_dim": 64, "page_size": 8}
 SEVERAL_SLABS = {"heads": 3, "head_dim": 64, "page_size": 96}
 """Three a page in bfloat16; a block of threads goes several times around its ring."""

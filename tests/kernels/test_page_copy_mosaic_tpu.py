@@ -25,6 +25,8 @@ from test_page_copy import (
 from pallas_kernels import compat
 from pallas_kernels.page_copy import image_elements, mosaic_tpu, reference
 
+pytestmark = pytest.mark.interpreted
+
 gather = functools.partial(mosaic_tpu.gather_pages, interpret=True)
 scatter = functools.partial(mosaic_tpu.scatter_pages, interpret=True)
 

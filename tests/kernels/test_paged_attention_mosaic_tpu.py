@@ -30,6 +30,8 @@ from pallas_kernels.paged_attention import (
 )
 from pallas_kernels.paged_attention.tpu_work import Items, work_list
 
+pytestmark = pytest.mark.interpreted
+
 
 @pytest.fixture
 def small_blocks(monkeypatch):

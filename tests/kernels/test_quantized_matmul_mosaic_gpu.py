@@ -22,6 +22,8 @@ from pallas_kernels.quantized_matmul.mosaic_gpu import quantized_matmul, unsuppo
 from pallas_kernels.quantized_matmul.mosaic_gpu_unpack import PACKED, in_operand, unpack
 from pallas_kernels.quantized_matmul.stream_k import Shares
 
+pytestmark = pytest.mark.interpreted
+
 
 def product(weight, x):
     """Interpreted, for one multiprocessor."""

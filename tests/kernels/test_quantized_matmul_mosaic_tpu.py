@@ -23,6 +23,8 @@ from test_quantized_matmul import (
 from pallas_kernels import compat
 from pallas_kernels.quantized_matmul import FP8, GGUF, Format, PackedWeight, mosaic_tpu, xla
 
+pytestmark = pytest.mark.interpreted
+
 REFUSED = "int8 minimum"
 """The one name among FORMATS that the kernel refuses, for its groups of 48."""
 
