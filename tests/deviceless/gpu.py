@@ -8,6 +8,7 @@ the plugin will not load.
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 import shutil
@@ -50,9 +51,16 @@ class Compiled:
             lowered = jax.jit(function).lower(*arguments)
         self.executable = lowered.compile()
         self.dump = dump
+        self.kernel = ""
+
+    def of(self, kernel):
+        """The same, of the one of its kernels whose name begins so."""
+        one = copy.copy(self)
+        one.kernel = kernel
+        return one
 
     def dumped(self, suffix):
-        (path,) = self.dump.glob(f"*{suffix}")
+        (path,) = self.dump.glob(f"{self.kernel}*{suffix}")
         return path
 
     @property

@@ -13,8 +13,6 @@ import pytest
 
 from pallas_kernels import backends, trust
 
-HERE = jax.devices()[0].device_kind
-
 
 def double(x, *, times=1):
     return x * 2 * times
@@ -146,7 +144,7 @@ def test_an_unknown_backend_is_refused(monkeypatch):
 
 
 def test_the_device_is_the_one_of_the_mesh_in_use_else_the_default_one():
-    assert backends.target() == ("cpu", HERE, True)
+    assert backends.target() == ("cpu", jax.devices()[0].device_kind, True)
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=_described("NVIDIA H200", "gpu"))
     with jax.sharding.use_abstract_mesh(mesh):
         assert backends.target() == ("gpu", "NVIDIA H200", False)

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from scripts import run_script
+from scripts import on_eight_devices
 
 from pallas_kernels.collective_matmul import (
     Rates,
@@ -32,25 +32,6 @@ SPLIT_OUTPUTS, SPLIT_INPUTS, SPLIT_TOKENS = P("tensor"), P(None, "tensor"), P(No
 ONE_WAY = Rates(1.0, 1e15, 1e9, 0.0, both_ways=False)
 BOTH_WAYS = ONE_WAY._replace(both_ways=True)
 """Of devices that multiply once a second: always worth it."""
-
-
-def on_eight_devices(check):
-    """A test that runs `check` in a process of its own, which has eight devices."""
-
-    @functools.wraps(check)
-    def test(**arguments):
-        run_script(
-            f"""
-            import jax
-            jax.config.update("jax_platforms", "cpu")
-            jax.config.update("jax_num_cpu_devices", 8)
-            import {__name__} as tests
-            tests.{check.__name__}.__wrapped__(**{arguments!r})
-            """,
-            timeout_s=500,
-        )
-
-    return test
 
 
 def over(ranks, function, in_specs, out_specs):

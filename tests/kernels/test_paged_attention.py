@@ -291,14 +291,14 @@ def test_what_makes_no_sense_is_refused(change, message):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ({"k": jnp.zeros((4, 2, 8, 3)), "v": jnp.zeros((4, 2, 8, 3))}, "those of values must be"),
-        ({"q": jnp.zeros((1, 4, 6))}, "head_dim 6 and keys 8"),
-        ({"k": jnp.zeros((9, 2, 8, 4), jnp.int16)}, "Keys are int16; pages can be float32"),
+        ({"k": np.zeros((4, 2, 8, 3)), "v": np.zeros((4, 2, 8, 3))}, "those of values must be"),
+        ({"q": np.zeros((1, 4, 6))}, "head_dim 6 and keys 8"),
+        ({"k": np.zeros((5, 2, 8, 4), np.int16)}, "Keys are int16; pages can be float32"),
     ],
 )
 def test_arrays_that_do_not_belong_together_are_refused(kind, message):
     case = Case([4], page_size=4)
-    pages = KVPages(kind.get("k", jnp.zeros((9, 2, 8, 4))), kind.get("v", jnp.zeros((9, 2, 4, 8))))
+    pages = KVPages(kind.get("k", case.pages.k), kind.get("v", case.pages.v))
     with pytest.raises(ValueError, match=message):
         paged_attention(kind.get("q", case.q), pages, case.batch, num_decodes=1, scale=SCALE)
 

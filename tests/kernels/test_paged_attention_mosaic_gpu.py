@@ -7,6 +7,9 @@ not prove how operands lie in registers and shared memory.
 
 from __future__ import annotations
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,118 +19,178 @@ from hypothesis import strategies as st
 from test_paged_attention import Case
 
 from pallas_kernels import compat
-from pallas_kernels.paged_attention import KVPages, decode_work
+from pallas_kernels.paged_attention import KVPages, Visible, masks, mosaic_gpu, reference, xla
+from pallas_kernels.paged_attention.decode_work import TILE, Cutting
 from pallas_kernels.paged_attention.mosaic_gpu_decode import paged_decode
 
 SCALE = 0.3
 
 
-def case_of(contexts, dtype=jnp.bfloat16, **kind):
-    """A batch of decodes in half precision; NaNs wherever nothing was written."""
-    case = Case(contexts, **kind)
+def case_of(contexts, chunks=(), dtype=jnp.bfloat16, stored=None, **kind):
+    """A batch in half precision, with pages of dtype `stored`; NaNs wherever nothing was written,
+    or in integers nonsense."""
+    case = Case(contexts, chunks, **kind)
+    stored = jnp.dtype(stored or dtype)
     case.q = np.asarray(jnp.asarray(case.q, dtype))
-    case.pages = KVPages(*(np.asarray(jnp.asarray(array, dtype)) for array in case.pages))
+    pages = case.pages
+    if stored == jnp.int8:
+        pages = (np.where(np.isnan(array), 127, array * 10) for array in pages)
+    case.pages = KVPages(*(np.asarray(jnp.asarray(array).astype(stored)) for array in pages))
     return case
 
 
-def decode(case, num_sms=1, **options):
-    """Interpreted, in splits of one tile."""
+def causal(case, window=None):
+    """What causal attention sees, with a window or not."""
+    visible = masks.causal(case.batch, len(case.q), case.num_decodes, window, None)
+    return Visible(*map(np.array, visible))
 
-    def run(q, pages, batch):
-        return paged_decode(
-            q,
-            pages,
-            batch,
-            num_decodes=case.num_decodes,
-            scale=SCALE,
-            split_tokens=64,
-            num_sms=num_sms,
-            interpret=interpreter,
-            **options,
-        )
+
+def run(kernel, case, visible, **options):
+    """Interpreted."""
+
+    def function(*arguments):
+        return kernel(*arguments, num_decodes=case.num_decodes, interpret=interpreter, **options)
 
     with compat.gpu_interpreter(detect_races=True) as interpreter:
-        out, lse = jax.jit(run)(*jax.tree.map(jnp.asarray, (case.q, case.pages, case.batch)))
+        arguments = case.q, case.pages, case.batch, visible
+        out, lse = jax.jit(function)(*jax.tree.map(jnp.asarray, arguments))
         return np.asarray(out), np.asarray(lse)
 
 
-def expected(case, window=None, soft_cap=None, sinks=None):
-    """What `decode` should give, float64."""
-    q = np.asarray(case.q, np.float64)
-    keys, values = (np.asarray(array, np.float64) for array in case.pages)
-    page_size, group = values.shape[2], q.shape[1] // values.shape[1]
-    out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
-    for row, context in enumerate(case.batch.context):
-        positions = np.arange(max(0, context - window) if window else 0, context)
-        pages = np.clip(case.batch.tables[row, positions // page_size], 0, len(keys) - 1)
-        for head in range(q.shape[1]) if context else ():
-            k = keys[pages, head // group, :, positions % page_size]
-            v = values[pages, head // group, positions % page_size]
-            scores = k @ q[row, head] * SCALE
-            if soft_cap is not None:
-                scores = soft_cap * np.tanh(scores / soft_cap)
-            sink = -np.inf if sinks is None else float(sinks[head])
-            lse[row, head] = np.logaddexp(np.logaddexp.reduce(scores), sink)
-            out[row, head] = np.exp(scores - lse[row, head]) @ v
-    return out, lse
+def decode(case, visible, num_sms=1, **options):
+    """In splits of one tile."""
+    options = {"scale": SCALE, "split_tokens": TILE, "num_sms": num_sms} | options
+    return run(paged_decode, case, visible, **options)
 
 
-def check(case, num_sms=1, **options):
+def check(case, visible, results, scale=SCALE, **options):
     """Wrong by no more than rounding the weights to the dtype explains."""
-    out, lse = decode(case, num_sms, **options)
+    out, lse = results
     assert out.dtype == case.q.dtype and lse.dtype == np.float32
-    tolerance = 4 * float(jnp.finfo(case.q.dtype).eps)
-    expected_out, expected_lse = expected(case, **options)
+    expected_out, expected_lse = reference.attend(
+        case.q,
+        case.pages,
+        case.batch,
+        visible,
+        num_decodes=case.num_decodes,
+        scale=scale,
+        **options,
+    )
     assert not np.isnan(expected_out).any()
+    tolerance = 4 * float(jnp.finfo(case.q.dtype).eps) * max(1, np.abs(expected_out).max())
     np.testing.assert_allclose(out.astype(np.float64), expected_out, atol=tolerance)
     np.testing.assert_allclose(lse, expected_lse, rtol=2e-5, atol=2e-5)
-    for row in np.flatnonzero(case.batch.context == 0):
-        np.testing.assert_array_equal(out[row].astype(np.float32), 0)
-        np.testing.assert_array_equal(lse[row], -np.inf)
+    nothing = expected_lse == -np.inf
+    np.testing.assert_array_equal(out[nothing].astype(np.float32), 0)
+    np.testing.assert_array_equal(lse[nothing], -np.inf)
 
 
+@pytest.mark.interpreted
 class TestInterpreted:
     def test_around_boundaries_of_pages_tiles_and_splits(self):
-        """Pages smaller than a tile; many entries for each worker."""
-        contexts = [1, 16, 17, 0, 63, 64, 65, 200]
-        check(case_of(contexts, page_size=16, heads=(4, 2), dim=64))
+        """Pages smaller than a tile, many entries for each worker, and one row of more splits than
+        are merged at once."""
+        contexts = [1, 16, 17, 0, 63, 64, 65, 600]
+        case = case_of(contexts, page_size=16, heads=(4, 2), dim=64)
+        check(case, causal(case), decode(case, causal(case)))
 
-    def test_a_window_in_pages_larger_than_a_tile(self):
-        contexts = [1, 100, 101, 0, 230, 300]
-        case = case_of(contexts, jnp.float16, page_size=128, heads=(3, 1), dim=128)
-        check(case, window=100)
+    def test_any_range_in_pages_larger_than_a_tile(self):
+        """With a window, from the middle of a context on, up to it, and of nothing at all."""
+        contexts = [1, 100, 0, 230, 300, 300]
+        case = case_of(contexts, dtype=jnp.float16, page_size=128, heads=(3, 1), dim=128)
+        since, until = causal(case, window=100)
+        until[4], since[5] = 250, 300
+        visible = Visible(since, until)
+        check(case, visible, decode(case, visible))
 
-    def test_soft_cap_sinks_and_the_largest_group(self):
+    def test_a_soft_cap_and_the_largest_group(self):
         case = case_of([0, 70], page_size=32, heads=(64, 1), dim=64)
-        sinks = jnp.linspace(-3, 3, 64)
-        check(case, soft_cap=2.0, sinks=sinks)
+        results = decode(case, causal(case), soft_cap=2.0)
+        check(case, causal(case), results, soft_cap=2.0)
 
-    def test_the_largest_head_dim_on_several_blocks_of_threads(self):
-        check(case_of([70, 0, 130], page_size=64, heads=(2, 2), dim=256), num_sms=2)
+    @pytest.mark.parametrize(
+        ("stored", "dtype", "page_size"),
+        [(jnp.int8, jnp.bfloat16, 64), (jnp.float8_e4m3fn, jnp.float16, 16)],
+    )
+    def test_quantized_pages(self, stored, dtype, page_size):
+        """Of more tiles than land before the first is unpacked, and of fewer."""
+        shapes = {"page_size": page_size, "heads": (2, 1), "dim": 256}
+        case = case_of([200, 0, 30], dtype=dtype, stored=stored, **shapes)
+        visible = causal(case, window=150)
+        check(case, visible, decode(case, visible, scale=0.02), scale=0.02)
 
-    def test_a_row_does_not_depend_on_its_neighbours(self):
-        """To the last bit."""
-        case = case_of([40, 150, 90], page_size=32, heads=(1, 1), dim=256)
-        together = decode(case)
-        case.batch = case.batch._replace(context=np.int32([0, 150, 0]))
-        for whole, single in zip(together, decode(case)):
+    def test_a_row_does_not_depend_on_its_neighbours_or_who_works_on_it(self):
+        """To the last bit; with the largest head_dim, on one block of threads and on two."""
+        case = case_of([70, 150, 0], page_size=64, heads=(2, 2), dim=256)
+        since, until = causal(case)
+        together = decode(case, Visible(since, until), num_sms=2)
+        check(case, Visible(since, until), together)
+        alone = decode(case, Visible(since, np.int32([0, 150, 0])))
+        for whole, single in zip(together, alone):
             np.testing.assert_array_equal(whole[1], single[1])
 
     def test_nothing_outside_the_pool_or_the_tables_is_read(self):
         """The interpreter raises where a GPU would read somebody else's memory."""
         case = case_of([128], page_size=64, heads=(1, 1), dim=256, poison=1.0)
+        last = len(case.pages.k) - 1
         case.batch = case.batch._replace(tables=np.int32([[-5, 2**31 - 1]]))
-        expected_out, expected_lse = expected(case)
-        case.batch = case.batch._replace(context=np.int32([10_000]))
-        out, lse = decode(case)
-        np.testing.assert_allclose(out.astype(np.float64), expected_out, atol=0.03)
-        np.testing.assert_allclose(lse, expected_lse, rtol=2e-5)
+        results = decode(case, Visible(np.int32([-70]), np.int32([10_000])))
+        case.batch = case.batch._replace(tables=np.int32([[0, last]]))
+        check(case, causal(case), results)
 
 
-def work_list(since, until, *, max_tiles, splits):
-    """Splits of two tiles, as numpy."""
-    plan = jax.jit(decode_work.work_list, static_argnums=(2, 3, 4))
-    return jax.tree.map(np.asarray, plan(since, until, max_tiles, 2, splits))
+def test_decodes_and_chunks_go_each_to_their_kernel(monkeypatch):
+    """Both played by XLA here: what they compute is for their own tests."""
+
+    def decode(q, pages, batch, visible, *, num_decodes, scale, soft_cap, interpret):
+        assert interpret is None
+        mine = jax.tree.map(lambda array: array[:num_decodes], (batch, visible))
+        options = {"num_decodes": num_decodes, "scale": scale, "soft_cap": soft_cap}
+        return xla.paged_attention(q[:num_decodes], pages, *mine, **options)
+
+    def prefill(*arguments, scale, soft_cap, interpret):
+        assert interpret is None
+        return xla.paged_attention(*arguments, num_decodes=0, scale=scale, soft_cap=soft_cap)
+
+    monkeypatch.setattr(mosaic_gpu.mosaic_gpu_decode, "paged_decode", decode)
+    monkeypatch.setattr(mosaic_gpu.mosaic_gpu_prefill, "paged_prefill", prefill)
+    case = Case([30, 0, 70], [(40, 25), (9, 9)], page_size=16, padding=3)
+    options = {"num_decodes": 3, "scale": SCALE, "soft_cap": 2.0}
+    arguments = case.q, case.pages, case.batch, causal(case)
+    results = mosaic_gpu.paged_attention(*jax.tree.map(jnp.asarray, arguments), **options)
+    for found, expected in zip(results, reference.attend(*arguments, **options)):
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("contexts", "chunks", "kernels"),
+    [([5], [], {"decode"}), ([], [(9, 4)], {"prefill"}), ([5], [(9, 4)], {"decode", "prefill"})],
+)
+def test_a_program_holds_the_kernels_that_its_batches_need(contexts, chunks, kernels):
+    case = case_of(contexts, chunks, page_size=16, heads=(2, 1), dim=64)
+
+    def attend(*arguments):
+        return mosaic_gpu.paged_attention(
+            *arguments, num_decodes=case.num_decodes, scale=SCALE, soft_cap=None
+        )
+
+    program = str(jax.make_jaxpr(attend)(case.q, case.pages, case.batch, causal(case)))
+    assert {kind for kind in ("decode", "prefill") if f"paged_{kind}_kernel" in program} == kernels
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def plan(cutting, since, until):
+    """As many entries as there could be, and where those of each row end."""
+    ends = cutting.ends(since, until)
+    numbers = jnp.minimum(jnp.arange(len(since) * cutting.splits), ends[-1] - 1)
+    return jax.vmap(lambda n: cutting.entry(n, ends, since, until, len(since)))(numbers), ends
+
+
+def entries(cutting, since, until):
+    """All entries of rows that see these positions, and how many splits each row has."""
+    every, ends = jax.tree.map(np.asarray, plan(cutting, np.int32(since), np.int32(until)))
+    every = [type(every)(*map(int, fields)) for fields in zip(*every)]
+    return every[: ends[-1]], np.diff(ends, prepend=0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -136,14 +199,14 @@ def work_list(since, until, *, max_tiles, splits):
     window=st.sampled_from([None, 1, 64, 300]),
     splits=st.sampled_from([1, 3, 8]),
 )
-def test_the_work_list_covers_every_visible_tile_once(contexts, window, splits):
+def test_the_entries_cover_every_visible_tile_once(contexts, window, splits):
     until = np.int32(contexts)
     since = np.maximum(until - window, 0) if window else np.zeros_like(until)
-    work, counts = work_list(since, until, max_tiles=40, splits=splits)
+    cutting = Cutting(tokens=40 * 64, split_tiles=2, splits=splits)
+    found, counts = entries(cutting, since, until)
     assert counts.max() <= splits
-    entries = [decode_work.Entry(*entry) for entry in work[: counts.sum()]]
     for row in range(len(contexts)):
-        own = [entry for entry in entries if entry.row == row]
+        own = [entry for entry in found if entry.row == row]
         assert [entry.split for entry in own] == list(range(counts[row]))
         assert all((entry.since, entry.until) == (since[row], until[row]) for entry in own)
         covered = [
@@ -161,12 +224,12 @@ def test_how_a_row_is_cut_depends_on_nothing_but_its_context():
     """Not on the width of the tables either, which may follow the longest row."""
     contexts = np.int32([100, 5000, 900, 64])
     cut = {}
-    for max_tiles in (80, 4000):
-        for rows in (contexts, contexts[::-1]):
-            work, counts = work_list(np.zeros(4, np.int32), rows, max_tiles=max_tiles, splits=8)
-            for entry in work[: counts.sum()]:
-                _, split, first_tile, tiles, _, until = entry.tolist()
-                assert cut.setdefault((until, split), (first_tile, tiles)) == (first_tile, tiles)
+    for tokens in (80 * 64, 4000 * 64):
+        for until in (contexts, contexts[::-1]):
+            cutting = Cutting(tokens, split_tiles=2, splits=8)
+            for entry in entries(cutting, np.zeros(4), until)[0]:
+                tiles = entry.first_tile, entry.tiles
+                assert cut.setdefault((entry.until, entry.split), tiles) == tiles
     assert {until for until, _ in cut} == set(contexts.tolist())
 
 
@@ -177,20 +240,37 @@ def test_how_a_row_is_cut_depends_on_nothing_but_its_context():
         ({"page_size": 8}, r"page_size is 8; it can be one of \(16, 32, 64, 128\)"),
         ({"heads": (3, 2)}, "3 query heads share 2 KV heads"),
         ({"heads": (65, 1)}, "a whole number of them up to 64"),
-        ({"dtype": jnp.float32}, "must be of one of bfloat16, float16"),
+        ({"dtype": jnp.float32}, "queries are float32; they can be bfloat16 or float16"),
+        (
+            {"stored": jnp.float16},
+            "keys are float16 and values float16; with queries of bfloat16, both can be bfloat16, "
+            "int8 or float8_e4m3fn",
+        ),
     ],
 )
 def test_what_the_kernel_cannot_do_is_refused(kind, message):
     case = case_of([5], **{"page_size": 16, "heads": (2, 1), "dim": 64} | kind)
+    arguments = case.q, case.pages, case.batch, causal(case)
+    options = {"num_decodes": 1, "scale": SCALE}
     with pytest.raises(ValueError, match=message):
-        paged_decode(case.q, case.pages, case.batch, num_decodes=1, scale=SCALE)
+        paged_decode(*arguments, **options)
+    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arguments)
+    assert re.search(message, mosaic_gpu.unsupported(*shapes, **options))
 
 
 def test_other_arguments_are_refused():
     case = case_of([5], page_size=16, heads=(2, 1), dim=64)
+    arguments = case.q, case.pages, case.batch, causal(case)
     with pytest.raises(ValueError, match="split_tokens is 100; it must be a multiple of 64"):
-        paged_decode(case.q, case.pages, case.batch, num_decodes=1, scale=SCALE, split_tokens=100)
-    with pytest.raises(ValueError, match="window is 0"):
-        paged_decode(case.q, case.pages, case.batch, num_decodes=1, scale=SCALE, window=0)
+        paged_decode(*arguments, num_decodes=1, scale=SCALE, split_tokens=100)
     with pytest.raises(ValueError, match="num_decodes is 0"):
-        paged_decode(case.q, case.pages, case.batch, num_decodes=0, scale=SCALE)
+        paged_decode(*arguments, num_decodes=0, scale=SCALE)
+
+
+def test_chunks_of_quantized_pages_are_refused():
+    case = case_of([5], [(9, 4)], stored=jnp.int8, page_size=16, heads=(2, 1), dim=64)
+    arguments = case.q, case.pages, case.batch, causal(case)
+    assert mosaic_gpu.unsupported(*arguments, num_decodes=1, scale=SCALE)
+    only = jax.tree.map(lambda array: array[:1], (case.q, case.batch, causal(case)))
+    q, batch, visible = only
+    assert not mosaic_gpu.unsupported(q, case.pages, batch, visible, num_decodes=1, scale=SCALE)

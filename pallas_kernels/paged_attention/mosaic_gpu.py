@@ -1,0 +1,70 @@
+"""Paged attention on Hopper GPUs: rows of one token by one kernel, the others by another.
+
+Each is the best for its kind: with one token a row there is little to compute and the pages must
+come as fast as memory gives them, with many tokens the tensor cores must not wait. A program whose
+batches are of one kind contains only that kind's kernel.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention import mosaic_gpu_decode, mosaic_gpu_prefill
+from pallas_kernels.paged_attention.layout import RaggedBatch, Visible
+
+if TYPE_CHECKING:
+    from pallas_kernels.paged_attention.layout import KVPages
+
+
+def unsupported(
+    q: jax.Array,
+    pages: KVPages,
+    batch: RaggedBatch,
+    visible: Visible,
+    *,
+    num_decodes: int,
+    scale: float,
+    soft_cap: float | None = None,
+) -> str | None:
+    """Why `paged_attention` refuses arrays of these shapes and dtypes, None if it does not."""
+    reason = None
+    if num_decodes:
+        reason = mosaic_gpu_decode.unsupported(q, pages)
+    if reason is None and len(q) > num_decodes:
+        reason = mosaic_gpu_prefill.unsupported(q, pages)
+    return reason
+
+
+def paged_attention(
+    q: jax.Array,
+    pages: KVPages,
+    batch: RaggedBatch,
+    visible: Visible,
+    *,
+    num_decodes: int,
+    scale: float,
+    soft_cap: float | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """As `api.attend`. Raises ValueError for what `unsupported` names.
+
+    interpret: what `compat.gpu_interpreter` gives, to run on the host.
+    """
+    options = {"scale": scale, "soft_cap": soft_cap, "interpret": interpret}
+    parts = []
+    if num_decodes:
+        decode = mosaic_gpu_decode.paged_decode
+        parts.append(decode(q, pages, batch, visible, num_decodes=num_decodes, **options))
+    if len(q) > num_decodes:
+        rest = RaggedBatch(*(field[num_decodes:] for field in batch))
+        rest = rest._replace(starts=rest.starts - num_decodes)
+        visible = Visible(*(field[num_decodes:] for field in visible))
+        prefill = mosaic_gpu_prefill.paged_prefill
+        parts.append(prefill(q[num_decodes:], pages, rest, visible, **options))
+    if len(parts) == 1:
+        return parts[0]
+    out, lse = (jnp.concatenate(part) for part in zip(*parts))
+    return out, lse

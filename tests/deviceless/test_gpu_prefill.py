@@ -1,0 +1,99 @@
+"""The Hopper prefill kernel compiled for an H200 without one: what compiler and assembler say."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax.numpy as jnp
+import pytest
+from gpu import array
+
+from pallas_kernels.paged_attention import KVPages, RaggedBatch, Visible
+from pallas_kernels.paged_attention.mosaic_gpu_prefill import paged_prefill
+
+pytestmark = pytest.mark.deviceless
+
+
+def prefill_arguments(tokens, heads, kv_heads, head_dim, page_size, dtype=jnp.bfloat16):
+    ints = functools.partial(array, dtype=jnp.int32)
+    pages = KVPages(
+        array(512, kv_heads, head_dim, page_size, dtype=dtype),
+        array(512, kv_heads, page_size, head_dim, dtype=dtype),
+    )
+    batch = RaggedBatch(ints(4, 16384 // page_size), ints(4), ints(4), ints(4))
+    return array(tokens, heads, head_dim, dtype=dtype), pages, batch, Visible(*[ints(tokens)] * 2)
+
+
+def prefill_shapes(heads, kv_heads, head_dim, page_size, dtype=jnp.bfloat16):
+    return locals()
+
+
+PREFILLS = [
+    (prefill_shapes(32, 8, 128, 64), {}),
+    (prefill_shapes(32, 8, 128, 16), {}),
+    (prefill_shapes(28, 4, 128, 128), {"soft_cap": 30.0}),
+    (prefill_shapes(64, 8, 64, 32, jnp.float16), {}),
+    (prefill_shapes(16, 16, 256, 128), {}),
+    (prefill_shapes(14, 2, 256, 32), {"soft_cap": 30.0}),
+]
+
+
+@pytest.mark.parametrize(("shapes", "options"), PREFILLS)
+def test_paged_prefill(compiled, shapes, options):
+    """Nothing spills, one block of threads fits, and the work is done by the units meant for it."""
+    function = functools.partial(paged_prefill, scale=0.1, **options)
+    kernel = compiled(function, prefill_arguments(2048, **shapes))
+    assert set(kernel.numbers(r"(\d+) bytes spill")) == {0}
+    assert max(kernel.numbers(r"Used (\d+) registers")) * 128 * 3 <= 65_536
+    assert "C75" not in kernel.report, "the assembler serialised wgmma or ignored setmaxnreg"
+    ptx = kernel.dumped(".ptx").read_text()
+    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
+    code = kernel.machine_code()
+    assert "HGMMA" in code and "UTMALDG" in code and "UTMASTG" in code
+    assert not re.search(r"\b(LDL|STL)\b", code)
+    check_operands_in_registers(code)
+
+
+def check_operands_in_registers(code):
+    """No register is written between a wgmma that reads it and the wait for that.
+
+    Assemblers before CUDA 13.3 may do that (triton-lang/triton issues 9433 and 11781).
+    """
+    in_flight, products = set(), 0
+    for line in code.splitlines():
+        instruction = re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@\S+ )?([A-Z]\S*)\s+(.*);", line)
+        if instruction is None:
+            continue
+        name, operands = instruction.groups()
+        if name.startswith("WARPGROUP.DEPBAR"):
+            in_flight.clear()
+        elif name.startswith("HGMMA"):
+            left = re.match(r"R\d+, R(\d+), gdesc", operands)
+            if left:
+                products += 1
+                in_flight.update(range(int(left[1]), int(left[1]) + 4))
+        elif target := re.match(r"R(\d+)\b", operands):
+            width = 4 if ".128" in name else 2 if re.search(r"\.(64|WIDE)", name) else 1
+            written = set(range(int(target[1]), int(target[1]) + width))
+            assert not written & in_flight, f"{line.strip()} while a wgmma reads that"
+    assert products
+
+
+def test_paged_prefill_copies_no_pages_and_plans_once_for_all_layers(compiled):
+    """Temporary memory is results by block; a layer adds the kernel and the choice from them."""
+
+    def layers(q, first, second, batch, visible):
+        prefill = functools.partial(paged_prefill, scale=0.1)
+        out, _ = prefill(q, first, batch, visible)
+        return prefill(out, second, batch, visible)
+
+    q, pages, batch, visible = prefill_arguments(2048, 32, 8, 128, 64)
+    executable = compiled(layers, (q, pages, pages, batch, visible)).executable
+    results = 2 * (2048 + 4 * 32) * 32 * (128 * 2 + 4)
+    assert executable.memory_analysis().temp_size_in_bytes < results + 2**22
+    text = executable.as_text().split("ENTRY")[1]
+    kernels = re.findall(r"= .*\b(?:fusion|custom-call|copy)\(", text)
+    assert sum("custom-call(" in kernel for kernel in kernels) == 2
+    assert len([kernel for kernel in kernels if "bf16[" in kernel]) == 4
+    assert len(kernels) <= 20, kernels
