@@ -1,0 +1,152 @@
+"""The signatures of attention over sequences that several ranks hold together.
+
+For use inside `jax.shard_map`, where a rank is a position along the mesh axis `axis_name`, or along
+several axes together. All take and return what is this rank's own. Attention itself is
+`paged_attention.attend`, so that each device's kernel does it: who sees what becomes ranges of
+positions (`work`), which need no mask, and parts meet by their log-sum-exps.
+
+Keys and values travel as pages, as they are stored: keys with positions last, values with features
+last. They are brought into that order once, by their owner, and no hop transposes anything.
+
+`shard_map` needs `check_vma=False`: the loops inside attention do not say what varies.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import backends
+from pallas_kernels.paged_attention import KVPages, attend
+from pallas_kernels.ring_attention.layout import Layout, round_robin
+from pallas_kernels.ring_attention.pass_kv import pass_kv
+from pallas_kernels.ring_attention.token_ring import token_ring
+from pallas_kernels.ring_attention.work import Work
+
+Scheme = Literal["pass_kv", "pass_kv_both_ways", "pass_q"]
+"""What travels around the ring: keys and values, the halves of them in either direction
+(`pass_kv`), or queries, with their results the other way (`token_ring`, which says what is gained
+where)."""
+
+PAGE_SIZE = 128
+"""Of keys and values that were not in pages: what kernels for any device can do."""
+
+
+def ring_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lengths: jax.Array,
+    layout: Layout,
+    *,
+    axis_name: str | tuple[str, ...],
+    scale: float,
+    causal: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    scheme: Scheme = "pass_kv",
+    backend: backends.Backend = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """Attention within whole sequences, of which each rank has a share.
+
+    q [rows, shard, query_heads, head_dim], k and v [rows, shard, kv_heads, head_dim]: this rank's
+        tokens of each sequence in order of position, then padding. Query head h reads KV head
+        h // (query_heads / kv_heads).
+    lengths [rows] int32: tokens of the whole sequences, the same on every rank.
+    layout: which tokens those are, as `contiguous(lengths, ranks)` or `zigzag(lengths, ranks)` deal
+        them; `shard` must have room for the largest share, which data cannot be checked for.
+    causal: a token sees itself and those before it; otherwise its whole sequence.
+    window: a token at position p sees (p - window, p] only; causal only.
+    soft_cap: scores become soft_cap * tanh(score / soft_cap).
+
+    Returns out [rows, shard, query_heads, head_dim] of q's dtype and lse [rows, shard, query_heads]
+    float32, this rank's; padding gets (0, -inf). Raises ValueError for options, shapes and dtypes
+    that do not belong together.
+    """
+    rows, shard, _, dim = q.shape
+    if k.shape != v.shape or k.shape[:2] != (rows, shard) or k.shape[3] != dim:
+        raise ValueError(
+            f"k has shape {k.shape} and v {v.shape}; with q {q.shape} both must be "
+            f"({rows}, {shard}, kv_heads, {dim})."
+        )
+    work = Work(layout, layout, lengths, lengths, shard, causal, window)
+    pages = _to_pages(k, v)
+    tables = jnp.arange(len(pages.k), dtype=jnp.int32).reshape(rows, -1)
+    return _around(q, pages, tables, work, axis_name, scale, soft_cap, scheme, backend)
+
+
+def ring_paged_attention(
+    q: jax.Array,
+    pages: KVPages,
+    tables: jax.Array,
+    context: jax.Array,
+    lengths: jax.Array,
+    layout: Layout,
+    *,
+    axis_name: str | tuple[str, ...],
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    scheme: Scheme = "pass_q",
+    backend: backends.Backend = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """Causal attention of new tokens, of which each rank has a share, to all pages of a sequence.
+
+    Page j of every sequence lies on rank j % ranks, as that rank's page j // ranks of it.
+
+    q [rows, shard, query_heads, head_dim]: this rank's new tokens of each sequence in order of
+        position, then padding.
+    pages: this rank's pool, with the new tokens' keys and values written (`kvp_slots`).
+    tables [rows, pages] int32: this rank's pages of each sequence.
+    context [rows], lengths [rows] int32: tokens of the whole sequences, and the new ones among
+        them, which come last; the same on every rank.
+    layout: which of the new tokens are this rank's, counted from the first new one.
+    scheme: with "pass_q" the pool is attended to where it is. Otherwise what tables name is copied,
+        all of their width, and travels. `choose_scheme` says which is the faster.
+
+    For the rest, returns and raises as `ring_attention`. Scales of quantized pages are the
+    caller's: elements count as they are.
+    """
+    keys = round_robin(pages.k.shape[3], layout.ranks)
+    work = Work(layout, keys, context, lengths, q.shape[1], True, window)
+    if scheme != "pass_q":
+        pages = KVPages(*(array.at[tables.reshape(-1)].get(mode="clip") for array in pages))
+    return _around(q, pages, tables, work, axis_name, scale, soft_cap, scheme, backend)
+
+
+def _around(q, pages, tables, work, axis_name, scale, soft_cap, scheme, backend):
+    """The scheme for a flat batch; with "pass_kv", `pages` are the rows' own, in order."""
+    if scheme not in get_args(Scheme):
+        raise ValueError(f"scheme is {scheme!r}; it can be {', '.join(get_args(Scheme))}.")
+    if work.window is not None and (work.window < 1 or not work.causal):
+        raise ValueError(f"window is {work.window}; it must be at least 1, and attention causal.")
+    ranks = lax.axis_size(axis_name)
+    if work.queries.ranks != ranks:
+        raise ValueError(
+            f"The layout deals to {work.queries.ranks} ranks; axis {axis_name!r} has {ranks}."
+        )
+    # All steps are alike: as one function, it is traced and its kernel lowered once.
+    attend_to = jax.jit(
+        functools.partial(attend, num_decodes=0, scale=scale, soft_cap=soft_cap, backend=backend)
+    )
+    flat = q.reshape(-1, *q.shape[2:])
+    if scheme == "pass_q":
+        out, lse = token_ring(flat, pages, tables, work, axis_name=axis_name, attend=attend_to)
+    else:
+        both_ways = scheme == "pass_kv_both_ways"
+        out, lse = pass_kv(
+            flat, pages, work, axis_name=axis_name, both_ways=both_ways, attend=attend_to
+        )
+    return out.astype(q.dtype).reshape(q.shape), lse.reshape(q.shape[:3])
+
+
+def _to_pages(k, v):
+    """k, v [rows, shard, kv_heads, head_dim] as pages, those of a row in order, row after row."""
+    shard, heads, dim = k.shape[1:]
+    padding = [(0, 0), (0, -shard % PAGE_SIZE), (0, 0), (0, 0)]
+    k, v = (jnp.pad(array, padding).reshape(-1, PAGE_SIZE, heads, dim) for array in (k, v))
+    return KVPages(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))

@@ -1,0 +1,79 @@
+"""Queries everywhere, each rank attends to its own pages (KV-cache parallelism, Medha 2409.17264).
+
+Page j of every sequence lies on rank j % ranks, as that rank's page j // ranks of the sequence.
+Every query then finds an even part of its keys on each rank, to within a page, whatever its
+position; a sequence grows by a page on one rank after the other; and no page ever moves. Queries
+are few, one token a decoding row or a chunk of a prompt, so that all ranks can have them all. Their
+results meet in one maximum and one sum over the ranks: (head_dim + 2) * 4 bytes a token and head.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.backends import Backend
+from pallas_kernels.merge import merge_over
+from pallas_kernels.paged_attention import KVPages, RaggedBatch, Visible, attend, masks
+from pallas_kernels.ring_attention.layout import round_robin
+
+
+def kvp_attention(
+    q: jax.Array,
+    pages: KVPages,
+    batch: RaggedBatch,
+    *,
+    axis_name: str | tuple[str, ...],
+    num_decodes: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    backend: Backend = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """`paged_attention` with each sequence's pages dealt to the ranks of a mesh axis, or several.
+
+    For use inside `jax.shard_map`. All arguments are as there and the same on every rank, but for
+    two: `pages` is the rank's own pool, and `batch.tables` names the rank's own pages of each row,
+    in order. A row too short to have a page on a rank has an empty table there.
+
+    Returns out and lse as there, the same on every rank. Scales of quantized pages are the
+    caller's: elements count as they are.
+    """
+    layout, rank = (
+        round_robin(pages.k.shape[3], lax.axis_size(axis_name)),
+        lax.axis_index(axis_name),
+    )
+    everywhere = masks.causal(batch, len(q), num_decodes, window, None)
+    here = Visible(*(layout.before(rank, limit) for limit in everywhere))
+    out, lse = attend(
+        q,
+        pages,
+        batch,
+        here,
+        num_decodes=num_decodes,
+        scale=scale,
+        soft_cap=soft_cap,
+        backend=backend,
+    )
+    return merge_over(axis_name, out, lse)
+
+
+def kvp_slots(
+    tables: jax.Array,
+    rows: jax.Array,
+    positions: jax.Array,
+    *,
+    page_size: int,
+    axis_name: str | tuple[str, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """Where `write_kv` puts tokens on this rank: page_ids and offsets, int32 [tokens] each.
+
+    tables [rows, pages]: the rank's own pages of each row. rows, positions [tokens] int32: whose
+    each token is and where it stands in the sequence. The id is -1, which writes nothing, for
+    tokens whose page is another rank's or not in the table.
+    """
+    layout, rank = round_robin(page_size, lax.axis_size(axis_name)), lax.axis_index(axis_name)
+    index = layout.before(rank, positions)
+    page_ids = tables.at[rows, index // page_size].get(mode="fill", fill_value=-1)
+    return jnp.where(layout.rank(positions) == rank, page_ids, -1), index % page_size

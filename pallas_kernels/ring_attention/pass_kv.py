@@ -1,0 +1,114 @@
+"""Keys and values travel around the ring (Ring Attention, 2310.01889); queries stay.
+
+    step      0     1     2     3          what a rank of four attends to, and n - 1 = 3 hops
+    rank 0   k0    k3    k2    k1
+    rank 1   k1    k0    k3    k2
+    rank 2   k2    k1    k0    k3
+    rank 3   k3    k2    k1    k0
+
+At each step a rank passes on what it has and attends to it. The send does not wait for the
+attention nor the attention for the send, so the compiler runs them side by side, and a step takes
+as long as the slower of the two.
+
+One ring uses one direction of each link. Both ways, the even pages of every rank travel up and the
+odd ones down: messages are half as large, there are as many hops, and on a torus, whose links to
+either neighbour are different ones, the sends take half the time. Behind a switch, where a device
+sends to all through the same port, nothing is gained. Every other page is a fair sample of a rank's
+positions, so what is balanced stays so to within a page a row.
+
+XLA for GPUs keeps one send in flight, which suits keys and values as long as it joins the two;
+--xla_gpu_experimental_parallel_collective_overlap_limit=2 has both run beside the kernel.
+
+The steps are unrolled, so that a program has exactly ranks - 1 sends of each array and the compiler
+sees them all. No send is under a condition: a step in which a rank sees nothing has empty ranges,
+for which kernels do no work.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.merge import merge_two
+from pallas_kernels.paged_attention import KVPages, Visible
+from pallas_kernels.ring_attention.layout import round_robin
+from pallas_kernels.ring_attention.neighbours import empty_partial, send
+from pallas_kernels.ring_attention.work import Work
+
+
+class _Traveller(NamedTuple):
+    """Pages on their way: [rows * width pages, ...], the same number for each row.
+
+    hop: how many ranks up they go at each step. limits: from limits of a rank's whole keys to
+    limits of those that are in these pages.
+    """
+
+    pages: KVPages
+    hop: int
+    limits: Callable[[jax.Array], jax.Array]
+
+
+def pass_kv(
+    q: jax.Array,
+    pages: KVPages,
+    work: Work,
+    *,
+    axis_name: str | tuple[str, ...],
+    both_ways: bool,
+    attend: Callable[..., tuple[jax.Array, jax.Array]],
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of q [rows * shard, heads, head_dim] to all ranks' pages.
+
+    pages: this rank's keys and values, [rows * width, ...]: those of a row in order, row after row.
+    attend: `paged_attention.attend` with its options given.
+    Returns out and lse, both float32.
+    """
+    rows, ranks, rank = len(work.lengths), lax.axis_size(axis_name), lax.axis_index(axis_name)
+    if both_ways:
+        travellers = _even_up_odd_down(pages, rows)
+    else:
+        travellers = [_Traveller(pages, 1, lambda limit: limit)]
+    out, lse = empty_partial(q)
+    for step in range(ranks):
+        arriving = []
+        if step < ranks - 1:
+            arriving = [send(one.pages, one.hop, axis_name) for one in travellers]
+        partials = []
+        for one in travellers:
+            tables = jnp.arange(len(one.pages.k), dtype=jnp.int32).reshape(rows, -1)
+            batch, visible = work.between(rank, (rank - step * one.hop) % ranks, tables)
+            visible = Visible(*map(one.limits, visible))
+            partials.append(attend(q, one.pages, batch, visible))
+        # What arrives and what was attended to meanwhile are there together, before anything else
+        # is sent. Without it the compiler may send everything first and hold all ranks' keys.
+        (out, lse), partials, arrived = lax.optimization_barrier(((out, lse), partials, arriving))
+        for partial in partials:
+            out, lse = merge_two(out, lse, *partial)
+        travellers = [one._replace(pages=pages) for one, pages in zip(travellers, arrived)]
+    return out, lse
+
+
+def _even_up_odd_down(pages: KVPages, rows: int) -> list[_Traveller]:
+    """Every other page of each row, for either direction."""
+    page_size = pages.k.shape[3]
+    halves = round_robin(page_size, 2)
+
+    def half(parity, array):
+        of_rows = array.reshape(rows, -1, *array.shape[1:])
+        odd_width = of_rows.shape[1] % 2
+        of_rows = jnp.pad(of_rows, [(0, 0), (0, odd_width), *[(0, 0)] * (array.ndim - 1)])
+        return of_rows[:, parity::2].reshape(-1, *array.shape[1:])
+
+    return [
+        _Traveller(
+            KVPages(*(half(parity, array) for array in pages)),
+            hop,
+            functools.partial(halves.before, parity),
+        )
+        for parity, hop in ((0, 1), (1, -1))
+    ]
