@@ -37,7 +37,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import compat
+from pallas_kernels.compat import gpu as compat
 
 if TYPE_CHECKING:
     from pallas_kernels.paged_attention.layout import KVPages

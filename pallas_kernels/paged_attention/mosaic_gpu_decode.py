@@ -54,7 +54,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import compat
+from pallas_kernels.compat import gpu as compat
 from pallas_kernels.paged_attention.decode_work import TILE, Cutting
 from pallas_kernels.paged_attention.mosaic_gpu_merge import merge_splits
 

@@ -56,7 +56,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import compat
+from pallas_kernels.compat import gpu as compat
 from pallas_kernels.paged_attention import wgmma_turns
 from pallas_kernels.paged_attention.layout import KVPages, RaggedBatch, Visible
 from pallas_kernels.paged_attention.prefill_work import ALIGNMENT, Block, work_list

@@ -29,7 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import compat
+from pallas_kernels.compat import tpu as compat
 from pallas_kernels.paged_attention.tpu_work import Items
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import compat
+from pallas_kernels.compat import gpu as compat
 
 
 def products(a: Any, bs: Sequence[Any], meanwhile: Callable[[], None]) -> jax.Array:

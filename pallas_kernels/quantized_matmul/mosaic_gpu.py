@@ -53,7 +53,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import compat
+from pallas_kernels.compat import gpu as compat
 from pallas_kernels.quantized_matmul.mosaic_gpu_unpack import PACKED, unpack
 from pallas_kernels.quantized_matmul.stream_k import Shares
 

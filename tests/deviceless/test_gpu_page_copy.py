@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from gpu import array, h200
 
-from pallas_kernels import compat
+from pallas_kernels.compat import gpu as compat
 from pallas_kernels.page_copy import image_elements, mosaic_gpu
 from pallas_kernels.paged_attention import KVPages
 

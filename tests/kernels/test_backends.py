@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scripts import run_script
 
 from pallas_kernels import backends, trust
 
@@ -160,3 +161,18 @@ def test_what_is_verified_is_well_formed():
     for versions in trust.verified().values():
         for operations in versions.values():
             assert all(isinstance(shapes, list) for shapes in operations.values())
+
+
+def test_only_kernels_for_gpus_need_absl():
+    """JAX does not bring it, and its own modules for Mosaic GPU import it."""
+    run_script(
+        """
+        import sys
+        sys.modules["absl"] = None
+        import pallas_kernels.collective_matmul, pallas_kernels.ring_attention
+        from pallas_kernels.page_copy import mosaic_tpu
+        from pallas_kernels.paged_attention import mosaic_tpu
+        from pallas_kernels.quantized_matmul import mosaic_tpu
+        """,
+        timeout_s=120,
+    )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from test_page_copy import PAGES, assert_same_bits, assert_same_pages, layout, pool, random_bits
 
-from pallas_kernels import compat
+from pallas_kernels.compat import gpu as compat
 from pallas_kernels.page_copy import image_elements, mosaic_gpu, reference
 
 pytestmark = pytest.mark.interpreted

@@ -22,7 +22,7 @@ from test_page_copy import (
     random_bits,
 )
 
-from pallas_kernels import compat
+from pallas_kernels.compat import tpu as compat
 from pallas_kernels.page_copy import image_elements, mosaic_tpu, reference
 
 pytestmark = pytest.mark.interpreted

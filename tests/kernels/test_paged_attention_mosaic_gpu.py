@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_paged_attention import Case
 
-from pallas_kernels import compat
+from pallas_kernels.compat import gpu as compat
 from pallas_kernels.paged_attention import KVPages, Visible, masks, mosaic_gpu, reference, xla
 from pallas_kernels.paged_attention.decode_work import TILE, Cutting
 from pallas_kernels.paged_attention.mosaic_gpu_decode import paged_decode

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_paged_attention import Case
 
-from pallas_kernels import compat
+from pallas_kernels.compat import gpu as compat
 from pallas_kernels.paged_attention import KVPages, RaggedBatch, Visible, masks, reference
 from pallas_kernels.paged_attention.mosaic_gpu_prefill import paged_prefill
 from pallas_kernels.paged_attention.prefill_work import Block, Work, work_list

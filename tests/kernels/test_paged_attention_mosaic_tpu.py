@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_paged_attention import SCALE, UNOPTIMISED, Case, PagedAttentionContract
 
-from pallas_kernels import compat
+from pallas_kernels.compat import tpu as compat
 from pallas_kernels.paged_attention import (
     KVPages,
     RaggedBatch,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from test_quantized_matmul import assert_same_product, pack, random_weight, random_x
 
-from pallas_kernels import compat
+from pallas_kernels.compat import gpu as compat
 from pallas_kernels.quantized_matmul import FP8, GGUF, Format
 from pallas_kernels.quantized_matmul.mosaic_gpu import quantized_matmul, unsupported
 from pallas_kernels.quantized_matmul.mosaic_gpu_unpack import PACKED, in_operand, unpack

@@ -20,7 +20,7 @@ from test_quantized_matmul import (
     random_x,
 )
 
-from pallas_kernels import compat
+from pallas_kernels.compat import tpu as compat
 from pallas_kernels.quantized_matmul import FP8, GGUF, Format, PackedWeight, mosaic_tpu, xla
 
 pytestmark = pytest.mark.interpreted

@@ -1,4 +1,4 @@
-"""What differs among JAX 0.10.2 to 0.12, and between a GPU and its interpreter, in one place.
+"""What differs among JAX 0.10.2 to 0.12, and between a GPU and its interpreter.
 
 The Mosaic GPU interpreter runs a kernel on the host, warpgroup by warpgroup, with memories, copies
 and barriers simulated. It knows no layouts of registers and, of products, only those of two
@@ -16,12 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as _tpu_interpreter
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as _interpreter
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import FragmentedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.experimental.pallas import tpu as pltpu
 
 try:
     from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
@@ -41,17 +39,6 @@ def num_sms() -> int:
     if described is not None and described.num_cores:
         return described.num_cores
     return getattr(jax.devices()[0], "core_count", None) or HOPPER_SMS
-
-
-def tpu_cores() -> int:
-    """Tensor cores that the device traced for shares a kernel's grid among, 1 where nothing says.
-
-    Two on TPUs v4 and v5p, where both of a chip's are one device.
-    """
-    described = jax.sharding.get_abstract_mesh().abstract_device
-    if described is not None and described.platform == "tpu":
-        return described.num_cores or 1
-    return getattr(jax.devices()[0], "num_cores", None) or 1
 
 
 @contextlib.contextmanager
@@ -76,27 +63,6 @@ def gpu_interpreter(*, detect_races: bool = True) -> Iterator[Any]:
         raise
     finally:
         jax.config.update("jax_cpu_enable_async_dispatch", asynchronous)
-
-
-@contextlib.contextmanager
-def tpu_interpreter(*, cores: int = 1) -> Iterator[Any]:
-    """What to pass as `interpret` to run Mosaic TPU kernels on the host, with races detected.
-
-    As `gpu_interpreter`. Passing True instead compiles a kernel to XLA, which is fast, and detects
-    neither races nor reads of uninitialised memory.
-
-    cores: those that share the grid of a kernel.
-    """
-    try:
-        yield pltpu.InterpretParams(
-            detect_races=True, uninitialized_memory="nan", num_cores_or_threads=cores
-        )
-        races = _tpu_interpreter.races
-        if races is not None and races.races_found:
-            raise RuntimeError("The interpreter found a race; see what it printed.")
-    except BaseException:
-        pltpu.reset_tpu_interpret_mode_state()
-        raise
 
 
 def in_layout(array: jax.Array, layout: Any, interpret: Any) -> jax.Array:
