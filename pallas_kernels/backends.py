@@ -32,22 +32,28 @@ class Operation:
 
     name: unique, as in `verified.json`.
     xla: the implementation that runs anywhere.
-    kernels: for each platform that has one, the module of its kernel. A module has a function of
-        the same name and arguments as `xla`, with `interpret` besides, and a function `unsupported`
-        of the same arguments that says why they are refused, or returns None. It is imported when
-        it is first needed.
+    kernels: for each platform that has one, the module of its kernel; None where XLA does as well.
+        A module has a function of the same name and arguments as `xla`, with `interpret` besides,
+        and a function `unsupported` of the same arguments that says why they are refused, or
+        returns None. It is imported when it is first needed.
     shapes_class, trial: what is known of the operation for the sake of trust (`trust.Trial`).
     """
 
     name: str
     xla: Callable[..., Any]
-    kernels: Mapping[str, str]
+    kernels: Mapping[str, str | None]
     shapes_class: Callable[..., str]
     trial: Callable[..., trust.Trial]
 
     def run(self, backend: Backend, *arguments: Any, **options: Any) -> Any:
-        """What the implementation that `choose` gives returns for these arguments."""
-        return self.choose(backend, *arguments, **options)(*arguments, **options)
+        """What the implementation that `choose` gives returns for these arguments.
+
+        A kernel is traced once for all calls of the same shapes, such as those of unrolled layers.
+        """
+        implementation = self.choose(backend, *arguments, **options)
+        if implementation is not self.xla:
+            implementation = _jitted(implementation, tuple(options))
+        return implementation(*arguments, **options)
 
     def choose(self, backend: Backend, *arguments: Any, **options: Any) -> Callable[..., Any]:
         """The implementation for arguments like these on the device that is traced for.
@@ -61,7 +67,9 @@ class Operation:
         if backend == "xla" or (backend == "auto" and platform == "cpu"):
             return self.xla
         if platform == "cpu":
-            return functools.partial(self._kernel("tpu"), interpret=True)
+            return _interpreted(self._kernel("tpu"))
+        if self.kernels.get(platform, "") is None:
+            return self.xla
         reason = self._refusal(platform, device_kind, arguments, options)
         if reason is None and is_here:
             shapes = self.shapes_class(*arguments, **options)
@@ -105,6 +113,16 @@ def target() -> tuple[str, str, bool]:
         return device.platform, device.device_kind, True
     is_here = described.device_kind == device.device_kind
     return described.platform, described.device_kind, is_here
+
+
+@functools.cache
+def _interpreted(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.partial(kernel, interpret=True)
+
+
+@functools.cache
+def _jitted(kernel: Callable[..., Any], options: tuple[str, ...]) -> Callable[..., Any]:
+    return jax.jit(kernel, static_argnames=options)
 
 
 @functools.cache

@@ -95,7 +95,14 @@ def layers(
     for kind, p, pages in zip(kinds, params, kv):
 
         def attention(q, k, v, *, window, pages=pages):
-            pages = write_kv(pages, k, v, addresses.page_ids, addresses.offsets)
+            pages = write_kv(
+                pages,
+                k,
+                v,
+                addresses.page_ids,
+                addresses.offsets,
+                backend=attention_backend,
+            )
             written.append(pages)
             out, _ = paged_attention(
                 q,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import backends
 from pallas_kernels.merge import merge_two
-from pallas_kernels.paged_attention import masks, trial, xla
+from pallas_kernels.paged_attention import masks, trial, write_trial, xla
 from pallas_kernels.paged_attention.layout import KVPages, RaggedBatch, Visible
 from pallas_kernels.paged_attention.tree import attend_within_trees
 
@@ -28,6 +28,14 @@ _ATTEND = backends.Operation(
     },
     shapes_class=trial.shapes_class,
     trial=trial.trial,
+)
+
+_WRITE = backends.Operation(
+    name="write_kv",
+    xla=xla.write_kv,
+    kernels={"gpu": None, "tpu": "pallas_kernels.paged_attention.mosaic_tpu_write"},
+    shapes_class=write_trial.shapes_class,
+    trial=write_trial.trial,
 )
 
 
@@ -160,16 +168,19 @@ def write_kv(
     *,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    backend: backends.Backend = "auto",
 ) -> KVPages:
     """Write k, v [tokens, kv_heads, head_dim] to (page_ids, offsets), int32 [tokens] each.
 
     In place when the pages are donated. An id outside the pool, negative ones included, writes
-    nothing. Into quantized pages, values are divided by their scale, float32 [kv_heads] and 1 by
-    default, rounded to nearest and limited to what the dtype holds.
+    nothing, and page 0 need not keep what is written to it. Into quantized pages, values are
+    divided by their scale, float32 [kv_heads] and 1 by default, rounded to nearest and limited to
+    what the dtype holds. backend: see `backends.Backend`; with "pallas", raises ValueError for
+    what the device's kernel cannot do.
     """
     k = xla.to_elements(k, k_scale, pages.k.dtype)
     v = xla.to_elements(v, v_scale, pages.v.dtype)
-    return KVPages(*xla.write_kv(pages, k, v, page_ids, offsets))
+    return KVPages(*_WRITE.run(backend, pages, k, v, page_ids, offsets))
 
 
 def _check(q, pages, batch, num_decodes):

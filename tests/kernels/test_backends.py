@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import types
 import warnings
@@ -63,16 +64,17 @@ def test_on_cpus_xla_unless_the_kernel_is_asked_for(monkeypatch):
 
 
 def test_a_kernel_is_tried_once_for_each_class_of_shapes(monkeypatch, on_a_gpu):
-    """Also in the middle of tracing, and for shapes that the trial does not have."""
+    """Also in the middle of tracing, and for shapes that the trial does not have. Each shape is
+    then traced once, however many layers ask."""
     calls = []
     operation = make_operation(monkeypatch, calls=calls)
     program = jax.jit(lambda x: operation.run("auto", x) + operation.run("auto", x))
     np.testing.assert_array_equal(program(jnp.ones((2, 3))), jnp.full((2, 3), 4.0))
-    assert len(calls) == 1 + 2
+    assert len(calls) == 1 + 1
     operation.run("auto", jnp.ones(4))
-    assert len(calls) == 1 + 2 + 1
+    assert len(calls) == 1 + 1 + 1
     operation.run("auto", jnp.ones(4, jnp.int32))
-    assert len(calls) == 1 + 2 + 1 + 2
+    assert len(calls) == 1 + 1 + 1 + 2
 
 
 def test_a_verified_kernel_is_not_tried(monkeypatch, on_a_gpu):
@@ -130,6 +132,14 @@ def test_devices_without_a_kernel(monkeypatch, on_a_gpu, target, reason):
     operation = make_operation(monkeypatch)
     with pytest.warns(backends.KernelWarning, match=reason):
         operation.run("auto", jnp.ones(4))
+
+
+def test_where_xla_does_as_well_there_is_nothing_to_say(monkeypatch, on_a_gpu):
+    operation = dataclasses.replace(make_operation(monkeypatch), kernels={"gpu": None})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for backend in ("auto", "pallas"):
+            assert operation.choose(backend, jnp.ones(4)) is operation.xla
 
 
 def test_what_a_kernel_needs_and_is_not_installed(monkeypatch, on_a_gpu):

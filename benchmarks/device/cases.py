@@ -1,0 +1,113 @@
+"""What is measured on an H200."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from device.attention import Attention
+from device.decode_layers import DecodeLayers
+from device.limits import Limit
+from device.packed_weights import PackedMatmul
+from device.page_moves import PageMove, possible
+from pallas_kernels.quantized_matmul import FP8, GGUF, Format
+
+
+class Case(NamedTuple):
+    """A problem with a name, and what is to be reached.
+
+    limit: what its share is of, "copy" (bytes a second) or "matmul" (operations a second).
+    target: the share to reach at least.
+    parts: names of cases whose times together are what this one's is compared with instead.
+    """
+
+    name: str
+    spec: Attention | DecodeLayers | Limit | PackedMatmul | PageMove
+    limit: str = "copy"
+    target: float | None = None
+    parts: tuple[str, ...] = ()
+
+
+K = 1024
+
+LIMITS = [
+    Case("copy", Limit("copy")),
+    Case("negate", Limit("negate")),
+    Case("matmul", Limit("matmul"), "matmul"),
+]
+
+TARGETS = [
+    Case("decode 64 x 8k", Attention((8 * K,) * 64), target=0.85),
+    Case("decode 1 x 128k", Attention((128 * K,)), target=0.85),
+    Case("prefill 16k", Attention(chunks=((16 * K, 16 * K),)), "matmul", target=0.60),
+    Case(
+        "63 decodes of 4k + a chunk of 1k",
+        Attention((4 * K,) * 63, ((4 * K, K),)),
+        target=1.1,
+        parts=("decode 63 x 4k", "a chunk of 1k at 4k"),
+    ),
+    Case("gather 64 pages", PageMove("gather", 64), target=0.85),
+    Case("scatter 64 pages", PageMove("scatter", 64), target=0.85),
+    *(
+        Case(f"Q4_0, {tokens} tokens", PackedMatmul(GGUF["Q4_0"], tokens), target=0.70)
+        for tokens in (1, 16)
+    ),
+]
+
+PARTS_OF_TARGETS = [
+    Case("decode 63 x 4k", Attention((4 * K,) * 63)),
+    Case("a chunk of 1k at 4k", Attention(chunks=((4 * K, K),)), "matmul"),
+]
+
+RAGGED = (100, 900, 2 * K, 2 * K, 5 * K, 9 * K, 20 * K, 33 * K) * 4
+
+MORE = [
+    Case("decode 32 ragged", Attention(RAGGED)),
+    Case("decode 64 x 8k, window 1k", Attention((8 * K,) * 64, window=K)),
+    Case("decode 64 x 8k, pages of 16", Attention((8 * K,) * 64, page_size=16)),
+    Case("decode 64 x 8k, heads 64/8", Attention((8 * K,) * 64, heads=64)),
+    Case("decode 64 x 8k, heads 8/8", Attention((8 * K,) * 64, heads=8)),
+    Case("decode 64 x 8k, head_dim 64", Attention((8 * K,) * 64, head_dim=64)),
+    Case(
+        "decode 64 x 8k, head_dim 256, capped",
+        Attention((8 * K,) * 64, heads=16, head_dim=256, soft_cap=50.0),
+    ),
+    Case("decode 64 x 8k, int8 pages", Attention((8 * K,) * 64, kv_dtype="int8")),
+    Case("decode 64 x 8k, fp8 pages", Attention((8 * K,) * 64, kv_dtype="float8_e4m3fn")),
+    Case("prefill 8 x 2k", Attention(chunks=((2 * K, 2 * K),) * 8), "matmul"),
+    Case("prefill 16k, window 4k", Attention(chunks=((16 * K, 16 * K),), window=4 * K), "matmul"),
+    Case("prefill 16k, head_dim 64", Attention(chunks=((16 * K,) * 2,), head_dim=64), "matmul"),
+    Case("a chunk of 2k at 64k", Attention(chunks=((64 * K, 2 * K),)), "matmul"),
+    Case("gather 16 pages", PageMove("gather", 16)),
+    Case("scatter 16 pages", PageMove("scatter", 16)),
+    *(
+        Case(f"{name}, {tokens} tokens", PackedMatmul(form, tokens), limit)
+        for name, form in {
+            "Q4_1": GGUF["Q4_1"],
+            "int4 in groups of 128": Format("int4", 128, scale_dtype="bfloat16"),
+            "Q8_0": GGUF["Q8_0"],
+            "int8 in rows": Format("int8", None),
+        }.items()
+        for tokens, limit in ((16, "copy"), (4096, "matmul"))
+    ),
+    Case("Q4_0, 4096 tokens", PackedMatmul(GGUF["Q4_0"], 4096), "matmul"),
+    Case("fp8 x fp8, 16 tokens", PackedMatmul(FP8, 16, dtype="float8_e4m3fn")),
+    Case("fp8 x fp8, 4096 tokens", PackedMatmul(FP8, 4096, dtype="float8_e4m3fn"), "matmul"),
+]
+
+LAYERS = [Case(f"decode layers, {how}", DecodeLayers(how)) for how in ("unrolled", "scanned")]
+
+ALL = [*LIMITS, *TARGETS, *PARTS_OF_TARGETS, *MORE, *LAYERS]
+
+
+def wanted(some: Iterable[Case], only: tuple[str, ...]) -> list[Case]:
+    """Of these cases, those of operations asked for (all unless any) that this JAX can do.
+
+    Limits are always wanted.
+    """
+    return [
+        case
+        for case in some
+        if (not only or case.spec.op in only or isinstance(case.spec, Limit))
+        and possible(case.spec)
+    ]

@@ -1,0 +1,189 @@
+"""What is done, in parts. Each runs in a process of its own: a fault of the GPU ends only that."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+from device import cases, classes, machine, measure, peers_jax
+from device.problem import Arrays
+from device.records import Records
+from pallas_kernels import trust
+
+DEVICE_LOST = 3
+"""Exit status of a part after which another process should do what is left of it."""
+
+PROCESSES = 8
+"""That try classes of shapes at once."""
+
+Task = tuple[str, Callable[[], dict[str, Any]]]
+"""A key, and what gives the fields of its record."""
+
+
+class Settings(NamedTuple):
+    """out: where files go. only: operations, or all. until: when to stop, as time.time() counts.
+    seed: of all random data."""
+
+    out: Path
+    only: tuple[str, ...]
+    until: float
+    seed: int
+
+
+def run(part: str, settings: Settings) -> None:
+    """Do what of a part no process has begun yet, until there is no time left.
+
+    Exits with DEVICE_LOST when the device no longer answers.
+    """
+    records = Records(settings.out / "records.jsonl")
+    begun = {record["key"] for record in records.of(part)}
+    # Kernels are looked at here, at their real shapes: their first use need not try them.
+    with mock.patch.object(trust, "why_not", classes.asked):
+        for key, task in (PARTS | SHARED_PARTS)[part](settings):
+            if key in begun:
+                continue
+            if time.time() > settings.until:
+                records.add(part, key, "skipped", why="There was no time left.")
+                continue
+            records.add(part, key, "begun")
+            if not attempt(records, part, key, task) and not _answers(part):
+                sys.exit(DEVICE_LOST)
+
+
+def attempt(records: Records, part: str, key: str, task: Callable[[], dict[str, Any]]) -> bool:
+    """Record what a task finds, or how it fails, and which kernels' classes it asked for.
+
+    Returns whether it came to an end.
+    """
+    begin = time.monotonic()
+    classes.asked.take()
+    try:
+        found = {"status": "done", **task()}
+    except ImportError as error:
+        found = {"status": "absent", "why": str(error)}
+    except Exception as error:  # Whatever a kernel, a compiler or a peer may raise.
+        found = {
+            "status": "failed",
+            "why": f"{type(error).__name__}: {error}",
+            "traceback": traceback.format_exc(),
+        }
+    found = {"classes": [*classes.asked.take()], **found}
+    records.add(part, key, found.pop("status"), **found, took_s=round(time.monotonic() - begin, 1))
+    return "traceback" not in found
+
+
+def _answers(part: str) -> bool:
+    if part == "peers_torch":
+        from device import peers_torch
+
+        return peers_torch.answers()
+    try:
+        jax.block_until_ready(jnp.zeros(1) + 1)
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+def _machine(settings: Settings) -> Iterator[Task]:
+    def config():
+        machine.save_target_config(settings.out / "h200.txtpb")
+        return {}
+
+    yield "versions", machine.versions
+    yield "target config", config
+    for case in cases.LIMITS:
+        yield case.name, functools.partial(_measure, case, settings)
+
+
+def _targets(settings: Settings) -> Iterator[Task]:
+    return _measured(cases.TARGETS + cases.PARTS_OF_TARGETS, settings)
+
+
+def _more(settings: Settings) -> Iterator[Task]:
+    return _measured(cases.MORE, settings)
+
+
+def _layers(settings: Settings) -> Iterator[Task]:
+    return _measured(cases.LAYERS, settings)
+
+
+def _measured(some, settings):
+    for case in cases.wanted(some, settings.only):
+        yield case.name, functools.partial(_measure, case, settings)
+
+
+def _measure(case, settings):
+    return measure.measured(case.spec.problem(), settings.seed)
+
+
+def _peers_jax(settings: Settings) -> Iterator[Task]:
+    def timed(case, peer):
+        make = Arrays(settings.seed)
+        calls = [peer.inputs(make) for _ in range(case.spec.problem().calls)]
+        seconds = measure.time_step(lambda carry, inputs: (carry, peer.compute(inputs)), calls)
+        return _of_peer(case, peer, seconds)
+
+    for case in cases.wanted(cases.TARGETS, settings.only):
+        for peer in peers_jax.peers(case.spec):
+            yield f"{case.name}: {peer.name}", functools.partial(timed, case, peer)
+
+
+def _peers_torch(settings: Settings) -> Iterator[Task]:
+    try:
+        from device import peers_torch
+    except ImportError as error:
+        yield "PyTorch", functools.partial(dict, status="absent", why=str(error))
+        return
+
+    def timed(case, peer):
+        seconds = peers_torch.seconds_a_call(peer, case.spec.problem().calls)
+        return _of_peer(case, peer, seconds)
+
+    for case in cases.wanted(cases.TARGETS, settings.only):
+        for peer in peers_torch.peers(case.spec):
+            yield f"{case.name}: {peer.name}", functools.partial(timed, case, peer)
+
+
+def _of_peer(case, peer, seconds):
+    return {"case": case.name, "peer": peer.name, "us": 1e6 * seconds}
+
+
+def _host(settings: Settings) -> Iterator[Task]:
+    for leaves in machine.LEAVES:
+        yield f"dispatch, {leaves} leaves", functools.partial(machine.dispatch_us, leaves)
+    for num_bytes in machine.COPY_BYTES:
+        key = f"copies of {num_bytes >> 20} MiB"
+        yield key, functools.partial(machine.host_copy_gb_s, num_bytes)
+
+
+def _classes(share: int, settings: Settings) -> Iterator[Task]:
+    """Every PROCESSES-th class."""
+    for spec in itertools.islice(classes.specs(settings.only), share, None, PROCESSES):
+        yield str(spec), functools.partial(classes.tried, spec)
+
+
+PARTS: dict[str, Callable[[Settings], Iterator[Task]]] = {
+    "machine": _machine,
+    "targets": _targets,
+    "peers_jax": _peers_jax,
+    "peers_torch": _peers_torch,
+    "host": _host,
+    "layers": _layers,
+    "more": _more,
+}
+"""Parts that have the machine to themselves, in this order."""
+
+SHARED_PARTS = {
+    f"classes {share}": functools.partial(_classes, share) for share in range(PROCESSES)
+}
+"""Parts without a clock, which take turns on the device: nearly all that they do is compile."""
