@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
@@ -18,7 +19,7 @@ Backend = Literal["auto", "xla", "pallas"]
 kernel, interpreted. "xla": no kernel. "auto": the kernel where there is one that can do it and is
 trusted, else XLA, with a warning that says why; on CPUs XLA."""
 
-HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+HOPPER = ("H100", "H200", "H800", "H20")
 """What the names of GPUs of compute capability 9.0 contain."""
 
 
@@ -76,6 +77,8 @@ class Operation:
             trial = functools.partial(self.trial, arguments, options)
             kernel = self._kernel(platform)
             reason = trust.why_not(self.name, device_kind, shapes, kernel, self.xla, trial)
+            if reason is not None:
+                _for_now.add(self.name)
         if reason is None:
             return self._kernel(platform)
         if backend == "pallas":
@@ -91,13 +94,24 @@ class Operation:
             return f"it is for GPUs of the Hopper generation, and this is {device_kind}."
         try:
             module = importlib.import_module(self.kernels[platform])
-        except ImportError as error:
-            return f"{error}; pip install absl-py, and a JAX of 0.10.2 to 0.12."
+        except (ImportError, AttributeError) as error:
+            _for_now.add(self.name)
+            return f"{error}; it needs a JAX of 0.10.2 to 0.12, and on GPUs absl-py."
         return module.unsupported(*arguments, **options)
 
     def _kernel(self, platform: str) -> Callable[..., Any]:
         module = importlib.import_module(self.kernels[platform])
         return getattr(module, self.xla.__name__)
+
+
+_for_now: set[str] = set()
+
+
+def fell_back_for_now() -> bool:
+    """Whether XLA does anything for a reason that may be gone when the process starts again: a
+    package that was missing, or a kernel that was tried and failed. Programs made since are not
+    worth keeping."""
+    return bool(_for_now)
 
 
 def target() -> tuple[str, str, bool]:
@@ -127,4 +141,8 @@ def _jitted(kernel: Callable[..., Any], options: tuple[str, ...]) -> Callable[..
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, KernelWarning, stacklevel=5)
+    # As if from the line that called this library.
+    level, frame = 1, sys._getframe()
+    while frame.f_globals["__name__"].startswith("pallas_kernels") and frame.f_back:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, KernelWarning, stacklevel=level)

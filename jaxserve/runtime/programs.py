@@ -13,6 +13,7 @@ import jax
 
 from jaxserve.errors import ProgramMissError
 from jaxserve.runtime.executable_cache import ExecutableCache
+from pallas_kernels.backends import fell_back_for_now
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Compilation:
         if compiled is None:
             with self._timed(spec.name):
                 compiled = spec.compile()
-            if self._cache:
+            if self._cache and not fell_back_for_now():
                 self._cache.store(spec.name, compiled)
         memory = compiled.memory_analysis()
         program = Program(

@@ -22,7 +22,13 @@ from jaxserve.runtime.programs import ProgramSpec
 from jaxserve.sampling import admit, init_state
 from jaxserve.sampling.rows import NUM_FIELDS
 from pallas_kernels.page_copy import copy_pages, gather_pages, scatter_pages
-from pallas_kernels.paged_attention import KVPages, PageLayout, RaggedBatch, paged_attention
+from pallas_kernels.paged_attention import (
+    KVPages,
+    PageLayout,
+    RaggedBatch,
+    paged_attention,
+    write_kv,
+)
 
 COPY_PAGES = 8
 """Pages that the program which copies them takes."""
@@ -177,7 +183,7 @@ def program_specs(geometry: Geometry) -> list[ProgramSpec]:
 
 
 def check_attention(geometry: Geometry) -> None:
-    """Raises ConfigError when the attention backend cannot do the model's shapes."""
+    """Raises ConfigError when the attention backend cannot do the model's shapes, or its pages."""
     pages, model = geometry.pages, geometry.model
     layout = geometry.layouts[geometry.buckets.keys()[-1]]
     q = jax.ShapeDtypeStruct(
@@ -185,16 +191,25 @@ def check_attention(geometry: Geometry) -> None:
     )
     rows = _int32(layout.rows)
     batch = RaggedBatch(_int32(layout.rows, layout.max_pages), rows, rows, rows)
-    attend = functools.partial(
-        paged_attention,
-        num_decodes=layout.key.rows,
-        scale=model.attention_scale,
-        backend=geometry.config.attention_backend,
-    )
+    backend = geometry.config.attention_backend
+
+    def all_of_it(q, pages, batch):
+        page_ids = batch.tables[0, :1]
+        layers = copy_pages([pages], page_ids, page_ids, backend=backend)
+        new, places = q[:, : model.num_kv_heads], jnp.zeros(len(q), jnp.int32)
+        pages = write_kv(layers[0], new, new, places, places, backend=backend)
+        return paged_attention(
+            q,
+            pages,
+            batch,
+            num_decodes=layout.key.rows,
+            scale=model.attention_scale,
+            backend=backend,
+        )
+
     try:
-        jax.eval_shape(attend, q, pages.shapes, batch)
+        jax.eval_shape(all_of_it, q, pages.shapes, batch)
     except ValueError as error:
-        backend = geometry.config.attention_backend
         raise ConfigError(f"attention_backend is {backend!r}. {error}") from error
 
 

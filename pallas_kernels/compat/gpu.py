@@ -29,9 +29,6 @@ except ImportError:  # not public before 0.11
 HOPPER_SMS = 132
 """Streaming multiprocessors of an H100 or H200 of the SXM kind."""
 
-GPU_KERNELS_WRITE_IN_PLACE = jax.__version_info__ >= (0, 11)
-"""Whether Mosaic GPU kernels take mutable references (`jax.new_ref`), to write in place."""
-
 
 def num_sms() -> int:
     """Streaming multiprocessors of the device traced for, HOPPER_SMS where nothing says."""

@@ -17,16 +17,17 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backends
+from pallas_kernels.compat import GPU_KERNELS_WRITE_IN_PLACE
 from pallas_kernels.page_copy import trial, xla
 from pallas_kernels.paged_attention import KVPages
 
-_KERNELS = {
-    "gpu": "pallas_kernels.page_copy.mosaic_gpu",
-    "tpu": "pallas_kernels.page_copy.mosaic_tpu",
-}
+_GPU, _TPU = "pallas_kernels.page_copy.mosaic_gpu", "pallas_kernels.page_copy.mosaic_tpu"
 _GATHER, _SCATTER = (
-    backends.Operation(path.__name__, path, _KERNELS, trial.shapes_class, trial.trial)
-    for path in (xla.gather_pages, xla.scatter_pages)
+    backends.Operation(path.__name__, path, kernels, trial.shapes_class, trial.trial)
+    for path, kernels in (
+        (xla.gather_pages, {"gpu": _GPU, "tpu": _TPU}),
+        (xla.scatter_pages, {"gpu": _GPU if GPU_KERNELS_WRITE_IN_PLACE else None, "tpu": _TPU}),
+    )
 )
 
 
@@ -43,8 +44,10 @@ def gather_pages(
     layers: the KVPages of each layer, all with the same number of pages and the same dtype.
     page_ids [n] int32, n at least 1; ids may repeat. An id outside the pool, negative ones
     included, gives an image of zeros. backend: see `backends.Backend`; with "pallas", raises
-    ValueError for what the kernel cannot move.
+    ValueError for what the kernel cannot move. Raises ValueError, too, without layers or ids, and
+    for layers that differ in dtype or number of pages.
     """
+    _check(layers, page_ids)
     return _GATHER.run(backend, layers, page_ids)
 
 
@@ -62,6 +65,7 @@ def scatter_pages(
     should be. Raises ValueError when staging has another shape or dtype than `gather_pages` of as
     many ids would give, and as that does.
     """
+    _check(layers, page_ids)
     expected = (page_ids.shape[0], image_elements(layers))
     if staging.shape != expected:
         raise ValueError(
@@ -93,7 +97,20 @@ def copy_pages(
             f"{sources.shape[0]} sources cannot be copied to {targets.shape[0]} targets: "
             "pad the shorter with -1."
         )
+    _check(layers, sources)
     num_pages = layers[0].k.shape[0]
     targets = jnp.where((sources >= 0) & (sources < num_pages), targets, -1)
     images = gather_pages(layers, sources, backend=backend)
     return scatter_pages(layers, targets, images, backend=backend)
+
+
+def _check(layers, page_ids):
+    arrays = [array for pages in layers for array in pages]
+    kinds = {(array.dtype.name, array.shape[0]) for array in arrays}
+    if len(kinds) != 1:
+        raise ValueError(
+            f"layers hold pages of {sorted(kinds)} (dtype, number of pages); all must have as many "
+            "of the same dtype, and there must be one layer at least."
+        )
+    if page_ids.ndim != 1 or not page_ids.shape[0]:
+        raise ValueError(f"page ids have shape {page_ids.shape}; there must be one at least.")

@@ -37,6 +37,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.compat import GPU_KERNELS_WRITE_IN_PLACE
 from pallas_kernels.compat import gpu as compat
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def unsupported(
             f"arrays have {', '.join(map(str, sorted(sizes)))} bytes a page; "
             f"all must have the same multiple of {_UNIT_BYTES}."
         )
-    if staging is not None and not compat.GPU_KERNELS_WRITE_IN_PLACE:
+    if staging is not None and not GPU_KERNELS_WRITE_IN_PLACE:
         return f"JAX is {jax.__version__}; kernels write in place from 0.11 on."
     return None
 

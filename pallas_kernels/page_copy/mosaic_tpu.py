@@ -7,9 +7,8 @@ skipped.
 
 TPUs keep an array in tiles of its last two dimensions, and staging in other tiles than pages. The
 kernel therefore gathers into, and scatters from, arrays [images, *page], one for each of the pool,
-and XLA rearranges those in a pass over the images alone. A pool whose last dimension is not whole
-tiles wide is kept with its dimensions in another order than kernels see them in: XLA would copy all
-of it, so it is refused.
+and XLA rearranges those in a pass over the images alone. An array whose last dimension is not whole
+tiles wide is kept with the last two swapped, so that is how the kernel asks for it: nothing moves.
 
 Arithmetic behind having two images on their way (not a measurement): one of 32 layers with 8 KV
 heads, head_dim 128 and pages of 128 tokens in bfloat16 has 64 copies of 256 KiB, 16 MiB. A chip of
@@ -35,6 +34,9 @@ if TYPE_CHECKING:
 LANES = 128
 """Elements along the last dimension of a tile."""
 
+ROWS = 32
+"""Elements along its other dimension, for the smallest of dtypes."""
+
 
 def unsupported(
     layers: Sequence[KVPages],
@@ -46,10 +48,10 @@ def unsupported(
     """Why `gather_pages`, or `scatter_pages` of `staging`, refuses arrays of these shapes; None if
     it does not."""
     for _, _, head_dim, page_size in (pages.k.shape for pages in layers):
-        if not interpret and (head_dim % LANES or page_size % LANES):
+        if not interpret and (page_size % LANES or head_dim % ROWS):
             return (
-                f"pages have {page_size} tokens and head_dim {head_dim}; "
-                f"both must be multiples of {LANES}."
+                f"pages have {page_size} tokens and head_dim {head_dim}; they must be multiples of "
+                f"{LANES} and {ROWS}."
             )
     return None
 
@@ -62,7 +64,7 @@ def gather_pages(
     Raises ValueError for what `unsupported` names.
     """
     _check(unsupported(layers, page_ids, interpret=interpret))
-    pool = _arrays(layers, interpret)
+    pool = _stored(layers, interpret)
     num_pages, images = pool[0].shape[0], len(page_ids)
     gathered = _copy(
         page_ids,
@@ -74,7 +76,10 @@ def gather_pages(
     )
     # As integers, which no compiler thinks of rounding. What was skipped may be anything.
     inside = (page_ids >= 0) & (page_ids < num_pages)
-    parts = [_bits(array).reshape(images, -1) for array in gathered]
+    parts = [
+        _turned(_bits(part), array).reshape(images, -1)
+        for part, array in zip(gathered, _arrays(layers))
+    ]
     staging = jnp.where(inside[:, None], jnp.concatenate(parts, axis=1), 0)
     return lax.bitcast_convert_type(staging, layers[0].k.dtype)
 
@@ -87,19 +92,24 @@ def scatter_pages(
     Raises ValueError for what `unsupported` names.
     """
     _check(unsupported(layers, page_ids, staging, interpret=interpret))
-    pool = _arrays(layers, interpret)
-    sizes = [math.prod(array.shape[1:]) for array in pool]
+    pool, arrays = _stored(layers, interpret), _arrays(layers)
+    sizes = [math.prod(array.shape[1:]) for array in arrays]
     bounds = [*itertools.accumulate(sizes)][:-1]
     parts = jnp.split(_bits(staging) if interpret else staging, bounds, axis=1)
     written = _copy(
         page_ids,
-        sources=[part.reshape(-1, *array.shape[1:]) for part, array in zip(parts, pool)],
+        sources=[
+            _turned(part.reshape(-1, *array.shape[1:]), array) for part, array in zip(parts, arrays)
+        ],
         targets=pool,
         pair=lambda source, target, image, page: (source.at[image], target.at[page]),
         num_pages=pool[0].shape[0],
         interpret=interpret,
     )
-    written = [lax.bitcast_convert_type(array, staging.dtype) for array in written]
+    written = [
+        lax.bitcast_convert_type(_turned(part, array), staging.dtype)
+        for part, array in zip(written, arrays)
+    ]
     kind = type(layers[0])
     return [kind(k, v) for k, v in zip(written[::2], written[1::2])]
 
@@ -151,11 +161,22 @@ def _copy(page_ids, *, sources, targets, pair, num_pages, interpret):
     )(page_ids, *sources, *given)
 
 
-def _arrays(layers, interpret):
-    """Keys and values of each layer. XLA on the host has no bfloat16 and rounds when it copies, so
-    there they are integers; on a TPU that would copy all of them, and a copy rounds nothing."""
-    arrays = [array for pages in layers for array in pages]
+def _arrays(layers):
+    """Keys and values of each layer."""
+    return [array for pages in layers for array in pages]
+
+
+def _stored(layers, interpret):
+    """The arrays in the order of dimensions that a TPU keeps them in. XLA on the host has no
+    bfloat16 and rounds when it copies, so there they are integers; on a TPU that would copy all of
+    them, and a copy rounds nothing."""
+    arrays = [_turned(array, array) for array in _arrays(layers)]
     return [_bits(array) for array in arrays] if interpret else arrays
+
+
+def _turned(array, of):
+    """`array`, pages of `of`, from one order of dimensions to the other where there are two."""
+    return array.swapaxes(2, 3) if of.shape[3] % LANES else array
 
 
 def _bits(array):

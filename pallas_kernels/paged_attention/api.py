@@ -77,7 +77,7 @@ def paged_attention(
     on the others. Raises ValueError for shapes or dtypes that do not belong together, and where
     `backend` is "pallas" for what the device's kernel cannot do.
     """
-    _check(q, pages, batch, num_decodes)
+    _check(q, pages, batch, num_decodes, scale)
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; a token sees at least itself, so 1 or more.")
     if soft_cap is not None and soft_cap <= 0:
@@ -91,8 +91,16 @@ def paged_attention(
     ):
         if array is not None and array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}; it must be {shape}.")
-    if tree_mask is not None and (tree_mask.ndim != 2 or tree_mask.shape[0] != tokens):
-        raise ValueError(f"tree_mask has shape {tree_mask.shape}; it must be ({tokens}, width).")
+    if tree_mask is not None and (
+        tree_mask.ndim != 2 or tree_mask.shape[0] != tokens or tree_mask.dtype != bool
+    ):
+        raise ValueError(
+            f"tree_mask is {tree_mask.dtype} {tree_mask.shape}; it must be bool ({tokens}, width)."
+        )
+    if len(batch.tables) == 0:
+        return _empty(q)
+    if len(batch.tables) == num_decodes or (tree_mask is not None and tree_mask.shape[1] == 0):
+        tree_mask = None  # There are no rows that could be trees.
 
     dtype = q.dtype
     if k_scale is not None:
@@ -108,7 +116,7 @@ def paged_attention(
         soft_cap=soft_cap,
         backend=backend,
     )
-    if tree_mask is not None and tokens > num_decodes:
+    if tree_mask is not None:
         own = attend_within_trees(
             q,
             pages,
@@ -144,19 +152,28 @@ def attend(
 
     As `paged_attention`, with `visible` in the place of every mask. `batch.context` is not read,
     and `batch.starts` and `batch.lengths` only of rows that are not decodes. Elements of quantized
-    pages count as they are.
+    pages count as they are. Beyond the pages that a table has room for there is nothing to see.
     """
-    _check(q, pages, batch, num_decodes)
-    return _ATTEND.run(
+    _check(q, pages, batch, num_decodes, scale)
+    rows, max_pages = batch.tables.shape
+    # Where all rows are decodes, the tokens after them are nobody's.
+    served = num_decodes if rows == num_decodes else len(q)
+    if served == 0 or max_pages == 0:
+        return _empty(q)
+    until = jnp.minimum(visible.until, max_pages * pages.k.shape[3])
+    out, lse = _ATTEND.run(
         backend,
-        q,
+        q[:served],
         pages,
         batch,
-        visible,
+        Visible(visible.since[:served], until[:served]),
         num_decodes=num_decodes,
         scale=scale,
         soft_cap=soft_cap,
     )
+    if served == len(q):
+        return out, lse
+    return tuple(map(jnp.concatenate, zip((out, lse), _empty(q[served:]))))
 
 
 def write_kv(
@@ -172,33 +189,68 @@ def write_kv(
 ) -> KVPages:
     """Write k, v [tokens, kv_heads, head_dim] to (page_ids, offsets), int32 [tokens] each.
 
-    In place when the pages are donated. An id outside the pool, negative ones included, writes
-    nothing, and page 0 need not keep what is written to it. Into quantized pages, values are
-    divided by their scale, float32 [kv_heads] and 1 by default, rounded to nearest and limited to
-    what the dtype holds. backend: see `backends.Backend`; with "pallas", raises ValueError for
+    In place when the pages are donated. An id outside the pool or an offset outside the page,
+    negative ones included, writes nothing, and page 0 need not keep what is written to it. Into
+    quantized pages, values are divided by their scale, float32 [kv_heads] and 1 by default, rounded
+    to nearest and limited to what the dtype holds. backend: see `backends.Backend`.
+
+    Raises ValueError for shapes that do not belong together, and where `backend` is "pallas" for
     what the device's kernel cannot do.
     """
+    _check_pages(pages)
+    _, kv_heads, dim, page_size = pages.k.shape
+    for name, array, shape in (
+        ("k", k, (len(page_ids), kv_heads, dim)),
+        ("v", v, (len(page_ids), kv_heads, dim)),
+        ("offsets", offsets, (len(page_ids),)),
+    ):
+        if array.shape != shape:
+            raise ValueError(f"{name} has shape {array.shape}; it must be {shape}.")
+    page_ids = jnp.where((offsets >= 0) & (offsets < page_size), page_ids, -1)
     k = xla.to_elements(k, k_scale, pages.k.dtype)
     v = xla.to_elements(v, v_scale, pages.v.dtype)
     return KVPages(*_WRITE.run(backend, pages, k, v, page_ids, offsets))
 
 
-def _check(q, pages, batch, num_decodes):
+def _empty(q):
+    """The partial of queries that see nothing."""
+    return jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
+
+
+def _check(q, pages, batch, num_decodes, scale):
+    _check_pages(pages)
     tokens, heads, dim = q.shape
-    num_pages, kv_heads, k_dim, page_size = pages.k.shape
-    if pages.v.shape != (num_pages, kv_heads, page_size, k_dim):
-        raise ValueError(
-            f"Pages of keys are {pages.k.shape}, so those of values must be "
-            f"{(num_pages, kv_heads, page_size, k_dim)}, and not {pages.v.shape}."
-        )
+    _, kv_heads, k_dim, _ = pages.k.shape
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"Queries are {q.dtype}; they are of a floating dtype.")
     if dim != k_dim:
         raise ValueError(f"Queries have head_dim {dim} and keys {k_dim}.")
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot be shared evenly among {kv_heads} KV heads.")
-    for name, array in (("Keys", pages.k), ("Values", pages.v)):
-        if array.dtype.name not in PAGE_DTYPES:
-            raise ValueError(f"{name} are {array.dtype}; pages can be {', '.join(PAGE_DTYPES)}.")
-    if not 0 <= num_decodes <= min(tokens, len(batch.tables)):
+    if scale <= 0:
+        raise ValueError(f"scale is {scale}; it must be positive.")
+    rows = len(batch.tables)
+    for name, array in batch._asdict().items():
+        if len(array) != rows or not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(
+                f"{name} is {array.dtype} {array.shape}; it must be of integers, with {rows} rows "
+                "like tables."
+            )
+    if not 0 <= num_decodes <= min(tokens, rows):
         raise ValueError(
-            f"num_decodes is {num_decodes}; there are {tokens} tokens and {len(batch.tables)} rows."
+            f"num_decodes is {num_decodes}; there are {tokens} tokens and {rows} rows."
+        )
+
+
+def _check_pages(pages):
+    num_pages, kv_heads, dim, page_size = pages.k.shape
+    if pages.v.shape != (num_pages, kv_heads, page_size, dim):
+        raise ValueError(
+            f"Pages of keys are {pages.k.shape}, so those of values must be "
+            f"{(num_pages, kv_heads, page_size, dim)}, and not {pages.v.shape}."
+        )
+    if pages.k.dtype != pages.v.dtype or pages.k.dtype.name not in PAGE_DTYPES:
+        raise ValueError(
+            f"Keys are {pages.k.dtype} and values {pages.v.dtype}; both must be of one of "
+            f"{', '.join(PAGE_DTYPES)}."
         )

@@ -9,6 +9,8 @@ depend on its neighbours.
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -93,25 +95,28 @@ def paged_attention(
     """As `api.attend`."""
     tokens, heads, dim = q.shape
     kv_heads = pages.k.shape[1]
-    q = (q * scale).reshape(tokens, kv_heads, heads // kv_heads, dim)
+    if q.dtype == jnp.float32:  # Queries are fewer than scores. Others would be rounded again.
+        q, scale = q * scale, 1
+    q = q.reshape(tokens, kv_heads, heads // kv_heads, dim)
+    to_scores = functools.partial(_scores, scale=scale, soft_cap=soft_cap)
     outs, lses = [], []
     if num_decodes:
         few = Visible(*(limit[:num_decodes] for limit in visible))
-        out, lse = _decode(q[:num_decodes], pages, batch.tables[:num_decodes], few, soft_cap)
+        out, lse = _decode(q[:num_decodes], pages, batch.tables[:num_decodes], few, to_scores)
         outs.append(out)
         lses.append(lse)
     if tokens > num_decodes:
         rest = RaggedBatch(*(field[num_decodes:] for field in batch))
         rest = rest._replace(starts=rest.starts - num_decodes)
         many = Visible(*(limit[num_decodes:] for limit in visible))
-        out, lse = _prefill(q[num_decodes:], pages, rest, many, soft_cap)
+        out, lse = _prefill(q[num_decodes:], pages, rest, many, to_scores)
         outs.append(out)
         lses.append(lse)
     out, lse = jnp.concatenate(outs), jnp.concatenate(lses)
     return out.reshape(tokens, heads, dim), lse.reshape(tokens, heads)
 
 
-def _decode(q, pages: KVPages, tables, visible: Visible, soft_cap):
+def _decode(q, pages: KVPages, tables, visible: Visible, to_scores):
     """One token a row: q [rows, kv_heads, group, dim], tables [rows, max_pages].
 
     Rows are taken a few at a time, page by page, and each few as far as the longest of them.
@@ -138,10 +143,10 @@ def _decode(q, pages: KVPages, tables, visible: Visible, soft_cap):
             ids = lax.dynamic_index_in_dim(table, page, axis=1, keepdims=False)
             k = pages.k.at[ids].get(mode="clip").astype(q.dtype)
             v = pages.v.at[ids].get(mode="clip").astype(q.dtype)
-            scores = jnp.einsum("rhgd,rhds->rhgs", q_few, k, preferred_element_type=jnp.float32)
+            products = jnp.einsum("rhgd,rhds->rhgs", q_few, k, preferred_element_type=jnp.float32)
             position = page * page_size + jnp.arange(page_size)[None]
             seen = (position >= since_few[:, None]) & (position < until_few[:, None])
-            scores = jnp.where(seen[:, None, None], _capped(scores, soft_cap), _MASKED)
+            scores = jnp.where(seen[:, None, None], to_scores(products), _MASKED)
             v = jnp.where(seen[:, None, :, None], v, 0)  # what is not seen may even be NaN
             return _online_softmax(carry, scores, "rhgs,rhsd->rhgd", v)
 
@@ -154,7 +159,7 @@ def _decode(q, pages: KVPages, tables, visible: Visible, soft_cap):
     return out[:rows], lse[:rows]
 
 
-def _prefill(q, pages: KVPages, batch: RaggedBatch, visible: Visible, soft_cap):
+def _prefill(q, pages: KVPages, batch: RaggedBatch, visible: Visible, to_scores):
     """Chunks of several tokens: q [tokens, kv_heads, group, dim], starts relative to them.
 
     One work item is PREFILL_QUERIES consecutive tokens of one row. The last item of a row runs
@@ -197,12 +202,12 @@ def _prefill(q, pages: KVPages, batch: RaggedBatch, visible: Visible, soft_cap):
             v = pages.v.at[ids].get(mode="clip").astype(q.dtype)
             k = k.transpose(1, 2, 0, 3).reshape(kv_heads, dim, span)
             v = v.transpose(1, 0, 2, 3).reshape(kv_heads, span, dim)
-            scores = jnp.einsum("hqd,hds->hqs", q_item, k, preferred_element_type=jnp.float32)
+            products = jnp.einsum("hqd,hds->hqs", q_item, k, preferred_element_type=jnp.float32)
             position = block_index * span + jnp.arange(span)[None]
             inside = (position >= firsts[index]) & (position < lasts[index])
             v = jnp.where(inside[..., None], v, 0)  # what is not seen may even be NaN
             seen = (position >= since_item) & (position < until_item)
-            scores = jnp.where(seen[None], _capped(scores, soft_cap), _MASKED)
+            scores = jnp.where(seen[None], to_scores(products), _MASKED)
             return _online_softmax(carry, scores, "hqs,hsd->hqd", v)
 
         carry = lax.fori_loop(begins[index], ends[index], block, _empty_softmax(q_item.shape))
@@ -217,7 +222,8 @@ def _prefill(q, pages: KVPages, batch: RaggedBatch, visible: Visible, soft_cap):
     return out, jnp.where(sees[:, None, None], lse[:tokens], -jnp.inf)
 
 
-def _capped(scores, soft_cap):
+def _scores(products, scale, soft_cap):
+    scores = products * scale
     return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
 

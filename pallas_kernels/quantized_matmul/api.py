@@ -51,4 +51,6 @@ def quantized_matmul(
         raise ValueError(f"x is {x.dtype}; {weight.format} takes {', '.join(takes)}.")
     if dtype is None:
         dtype = jnp.bfloat16 if x.dtype.name == _FP8 else x.dtype
+    if 0 in (*weight.shape, *x.shape):
+        return jnp.zeros((weight.shape[0], x.shape[1]), dtype)
     return _MULTIPLY.run(backend, weight, x).astype(dtype)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from gpu import array, h200
 
-from pallas_kernels.compat import gpu as compat
+from pallas_kernels.compat import GPU_KERNELS_WRITE_IN_PLACE
 from pallas_kernels.page_copy import image_elements, mosaic_gpu
 from pallas_kernels.paged_attention import KVPages
 
@@ -28,7 +28,7 @@ def move(name, layers):
     """The kernel's function, and its arguments."""
     arguments = [layers, array(IMAGES, dtype=jnp.int32)]
     if name == "scatter":
-        if not compat.GPU_KERNELS_WRITE_IN_PLACE:
+        if not GPU_KERNELS_WRITE_IN_PLACE:
             pytest.skip("needs JAX 0.11 or newer")
         arguments += [array(IMAGES, image_elements(layers), dtype=layers[0].k.dtype)]
     return getattr(mosaic_gpu, f"{name}_pages"), arguments

@@ -49,6 +49,7 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(backends, "target", lambda: ("gpu", "NVIDIA H200", True))
     monkeypatch.setattr(trust, "verified", lambda: {})
     monkeypatch.setattr(trust, "_tried", {})
+    monkeypatch.setattr(backends, "_for_now", set())
     backends._warn_once.cache_clear()
 
 
@@ -108,6 +109,7 @@ def test_a_wrong_kernel_is_not_used_and_one_warning_says_so(monkeypatch, on_a_gp
         np.testing.assert_array_equal(operation.run("auto", x), 2 * x)
     with pytest.raises(ValueError, match=reason):
         operation.run("pallas", x)
+    assert backends.fell_back_for_now()
 
 
 def test_what_a_kernel_refuses_goes_to_xla_or_back_to_the_caller(monkeypatch, on_a_gpu):
@@ -118,6 +120,7 @@ def test_what_a_kernel_refuses_goes_to_xla_or_back_to_the_caller(monkeypatch, on
         operation.run("auto", jnp.ones(4))
     with pytest.raises(ValueError, match="gpu kernel of double cannot be used: x is too long"):
         operation.run("pallas", jnp.ones(4))
+    assert not backends.fell_back_for_now(), "it will be the same the next time"
 
 
 @pytest.mark.parametrize(
@@ -145,8 +148,10 @@ def test_where_xla_does_as_well_there_is_nothing_to_say(monkeypatch, on_a_gpu):
 def test_what_a_kernel_needs_and_is_not_installed(monkeypatch, on_a_gpu):
     operation = make_operation(monkeypatch)
     monkeypatch.setitem(sys.modules, "a_kernel", None)
-    with pytest.warns(backends.KernelWarning, match="pip install absl-py"):
+    with pytest.warns(backends.KernelWarning, match="on GPUs absl-py") as warned:
         operation.run("auto", jnp.ones(4))
+    assert warned[0].filename == __file__
+    assert backends.fell_back_for_now()
 
 
 def test_an_unknown_backend_is_refused(monkeypatch):

@@ -195,3 +195,17 @@ def test_what_does_not_fit_is_refused():
         scatter_pages(layers, ids, jnp.zeros((IDS, size), jnp.float16))
     with pytest.raises(ValueError, match="4 sources cannot be copied to 2 targets"):
         copy_pages(layers, ids, ids[:2])
+
+
+def test_layers_that_differ_and_nothing_to_move_are_refused():
+    """A page that one layer has and another has not is outside a pool."""
+    ids = jnp.int32([1])
+    few, many = (KVPages(jnp.zeros((n, 1, 4, 4)), jnp.zeros((n, 1, 4, 4))) for n in (3, 5))
+    half = KVPages(*(array.astype(jnp.bfloat16) for array in many))
+    for layers in ([few, many], [many, half], []):
+        with pytest.raises(ValueError, match="all must have as many of the same dtype"):
+            gather_pages(layers, ids)
+        with pytest.raises(ValueError, match="all must have as many of the same dtype"):
+            copy_pages(layers, ids, ids)
+    with pytest.raises(ValueError, match=r"page ids have shape \(0,\); there must be one"):
+        gather_pages([many], ids[:0])

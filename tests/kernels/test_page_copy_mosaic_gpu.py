@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from test_page_copy import PAGES, assert_same_bits, assert_same_pages, layout, pool, random_bits
 
+from pallas_kernels.compat import GPU_KERNELS_WRITE_IN_PLACE
 from pallas_kernels.compat import gpu as compat
 from pallas_kernels.page_copy import image_elements, mosaic_gpu, reference
 
@@ -23,7 +24,7 @@ SEVERAL_SLABS = {"heads": 3, "head_dim": 64, "page_size": 96}
 MIXED = np.int32([-1, 5, PAGES, 2, -(2**31), 6, 0, 2**31 - 1])
 
 writes_in_place = pytest.mark.skipif(
-    not compat.GPU_KERNELS_WRITE_IN_PLACE, reason="needs JAX 0.11 or newer"
+    not GPU_KERNELS_WRITE_IN_PLACE, reason="needs JAX 0.11 or newer"
 )
 
 
@@ -100,7 +101,7 @@ def test_what_the_kernels_cannot_do_is_refused(layers, message):
         jax.eval_shape(mosaic_gpu.gather_pages, layers, ids)
 
 
-@pytest.mark.skipif(compat.GPU_KERNELS_WRITE_IN_PLACE, reason="needs JAX older than 0.11")
+@pytest.mark.skipif(GPU_KERNELS_WRITE_IN_PLACE, reason="needs JAX older than 0.11")
 def test_writing_in_place_is_refused_by_versions_that_cannot():
     layers = [layout("float32", **ONE_SLAB).shapes]
     ids = jax.ShapeDtypeStruct((3,), jnp.int32)

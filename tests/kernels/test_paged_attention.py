@@ -258,6 +258,22 @@ class PagedAttentionContract:
         for old, new in zip(before, self.run(case)):
             np.testing.assert_array_equal(np.delete(old, 1, 0), np.delete(new, 1, 0))
 
+    def test_beyond_the_table_there_is_nothing_to_see(self):
+        case = Case([8, 30], [(8, 3)], page_size=4)
+        case.batch = case.batch._replace(tables=case.batch.tables[:, :2])
+        within = case.batch._replace(context=np.minimum(case.batch.context, 8))
+        right = reference.paged_attention(case.q, case.pages, within, num_decodes=2, scale=SCALE)
+        for found, expected in zip(self.run(case), right):
+            np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+
+    @pytest.mark.parametrize("num_decodes", [0, 2])
+    @pytest.mark.parametrize("width", [0, 3])
+    def test_tokens_after_the_last_row_are_nobodys(self, num_decodes, width):
+        case = Case([5, 9], page_size=4, padding=3)
+        case.num_decodes = num_decodes
+        case.batch = RaggedBatch(*(field[:num_decodes] for field in case.batch))
+        self.check(case, tree_mask=np.ones((len(case.q), width), bool))
+
     def test_heads_that_do_not_divide_are_refused(self):
         with pytest.raises(ValueError, match="5 query heads cannot be shared evenly among 2"):
             self.run(Case([4], page_size=4, heads=(5, 2)))
@@ -275,7 +291,9 @@ class TestXla(PagedAttentionContract):
         ({"soft_cap": -1.0}, "soft_cap is -1.0"),
         ({"sinks": np.zeros(3)}, r"sinks has shape \(3,\); it must be \(4,\)"),
         ({"k_scale": np.zeros(4)}, r"k_scale has shape \(4,\); it must be \(2,\)"),
-        ({"tree_mask": np.zeros((3, 2), bool)}, r"tree_mask has shape \(3, 2\)"),
+        ({"tree_mask": np.zeros((3, 2), bool)}, r"tree_mask is bool \(3, 2\)"),
+        ({"tree_mask": np.zeros((1, 2), int)}, r"tree_mask is int64 \(1, 2\); it must be bool"),
+        ({"scale": 0.0}, r"scale is 0.0; it must be positive"),
         ({"num_decodes": 9}, "num_decodes is 9; there are 1 tokens and 1 rows"),
         ({"backend": "cuda"}, "backend is 'cuda'; it can be auto, xla, pallas"),
     ],
@@ -293,14 +311,21 @@ def test_what_makes_no_sense_is_refused(change, message):
     [
         ({"k": np.zeros((4, 2, 8, 3)), "v": np.zeros((4, 2, 8, 3))}, "those of values must be"),
         ({"q": np.zeros((1, 4, 6))}, "head_dim 6 and keys 8"),
-        ({"k": np.zeros((5, 2, 8, 4), np.int16)}, "Keys are int16; pages can be float32"),
+        ({"k": np.zeros((5, 2, 8, 4), np.int16)}, "Keys are int16 and values float32; both must"),
+        ({"q": np.zeros((1, 4, 8), np.int32)}, "Queries are int32"),
+        ({"tables": np.zeros((1, 2))}, "tables is float64"),
+        (
+            {"tables": np.zeros((3, 2), int)},
+            r"context is int32 \(1,\); it must be of integers, with 3",
+        ),
     ],
 )
 def test_arrays_that_do_not_belong_together_are_refused(kind, message):
     case = Case([4], page_size=4)
     pages = KVPages(kind.get("k", case.pages.k), kind.get("v", case.pages.v))
+    batch = case.batch._replace(tables=kind.get("tables", case.batch.tables))
     with pytest.raises(ValueError, match=message):
-        paged_attention(kind.get("q", case.q), pages, case.batch, num_decodes=1, scale=SCALE)
+        paged_attention(kind.get("q", case.q), pages, batch, num_decodes=1, scale=SCALE)
 
 
 def widen(case, *, tokens, pages, table):
@@ -323,9 +348,9 @@ def widen(case, *, tokens, pages, table):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn])
 def test_written_keys_and_values_lie_where_they_are_read(dtype):
     rng = np.random.default_rng(0)
-    k, v = (10 * rng.normal(size=(2, 5, 2, 8))).round().astype(dtype)
+    k, v = (10 * rng.normal(size=(2, 7, 2, 8))).round().astype(dtype)
     pages = KVPages(jnp.zeros((4, 2, 8, 3), dtype), jnp.zeros((4, 2, 3, 8), dtype))
-    ids, offsets = np.array([3, 3, 1, 4, -1]), np.array([0, 2, 1, 0, 0])
+    ids, offsets = np.array([3, 3, 1, 4, -1, 2, 2]), np.array([0, 2, 1, 0, 0, 3, -1])
     written = write_kv(pages, jnp.asarray(k), jnp.asarray(v), ids, offsets)
     keys, values = np.zeros((4, 2, 8, 3), dtype), np.zeros((4, 2, 3, 8), dtype)
     for token in range(3):  # the others are outside the pool
@@ -333,6 +358,17 @@ def test_written_keys_and_values_lie_where_they_are_read(dtype):
         values[ids[token], :, offsets[token], :] = v[token]
     np.testing.assert_array_equal(written.k, keys)
     np.testing.assert_array_equal(written.v, values)
+
+
+def test_what_does_not_fit_the_pages_is_not_written():
+    pages = KVPages(jnp.zeros((4, 2, 8, 3)), jnp.zeros((4, 2, 3, 8)))
+    new, where = jnp.zeros((5, 2, 8)), jnp.zeros(5, jnp.int32)
+    with pytest.raises(ValueError, match=r"k has shape \(5, 1, 8\); it must be \(5, 2, 8\)"):
+        write_kv(pages, new[:, :1], new, where, where)
+    with pytest.raises(ValueError, match=r"offsets has shape \(4,\); it must be \(5,\)"):
+        write_kv(pages, new, new, where, where[:4])
+    with pytest.raises(ValueError, match="those of values must be"):
+        write_kv(pages._replace(v=pages.v[:3]), new, new, where, where)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn])

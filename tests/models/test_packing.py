@@ -94,6 +94,19 @@ def test_weights_are_rounded_as_they_load(tmp_path, quantization, source):
             jax.tree.map(np.testing.assert_array_equal, layer[name], expected)
 
 
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1])
+def test_the_file_may_be_packed_in_another_way(tmp_path, kind):
+    """In the very format asked for, it stays as it is."""
+    path = write_gguf(tmp_path / "m.gguf", CONFIG, random_tensors(CONFIG), kind=kind)
+    whole, packed = load(path), load(path, "int4")
+    for layer, before in zip(packed["layers"], whole["layers"]):
+        for name in LINEAR:
+            expected = quantize(before[name].reshape(layer[name].shape), FORMATS["int4"])
+            right = before[name] if kind == Kind.Q4_1 else dequantize(expected)
+            found = dequantize(layer[name])
+            np.testing.assert_allclose(found, right.reshape(found.shape), rtol=1e-6, atol=1e-6)
+
+
 def test_what_cannot_be_packed_is_refused(tmp_path):
     config = CONFIG | {"hidden_size": 80}
     narrow = write_hf(tmp_path / "hf", config, random_tensors(config))

@@ -85,7 +85,9 @@ def _load_param(
 ) -> jax.Array | PackedWeight:
     if spec.format is None:
         return _load_array(source, dtype, spec, sharding)
-    if isinstance(source, GgufCheckpoint) and spec.format in GGUF.values():
+    if isinstance(source, GgufCheckpoint) and all(
+        GGUF.get(source.packed_kind(part.tensor)) == spec.format for part in spec.parts
+    ):
         parts = [source.read_packed(part.tensor) for part in spec.parts]
         return jax.device_put(stack(spec, parts), sharding)
     return _packed_after(spec, _load_array(source, np.dtype(np.float32), spec, sharding))
