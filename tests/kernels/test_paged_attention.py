@@ -87,6 +87,8 @@ class PagedAttentionContract:
     implementation = None
     attend = None
     """With the signature of `attend`."""
+    page_sizes = (1, 4, 32)
+    """Of random batches: each is a program more to compile."""
 
     def run(self, case, compiler_options=UNOPTIMISED, **options):
         arrays = jax.tree.map(jnp.asarray, (case.q, case.pages, case.batch))
@@ -142,14 +144,14 @@ class PagedAttentionContract:
 
     @settings(max_examples=25, deadline=None)
     @given(
-        page_size=st.sampled_from([1, 4, 32]),
         window=st.sampled_from([None, 6]),
         contexts=st.tuples(*[st.integers(0, 40)] * 4),
         chunk_contexts=st.tuples(*[st.integers(1, 40)] * 3),
         data=st.data(),
     )
-    def test_any_ragged_batch(self, page_size, window, contexts, chunk_contexts, data):
+    def test_any_ragged_batch(self, window, contexts, chunk_contexts, data):
         """Shapes are of a few kinds, so that few programs are compiled; their contents vary."""
+        page_size = data.draw(st.sampled_from(self.page_sizes))
         lengths = [data.draw(st.integers(1, context)) for context in chunk_contexts]
         case = Case(
             contexts, [*zip(chunk_contexts, lengths)], page_size=page_size, seed=sum(contexts)
@@ -231,9 +233,10 @@ class PagedAttentionContract:
         self.check(case, **scales)
 
     @settings(max_examples=15, deadline=None)
-    @given(data=st.data(), page_size=st.sampled_from([1, 4, 32]))
-    def test_any_ranges(self, data, page_size):
+    @given(data=st.data())
+    def test_any_ranges(self, data):
         """Ranges that never decrease along a row, some of them empty."""
+        page_size = data.draw(st.sampled_from(self.page_sizes))
         case = Case([12, 0, 40], [(40, 9), (17, 17)], page_size=page_size)
         limits = np.zeros((2, len(case.q)), np.int32)
         rows = zip(*(field.tolist() for field in case.batch[1:]))

@@ -45,6 +45,7 @@ def small_blocks(monkeypatch):
 class TestInterpreted(PagedAttentionContract):
     implementation = staticmethod(functools.partial(paged_attention, backend="pallas"))
     attend = staticmethod(functools.partial(attend, backend="pallas"))
+    page_sizes = (4,)
 
 
 def run(case, window=None, interpret=True, cores=1, **options):

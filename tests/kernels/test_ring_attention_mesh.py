@@ -87,7 +87,7 @@ def assert_dealt(actual, expected, order, tolerance=2e-5):
 class Whole:
     """Whole sequences on `ranks` devices: one program for whatever lengths."""
 
-    def __init__(self, ranks, deal, scheme, dtype=jnp.float32, **options):
+    def __init__(self, ranks, deal, scheme, dtype=jnp.float32, backend="auto", **options):
         self.ranks, self.deal, self.options, self.dtype = ranks, deal, options, dtype
 
         def local(q, k, v, lengths):
@@ -100,6 +100,7 @@ class Whole:
                 axis_name="seq",
                 scale=SCALE,
                 scheme=scheme,
+                backend=backend,
                 **options,
             )
 
@@ -181,6 +182,13 @@ def test_queries_one_way_and_results_the_other():
 @on_eight_devices
 def test_two_ranks_that_see_everything(scheme):
     Whole(2, zigzag, scheme, causal=False).check_any_lengths()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("scheme", ["pass_kv", "pass_kv_both_ways", "pass_q"])
+@on_eight_devices
+def test_a_kernel_attends_within(scheme):
+    Whole(2, zigzag, scheme, backend="pallas", window=60).check(random_sequences(0, (200, 77)))
 
 
 @on_eight_devices
