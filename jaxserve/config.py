@@ -48,9 +48,9 @@ class EngineConfig:
         debug_kv: check the books of all pages after every step, and poison freed pages with NaN.
         seed: of everything random that no request seeds itself.
         load_format: "dummy" makes random weights of the model's config.
-        attention_backend: who attends and moves pages: "pallas", the device's kernels of
-            pallas_kernels, on CPUs the TPU's, interpreted; "xla", plain XLA; "auto", a kernel where
-            it can and may be trusted, else XLA, and on CPUs XLA.
+        attention_backend: who attends, moves pages and multiplies packed weights: "pallas", the
+            device's kernels of pallas_kernels, on CPUs the TPU's, interpreted; "xla", plain XLA;
+            "auto", a kernel where it can and may be trusted, else XLA, and on CPUs XLA.
         program_scope: compile the model as one program a step, or by groups of layers, which is
             ready several times sooner and costs a few more calls a step; layer on CPUs, else step.
         compilation_cache: keep compiled programs in the cache directory.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import jax
@@ -21,6 +23,22 @@ trusted, else XLA, with a warning that says why; on CPUs XLA."""
 
 HOPPER = ("H100", "H200", "H800", "H20")
 """What the names of GPUs of compute capability 9.0 contain."""
+
+
+_meant_by_auto: contextvars.ContextVar[Backend] = contextvars.ContextVar("auto", default="auto")
+
+
+@contextlib.contextmanager
+def using(backend: Backend) -> Iterator[None]:
+    """Within it, or within functions that it decorates, "auto" means `backend`.
+
+    For a whole program whose parts do not know of backends, while it is traced.
+    """
+    token = _meant_by_auto.set(backend)
+    try:
+        yield
+    finally:
+        _meant_by_auto.reset(token)
 
 
 class KernelWarning(RuntimeWarning):
@@ -64,6 +82,8 @@ class Operation:
         """
         if backend not in get_args(Backend):
             raise ValueError(f"backend is {backend!r}; it can be {', '.join(get_args(Backend))}.")
+        if backend == "auto":
+            backend = _meant_by_auto.get()
         platform, device_kind, is_here = target()
         if backend == "xla" or (backend == "auto" and platform == "cpu"):
             return self.xla

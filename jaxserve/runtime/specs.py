@@ -21,6 +21,7 @@ from jaxserve.runtime.buckets import Buckets, ProgramKey
 from jaxserve.runtime.programs import ProgramSpec
 from jaxserve.sampling import admit, init_state
 from jaxserve.sampling.rows import NUM_FIELDS
+from pallas_kernels import backends
 from pallas_kernels.page_copy import copy_pages, gather_pages, scatter_pages
 from pallas_kernels.paged_attention import (
     KVPages,
@@ -176,10 +177,14 @@ def prompt_logprobs_name(prefill_tokens: int) -> str:
 def program_specs(geometry: Geometry) -> list[ProgramSpec]:
     """Every program the engine can ever call, the largest first so that threads end together."""
     forward = _layer_specs if geometry.config.program_scope == "layer" else _step_specs
-    specs = [spec for layout in geometry.layouts.values() for spec in forward(geometry, layout)]
-    specs += _sampling_specs(geometry)
-    specs += _page_specs(geometry)
-    return specs[::-1]
+    backend = geometry.config.attention_backend
+    with backends.using(backend):
+        specs = [spec for layout in geometry.layouts.values() for spec in forward(geometry, layout)]
+        specs += _sampling_specs(geometry)
+        specs += _page_specs(geometry)
+    # Functions are traced later, and elsewhere.
+    traced = backends.using(backend)
+    return [dataclasses.replace(spec, function=traced(spec.function)) for spec in reversed(specs)]
 
 
 def check_attention(geometry: Geometry) -> None:
@@ -194,21 +199,15 @@ def check_attention(geometry: Geometry) -> None:
     backend = geometry.config.attention_backend
 
     def all_of_it(q, pages, batch):
-        page_ids = batch.tables[0, :1]
-        layers = copy_pages([pages], page_ids, page_ids, backend=backend)
+        scale, num_decodes = model.attention_scale, layout.key.rows
+        attended = paged_attention(q, pages, batch, num_decodes=num_decodes, scale=scale)
         new, places = q[:, : model.num_kv_heads], jnp.zeros(len(q), jnp.int32)
-        pages = write_kv(layers[0], new, new, places, places, backend=backend)
-        return paged_attention(
-            q,
-            pages,
-            batch,
-            num_decodes=layout.key.rows,
-            scale=model.attention_scale,
-            backend=backend,
-        )
+        pages = write_kv(pages, new, new, places, places)
+        return attended, copy_pages([pages], batch.starts, batch.starts)
 
     try:
-        jax.eval_shape(all_of_it, q, pages.shapes, batch)
+        with backends.using(backend):
+            jax.eval_shape(all_of_it, q, pages.shapes, batch)
     except ValueError as error:
         raise ConfigError(f"attention_backend is {backend!r}. {error}") from error
 
@@ -217,13 +216,7 @@ def _step_specs(geometry: Geometry, layout: StepLayout) -> Iterator[ProgramSpec]
     """The model as one program."""
     yield ProgramSpec(
         part_name("forward", layout.key),
-        functools.partial(
-            step.forward,
-            geometry.family,
-            geometry.model,
-            layout,
-            attention_backend=geometry.config.attention_backend,
-        ),
+        functools.partial(step.forward, geometry.family, geometry.model, layout),
         (
             geometry.abstract_params,
             geometry.abstract_kv,
@@ -246,14 +239,7 @@ def _layer_specs(geometry: Geometry, layout: StepLayout) -> Iterator[ProgramSpec
     for name, group in alike.items():
         yield ProgramSpec(
             name,
-            functools.partial(
-                step.layers,
-                family,
-                model,
-                layout,
-                model.layer_kinds[group],
-                attention_backend=geometry.config.attention_backend,
-            ),
+            functools.partial(step.layers, family, model, layout, model.layer_kinds[group]),
             (params["layers"][group], geometry.abstract_kv[group], x, shared, addresses),
             donated=(1, 2),
         )
@@ -294,19 +280,17 @@ def _sampling_specs(geometry: Geometry) -> Iterator[ProgramSpec]:
 
 def _page_specs(geometry: Geometry) -> Iterator[ProgramSpec]:
     kv = geometry.abstract_kv
-    gather, scatter, copy = (
-        functools.partial(move, backend=geometry.config.attention_backend)
-        for move in (gather_pages, scatter_pages, copy_pages)
-    )
     pages = _int32(COPY_PAGES)
-    yield ProgramSpec(COPY, copy, (kv, pages, pages), donated=(0,))
+    yield ProgramSpec(COPY, copy_pages, (kv, pages, pages), donated=(0,))
     if not geometry.moves_pages:
         return
     for count in MOVE_SIZES:
         pages = _int32(count)
-        staging = jax.eval_shape(gather, kv, pages)
-        yield ProgramSpec(page_name("gather", count), gather, (kv, pages))
-        yield ProgramSpec(page_name("scatter", count), scatter, (kv, pages, staging), donated=(0,))
+        staging = jax.eval_shape(gather_pages, kv, pages)
+        yield ProgramSpec(page_name("gather", count), gather_pages, (kv, pages))
+        yield ProgramSpec(
+            page_name("scatter", count), scatter_pages, (kv, pages, staging), donated=(0,)
+        )
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

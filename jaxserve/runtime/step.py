@@ -22,7 +22,6 @@ from jaxserve.sampling import general as sample_general
 from jaxserve.sampling import greedy as sample_greedy
 from jaxserve.sampling import prompt_logprobs as score_prompt
 from jaxserve.sampling.rows import SLOT
-from pallas_kernels.backends import Backend
 from pallas_kernels.paged_attention import KVPages, paged_attention, write_kv
 
 
@@ -34,8 +33,6 @@ def forward(
     kv: list[KVPages],
     last_tokens: jax.Array,
     metadata: jax.Array,
-    *,
-    attention_backend: Backend,
 ) -> tuple[list[KVPages], jax.Array, jax.Array]:
     """Run the whole model over one packed step.
 
@@ -45,16 +42,7 @@ def forward(
     """
     x, shared, addresses, sampled = begin(family, config, layout, params, last_tokens, metadata)
     kv, x = layers(
-        family,
-        config,
-        layout,
-        config.layer_kinds,
-        params["layers"],
-        kv,
-        x,
-        shared,
-        addresses,
-        attention_backend=attention_backend,
+        family, config, layout, config.layer_kinds, params["layers"], kv, x, shared, addresses
     )
     return kv, *finish(family, config, layout, params, x, sampled)
 
@@ -84,8 +72,6 @@ def layers(
     x: jax.Array,
     shared: Any,
     addresses: Addresses,
-    *,
-    attention_backend: Backend,
 ) -> tuple[list[KVPages], jax.Array]:
     """The middle part of `forward`: consecutive layers of these kinds, parameters and pages.
 
@@ -95,14 +81,7 @@ def layers(
     for kind, p, pages in zip(kinds, params, kv):
 
         def attention(q, k, v, *, window, pages=pages):
-            pages = write_kv(
-                pages,
-                k,
-                v,
-                addresses.page_ids,
-                addresses.offsets,
-                backend=attention_backend,
-            )
+            pages = write_kv(pages, k, v, addresses.page_ids, addresses.offsets)
             written.append(pages)
             out, _ = paged_attention(
                 q,
@@ -111,7 +90,6 @@ def layers(
                 num_decodes=layout.key.rows,
                 scale=config.attention_scale,
                 window=window,
-                backend=attention_backend,
             )
             return out
 

@@ -13,6 +13,7 @@ from pallas_kernels import backends
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 
 
+@pytest.mark.interpreted
 def test_kernels_attend_and_move_pages(llama):
     """Chunks beside decodes, a prefix hit, pages that leave for the host and come back."""
     with llama.load(
@@ -28,6 +29,7 @@ def test_kernels_attend_and_move_pages(llama):
         assert count(llm.engine, "kv_fetched_pages_total", "host") > 0
 
 
+@pytest.mark.interpreted
 def test_windows(tmp_path):
     mistral = TinyModel.write_member(tmp_path, "mistral")
     with mistral.load(attention_backend="pallas", max_num_seqs=2) as llm:

@@ -14,7 +14,7 @@ from tiny_engines import CONTEXT, EOS, LONGEST, Arrival, TinyModel, drive
 from jaxserve.errors import ConfigError
 from jaxserve.models.packing import with_formats
 from jaxserve.sampling_params import SamplingParams
-from pallas_kernels.quantized_matmul import dequantize, quantize
+from pallas_kernels.quantized_matmul import dequantize, mosaic_tpu, quantize
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 
@@ -61,6 +61,24 @@ def test_a_gguf_file_as_it_is(tmp_path):
         arrivals = [Arrival(prompt, GREEDY) for prompt in model.prompts]
         for output in drive(llm.engine, arrivals):
             model.check_greedy(output)
+
+
+@pytest.mark.interpreted
+def test_a_kernel_multiplies(llama, monkeypatch):
+    """On CPUs the TPU's, interpreted."""
+    multiplied, kernel = [], mosaic_tpu.quantized_matmul
+
+    def quantized_matmul(weight, x, *, interpret):
+        multiplied.append(weight.shape)
+        return kernel(weight, x, interpret=interpret)
+
+    monkeypatch.setattr(mosaic_tpu, "quantized_matmul", quantized_matmul)
+    model = as_if(llama, "int8")
+    settings = {"max_num_seqs": 1, "max_num_batched_tokens": 33, "compilation_cache": False}
+    with llama.load(quantization="int8", attention_backend="pallas", **settings) as llm:
+        for output in drive(llm.engine, [Arrival(prompt, GREEDY) for prompt in model.prompts[-3:]]):
+            model.check_greedy(output)
+    assert multiplied
 
 
 def test_unknown_names_are_refused(llama):

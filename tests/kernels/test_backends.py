@@ -64,6 +64,18 @@ def test_on_cpus_xla_unless_the_kernel_is_asked_for(monkeypatch):
     assert calls == [True], "it is interpreted"
 
 
+def test_what_auto_means_may_be_said_for_all_of_a_program(monkeypatch):
+    calls = []
+    operation = make_operation(monkeypatch, calls=calls)
+    program = backends.using("pallas")(lambda x: operation.run("auto", x))
+    jax.jit(program).lower(jnp.ones(3))
+    assert calls == [True]
+    operation.run("auto", jnp.ones(3))
+    with backends.using("pallas"):
+        operation.run("xla", jnp.ones(3))
+    assert calls == [True]
+
+
 def test_a_kernel_is_tried_once_for_each_class_of_shapes(monkeypatch, on_a_gpu):
     """Also in the middle of tracing, and for shapes that the trial does not have. Each shape is
     then traced once, however many layers ask."""
