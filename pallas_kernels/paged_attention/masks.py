@@ -38,16 +38,19 @@ def causal(
 
     A tree's tokens see what was committed before it, of the window before their own place.
     """
-    row, index, owned = owners(batch, num_tokens)
-    committed = (batch.context - batch.lengths)[row]
-    position, until = committed + index, committed + index + 1
-    if tree_mask is not None:
-        in_tree = is_tree(batch, num_decodes, tree_mask)[row]
-        position = jnp.where(in_tree, committed + depths(tree_mask), position)
-        until = jnp.where(in_tree, committed, until)
+    # Of decodes no owner need be looked for, and programs of decodes alone are the shortest.
+    seen = [(batch.context[:num_decodes] - 1, batch.context[:num_decodes])]
+    if num_tokens > num_decodes:
+        row, index, owned = (field[num_decodes:] for field in owners(batch, num_tokens))
+        committed = (batch.context - batch.lengths)[row]
+        position, until = committed + index, committed + index + 1
+        if tree_mask is not None:
+            in_tree = is_tree(batch, num_decodes, tree_mask)[row]
+            position = jnp.where(in_tree, committed + depths(tree_mask)[num_decodes:], position)
+            until = jnp.where(in_tree, committed, until)
+        seen.append((position, jnp.where(owned, until, 0)))
+    position, until = (jnp.concatenate(parts) for parts in zip(*seen))
     since = jnp.zeros_like(until) if window is None else jnp.maximum(position + 1 - window, 0)
-    # A padding row among the decodes has a token but no context.
-    until = jnp.where(owned & (batch.context[row] > 0), until, 0)
     return Visible(jnp.minimum(since, until), until)
 
 
