@@ -3,6 +3,9 @@
 Each is the best for its kind: with one token a row there is little to compute and the pages must
 come as fast as memory gives them, with many tokens the tensor cores must not wait. A program whose
 batches are of one kind contains only that kind's kernel.
+
+The kernel for many tokens cannot unpack quantized pages. Beside decodes XLA attends for it, so that
+steps which mix the two still read the long contexts of decodes at the speed of memory.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention import mosaic_gpu_decode, mosaic_gpu_prefill
+from pallas_kernels.paged_attention import mosaic_gpu_decode, mosaic_gpu_prefill, xla
 from pallas_kernels.paged_attention.layout import RaggedBatch, Visible
 
 if TYPE_CHECKING:
@@ -30,12 +33,15 @@ def unsupported(
     soft_cap: float | None = None,
 ) -> str | None:
     """Why `paged_attention` refuses arrays of these shapes and dtypes, None if it does not."""
-    reason = None
     if num_decodes:
         reason = mosaic_gpu_decode.unsupported(q, pages)
-    if reason is None and len(q) > num_decodes:
-        reason = mosaic_gpu_prefill.unsupported(q, pages)
-    return reason
+        if reason is not None or _are_packed(q, pages):
+            return reason
+    return mosaic_gpu_prefill.unsupported(q, pages) if len(q) > num_decodes else None
+
+
+def _are_packed(q: jax.Array, pages: KVPages) -> bool:
+    return pages.k.dtype != q.dtype
 
 
 def paged_attention(
@@ -62,8 +68,12 @@ def paged_attention(
         rest = RaggedBatch(*(field[num_decodes:] for field in batch))
         rest = rest._replace(starts=rest.starts - num_decodes)
         visible = Visible(*(field[num_decodes:] for field in visible))
-        prefill = mosaic_gpu_prefill.paged_prefill
-        parts.append(prefill(q[num_decodes:], pages, rest, visible, **options))
+        arguments = q[num_decodes:], pages, rest, visible
+        if num_decodes and _are_packed(q, pages):
+            part = xla.paged_attention(*arguments, num_decodes=0, scale=scale, soft_cap=soft_cap)
+        else:
+            part = mosaic_gpu_prefill.paged_prefill(*arguments, **options)
+        parts.append(part)
     if len(parts) == 1:
         return parts[0]
     out, lse = (jnp.concatenate(part) for part in zip(*parts))
