@@ -57,14 +57,16 @@ def test_no_copy_races_with_another(dtype):
         assert_same_pages(written, reference.scatter_pages(layers, IDS, staging))
 
 
-def test_pools_that_kernels_see_otherwise_than_they_are_kept_are_refused():
+def test_pages_that_are_not_whole_tiles_are_refused():
     ids = jax.ShapeDtypeStruct((3,), jnp.int32)
-    for kind in ({"head_dim": 128, "page_size": 64}, {"head_dim": 64, "page_size": 128}):
+    for kind in ({"head_dim": 128, "page_size": 64}, {"head_dim": 80, "page_size": 128}):
         layers = [layout("float32", **kind).shapes]
         message = (
-            "pages have {page_size} tokens and head_dim {head_dim}; both must be multiples of 128"
+            "pages have {page_size} tokens and head_dim {head_dim}; they must be multiples of 128 "
+            "and 32"
         )
         with pytest.raises(ValueError, match=message.format(**kind)):
             jax.eval_shape(mosaic_tpu.gather_pages, layers, ids)
-    layers = [layout("float32", head_dim=256, page_size=128).shapes]
-    assert mosaic_tpu.unsupported(layers, ids) is None
+    for head_dim in (64, 256):
+        layers = [layout("float32", head_dim=head_dim, page_size=128).shapes]
+        assert mosaic_tpu.unsupported(layers, ids) is None
