@@ -12,6 +12,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.arrays import send
+
 
 def dot(weight, x):
     """Float32 [out, tokens] of arrays weight [out, in] and x [in, tokens]."""
@@ -43,7 +45,7 @@ def ring_all_gather_matmul(weight, x, axis_name, product, both_ways):
     for step in range(ranks):
         here = held
         if step < ranks - 1:
-            held = [_send(half, hop, axis_name) for half, (_, _, hop) in zip(here, parts)]
+            held = [send(half, hop, axis_name) for half, (_, _, hop) in zip(here, parts)]
         chunk = _product(weight, here, product)
         if result is None:
             result = jnp.zeros_like(chunk, shape=(chunk.shape[0], ranks * tokens))
@@ -64,7 +66,7 @@ def ring_matmul_reduce_scatter(weight, x, axis_name, product, both_ways):
     sums = None
     for step in range(ranks):
         if sums is not None:
-            sums = [_send(half, hop, axis_name) for half, (_, _, hop) in zip(sums, parts)]
+            sums = [send(half, hop, axis_name) for half, (_, _, hop) in zip(sums, parts)]
         here = []
         for first, last, hop in parts:
             at = _rank_above(-(step + 1) * hop, axis_name) * tokens + first
@@ -97,9 +99,3 @@ def _rank_above(hops, axis_name):
     """The rank `hops` above this one, around the ring."""
     ranks = lax.axis_size(axis_name)
     return lax.rem(lax.axis_index(axis_name) + hops % ranks, ranks)
-
-
-def _send(array, hop, axis_name):
-    """What the rank `hop` below has of it."""
-    ranks = lax.axis_size(axis_name)
-    return lax.ppermute(array, axis_name, [(rank, (rank + hop) % ranks) for rank in range(ranks)])

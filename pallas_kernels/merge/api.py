@@ -62,6 +62,11 @@ def merge_over(
     return xla.merge_over(axis_name, out, lse)
 
 
+def empty_partial(q: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """Attention of q [..., head_dim] to nothing: out of `dtype` in its shape, and lse [...]."""
+    return jnp.zeros(q.shape, dtype), jnp.full(q.shape[:-1], -jnp.inf, jnp.float32)
+
+
 def _check(outs, lses):
     if outs.shape[:-1] != lses.shape or outs.ndim == 0:
         raise ValueError(

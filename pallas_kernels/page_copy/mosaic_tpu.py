@@ -28,6 +28,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.arrays import as_bits
+
 if TYPE_CHECKING:
     from pallas_kernels.paged_attention.layout import KVPages
 
@@ -77,7 +79,7 @@ def gather_pages(
     # As integers, which no compiler thinks of rounding. What was skipped may be anything.
     inside = (page_ids >= 0) & (page_ids < num_pages)
     parts = [
-        _turned(_bits(part), array).reshape(images, -1)
+        _turned(as_bits(part), array).reshape(images, -1)
         for part, array in zip(gathered, _arrays(layers))
     ]
     staging = jnp.where(inside[:, None], jnp.concatenate(parts, axis=1), 0)
@@ -95,7 +97,7 @@ def scatter_pages(
     pool, arrays = _stored(layers, interpret), _arrays(layers)
     sizes = [math.prod(array.shape[1:]) for array in arrays]
     bounds = [*itertools.accumulate(sizes)][:-1]
-    parts = jnp.split(_bits(staging) if interpret else staging, bounds, axis=1)
+    parts = jnp.split(as_bits(staging) if interpret else staging, bounds, axis=1)
     written = _copy(
         page_ids,
         sources=[
@@ -171,17 +173,12 @@ def _stored(layers, interpret):
     bfloat16 and rounds when it copies, so there they are integers; on a TPU that would copy all of
     them, and a copy rounds nothing."""
     arrays = [_turned(array, array) for array in _arrays(layers)]
-    return [_bits(array) for array in arrays] if interpret else arrays
+    return [as_bits(array) for array in arrays] if interpret else arrays
 
 
 def _turned(array, of):
     """`array`, pages of `of`, from one order of dimensions to the other where there are two."""
     return array.swapaxes(2, 3) if of.shape[3] % LANES else array
-
-
-def _bits(array):
-    """The same bits as unsigned integers."""
-    return lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
 
 
 def _check(reason):

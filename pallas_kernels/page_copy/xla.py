@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.arrays import as_bits
+
 if TYPE_CHECKING:
     from pallas_kernels.paged_attention.api import KVPages
 
@@ -52,11 +54,11 @@ def gather_by_page(arrays, page_ids):
         page = page_ids[index]
 
         def add(staging):
-            image = jnp.zeros((1, offsets[-1]), _bits(staging).dtype)
+            image = jnp.zeros((1, offsets[-1]), as_bits(staging).dtype)
             for array, offset in zip(arrays, offsets):
-                part = _slice(_bits(array), (page, 0, 0, 0), (1, *array.shape[1:]))
+                part = _slice(as_bits(array), (page, 0, 0, 0), (1, *array.shape[1:]))
                 image = _update(image, part.reshape(1, -1), (0, offset))
-            bits = _update(_bits(staging), image, (index, 0))
+            bits = _update(as_bits(staging), image, (index, 0))
             return lax.bitcast_convert_type(bits, staging.dtype)
 
         return lax.cond(_inside(page, arrays), add, _unchanged, staging)
@@ -75,8 +77,8 @@ def scatter_by_page(arrays, page_ids, staging):
         def write(arrays):
             written = []
             for array, (start, stop) in zip(arrays, bounds):
-                part = _slice(_bits(staging), (index, start), (1, stop - start))
-                bits = _update(_bits(array), part.reshape(1, *array.shape[1:]), (page, 0, 0, 0))
+                part = _slice(as_bits(staging), (index, start), (1, stop - start))
+                bits = _update(as_bits(array), part.reshape(1, *array.shape[1:]), (page, 0, 0, 0))
                 written.append(lax.bitcast_convert_type(bits, array.dtype))
             return written
 
@@ -116,11 +118,6 @@ def _inside(page, arrays):
 
 def _unchanged(carry):
     return carry
-
-
-def _bits(array):
-    """The same bits as unsigned integers, which no compiler thinks of rounding."""
-    return lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
 
 
 def _slice(array, start, sizes):

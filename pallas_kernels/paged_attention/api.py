@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backends
-from pallas_kernels.merge import merge_two
+from pallas_kernels.merge import empty_partial, merge_two
 from pallas_kernels.paged_attention import masks, trial, write_trial, xla
 from pallas_kernels.paged_attention.layout import KVPages, RaggedBatch, Visible
 from pallas_kernels.paged_attention.tree import attend_within_trees
@@ -98,7 +98,7 @@ def paged_attention(
             f"tree_mask is {tree_mask.dtype} {tree_mask.shape}; it must be bool ({tokens}, width)."
         )
     if len(batch.tables) == 0:
-        return _empty(q)
+        return empty_partial(q, q.dtype)
     if len(batch.tables) == num_decodes or (tree_mask is not None and tree_mask.shape[1] == 0):
         tree_mask = None  # There are no rows that could be trees.
 
@@ -159,7 +159,7 @@ def attend(
     # Where all rows are decodes, the tokens after them are nobody's.
     served = num_decodes if rows == num_decodes else len(q)
     if served == 0 or max_pages == 0:
-        return _empty(q)
+        return empty_partial(q, q.dtype)
     until = jnp.minimum(visible.until, max_pages * pages.k.shape[3])
     out, lse = _ATTEND.run(
         backend,
@@ -173,7 +173,7 @@ def attend(
     )
     if served == len(q):
         return out, lse
-    return tuple(map(jnp.concatenate, zip((out, lse), _empty(q[served:]))))
+    return tuple(map(jnp.concatenate, zip((out, lse), empty_partial(q[served:], q.dtype))))
 
 
 def write_kv(
@@ -210,11 +210,6 @@ def write_kv(
     k = xla.to_elements(k, k_scale, pages.k.dtype)
     v = xla.to_elements(v, v_scale, pages.v.dtype)
     return KVPages(*_WRITE.run(backend, pages, k, v, page_ids, offsets))
-
-
-def _empty(q):
-    """The partial of queries that see nothing."""
-    return jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
 
 
 def _check(q, pages, batch, num_decodes, scale):

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.arrays import ceil_div
+
 TILE = 64
 """Tokens that are attended to at once; a tile begins at a multiple of it."""
 
@@ -69,12 +71,12 @@ class Cutting:
         """
         since, until = self.limits(since, until)
         first_tile = lax.div(since, TILE)
-        tiles = jnp.where(since < until, _ceil_div(until, TILE) - first_tile, 0)
+        tiles = jnp.where(since < until, ceil_div(until, TILE) - first_tile, 0)
         size = jnp.full_like(tiles, self.split_tiles)
         doublings = math.ceil(math.log2(self.tokens / (TILE * self.split_tiles * self.splits)))
         for _ in range(doublings):
             size = jnp.where(tiles > size * self.splits, 2 * size, size)
-        return Cut(first_tile, tiles, size, _ceil_div(tiles, size))
+        return Cut(first_tile, tiles, size, ceil_div(tiles, size))
 
     def ends(self, since: jax.Array, until: jax.Array) -> jax.Array:
         """Entries of each row and those before it, int32 [rows], of int32 [rows] each."""
@@ -104,8 +106,3 @@ class Cutting:
             jnp.minimum(cut.size, cut.tiles - done),
             *self.limits(since[row], until[row]),
         )
-
-
-def _ceil_div(numerator, divisor):
-    """For integers that are not negative; jnp's floor division minds signs at some length."""
-    return lax.div(numerator + (divisor - 1), divisor)

@@ -1,11 +1,11 @@
 """Paged attention on Hopper GPUs: rows of one token by one kernel, the others by another.
 
-Each is the best for its kind: with one token a row there is little to compute and the pages must
-come as fast as memory gives them, with many tokens the tensor cores must not wait. A program whose
+Each is made for its kind: with one token a row there is little to compute and the pages must come
+as fast as memory gives them, with many tokens the tensor cores must not wait. A program whose
 batches are of one kind contains only that kind's kernel.
 
 The kernel for many tokens cannot unpack quantized pages. Beside decodes XLA attends for it, so that
-steps which mix the two still read the long contexts of decodes at the speed of memory.
+in steps which mix the two decodes keep their kernel.
 """
 
 from __future__ import annotations

@@ -45,7 +45,6 @@ one stream. With pages of 16 or 32 tokens a tile is loaded and multiplied in pie
 from __future__ import annotations
 
 import functools
-import math
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -56,6 +55,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.compat import gpu as compat
 from pallas_kernels.paged_attention.decode_work import TILE, Cutting
+from pallas_kernels.paged_attention.hopper import LOG2E, MASKED, across, soft_capped
 from pallas_kernels.paged_attention.mosaic_gpu_merge import merge_splits
 
 if TYPE_CHECKING:
@@ -73,8 +73,6 @@ MAX_SPLITS = 256
 
 _ROWS = MAX_GROUP
 _SMEM_BYTES = 225 * 1024  # of the 227 KiB a block may have, for barriers and log-sum-exps
-_MASKED = -1e30
-_LOG2E = math.log2(math.e)
 _WGMMA = plgpu.Layout.WGMMA
 
 
@@ -234,15 +232,13 @@ def _kernel(q, pages, *, cutting, rows, group, scale, soft_cap, blocks, interpre
                     for n in range(pieces):
                         position = positions((_ROWS, piece), 1) + (start + n * piece)
                         seen = (position >= entry.since) & (position < entry.until)
-                        scores[n] = jnp.where(
-                            seen, _in_octaves(scores[n], scale, soft_cap), _MASKED
-                        )
+                        scores[n] = jnp.where(seen, _in_octaves(scores[n], scale, soft_cap), MASKED)
                         new_peak = jnp.maximum(new_peak, jnp.max(scores[n], axis=1))
                     shrink = jnp.exp2(peak - new_peak)
                     total *= shrink
                     weights = []
                     for score in scores:
-                        weight = jnp.exp2(score - _across(new_peak, piece))
+                        weight = jnp.exp2(score - across(new_peak, piece))
                         total += jnp.sum(weight, axis=1)
                         weights.append(weight.astype(q_tile.dtype))
                     plgpu.barrier_wait(v_full.at[slot])
@@ -251,7 +247,7 @@ def _kernel(q, pages, *, cutting, rows, group, scale, soft_cap, blocks, interpre
                     def _():
                         zero_invisible(v_ring.at[slot], start, entry)
 
-                    values *= _across(shrink, dim)
+                    values *= across(shrink, dim)
                     rights = [v_ring.at[slot, pl.ds(n * piece, piece)] for n in range(pieces)]
                     values = compat.add_products(values, weights, rights, interpret)
                     plgpu.barrier_arrive(v_free.at[slot])
@@ -261,13 +257,13 @@ def _kernel(q, pages, *, cutting, rows, group, scale, soft_cap, blocks, interpre
                     layout = _WGMMA if columns else _WGMMA.reduce(1)
                     return in_layout(jnp.full((_ROWS, *columns), value, jnp.float32), layout)
 
-                carry = full(_MASKED), full(0), full(0, dim)
+                carry = full(MASKED), full(0), full(0, dim)
                 plgpu.barrier_wait(q_full.at[stream])
                 peak, total, values = lax.fori_loop(0, entry.tiles, fold, carry)
 
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous entry's results
-                out_tile[stream] = values * _across(1 / total, dim)
-                lse_tile[stream] = peak * (1 / _LOG2E) + jnp.log(total)
+                out_tile[stream] = values * across(1 / total, dim)
+                lse_tile[stream] = peak * (1 / LOG2E) + jnp.log(total)
                 plgpu.commit_smem()
                 part = entry.split, entry.row, head
                 source = out_tile.at[stream, pl.ds(0, group)]
@@ -425,20 +421,10 @@ def _kernel(q, pages, *, cutting, rows, group, scale, soft_cap, blocks, interpre
 
 
 def _in_octaves(products, scale, soft_cap):
-    """Scores times log2(e), for exp2 is what the hardware has.
-
-    tanh from exp2, whose error is a few units of the last place; the hardware's own tanh is right
-    to eleven bits.
-    """
+    """Scores times log2(e)."""
     if soft_cap is None:
-        return products * (scale * _LOG2E)
-    growth = jnp.exp2(products * (2 * scale * _LOG2E / soft_cap))
-    return (1 - 2 / (growth + 1)) * (soft_cap * _LOG2E)
-
-
-def _across(per_row, columns):
-    """[rows] as [rows, columns]."""
-    return lax.broadcast_in_dim(per_row, (per_row.shape[0], columns), (0,))
+        return products * (scale * LOG2E)
+    return soft_capped(products, scale, soft_cap, unit=LOG2E)
 
 
 def _widened(values, dtype):

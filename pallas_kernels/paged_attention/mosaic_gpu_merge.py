@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.compat import gpu as compat
 from pallas_kernels.paged_attention.decode_work import Cutting
+from pallas_kernels.paged_attention.hopper import across
 
 AT_ONCE = 8
 """Splits. At head_dim 128, 8 * 4 KiB are on their way to a block and take 64 registers a thread."""
@@ -78,10 +79,10 @@ def merge_splits(
                 part_lses.append(load(lses.at[part], per_row) + absent)
             new_peak = functools.reduce(jnp.maximum, part_lses, peak)
             shrink = jnp.exp(peak - new_peak)
-            total, values = total * shrink, values * _across(shrink, dim)
+            total, values = total * shrink, values * across(shrink, dim)
             for part_out, part_lse in zip(part_outs, part_lses):
                 weight = jnp.exp(part_lse - new_peak)
-                total, values = total + weight, values + part_out * _across(weight, dim)
+                total, values = total + weight, values + part_out * across(weight, dim)
             return new_peak, total, values
 
         def full(value, *columns):
@@ -92,7 +93,7 @@ def merge_splits(
         chunks = lax.div(splits + (AT_ONCE - 1), AT_ONCE)
         peak, total, values = lax.fori_loop(0, chunks, fold, carry)
         divisor = jnp.where(total > 0, total, jnp.ones_like(total))
-        out_tile[...] = (values * _across(1 / divisor, dim)).astype(dtype)
+        out_tile[...] = (values * across(1 / divisor, dim)).astype(dtype)
         lse_tile[...] = peak + jnp.log(total)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(lse_tile, lse.at[row, head, pl.ds(eight * _ROWS, _ROWS)])
@@ -123,8 +124,3 @@ def merge_splits(
         interpret=interpret,
     )(outs, lses, since, until)
     return out, lse[..., :group].reshape(rows, kv_heads * group)
-
-
-def _across(per_row, columns):
-    """[rows] as [rows, columns]."""
-    return lax.broadcast_in_dim(per_row, (per_row.shape[0], columns), (0,))

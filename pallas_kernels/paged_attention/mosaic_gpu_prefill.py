@@ -58,6 +58,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.compat import gpu as compat
 from pallas_kernels.paged_attention import wgmma_turns
+from pallas_kernels.paged_attention.hopper import LOG2E, MASKED, across, soft_capped
 from pallas_kernels.paged_attention.layout import KVPages, RaggedBatch, Visible
 from pallas_kernels.paged_attention.prefill_work import ALIGNMENT, Block, work_list
 
@@ -68,8 +69,6 @@ PAGE_SIZES = (16, 32, 64, 128)
 _CONSUMERS = 2  # warpgroups that compute
 _ROWS = 64  # of queries of each: those of a wgmma
 _RING_BYTES = 128 * 1024
-_MASKED = -1e30
-_LOG2E = math.log2(math.e)
 _WGMMA = plgpu.Layout.WGMMA
 
 
@@ -232,18 +231,18 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
                         own = limit_tile.at[lax.rem(index, 2), warpgroup]
                         since, until = (in_layout(own[n], _WGMMA.reduce(1)) for n in range(2))
                         position = positions((_ROWS, tile_size), 1) + tile * tile_size
-                        seen = position >= _across(since, tile_size)
-                        seen &= position < _across(until, tile_size)
-                        return jnp.where(seen, scores, _MASKED)
+                        seen = position >= across(since, tile_size)
+                        seen &= position < across(until, tile_size)
+                        return jnp.where(seen, scores, MASKED)
 
                     if soft_cap is not None:
-                        scores = _capped(scores, scale, soft_cap)
+                        scores = soft_capped(scores, scale, soft_cap)
                     whole = (tile >= block.whole) & (tile < block.rest)
                     scores = lax.cond(whole, lambda scores: scores, masked, scores)
-                    unit = _LOG2E if soft_cap is not None else scale * _LOG2E
+                    unit = LOG2E if soft_cap is not None else scale * LOG2E
                     new_peak = jnp.maximum(peak, jnp.max(scores, axis=1) * unit)
                     shrink = jnp.exp2(peak - new_peak)
-                    weights = jnp.exp2(scores * unit - _across(new_peak, tile_size))
+                    weights = jnp.exp2(scores * unit - across(new_peak, tile_size))
                     total = total * shrink + jnp.sum(weights, axis=1)
                     return new_peak, total, shrink, weights.astype(q.dtype)
 
@@ -269,7 +268,7 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
                 plgpu.barrier_wait(turn.at[warpgroup])
                 scores = wgmma_turns.products(q_tile.at[warpgroup], keys(slot), pass_turn)
                 finish_keys(0)
-                peak, total, _, weights = weigh(0, scores, full(_MASKED), full(0))
+                peak, total, _, weights = weigh(0, scores, full(MASKED), full(0))
 
                 def fold(tile, carry):
                     peak, total, values, weights = carry
@@ -290,7 +289,7 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
                     finish_keys(tile)
                     plgpu.barrier_arrive(v_free.at[previous])
                     peak, total, shrink, weights = weigh(tile, scores, peak, total)
-                    values *= _across(shrink, dim)
+                    values *= across(shrink, dim)
                     return lax.optimization_barrier((peak, total, values, weights))
 
                 carry = peak, total, full(0, dim), weights
@@ -305,8 +304,8 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
                 plgpu.barrier_arrive(v_free.at[last])
 
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous unit's results
-                out_tile[warpgroup] = (values * _across(1 / total, dim)).astype(q.dtype)
-                lse_tile[warpgroup] = peak * (1 / _LOG2E) + jnp.log(total)
+                out_tile[warpgroup] = (values * across(1 / total, dim)).astype(q.dtype)
+                lse_tile[warpgroup] = peak * (1 / LOG2E) + jnp.log(total)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(out_tile.at[warpgroup], out.at[number, warpgroup, group])
                 plgpu.copy_smem_to_gmem(lse_tile.at[warpgroup], lse.at[number, warpgroup, group])
@@ -447,18 +446,3 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
         ),
         interpret=interpret,
     )
-
-
-def _capped(products, scale, soft_cap):
-    """Capped scores.
-
-    tanh from exp2, whose error is a few units of the last place; the hardware's own tanh is right
-    to eleven bits.
-    """
-    growth = jnp.exp2(products * (2 * scale * _LOG2E / soft_cap))
-    return (1 - 2 / (growth + 1)) * soft_cap
-
-
-def _across(per_row, columns):
-    """[rows] as [rows, columns]."""
-    return lax.broadcast_in_dim(per_row, (per_row.shape[0], columns), (0,))

@@ -29,6 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.arrays import ceil_div
 from pallas_kernels.compat import tpu as compat
 from pallas_kernels.paged_attention.tpu_work import Items
 
@@ -144,7 +145,7 @@ def attend(
         def for_each_page(item, block, slot, act):
             """Copies of those pages of a block that hold something seen."""
             begin = jnp.maximum(block * sizes.pages, lax.div(items.since[item], page_size))
-            end = jnp.minimum((block + 1) * sizes.pages, _ceil_div(items.until[item], page_size))
+            end = jnp.minimum((block + 1) * sizes.pages, ceil_div(items.until[item], page_size))
 
             def one(index, _):
                 entry = items.row[item] * max_pages + jnp.minimum(index, max_pages - 1)
@@ -235,7 +236,7 @@ def attend(
             pl.when(whole)(functools.partial(fold, slot, start, masked=False))
             pl.when(~whole)(functools.partial(fold, slot, start, masked=True))
 
-        lax.fori_loop(first_block(item), _ceil_div(items.until[item], span), attend_to, None)
+        lax.fori_loop(first_block(item), ceil_div(items.until[item], span), attend_to, None)
 
         following_item = jnp.minimum(item + 1, num_items - 1)
 
@@ -311,8 +312,3 @@ def _across(columns, width):
 def _sum_to(array, lanes):
     """[rows, n * lanes] as [rows, lanes], every lanes-th column added up."""
     return sum(array[:, lane : lane + lanes] for lane in range(0, array.shape[1], lanes))
-
-
-def _ceil_div(numerator, divisor):
-    """For integers that are not negative."""
-    return lax.div(numerator + (divisor - 1), divisor)

@@ -42,6 +42,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.arrays import as_bits
 from pallas_kernels.compat import tpu as compat
 from pallas_kernels.paged_attention.layout import KVPages
 
@@ -168,7 +169,7 @@ def write_kv(
     num_pages, kv_heads, dim, page_size = pages.k.shape
     dtypes = pages.k.dtype, pages.v.dtype
     if interpret:  # XLA on the host would compute with some dtypes in others, and round
-        pages, k, v = jax.tree.map(_bits, (pages, k, v))
+        pages, k, v = jax.tree.map(as_bits, (pages, k, v))
     # As in `mosaic_tpu_kernel`: values of a small head_dim lie in memory as keys do.
     turned = dim < LANES
     pool = pages.k, pages.v.swapaxes(2, 3) if turned else pages.v
@@ -386,8 +387,3 @@ def _per_word(array):
 def _words(elements):
     """Words of elements [rows, columns], of which each has some of neighbouring rows."""
     return pltpu.bitcast(elements, jnp.uint32)
-
-
-def _bits(array):
-    """The same bits as unsigned integers."""
-    return lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))

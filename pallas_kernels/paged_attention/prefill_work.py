@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.arrays import ceil_div
 from pallas_kernels.paged_attention.layout import RaggedBatch, Visible
 from pallas_kernels.paged_attention.masks import owners
 
@@ -72,7 +73,7 @@ def work_list(
     """
     rows, tokens = len(batch.starts), len(visible.since)
     lead = lax.rem(batch.starts, ALIGNMENT)
-    counts = jnp.where(batch.lengths > 0, _ceil_div(lead + batch.lengths, size), 0)
+    counts = jnp.where(batch.lengths > 0, ceil_div(lead + batch.lengths, size), 0)
     # Comparing all with all is one kernel; a cumulative sum or a sort would be several.
     index = jnp.arange(rows)
     ends = jnp.sum(jnp.where(index <= index[:, None], counts, 0), axis=1)
@@ -94,7 +95,7 @@ def work_list(
     highest = jnp.max(jnp.where(sees, until, 0), axis=1)
     some = highest > 0
     first_tile = jnp.where(some, lax.div(lowest, tile), 0)
-    tiles = jnp.where(some, _ceil_div(highest, tile) - first_tile, 0)
+    tiles = jnp.where(some, ceil_div(highest, tile) - first_tile, 0)
     limits = jnp.stack([since, until], axis=1) - (first_tile * tile)[:, None, None]
     limits = jnp.where(sees[:, None], limits, 0)
     all_until = jnp.min(jnp.where(sees, limits[:, 1], positions), axis=1)
@@ -105,7 +106,7 @@ def work_list(
         until=highest,
         first_tile=first_tile,
         tiles=tiles,
-        whole=_ceil_div(jnp.max(limits[:, 0], axis=1), tile),
+        whole=ceil_div(jnp.max(limits[:, 0], axis=1), tile),
         rest=lax.div(all_until, tile),
     )
 
@@ -124,8 +125,3 @@ def work_list(
         offset=jnp.arange(tokens) - start[block_of],
         sees=owned & (jnp.maximum(visible.since, 0) < jnp.minimum(visible.until, positions)),
     )
-
-
-def _ceil_div(numerator, divisor):
-    """For integers that are not negative."""
-    return lax.div(numerator + (divisor - 1), divisor)

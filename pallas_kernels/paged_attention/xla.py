@@ -14,6 +14,7 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.arrays import as_bits, ceil_div
 from pallas_kernels.paged_attention.layout import KVPages, RaggedBatch, Visible
 
 # Rows attended to together. Callers who sort decodes by context length waste less in each group.
@@ -48,7 +49,7 @@ def _write_together(pages: KVPages, k, v, page_ids, offsets):
 
 def _write_by_token(pages: KVPages, k, v, page_ids, offsets):
     """In place and bit for bit: of the pool, integers are made right where it is written."""
-    num_pages, k, v = pages.k.shape[0], _bits(k), _bits(v)
+    num_pages, k, v = pages.k.shape[0], as_bits(k), as_bits(v)
     places = jnp.stack([page_ids, offsets], axis=1)
 
     def write(token, pages):
@@ -66,13 +67,8 @@ def _write_by_token(pages: KVPages, k, v, page_ids, offsets):
 
 
 def _updated(array, part, start):
-    updated = lax.dynamic_update_slice(_bits(array), part, start, allow_negative_indices=False)
+    updated = lax.dynamic_update_slice(as_bits(array), part, start, allow_negative_indices=False)
     return lax.bitcast_convert_type(updated, array.dtype)
-
-
-def _bits(array):
-    """The same bits as unsigned integers, which no compiler thinks of rounding."""
-    return lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
 
 
 def to_elements(values, scale, dtype):
@@ -128,7 +124,7 @@ def _decode(q, pages: KVPages, tables, visible: Visible, to_scores):
     )
     sees = until > since
     first_page = jnp.where(sees, lax.div(since, page_size), tables.shape[1])
-    after_page = jnp.where(sees, _ceil_div(until, page_size), 0)
+    after_page = jnp.where(sees, ceil_div(until, page_size), 0)
     begins = jnp.min(first_page.reshape(-1, together), axis=1)
     ends = jnp.max(after_page.reshape(-1, together), axis=1)
 
@@ -174,7 +170,7 @@ def _prefill(q, pages: KVPages, batch: RaggedBatch, visible: Visible, to_scores)
     since, until = (jnp.pad(limit, (0, queries)) for limit in visible)
 
     # Every item's row, tokens and blocks, for as many items as there could be.
-    items_of_row = _ceil_div(batch.lengths, queries)
+    items_of_row = ceil_div(batch.lengths, queries)
     items_up_to = jnp.cumsum(items_of_row)
     item = jnp.arange(tokens // queries + batch.lengths.shape[0])
     rows = jnp.sum(item[:, None] >= items_up_to[None], axis=1)
@@ -184,7 +180,7 @@ def _prefill(q, pages: KVPages, batch: RaggedBatch, visible: Visible, to_scores)
     # Limits never decrease along a row: its first token begins first, its last one ends last.
     firsts = since[starts]
     lasts = until[jnp.minimum(starts + queries, batch.starts[rows] + batch.lengths[rows]) - 1]
-    begins, ends = lax.div(firsts, span), _ceil_div(lasts, span)
+    begins, ends = lax.div(firsts, span), ceil_div(lasts, span)
 
     def attend(index, outputs):
         start, table = starts[index], tables[rows[index]]
@@ -268,11 +264,6 @@ def _write_back(outputs, results, first):
         lax.dynamic_update_slice_in_dim(output, result, first, 0)
         for output, result in zip(outputs, results)
     )
-
-
-def _ceil_div(numerator, divisor):
-    """For integers that are not negative; jnp's floor division minds signs at some length."""
-    return lax.div(numerator + (divisor - 1), divisor)
 
 
 def _pad(array, axis, multiple):

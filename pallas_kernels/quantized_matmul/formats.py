@@ -69,7 +69,7 @@ class Format:
         unit = self.group or (INT4_BLOCK if self.values == "int4" else 1)
         if num_inputs % unit:
             raise ValueError(
-                f"{num_inputs} inputs are not whole groups of {unit}; of {self.values} "
+                f"{num_inputs} inputs are not whole groups of {unit}; {self.values} "
                 f"{_possible_groups(self.values, num_inputs)}."
             )
         return 1 if self.group is None else num_inputs // self.group
@@ -218,5 +218,5 @@ def _possible_groups(values, num_inputs):
     divisors = [n for n in range(multiple, num_inputs + 1, multiple) if num_inputs % n == 0]
     useful = [str(n) for n in divisors if 16 <= n <= 256]
     if useful:
-        return f"there can be groups of {', '.join(useful)}"
-    return f"no group from 16 to 256 divides them; groups are multiples of {multiple}"
+        return f"can have groups of {', '.join(useful)}"
+    return f"can have groups of no size from 16 to 256, for they are multiples of {multiple}"

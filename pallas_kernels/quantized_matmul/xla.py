@@ -17,6 +17,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.arrays import as_bits
 from pallas_kernels.quantized_matmul.formats import (
     INT4_BLOCK,
     PackedWeight,
@@ -79,7 +80,7 @@ def _one_scale(weight):
 def _rows(weight, first, rows):
     """The tile of `rows` rows from `first` on, with float8 values already as float16."""
     values, scales, minima = (
-        None if plane is None else lax.dynamic_slice_in_dim(_bits(plane), first, rows)
+        None if plane is None else lax.dynamic_slice_in_dim(as_bits(plane), first, rows)
         for plane in (weight.values, weight.scales, weight.minima)
     )
     if weight.format.values == "float8_e4m3fn":
@@ -90,12 +91,6 @@ def _rows(weight, first, rows):
     if minima is not None:
         minima = lax.bitcast_convert_type(minima, weight.minima.dtype)
     return dataclasses.replace(weight, values=values, scales=scales, minima=minima)
-
-
-def _bits(plane):
-    """The same bits as unsigned integers. XLA has no small floats on CPUs: even to slice them it
-    converts what they are sliced from, here the whole plane for every tile."""
-    return lax.bitcast_convert_type(plane, jnp.dtype(f"uint{8 * plane.dtype.itemsize}"))
 
 
 def _from_float8(bits):

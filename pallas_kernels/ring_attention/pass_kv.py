@@ -34,10 +34,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.merge import merge_two
+from pallas_kernels.arrays import send
+from pallas_kernels.merge import empty_partial, merge_two
 from pallas_kernels.paged_attention import KVPages, Visible
 from pallas_kernels.ring_attention.layout import round_robin
-from pallas_kernels.ring_attention.neighbours import empty_partial, send
 from pallas_kernels.ring_attention.work import Work
 
 
@@ -73,7 +73,7 @@ def pass_kv(
         travellers = _even_up_odd_down(pages, rows)
     else:
         travellers = [_Traveller(pages, 1, lambda limit: limit)]
-    out, lse = empty_partial(q)
+    out, lse = empty_partial(q, jnp.float32)
     for step in range(ranks):
         arriving = []
         if step < ranks - 1:

@@ -30,11 +30,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.merge import merge_two
+from pallas_kernels.arrays import send
+from pallas_kernels.merge import empty_partial, merge_two
 from pallas_kernels.paged_attention import KVPages
-from pallas_kernels.ring_attention.neighbours import empty_partial, send
 from pallas_kernels.ring_attention.work import Work
 
 
@@ -54,7 +55,7 @@ def token_ring(
     Returns out and lse, both float32.
     """
     ranks, rank = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    out, lse = empty_partial(q)
+    out, lse = empty_partial(q, jnp.float32)
     for step in range(ranks):
         arriving = send(q, 1, axis_name) if step < ranks - 1 else None
         partial = attend(q, pages, *work.between((rank - step) % ranks, rank, tables))

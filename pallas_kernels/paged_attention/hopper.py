@@ -1,0 +1,30 @@
+"""What the Hopper kernels of paged attention share: steps of the online softmax.
+
+It works in powers of two, for exp2 is what the hardware has.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+MASKED = -1e30
+LOG2E = math.log2(math.e)
+
+
+def soft_capped(products: jax.Array, scale: float, soft_cap: float, unit: float = 1.0) -> jax.Array:
+    """soft_cap * tanh(scale * products / soft_cap), times `unit`.
+
+    tanh from exp2, whose error is a few units of the last place; the hardware's own tanh is right
+    to eleven bits.
+    """
+    growth = jnp.exp2(products * (2 * scale * LOG2E / soft_cap))
+    return (1 - 2 / (growth + 1)) * (soft_cap * unit)
+
+
+def across(per_row: jax.Array, columns: int) -> jax.Array:
+    """[rows] as [rows, columns]."""
+    return lax.broadcast_in_dim(per_row, (per_row.shape[0], columns), (0,))
