@@ -2,16 +2,64 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-Rules = Mapping[str, str]
-"""Name of a dimension -> mesh axis it is split over. A name without a rule is not split."""
+from sharding_rules.axes import SEQ, STAGE, TENSOR
 
-MEGATRON: Rules = {"kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
-"""Tensor parallelism with one reduction a sublayer (Megatron-LM, 1909.08053): heads and the MLP's
-inner dimension are split, so that what follows them is summed; the vocabulary is split too."""
+MeshAxes = str | tuple[str, ...] | None
+Rules = Mapping[str, MeshAxes]
+"""Name of a dimension -> mesh axis it is split over, or several, outermost first.
+
+A name without a rule, or whose rule is None, is not split. Tables are plain dicts, to be put
+together and changed as such: `MEGATRON | KV`, `MEGATRON | {"vocab": ("stage", "tensor")}`.
+"""
+
+MEGATRON: dict[str, MeshAxes] = {
+    "layers": STAGE,
+    "kv_heads": TENSOR,
+    "mlp": TENSOR,
+    "vocab": TENSOR,
+}
+"""Parameters. Tensor parallelism with one reduction a sublayer (Megatron-LM, 1909.08053): heads and
+the MLP's inner dimension are split, so that what follows them is summed; the vocabulary is split
+too. Stacked layers lie with their stage."""
+
+KV: dict[str, MeshAxes] = {"layers": STAGE, "kv_heads": TENSOR, "page_tokens": SEQ}
+"""The KV cache: layers and heads lie where their parameters do, and each rank of `seq` holds its
+part of every page, so that a page table is the same for all."""
+
+
+def partition_spec(
+    names: Sequence[str | None], rules: Rules, mesh: Mesh | AbstractMesh | None = None
+) -> PartitionSpec:
+    """PartitionSpec of an array whose dimensions are called `names`; None is not split.
+
+    With a `mesh`, axes that it does not have are left out. Raises ValueError when two dimensions
+    claim the same mesh axis.
+    """
+    claimed: dict[str, str] = {}
+    entries: list[MeshAxes] = []
+    for name in names:
+        axes = _mesh_axes(name, rules, mesh)
+        for axis in axes:
+            if axis in claimed:
+                raise ValueError(
+                    f"mesh axis {axis!r} would split two dimensions of {tuple(names)}, "
+                    f"{claimed[axis]!r} and {name!r}; give one of them another rule."
+                )
+            claimed[axis] = name
+        entries.append(axes if len(axes) > 1 else axes[0] if axes else None)
+    return PartitionSpec(*entries)
+
+
+def _mesh_axes(name: str | None, rules: Rules, mesh: Mesh | AbstractMesh | None) -> tuple[str, ...]:
+    """Axes of `mesh` (any, without one) that the dimension `name` is split over."""
+    rule = rules.get(name) if name is not None else None
+    axes = rule if isinstance(rule, tuple) else () if rule is None else (rule,)
+    return axes if mesh is None else tuple(axis for axis in axes if axis in mesh.shape)
 
 
 def named_sharding(
@@ -23,20 +71,16 @@ def named_sharding(
     """Sharding of an array of `shape` whose dimensions are called `names`.
 
     A mesh axis that `mesh` does not have splits nothing. Raises ValueError when a dimension does
-    not divide by the mesh axis it is to be split over, or two dimensions claim the same one.
+    not divide by the mesh axes it is to be split over, or two dimensions claim the same one.
     """
-    axes: list[str | None] = []
     for name, size in zip(names, shape, strict=True):
-        axis = rules.get(name) if name is not None else None
-        if axis is None or axis not in mesh.shape:
-            axes.append(None)
-            continue
-        if size % mesh.shape[axis]:
+        axes = _mesh_axes(name, rules, mesh)
+        degree = math.prod(mesh.shape[axis] for axis in axes)
+        if size % degree:
+            over = f"axis {axes[0]!r}" if len(axes) == 1 else f"axes {axes}"
             raise ValueError(
                 f"dimension {name!r} has {size} entries, which do not divide by the "
-                f"{mesh.shape[axis]} devices of mesh axis {axis!r}; choose a degree that divides."
+                f"{degree} devices of mesh {over}; choose a degree that divides, or pad to "
+                f"{math.ceil(size / degree) * degree}."
             )
-        if axis in axes:
-            raise ValueError(f"mesh axis {axis!r} would split two dimensions of {tuple(names)}.")
-        axes.append(axis)
-    return NamedSharding(mesh, PartitionSpec(*axes))
+    return NamedSharding(mesh, partition_spec(names, rules, mesh))

@@ -1,0 +1,145 @@
+"""A table of what lands where on a mesh, with bytes per device. It needs no devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.tree_util import SequenceKey, keystr, tree_flatten_with_path
+
+from sharding_rules.rules import KV, MEGATRON, Rules, named_sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedArray:
+    """Shape and dtype of an array, and what its dimensions are called (None: nothing)."""
+
+    shape: tuple[int, ...]
+    dtype: jax.typing.DTypeLike
+    names: tuple[str | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedArrays:
+    """Arrays that are alike, as those of the layers of a model, and their sharding."""
+
+    name: str
+    """Path in the tree, with `*` for an index."""
+    count: int
+    array: NamedArray
+    sharding: NamedSharding
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """What a device holds of each."""
+        return self.sharding.shard_shape(self.array.shape)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Of all `count` arrays."""
+        return self.count * _num_bytes(self.shard_shape, self.array.dtype)
+
+    @property
+    def global_bytes(self) -> int:
+        """Of all `count` arrays, each counted once."""
+        return self.count * _num_bytes(self.array.shape, self.array.dtype)
+
+    @property
+    def split(self) -> str:
+        """Which dimensions are split over which mesh axes, as text; axes of one device are none."""
+        degrees = self.sharding.mesh.shape
+        parts = []
+        for name, axes in zip(self.array.names, self.sharding.spec, strict=True):
+            axes = axes if isinstance(axes, tuple) else (axes,)
+            axes = [axis for axis in axes if axis is not None and degrees[axis] > 1]
+            if axes:
+                parts.append(f"{name} over {' x '.join(axes)}")
+        return ", ".join(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """What lands where. `str` of it is the table."""
+
+    mesh: Mesh | AbstractMesh
+    arrays: tuple[PlacedArrays, ...]
+
+    @functools.cached_property
+    def bytes_per_device(self) -> int:
+        """The same on every device: whatever is split is split evenly."""
+        return sum(arrays.bytes_per_device for arrays in self.arrays)
+
+    @functools.cached_property
+    def global_bytes(self) -> int:
+        """With each array counted once, however many devices hold it."""
+        return sum(arrays.global_bytes for arrays in self.arrays)
+
+    def __str__(self) -> str:
+        rows = [("ARRAY", "COUNT", "DTYPE", "SHAPE", "SPLIT", "SHARD", "BYTES PER DEVICE")]
+        rows += [
+            (
+                placed.name,
+                str(placed.count),
+                jnp.dtype(placed.array.dtype).name,
+                " ".join(map(_dimension, placed.array.names, placed.array.shape)),
+                placed.split or "-",
+                " ".join(map(str, placed.shard_shape)),
+                f"{placed.bytes_per_device:,}",
+            )
+            for placed in self.arrays
+        ]
+        degrees = " x ".join(f"{axis} {n}" for axis, n in self.mesh.shape.items())
+        return (
+            f"{_table(rows)}\n"
+            f"each of {math.prod(self.mesh.shape.values())} devices ({degrees}): "
+            f"{self.bytes_per_device:,} bytes; every array once: {self.global_bytes:,} bytes"
+        )
+
+
+def placement(tree: Any, mesh: Mesh | AbstractMesh, rules: Rules = MEGATRON | KV) -> Placement:
+    """Where `rules` put the arrays of `tree`, whose leaves are `NamedArray`s.
+
+    Arrays that differ only by their index in a list (or tuple) are put together. Raises ValueError
+    as `named_sharding` does, with the name of the array.
+    """
+    counts: dict[tuple[str, NamedArray], int] = {}
+    for path, array in tree_flatten_with_path(tree)[0]:
+        name = ".".join(
+            "*" if isinstance(key, SequenceKey) else keystr((key,), simple=True) for key in path
+        )
+        counts[name, array] = counts.get((name, array), 0) + 1
+    placed = []
+    for (name, array), count in counts.items():
+        try:
+            sharding = named_sharding(mesh, array.names, array.shape, rules)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        placed.append(PlacedArrays(name, count, array, sharding))
+    return Placement(mesh, tuple(placed))
+
+
+def _num_bytes(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> int:
+    return math.prod(shape) * jnp.dtype(dtype).itemsize
+
+
+def _dimension(name: str | None, size: int) -> str:
+    return str(size) if name is None else f"{name}={size}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Lines with aligned columns, the last one and the second, which are numbers, to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if column in (1, len(row) - 1) else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells))
+    return "\n".join(lines)
