@@ -33,6 +33,14 @@ class ProgramMissError(JaxserveError):
     """A step asked for a shape outside the compiled set. Never compiled behind the user's back."""
 
 
+class DistributedError(JaxserveError):
+    """The hosts of a job cannot be started, do not come together, or one of them was lost."""
+
+
+class CheckpointError(JaxserveError):
+    """The state of an engine cannot be written, is damaged, or is not this engine's to take up."""
+
+
 class EngineClosedError(JaxserveError, RuntimeError):
     """The engine was closed, or its loop died of the error given as the cause."""
 

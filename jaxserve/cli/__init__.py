@@ -17,6 +17,7 @@ from jaxserve.cli.chat import Chat
 from jaxserve.cli.compile import Compile
 from jaxserve.cli.convert import Convert
 from jaxserve.cli.generate import Generate
+from jaxserve.cli.launch import Launch
 from jaxserve.cli.plan import Plan
 from jaxserve.errors import JaxserveError
 
@@ -37,6 +38,7 @@ Command = (
     Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Chat, tyro.conf.subcommand("chat")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[Launch, tyro.conf.subcommand("launch")]
     | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Compile, tyro.conf.subcommand("compile")]
     | Annotated[Convert, tyro.conf.subcommand("convert")]
@@ -46,6 +48,12 @@ Command = (
 @dataclasses.dataclass(frozen=True)
 class _Arguments:
     command: OmitArgPrefixes[OmitSubcommandPrefixes[Command]]
+
+
+def parse(args: Sequence[str]) -> Command:
+    """The command that `args` spell. Raises SystemExit(2), and tells why, if they spell none, and
+    JaxserveError for values out of range."""
+    return tyro.cli(_Arguments, prog="jaxserve", description=_DESCRIPTION, args=args).command
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -59,8 +67,7 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"jaxserve {jaxserve.__version__}")
         return 0
     try:
-        arguments = tyro.cli(_Arguments, prog="jaxserve", description=_DESCRIPTION, args=args)
-        status = arguments.command.run()
+        status = parse(args).run()
         sys.stdout.flush()
         return status
     except JaxserveError as error:

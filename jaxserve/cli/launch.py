@@ -1,0 +1,83 @@
+"""`jaxserve launch`: a command on several hosts at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Literal
+
+from tyro.conf import Positional, UseAppendAction
+
+from jaxserve.distributed.launch.job import Backend, Job, is_script
+from jaxserve.distributed.launch.k8s import Kubernetes
+from jaxserve.distributed.launch.local import Local
+from jaxserve.distributed.launch.slurm import Slurm
+from jaxserve.distributed.launch.ssh import Ssh
+from jaxserve.distributed.launch.tpu_vm import TpuVm
+from jaxserve.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class JobSettings(Job):
+    """What to launch. The command comes last, after `--`."""
+
+    command: Positional[tuple[str, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Run a command of jaxserve, or a script, on several hosts as one job.
+
+    jaxserve launch --hosts 2 --devices-per-host 4 -- generate "Why is the sky blue?"
+
+    Attributes:
+        backend: what starts the hosts: processes on this machine, or a cluster.
+        dry_run: print what would be run or submitted, and do nothing.
+    """
+
+    job: JobSettings
+    backend: Literal["local", "slurm", "k8s", "tpu-vm", "ssh"] = "local"
+    dry_run: bool = False
+    slurm: UseAppendAction[Slurm] = dataclasses.field(default_factory=Slurm)
+    k8s: Kubernetes = dataclasses.field(default_factory=Kubernetes)
+    tpu_vm: TpuVm = dataclasses.field(default_factory=TpuVm)
+    ssh: Ssh = dataclasses.field(default_factory=Ssh)
+
+    def run(self) -> int:
+        backend = self._chosen()
+        self._check_command()
+        if self.dry_run:
+            sys.stdout.write(backend.dry_run(self.job))
+            return 0
+        return backend.run(self.job)
+
+    def _chosen(self) -> Backend:
+        """Raises ConfigError when another backend was given options: they would be ignored."""
+        backends: dict[str, Backend] = {
+            "local": Local(),
+            "slurm": self.slurm,
+            "k8s": self.k8s,
+            "tpu-vm": self.tpu_vm,
+            "ssh": self.ssh,
+        }
+        chosen = backends.pop(self.backend)
+        for name, other in backends.items():
+            for field in dataclasses.fields(other):
+                if getattr(other, field.name) != field.default:
+                    option = "--" + field.name.replace("_", "-")
+                    raise ConfigError(
+                        f"{option} is an option of backend {name}, and the backend is "
+                        f"{self.backend}; leave it out, or give --backend {name}."
+                    )
+        return chosen
+
+    def _check_command(self) -> None:
+        """A command of jaxserve is parsed here, so that a mistake in it waits in no queue.
+
+        Raises what parsing it raises.
+        """
+        command = self.job.command
+        if command[0] != "-m" and not is_script(command):
+            from jaxserve.cli import parse
+
+            parse(command)

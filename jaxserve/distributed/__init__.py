@@ -1,0 +1,1 @@
+"""Several hosts as one: joining JAX's distributed runtime, and starting the hosts' processes."""

@@ -1,0 +1,85 @@
+"""Several hosts on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from pathlib import Path
+
+from jaxserve.distributed.launch.job import HERE, Job, require
+from jaxserve.distributed.launch.processes import HostProcess, run_together
+from jaxserve.errors import ConfigError
+
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Local:
+    """Processes on this machine, among which its devices are divided."""
+
+    def dry_run(self, job: Job) -> str:
+        return "".join(f"{host}\n" for host in self._hosts(job))
+
+    def run(self, job: Job) -> int:
+        hosts = self._hosts(job)
+        require(job.python or HERE, "local")
+        return run_together(hosts, job.grace_s)
+
+    def _hosts(self, job: Job) -> list[HostProcess]:
+        job.refuse("local", "accelerator")
+        count = job.required_hosts()
+        devices = _divided_gpus(job, count)
+        coordinator = f"{_LOOPBACK}:{_free_port(job.port)}"
+        return [
+            HostProcess(
+                job.host_command(HERE, coordinator=coordinator, host=host, stdin_line=True),
+                {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(devices[host])},
+            )
+            for host in range(count)
+        ]
+
+
+def _divided_gpus(job: Job, hosts: int) -> list[list[str]] | None:
+    """Each host's GPUs, or None where hosts compute on the CPU.
+
+    Raises ConfigError when there are too few.
+    """
+    gpus = visible_gpus()
+    if not gpus:
+        return None
+    each = job.devices_per_host or len(gpus) // hosts
+    if each == 0 or each * hosts > len(gpus):
+        asked = f"{hosts} hosts of {max(each, 1)}"
+        raise ConfigError(
+            f"this machine has {len(gpus)} GPUs, and {asked} would need {hosts * max(each, 1)}. "
+            "Launch fewer, or set JAX_PLATFORMS=cpu to compute on the CPU."
+        )
+    return [gpus[host * each : (host + 1) * each] for host in range(hosts)]
+
+
+def visible_gpus() -> list[str]:
+    """NVIDIA GPUs that JAX would use in this environment, as CUDA_VISIBLE_DEVICES names them.
+
+    Found without JAX, which would take memory of each.
+    """
+    platforms = os.environ.get("JAX_PLATFORMS")
+    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        return []
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [gpu for gpu in chosen.split(",") if gpu]
+    found = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
+    return sorted(found, key=int)
+
+
+def _free_port(port: int | None) -> int:
+    """The port asked for, or any that is free. Raises ConfigError when it is taken."""
+    try:
+        with socket.create_server((_LOOPBACK, port or 0)) as server:
+            return server.getsockname()[1]
+    except OSError as error:
+        raise ConfigError(
+            f"port {port} of {_LOOPBACK} cannot be used: {error.strerror}. Give another --port, or "
+            "none for a free one."
+        ) from error

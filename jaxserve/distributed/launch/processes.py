@@ -1,0 +1,194 @@
+"""Processes that live and end together: one for each host, watched from here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, NamedTuple
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Time for the last lines of processes that have ended.
+_DRAIN_S = 2.0
+
+
+class HostProcess(NamedTuple):
+    """What to start for one host.
+
+    Attributes:
+        argv: the program and its arguments.
+        environment: what is added to this process's own.
+    """
+
+    argv: Sequence[str]
+    environment: Mapping[str, str] = {}
+
+    def __str__(self) -> str:
+        """As a line for a shell."""
+        settings = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*settings, shlex.join(self.argv)])
+
+
+class _Exited(NamedTuple):
+    host: int
+    status: int
+
+
+def run_together(hosts: Sequence[HostProcess], grace_s: float) -> int:
+    """Run all until they end, and return 0, or the status of the first that failed.
+
+    Standard output of host 0 is this process's own, so that results can be piped. All else that
+    hosts print goes to standard error, each line with its host's number.
+
+    When one fails, and on SIGINT, SIGTERM and SIGHUP, the others are asked to end by closing their
+    standard input, and killed after `grace_s`; a second signal kills at once. A status is a
+    shell's: 128 + n for a process, or this one, that signal n ended.
+    """
+    events: queue.SimpleQueue[_Exited | signal.Signals] = queue.SimpleQueue()
+    output = _Output()
+    with signals_to(events.put):
+        running = {}
+        try:
+            for number, host in enumerate(hosts):
+                running[number] = _start(number, host, output, events)
+            return _watch(running, events, grace_s)
+        finally:
+            for process in running.values():
+                _kill(process)
+            output.drain()
+
+
+def _watch(
+    running: dict[int, subprocess.Popen[bytes]],
+    events: queue.SimpleQueue[_Exited | signal.Signals],
+    grace_s: float,
+) -> int:
+    status = 0
+    deadline = None
+    left = set(running)
+    while left:
+        wait_s = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        try:
+            event = events.get(timeout=wait_s)
+        except queue.Empty:
+            _say(f"{_names(left)} did not end within {grace_s:g} s: killed.")
+            deadline = None
+            for host in left:
+                _kill(running[host])
+            continue
+        if isinstance(event, _Exited):
+            left.discard(event.host)
+            if event.status == 0 or status != 0:
+                continue
+            status = event.status if event.status > 0 else 128 - event.status
+            others = f"; ending {_names(left)}." if left else "."
+            _say(f"error: host {event.host} {_how(event.status)}{others}")
+        elif status != 0:  # Pressed again, or the job was ending anyway.
+            deadline = time.monotonic()
+            continue
+        else:
+            status = 128 + event
+            _say(f"{event.name}: ending {_names(left)}.")
+        deadline = time.monotonic() + grace_s
+        for host in left:
+            running[host].stdin.close()
+    return status
+
+
+def _start(
+    number: int,
+    host: HostProcess,
+    output: _Output,
+    events: queue.SimpleQueue[_Exited | signal.Signals],
+) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        host.argv,
+        env=os.environ | host.environment,
+        stdin=subprocess.PIPE,
+        stdout=None if number == 0 else subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # Ctrl-C in the terminal is for this process, which ends the others in good order.
+        start_new_session=True,
+    )
+    if process.stdout is not None:
+        output.follow(number, process.stdout)
+    output.follow(number, process.stderr)
+    waiter = threading.Thread(
+        target=lambda: events.put(_Exited(number, process.wait())), daemon=True
+    )
+    waiter.start()
+    return process
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """The process and what it started, of which something may be left even when it has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+class _Output:
+    """Lines of all hosts on standard error, whole and with the host's number."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+
+    def follow(self, host: int, stream: IO[bytes]) -> None:
+        thread = threading.Thread(target=self._copy, args=(host, stream), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def drain(self) -> None:
+        """Wait, for a bounded time, until everything that was printed has been passed on."""
+        deadline = time.monotonic() + _DRAIN_S
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+
+    def _copy(self, host: int, stream: IO[bytes]) -> None:
+        prefix = f"[{host}] ".encode()
+        with stream:
+            for line in stream:
+                # A host must never wait for a reader of the log that has gone.
+                with self._lock, contextlib.suppress(OSError):
+                    sys.stderr.buffer.write(prefix + line.removesuffix(b"\n") + b"\n")
+                    sys.stderr.buffer.flush()
+
+
+@contextlib.contextmanager
+def signals_to(note: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Within, SIGINT, SIGTERM and SIGHUP do nothing but call `note`."""
+    before = {
+        number: signal.signal(number, lambda number, _: note(signal.Signals(number)))
+        for number in _SIGNALS
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _names(hosts: set[int]) -> str:
+    shown = ", ".join(map(str, sorted(hosts)[:16])) + (", ..." if len(hosts) > 16 else "")
+    return f"host {shown}" if len(hosts) == 1 else f"hosts {shown}"
+
+
+def _how(status: int) -> str:
+    if status >= 0:
+        return f"failed with exit status {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)

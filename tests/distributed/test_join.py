@@ -1,0 +1,67 @@
+"""Joining JAX's distributed runtime: what is refused, by name and before JAX ends the process."""
+
+from __future__ import annotations
+
+import pytest
+from scripts import run_script
+
+from jaxserve.distributed.runtime import join
+from jaxserve.errors import DistributedError
+
+# What the scripts below begin with: a host that is a job by itself.
+ALONE = """
+            import jax, socket, pytest
+            jax.config.update("jax_platforms", "cpu")
+            from jaxserve.distributed.runtime import join
+            from jaxserve.errors import DistributedError
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                address = f"127.0.0.1:{server.getsockname()[1]}"
+"""
+
+
+@pytest.mark.parametrize(("host", "num_hosts"), [(2, 2), (-1, 2), (0, 0)])
+def test_a_host_number_out_of_range_is_refused_with_both(host, num_hosts):
+    with pytest.raises(DistributedError, match=f"host is {host} and num_hosts {num_hosts}"):
+        join("127.0.0.1:80", num_hosts, host)
+
+
+def test_a_job_told_in_part_is_refused():
+    with pytest.raises(DistributedError, match="num_hosts None"):
+        join("127.0.0.1:80", None, 0)
+
+
+def test_a_host_joins_once_and_has_the_devices_it_asks_for():
+    run_script(
+        ALONE
+        + """
+            join(address, 1, 0, devices=3)
+            assert jax.device_count() == 3
+            with pytest.raises(DistributedError, match="has joined the other hosts already"):
+                join(address, 1, 0)
+        """,
+        timeout_s=60,
+    )
+
+
+@pytest.mark.parametrize("devices", [None, 3])
+def test_joining_after_the_first_array_is_refused(devices):
+    run_script(
+        ALONE
+        + f"""
+            jax.devices()
+            with pytest.raises(DistributedError, match="JAX has devices already"):
+                join(address, 1, 0, devices={devices})
+        """,
+        timeout_s=60,
+    )
+
+
+def test_where_jax_finds_no_job_it_says_what_to_give():
+    run_script(
+        ALONE
+        + """
+            with pytest.raises(DistributedError, match="Give coordinator, num_hosts and host"):
+                join()
+        """,
+        timeout_s=60,
+    )

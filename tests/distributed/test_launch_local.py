@@ -1,0 +1,126 @@
+"""Jobs of several processes on this machine: what they print, and how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+from launched import PRINT_SUM, SUM_FOREVER, ended
+
+
+@pytest.mark.parametrize(("hosts", "devices"), [(2, 2), (4, 1)])
+def test_hosts_compute_together_and_host_0_prints_the_result(launch, hosts, devices):
+    arguments = ("a b", "--", "it's\n$HOME")
+    job = launch(
+        PRINT_SUM, f"--hosts={hosts}", f"--devices-per-host={devices}", arguments=arguments
+    )
+    status, stdout = job.end()
+    assert status == 0, job.stderr
+    result = f"10 4 {hosts} {list(arguments)}"
+    assert stdout == result + "\n"
+    for host in range(1, hosts):
+        assert f"[{host}] {result}" in job.stderr.splitlines()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_host_that_is_killed_ends_the_job_and_is_named(launch, victim):
+    job = launch(SUM_FOREVER, "--hosts=2")
+    pids = job.pids(2)
+    os.kill(pids[victim], signal.SIGKILL)
+    begin = time.monotonic()
+    status, _ = job.end(timeout_s=20)
+    assert time.monotonic() - begin < 10  # far below the 30 s until hosts are killed
+    assert status == 128 + signal.SIGKILL
+    said = f"error: host {victim} was ended by SIGKILL; ending host {1 - victim}."
+    assert said in job.stderr.splitlines()
+    assert ended(pids)
+
+
+def test_a_host_that_fails_does_not_wait_for_the_others(launch):
+    """At exit JAX waits for all hosts, and the others wait in a collective for this one."""
+    job = launch(
+        SUM_FOREVER.replace("total()", "assert step < 3 or jax.process_index() != 1; total()"),
+        "--hosts=2",
+    )
+    pids = job.pids(2)
+    status, _ = job.end(timeout_s=30)
+    assert status == 1
+    assert "[1] AssertionError" in job.stderr
+    assert "error: host 1 failed with exit status 1; ending host 0." in job.stderr
+    assert ended(pids)
+
+
+def test_a_signal_ends_all_hosts(launch):
+    job = launch(SUM_FOREVER, "--hosts=2")
+    pids = job.pids(2)
+    job.process.send_signal(signal.SIGTERM)
+    status, _ = job.end(timeout_s=20)
+    assert status == 128 + signal.SIGTERM
+    assert "SIGTERM: ending hosts 0, 1." in job.stderr
+    assert ended(pids)
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, lambda *_: print("asked", file=sys.stderr))
+child = subprocess.Popen(["sleep", "600"])
+print("pid", sys.argv[1], child.pid, file=sys.stderr)
+print("pid", 0, os.getpid(), file=sys.stderr)
+while True:
+    time.sleep(600)
+"""
+
+
+def test_hosts_that_do_not_end_are_killed_with_what_they_started(launch):
+    job = launch(STUBBORN, "--hosts=1", "--grace-s=1", arguments=("1",))
+    pids = job.pids(2)
+    job.process.send_signal(signal.SIGINT)
+    status, _ = job.end(timeout_s=20)
+    assert status == 130
+    assert "[0] asked" in job.stderr.splitlines()
+    assert "host 0 did not end within 1 s: killed." in job.stderr
+    assert ended(pids)
+
+
+def test_a_second_signal_kills_at_once(launch):
+    job = launch(STUBBORN, "--hosts=1", "--grace-s=600", arguments=("1",))
+    pids = job.pids(2)
+    job.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    job.process.send_signal(signal.SIGINT)
+    assert job.end(timeout_s=20)[0] == 130
+    assert ended(pids)
+
+
+def test_hosts_end_when_the_launcher_is_killed(launch):
+    job = launch(SUM_FOREVER, "--hosts=2")
+    pids = job.pids(2)
+    job.process.kill()
+    assert ended(pids)
+
+
+def test_a_port_that_is_taken_is_refused_at_once(launch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        job = launch(PRINT_SUM, "--hosts=2", f"--port={port}")
+        assert job.end() == (1, "")
+    assert f"port {port} of 127.0.0.1 cannot be used" in job.stderr
+
+
+def test_a_command_of_jaxserve_and_a_module_run_too(launch_command, tmp_path):
+    job = launch_command("--hosts=1", "--", "plan", "./none.gguf")
+    assert job.end() == (1, "")
+    assert "[0] error: " in job.stderr
+    assert "none.gguf" in job.stderr
+    (tmp_path / "job.py").write_text("import sys\nprint(__name__, sys.argv[1:])\n")
+    job = launch_command("--hosts=1", "--", "-m", "job", "--x")
+    assert job.end() == (0, "__main__ ['--x']\n")
+
+
+def test_a_script_that_is_missing_is_named(launch_command, tmp_path):
+    job = launch_command("--hosts=1", "--", "none.py")
+    assert job.end() == (1, "")
+    assert f"[0] error: there is no script 'none.py' in {tmp_path}" in job.stderr
