@@ -16,6 +16,7 @@ from workloads import Job, backlog, from_arguments
 from jaxserve.engine.policies import POLICIES
 from jaxserve.engine.scheduler import SchedulerConfig
 from jaxserve.kv.pages import PagePool
+from jaxserve.runtime.buckets import Buckets
 
 ROWS = 32
 PROMPT_TOKENS = 8
@@ -40,14 +41,18 @@ def main() -> None:
         for job in backlog(from_arguments(__doc__, count=512, rate_per_s=1))
     ]
     iterations = {}
+    budget = ROWS * (PROMPT_TOKENS + 1)
+    buckets = Buckets.from_config(ROWS, budget)
     for policy in POLICIES:
         config = SchedulerConfig(
             policy=policy,
             max_num_seqs=ROWS,
-            max_num_batched_tokens=ROWS * (PROMPT_TOKENS + 1),
+            max_num_batched_tokens=budget,
             max_prefill_chunks=ROWS,
             max_prefill_tokens=ROWS * PROMPT_TOKENS,
             max_model_len=2048,
+            target_step_us=1 if POLICIES[policy].chunk == "timed" else None,
+            buckets=buckets,
         )
         run = simulate(jobs, config, PagePool(ROWS * 128 + 1, 16), linear_us(1, 0))
         iterations[policy] = len(run.steps)

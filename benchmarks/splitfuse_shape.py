@@ -33,6 +33,8 @@ def main() -> None:
             max_prefill_chunks=16,
             max_prefill_tokens=buckets.max_prefill_tokens,
             max_model_len=8192,
+            target_step_us=10 if POLICIES[policy].chunk == "timed" else None,
+            buckets=buckets,
         )
         run = simulate(jobs, config, PagePool(20_001, 16), linear_us(1, 0))
         steady = [step for step in run.steps if step.num_waiting]

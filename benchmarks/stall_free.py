@@ -15,6 +15,7 @@ from jaxserve.engine.policies import POLICIES
 from jaxserve.engine.scheduler import SchedulerConfig
 from jaxserve.engine.statistics import percentile
 from jaxserve.kv.pages import PagePool
+from jaxserve.runtime.buckets import Buckets
 
 BASE_US, PER_TOKEN_US = 67_500, 146
 ROWS = 128
@@ -25,6 +26,8 @@ def main() -> None:
     jobs = from_arguments(__doc__, count=600, rate_per_s=1.5)
     rows = []
     runs = {}
+    bound_us = BASE_US + PER_TOKEN_US * BUDGET
+    buckets = Buckets.from_config(ROWS, BUDGET)
     for policy in POLICIES:
         config = SchedulerConfig(
             policy=policy,
@@ -33,6 +36,8 @@ def main() -> None:
             max_prefill_chunks=16,
             max_prefill_tokens=BUDGET - ROWS,
             max_model_len=8192,
+            target_step_us=bound_us if POLICIES[policy].chunk == "timed" else None,
+            buckets=buckets,
         )
         pool = PagePool(20_001, 16)
         runs[policy] = simulate(jobs, config, pool, linear_us(BASE_US, PER_TOKEN_US))
@@ -50,9 +55,8 @@ def main() -> None:
                 run.output_tokens_per_s,
             )
         )
-    bound_ms = (BASE_US + PER_TOKEN_US * BUDGET) / 1e3
     print_table(
-        f"{len(jobs)} requests, {BUDGET} tokens a step at most: a + b · τ = {bound_ms:.1f} ms",
+        f"{len(jobs)} requests, {BUDGET} tokens a step: a + b · τ = {bound_us / 1e3:.1f} ms",
         (
             "scheduler",
             "max gap ms",

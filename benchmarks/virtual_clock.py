@@ -13,9 +13,11 @@ from workloads import Job
 from jaxserve.engine.plan import StepPlan
 from jaxserve.engine.scheduler import Scheduler, SchedulerConfig
 from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.step_time import StepLoad
 from jaxserve.kv.copier import Copier
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.pages import PagePool
+from jaxserve.runtime.buckets import Buckets
 from jaxserve.sampling_params import SamplingParams
 
 
@@ -82,6 +84,21 @@ def linear_us(base_us: int, per_token_us: int) -> Callable[[StepPlan], int]:
     return lambda plan: base_us + per_token_us * plan.num_tokens
 
 
+def attention_us(
+    buckets: Buckets, base_us: int, per_token_us: float, per_pair_us: float
+) -> Callable[[StepPlan], int]:
+    """Step time a + b · tokens + c · pairs of a query and a key that it sees, where tokens include
+    the padding of the compiled program."""
+
+    def step_us(plan: StepPlan) -> int:
+        load = StepLoad.of(plan)
+        tokens = buckets.pick(load.num_decodes, load.prefill_tokens).num_tokens
+        pairs = load.context_tokens + load.num_pairs
+        return round(base_us + per_token_us * tokens + per_pair_us * pairs)
+
+    return step_us
+
+
 def simulate(
     jobs: Iterable[Job],
     config: SchedulerConfig,
@@ -106,12 +123,13 @@ def simulate(
     sequences = [_sequence(seq_id, job) for seq_id, job in enumerate(jobs)]
     arrivals = deque(sorted(sequences, key=lambda seq: seq.arrival_us))
     aborts = deque(sorted((j.abort_us, i) for i, j in enumerate(jobs) if j.abort_us is not None))
-    in_flight: deque[tuple[StepPlan, int]] = deque()
+    in_flight: deque[tuple[StepPlan, int, int]] = deque()
     run = Run([], sequences, [[] for _ in jobs], {})
     now = 0
 
     def collect() -> None:
-        plan, end_us = in_flight.popleft()
+        plan, start_us, end_us = in_flight.popleft()
+        scheduler.took(plan, end_us - start_us)
         for chunk in (*plan.decodes, *plan.prefills):
             if chunk.samples and scheduler.collect(chunk, chunk.output_index):
                 seq = chunk.seq
@@ -130,7 +148,7 @@ def simulate(
             collect()
         if copier is not None:
             _end_moves(kv, copier)
-        plan = scheduler.schedule()
+        plan = scheduler.schedule(now)
         _begin_moves(kv, copier)
         for chunk in plan.prefills:
             run.cached_tokens.setdefault(chunk.seq.seq_id, chunk.start)
@@ -139,7 +157,7 @@ def simulate(
         if not plan.empty:
             end_us = now + step_us(plan)
             run.steps.append(_step(scheduler, plan, now, end_us))
-            in_flight.append((plan, end_us))
+            in_flight.append((plan, now, end_us))
             now = end_us
         elif in_flight:
             collect()

@@ -31,11 +31,18 @@ class EngineConfig:
         max_model_len: context limit in tokens, prompt and output; the model's own by default.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: token budget of a step.
-        page_size: tokens a KV page holds.
-        memory_utilization: share of the device's memory that may be used in all.
-        kv_cache_memory_bytes: size of the KV pool; what is left of the share by default, on CPUs
-            at most 2 GiB.
-        scheduler: one of static, orca, vllm, sarathi, splitfuse.
+        page_size: tokens a KV page holds, on all devices that share a sequence together.
+        tensor_parallel_size: devices that each layer's heads and MLP are split over.
+        pipeline_parallel_size: stages of consecutive layers, which work on as many steps at once.
+        sequence_parallel_size: devices that the KV of each sequence is split over, for long ones.
+        sequence_parallel_norms: between layers, each device of a tensor-parallel group has its
+            share of a prefill step's tokens, and not all of them.
+        memory_utilization: share of a device's memory that may be used in all.
+        kv_cache_memory_bytes: size of the KV pool on each device; what is left of the share by
+            default, on CPUs at most 2 GiB in all.
+        scheduler: one of static, orca, vllm, sarathi, splitfuse, medha.
+        target_step_us: predicted time that the medha scheduler keeps a step within by the size of
+            its prefill chunks; 500,000 on CPUs, else 50,000.
         fair_share: admit the tenant served least, instead of whoever came first.
         enable_prefix_caching: keep the KV of what was computed, for prompts that begin alike.
         host_kv_bytes: host memory for KV pages that the device has no room for; by default as much
@@ -63,9 +70,14 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     page_size: int | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    sequence_parallel_size: int = 1
+    sequence_parallel_norms: bool = False
     memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
     scheduler: str = "sarathi"
+    target_step_us: int | None = None
     fair_share: bool = False
     enable_prefix_caching: bool = True
     host_kv_bytes: int | None = None
@@ -100,6 +112,10 @@ class EngineConfig:
             ("max_num_seqs", 1),
             ("max_num_batched_tokens", 1),
             ("page_size", 1),
+            ("tensor_parallel_size", 1),
+            ("pipeline_parallel_size", 1),
+            ("sequence_parallel_size", 1),
+            ("target_step_us", 1),
             ("kv_cache_memory_bytes", 1),
             ("host_kv_bytes", 0),
             ("disk_kv_bytes", 0),
@@ -107,10 +123,21 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
                 raise ConfigError(f"{name} is {value!r}; it must be an integer of {least} or more.")
-        for name in ("fair_share", "enable_prefix_caching", "debug_kv", "compilation_cache"):
+        for name in (
+            "fair_share",
+            "enable_prefix_caching",
+            "debug_kv",
+            "compilation_cache",
+            "sequence_parallel_norms",
+        ):
             if not isinstance(getattr(self, name), bool):
                 value = getattr(self, name)
                 raise ConfigError(f"{name} is {value!r}; it must be True or False.")
+        if self.target_step_us is not None and self.scheduler != "medha":
+            raise ConfigError(
+                f"target_step_us is {self.target_step_us}, but scheduler {self.scheduler!r} keeps "
+                'no step within a time; "medha" does.'
+            )
         if not isinstance(self.disk_kv_dir, str | Path | None):
             raise ConfigError(f"disk_kv_dir is {self.disk_kv_dir!r}; it must be a directory.")
         if bool(self.disk_kv_bytes) != (self.disk_kv_dir is not None):
@@ -134,6 +161,11 @@ class EngineConfig:
             )
         return cls(**settings)
 
+    @property
+    def num_devices(self) -> int:
+        """Devices of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.sequence_parallel_size
+
     def resolve(self, model: ModelConfig, platform: str) -> EngineConfig:
         """A copy with every None decided but the sizes of the KV pools (runtime/memory.py).
 
@@ -149,6 +181,20 @@ class EngineConfig:
                 f"set it to at most {own}."
             )
         seqs = self.max_num_seqs or (32 if on_cpu else 128)
+        shares = self.sequence_parallel_size
+        # A TPU's vectors are 128 lanes wide, and a page of keys is as wide as its tokens.
+        page_size = self.page_size or (128 if platform == "tpu" else 64) * shares
+        if page_size % shares:
+            raise ConfigError(
+                f"page_size is {page_size}, which {shares} devices (sequence_parallel_size) cannot "
+                f"share evenly; make it a multiple of {shares}."
+            )
+        by_layer = self.pipeline_parallel_size == shares == 1
+        if self.program_scope == "layer" and not by_layer:
+            raise ConfigError(
+                "program_scope is 'layer', but steps of several stages, or of devices that share "
+                "sequences, are one program; leave it out, or make it 'step'."
+            )
         return dataclasses.replace(
             self,
             dtype=self.dtype or default_dtype(platform),
@@ -156,7 +202,8 @@ class EngineConfig:
             max_num_seqs=seqs,
             max_num_batched_tokens=self.max_num_batched_tokens
             or ((512 if on_cpu else 2048) + seqs),
-            # A TPU's vectors are 128 lanes wide, and a page of keys is as wide as its tokens.
-            page_size=self.page_size or (128 if platform == "tpu" else 64),
-            program_scope=self.program_scope or ("layer" if on_cpu else "step"),
+            page_size=page_size,
+            target_step_us=self.target_step_us
+            or ((500_000 if on_cpu else 50_000) if self.scheduler == "medha" else None),
+            program_scope=self.program_scope or ("layer" if on_cpu and by_layer else "step"),
         )

@@ -32,10 +32,12 @@ from jaxserve.models.config import ModelConfig, RopeConfig
         ({"disk_kv_dir": "/tmp"}, "disk_kv_dir is '/tmp' and disk_kv_bytes 0; give both"),
         ({"disk_kv_bytes": None, "disk_kv_dir": "/tmp"}, "disk_kv_bytes"),
         ({"disk_kv_bytes": 5, "disk_kv_dir": 7}, "disk_kv_dir is 7"),
+        ({"target_step_us": 5}, "target_step_us is 5, but scheduler 'sarathi'.*medha"),
+        ({"target_step_us": 0, "scheduler": "medha"}, "target_step_us is 0.*1 or more"),
         ({"fair_share": "yes"}, "fair_share is 'yes'"),
         ({"enable_prefix_caching": None}, "enable_prefix_caching is None"),
         ({"debug_kv": 1}, "debug_kv is 1"),
-        ({"tensor_parallel_size": 2}, "no setting 'tensor_parallel_size'.*max_num_seqs"),
+        ({"data_parallel_size": 2}, "no setting 'data_parallel_size'.*max_num_seqs"),
     ],
 )
 def test_a_setting_out_of_range_is_refused_with_its_value(settings, message):
@@ -61,8 +63,9 @@ def test_what_is_not_said_is_decided():
     resolved = EngineConfig().resolve(model("default"), "cpu")
     undecided = [name for name, value in vars(resolved).items() if value is None]
     pools = ["kv_cache_memory_bytes", "host_kv_bytes", "disk_kv_dir"]
-    assert undecided == ["quantization", *pools]
+    assert sorted(undecided) == sorted(["quantization", "target_step_us", *pools])
     assert EngineConfig().resolve(model("default"), "gpu").dtype == "bfloat16"
+    assert EngineConfig(scheduler="medha").resolve(model("default"), "gpu").target_step_us == 50_000
 
 
 def test_caching_is_on_and_all_else_of_the_kv_manager_off():

@@ -8,12 +8,18 @@ step late, and the token sampled in the meantime is dropped.
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from pathlib import Path
 from typing import Any, Self
 
+import jax
+
 from jaxserve.config import EngineConfig
+from jaxserve.engine.agreed_log import Addition, AgreedLog
+from jaxserve.engine.elastic import Checkpoints
 from jaxserve.engine.events import EventLog, monotonic_us
 from jaxserve.engine.intake import Intake, NewRequest, check_priority
 from jaxserve.engine.interrupts import interrupts_held
@@ -25,9 +31,10 @@ from jaxserve.engine.request import Generation, Request, Stop, TokenScores
 from jaxserve.engine.scheduler import Scheduler, SchedulerConfig
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.shared_prefix import SharedPrefix
-from jaxserve.errors import EngineClosedError, RequestError
+from jaxserve.errors import CheckpointError, EngineClosedError, JaxserveError, RequestError
 from jaxserve.kv.rates import causal_pairs
-from jaxserve.outputs import RequestOutput
+from jaxserve.outputs import RequestMetrics, RequestOutput
+from jaxserve.runtime.hosts import Hosts
 from jaxserve.runtime.paging import Paging
 from jaxserve.runtime.runner import DispatchedStep, Runner, StepResults
 from jaxserve.runtime.startup import EnginePlan, Progress, no_progress, start
@@ -49,7 +56,9 @@ class Engine:
         runner: Runner,
         log: EventLog,
         metrics: Metrics,
+        hosts: Hosts | None = None,
     ) -> None:
+        """`hosts` are those of a job of several, each of which has such an engine."""
         config = plan.config
         self.plan = plan
         self.tokenizer = tokenizer
@@ -66,21 +75,28 @@ class Engine:
                 max_prefill_tokens=plan.geometry.buckets.max_prefill_tokens,
                 max_model_len=config.max_model_len,
                 fair_share=config.fair_share,
+                num_stages=config.pipeline_parallel_size,
+                target_step_us=config.target_step_us,
+                buckets=plan.geometry.buckets,
             ),
             self.kv,
         )
         self._runner = runner
         self._requests: dict[str, Request] = {}
         self._owner: dict[int, tuple[Request, Generation]] = {}
-        self._in_flight: collections.deque[tuple[int, int, DispatchedStep]] = collections.deque()
+        self._dispatched: collections.deque[tuple[int, int]] = collections.deque()
         self._last_ready_us = 0
         self._step_ids = itertools.count()
         self._admitted: set[int] = set()
         self._displaced: set[int] = set()
         self._closed: str | None = None
+        self._hosts = hosts
+        self._agreed = None if hosts is None else AgreedLog(hosts)
+        self._read: collections.deque[StepPlan] = collections.deque()
         model = plan.geometry.model
         self.eos_token_ids = frozenset((*model.eos_token_ids, *tokenizer.eos_token_ids))
         self._intake = Intake(config, tokenizer, model.vocab_size, self.eos_token_ids, log.now)
+        self._checkpoints = Checkpoints(plan, tokenizer, self._intake, self.scheduler, self._paging)
 
     @classmethod
     def load(
@@ -90,13 +106,19 @@ class Engine:
         event log for a trace file. Raises ModelError, ConfigError or MemoryPlanError."""
         metrics = Metrics()
         log = EventLog(metrics.fold, clock=monotonic_us, keep_all=keep_events)
-        plan, tokenizer, runner = start(config, log, progress)
-        return cls(plan, tokenizer, runner, log, metrics)
+        hosts = Hosts() if jax.process_count() > 1 else None
+        try:
+            plan, tokenizer, runner = start(config, log, progress, hosts)
+            return cls(plan, tokenizer, runner, log, metrics, hosts)
+        except BaseException:
+            if hosts is not None:
+                hosts.close()
+            raise
 
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished, or a step is still to be read."""
-        return self.scheduler.has_work or bool(self._in_flight)
+        return self.scheduler.has_work or bool(self._dispatched)
 
     def add(
         self,
@@ -121,6 +143,7 @@ class Engine:
         new = self._intake.make(request_id, prompt, params, priority, tenant, shared_prefix)
         with interrupts_held():
             self._accept(new)
+            self._note_addition(new, priority, tenant, shared_prefix)
         return new.request
 
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
@@ -128,15 +151,20 @@ class Engine:
         return self._intake.tokenize(prompt)
 
     def abort(self, request_id: str) -> Request | None:
-        """End a request now; what it has is its output. None if it has already ended."""
+        """End a request now; what it has is its output. None if it has already ended.
+
+        On other hosts than the first it ends at the next step, if it does so there.
+        """
         request = self._requests.get(request_id)
-        if request is None:
-            return None
+        if request is not None and self._decides("abort", request_id):
+            self._abort(request)
+        return request
+
+    def _abort(self, request: Request) -> None:
         for generation in request.generations:
             if not generation.seq.finished:
                 self._finish(request, generation, Stop("abort"))
                 generation.end("abort")
-        return request
 
     def set_priority(self, request_id: str, priority: int) -> bool:
         """Change the priority of a request, lower running first; False if it has ended.
@@ -145,15 +173,29 @@ class Engine:
         """
         check_priority(priority)
         request = self._requests.get(request_id)
-        if request is None:
-            return False
+        if request is not None and self._decides("set_priority", request_id, priority):
+            self._set_priority(request, priority)
+        return request is not None
+
+    def _set_priority(self, request: Request, priority: int) -> None:
         for generation in request.generations:
             self.scheduler.set_priority(generation.seq.seq_id, priority)
-        return True
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix. Running requests keep the pages they have."""
-        self.kv.reset()
+        if self._decides("reset_prefix_cache"):
+            self.kv.reset()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the only host, or the first of several, whose commands count."""
+        return self._agreed is None or self._agreed.leads
+
+    def follow(self) -> None:
+        """Make every step that host 0 makes, until it closes its engine: what hosts do that are
+        given no requests themselves. Raises DistributedError, or as `step` does."""
+        while self._closed is None:
+            self._step(wait=True)
 
     def step(self) -> list[Request]:
         """Plan and dispatch a step, then read the oldest one. Returns the requests that gained
@@ -161,36 +203,96 @@ class Engine:
 
         An error of the device closes the engine and is raised. Ctrl-C waits for the step's end.
         """
+        return self._step(wait=False)
+
+    def _step(self, wait: bool) -> list[Request]:
         self._check_open()
         touched: list[Request] | None = None
         try:
             with interrupts_held():
-                touched = self._advance()
+                now_us = self._agree(wait)
+                with self._step_watched():
+                    touched = self._advance(now_us)
         except BaseException as error:
-            if touched is None:  # The step was cut in two, and the device's state with it.
-                self._closed = f"the engine stopped: {type(error).__name__}: {error}"
+            if touched is not None:
+                raise
+            # The step was cut in two, and the device's state with it.
+            self._closed = f"the engine stopped: {type(error).__name__}: {error}"
+            if self._hosts is not None and not isinstance(error, JaxserveError):
+                raise self._hosts.blame(error) or error from error
             raise
         return touched
 
     def output(self, request: Request) -> RequestOutput:
         """What a request has by now, with its times."""
-        times = self.metrics.request([g.seq.seq_id for g in request.generations])
-        return request.output(times)
+        sequences = [generation.seq for generation in request.generations]
+        served = [seq.seq_id for seq in sequences if seq.seq_id in self.metrics]
+        if not served:  # It had ended before it was restored.
+            return request.output(RequestMetrics(arrival_us=sequences[0].arrival_us))
+        return request.output(self.metrics.request(served))
 
     def snapshot(self) -> dict[str, Metric]:
         """All metrics, by the names they are exported under."""
         return self.metrics.snapshot() | kv_metrics(self.kv)
 
+    def checkpoint(
+        self,
+        directory: str | Path,
+        with_kv: bool = True,
+        deadline_s: float | None = None,
+        ended: Iterable[Request] = (),
+    ) -> None:
+        """Write every unfinished request to a directory, for `restore` in another process; and of
+        those that have `ended`, such whose outputs nobody has seen yet. The engine can go on.
+
+        The requests are safe first. `with_kv` then adds their KV and that of the prefix cache on
+        the device, what is needed most first, as far as it goes until `deadline_s` seconds from
+        now. What is not there will be computed again.
+
+        Raises CheckpointError when the directory cannot be written, or is not a checkpoint's, or
+        when the engine is one of several hosts'.
+        """
+        self._check_open()
+        self._check_one_host()
+        requests = {request.request_id: request for request in ended} | self._requests
+        with interrupts_held():
+            self._checkpoints.write(
+                directory, requests.values(), self.log.now(), with_kv, deadline_s
+            )
+
+    def restore(self, directory: str | Path) -> list[Request]:
+        """Take up the requests of a checkpoint, in the order they arrived in; some may have ended.
+
+        They go on where they were, on a mesh of any shape, with pages of any size, and have all
+        their deltas before them. KV of another dtype or quantization is computed again.
+
+        Raises CheckpointError, before anything is changed, when the checkpoint is damaged, newer,
+        of another model, or has requests for which this engine has no room or whose ids are in use.
+        """
+        self._check_open()
+        self._check_one_host()
+        taken_up = self._checkpoints.read(directory, self._requests, self.log.now())
+        with interrupts_held():
+            for new in taken_up.requests:
+                if not new.request.finished:
+                    self._accept(new)
+            self._checkpoints.restore_kv(taken_up)
+        return [new.request for new in taken_up.requests]
+
     def close(self) -> None:
         """Abort what runs and free the device's memory. May be called twice."""
         try:
-            for request_id in list(self._requests):
-                self.abort(request_id)
+            if self._agreed is not None:
+                self._agreed.end()
+            for request in list(self._requests.values()):
+                self._abort(request)
         finally:  # A step that failed half way may have left requests that cannot be aborted.
             self._requests.clear()
-            self._in_flight.clear()
+            self._dispatched.clear()
             self._paging.close()
             self._runner = None
+            if self._hosts is not None:
+                self._hosts.close()
             self._closed = self._closed or "the engine was closed"
 
     def chat_prompt(
@@ -210,30 +312,113 @@ class Engine:
         defaults = dict(self.plan.geometry.model.default_sampling)
         return SamplingParams.from_defaults(defaults, **overrides)
 
+    # Agreement with other hosts
+
+    def _step_watched(self) -> contextlib.AbstractContextManager[None]:
+        """Ends the process when a step that needs other hosts takes too long."""
+        return contextlib.nullcontext() if self._hosts is None else self._hosts.bounded()
+
+    def _agree(self, wait: bool) -> int | None:
+        """Host 0's clock at the next step, when all its commands before that step are carried out;
+        None when it makes no more steps. One host agrees with itself."""
+        now_us = self.log.now()
+        if self._agreed is None:
+            return now_us
+        entry, commands = self._agreed.agree(now_us, wait)
+        if self._agreed.ended:
+            self._closed = "host 0 has closed its engine"
+            return None
+        arrivals_us = iter(entry.arrivals_us)
+        for command, given in commands:
+            self._carry_out(command, given, arrivals_us)
+        for took_us in entry.took_us:
+            self.scheduler.took(self._read.popleft(), took_us)
+        return entry.now_us
+
+    def _carry_out(self, command: list[Any], given: bool, arrivals_us: Iterator[int]) -> None:
+        """A command of host 0, which has done it already."""
+        match command:
+            case ["add", fields]:
+                if not given:
+                    added = Addition.from_json(fields)
+                    prefix = self._agreed.prefix_of(added.prefix)
+                    self._accept(self._intake.make_again(added, prefix))
+                arrival_us = next(arrivals_us)
+                if not self.leads:
+                    for generation in self._requests[fields["request_id"]].generations:
+                        generation.seq.arrival_us = arrival_us
+                        self.scheduler.set_priority(generation.seq.seq_id, generation.seq.priority)
+            case _ if self.leads:
+                pass
+            case ["abort", request_id] if request_id in self._requests:
+                self._abort(self._requests[request_id])
+            case ["set_priority", request_id, priority] if request_id in self._requests:
+                self._set_priority(self._requests[request_id], priority)
+            case ["reset_prefix_cache"]:
+                self.kv.reset()
+
+    def _decides(self, *command: Any) -> bool:
+        """Whether this host may carry out a command now; all hosts are told of it."""
+        if self._agreed is not None:
+            self._agreed.note(list(command))
+        return self.leads
+
+    def _note_addition(
+        self,
+        new: NewRequest,
+        priority: int | None,
+        tenant: str | None,
+        shared_prefix: SharedPrefix | None,
+    ) -> None:
+        if self._agreed is None:
+            return
+        request, first = new.request, new.request.generations[0].seq
+        added = Addition(
+            request.request_id,
+            request.prompt,
+            request.prompt_token_ids,
+            request.params,
+            priority,
+            tenant,
+            new.seed,
+            first.seq_id,
+            self._agreed.number_of(shared_prefix),
+        )
+        self._agreed.note(added.to_json(), first.arrival_us)
+
     # Dispatch
 
-    def _advance(self) -> list[Request]:
-        planned = self._dispatch()
-        if self._in_flight and (len(self._in_flight) > _STEPS_AHEAD or not planned):
-            return self._collect(*self._in_flight.popleft())
+    def _advance(self, now_us: int | None) -> list[Request]:
+        """One step, planned as of the hosts' common time; None when there is none."""
+        if now_us is None:
+            return []
+        planned = self._dispatch(now_us)
+        done = self._runner.done
+        if done and (len(done) > _STEPS_AHEAD or not planned):
+            return self._collect(*self._dispatched.popleft(), done.popleft())
         if not planned:
             self._paging.wait()
         return []
 
-    def _dispatch(self) -> bool:
+    def _dispatch(self, now_us: int) -> bool:
         """Plan and dispatch one step; False when there is nothing to run."""
         begin_us = self.log.now()
         self._paging.poll()
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(now_us)
         self._paging.check(self.scheduler.tables)
         self._paging.carry_out()
         self._log_preempted(plan)
         if plan.empty:
-            return False
+            if not self._runner.busy:
+                return False
+            self._runner.advance()
+            return True
         scheduled_us = self.log.now()
         packed = self._runner.pack(plan)
         packed_us = self.log.now()
-        step = self._runner.dispatch(packed)
+        self._runner.dispatch(packed)
+        if self._agreed is not None:
+            self._agreed.saw(plan)
         self._log_entries(plan)
         step_id = next(self._step_ids)
         self.log.dispatched(
@@ -248,7 +433,7 @@ class Engine:
             pages_used=self.kv.pool.num_used,
             pages_total=self.kv.pool.capacity,
         )
-        self._in_flight.append((step_id, packed_us, step))
+        self._dispatched.append((step_id, packed_us))
         return True
 
     def _log_preempted(self, plan: StepPlan) -> None:
@@ -263,7 +448,8 @@ class Engine:
             seq_id = chunk.seq.seq_id
             if seq_id not in self._admitted:
                 self._admitted.add(seq_id)
-                self.log.admitted(seq_id, cached_tokens=chunk.start)
+                cached = min(chunk.start, chunk.seq.num_prompt)  # More, if it was restored.
+                self.log.admitted(seq_id, cached_tokens=cached)
             elif seq_id in self._displaced:
                 self._displaced.remove(seq_id)
                 self.log.resumed(seq_id)
@@ -274,7 +460,14 @@ class Engine:
         begin_us = self.log.now()
         results = self._runner.read(step)
         ready_us = self.log.now()
-        self._time_prefill(step, ready_us - max(dispatched_us, self._last_ready_us))
+        took_us = ready_us - max(dispatched_us, self._last_ready_us)
+        if self._agreed is None:
+            self._time_prefill(step, took_us)
+            self.scheduler.took(step.plan, took_us)
+        else:  # The scheduler must hear the same everywhere, so host 0's times, in the next entry.
+            self._read.append(step.plan)
+            self._agreed.took(took_us)
+            self._agreed.sampled(results.token_ids)
         self._last_ready_us = ready_us
         kept = [
             (row, chunk, token_id)
@@ -299,7 +492,8 @@ class Engine:
     def _time_prefill(self, step: DispatchedStep, us: int) -> None:
         """Has the rates learn from a step that was large, and mostly prefill."""
         key, most = step.key, self.scheduler.config.max_prefill_tokens
-        if 2 * key.prefill_tokens >= key.num_tokens and 4 * key.prefill_tokens >= most:
+        large = 2 * key.prefill_tokens >= key.num_tokens and 4 * key.prefill_tokens >= most
+        if large and step.plan.prefills:
             spans = ((chunk.start, chunk.start + chunk.num_tokens) for chunk in step.plan.prefills)
             pairs = sum(causal_pairs(start, stop) for start, stop in spans)
             self.kv.rates.prefilled(key.num_tokens, pairs, us)
@@ -368,7 +562,8 @@ class Engine:
 
     def _accept(self, new: NewRequest) -> None:
         request, seed, words = new
-        sequences = [generation.seq for generation in request.generations]
+        unfinished = [g for g in request.generations if not g.seq.finished]
+        sequences = [generation.seq for generation in unfinished]
         eos = tuple(sorted(self.eos_token_ids))
         try:
             for seq in sequences:
@@ -379,11 +574,19 @@ class Engine:
                 self._runner.forget(seq)
                 self.scheduler.abort(seq.seq_id)
             raise
+        request.seed = seed
         self._requests[request.request_id] = request
-        for generation in request.generations:
+        for generation in unfinished:
             seq = generation.seq
             self._owner[seq.seq_id] = request, generation
             self.log.arrived(seq.seq_id, request.request_id, prompt_tokens=seq.num_prompt)
+
+    def _check_one_host(self) -> None:
+        if self._hosts is not None:
+            raise CheckpointError(
+                f"a checkpoint is of one process, and this engine is one of "
+                f"{jax.process_count()} hosts'; give all devices to one process."
+            )
 
     def _check_open(self) -> None:
         if self._closed:

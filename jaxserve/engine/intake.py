@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.agreed_log import Addition
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt, tokenize_prompt
 from jaxserve.engine.request import Generation, Request
 from jaxserve.engine.sequence import Sequence
@@ -74,7 +76,7 @@ class Intake:
         prefixes = () if shared_prefix is None else (shared_prefix,)
         if params.n > 1:
             prefixes += (SharedPrefix(len(prompt.token_ids)),)
-        salt = self._salt(tenant)
+        salt, arrival_us = self._salt(tenant), self._clock()
         sequences = [
             Sequence(
                 seq_id=next(self._seq_ids),
@@ -82,7 +84,7 @@ class Intake:
                 index=index,
                 prompt_token_ids=prompt.token_ids,
                 params=params,
-                arrival_us=self._clock(),
+                arrival_us=arrival_us,
                 priority=params.priority if priority is None else priority,
                 tenant=tenant,
                 salt=salt,
@@ -99,9 +101,27 @@ class Intake:
             words,
         )
 
+    def make_again(self, added: Addition, shared_prefix: SharedPrefix | None) -> NewRequest:
+        """A request that host 0 has accepted, with the numbers and the seed that it has there."""
+        self._seq_ids = itertools.count(added.first_seq_id)
+        prompt = TokenizedPrompt(added.prompt, added.token_ids)
+        new = self.make(
+            added.request_id, prompt, added.params, added.priority, added.tenant, shared_prefix
+        )
+        return new._replace(seed=added.seed)
+
+    def make_anew(self, added: Addition, shared_prefix: SharedPrefix | None) -> NewRequest:
+        """A request that another engine has accepted, with the seed that it has there."""
+        added = dataclasses.replace(added, first_seq_id=next(self._seq_ids))
+        return self.make_again(added, shared_prefix)
+
+    def salt_of(self, tenant: str | None) -> bytes:
+        """What prompts of a tenant that begin alike have in common besides."""
+        return (tenant or "").encode(errors="surrogatepass")
+
     def _salt(self, tenant: str | None) -> bytes:
         """Tenants share no pages; without a prefix cache only sequences of one request do."""
-        salt = (tenant or "").encode(errors="surrogatepass")
+        salt = self.salt_of(tenant)
         return salt if self._shares else salt + b"\0%d" % next(self._salts)
 
     def _bad_word_ids(self, params: SamplingParams) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Ctrl-C between steps instead of within one."""
+"""Ctrl-C and termination between steps instead of within one."""
 
 from __future__ import annotations
 
@@ -10,27 +10,31 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of the block; a second one does not wait.
+    """Let Ctrl-C and SIGTERM wait for the end of the block; a second one does not wait.
 
     A program's arguments are donated: an interrupt after it was called and before its results are
     stored would lose the device's state. Signals reach the main thread only, so elsewhere, and
     where nobody handles them, there is nothing to hold.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    if threading.current_thread() is not threading.main_thread() or not handlers:
         yield
         return
     held = []
 
     def hold(number, frame) -> None:
         if held:
-            handler(number, frame)
+            handlers[number](number, frame)
         held.append((number, frame))
 
-    signal.signal(signal.SIGINT, hold)
+    for number in handlers:
+        signal.signal(number, hold)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         if held:
-            handler(*held[0])
+            number, frame = held[0]
+            handlers[number](number, frame)

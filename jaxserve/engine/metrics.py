@@ -155,6 +155,11 @@ class Metrics:
         with self._lock:
             return request_metrics([self._live.get(s) or self._ended[s] for s in sequences])
 
+    def __contains__(self, sequence: int) -> bool:
+        """Whether `request` knows of a sequence."""
+        with self._lock:
+            return sequence in self._live or sequence in self._ended
+
     def finished(self) -> list[SequenceSummary]:
         """The sequences that ended last, oldest first, at most `keep_finished` of them."""
         with self._lock:

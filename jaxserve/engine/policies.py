@@ -1,4 +1,4 @@
-"""Five published schedulers as settings of one procedure (`scheduler.py`)."""
+"""Six published schedulers as settings of one procedure (`scheduler.py`)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ class Policy:
         "mixed" adds prefills to a step that already holds every decode.
     chunk: "whole" splits a prompt only when it is larger than a step; "budget" also splits it to
         fill the token budget, but never into pieces below the floor; "exact" fills the budget to
-        the last token, splitting two prompts where one piece would fall below the floor.
+        the last token, splitting two prompts where one piece would fall below the floor; "timed"
+        makes pieces as large as the predicted time of the step allows, of the most urgent prompts
+        first (`slack.py`), where all others take those in progress, then those that wait.
     """
 
     joins: bool
     pages: Literal["reserve", "grow"]
     prefill: Literal["alone", "mixed"]
-    chunk: Literal["whole", "budget", "exact"]
+    chunk: Literal["whole", "budget", "exact", "timed"]
 
 
 POLICIES: dict[str, Policy] = {
@@ -39,4 +41,6 @@ POLICIES: dict[str, Policy] = {
     "sarathi": Policy(joins=True, pages="grow", prefill="mixed", chunk="budget"),
     # Dynamic SplitFuse (DeepSpeed-FastGen, 2024): every pass at the same token count.
     "splitfuse": Policy(joins=True, pages="grow", prefill="mixed", chunk="exact"),
+    # Medha, first called Mnemosyne (Agrawal et al. 2024): steps of even time beside long prompts.
+    "medha": Policy(joins=True, pages="grow", prefill="mixed", chunk="timed"),
 }

@@ -65,6 +65,23 @@ class Generation:
 
     def append(self, token_id: int, scores: TokenScores | None) -> Stop | None:
         """Take in the token just added to the sequence's output; says whether it is the last."""
+        entry = None
+        if self._logprobs is not None and scores is not None:
+            entry = self._entry(token_id, scores)
+        return self._append(token_id, entry)
+
+    def replay(
+        self, token_ids: SequenceOf[int], logprobs: SequenceOf[dict[int, Logprob]] | None
+    ) -> None:
+        """Take in an output that was generated before, elsewhere; all of it is yet to be streamed.
+
+        `seq.kv_limit` must be what it was there.
+        """
+        for place, token_id in enumerate(token_ids):
+            self.seq.output_token_ids.append(token_id)
+            self._append(token_id, None if logprobs is None else logprobs[place])
+
+    def _append(self, token_id: int, entry: dict[int, Logprob] | None) -> Stop | None:
         stop = self._stops_at(token_id)
         ends_by_token = stop is not None and stop.reason == "stop"
         text = ""
@@ -75,11 +92,9 @@ class Generation:
                 stop = Stop("stop", self._detokenizer.stop_reason)
             elif stop is not None:
                 text += self._detokenizer.finish()
-        entry = None
-        if self._logprobs is not None and scores is not None:
-            entry = self._entry(token_id, scores)
+        if entry is not None:
             self._logprobs.append(entry)
-            self._cumulative_logprob += scores.logprob
+            self._cumulative_logprob += entry[token_id].logprob
         self.delta.append(
             Delta(
                 index=self.seq.index,
@@ -141,8 +156,10 @@ class Request:
         self.params = params
         self.generations = tuple(generations)
         self.error: str | None = None
+        self.seed: int | None = None
+        """Of its sampling, once it was accepted."""
         self._tokenizer = tokenizer
-        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = (
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = (
             None if params.prompt_logprobs is None else [None] * len(prompt_token_ids)
         )
 
@@ -154,7 +171,7 @@ class Request:
         """Scores of the prompt tokens at positions `start`, `start + 1` and so on."""
         for position, token_scores in enumerate(scores, start):
             token_id = self.prompt_token_ids[position]
-            self._prompt_logprobs[position] = logprob_entry(
+            self.prompt_logprobs[position] = logprob_entry(
                 self._tokenizer, token_id, token_scores, self.params.prompt_logprobs
             )
 
@@ -174,7 +191,7 @@ class Request:
             outputs=[generation.output() for generation in self.generations],
             finished=self.finished,
             metrics=metrics,
-            prompt_logprobs=self._prompt_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
             error=self.error,
         )
 

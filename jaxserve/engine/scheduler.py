@@ -1,7 +1,7 @@
 """Which tokens of which sequences the next step computes.
 
 One procedure for every policy (`policies.py`): decodes, prefills in progress, then admissions,
-within a token budget. It knows no clock and no device: state in, `StepPlan` out.
+within a token budget. It knows no clock and no device: state and the time in, `StepPlan` out.
 
 Liveness. Running sequences are ordered by arrival, priority counted as so much time, and the victim
 of a preemption is always the last of them. So the first can take every page it needs, `add` has
@@ -9,7 +9,8 @@ checked that all of them fit the pool, and it finishes. Admission stops at the f
 sequence that does not fit. (Those that wait for another to compute their prefix, or for a move, are
 passed over: the other runs, and moves end or are waited for no longer.) A victim returns only when
 its pages and a margin are free, which the page that displaced it rules out until another sequence
-gives pages back; and it displaces in turn only those of a worse priority.
+gives pages back; and it displaces in turn only those of a worse priority. Urgency does as order
+does in the end: it has a bound, and those who reached it go by their order (`slack.py`).
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import Iterator
 from operator import attrgetter
 
+from jaxserve.engine.kv_limit import kv_limit
 from jaxserve.engine.plan import Chunk, StepPlan
 from jaxserve.engine.policies import POLICIES
 from jaxserve.engine.scheduler_config import SchedulerConfig
 from jaxserve.engine.sequence import Sequence, Status
 from jaxserve.engine.shared_prefix import SharedPrefix
-from jaxserve.engine.shares import Shares
-from jaxserve.engine.waiting import FairQueue, WaitingQueue
-from jaxserve.errors import PromptTooLongError, RequestError
+from jaxserve.engine.shares import Shares, TimedShares
+from jaxserve.engine.slack import RelativeSlack
+from jaxserve.engine.step_time import StepLoad, StepTime
+from jaxserve.engine.waiting import FairQueue, SlackQueue, WaitingQueue
 from jaxserve.kv.manager import KVManager, Match
 from jaxserve.kv.table import PageTable
 
@@ -46,14 +50,20 @@ class Scheduler:
         self.policy = POLICIES[config.policy]
         self.kv = kv
         self.pool = kv.pool
-        self.waiting: WaitingQueue | FairQueue = (
-            FairQueue() if config.fair_share else WaitingQueue()
-        )
+        self.step_time = self._slack = None
+        self.waiting: WaitingQueue | FairQueue = WaitingQueue()
+        if self.policy.chunk == "timed":
+            self.step_time = StepTime(config.buckets)
+            self._slack = RelativeSlack(self.step_time, config.target_step_us)
+            self.waiting = SlackQueue(self._slack.urgency)
+        if config.fair_share:
+            self.waiting = FairQueue()
         self.running: list[Sequence] = []
         self._prefilled: list[Sequence] = []
         self._fetching: set[Sequence] = set()
         self._unfinished: dict[int, Sequence] = {}
         self._exhausted: list[Sequence] = []
+        self._num_steps = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         # At least one page, so that a preempted sequence does not return into a full pool.
         self._watermark_pages = max(1, math.ceil(config.watermark * self.pool.capacity))
@@ -81,38 +91,21 @@ class Scheduler:
         Raises RequestError for an empty prompt, PromptTooLongError for one that leaves no room in
         the context or that, with its `max_tokens`, can never fit the pool.
         """
-        length, context = seq.num_prompt, self.config.max_model_len
-        if not length:
-            raise RequestError("the prompt has no tokens; it needs at least one")
-        if length >= context:
-            raise PromptTooLongError(
-                f"the prompt has {length} tokens and the context limit is {context}; "
-                f"shorten it to at most {context - 1}"
-            )
-        room = context - length
-        wanted = seq.params.max_tokens
-        if wanted is None:  # As far as the context goes, or a pool that is smaller still.
-            pool_tokens = self.pool.capacity * self.pool.page_size
-            wanted = max(1, pool_tokens + 1 - length)
-        max_tokens = min(wanted, room)
-        seq.kv_limit = length + max_tokens - 1
-        pages = self.pool.pages_for(seq.kv_limit)
-        if pages > self.pool.capacity:
-            raise PromptTooLongError(
-                f"a prompt of {length} tokens with max_tokens {max_tokens} needs {pages} KV pages "
-                f"and the pool has {self.pool.capacity}; prompt and max_tokens may add up to "
-                f"{self.pool.capacity * self.pool.page_size + 1} tokens"
-            )
+        seq.kv_limit = kv_limit(seq, self.config.max_model_len, self.pool)
         self.waiting.add(seq)
         self._unfinished[seq.seq_id] = seq
         for prefix in seq.prefixes:
             prefix.num_members += 1
 
-    def schedule(self) -> StepPlan:
+    def schedule(self, now_us: int = 0) -> StepPlan:
         """Plans the next step and advances its sequences as if it had run.
 
-        The plan is empty when nothing can run before more tokens are collected or added.
+        `now_us` is the time on the clock of `Sequence.arrival_us`; it matters where prefills go by
+        their slack. The plan is empty when nothing can run before more tokens are collected or
+        added.
         """
+        if self._slack is not None:
+            self._slack.now_us = now_us
         for seq in self._prefilled:
             self._note_written(seq)
         self._prefilled.clear()
@@ -121,17 +114,23 @@ class Scheduler:
                 self._release(seq)
         self._exhausted.clear()
         self._end_fetches()
+        self._num_steps += 1
         budget = self.config.max_num_batched_tokens
         decodes: list[Chunk] = []
         preempted = self._preempt_for_priority()
         if self.policy.prefill == "alone":
-            prefills = self._plan_prefills(budget)
+            prefills = self._plan_prefills(budget, decodes)
             if not prefills:
                 decodes = self._plan_decodes(preempted)
         else:
             decodes = self._plan_decodes(preempted)
-            prefills = self._plan_prefills(budget - len(decodes))
+            prefills = self._plan_prefills(budget - len(decodes), decodes)
         return StepPlan(tuple(decodes), tuple(prefills), tuple(preempted))
+
+    def took(self, plan: StepPlan, us: int) -> None:
+        """Learns what a step that was planned took, where the next are planned by that."""
+        if self.step_time is not None:
+            self.step_time.observe(StepLoad.of(plan), us)
 
     def collect(self, chunk: Chunk, token_id: int) -> bool:
         """Appends the token that `chunk` sampled, in dispatch order; True if it was kept.
@@ -234,13 +233,18 @@ class Scheduler:
     # Decodes
 
     def _plan_decodes(self, preempted: list[Sequence]) -> list[Chunk]:
-        """One token of every prefilled sequence, preempting from the end when pages run out."""
+        """One token of every prefilled sequence, preempting from the end when pages run out.
+
+        In a pipeline a sequence's next token is there when the last has left it. Each step takes
+        one part in as many as there are stages, so that every stage has one to work on.
+        """
         page_size = self.pool.page_size
+        most = math.ceil(sum(seq.prefilled for seq in self.running) / self.config.num_stages)
         chunks = []
         for seq in tuple(self.running):
-            if seq.slot is None:
+            if seq.slot is None or len(chunks) == most:
                 break  # Preempted by one before it, and so is everyone behind it.
-            if seq.num_computed < seq.prefill_end:
+            if seq.num_computed < seq.prefill_end or seq.ready_at > self._num_steps:
                 continue
             if seq.num_computed == len(seq.pages) * page_size:
                 while seq.slot is not None and not self.kv.extend(seq.table):
@@ -253,41 +257,67 @@ class Scheduler:
 
     # Prefills
 
-    def _plan_prefills(self, budget: int) -> list[Chunk]:
-        """Chunks of prefills in progress, then of sequences admitted for this step."""
+    def _plan_prefills(self, room: int, decodes: list[Chunk]) -> list[Chunk]:
+        """Chunks of prefills in progress and of sequences admitted for this step."""
+        config = self.config
+        room = min(room, config.max_prefill_tokens)
+        if self.policy.chunk == "timed":
+            load = StepLoad.of(StepPlan(tuple(decodes)))
+            shares = TimedShares(
+                config, self.step_time, self._slack, load, room, self._in_progress()
+            )
+            self._share_by_urgency(shares)
+        else:
+            shares = Shares(
+                self.policy.chunk, room, config.max_prefill_chunks, config.min_chunk_tokens
+            )
+            self._share_by_order(shares)
+        return [self._advance(seq, share) for seq, share in shares.taken]
+
+    def _share_by_order(self, shares: Shares) -> None:
+        """Prefills in progress first, then admissions."""
         if not self.policy.joins:
             self._admit_batch()
-        shares = Shares(
-            self.policy.chunk,
-            min(budget, self.config.max_prefill_tokens),
-            self.config.max_prefill_chunks,
-            self.config.min_chunk_tokens,
-        )
-        for seq in self.running:
-            if seq.num_computed >= seq.prefill_end or seq.table.fetches:
-                continue
+        for seq in self._in_progress():
             if shares.full or not shares.take(seq, seq.remaining):
                 break
         if self.policy.joins:
-            self._admit_into(shares)
-        return [self._advance(seq, share) for seq, share in shares.taken]
+            for seq in self.waiting:
+                if shares.full or not self._admit_into(shares, seq):
+                    break
 
-    def _admit_into(self, shares: Shares) -> None:
-        """Admits waiting sequences for as long as the first of them fits and the step has room."""
+    def _share_by_urgency(self, shares: TimedShares) -> None:
+        """The most urgent first, in progress or admitted for this step."""
         for seq in self.waiting:
-            if shares.full:
-                break
-            if any(prefix.keeps_waiting(seq) for prefix in seq.prefixes):
+            shares.give_running(before=seq)
+            if shares.passes_over(seq):
                 continue
-            match = self._fit(seq)
-            if match is None:
+            if shares.full or not self._admit_into(shares, seq):
                 break
-            if match.arriving:
-                continue
-            # Whoever must fetch pages first runs when they have come.
-            if not match.must_fetch and not shares.take(seq, seq.num_tokens - match.num_tokens):
-                break
-            self._admit(seq, match)
+        shares.give_running()
+        shares.finish()
+
+    def _in_progress(self) -> Iterator[Sequence]:
+        """Running sequences that can prefill."""
+        for seq in self.running:
+            if seq.num_computed < seq.prefill_end and not seq.table.fetches:
+                yield seq
+
+    def _admit_into(self, shares: Shares | TimedShares, seq: Sequence) -> bool:
+        """Admits a waiting sequence if it fits and gets a share; False if those behind it must
+        wait for it."""
+        if any(prefix.keeps_waiting(seq) for prefix in seq.prefixes):
+            return True
+        match = self._fit(seq)
+        if match is None:
+            return False
+        if match.arriving:
+            return True
+        # Whoever must fetch pages first runs when they have come.
+        if not match.must_fetch and not shares.take(seq, seq.num_tokens - match.num_tokens):
+            return False
+        self._admit(seq, match)
+        return True
 
     def _admit_batch(self) -> None:
         """Forms the next batch of a policy whose batches nobody joins."""
@@ -378,6 +408,7 @@ class Scheduler:
         if samples:
             self.waiting.charge(seq, 0, 1)
             seq.num_in_flight += 1
+            seq.ready_at = self._num_steps + self.config.num_stages
             if end == seq.kv_limit:  # All its tokens are sampled: its memory is free after this.
                 self._exhausted.append(seq)
         return chunk

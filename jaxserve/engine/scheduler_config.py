@@ -6,6 +6,7 @@ import dataclasses
 
 from jaxserve.engine.policies import POLICIES
 from jaxserve.errors import ConfigError
+from jaxserve.runtime.buckets import Buckets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +21,9 @@ class SchedulerConfig:
     watermark: share of the pool that an admission leaves free for sequences already running.
     min_chunk_tokens: no prompt is split into pieces below this, its last piece excepted.
     fair_share: admit the tenant that was served least, instead of whoever came first.
+    num_stages: steps that a pipeline works on at once.
+    target_step_us: predicted time that prefills keep a step within, for "timed" chunks alone.
+    buckets: sizes that steps are padded to, on which their time depends.
     """
 
     policy: str
@@ -31,6 +35,9 @@ class SchedulerConfig:
     watermark: float = 0.01
     min_chunk_tokens: int = 16
     fair_share: bool = False
+    num_stages: int = 1
+    target_step_us: int | None = None
+    buckets: Buckets | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError when a limit is out of range or would starve prefills."""
@@ -43,6 +50,14 @@ class SchedulerConfig:
             raise ConfigError(f"max_model_len is {self.max_model_len}; it must be at least 2")
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark is {self.watermark}; it must be in [0, 1)")
+        timed = POLICIES[self.policy].chunk == "timed"
+        if timed != (self.target_step_us is not None) or (timed and self.buckets is None):
+            raise ConfigError(
+                f"target_step_us is {self.target_step_us} with scheduler {self.policy!r}; it goes "
+                "with timed chunks, as buckets do, and timed chunks need both"
+            )
+        if timed and self.target_step_us < 1:
+            raise ConfigError(f"target_step_us is {self.target_step_us}; it must be at least 1")
         if self.max_prefill_tokens < self.min_chunk_tokens:
             raise ConfigError(
                 f"max_prefill_tokens is {self.max_prefill_tokens}; "

@@ -62,6 +62,8 @@ class Sequence:
     table: PageTable = dataclasses.field(init=False)
     num_prefilled: int = 0
     """Tokens it has ever computed, or found computed, before it was last preempted."""
+    ready_at: int = 0
+    """Step from which on its newest token lies on the device, for the next to be computed from."""
     slot: int | None = None
     """Its row of per-sequence device state; stable while it runs."""
     status: Status = Status.WAITING

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from typing import Literal
 
+from jaxserve.engine.scheduler_config import SchedulerConfig
 from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.slack import RelativeSlack
+from jaxserve.engine.step_time import StepLoad, StepTime
 
 
 class Shares:
@@ -53,3 +58,92 @@ class Shares:
         taken = max(0, min(wanted, share - self._min_chunk_tokens))
         self.taken[-1] = seq, share - taken
         self._room += taken
+
+
+class TimedShares:
+    """Gives room to sequences in turn for as long as the step is predicted to stay within a target
+    (adaptive chunks and batch packing of Medha, Agrawal et al. 2024).
+
+    A share is a whole rest of a prompt, or fills a program to its last token, the largest of these
+    that is in time. So in the same company chunks never grow as the context does. If not even the
+    smallest is in time, the first sequence gets that one all the same, or it might never run.
+
+    One long prefill at most is in a step. It leaves some of the time that it finds to those behind
+    it, and takes what they leave in the end.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        step_time: StepTime,
+        slack: RelativeSlack,
+        load: StepLoad,
+        room: int,
+        running: Iterable[Sequence],
+    ) -> None:
+        """`room` tokens beside `load`, the decodes of the step; `running` are prefills in progress,
+        in any order."""
+        self.taken: list[tuple[Sequence, int]] = []
+        self._config = config
+        self._step_time = step_time
+        self._slack = slack
+        self._load = load
+        self._room = room
+        self._running = deque(sorted(running, key=slack.urgency))
+        self._long: tuple[int, int] | None = None  # Its index, and the tokens it has left.
+
+    @property
+    def full(self) -> bool:
+        chunks = self._config.max_prefill_chunks
+        return self._load.prefill_tokens == self._room or len(self.taken) == chunks
+
+    def passes_over(self, seq: Sequence) -> bool:
+        """Whether a sequence is long and the step has its long prefill."""
+        return self._long is not None and self._slack.is_long(seq)
+
+    def take(self, seq: Sequence, left: int) -> bool:
+        """Gives a sequence with `left` tokens to prefill its share; False if it gets none."""
+        floor, limit_us = self._config.min_chunk_tokens, self._config.target_step_us
+        start, is_long = seq.num_tokens - left, self._slack.is_long(seq)
+        if is_long:
+            spare_us = limit_us - (self._step_time.predict(self._load) or 0)
+            limit_us -= round(max(0, spare_us) * self._slack.yielded(seq))
+        share = self._share(start, left, limit_us, floor)
+        if not share and not self.taken:
+            share = min(left, self._room, max(floor, self._config.buckets.prefill_tokens[0]))
+        if not share:
+            return False
+        if is_long:
+            self._long = len(self.taken), left - share
+        self.taken.append((seq, share))
+        self._load = self._load.plus(start, share)
+        return True
+
+    def give_running(self, before: Sequence | None = None) -> None:
+        """Gives those in progress their shares that are more urgent than `before`, or all."""
+        urgency, running = self._slack.urgency, self._running
+        while running and (before is None or urgency(running[0]) < urgency(before)):
+            seq = running.popleft()
+            if not self.full and not self.passes_over(seq):
+                self.take(seq, seq.remaining)
+
+    def finish(self) -> None:
+        """Gives the long prefill what the others left."""
+        if self._long is not None:
+            index, left = self._long
+            seq, share = self.taken[index]
+            more = self._share(seq.num_tokens - left, left, self._config.target_step_us, 1)
+            self.taken[index] = seq, share + more
+
+    def _share(self, start: int, left: int, limit_us: int, least: int) -> int:
+        """The most tokens from position `start` on that are in time, or 0."""
+        used = self._load.prefill_tokens
+        most = min(left, self._room - used)
+        fills = (size - used for size in reversed(self._config.buckets.prefill_tokens))
+        for share in (most, *(fill for fill in fills if fill < most)):
+            if share <= 0 or share < min(least, left):
+                break
+            predicted_us = self._step_time.predict(self._load.plus(start, share))
+            if predicted_us is not None and predicted_us <= limit_us:
+                return share
+        return 0

@@ -1,6 +1,7 @@
-"""Who is admitted next: the waiting sequences in one order, or with a fair share for every tenant.
+"""Who is admitted next: the waiting sequences in one order, by how urgent they are, or with a fair
+share for every tenant.
 
-Both queues are used in the same way:
+All queues are used in the same way:
 
 - `add(seq)` when a sequence arrives and each time it is preempted, `remove(seq)` when it is
   admitted or ends while it waits, `finished(seq)` once, when it ends wherever it is, and
@@ -16,9 +17,9 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxserve.engine.sequence import Sequence
@@ -68,6 +69,49 @@ class WaitingQueue:
 
     def finished(self, seq: Sequence) -> None:
         """Nobody's share is counted here."""
+
+
+class SlackQueue(WaitingQueue):
+    """The most urgent first, by a key that changes as time passes (`slack.py`).
+
+    Prompts of about the same length, up to twice as long, are in one class. Within a class the
+    order is that of arrival, which is nearly that of urgency; between classes their first ones are
+    compared. So the cost of an iteration depends on the classes, some twenty, and not on how many
+    wait.
+    """
+
+    def __init__(self, urgency: Callable[[Sequence], Any]) -> None:
+        self._urgency = urgency
+        self._classes: dict[int, WaitingQueue] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._classes.values()))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """In the order of admission; see above for what may happen between two."""
+        heads = []
+        for waiting in self._classes.values():
+            rest = iter(waiting)
+            self._push_next(heads, rest)
+        while heads:
+            _, _, seq, rest = heapq.heappop(heads)
+            yield seq
+            self._push_next(heads, rest)
+
+    def add(self, seq: Sequence) -> None:
+        self._class_of(seq).add(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Raises ValueError when it is not waiting."""
+        self._class_of(seq).remove(seq)
+
+    def _class_of(self, seq: Sequence) -> WaitingQueue:
+        return self._classes.setdefault(seq.num_prompt.bit_length(), WaitingQueue())
+
+    def _push_next(self, heads: list[tuple], rest: Iterator[Sequence]) -> None:
+        for seq in rest:
+            heapq.heappush(heads, (self._urgency(seq), seq.seq_id, seq, rest))
+            break
 
 
 class _Account:

@@ -54,7 +54,9 @@ class ModelConfig:
     `sliding_windows[i]` is the attention window of layer i in tokens, or None for full attention;
     `rope_layers[i]` says whether layer i rotates queries and keys (SmolLM3 leaves some out).
     `eos_token_ids` end a generation; `default_sampling` holds what the model's
-    `generation_config.json` recommends (temperature, top_p and the like).
+    `generation_config.json` recommends (temperature, top_p and the like). `normed_heads` are the
+    query and KV heads that a norm over all heads counts, where copies of heads or padding stand
+    beside them (models/partition.py).
     """
 
     architecture: str
@@ -80,6 +82,7 @@ class ModelConfig:
     pad_token_id: int | None = None
     default_sampling: tuple[tuple[str, Any], ...] = ()
     name: str = ""
+    normed_heads: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if not self.sliding_windows:

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxserve.models.config import LayerKind, ModelConfig
 from pallas_kernels.quantized_matmul import Format, PackedWeight, abstract_weight
@@ -35,7 +36,7 @@ class ParamSpec:
 
     `axes` names each dimension for the sharding rules. The parameter is its `parts` concatenated
     along `concat_axis`; a single part needs no axis. The last `num_inputs` dimensions are those
-    that `layers.linear` contracts; 0 for what is no matrix. With a `format` the parameter is a
+    that a linear layer contracts; 0 for what is no matrix. With a `format` the parameter is a
     PackedWeight [outputs, inputs] (models/packing.py).
     """
 
@@ -65,6 +66,78 @@ class ParamSpec:
         if self.format is None:
             return jax.ShapeDtypeStruct(self.shape, dtype)
         return abstract_weight(*self.matrix, self.format)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rearranged:
+    """A parameter whose entries stand in another order, more than once, or beside zeros.
+
+    `rows`, integers of any shape, takes the place of as many dimensions of `source`, from `first`
+    on. Its entries are indices into those dimensions taken as one; -1 is for zeros.
+    """
+
+    source: ParamSpec
+    first: int
+    rows: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        whole = self.source.shape
+        return (*whole[: self.first], *self.rows.shape, *whole[self.first + self.rows.ndim :])
+
+    @property
+    def axes(self) -> tuple[str | None, ...]:
+        return self.source.axes
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return self.source.parts
+
+    @property
+    def format(self) -> Format | None:
+        return self.source.format
+
+    def abstract(self, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stacked:
+    """Parameters of equal shapes as one with a new first dimension, called "layers"."""
+
+    specs: tuple[ParamSpec | Rearranged, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.specs), *self.specs[0].shape)
+
+    @property
+    def axes(self) -> tuple[str | None, ...]:
+        return ("layers", *self.specs[0].axes)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(part for spec in self.specs for part in spec.parts)
+
+    @property
+    def format(self) -> Format | None:
+        return self.specs[0].format
+
+    def abstract(self, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, dtype)
+
+
+AnySpec = ParamSpec | Rearranged | Stacked
+"""What a leaf of a tree of specs may be: a parameter as its family states it, or as a mesh needs
+it (models/partition.py)."""
 
 
 def one_tensor(

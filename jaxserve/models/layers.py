@@ -10,6 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxserve.models import parallel
 from pallas_kernels.quantized_matmul import PackedWeight, dequantize, quantized_matmul
 
 Weight = jax.Array | PackedWeight
@@ -17,22 +18,38 @@ Weight = jax.Array | PackedWeight
 
 def embed(table: Weight, token_ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Rows of `table` [vocab, hidden] for int32 token_ids [tokens], as [hidden, tokens]."""
-    rows = jax.tree.map(lambda plane: plane.at[token_ids].get(mode="clip"), table)
-    if isinstance(rows, PackedWeight):
-        rows = dequantize(rows)
-    return rows.astype(dtype).T
+
+    def rows(ids: jax.Array) -> jax.Array:
+        found = jax.tree.map(lambda plane: plane.at[ids].get(mode="clip"), table)
+        return dequantize(found) if isinstance(found, PackedWeight) else found
+
+    return parallel.look_up(rows, token_ids, table.shape[0]).astype(dtype).T
 
 
-def linear(weight: Weight, x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def column_parallel(weight: Weight, x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """`weight` [out..., in...] times x [in, tokens], plus bias [out...]: [prod(out), tokens].
 
-    The trailing dimensions of `weight` that multiply out to `in` are contracted, so that a
-    parameter may keep its heads apart for the sharding rules; a packed one has two.
+    Each rank of a mesh has its own outputs. The trailing dimensions of `weight` that multiply out
+    to `in` are contracted, so that a parameter may keep its heads apart for the sharding rules; a
+    packed one has two.
     """
-    if isinstance(weight, PackedWeight):
-        y = quantized_matmul(weight, x)
-    else:
-        y = weight.reshape(-1, x.shape[0]) @ x
+    return _plus(parallel.column_parallel(_product, _matrix(weight, x), x), bias)
+
+
+def row_parallel(weight: Weight, x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """As `column_parallel`, where each rank of a mesh has its own inputs: results are summed."""
+    return _plus(parallel.row_parallel(_product, _matrix(weight, x), x), bias)
+
+
+def _matrix(weight: Weight, x: jax.Array) -> Weight:
+    return weight if isinstance(weight, PackedWeight) else weight.reshape(-1, x.shape[0])
+
+
+def _product(weight: Weight, x: jax.Array) -> jax.Array:
+    return quantized_matmul(weight, x) if isinstance(weight, PackedWeight) else weight @ x
+
+
+def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
     return y if bias is None else y + bias.reshape(-1, 1)
 
 
@@ -51,14 +68,19 @@ def gated_mlp(
     down_bias: jax.Array | None = None,
 ) -> jax.Array:
     """SwiGLU (2002.05202) of x [hidden, tokens]: gate_up [2, ff, hidden], down [hidden, ff]."""
-    gate, up = jnp.split(linear(gate_up, x, gate_up_bias), 2)
-    return linear(down, jax.nn.silu(gate) * up, down_bias)
+    gate, up = jnp.split(column_parallel(gate_up, x, gate_up_bias), 2)
+    return row_parallel(down, jax.nn.silu(gate) * up, down_bias)
 
 
-def tied_or_own_logits(head: Weight, hidden: jax.Array) -> jax.Array:
-    """Logits float32 [vocab, rows] of hidden states [hidden, rows] for a head [vocab, hidden]."""
+def tied_or_own_logits(head: Weight, hidden: jax.Array, vocab_size: int) -> jax.Array:
+    """Logits float32 [vocab, rows] of hidden states [hidden, rows] for a head [vocab, hidden].
+
+    On a mesh, of each rank's part of the vocabulary.
+    """
     if isinstance(head, PackedWeight):
-        return quantized_matmul(head, hidden, jnp.float32)
-    return jax.lax.dot_general(
-        head, hidden, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
-    )
+        logits = quantized_matmul(head, hidden, jnp.float32)
+    else:
+        logits = jax.lax.dot_general(
+            head, hidden, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        )
+    return parallel.mask_vocab(logits, vocab_size)

@@ -157,7 +157,7 @@ def layer(
         q = layers.rms_norm(q, p["q_norm"], config.rms_norm_eps)
         k = layers.rms_norm(k, p["k_norm"], config.rms_norm_eps)
     attended = attend(config, kind, (q, k, v), rotations, attention)
-    x = x + layers.linear(p["attn_out"], attended, p.get("attn_out_bias"))
+    x = x + layers.row_parallel(p["attn_out"], attended, p.get("attn_out_bias"))
     normed = layers.rms_norm(x, p["mlp_norm"], config.rms_norm_eps)
     return x + layers.gated_mlp(
         normed, p["gate_up"], p["down"], p.get("gate_up_bias"), p.get("down_bias")
@@ -174,7 +174,8 @@ def project_qkv(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries [kv_heads, group, dim, tokens], keys and values [kv_heads, dim, tokens] of x."""
     kv_heads, group, dim = config.num_kv_heads, config.queries_per_kv, config.head_dim
-    qkv = layers.linear(p["qkv"], x, p.get("qkv_bias")).reshape(kv_heads, group + 2, dim, -1)
+    qkv = layers.column_parallel(p["qkv"], x, p.get("qkv_bias"))
+    qkv = qkv.reshape(kv_heads, group + 2, dim, -1)
     return qkv[:, :group], qkv[:, group], qkv[:, group + 1]
 
 
@@ -200,7 +201,8 @@ def attend(
 
 def logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
     """Logits float32 [vocab, rows] of hidden states [hidden, rows]."""
-    return layers.tied_or_own_logits(params.get("lm_head", params["embed"]), hidden)
+    head = params.get("lm_head", params["embed"])
+    return layers.tied_or_own_logits(head, hidden, config.vocab_size)
 
 
 FAMILY = Family(

@@ -10,8 +10,9 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jaxserve.models import layers, llama
+from jaxserve.models import layers, llama, parallel
 from jaxserve.models.config import LayerKind, ModelConfig
 from jaxserve.models.family import Attention, Params, ParamSpec, one_tensor
 from jaxserve.models.hf_config import common_config
@@ -55,18 +56,26 @@ def layer(
     """One post-norm block: x [hidden, tokens] plus its normed attention, plus its normed MLP."""
     eps = config.rms_norm_eps
     q, k, v = llama.project_qkv(config, p, x)
-    heads = _norm_all_heads(q, p["q_norm"], eps), _norm_all_heads(k, p["k_norm"], eps), v
+    num_heads, num_kv_heads = config.normed_heads or (config.num_heads, config.num_kv_heads)
+    q = _norm_all_heads(q, p["q_norm"], eps, num_heads)
+    k = _norm_all_heads(k, p["k_norm"], eps, num_kv_heads)
+    heads = q, k, v
     attended = llama.attend(config, kind, heads, rotations, attention)
-    out = layers.linear(p["attn_out"], attended, p.get("attn_out_bias"))
+    out = layers.row_parallel(p["attn_out"], attended, p.get("attn_out_bias"))
     x = x + layers.rms_norm(out, p["attn_norm"], eps)
     out = layers.gated_mlp(x, p["gate_up"], p["down"])
     return x + layers.rms_norm(out, p["mlp_norm"], eps)
 
 
-def _norm_all_heads(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm of x [..., head_dim, tokens] over every head, not each by itself."""
-    together = x.reshape(-1, x.shape[-1])
-    return layers.rms_norm(together, weight.reshape(-1), eps).reshape(x.shape)
+def _norm_all_heads(x: jax.Array, weight: jax.Array, eps: float, num_heads: int) -> jax.Array:
+    """Root-mean-square norm of x [..., head_dim, tokens] over every head, not each by itself.
+
+    `num_heads` are those of all ranks. Padding beside them has nothing to add.
+    """
+    wide = x.astype(jnp.float32)
+    squares = jnp.sum(wide * wide, axis=tuple(range(x.ndim - 1)))
+    mean = parallel.sum_over_heads(squares) / (num_heads * x.shape[-2])
+    return (wide * jax.lax.rsqrt(mean + eps)).astype(x.dtype) * weight[..., None]
 
 
 FAMILY = dataclasses.replace(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.engine.plan import StepPlan
+from jaxserve.engine.plan import Chunk, StepPlan
 from jaxserve.runtime.buckets import ProgramKey
 from pallas_kernels.paged_attention import RaggedBatch
 
@@ -43,6 +43,44 @@ class StepInputs(NamedTuple):
     addresses: Addresses
 
 
+class Row(NamedTuple):
+    """One chunk of a plan with what the scheduler may change: its pages, and its tokens unless it
+    is a decode, whose one token lies on the device. `stop` is the position after its last."""
+
+    stop: int
+    slot: int
+    pages: list[int]
+    token_ids: list[int]
+    samples: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """A plan as it is before the next call of `schedule`, decodes first."""
+
+    decodes: tuple[Row, ...] = ()
+    prefills: tuple[Row, ...] = ()
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> Snapshot:
+        return cls(
+            tuple(_row(chunk, []) for chunk in plan.decodes),
+            tuple(
+                _row(chunk, chunk.seq.token_ids(chunk.start, chunk.start + chunk.num_tokens))
+                for chunk in plan.prefills
+            ),
+        )
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(len(row.token_ids) for row in self.prefills)
+
+
+def _row(chunk: Chunk, token_ids: list[int]) -> Row:
+    stop, pages = chunk.start + chunk.num_tokens, chunk.seq.pages.copy()
+    return Row(stop, chunk.slot, pages, token_ids, chunk.samples)
+
+
 @dataclasses.dataclass(frozen=True)
 class StepLayout:
     """Sizes of one program's metadata. A row is a decode or a prefill chunk, decodes first."""
@@ -53,6 +91,11 @@ class StepLayout:
     page_size: int
     sample_rows: int
     trash_slot: int
+    seq: int = 1
+    """Ranks that share each sequence: a rank has `page_size / seq` tokens of each page."""
+    ring_pages: int = 0
+    """Pages that a chunk's context has at most where keys travel around a ring."""
+    ring_scheme: str = "pass_kv"
 
     @property
     def chunks(self) -> int:
@@ -87,34 +130,32 @@ class StepLayout:
         """Length of the vector in int32 elements."""
         return max(place.stop for place, _ in self.fields.values())
 
-    def pack(self, plan: StepPlan) -> np.ndarray:
-        """The vector for `plan`, whose pages are read now: call before the next `schedule`."""
+    def pack(self, step: Snapshot) -> np.ndarray:
+        """The vector for `step`."""
         vector = np.zeros(self.size, np.int32)
         views = {name: vector[place].reshape(shape) for name, (place, shape) in self.fields.items()}
-        tables, num_decodes = views["tables"], len(plan.decodes)
-        for row, chunk in enumerate(plan.decodes):
-            pages = chunk.seq.pages
-            tables[row, : len(pages)] = pages
-        views["context"][:num_decodes] = [chunk.start + 1 for chunk in plan.decodes]
+        tables, num_decodes = views["tables"], len(step.decodes)
+        for row, decode in enumerate(step.decodes):
+            tables[row, : len(decode.pages)] = decode.pages
+        views["context"][:num_decodes] = [decode.stop for decode in step.decodes]
         views["starts"][: self.key.rows] = np.arange(self.key.rows)
         views["lengths"][: self.key.rows] = 1
         views["slots"][:] = self.trash_slot
-        views["slots"][:num_decodes] = [chunk.slot for chunk in plan.decodes]
+        views["slots"][:num_decodes] = [decode.slot for decode in step.decodes]
         sampled = list(range(num_decodes))
 
         start, ids = self.key.rows, views["prefill_ids"]
-        for row, chunk in enumerate(plan.prefills, self.key.rows):
-            stop = chunk.start + chunk.num_tokens
-            pages = chunk.seq.pages
-            tables[row, : len(pages)] = pages
-            views["context"][row], views["lengths"][row] = stop, chunk.num_tokens
+        for row, prefill in enumerate(step.prefills, self.key.rows):
+            length = len(prefill.token_ids)
+            tables[row, : len(prefill.pages)] = prefill.pages
+            views["context"][row], views["lengths"][row] = prefill.stop, length
             views["starts"][row] = start
             first = start - self.key.rows
-            ids[first : first + chunk.num_tokens] = chunk.seq.token_ids(chunk.start, stop)
-            start += chunk.num_tokens
-            if chunk.samples:
+            ids[first : first + length] = prefill.token_ids
+            start += length
+            if prefill.samples:
                 sampled.append(start - 1)
-        views["starts"][self.key.rows + len(plan.prefills) :] = start
+        views["starts"][self.key.rows + len(step.prefills) :] = start
         views["sampled"][: len(sampled)] = sampled
         return vector
 

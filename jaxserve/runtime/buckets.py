@@ -19,10 +19,15 @@ TOKEN_MULTIPLE = 16
 
 
 class ProgramKey(NamedTuple):
-    """Shape of a step: one token for each of `rows` decodes, then `prefill_tokens` tokens."""
+    """Shape of a step: one token for each of `rows` decodes, then `prefill_tokens` tokens.
+
+    `ring`: of one chunk, whose keys travel around the ranks that share its sequence
+    (runtime/sequence.py).
+    """
 
     rows: int
     prefill_tokens: int
+    ring: bool = False
 
     @property
     def num_tokens(self) -> int:

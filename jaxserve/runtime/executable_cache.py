@@ -68,7 +68,7 @@ def _environment() -> str:
             jaxlib.__version__,
             device.platform,
             device.device_kind,
-            str(len(jax.devices())),
+            f"{len(jax.devices())} devices, host {jax.process_index()} of {jax.process_count()}",
             device.client.platform_version,
             os.environ.get("XLA_FLAGS", ""),
             _instruction_set(),

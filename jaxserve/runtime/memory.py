@@ -23,11 +23,12 @@ GIB = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by purpose. `scratch_bytes` is the hungriest program's temporaries and results,
-    as XLA states them; a guess until the programs are compiled.
+    """Bytes on one device by purpose. `scratch_bytes` is the hungriest program's temporaries and
+    results, as XLA states them; a guess until the programs are compiled.
 
-    `host_pages` and `disk_pages` are those of the tiers below the device; on CPUs the host's are
-    taken from the same memory as all else.
+    A page lies on `num_devices` in equal parts, of `page_bytes` each. `host_pages` and `disk_pages`
+    are those of the tiers below the devices, where pages lie whole; on CPUs the host's are taken
+    from the same memory as all else.
     """
 
     limit_bytes: int
@@ -40,18 +41,24 @@ class MemoryPlan:
     host_pages: int = 0
     disk_pages: int = 0
     host_is_device: bool = False
+    num_devices: int = 1
 
     @property
     def kv_bytes(self) -> int:
         return self.num_pages * self.page_bytes
 
     @property
+    def image_bytes(self) -> int:
+        """Bytes of a whole page."""
+        return self.num_devices * self.page_bytes
+
+    @property
     def host_bytes(self) -> int:
-        return self.host_pages * self.page_bytes
+        return self.host_pages * self.image_bytes
 
     @property
     def disk_bytes(self) -> int:
-        return self.disk_pages * self.page_bytes
+        return self.disk_pages * self.image_bytes
 
     @property
     def staging_bytes(self) -> int:
@@ -63,7 +70,7 @@ class MemoryPlan:
     @property
     def fixed_bytes(self) -> int:
         """All but the KV pool."""
-        host_bytes = self.host_bytes if self.host_is_device else 0
+        host_bytes = self.host_bytes // self.num_devices if self.host_is_device else 0
         return (
             self.weights_bytes
             + self.state_bytes
@@ -112,9 +119,14 @@ def plan_memory(
     smaller pool may be asked for by `kv_cache_memory_bytes`).
     """
     itemsize = jnp.dtype(config.dtype).itemsize
-    page_bytes = model.kv_bytes_per_token(itemsize) * config.page_size
+    num_devices = config.num_devices
+    image_bytes = model.kv_bytes_per_token(itemsize) * config.page_size
+    page_bytes = image_bytes // num_devices
     pages_of_one = -(-config.max_model_len // config.page_size)
     limit = int(device_memory(device) * config.memory_utilization)
+    on_cpu = device.platform == "cpu"
+    if on_cpu:  # All devices of a host share its memory.
+        limit //= min(num_devices, jax.local_device_count())
     scratch = _scratch_guess(config, model, itemsize)
     plan = MemoryPlan(
         limit_bytes=limit,
@@ -124,9 +136,10 @@ def plan_memory(
         page_bytes=page_bytes,
         num_pages=0,
         page_size=config.page_size,
-        host_pages=_lower_pages("host_kv_bytes", config.host_kv_bytes or 0, page_bytes),
-        disk_pages=_lower_pages("disk_kv_bytes", config.disk_kv_bytes, page_bytes),
-        host_is_device=device.platform == "cpu",
+        host_pages=_lower_pages("host_kv_bytes", config.host_kv_bytes or 0, image_bytes),
+        disk_pages=_lower_pages("disk_kv_bytes", config.disk_kv_bytes, image_bytes),
+        host_is_device=on_cpu,
+        num_devices=num_devices,
     )
     left = limit - plan.fixed_bytes
     if config.kv_cache_memory_bytes is not None:
@@ -140,7 +153,7 @@ def plan_memory(
             )
     else:
         most = config.max_num_seqs * pages_of_one + 1
-        share = min(left, _CPU_KV_BYTES) if device.platform == "cpu" else left
+        share = min(left, _CPU_KV_BYTES // num_devices) if on_cpu else left
         num_pages = min(most, max(share, 0) // page_bytes)
         if num_pages < pages_of_one + 1:
             tokens = max(0, num_pages - 1) * config.page_size
@@ -152,8 +165,8 @@ def plan_memory(
             )
     plan = dataclasses.replace(plan, num_pages=num_pages)
     if config.host_kv_bytes is None and not plan.host_is_device:
-        most = min(plan.kv_bytes, host_memory() // _HOST_SHARE)
-        plan = dataclasses.replace(plan, host_pages=most // page_bytes)
+        most = min(plan.num_pages * image_bytes, host_memory() // _HOST_SHARE)
+        plan = dataclasses.replace(plan, host_pages=most // image_bytes)
     if config.preemption == "swap" and not plan.host_pages and not plan.disk_pages:
         raise MemoryPlanError(
             "preemption is 'swap', but there is no tier to swap to; set host_kv_bytes, or "

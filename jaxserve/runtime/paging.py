@@ -18,7 +18,9 @@ from jaxserve.kv.rates import Rates
 from jaxserve.kv.table import PageTable
 from jaxserve.kv.tiers import DiskStore, HostStore, Store, Tier
 from jaxserve.kv.transfers import MOVE_SIZES
+from jaxserve.models.config import ModelConfig
 from jaxserve.runtime.memory import STAGING_BUFFERS
+from jaxserve.runtime.page_images import ImageLayout, PageImages
 from jaxserve.runtime.runner import Runner
 from jaxserve.runtime.staging import Staging
 from jaxserve.runtime.startup import EnginePlan
@@ -29,6 +31,8 @@ than whoever reads a stream would hardly see. After one waited in vain none wait
 has come back."""
 _IDLE_WAIT_US = 10_000
 """How long an engine with nothing else to do waits for a move."""
+_SETTLE_US = 1_000_000
+"""How long a checkpoint waits for moves: what they would bring can be computed."""
 _CALIBRATIONS = 3
 
 
@@ -47,19 +51,19 @@ class Paging:
         self._stalled = False
         self._stores: dict[Tier, Store] = {}
         if memory.host_pages:
-            self._stores[Tier.HOST] = HostStore(memory.host_pages, memory.page_bytes)
+            self._stores[Tier.HOST] = HostStore(memory.host_pages, memory.image_bytes)
         if memory.disk_pages:
             self._stores[Tier.DISK] = DiskStore(
-                config.disk_kv_dir, memory.disk_pages, memory.page_bytes
+                config.disk_kv_dir, memory.disk_pages, memory.image_bytes
             )
         self._copier = None
         if self._stores:
-            staging = Staging(plan.device, plan.geometry.dtype)
+            staging = Staging(plan.geometry.staging(1))
             self._copier = Copier(
                 self._stores,
                 download=staging.download,
                 upload=staging.upload,
-                page_bytes=memory.page_bytes,
+                page_bytes=memory.image_bytes,
                 clock=log.now,
                 staging_buffers=STAGING_BUFFERS,
             )
@@ -72,7 +76,7 @@ class Paging:
             prefix_caching=config.enable_prefix_caching,
             preemption=config.preemption,
             tiers={tier: store.num_pages for tier, store in self._stores.items()},
-            page_bytes=memory.page_bytes,
+            page_bytes=memory.image_bytes,
             copier=self._copier,
             rates=rates,
         )
@@ -107,6 +111,21 @@ class Paging:
             self._runner.copy(operations.copies)
         if self._debug and operations.freed:
             self._runner.poison(operations.freed)
+
+    def images(self, model: ModelConfig) -> PageImages:
+        """Every page, on whatever tier; `model` is as its files have it."""
+        layout = ImageLayout(self._runner.geometry, model)
+        return PageImages(layout, self._runner, self._stores)
+
+    def settle(self) -> None:
+        """Lets all moves end, those excepted that take too long."""
+        give_up_us = self._log.now() + _SETTLE_US
+        while True:
+            self.poll()
+            self.carry_out()
+            if not self.manager.mover.num_under_way or self._log.now() > give_up_us:
+                return
+            self.wait()
 
     def check(self, tables: Callable[[], Iterable[PageTable]]) -> None:
         """In debug mode, raises PageError when the books of these tables do not balance."""

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from jaxserve.errors import ProgramMissError
 from jaxserve.runtime.executable_cache import ExecutableCache
@@ -21,16 +22,34 @@ class ProgramSpec:
     """A program before it is compiled: a pure function, the shapes it takes, what it consumes.
 
     `arguments` are trees of jax.ShapeDtypeStruct; `donated` are positions of arguments whose
-    buffers the results take over.
+    buffers the results take over. Where the arguments lie on a mesh, the function is what one of
+    its devices does with its shards, and `outputs` are the PartitionSpecs of its results.
     """
 
     name: str
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     donated: tuple[int, ...] = ()
+    outputs: Any = None
 
     def compile(self) -> jax.stages.Compiled:
-        return jax.jit(self.function, donate_argnums=self.donated).lower(*self.arguments).compile()
+        return self._jitted().lower(*self.arguments).compile()
+
+    def results(self) -> Any:
+        """Shapes of the results."""
+        return jax.eval_shape(self._jitted(), *self.arguments)
+
+    def _jitted(self) -> Any:
+        function, sharding = self.function, jax.tree.leaves(self.arguments)[0].sharding
+        if isinstance(sharding, NamedSharding):
+            function = jax.shard_map(
+                function,
+                mesh=sharding.mesh,
+                in_specs=jax.tree.map(lambda array: array.sharding.spec, self.arguments),
+                out_specs=self.outputs,
+                check_vma=False,
+            )
+        return jax.jit(function, donate_argnums=self.donated)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,26 +6,26 @@ each taking over the buffers of the one before, so the device sees the steps in 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.engine.plan import Chunk, StepPlan
 from jaxserve.engine.sequence import Sequence
-from jaxserve.kv.transfers import MOVE_SIZES
+from jaxserve.kv.transfers import MOVE_PAGES, MOVE_SIZES
 from jaxserve.models.family import Params
 from jaxserve.runtime import specs
+from jaxserve.runtime.batch import Snapshot
 from jaxserve.runtime.buckets import ProgramKey
+from jaxserve.runtime.geometry import Geometry
 from jaxserve.runtime.programs import Programs
-from jaxserve.runtime.specs import Geometry
 from jaxserve.sampling import (
     SampleOutput,
     TokenLogprobs,
-    init_state,
     needs_state,
     pack_admission,
     pack_rows,
@@ -47,12 +47,17 @@ class SamplingRow:
 
 @dataclasses.dataclass(frozen=True)
 class PackedStep:
-    """A plan made ready: its uploads are fixed, and its pages no longer read."""
+    """A plan made ready: nothing the scheduler may change is read any more.
+
+    `key` is the program that it enters. In a pipeline it goes on in those of later steps.
+    """
 
     plan: StepPlan
     key: ProgramKey
-    metadata: np.ndarray
+    snapshot: Snapshot
     sampled: tuple[Chunk, ...]
+    rows: tuple[SamplingRow, ...]
+    """Of `sampled`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +86,16 @@ class StepResults:
     prompt_logprobs: TokenLogprobs | None
 
 
+_NOTHING = PackedStep(StepPlan(), ProgramKey(0, 0), Snapshot(), (), ())
+"""What a stage without a step works on."""
+
+
 class Runner:
-    """Owns the device's state: parameters, KV pages, last tokens, sampling state."""
+    """Owns the devices' state: parameters, KV pages, last tokens, sampling state.
+
+    With pipeline stages, a step is under way for as many dispatches as there are stages: one stage
+    works on it at a time, and each on another step.
+    """
 
     def __init__(self, geometry: Geometry, params: Params, programs: Programs) -> None:
         self.geometry = geometry
@@ -90,10 +103,18 @@ class Runner:
         self._params = params
         self._outside_layers = specs.outside_layers(params)
         self._kv = _zeros(geometry.abstract_kv)
-        self._last_tokens = jnp.zeros(geometry.trash_slot + 1, jnp.int32)
-        self._state = init_state(geometry.trash_slot, geometry.model.vocab_size)
+        self._carry = _zeros(geometry.abstract_carry) if geometry.stages > 1 else None
+        self._last_tokens = _zeros(geometry.abstract_last_tokens)
+        self._state = _zeros(geometry.abstract_state)
         self._rows: dict[int, SamplingRow] = {}
-        jax.block_until_ready((self._kv, self._last_tokens, self._state))
+        self._under_way = collections.deque([_NOTHING] * (geometry.stages - 1))
+        self.done: collections.deque[DispatchedStep] = collections.deque()
+        jax.block_until_ready((self._kv, self._carry, self._last_tokens, self._state))
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step that was dispatched is still under way, and not done."""
+        return any(packed is not _NOTHING for packed in self._under_way)
 
     def register(
         self,
@@ -131,16 +152,35 @@ class Runner:
         """
         decodes = sorted(plan.decodes, key=lambda chunk: chunk.start, reverse=True)
         plan = dataclasses.replace(plan, decodes=tuple(decodes))
-        key = self.geometry.buckets.pick(len(plan.decodes), plan.num_prefill_tokens)
         sampled = (*plan.decodes, *(chunk for chunk in plan.prefills if chunk.samples))
-        return PackedStep(plan, key, self.geometry.layouts[key].pack(plan), sampled)
+        rows = tuple(self._rows[chunk.seq.seq_id] for chunk in sampled)
+        snapshot = Snapshot.of(plan)
+        return PackedStep(plan, self._key(plan, snapshot), snapshot, sampled, rows)
 
-    def dispatch(self, packed: PackedStep) -> DispatchedStep:
-        """Call the step's programs; returns before the device is done."""
-        if self.geometry.config.program_scope == "layer":
-            hidden, prefill_hidden = self._forward_by_layer(packed)
-        else:
-            hidden, prefill_hidden = self._forward(packed)
+    def dispatch(self, packed: PackedStep) -> None:
+        """Call a step's programs; returns before the devices are done.
+
+        In a pipeline the step enters the first stage, all others go on by one, and the oldest is
+        done. `done` has those whose results can be read.
+        """
+        self._under_way.append(packed)
+        hidden, prefill_hidden = self._forward()
+        oldest = self._under_way.popleft()
+        if oldest is not _NOTHING:
+            self.done.append(self._sampled(oldest, hidden, prefill_hidden))
+
+    def advance(self) -> None:
+        """Let the steps under way go on by a stage, with none to follow."""
+        self.dispatch(_NOTHING)
+
+    def _drain(self) -> None:
+        """Let every step under way run to its end: pages are moved for all stages at once."""
+        while self.busy:
+            self.advance()
+
+    def _sampled(
+        self, packed: PackedStep, hidden: jax.Array, prefill_hidden: jax.Array
+    ) -> DispatchedStep:
         token_ids = logprobs = None
         if packed.sampled:
             token_ids, logprobs = self._sample(packed, hidden)
@@ -163,19 +203,49 @@ class Runner:
 
     def gather(self, pages: SequenceOf[int]) -> jax.Array:
         """Images [at least pages, elements] of up to MOVE_PAGES pages, in a staging array."""
+        self._drain()
         size = _holding(MOVE_SIZES, len(pages))
         program = self._programs[specs.page_name("gather", size)].call
         return program(self._kv, _padded(pages, size))
 
     def scatter(self, pages: SequenceOf[int], staging: jax.Array) -> None:
         """Write the first images of a staging array to pages."""
+        self._drain()
         size = staging.shape[0]
         program = self._programs[specs.page_name("scatter", size)].call
         self._kv = program(self._kv, _padded(pages, size), staging)
 
+    def read_pages(self, pages: SequenceOf[int]) -> np.ndarray:
+        """Images of up to MOVE_PAGES pages in the host's memory, uint8 [pages, bytes], layer by
+        layer; waits for them."""
+        self._drain()
+        program = self._programs[specs.page_name("gather-layer", MOVE_PAGES)].call
+        padded = _padded(pages, MOVE_PAGES)
+        layers = [np.asarray(program([layer], padded))[: len(pages)] for layer in self._kv]
+        parts = np.stack([self._by_device(layer) for layer in layers], axis=2)
+        return np.ascontiguousarray(parts).view(np.uint8).reshape(len(pages), -1)
+
+    def write_pages(self, pages: SequenceOf[int], images: np.ndarray) -> None:
+        """Write up to MOVE_PAGES pages, given as `read_pages` returns them."""
+        self._drain()
+        program = self._programs[specs.page_name("scatter-layer", MOVE_PAGES)].call
+        padded, place = _padded(pages, MOVE_PAGES), self.geometry.staging(MOVE_PAGES, 1)
+        parts = self._by_device(images.view(place.dtype))
+        parts = parts.reshape(*parts.shape[:2], len(self._kv), -1)
+        for index in range(len(self._kv)):
+            staging = np.zeros(place.shape, place.dtype)
+            staging[: len(pages)] = parts[:, :, index].reshape(len(pages), -1)
+            staged = jax.device_put(staging, place.sharding)
+            self._kv[index : index + 1] = program(self._kv[index : index + 1], padded, staged)
+
+    def _by_device(self, images: np.ndarray) -> np.ndarray:
+        """Images [pages, elements] as [pages, devices, elements of each]."""
+        return images.reshape(len(images), self.geometry.config.num_devices, -1)
+
     def copy(self, pairs: SequenceOf[tuple[int, int]]) -> None:
         """Copy pages, given as (source, target); every source is read before its turn as target
         of a later pair."""
+        self._drain()
         program, most = self._programs[specs.COPY].call, specs.COPY_PAGES
         for first in range(0, len(pairs), most):
             sources, targets = zip(*pairs[first : first + most])
@@ -183,25 +253,51 @@ class Runner:
 
     def poison(self, pages: SequenceOf[int]) -> None:
         """Fill pages with NaN, so that whoever reads them before they are written is found out."""
-        most = MOVE_SIZES[-1]
-        elements = self.geometry.pages.page_bytes // self.geometry.dtype.itemsize
-        images = np.full((most, elements * self.geometry.model.num_layers), np.nan)
-        for first in range(0, len(pages), most):
-            staging = jax.device_put(images.astype(self.geometry.dtype))
-            self.scatter(pages[first : first + most], staging)
+        for first in range(0, len(pages), MOVE_SIZES[-1]):
+            some = pages[first : first + MOVE_SIZES[-1]]
+            shape = self.geometry.staging(_holding(MOVE_SIZES, len(some)))
+            self.scatter(some, _filled(shape, np.nan))
 
-    def _forward(self, packed: PackedStep) -> tuple[jax.Array, jax.Array]:
-        program = self._programs[specs.part_name("forward", packed.key)].call
-        self._kv, *hidden = program(self._params, self._kv, self._last_tokens, packed.metadata)
+    def _key(self, plan: StepPlan, entering: Snapshot) -> ProgramKey:
+        """The program that holds a step and all that are under way with it."""
+        together = [entering, *(packed.snapshot for packed in self._under_way)]
+        key = self.geometry.buckets.pick(
+            max(len(step.decodes) for step in together),
+            max(step.num_prefill_tokens for step in together),
+        )
+        ring = key._replace(ring=True)
+        layout = self.geometry.layouts.get(ring)
+        if layout is None or len(together) > 1 or len(plan.prefills) != 1:
+            return key
+        (chunk,) = plan.prefills
+        fits = chunk.start + chunk.num_tokens <= layout.ring_pages * layout.page_size
+        return ring if fits and chunk.seq.params.prompt_logprobs is None else key
+
+    def _forward(self) -> tuple[jax.Array, jax.Array]:
+        """Hidden states to sample from and of prefill tokens, of the oldest step under way."""
+        newest = self._under_way[-1]
+        key = newest.key if newest is not _NOTHING else self._key(newest.plan, newest.snapshot)
+        layout = self.geometry.layouts[key]
+        metadata = [layout.pack(packed.snapshot) for packed in reversed(self._under_way)]
+        if self.geometry.stages > 1:
+            program = self._programs[specs.part_name("tick", key)].call
+            self._kv, self._carry, *hidden = program(
+                self._params, self._kv, self._carry, self._last_tokens, np.stack(metadata)
+            )
+            return hidden
+        if self.geometry.config.program_scope == "layer":
+            return self._forward_by_layer(key, *metadata)
+        program = self._programs[specs.part_name("forward", key)].call
+        self._kv, *hidden = program(self._params, self._kv, self._last_tokens, *metadata)
         return hidden
 
-    def _forward_by_layer(self, packed: PackedStep) -> tuple[jax.Array, jax.Array]:
-        key, kinds, params = packed.key, self.geometry.model.layer_kinds, self._params["layers"]
+    def _forward_by_layer(
+        self, key: ProgramKey, metadata: np.ndarray
+    ) -> tuple[jax.Array, jax.Array]:
+        kinds, params = self.geometry.model.layer_kinds, self._params["layers"]
         begin = self._programs[specs.part_name("begin", key)].call
         finish = self._programs[specs.part_name("finish", key)].call
-        x, shared, addresses, sampled = begin(
-            self._outside_layers, self._last_tokens, packed.metadata
-        )
+        x, shared, addresses, sampled = begin(self._outside_layers, self._last_tokens, metadata)
         for group in self.geometry.groups(key):
             layers = self._programs[specs.layers_name(key, kinds[group])].call
             self._kv[group], x = layers(params[group], self._kv[group], x, shared, addresses)
@@ -211,7 +307,7 @@ class Runner:
         self, packed: PackedStep, hidden: jax.Array
     ) -> tuple[jax.Array, TokenLogprobs | None]:
         sampled, bucket = packed.sampled, hidden.shape[1]
-        rows = [self._row(chunk) for chunk in sampled]
+        rows = packed.rows
         if all(row.plain for row in rows):
             slots = np.full(bucket, self.geometry.trash_slot, np.int32)
             slots[: len(sampled)] = [chunk.slot for chunk in sampled]
@@ -243,17 +339,15 @@ class Runner:
         prefills = packed.plan.prefills
         if all(chunk.seq.params.prompt_logprobs is None for chunk in prefills):
             return None
-        targets, start = np.zeros(packed.key.prefill_tokens, np.int32), 0
+        tokens, start = hidden.shape[1], 0
+        targets = np.zeros(tokens, np.int32)
         for chunk in prefills:
             first = chunk.start + 1
             following = chunk.seq.prompt_token_ids[first : first + chunk.num_tokens]
             targets[start : start + len(following)] = following
             start += chunk.num_tokens
-        program = self._programs[specs.prompt_logprobs_name(packed.key.prefill_tokens)].call
+        program = self._programs[specs.prompt_logprobs_name(tokens)].call
         return program(self._outside_layers, hidden, targets)
-
-    def _row(self, chunk: Chunk) -> SamplingRow:
-        return self._rows[chunk.seq.seq_id]
 
     def _admit(self, chunk: Chunk, row: SamplingRow) -> None:
         """Fill the sequence's row of sampling state, which another sequence may have used."""
@@ -284,6 +378,15 @@ def _padded(pages: SequenceOf[int], size: int) -> np.ndarray:
 
 
 def _zeros(shapes: Any) -> Any:
-    """Zeroed arrays on the device. From the host, since filling by XLA would compile a program
-    for every shape."""
-    return jax.tree.map(lambda array: jax.device_put(np.zeros(array.shape, array.dtype)), shapes)
+    return jax.tree.map(lambda shape: _filled(shape, 0), shapes)
+
+
+def _filled(array: jax.ShapeDtypeStruct, value: float) -> jax.Array:
+    """An array of one value where its shape says. From the host, since filling by XLA would compile
+    a program for every shape."""
+
+    def shard(index: tuple[slice, ...]) -> np.ndarray:
+        sizes = (part.indices(size) for part, size in zip(index, array.shape))
+        return np.full([stop - start for start, stop, _ in sizes], value, array.dtype)
+
+    return jax.make_array_from_callback(array.shape, array.sharding, shard)

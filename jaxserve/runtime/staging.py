@@ -1,9 +1,8 @@
-"""Images of KV pages between a device's memory and the host's."""
+"""Images of KV pages between the devices' memory and the host's."""
 
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.kv.transfers import MOVE_SIZES
@@ -15,12 +14,13 @@ class Staging:
     On accelerators images pass through pinned host memory, from which the device copies by itself.
     """
 
-    def __init__(self, device: jax.Device, dtype: jnp.dtype) -> None:
-        self._device = device
-        self._dtype = dtype
+    def __init__(self, image: jax.ShapeDtypeStruct) -> None:
+        """`image`: shape of a staging array of one image, and where it lies."""
+        self._place = image.sharding
+        self._dtype = image.dtype
         self._pinned = None
-        if device.platform != "cpu":
-            self._pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+        if next(iter(image.sharding.device_set)).platform != "cpu":
+            self._pinned = image.sharding.with_memory_kind("pinned_host")
 
     def download(self, staging: jax.Array) -> np.ndarray:
         """The images [rows, elements] of a gather, when it is done; not to be written to."""
@@ -37,4 +37,4 @@ class Staging:
         staging = padded.view(self._dtype)
         if self._pinned is not None:
             staging = jax.device_put(staging, self._pinned)
-        return jax.block_until_ready(jax.device_put(staging, self._device))
+        return jax.block_until_ready(jax.device_put(staging, self._place))

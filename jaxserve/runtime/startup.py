@@ -5,25 +5,30 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
+from jax.sharding import Mesh
 
+import jaxserve
 from jaxserve.config import EngineConfig
 from jaxserve.engine.events import EventLog
+from jaxserve.errors import ConfigError
 from jaxserve.kv.tiers import DiskStore
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
-from jaxserve.models.loading.params import load_params, params_bytes
+from jaxserve.models.loading.params import load_params
 from jaxserve.models.packing import with_formats
+from jaxserve.models.partition import partition
 from jaxserve.models.registry import get_family
 from jaxserve.runtime.executable_cache import ExecutableCache
+from jaxserve.runtime.geometry import Geometry
+from jaxserve.runtime.hosts import Hosts
 from jaxserve.runtime.memory import MemoryPlan, plan_memory
 from jaxserve.runtime.programs import Compilation, Program, Programs
 from jaxserve.runtime.runner import Runner
-from jaxserve.runtime.specs import Geometry, check_attention, program_specs
-from jaxserve.sampling import state_bytes
+from jaxserve.runtime.specs import check_attention, program_specs
 from jaxserve.text import Tokenizer
+from sharding_rules import make_mesh
 
 
 class Progress(Protocol):
@@ -53,6 +58,19 @@ class EnginePlan:
             return None
         return ExecutableCache(self.geometry.describe())
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What must be the same on all hosts of a job."""
+        config = dataclasses.asdict(self.config)
+        for own in ("model", "disk_kv_dir"):  # A path may be another on each.
+            del config[own]
+        versions = {
+            "the version of jaxserve": jaxserve.__version__,
+            "the version of JAX": jax.__version__,
+            "the digest of the weights": self.checkpoint.fingerprint,
+        }
+        return versions | config
+
     def compile(self, progress: Progress = no_progress, log: EventLog | None = None) -> Compilation:
         """Begin to load or compile every program."""
         all_specs = program_specs(self.geometry)
@@ -77,41 +95,98 @@ class EnginePlan:
         return dataclasses.replace(self, memory=memory)
 
 
-def plan(config: EngineConfig) -> EnginePlan:
+def plan(config: EngineConfig, hosts: Hosts | None = None) -> EnginePlan:
     """Decide what an engine of `config` will be. Reads the model's header, no weights.
 
-    Raises ModelError, ConfigError, or MemoryPlanError when it cannot fit.
+    Of several `hosts` the one with the least memory decides on the pool. Raises ModelError,
+    ConfigError, or MemoryPlanError when it cannot fit.
     """
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     checkpoint = open_checkpoint(config.model, config.load_format, seed=config.seed)
     config = config.resolve(checkpoint.config, device.platform)
+    if jax.process_count() > 1:
+        config = _without_lower_tiers(config)
     # Rotary frequencies that depend on the context are laid out for the one that is served.
     model = dataclasses.replace(checkpoint.config, max_position_embeddings=config.max_model_len)
     family = get_family(model.architecture)
+    if config.quantization is not None and config.num_devices > 1:
+        raise ConfigError(
+            f"quantization is {config.quantization!r}, but packed weights are of one device, and "
+            f"the config is for {config.num_devices}; leave quantization out."
+        )
     specs = with_formats(family.param_specs(model), config.quantization, checkpoint.packed_kind)
-    memory = plan_memory(
-        config,
-        model,
-        params_bytes(specs, jnp.dtype(config.dtype)),
-        state_bytes(config.max_num_seqs, model.vocab_size),
-        device,
-    )
+    mesh = _mesh(config)
+    if mesh is not None:
+        model, specs = partition(
+            model,
+            specs,
+            tensor=config.tensor_parallel_size,
+            stages=config.pipeline_parallel_size,
+            vocab=config.tensor_parallel_size * config.pipeline_parallel_size,
+        )
+    geometry = Geometry(config, model, family, specs, num_pages=0, mesh=mesh)
+    memory = plan_memory(config, model, geometry.weights_bytes, geometry.state_bytes, device)
+    if hosts is not None:
+        memory = dataclasses.replace(memory, num_pages=hosts.least("pages", memory.num_pages))
     memory.check()
     if memory.disk_pages:  # Refused now, and not when all else is ready.
-        DiskStore(config.disk_kv_dir, memory.disk_pages, memory.page_bytes).close()
+        DiskStore(config.disk_kv_dir, memory.disk_pages, memory.image_bytes).close()
     moves_pages = bool(memory.host_pages or memory.disk_pages or config.debug_kv)
-    geometry = Geometry(config, model, family, specs, memory.num_pages, moves_pages)
+    geometry = dataclasses.replace(geometry, num_pages=memory.num_pages, moves_pages=moves_pages)
     if config.attention_backend == "pallas":  # "auto" never refuses, it only warns.
         check_attention(geometry)
     return EnginePlan(config, checkpoint, geometry, memory, device)
 
 
+def _without_lower_tiers(config: EngineConfig) -> EngineConfig:
+    """Moves between tiers end when they end, on each host at another time.
+
+    Raises ConfigError when lower tiers are asked for.
+    """
+    if config.host_kv_bytes or config.disk_kv_bytes:
+        raise ConfigError(
+            f"host_kv_bytes is {config.host_kv_bytes} and disk_kv_bytes {config.disk_kv_bytes}, "
+            f"but KV pages of {jax.process_count()} hosts stay on their devices; leave both out."
+        )
+    return dataclasses.replace(config, host_kv_bytes=0)
+
+
+def _mesh(config: EngineConfig) -> Mesh | None:
+    """The devices of an engine; None for the first one alone.
+
+    Raises ConfigError when there are not as many as the config asks for.
+    """
+    if config.num_devices == 1 and jax.process_count() == 1:
+        return None
+    try:
+        return make_mesh(
+            stage=config.pipeline_parallel_size,
+            seq=config.sequence_parallel_size,
+            tensor=config.tensor_parallel_size,
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"tensor_parallel_size {config.tensor_parallel_size} x pipeline_parallel_size "
+            f"{config.pipeline_parallel_size} x sequence_parallel_size "
+            f"{config.sequence_parallel_size} make a mesh of {config.num_devices} devices, and "
+            f"there are {len(jax.devices())}: {error}"
+        ) from error
+
+
 def start(
-    config: EngineConfig, log: EventLog, progress: Progress = no_progress
+    config: EngineConfig,
+    log: EventLog,
+    progress: Progress = no_progress,
+    hosts: Hosts | None = None,
 ) -> tuple[EnginePlan, Tokenizer, Runner]:
-    """Make a model ready to run: programs compile in threads while the weights stream in."""
+    """Make a model ready to run: programs compile in threads while the weights stream in.
+
+    Raises DistributedError when several `hosts` are not about to do the same.
+    """
     with log.phase("startup", "plan"):
-        decided = plan(config)
+        decided = plan(config, hosts)
+        if hosts is not None:
+            hosts.compare(decided.facts)
         tokenizer = decided.checkpoint.tokenizer()
     compilation = decided.compile(progress, log)
     try:
@@ -120,6 +195,7 @@ def start(
                 decided.checkpoint,
                 decided.geometry.specs,
                 dtype=decided.config.dtype,
+                shardings=decided.geometry.param_shardings,
                 progress=functools.partial(progress, "weights"),
             )
     except BaseException:

@@ -13,10 +13,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from jaxserve.models import parallel
 from jaxserve.models.config import LayerKind, ModelConfig
 from jaxserve.models.family import Family, Params
+from jaxserve.models.parallel import STAGE
+from jaxserve.runtime import sequence
 from jaxserve.runtime.batch import Addresses, StepLayout
+from jaxserve.runtime.sequence import Shares
 from jaxserve.sampling import SampleOutput, SamplingState, TokenLogprobs
 from jaxserve.sampling import general as sample_general
 from jaxserve.sampling import greedy as sample_greedy
@@ -57,8 +62,13 @@ def begin(
 ) -> tuple[jax.Array, Any, Addresses, jax.Array]:
     """The first part of `forward`: activations, what layers share, addresses, sampled tokens."""
     step = layout.unpack(metadata)
-    token_ids = jnp.concatenate([last_tokens[step.slots], step.prefill_ids])
-    x, shared = family.begin(params, config, token_ids, step.positions)
+    token_ids, positions = (
+        jnp.concatenate([last_tokens[step.slots], step.prefill_ids]),
+        step.positions,
+    )
+    if layout.seq > 1:
+        token_ids, positions = map(Shares(layout).own, (token_ids, positions))
+    x, shared = family.begin(params, config, token_ids, positions)
     return x, shared, step.addresses, step.sampled
 
 
@@ -78,23 +88,39 @@ def layers(
     Returns the pages with the new keys and values, and the activations after the last layer.
     """
     written = []
+    x = parallel.enter_layers(x)
     for kind, p, pages in zip(kinds, params, kv):
 
         def attention(q, k, v, *, window, pages=pages):
-            pages = write_kv(pages, k, v, addresses.page_ids, addresses.offsets)
-            written.append(pages)
-            out, _ = paged_attention(
-                q,
-                pages,
-                addresses.batch,
-                num_decodes=layout.key.rows,
-                scale=config.attention_scale,
-                window=window,
+            attend = _attend if layout.seq == 1 else sequence.attend
+            out, pages = attend(
+                layout, addresses, pages, q, k, v, scale=config.attention_scale, window=window
             )
+            written.append(pages)
             return out
 
         x = family.layer(p, config, kind, x, shared, attention)
-    return written, x
+    return written, parallel.leave_layers(x)
+
+
+def _attend(
+    layout: StepLayout,
+    addresses: Addresses,
+    pages: KVPages,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+) -> tuple[jax.Array, KVPages]:
+    """Attention of a device that has whole pages, and the pages with k and v written."""
+    pages = write_kv(pages, k, v, addresses.page_ids, addresses.offsets)
+    rows = layout.key.rows
+    out, _ = paged_attention(
+        q, pages, addresses.batch, num_decodes=rows, scale=scale, window=window
+    )
+    return out, pages
 
 
 def finish(
@@ -107,7 +133,43 @@ def finish(
 ) -> tuple[jax.Array, jax.Array]:
     """The last part of `forward`: hidden states to sample from, and of the prefill tokens."""
     hidden = family.finish(params, config, x)
-    return hidden[:, sampled], hidden[:, layout.key.rows :]
+    picked = hidden[:, sampled] if layout.seq == 1 else Shares(layout).pick(hidden, sampled)
+    return picked, hidden[:, layout.key.rows :]
+
+
+def tick(
+    family: Family,
+    config: ModelConfig,
+    layout: StepLayout,
+    params: Params,
+    kv: list[KVPages],
+    carry: tuple[jax.Array, jax.Array],
+    last_tokens: jax.Array,
+    metadata: jax.Array,
+) -> tuple[list[KVPages], tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
+    """What one stage of a pipeline does while as many steps as there are stages are under way.
+
+    Stage s has the layers `params["layers"]`, one place of a stack each, and works on the step that
+    `metadata[s]` describes; the newest is the first stage's. `carry` is what it was handed by the
+    stage before, of decodes and of prefill tokens.
+
+    Returns what `forward` does, for the oldest step, with what is handed on. The hidden states of
+    prefill tokens are the last stage's only.
+    """
+    stages, stage = lax.axis_size(STAGE), lax.axis_index(STAGE)
+    rows, tokens = layout.key.rows, layout.key.prefill_tokens // layout.seq
+    newest, _, _, _ = begin(family, config, layout, params, last_tokens, metadata[0])
+    _, shared, addresses, _ = begin(family, config, layout, params, last_tokens, metadata[stage])
+    handed = jnp.concatenate([carry[0][:, :rows], carry[1][:, :tokens]], axis=1)
+    x = jnp.where(stage == 0, newest, handed)
+
+    own = jax.tree.map(lambda array: array[0], params["layers"])
+    kv, x = layers(family, config, layout, config.layer_kinds, own, kv, x, shared, addresses)
+    sampled = layout.unpack(metadata[stages - 1]).sampled
+    hidden, of_prefill = finish(family, config, layout, params, x, sampled)
+    x = lax.ppermute(x, STAGE, [(s, s + 1) for s in range(stages - 1)])
+    carry = (carry[0].at[:, :rows].set(x[:, :rows]), carry[1].at[:, :tokens].set(x[:, rows:]))
+    return kv, carry, parallel.of_last_stage(hidden), of_prefill
 
 
 def greedy(
@@ -122,7 +184,8 @@ def greedy(
 
     Returns `last_tokens` with the tokens in their slots, and the tokens.
     """
-    token_ids = sample_greedy(family.logits(head, config, hidden))
+    logits = family.logits(head, config, hidden)
+    token_ids = parallel.likeliest(sample_greedy(logits), jnp.max(logits, axis=0), len(logits))
     return last_tokens.at[slots].set(jnp.maximum(token_ids, 0)), token_ids
 
 
@@ -136,7 +199,8 @@ def general(
     rows: jax.Array,
 ) -> tuple[jax.Array, SamplingState, SampleOutput]:
     """One token a row with everything a request may ask for; `rows` as `pack_rows` made them."""
-    output, state = sample_general(family.logits(head, config, hidden), state, rows)
+    logits = parallel.whole_vocab(family.logits(head, config, hidden), config.vocab_size)
+    output, state = sample_general(logits, state, rows)
     token_ids = jnp.maximum(output.token_ids, 0)
     return last_tokens.at[rows[:, SLOT]].set(token_ids), state, output
 
@@ -145,4 +209,8 @@ def prompt_logprobs(
     family: Family, config: ModelConfig, head: Params, hidden: jax.Array, targets: jax.Array
 ) -> TokenLogprobs:
     """Log probabilities of the prompt's next tokens, `targets` int32 [tokens]."""
-    return score_prompt(lambda block: family.logits(head, config, block), hidden, targets)
+
+    def logits(block: jax.Array) -> jax.Array:
+        return parallel.whole_vocab(family.logits(head, config, block), config.vocab_size)
+
+    return score_prompt(logits, parallel.of_last_stage(hidden), targets)

@@ -10,11 +10,10 @@ from jaxserve.sampling.rows import pack_rows, row_constants, sequence_seed
 from jaxserve.sampling.sample import NO_TOKEN, SampleOutput, general, greedy
 from jaxserve.sampling.state import (
     SamplingState,
+    abstract_state,
     admit,
-    init_state,
     needs_state,
     pack_admission,
-    state_bytes,
 )
 
 __all__ = [
@@ -23,15 +22,14 @@ __all__ = [
     "SampleOutput",
     "SamplingState",
     "TokenLogprobs",
+    "abstract_state",
     "admit",
     "general",
     "greedy",
-    "init_state",
     "needs_state",
     "pack_admission",
     "pack_rows",
     "prompt_logprobs",
     "row_constants",
     "sequence_seed",
-    "state_bytes",
 ]

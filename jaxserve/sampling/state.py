@@ -60,7 +60,9 @@ def needs_state(params: SamplingParams) -> bool:
     )
 
 
-def _abstract_state(num_slots: int, vocab_size: int) -> SamplingState:
+def abstract_state(num_slots: int, vocab_size: int) -> SamplingState:
+    """Shapes of the state of `num_slots` empty slots and the trash slot, whose row index is
+    `num_slots`. It begins with zeros."""
     rows, width = num_slots + 1, padded_vocab(vocab_size)
     return SamplingState(
         seen=jax.ShapeDtypeStruct((rows, width), jnp.int32),
@@ -69,19 +71,6 @@ def _abstract_state(num_slots: int, vocab_size: int) -> SamplingState:
         bad_words=jax.ShapeDtypeStruct((rows, MAX_BAD_SEQUENCES, MAX_BAD_WORD_TOKENS), jnp.int32),
         stop_ids=jax.ShapeDtypeStruct((rows, MAX_BANNED_STOPS), jnp.int32),
     )
-
-
-def init_state(num_slots: int, vocab_size: int) -> SamplingState:
-    """State of `num_slots` empty slots and the trash slot, whose row index is `num_slots`."""
-    return jax.tree.map(
-        lambda array: jnp.zeros(array.shape, array.dtype), _abstract_state(num_slots, vocab_size)
-    )
-
-
-def state_bytes(num_slots: int, vocab_size: int) -> int:
-    """Bytes that `init_state` takes on the device."""
-    arrays = jax.tree.leaves(_abstract_state(num_slots, vocab_size))
-    return sum(array.size * array.dtype.itemsize for array in arrays)
 
 
 def pack_admission(

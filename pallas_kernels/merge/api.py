@@ -62,6 +62,20 @@ def merge_over(
     return xla.merge_over(axis_name, out, lse)
 
 
+def merge_scattered(axis_name: str, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """As `merge_over`, with an equal share of the result for each device.
+
+    out [queries, ..., head_dim] and lse [queries, ...]; device r of n gets the r-th of n parts of
+    the queries, [queries / n, ...]. Raises ValueError as `merge` does, and when the queries do not
+    divide.
+    """
+    _check(out, lse)
+    ranks = jax.lax.axis_size(axis_name)
+    if out.shape[0] % ranks:
+        raise ValueError(f"{out.shape[0]} queries cannot be shared among {ranks} devices evenly.")
+    return xla.merge_scattered(axis_name, out, lse)
+
+
 def empty_partial(q: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """Attention of q [..., head_dim] to nothing: out of `dtype` in its shape, and lse [...]."""
     return jnp.zeros(q.shape, dtype), jnp.full(q.shape[:-1], -jnp.inf, jnp.float32)

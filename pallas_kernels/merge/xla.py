@@ -26,6 +26,15 @@ def merge_over(axis_name, out, lse):
     return _normalise(values, weights, peak, out.dtype)
 
 
+def merge_scattered(axis_name, out, lse):
+    peak = lax.pmax(lse, axis_name)
+    values, weights = _weigh(out, lse, peak)
+    both = jnp.concatenate([values, weights[..., None]], axis=-1)  # one message, not two
+    both = lax.psum_scatter(both, axis_name, scatter_dimension=0, tiled=True)
+    peak = lax.dynamic_slice_in_dim(peak, lax.axis_index(axis_name) * len(both), len(both))
+    return _normalise(both[..., :-1], both[..., -1], peak, out.dtype)
+
+
 def _weigh(out, lse, peak):
     """Values [..., head_dim] and weights [...] float32, relative to the largest lse `peak`."""
     present = lse > -jnp.inf

@@ -40,13 +40,44 @@ def kvp_attention(
     Returns out and lse as there, the same on every rank. Scales of quantized pages are the
     caller's: elements count as they are.
     """
+    partial = kvp_partial(
+        q,
+        pages,
+        batch,
+        axis_name=axis_name,
+        num_decodes=num_decodes,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        backend=backend,
+    )
+    return merge_over(axis_name, *partial)
+
+
+def kvp_partial(
+    q: jax.Array,
+    pages: KVPages,
+    batch: RaggedBatch,
+    *,
+    axis_name: str | tuple[str, ...],
+    num_decodes: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    backend: Backend = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """What this rank adds to `kvp_attention`, for the caller to merge over the ranks.
+
+    Returns out [tokens, query_heads, head_dim] and lse [tokens, query_heads] float32 of the rank's
+    own pages.
+    """
     layout, rank = (
         round_robin(pages.k.shape[3], lax.axis_size(axis_name)),
         lax.axis_index(axis_name),
     )
     everywhere = masks.causal(batch, len(q), num_decodes, window, None)
     here = Visible(*(layout.before(rank, limit) for limit in everywhere))
-    out, lse = attend(
+    return attend(
         q,
         pages,
         batch,
@@ -56,7 +87,6 @@ def kvp_attention(
         soft_cap=soft_cap,
         backend=backend,
     )
-    return merge_over(axis_name, out, lse)
 
 
 def kvp_slots(

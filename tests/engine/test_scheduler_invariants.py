@@ -14,7 +14,9 @@ from jaxserve.engine.plan import StepPlan
 from jaxserve.engine.policies import POLICIES
 from jaxserve.engine.scheduler import Scheduler, SchedulerConfig
 from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.step_time import StepLoad
 from jaxserve.kv.pages import PagePool
+from jaxserve.runtime.buckets import Buckets
 
 CONTEXT = 80
 
@@ -37,13 +39,22 @@ jobs_strategy = st.lists(
 def configs(draw: st.DrawFn, policy: str) -> SchedulerConfig:
     rows, floor = draw(st.integers(1, 5)), draw(st.integers(1, 6))
     budget = rows + floor + draw(st.integers(0, 40))
+    max_prefill = draw(st.one_of(st.just(budget), st.integers(floor, budget)))
+    timed = {}
+    if POLICIES[policy].chunk == "timed":
+        sizes = sorted({*draw(st.sets(st.integers(1, max_prefill), max_size=4)), max_prefill})
+        timed = {
+            "target_step_us": draw(st.integers(1, 60)),
+            "buckets": Buckets(tuple(range(1, rows + 1)), (0, rows), tuple(sizes)),
+        }
     return SchedulerConfig(
         policy=policy,
         max_num_seqs=rows,
         max_num_batched_tokens=budget,
         max_prefill_chunks=draw(st.integers(1, 4)),
-        max_prefill_tokens=draw(st.one_of(st.just(budget), st.integers(floor, budget))),
+        max_prefill_tokens=max_prefill,
         max_model_len=CONTEXT,
+        **timed,
         watermark=draw(st.sampled_from([0.0, 0.01, 0.3])),
         min_chunk_tokens=floor,
     )
@@ -126,13 +137,15 @@ def check_progress(scheduler: Scheduler, plan: StepPlan) -> None:
         assert {seq.seq_id for seq in scheduler.running if seq.prefilled} <= planned
         if any(not seq.prefilled for seq in scheduler.running):
             assert plan.prefills
-        if scheduler.running:
+        if scheduler.running and scheduler.policy.chunk != "timed":
             assert scheduler.running[0].seq_id in planned
     elif any(not seq.prefilled for seq in scheduler.running):
         assert plan.prefills
     if scheduler.policy.pages == "reserve":
         assert not plan.preempted
     assert scheduler.running == sorted(scheduler.running, key=lambda seq: seq.order)
+    if scheduler.policy.chunk == "timed":
+        return
     # Within a class nobody overtakes: whoever runs arrived before everyone who waits.
     for first in scheduler.running:
         for second in scheduler.waiting:
@@ -153,6 +166,15 @@ def check_work_conserving(scheduler: Scheduler, plan: StepPlan) -> None:
         assert rows_full or head.num_in_flight or spare < max(1, config.watermark * pool.capacity)
 
 
+def check_time(scheduler: Scheduler, plan: StepPlan) -> None:
+    """Timed chunks: a step is predicted to be in time, or has the one smallest chunk."""
+    config, predicted_us = scheduler.config, scheduler.step_time.predict(StepLoad.of(plan))
+    if plan.prefills and (predicted_us is None or predicted_us > config.target_step_us):
+        (chunk,) = plan.prefills
+        smallest = max(config.buckets.prefill_tokens[0], config.min_chunk_tokens)
+        assert chunk.num_tokens <= smallest
+
+
 def check(scheduler: Scheduler, plan: StepPlan) -> None:
     check_limits(scheduler, plan)
     check_pages(scheduler, plan)
@@ -160,6 +182,8 @@ def check(scheduler: Scheduler, plan: StepPlan) -> None:
     check_progress(scheduler, plan)
     if scheduler.policy.chunk == "exact":
         check_work_conserving(scheduler, plan)
+    elif scheduler.policy.chunk == "timed":
+        check_time(scheduler, plan)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from itertools import islice
+from operator import attrgetter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.engine.sequence import Sequence
-from jaxserve.engine.waiting import DECODE_WEIGHT, FairQueue, WaitingQueue
+from jaxserve.engine.waiting import DECODE_WEIGHT, FairQueue, SlackQueue, WaitingQueue
 from jaxserve.sampling_params import SamplingParams
 
-both_queues = pytest.mark.parametrize("make_queue", [WaitingQueue, FairQueue])
+
+def slack_queue() -> SlackQueue:
+    """One whose urgency is the order of arrival."""
+    return SlackQueue(attrgetter("order"))
+
+
+all_queues = pytest.mark.parametrize("make_queue", [WaitingQueue, slack_queue, FairQueue])
 
 
 def make_sequence(seq_id: int, tenant: str | None = None, prompt: int = 10, **fields) -> Sequence:
@@ -75,7 +83,7 @@ class Server:
 # What both queues do
 
 
-@both_queues
+@all_queues
 def test_one_tenants_sequences_come_by_order_and_not_by_when_they_were_added(make_queue):
     queue = make_queue()
     for seq_id in (3, 0, 2):
@@ -85,7 +93,7 @@ def test_one_tenants_sequences_come_by_order_and_not_by_when_they_were_added(mak
     assert len(queue) == 4 and queue
 
 
-@both_queues
+@all_queues
 def test_removing_takes_out_that_one_alone(make_queue):
     queue = make_queue()
     sequences = [make_sequence(seq_id) for seq_id in range(3)]
@@ -98,7 +106,7 @@ def test_removing_takes_out_that_one_alone(make_queue):
     assert not queue and ids(queue) == []
 
 
-@both_queues
+@all_queues
 def test_what_does_not_wait_cannot_be_removed(make_queue):
     queue = make_queue()
     with pytest.raises(ValueError, match="sequence 5 is not waiting"):
@@ -111,7 +119,7 @@ def test_what_does_not_wait_cannot_be_removed(make_queue):
     assert ids(queue) == [4, 6]
 
 
-@both_queues
+@all_queues
 @given(data=st.data())
 def test_everyone_is_offered_once_whoever_is_taken(make_queue, data):
     queue = make_queue()
@@ -130,7 +138,7 @@ def test_everyone_is_offered_once_whoever_is_taken(make_queue, data):
     assert len(queue) == len(left)
 
 
-@both_queues
+@all_queues
 def test_a_preempted_sequence_returns_to_its_place(make_queue):
     queue = make_queue()
     sequences = [make_sequence(seq_id) for seq_id in range(3)]
@@ -142,7 +150,7 @@ def test_a_preempted_sequence_returns_to_its_place(make_queue):
     assert ids(queue) == [0, 1, 2]
 
 
-@both_queues
+@all_queues
 def test_the_first_few_are_to_be_had_without_the_rest(make_queue):
     queue = make_queue()
     for seq_id in range(100):
@@ -153,6 +161,37 @@ def test_the_first_few_are_to_be_had_without_the_rest(make_queue):
         first.append(seq.seq_id)
     assert first == [0, 1, 2]
     assert len(queue) == 97
+
+
+# Urgency
+
+
+@settings(deadline=None)
+@given(
+    prompts=st.lists(st.integers(1, 5000), min_size=1, max_size=20),
+    taken=st.sets(st.integers(0, 19)),
+    now=st.integers(0, 10_000),
+)
+def test_the_most_urgent_class_goes_first_and_arrival_decides_within_one(prompts, taken, now):
+    def urgency(seq: Sequence) -> tuple[float, tuple[int, int]]:
+        return -(now - seq.arrival_us) / seq.num_prompt, seq.order
+
+    queue = SlackQueue(urgency)
+    sequences = [make_sequence(seq_id, prompt=prompt) for seq_id, prompt in enumerate(prompts)]
+    for seq in sequences:
+        queue.add(seq)
+    for seq in sequences:
+        if seq.seq_id in taken:
+            take(queue, seq)
+    left = [seq for seq in sequences if seq.seq_id not in taken]
+    expected = []
+    while left:
+        first = {}  # Of each class, lengths from a power of two up to the next.
+        for seq in left:
+            first.setdefault(math.floor(math.log2(seq.num_prompt)), seq)
+        expected.append(min(first.values(), key=urgency))
+        left.remove(expected[-1])
+    assert ids(queue) == ids(expected)
 
 
 # Fairness

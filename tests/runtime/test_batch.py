@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxserve.engine.plan import Chunk, StepPlan
 from jaxserve.engine.sequence import Sequence
 from jaxserve.kv.pages import TRASH_PAGE
-from jaxserve.runtime.batch import StepLayout
+from jaxserve.runtime.batch import Snapshot, StepLayout
 from jaxserve.runtime.buckets import ProgramKey
 from jaxserve.sampling_params import SamplingParams
 
@@ -56,7 +56,7 @@ def plans(draw):
 @given(plan=plans())
 def test_every_token_is_read_back_where_it_belongs(plan):
     where = layout(rows=5, prefill_tokens=24)
-    vector = where.pack(plan)
+    vector = where.pack(Snapshot.of(plan))
     assert (vector.shape, vector.dtype) == ((where.size,), np.int32)
     step = where.unpack(jnp.asarray(vector))
     page_ids, offsets = (np.asarray(a) for a in step.addresses[:2])
@@ -101,7 +101,7 @@ def test_a_step_of_decodes_alone(lengths):
         seq = sequence(slot, length, first_page)
         first_page += len(seq.pages)
         chunks.append(Chunk(seq, length - 1, 1, True, 0, slot))
-    step = where.unpack(jnp.asarray(where.pack(StepPlan(decodes=tuple(chunks)))))
+    step = where.unpack(jnp.asarray(where.pack(Snapshot.of(StepPlan(decodes=tuple(chunks))))))
     count = len(lengths)
     assert step.positions[:count].tolist() == [length - 1 for length in lengths]
     expected = [chunk.seq.pages[chunk.start // PAGE_SIZE] for chunk in chunks]

@@ -62,9 +62,9 @@ def test_the_programs_of_a_small_server():
     assert buckets.mixed_rows == (0, 24)
     assert buckets.prefill_tokens == (32, 64, 96)
     assert len(buckets.keys()) == 6 + 6
-    assert buckets.pick(5, 0) == (8, 0)
-    assert buckets.pick(0, 1) == (0, 32)
-    assert buckets.pick(9, 65) == (24, 96)
+    assert buckets.pick(5, 0) == ProgramKey(8, 0)
+    assert buckets.pick(0, 1) == ProgramKey(0, 32)
+    assert buckets.pick(9, 65) == ProgramKey(24, 96)
 
 
 @pytest.mark.parametrize("step", [(0, 0), (25, 0), (25, 1), (1, 97)])

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.sampling import abstract_state
 from jaxserve.sampling_params import SamplingParams
+
+
+def empty_state(num_slots, vocab_size):
+    """What the runner begins with."""
+    shapes = abstract_state(num_slots, vocab_size)
+    return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), shapes)
 
 
 def log_softmax(logits):

@@ -16,7 +16,6 @@ from jaxserve.sampling import (
     admit,
     general,
     greedy,
-    init_state,
     pack_admission,
     pack_rows,
     row_constants,
@@ -44,7 +43,7 @@ def is_tracked(bad_words):
 
 def sample(logits, params, seeds=None, slots=None, positions=None, state=None, bad_words=()):
     """Runs `general` on one params a row, padded to the bucket that `logits` makes."""
-    state = init_state(SLOTS, len(logits)) if state is None else state
+    state = reference.empty_state(SLOTS, len(logits)) if state is None else state
     seeds = range(len(params)) if seeds is None else seeds
     multi = is_tracked(bad_words)
     rows = [row_constants(p, s, multi_token_bad_words=multi) for p, s in zip(params, seeds)]
@@ -61,7 +60,7 @@ def sample(logits, params, seeds=None, slots=None, positions=None, state=None, b
 
 @functools.cache
 def empty_state(vocab=VOCAB):
-    return init_state(SLOTS, vocab)
+    return reference.empty_state(SLOTS, vocab)
 
 
 @pytest.mark.parametrize(("vocab", "rows"), [(1, 1), (63, 2), (64, 3), (1500, 8)])
@@ -137,7 +136,7 @@ def test_tokens_follow_the_reference_distribution(params):
         eos_token_ids=STOPS,
         bad_word_ids=bad_words,
     )
-    state = run_admit(init_state(SLOTS, vocab), 2, admission)
+    state = run_admit(reference.empty_state(SLOTS, vocab), 2, admission)
     # Every row is the same sequence at the same state, under seeds of its own.
     output, _ = sample(
         np.repeat(logits, draws, axis=1),
@@ -289,7 +288,7 @@ def test_logprobs_describe_the_raw_distribution(vocab):
         SamplingParams(logprobs=0, top_k=2),
     ]
     logits = random_logits(2, vocab)
-    state = run_admit(init_state(SLOTS, vocab), 0, pack_admission(params[0], vocab, [1]))
+    state = run_admit(reference.empty_state(SLOTS, vocab), 0, pack_admission(params[0], vocab, [1]))
     output, _ = sample(logits, params, slots=[0, 1], state=state)
     for row in (0, 1):
         expected = reference.log_softmax(logits[:, row])
@@ -321,7 +320,7 @@ def _entry(program):
 def test_no_program_sorts_and_top_k_is_only_behind_conditions():
     vocab, rows = 8192, 4
     logits = jax.ShapeDtypeStruct((vocab, rows), jnp.float32)
-    state = jax.eval_shape(lambda: init_state(SLOTS, vocab))
+    state = jax.eval_shape(lambda: reference.empty_state(SLOTS, vocab))
     meta = jax.ShapeDtypeStruct((rows, NUM_FIELDS), jnp.int32)
     programs = {
         "greedy": jax.jit(greedy).lower(logits).compile().as_text(),
@@ -336,7 +335,7 @@ def test_no_program_sorts_and_top_k_is_only_behind_conditions():
 def test_unused_stages_leave_the_state_alone_and_out_of_the_entry_computation():
     vocab, rows = 8192, 4
     logits = jax.ShapeDtypeStruct((vocab, rows), jnp.float32)
-    state = jax.eval_shape(lambda: init_state(SLOTS, vocab))
+    state = jax.eval_shape(lambda: reference.empty_state(SLOTS, vocab))
     meta = jax.ShapeDtypeStruct((rows, NUM_FIELDS), jnp.int32)
     compiled = jax.jit(general, donate_argnums=1).lower(logits, state, meta).compile()
     entry = _entry(compiled.as_text())

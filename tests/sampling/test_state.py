@@ -3,20 +3,15 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
+from sampling_reference import empty_state
 
 from jaxserve.errors import RequestError
-from jaxserve.sampling import admit, init_state, needs_state, pack_admission, state_bytes
+from jaxserve.sampling import admit, needs_state, pack_admission
 from jaxserve.sampling.state import record
 from jaxserve.sampling_params import SamplingParams
 
 VOCAB, SLOTS = 100, 3
 run_admit = jax.jit(admit)
-
-
-def test_state_bytes_is_what_init_state_takes():
-    state = init_state(SLOTS, VOCAB)
-    assert state_bytes(SLOTS, VOCAB) == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    assert state.trash_slot == SLOTS
 
 
 @pytest.mark.parametrize(
@@ -39,7 +34,7 @@ def test_only_some_params_need_state(fields, expected):
 
 def test_admission_replaces_one_slot_and_no_other():
     params = SamplingParams(allowed_token_ids=[1, 2], logit_bias={2: 5.0}, stop_token_ids=[9])
-    state = init_state(SLOTS, VOCAB)
+    state = empty_state(SLOTS, VOCAB)
     first = pack_admission(params, VOCAB, range(50), [7] * 20, bad_word_ids=[(1,), (4, 5, 6)])
     state = run_admit(state, 1, first)
     second = pack_admission(
@@ -59,7 +54,7 @@ def test_admission_replaces_one_slot_and_no_other():
 
 def test_recording_skips_rows_that_are_not_tracked_or_sampled_nothing():
     state = record(
-        init_state(SLOTS, VOCAB),
+        empty_state(SLOTS, VOCAB),
         np.array([0, 1, 2, 3], np.int32),
         np.array([5, 6, -1, 8], np.int32),
         np.array([True, False, True, False]),

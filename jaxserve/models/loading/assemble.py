@@ -7,15 +7,16 @@ part of each tensor that the slice touches is read.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import jax
 import numpy as np
 import numpy.typing as npt
+from jax.sharding import Sharding
 
 from jaxserve.errors import WeightsError
-from jaxserve.models.family import Params, ParamSpec, Part
+from jaxserve.models.family import AnySpec, Params, ParamSpec, Part, Rearranged, Stacked
 
 Index = tuple[slice, ...]
 _LISTED = 5
@@ -52,8 +53,48 @@ def check_tensors(source: TensorSource, specs: Params, where: str) -> None:
         )
 
 
-def assemble(source: TensorSource, spec: ParamSpec, index: Index, dtype: np.dtype) -> np.ndarray:
+def assemble(source: TensorSource, spec: AnySpec, index: Index, dtype: np.dtype) -> np.ndarray:
     """The slice `index` of a parameter, in `dtype`. Slices have a start, a stop and no step."""
+    return cut(lambda plain, inside: _concatenated(source, plain, inside, dtype), spec, index)
+
+
+def cut(read: Callable[[ParamSpec, Index], np.ndarray], spec: AnySpec, index: Index) -> np.ndarray:
+    """The slice `index` of a parameter as a mesh needs it, of slices of it as its family states it,
+    which `read` gives."""
+    match spec:
+        case Stacked():
+            layers = spec.specs[index[0]]
+            return np.stack([cut(read, layer, index[1:]) for layer in layers])
+        case Rearranged():
+            return _rearranged(read, spec, index)
+        case ParamSpec():
+            return read(spec, index)
+
+
+def _rearranged(
+    read: Callable[[ParamSpec, Index], np.ndarray], spec: Rearranged, index: Index
+) -> np.ndarray:
+    """Reads the range of the outermost dimension that holds every row asked for."""
+    first, after = spec.first, spec.first + spec.rows.ndim
+    rows = spec.rows[index[first:after]]
+    sizes = spec.source.shape[first:after]
+    stride = math.prod(sizes[1:])
+    real = rows >= 0
+    start, stop = 0, 1
+    if real.any():
+        start, stop = int(rows[real].min()) // stride, int(rows[real].max()) // stride + 1
+    inner = (slice(0, size) for size in sizes[1:])
+    block = read(spec.source, (*index[:first], slice(start, stop), *inner, *index[after:]))
+    block = block.reshape(*block.shape[:first], -1, *block.shape[after:])
+    taken = np.take(block, np.where(real, rows - start * stride, 0), axis=first)
+    taken[(*[slice(None)] * first, ~real)] = 0
+    return taken
+
+
+def _concatenated(
+    source: TensorSource, spec: ParamSpec, index: Index, dtype: np.dtype
+) -> np.ndarray:
+    """The slice of a parameter as its family states it: of its parts, side by side."""
     axis, begin = spec.concat_axis, 0
     window = index[axis]
     pieces = []
@@ -69,6 +110,21 @@ def assemble(source: TensorSource, spec: ParamSpec, index: Index, dtype: np.dtyp
     # Concatenating into `out` casts on the way.
     out = aligned_empty(tuple(bounds.stop - bounds.start for bounds in index), dtype)
     return np.concatenate(pieces, axis=axis, out=out, casting="unsafe")
+
+
+def by_slice(
+    shape: tuple[int, ...], sharding: Sharding, block: Callable[[Index], np.ndarray]
+) -> jax.Array:
+    """An array of which `block(index)` is a slice; devices that hold the same one share it."""
+    blocks: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+
+    def shared(index: Index) -> np.ndarray:
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape))
+        if bounds not in blocks:
+            blocks[bounds] = block(tuple(slice(*ends) for ends in bounds))
+        return blocks[bounds]
+
+    return jax.make_array_from_callback(shape, sharding, shared)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:

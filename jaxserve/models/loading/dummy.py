@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.family import Params
+from jaxserve.models.family import AnySpec, Params, Rearranged, Stacked
 from jaxserve.models.loading.directory import ModelDirectory
 from jaxserve.models.loading.gguf import GgufCheckpoint
 from jaxserve.text.tokenizer import Tokenizer
@@ -58,29 +59,60 @@ class DummyCheckpoint:
     def restore(self, specs: Params, dtype: np.dtype, shardings: Params) -> Params:
         """Weights drawn on the devices that keep them: normal with deviation 0.02, norms one.
 
-        The values depend on the seed and on a parameter's place in the tree, not on shardings.
+        The values depend on the seed and on a parameter's name, not on shardings.
         """
-        leaves, structure = jax.tree.flatten(specs)
-        key = jax.random.key(self.seed)
-        arrays = [
-            _program(spec.shape, spec.init, dtype, sharding)(jax.random.fold_in(key, place))
-            for place, (spec, sharding) in enumerate(
-                zip(leaves, structure.flatten_up_to(shardings))
-            )
-        ]
-        return structure.unflatten(arrays)
+        seed = jax.random.key(self.seed)
+
+        def draw(spec: AnySpec, sharding: Sharding) -> jax.Array:
+            layers = spec.specs if isinstance(spec, Stacked) else (spec,)
+            names = [zlib.crc32(layer.parts[0].tensor.encode()) for layer in layers]
+            keys = jax.vmap(functools.partial(jax.random.fold_in, seed))(np.array(names, np.uint32))
+            rows = None
+            if isinstance(layers[0], Rearranged):
+                first, rows = layers[0].first, layers[0].rows
+                rows = (first, rows.shape, rows.tobytes(), rows.dtype)
+            plain = layers[0].source if rows else layers[0]
+            stacked = isinstance(spec, Stacked)
+            return _program(plain.shape, plain.init, rows, stacked, dtype, sharding)(keys)
+
+        return jax.tree.map(draw, specs, shardings)
 
 
 @functools.cache
-def _program(shape: tuple[int, ...], init: str, dtype: np.dtype, sharding: Sharding) -> Any:
-    """One compiled program per kind of parameter, shared by all layers."""
+def _program(
+    shape: tuple[int, ...],
+    init: str,
+    rows: tuple[int, tuple[int, ...], bytes, np.dtype] | None,
+    stacked: bool,
+    dtype: np.dtype,
+    sharding: Sharding,
+) -> Any:
+    """One compiled program per kind of parameter, shared by all layers. `rows` are those of a
+    Rearranged."""
 
     def draw(key: jax.Array) -> jax.Array:
         match init:
             case "ones":
-                return jnp.ones(shape, dtype)
+                values = jnp.ones(shape, dtype)
             case "zeros":
-                return jnp.zeros(shape, dtype)
-        return (_SCALE * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+                values = jnp.zeros(shape, dtype)
+            case _:
+                values = (_SCALE * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+        if rows is None:
+            return values
+        first, sizes, content, kind = rows
+        places = np.frombuffer(content, kind).reshape(sizes)
+        values = values.reshape(*shape[:first], -1, *shape[first + len(sizes) :])
+        return jnp.take(
+            values,
+            jnp.where(places < 0, values.shape[first], places),
+            axis=first,
+            mode="fill",
+            fill_value=0,
+        )
 
-    return jax.jit(draw, out_shardings=sharding)
+    def draw_all(keys: jax.Array) -> jax.Array:
+        drawn = [draw(key) for key in keys]
+        return jnp.stack(drawn) if stacked else drawn[0]
+
+    return jax.jit(draw_all, out_shardings=sharding)

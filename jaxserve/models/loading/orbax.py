@@ -12,8 +12,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxserve.errors import WeightsError
-from jaxserve.models.family import Params, ParamSpec
+from jaxserve.models.family import AnySpec, Params, ParamSpec
+from jaxserve.models.loading.assemble import Index, by_slice, cut
 from jaxserve.models.loading.directory import ModelDirectory
+from jaxserve.models.registry import param_specs
 
 PARAMS = "params"
 _CHUNK_BYTES = 16 << 20
@@ -57,7 +59,13 @@ class OrbaxCheckpoint(ModelDirectory):
                 )
 
     def restore(self, specs: Params, dtype: np.dtype, shardings: Params) -> Params:
-        """The parameters, each shard read by the process and onto the device that holds it."""
+        """The parameters, each shard read by the process and onto the device that holds it.
+
+        Where a mesh wants them otherwise than they are stored (models/partition.py), every process
+        reads all of them first.
+        """
+        if not all(isinstance(spec, ParamSpec) for spec in jax.tree.leaves(specs)):
+            return self._cut(specs, dtype, shardings)
 
         def abstract(spec: ParamSpec, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
@@ -69,6 +77,25 @@ class OrbaxCheckpoint(ModelDirectory):
                 )
         except Exception as error:
             raise self._unreadable(error) from error
+
+    def _cut(self, specs: Params, dtype: np.dtype, shardings: Params) -> Params:
+        try:
+            with ocp.PyTreeCheckpointer() as checkpointer:
+                stored = checkpointer.restore(self._params_path)
+        except Exception as error:
+            raise self._unreadable(error) from error
+        arrays = {
+            spec.parts: array
+            for (_, spec), (_, array) in zip(_leaves(param_specs(self.config)), _leaves(stored))
+        }
+
+        def read(spec: ParamSpec, index: Index) -> np.ndarray:
+            return arrays[spec.parts][index].astype(dtype)
+
+        def place(spec: AnySpec, sharding: jax.sharding.Sharding) -> jax.Array:
+            return by_slice(spec.shape, sharding, functools.partial(cut, read, spec))
+
+        return jax.tree.map(place, specs, shardings)
 
     @property
     def _params_path(self) -> Path:

@@ -12,8 +12,8 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxserve.config import DTYPES
 from jaxserve.errors import ConfigError
-from jaxserve.models.family import Params, ParamSpec
-from jaxserve.models.loading.assemble import TensorSource, assemble
+from jaxserve.models.family import AnySpec, Params
+from jaxserve.models.loading.assemble import TensorSource, assemble, by_slice
 from jaxserve.models.loading.checkpoint import Checkpoint, Restorable
 from jaxserve.models.loading.gguf import GgufCheckpoint
 from jaxserve.models.packing import stack
@@ -81,7 +81,7 @@ def params_bytes(specs: Params, dtype: np.dtype) -> int:
 
 
 def _load_param(
-    source: TensorSource, dtype: np.dtype, spec: ParamSpec, sharding: Sharding
+    source: TensorSource, dtype: np.dtype, spec: AnySpec, sharding: Sharding
 ) -> jax.Array | PackedWeight:
     if spec.format is None:
         return _load_array(source, dtype, spec, sharding)
@@ -93,7 +93,7 @@ def _load_param(
     return _packed_after(spec, _load_array(source, np.dtype(np.float32), spec, sharding))
 
 
-def _packed_after(spec: ParamSpec, array: jax.Array) -> jax.Array | PackedWeight:
+def _packed_after(spec: AnySpec, array: jax.Array) -> jax.Array | PackedWeight:
     """The parameter of `spec` that `array` is once it is rounded."""
     if spec.format is None:
         return array
@@ -104,15 +104,6 @@ _rounded = jax.jit(quantize, static_argnums=1)
 
 
 def _load_array(
-    source: TensorSource, dtype: np.dtype, spec: ParamSpec, sharding: Sharding
+    source: TensorSource, dtype: np.dtype, spec: AnySpec, sharding: Sharding
 ) -> jax.Array:
-    blocks: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
-
-    def block(index: tuple[slice, ...]) -> np.ndarray:
-        """Devices that hold the same slice share one reading of it."""
-        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, spec.shape))
-        if bounds not in blocks:
-            blocks[bounds] = assemble(source, spec, tuple(slice(*b) for b in bounds), dtype)
-        return blocks[bounds]
-
-    return jax.make_array_from_callback(spec.shape, sharding, block)
+    return by_slice(spec.shape, sharding, lambda index: assemble(source, spec, index, dtype))

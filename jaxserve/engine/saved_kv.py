@@ -1,0 +1,218 @@
+"""The KV of a checkpoint: which prefixes are worth saving, and how they come back.
+
+What is saved are prefixes: tokens, and KV for each of them. On the way back each is put on pages
+and entered in the prefix tree, where sequences find it when they are admitted, as they find
+anything else that was computed before. So a prefix may be missing or cut short, for want of time,
+disk or pages: then more is computed, and nothing else changes. Page sizes need not agree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxserve.engine.checkpoint import CheckpointReader, CheckpointWriter
+from jaxserve.engine.sequence import Sequence as EngineSequence
+from jaxserve.errors import CheckpointError
+from jaxserve.kv.manager import KVManager
+from jaxserve.kv.match import Match
+from jaxserve.kv.prefix_tree import Node, unpack_tokens
+from jaxserve.kv.table import PageTable
+from jaxserve.kv.tiers import PageCorruptError, Tier
+from jaxserve.kv.transfers import MOVE_PAGES
+
+_FILE_BYTES = 64 << 20
+"""About what one file of KV holds: so much is in memory at once, and lost to a deadline."""
+
+Place = tuple[Tier, int]
+"""A page, by its tier and number."""
+
+
+class Pages(Protocol):
+    """KV [pages, page_tokens, layers, 2, kv_heads, head_dim] of up to MOVE_PAGES pages."""
+
+    def read(self, tier: Tier, pages: Sequence[int]) -> np.ndarray: ...
+
+    def write(self, pages: Sequence[int], tokens: np.ndarray) -> None: ...
+
+
+@dataclasses.dataclass
+class Prefix:
+    """Tokens whose KV is known, and where it lies: `places` of a page each, the last part-filled.
+
+    It is a sequence's, by `request_id` and `index`; or `token_ids` of a tenant, of the cache.
+    """
+
+    num_tokens: int
+    places: list[Place]
+    request_id: str | None = None
+    index: int = 0
+    tenant: str | None = None
+    token_ids: list[int] | None = None
+
+
+def prefixes_of(
+    kv: KVManager, sequences: Iterable[EngineSequence], *, cache: bool
+) -> Iterator[Prefix]:
+    """What is known of each unfinished sequence, and then of nobody's, if `cache`."""
+    for seq in sequences:
+        running = seq.slot is not None and not seq.table.fetches
+        # Whose pages have just been fetched has not been told yet.
+        num_tokens = max(seq.num_written, seq.table.num_cached) if running else 0
+        places = [(Tier.DEVICE, page) for page in seq.pages[: kv.pool.pages_for(num_tokens)]]
+        if not running:
+            nodes, num_tokens = kv.known(seq.table, seq.num_prompt + len(seq.output_token_ids))
+            places = [_place(node) for node in nodes]
+        if num_tokens:
+            yield Prefix(num_tokens, places, seq.request_id, seq.index)
+    if cache:
+        for path in kv.cached():
+            token_ids = [token for node in path for token in unpack_tokens(node.tokens)]
+            yield Prefix(
+                len(token_ids),
+                [_place(node) for node in path],
+                tenant=path[0].parent.tokens.decode(errors="surrogatepass") or None,
+                token_ids=token_ids,
+            )
+
+
+def _place(node: Node) -> Place:
+    if node.device is not None:
+        return Tier.DEVICE, node.device
+    return (Tier.HOST, node.host) if node.host is not None else (Tier.DISK, node.disk)
+
+
+def save_kv(
+    writer: CheckpointWriter,
+    prefixes: Iterable[Prefix],
+    pages: Pages,
+    page_tokens: int,
+    deadline_s: float | None,
+) -> None:
+    """Writes prefixes, the first ones first, as long as there is time (on time.monotonic's clock),
+    room on the disk, and nothing unreadable."""
+    prefixes = list(prefixes)
+    rows: dict[Place, int] = {}
+    for prefix in prefixes:
+        for place in prefix.places:
+            rows.setdefault(place, len(rows) * page_tokens)
+    files: list[tuple[str, int]] = []
+    try:
+        for first, kv in _batches(list(rows), pages):
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                break
+            writer.add_rows(name := f"kv-{len(files):05d}", kv.reshape(-1, *kv.shape[2:]))
+            files.append((name, (first + len(kv)) * page_tokens))
+    except (CheckpointError, PageCorruptError, OSError):
+        pass  # What is not saved is computed again.
+    num_rows = files[-1][1] if files else 0
+    listed = []
+    for prefix in prefixes:
+        starts = [rows[place] for place in prefix.places]
+        kept = next((i for i, start in enumerate(starts) if start >= num_rows), len(starts))
+        num_tokens = min(prefix.num_tokens, kept * page_tokens)
+        if num_tokens:
+            fields = dataclasses.asdict(prefix) | {"num_tokens": num_tokens}
+            del fields["places"]
+            listed.append(fields | {"rows": starts[:kept]})
+    writer.add_json("kv", {"page_tokens": page_tokens, "files": files, "prefixes": listed})
+
+
+def _batches(places: Sequence[Place], pages: Pages) -> Iterator[tuple[int, np.ndarray]]:
+    """The KV of these pages in order, as much at a time as a file holds; the number of the first of
+    them before it."""
+    first, batch, num_bytes, start = 0, [], 0, 0
+    while start < len(places):
+        tier = places[start][0]
+        stop = start
+        while stop < len(places) and places[stop][0] is tier and stop - start < MOVE_PAGES:
+            stop += 1
+        batch.append(pages.read(tier, [page for _, page in places[start:stop]]))
+        num_bytes += batch[-1].nbytes
+        start = stop
+        if num_bytes >= _FILE_BYTES or start == len(places):
+            yield first, np.concatenate(batch)
+            first, batch, num_bytes = start, [], 0
+
+
+class SavedKV:
+    """The KV of a checkpoint that is being restored."""
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        """Raises CheckpointError when the checkpoint is damaged."""
+        self._reader = reader
+        content = reader.json("kv")
+        self._page_tokens: int = content["page_tokens"]
+        self._files: list[tuple[str, int]] = content["files"]
+        self.prefixes: list[dict[str, Any]] = content["prefixes"]
+
+    def restore(
+        self,
+        kv: KVManager,
+        pages: Pages,
+        table_of: Callable[[dict[str, Any]], PageTable | None],
+        carry_out: Callable[[], None],
+    ) -> None:
+        """Puts every prefix where sequences will find it, the first ones last: where pages are few,
+        those are kept. `table_of` gives a sequence's own table, which will come back to its
+        prefix; None where nobody will. `carry_out` does on the device what the manager plans.
+        """
+        room = kv.pool.capacity + sum(shelf.num_pages for shelf in kv.mover.shelves)
+        chosen, seen = [], set()
+        for prefix in self.prefixes:
+            new = set(prefix["rows"]) - seen
+            room -= kv.pool.pages_for(len(new) * self._page_tokens)
+            if room < 0:
+                break
+            chosen.append(prefix)
+            seen |= new
+        for prefix in reversed(chosen):
+            table = table_of(prefix)
+            if table is not None and kv.pool.pages_for(prefix["num_tokens"]) <= kv.pool.capacity:
+                own = prefix["request_id"] is not None
+                self._put(kv, pages, table, prefix, own, carry_out)
+
+    def _put(self, kv, pages, table, prefix, own, carry_out) -> None:
+        num_tokens, page_size = prefix["num_tokens"], kv.pool.page_size
+        shared = kv.match(table, num_tokens).shared
+        match = Match(
+            shared=shared,
+            num_tokens=len(shared) * page_size,
+            num_in_use=sum(kv.pool.refs(node.device) > 0 for node in shared),
+        )
+        num_pages = kv.pool.pages_for(num_tokens)
+        kv.take(table, match, num_pages)
+        carry_out()
+        for first in range(len(shared), num_pages, MOVE_PAGES):
+            stop = min(first + MOVE_PAGES, num_pages)
+            rows = self._rows(prefix, first * page_size, min(stop * page_size, num_tokens))
+            whole = np.zeros(((stop - first) * page_size, *rows.shape[1:]), rows.dtype)
+            whole[: len(rows)] = rows
+            pages.write(
+                table.pages[first:stop], whole.reshape(stop - first, page_size, *rows.shape[1:])
+            )
+        kv.release(table, num_tokens, pin=own)
+
+    def _rows(self, prefix: dict[str, Any], start: int, stop: int) -> np.ndarray:
+        """KV [tokens, ...] of tokens start .. stop - 1 of a prefix."""
+        parts = []
+        while start < stop:
+            page, offset = divmod(start, self._page_tokens)
+            count = min(self._page_tokens - offset, stop - start)
+            row = prefix["rows"][page] + offset
+            parts.append(self._row_range(row, count))
+            start += count
+        return np.concatenate(parts)
+
+    def _row_range(self, row: int, count: int) -> np.ndarray:
+        """Consecutive rows, which are of one page and so of one file."""
+        before = 0
+        for name, end in self._files:
+            if row < end:
+                return self._reader.rows(name, row - before, row - before + count)
+            before = end
+        raise CheckpointError(f"the checkpoint has {before} rows of KV, and not row {row}.")

@@ -1,0 +1,142 @@
+"""What ranks of a mesh have to say to each other within a model (Megatron-LM, 1909.08053).
+
+Inside `jax.shard_map` a rank of `tensor` has its heads and its part of the MLP, and of the
+vocabulary. A linear layer is column-parallel when its outputs are a rank's own, and row-parallel
+when its inputs are; the latter's results are parts of a sum. Outside of a mesh there is one rank,
+which has everything, and nothing here does anything.
+
+Between sublayers every rank has all tokens. With `tokens_apart` (2205.05198) it has its share of
+them: norms and residuals are not done n times over, and the sum of a row-parallel layer is
+delivered in shares, which the next column-parallel layer gathers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.collective_matmul import Rates, all_gather_matmul, matmul_reduce_scatter
+from sharding_rules import MESH_AXES
+
+_, STAGE, SEQ, TENSOR = MESH_AXES
+
+VOCAB = (STAGE, TENSOR)
+"""Mesh axes that the vocabulary is split over."""
+
+Product = Callable[[Any, jax.Array], jax.Array]
+"""weight [out, in], x [in, tokens] -> [out, tokens]."""
+
+_apart: contextvars.ContextVar[Rates | bool | None] = contextvars.ContextVar("apart", default=False)
+
+
+@contextlib.contextmanager
+def tokens_apart(rates: Rates | None) -> Iterator[None]:
+    """Traces layers between which each rank of `tensor` has its share of the tokens.
+
+    `rates` of the devices decide whether products and collectives take turns.
+    """
+    token = _apart.set(rates)
+    try:
+        yield
+    finally:
+        _apart.reset(token)
+
+
+def bound(*axes: str) -> tuple[str, ...]:
+    """Those of the mesh axes that the code being traced is one rank of."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(axis for axis in axes if axis in manual)
+
+
+def column_parallel(product: Product, weight: Any, x: jax.Array) -> jax.Array:
+    """This rank's outputs: `product(weight, x)` for all tokens, of which x may be a share."""
+    rates = _apart.get()
+    if rates is False or not bound(TENSOR):
+        return product(weight, x)
+    return all_gather_matmul(weight, x, TENSOR, rates=rates, product=product)
+
+
+def row_parallel(product: Product, weight: Any, x: jax.Array) -> jax.Array:
+    """The sum over ranks of `product(weight, x)`: for all tokens, or for this rank's share."""
+    rates = _apart.get()
+    if not bound(TENSOR):
+        return product(weight, x)
+    if rates is False:
+        return lax.psum(product(weight, x), TENSOR)
+    return matmul_reduce_scatter(weight, x, TENSOR, rates=rates, product=product)
+
+
+def enter_layers(x: jax.Array) -> jax.Array:
+    """What a rank has of x [features, tokens] between layers: its share, where they are apart."""
+    if _apart.get() is False or not bound(TENSOR):
+        return x
+    count = x.shape[1] // lax.axis_size(TENSOR)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(TENSOR) * count, count, axis=1)
+
+
+def leave_layers(x: jax.Array) -> jax.Array:
+    """All tokens of x, again on every rank."""
+    if _apart.get() is False or not bound(TENSOR):
+        return x
+    return lax.all_gather(x, TENSOR, axis=1, tiled=True)
+
+
+def sum_over_heads(x: jax.Array) -> jax.Array:
+    """The sum over all ranks of what each has of its own heads."""
+    return lax.psum(x, TENSOR) if bound(TENSOR) else x
+
+
+def look_up(rows: Callable[[jax.Array], jax.Array], token_ids: jax.Array, count: int) -> jax.Array:
+    """Rows of a table of token ids, of which each rank has `count`: `rows(ids)` are a rank's own.
+
+    token_ids int32 [tokens]; rows [tokens, ...].
+    """
+    axes = bound(*VOCAB)
+    if not axes:
+        return rows(token_ids)
+    ids = token_ids - lax.axis_index(axes) * count
+    found = rows(ids)
+    here = ((ids >= 0) & (ids < count)).reshape(-1, *[1] * (found.ndim - 1))
+    return lax.psum(jnp.where(here, found, 0), axes)
+
+
+def mask_vocab(logits: jax.Array, vocab_size: int) -> jax.Array:
+    """Logits [part of the vocabulary, rows] with -inf where padding stands for a token."""
+    axes = bound(*VOCAB)
+    if not axes or logits.shape[0] * lax.axis_size(axes) == vocab_size:
+        return logits
+    token = lax.axis_index(axes) * logits.shape[0] + jnp.arange(logits.shape[0])
+    return jnp.where(token[:, None] < vocab_size, logits, -jnp.inf)
+
+
+def whole_vocab(logits: jax.Array, vocab_size: int) -> jax.Array:
+    """Logits [vocab_size, rows] of all ranks' parts of the vocabulary."""
+    axes = bound(*VOCAB)
+    if not axes:
+        return logits
+    return lax.all_gather(logits, axes, axis=0, tiled=True)[:vocab_size]
+
+
+def likeliest(token_ids: jax.Array, logits: jax.Array, count: int) -> jax.Array:
+    """The likeliest token int32 [rows], the lowest id of equals, of those that each rank has found
+    in its `count` tokens of the vocabulary, with their logits [rows]; -1 where none was found."""
+    axes = bound(*VOCAB)
+    if not axes:
+        return token_ids
+    found = token_ids >= 0
+    bests = lax.all_gather(jnp.where(found, logits, -jnp.inf), axes)
+    ids = lax.all_gather(jnp.where(found, token_ids + lax.axis_index(axes) * count, -1), axes)
+    return jnp.take_along_axis(ids, jnp.argmax(bests, axis=0)[None], axis=0)[0]
+
+
+def of_last_stage(x: jax.Array) -> jax.Array:
+    """What the last stage has for x, on every stage."""
+    if not bound(STAGE) or lax.axis_size(STAGE) == 1:
+        return x
+    return lax.psum(jnp.where(lax.axis_index(STAGE) == lax.axis_size(STAGE) - 1, x, 0), STAGE)

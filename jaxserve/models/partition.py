@@ -1,0 +1,135 @@
+"""A model as a mesh needs it: heads that divide, widths that divide, layers by stage.
+
+Every rank of a program does the same work on its own share, so shares must be equal. KV heads that
+are fewer than the ranks are copied, with their queries dealt among the copies; what still does not
+divide is padded with zeros, which add nothing (sharding_rules/heads.py). The layers that stand at
+the same place of each pipeline stage become one parameter, stacked.
+
+Nothing else knows of it: the result is a config and specs like any others, and programs compute
+with each rank's share of them (`local`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+
+from jaxserve.errors import ConfigError
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.family import AnySpec, Params, ParamSpec, Rearranged, Stacked
+from sharding_rules import HeadLayout, pad_to
+
+
+def partition(
+    config: ModelConfig, specs: Params, *, tensor: int, stages: int, vocab: int
+) -> tuple[ModelConfig, Params]:
+    """`config` and `specs` of a model split over `tensor` ranks and `stages`.
+
+    `vocab`: ranks that the vocabulary is split over. The config's heads are those that `specs` then
+    have. Raises ConfigError when stages do not divide the layers, or would have layers of different
+    kinds at the same place.
+    """
+    heads = HeadLayout(config.num_heads, config.num_kv_heads, tensor)
+    fit = functools.partial(_fit, heads=heads, tensor=tensor, vocab=vocab)
+    specs = jax.tree.map(fit, specs)
+    if stages > 1:
+        specs = specs | {"layers": _by_stage(config, specs["layers"], stages)}
+    partitioned = dataclasses.replace(
+        config,
+        num_heads=heads.kv_heads * heads.group,
+        num_kv_heads=heads.kv_heads,
+        normed_heads=(config.num_heads, config.num_kv_heads * heads.copies),
+    )
+    return partitioned, specs
+
+
+def local(config: ModelConfig, *, tensor: int, stages: int) -> ModelConfig:
+    """What one rank computes of a partitioned `config`: its heads, and the layers of a stage."""
+    count = config.num_layers // stages
+    return dataclasses.replace(
+        config,
+        num_layers=count,
+        num_heads=config.num_heads // tensor,
+        num_kv_heads=config.num_kv_heads // tensor,
+        sliding_windows=config.sliding_windows[:count],
+        rope_layers=config.rope_layers[:count],
+    )
+
+
+def _fit(spec: ParamSpec, heads: HeadLayout, tensor: int, vocab: int) -> ParamSpec | Rearranged:
+    """The parameter with dimensions that divide."""
+    for name, ranks in (("mlp", tensor), ("vocab", vocab)):
+        if name in spec.axes:
+            first = spec.axes.index(name)
+            size = spec.shape[first]
+            return _arranged(spec, first, _padded(np.arange(size), pad_to(size, ranks)))
+    if "kv_heads" not in spec.axes:
+        return spec
+    first = spec.axes.index("kv_heads")
+    match spec.axes[first + 1]:
+        case "qkv":
+            rows = _qkv_rows(heads)
+        case "queries":
+            rows = heads.queries()
+        case _:
+            rows = heads.keys()
+    return _arranged(spec, first, rows)
+
+
+def _qkv_rows(heads: HeadLayout) -> np.ndarray:
+    """[kv_heads, group + 2] Where a head's queries, key and value stand in the family's order,
+    which is that of each KV head's queries, then its key and value."""
+    per_kv = heads.num_heads // heads.num_kv_heads
+    queries, keys = heads.queries(), heads.keys()[:, None]
+    queries = queries // per_kv * (per_kv + 2) + queries % per_kv
+    both = keys * (per_kv + 2) + per_kv + np.arange(2)
+    missing = np.concatenate([heads.queries(), keys, keys], axis=1) < 0
+    return np.where(missing, -1, np.concatenate([queries, both], axis=1))
+
+
+def _padded(rows: np.ndarray, size: int) -> np.ndarray:
+    return np.concatenate([rows, np.full(size - len(rows), -1)])
+
+
+def _arranged(spec: ParamSpec, first: int, rows: np.ndarray) -> ParamSpec | Rearranged:
+    """The parameter with these rows, which may be those that it has."""
+    same = rows.shape == spec.shape[first : first + rows.ndim]
+    if same and np.array_equal(rows.reshape(-1), np.arange(rows.size)):
+        return spec
+    return Rearranged(spec, first, rows)
+
+
+def _by_stage(config: ModelConfig, layers: list[Params], stages: int) -> list[Params]:
+    """Layers at the same place of each stage, stacked: as many as one stage has."""
+    if config.num_layers % stages:
+        raise ConfigError(
+            f"pipeline_parallel_size is {stages}, but the model has {config.num_layers} layers; "
+            f"choose one of {', '.join(map(str, _divisors(config.num_layers)))}."
+        )
+    count = config.num_layers // stages
+    kinds = config.layer_kinds
+    for place in range(count):
+        there = {kinds[stage * count + place] for stage in range(stages)}
+        if len(there) > 1:
+            fitting = [
+                n
+                for n in _divisors(config.num_layers)
+                if kinds == kinds[: config.num_layers // n] * n
+            ]
+            raise ConfigError(
+                f"pipeline_parallel_size is {stages}, but then layers of different kinds would run "
+                f"as one ({', '.join(map(str, sorted(there, key=str)))}); choose one of "
+                f"{', '.join(map(str, fitting))}."
+            )
+
+    def stacked(*specs: AnySpec) -> Stacked:
+        return Stacked(specs)
+
+    return [jax.tree.map(stacked, *layers[place::count]) for place in range(count)]
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

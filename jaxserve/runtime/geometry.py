@@ -1,0 +1,297 @@
+"""Every size that shapes a program, and where each array lies."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from bisect import bisect_left
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxserve.config import EngineConfig
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.family import Family, Params
+from jaxserve.models.parallel import SEQ, STAGE, TENSOR, VOCAB
+from jaxserve.models.partition import local
+from jaxserve.runtime.batch import StepLayout
+from jaxserve.runtime.buckets import Buckets, ProgramKey
+from jaxserve.runtime.device_rates import device_rates
+from jaxserve.sampling import SamplingState, abstract_state
+from pallas_kernels.paged_attention import KVPages, PageLayout
+from pallas_kernels.ring_attention import choose_scheme
+from sharding_rules import KV, MEGATRON, Rules, named_sharding
+
+MAX_PREFILL_CHUNKS = 8
+"""Sequences that can prefill in one step: each costs a row of metadata and of logits."""
+
+
+DECODE_LAYERS = 6
+"""Layers of a decode step compiled together on CPUs (docs/decisions/002-programs.md)."""
+
+
+PARAMETERS = MEGATRON | {"vocab": VOCAB}
+"""Rules for parameters: no stage keeps an embedding or a head that only one of them would use."""
+
+PAGES = KV | {"pages": STAGE}
+"""Rules for pages: a stage has pages of its own layers, under the same numbers as all others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """Every size that shapes a program, for one resolved config and pool.
+
+    `model` and `specs` are partitioned for the mesh (models/partition.py), which is None where
+    there is one device. Shapes here are of whole arrays, of which each device has its shard.
+    """
+
+    config: EngineConfig
+    model: ModelConfig
+    family: Family
+    specs: Params
+    num_pages: int
+    moves_pages: bool = False
+    """Whether pages are ever gathered and scattered, and not just copied."""
+    mesh: Mesh | None = None
+
+    @property
+    def tensor(self) -> int:
+        return self.config.tensor_parallel_size
+
+    @property
+    def stages(self) -> int:
+        return self.config.pipeline_parallel_size
+
+    @property
+    def seq(self) -> int:
+        return self.config.sequence_parallel_size
+
+    @functools.cached_property
+    def local_model(self) -> ModelConfig:
+        """What one device computes."""
+        return local(self.model, tensor=self.tensor, stages=self.stages)
+
+    @functools.cached_property
+    def buckets(self) -> Buckets:
+        return Buckets.from_config(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+
+    @property
+    def max_chunks(self) -> int:
+        return min(MAX_PREFILL_CHUNKS, self.config.max_num_seqs)
+
+    @property
+    def trash_slot(self) -> int:
+        """The row of per-sequence device state that padding uses; real slots come before it."""
+        return self.config.max_num_seqs
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.config.dtype)
+
+    @property
+    def pages(self) -> PageLayout:
+        """One layer's pages on one device."""
+        return PageLayout(
+            self.num_pages,
+            self.config.page_size // self.seq,
+            self.local_model.num_kv_heads,
+            self.model.head_dim,
+            self.dtype,
+        )
+
+    @functools.cached_property
+    def layouts(self) -> dict[ProgramKey, StepLayout]:
+        return {key: self._layout(key) for key in (*self.buckets.keys(), *self._ring_keys)}
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.config.max_model_len // self.config.page_size)
+
+    @property
+    def _ring_keys(self) -> list[ProgramKey]:
+        rings = (key._replace(ring=True) for key in self.buckets.keys())  # noqa: SIM118
+        return [key for key in rings if key.prefill_tokens and self.ring_context(key)]
+
+    def ring_context(self, key: ProgramKey) -> int:
+        """Tokens up to which the context of a whole step's one chunk is faster to send around a
+        ring than the chunk itself; 0 for never, as where stages work on several chunks at once."""
+        if self.seq == 1 or self.stages > 1 or key.prefill_tokens % (2 * self.seq):
+            return 0
+        rates = device_rates(self.mesh.devices.flat[0])
+
+        def travels(context: int) -> bool:
+            scheme = choose_scheme(
+                new_tokens=key.prefill_tokens,
+                cached_tokens=context - key.prefill_tokens,
+                ranks=self.seq,
+                query_heads=self.model.num_heads,
+                kv_heads=self.model.num_kv_heads,
+                element_bytes=self.dtype.itemsize,
+                flops_per_s=rates.flops_per_s,
+                link_bytes_per_s=rates.link_bytes_per_s,
+            )
+            return scheme == "pass_kv"
+
+        most = self.max_pages * self.config.page_size
+        contexts = range(key.prefill_tokens, most + 1)
+        count = bisect_left(contexts, True, key=lambda context: not travels(context))
+        return contexts[count - 1] if count else 0
+
+    def _layout(self, key: ProgramKey) -> StepLayout:
+        chunks = self.max_chunks if key.prefill_tokens else 0
+        most = min(key.rows + chunks, self.config.max_num_seqs)
+        sample_rows = next(rows for rows in self.buckets.rows if rows >= most)
+        return StepLayout(
+            key=key,
+            max_chunks=self.max_chunks,
+            max_pages=self.max_pages,
+            page_size=self.config.page_size,
+            sample_rows=sample_rows,
+            trash_slot=self.trash_slot,
+            seq=self.seq,
+            ring_pages=-(-self.ring_context(key) // self.config.page_size) if key.ring else 0,
+            ring_scheme="pass_kv_both_ways" if self._links_both_ways else "pass_kv",
+        )
+
+    def groups(self, key: ProgramKey) -> list[slice]:
+        """Consecutive layers that run in one program, where the model is not one program.
+
+        A decode step is short, so it is made of fewer calls.
+        """
+        size, count = 1 if key.prefill_tokens else DECODE_LAYERS, self.model.num_layers
+        return [slice(first, min(first + size, count)) for first in range(0, count, size)]
+
+    @property
+    def _links_both_ways(self) -> bool:
+        return self.mesh is not None and device_rates(self.mesh.devices.flat[0]).both_ways
+
+    def sharding(self, *spec: str | tuple[str, ...] | None) -> Sharding:
+        """Where an array lies whose dimensions are split over these mesh axes."""
+        if self.mesh is None:
+            return SingleDeviceSharding(jax.devices()[0])
+        return NamedSharding(self.mesh, P(*spec))
+
+    @functools.cached_property
+    def param_shardings(self) -> Params:
+        return jax.tree.map(lambda spec: self._by_name(spec.axes, spec.shape), self.specs)
+
+    @functools.cached_property
+    def abstract_params(self) -> Params:
+        return jax.tree.map(
+            lambda spec, sharding: jax.tree.map(
+                lambda array: placed(array, sharding), spec.abstract(self.dtype)
+            ),
+            self.specs,
+            self.param_shardings,
+        )
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the parameters on one device."""
+        return sum(_shard_bytes(array) for array in jax.tree.leaves(self.abstract_params))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes on one device of what is kept from step to step, beside pages."""
+        state = [self.abstract_state, self.abstract_last_tokens]
+        if self.stages > 1:
+            state.append(self.abstract_carry)
+        return sum(_shard_bytes(array) for array in jax.tree.leaves(state))
+
+    @property
+    def abstract_kv(self) -> list[KVPages]:
+        """Shapes of the pages of every layer of a stage; all stages' after each other."""
+        names = ("pages", "kv_heads", "head_dim", "page_tokens")
+        k = (
+            self.stages * self.num_pages,
+            self.model.num_kv_heads,
+            self.model.head_dim,
+            self.config.page_size,
+        )
+        v, v_names = (*k[:-2], k[-1], k[-2]), (*names[:-2], names[-1], names[-2])
+        layer = KVPages(*(self._named(*pair, PAGES) for pair in ((k, names), (v, v_names))))
+        return [layer] * self.local_model.num_layers
+
+    @property
+    def abstract_last_tokens(self) -> jax.ShapeDtypeStruct:
+        """Shape of the newest token of every slot, the trash slot included."""
+        return self.int32(self.trash_slot + 1)
+
+    @property
+    def abstract_state(self) -> SamplingState:
+        state = abstract_state(self.trash_slot, self.model.vocab_size)
+        return jax.tree.map(lambda array: placed(array, self.sharding()), state)
+
+    @property
+    def abstract_carry(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Shapes of what each stage hands to the next: activations of decodes, and of prefill
+        tokens, in the largest step."""
+        most = self.buckets.keys()[-1]
+        return self.hidden(most.rows, STAGE), self.hidden(most.prefill_tokens, STAGE, SEQ)
+
+    def hidden(self, tokens: int, *spec: str | None) -> jax.ShapeDtypeStruct:
+        """Shape of activations [hidden, tokens], or of those of every stage."""
+        stages = self.stages if STAGE in spec else 1
+        shape = (stages * self.model.hidden_size, tokens)
+        return placed(jax.ShapeDtypeStruct(shape, self.dtype), self.sharding(*spec))
+
+    def int32(self, *shape: int, spec: tuple[str, ...] = ()) -> jax.ShapeDtypeStruct:
+        return placed(jax.ShapeDtypeStruct(shape, jnp.int32), self.sharding(*spec))
+
+    def staging(self, count: int, layers: int | None = None) -> jax.ShapeDtypeStruct:
+        """Shape of the images of `count` pages, each the parts of all devices in turn; of all
+        layers of a stage, or of so many."""
+        layers = self.local_model.num_layers if layers is None else layers
+        elements = self.pages.page_bytes // self.dtype.itemsize * layers
+        parts = self.stages * self.seq * self.tensor
+        array = jax.ShapeDtypeStruct((count, parts * elements), self.dtype)
+        return placed(array, self.sharding(None, (STAGE, SEQ, TENSOR)))
+
+    def _named(self, shape: tuple[int, ...], names: tuple[str, ...], rules: Rules) -> Any:
+        array = jax.ShapeDtypeStruct(shape, self.dtype)
+        return placed(array, self._by_name(names, shape, rules))
+
+    def _by_name(
+        self, names: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules = PARAMETERS
+    ) -> Sharding:
+        if self.mesh is None:
+            return self.sharding()
+        return named_sharding(self.mesh, names, shape, rules)
+
+    def describe(self) -> str:
+        """Text that changes whenever any program would: the key of the executable cache."""
+        config = dataclasses.asdict(self.config)
+        for irrelevant in (
+            "model",
+            "load_format",
+            "seed",
+            "scheduler",
+            "target_step_us",
+            "memory_utilization",
+            "kv_cache_memory_bytes",
+            "compilation_cache",
+            "fair_share",
+            "enable_prefix_caching",
+            "host_kv_bytes",
+            "disk_kv_dir",
+            "disk_kv_bytes",
+            "preemption",
+            "debug_kv",
+        ):
+            del config[irrelevant]
+        formats = [spec.format for spec in jax.tree.leaves(self.specs)]
+        return repr((sorted(config.items()), self.model, formats, self.num_pages, self.max_chunks))
+
+
+def placed(array: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    """The shape of an array, with where it lies."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+
+def _shard_bytes(array: jax.ShapeDtypeStruct) -> int:
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize

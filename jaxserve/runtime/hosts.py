@@ -1,0 +1,163 @@
+"""The other hosts of a job: what they are told, whether they are alive, whether they are alike.
+
+All of it goes through the key-value store of JAX's coordination service, which host 0 keeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from jax._src import distributed  # The store has no public name; Orbax takes it from here too.
+
+from jaxserve.errors import DistributedError
+
+_BEAT_S = 1.0
+_SILENCE_S = 12.0
+"""A host that says nothing for so long is lost."""
+_LAST_WORDS_S = 5.0
+"""How long the engine has to end by itself when a host is lost."""
+_PATIENCE_S = 300.0
+"""How long a host waits for another at a step, or at the start."""
+_KEPT_ENTRIES = 64
+_LEFT = "left"
+
+_numbers = itertools.count()
+
+
+class Hosts:
+    """This host's view of all hosts of one engine. Engines are made in the same order on each."""
+
+    def __init__(self) -> None:
+        self.host, self.num_hosts = jax.process_index(), jax.process_count()
+        self._store = distributed.global_state.client
+        self._prefix = f"jaxserve/{next(_numbers)}"
+        self._lost: str | None = None
+        self._closed = threading.Event()
+        self._since: float | None = None
+        self._watch = threading.Thread(target=self._keep_watch, name="jaxserve-hosts", daemon=True)
+        self._watch.start()
+
+    def compare(self, facts: Mapping[str, Any]) -> None:
+        """Raises DistributedError, with both values, when a fact is another on another host."""
+        facts = json.loads(json.dumps(dict(facts), default=str))
+        self._store.key_value_set(f"{self._prefix}/facts/{self.host}", json.dumps(facts))
+        for other in range(self.num_hosts):
+            theirs = json.loads(self._get(f"facts/{other}", f"host {other} to start"))
+            for name in sorted(facts.keys() | theirs.keys()):
+                if facts.get(name) != theirs.get(name):
+                    raise DistributedError(
+                        f"{name} is {facts.get(name)} on host {self.host} and {theirs.get(name)} "
+                        f"on host {other}; all hosts need the same."
+                    )
+
+    def least(self, name: str, value: int) -> int:
+        """The least of all hosts' values. Raises DistributedError when one of them is missing."""
+        self._store.key_value_set(f"{self._prefix}/{name}/{self.host}", str(value))
+        return min(
+            int(self._get(f"{name}/{other}", f"host {other} to start"))
+            for other in range(self.num_hosts)
+        )
+
+    def publish(self, number: int, entry: bytes) -> None:
+        self._store.key_value_set_bytes(f"{self._prefix}/log/{number}", entry)
+        if number >= _KEPT_ENTRIES:  # No host is so far behind: steps need all of them.
+            self._store.key_value_delete(f"{self._prefix}/log/{number - _KEPT_ENTRIES}")
+
+    def receive(self, number: int, wait: bool) -> bytes:
+        return self._get(f"log/{number}", f"host 0 at step {number}", wait)
+
+    @contextlib.contextmanager
+    def bounded(self) -> Iterator[None]:
+        """For a block in which other hosts are waited for: if it takes too long, something hangs,
+        and this process ends."""
+        self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since = None
+
+    def blame(self, error: BaseException) -> DistributedError | None:
+        """The host whose loss is the reason for a step's error, if it is one."""
+        deadline = time.monotonic() + _SILENCE_S + 2 * _BEAT_S
+        while self._lost is None and time.monotonic() < deadline:
+            time.sleep(_BEAT_S / 4)
+        return None if self._lost is None else DistributedError(f"{self._lost} ({error!s:.80})")
+
+    def close(self) -> None:
+        """Leave; the others must not wait for this host any more. May be called twice."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._beat(_LEFT)
+
+    def _get(self, key: str, what: str, wait: bool = False) -> bytes:
+        """A value that another host sets. Raises DistributedError when it does not come."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                return self._store.blocking_key_value_get_bytes(
+                    f"{self._prefix}/{key}", round(_BEAT_S * 1000)
+                )
+            except jax.errors.JaxRuntimeError as error:
+                if self._lost is not None:
+                    raise DistributedError(self._lost) from error
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise self.blame(error) or error from error
+            if not wait and time.monotonic() > deadline:
+                raise DistributedError(
+                    f"host {self.host} waited for {what} for {_PATIENCE_S:g} s. See that host's "
+                    "log; every host must run the same script."
+                )
+
+    def _beat(self, value: str) -> None:
+        try:
+            self._store.key_value_set(
+                f"{self._prefix}/beats/{self.host}", value, allow_overwrite=True
+            )
+        except jax.errors.JaxRuntimeError:
+            self._lost = self._lost or "host 0 was lost: its coordination service does not answer"
+
+    def _keep_watch(self) -> None:
+        heard: dict[int, tuple[str, float]] = {}
+        for count in itertools.count():
+            if self._closed.wait(_BEAT_S):
+                return
+            self._beat(str(count))
+            now = time.monotonic()
+            for host, beat in self._beats().items():
+                if heard.get(host, ("", 0.0))[0] != beat:
+                    heard[host] = beat, now
+            for host, (beat, when) in heard.items():
+                if now - when > _SILENCE_S:
+                    how = "has closed its engine" if beat == _LEFT else "was lost: it is silent"
+                    self._lost = self._lost or f"host {host} {how} since {_SILENCE_S:g} s"
+            if self._since is not None and now - self._since > _PATIENCE_S:
+                self._lost = self._lost or f"a step takes more than {_PATIENCE_S:g} s"
+            if self._lost is not None:
+                self._give_up()
+                return
+
+    def _beats(self) -> dict[int, str]:
+        """The newest beat of each host that has begun."""
+        try:
+            found = self._store.key_value_dir_get(f"{self._prefix}/beats/")
+        except jax.errors.JaxRuntimeError:
+            return {}
+        return {int(key.rpartition("/")[2]): beat for key, beat in found}
+
+    def _give_up(self) -> None:
+        """End this process, which may hang in a step that waits for a host that is no more."""
+        if self._closed.wait(_LAST_WORDS_S):
+            return
+        print(f"jaxserve: host {self.host} ends: {self._lost}", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(all_threads=True)
+        os._exit(1)

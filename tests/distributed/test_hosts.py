@@ -1,0 +1,168 @@
+"""One engine on several hosts: real processes, with gloo between them on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from tiny_engines import CONTEXT, TinyModel
+
+pytestmark = pytest.mark.meshes
+
+PROMPTS = (0, 3, 6, 9, 11)
+"""Of TinyModel.prompts."""
+MAX_TOKENS = 12
+BOUND_S = 90
+"""Until a host that lost another must have ended; an unloaded machine takes some 20 s."""
+
+SCRIPT = """
+import json, os, sys, time
+import jax
+jax.config.update("jax_platforms", "cpu")
+settings = json.loads(sys.argv[1])
+host, hosts, address = settings.pop("host"), settings.pop("hosts"), settings.pop("address")
+prompts, role = settings.pop("prompts"), settings.pop("role")
+max_tokens = settings.pop("max_tokens")
+from jaxserve.distributed.runtime import join
+join(address, hosts, host, devices=settings.pop("devices"), timeout_s=120)
+from jaxserve import LLM, SamplingParams
+
+def tokens(outputs):
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+with LLM(**settings) as llm:
+    print("ready", flush=True)
+    if role == "follows":
+        llm.engine.follow()
+        sys.exit("followed to the end" if not llm.engine.has_work else "left too early")
+    if role == "is slow":
+        step = llm.engine.step
+        llm.engine.step = lambda: time.sleep(0.05) or step()
+    greedy = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    print(json.dumps(tokens(llm.generate(prompts, greedy, use_tqdm=False))), flush=True)
+    sampled = SamplingParams(temperature=1, n=2, max_tokens=5, ignore_eos=True)
+    print(json.dumps(tokens(llm.generate(prompts, sampled, use_tqdm=False))), flush=True)
+    while role == "dies" or settings.get("goes_on"):
+        llm.generate(prompts, greedy, use_tqdm=False)
+"""
+
+
+class Job:
+    """Hosts of one engine of the tiny Llama, each with as many devices."""
+
+    def __init__(self, model, roles, devices=1, changes=(), **settings):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = f"127.0.0.1:{server.getsockname()[1]}"
+        whole = {
+            "model": str(model.path),
+            "max_model_len": CONTEXT,
+            "max_num_seqs": 2,
+            "max_num_batched_tokens": 2 + 16,
+            "page_size": 8,
+            "max_tokens": MAX_TOKENS,
+            "prompts": [model.prompts[index] for index in PROMPTS],
+            "hosts": len(roles),
+            "devices": devices,
+            "address": address,
+        } | settings
+        # What is compiled once a test, and barely run, is ready sooner unoptimised.
+        environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", SCRIPT, json.dumps(whole | own)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+            for host, role in enumerate(roles)
+            for own in [{"host": host, "role": role} | dict(changes).get(host, {})]
+        ]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+    def ends(self):
+        """Each host's stdout and stderr, and its status."""
+        said = [process.communicate(timeout=300) for process in self.processes]
+        return [(*texts, process.returncode) for texts, process in zip(said, self.processes)]
+
+
+def answers(stdout):
+    """What a host printed after it was ready."""
+    return [json.loads(line) for line in stdout.splitlines() if line.startswith("[[")]
+
+
+@pytest.mark.parametrize(
+    "roles, settings",
+    [
+        (("leads", "follows"), {"tensor_parallel_size": 2}),
+        (
+            ("leads", "does the same", "is slow", "follows"),
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+        ),
+        (("leads", "is slow"), {"devices": 2, "sequence_parallel_size": 4}),
+    ],
+)
+def test_the_tokens_of_one_process(llama, roles, settings):
+    with Job(llama, roles, **settings) as job:
+        ended = job.ends()
+    expected = [llama.answer(index, MAX_TOKENS, ignore_eos=True) for index in PROMPTS]
+    sampled = answers(ended[0][0])[1]
+    for role, (stdout, stderr, status) in zip(roles, ended):
+        if role == "follows":
+            assert "followed to the end" in stderr, stderr[-3000:]
+        else:
+            assert status == 0, stderr[-3000:]
+            assert answers(stdout) == [expected, sampled]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_host_that_is_killed(llama: TinyModel, victim):
+    """The others end, and say who it was."""
+    roles = ("dies", "dies")
+    with Job(llama, roles, tensor_parallel_size=2) as job:
+        for process in job.processes:
+            while not process.stdout.readline().startswith("[["):
+                assert process.poll() is None, process.stderr.read()[-3000:]
+        job.processes[victim].send_signal(signal.SIGKILL)
+        begin = time.monotonic()
+        other = job.processes[1 - victim]
+        _, stderr = other.communicate(timeout=BOUND_S)
+        assert time.monotonic() - begin < BOUND_S
+        assert other.returncode != 0
+        name = f"host {victim}" if victim else "task:0"  # JAX itself ends those who lost host 0.
+        assert name in stderr, stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    "own, message",
+    [
+        ({"max_num_seqs": 3}, "max_num_seqs is .* on host . and .* on host"),
+        ({"seed": 5}, "seed is 0 on host 1 and 5|seed is 5 on host . and 0 on"),
+    ],
+)
+def test_hosts_that_are_not_alike(llama, own, message):
+    with Job(llama, ("leads", "follows"), tensor_parallel_size=2, changes={1: own}) as job:
+        for _, stderr, status in job.ends():
+            assert status != 0
+            assert "DistributedError" in stderr, stderr[-3000:]
+
+
+def test_other_weights(llama, tmp_path):
+    other = TinyModel.write_member(tmp_path, "qwen2")
+    changes = {1: {"model": str(other.path)}}
+    with Job(llama, ("leads", "follows"), tensor_parallel_size=2, changes=changes) as job:
+        for _, stderr, status in job.ends():
+            assert status != 0 and "digest of the weights is" in stderr, stderr[-3000:]

@@ -1,0 +1,124 @@
+"""Hosts that read one log do the same, and notice when they would not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.engine.agreed_log import Addition, AgreedLog
+from jaxserve.engine.plan import StepPlan
+from jaxserve.engine.shared_prefix import SharedPrefix
+from jaxserve.errors import DistributedError
+from jaxserve.sampling_params import SamplingParams
+
+
+@dataclasses.dataclass
+class Memory:
+    """A channel within this process."""
+
+    host: int
+    entries: dict[int, bytes]
+
+    def publish(self, number, entry):
+        self.entries[number] = entry
+
+    def receive(self, number, wait):
+        return self.entries[number]
+
+
+@pytest.fixture
+def hosts():
+    """The ends of host 0 and of another."""
+    return logs()
+
+
+def logs():
+    entries = {}
+    return AgreedLog(Memory(0, entries)), AgreedLog(Memory(1, entries))
+
+
+commands = st.lists(
+    st.one_of(
+        st.tuples(st.just("abort"), st.text(max_size=5)),
+        st.tuples(st.just("set_priority"), st.text(max_size=5), st.integers(-3, 3)),
+        st.just(("reset_prefix_cache",)),
+    ),
+    max_size=4,
+)
+
+
+@given(st.lists(st.tuples(commands, st.booleans(), st.integers(0, 10**9)), max_size=40))
+def test_commands_come_in_order_and_are_known_where_they_were_given(steps):
+    first, other = logs()
+    for given_here, also_there, now_us in steps:
+        for command in given_here:
+            first.note(list(command))
+            if also_there:
+                other.note(list(command))
+        for log in (first, other):
+            log.sampled([now_us])
+        mine, done = first.agree(now_us)
+        theirs, heard = other.agree(now_us + 5)
+        assert mine == theirs and mine.now_us == now_us
+        assert done == [(list(command), True) for command in given_here]
+        assert heard == [(list(command), also_there) for command in given_here]
+
+
+def test_an_addition_is_the_same_on_the_other_side(hosts):
+    first, other = hosts
+    prefix = SharedPrefix(7)
+    added = Addition(
+        "a request",
+        None,
+        [3, 1, 4],
+        SamplingParams(temperature=0.5, logit_bias={5: -2.0}, stop=["\n"], max_tokens=9),
+        None,
+        "a tenant",
+        2**63 - 1,
+        12,
+        first.number_of(prefix),
+    )
+    first.note(added.to_json(), 17)
+    first.agree(0)
+    entry, [(command, given_here)] = other.agree(0)
+    assert entry.arrivals_us == [17] and not given_here
+    read = Addition.from_json(command[1])
+    assert read == added
+    assert other.prefix_of(read.prefix).num_tokens == 7
+    assert other.prefix_of(first.number_of(prefix)) is other.prefix_of(read.prefix)
+    assert other.prefix_of(None) is None
+
+
+def test_a_command_that_host_0_was_not_given(hosts):
+    first, other = hosts
+    other.note(["abort", "only here"])
+    first.agree(0)
+    with pytest.raises(DistributedError, match=r"host 1 .* step 0: .*0 commands.*only here"):
+        other.agree(0)
+
+
+@pytest.mark.parametrize("wrong", ["tokens", "steps"])
+def test_hosts_that_went_apart(hosts, wrong):
+    first, other = hosts
+    for log in hosts:
+        log.saw(StepPlan())
+        log.agree(0)
+    first.sampled([1, 2])
+    other.sampled([1, 3 if wrong == "tokens" else 2])
+    if wrong == "steps":
+        first.took(100)
+    with pytest.raises(DistributedError, match="digest"):
+        for _ in range(20):
+            first.agree(0)
+            other.agree(0)
+
+
+def test_the_end(hosts):
+    first, other = hosts
+    first.end()
+    first.end()
+    entry, heard = other.agree(0, wait=True)
+    assert entry.last and other.ended and not heard
