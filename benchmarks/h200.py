@@ -36,7 +36,7 @@ REPORT_S = 10
 STUCK_S = 100
 """Without any news after which a part is ended; compilers of peers take up to a minute."""
 
-OPS = ("paged_attention", "page_copy", "quantized_matmul", "decode_layers")
+OPS = ("paged_attention", "write_kv", "page_copy", "quantized_matmul", "decode_layers")
 
 SHARES = {"peers_jax": 0.3, "peers_torch": 0.5, "host": 0.3, "layers": 0.5, "more": 0.6}
 """Of the time that is left, what parts may take at most; others may take all."""

@@ -21,6 +21,10 @@ class Attention:
     decodes: contexts of the rows with one new token, which comes last.
     chunks: (context, new tokens) of the others.
     kv_dtype: of pages, that of queries unless given.
+    kv_scale: of elements of quantized pages; unless given, 1 / 64 of integers, so that values are
+        of about 1 in size, and 1 of others.
+    sinks: whether heads have them.
+    tree: most tokens of a chunk that is a speculation tree, a binary one; none unless given.
     """
 
     decodes: tuple[int, ...] = ()
@@ -33,6 +37,9 @@ class Attention:
     kv_dtype: str | None = None
     window: int | None = None
     soft_cap: float | None = None
+    kv_scale: float | None = None
+    sinks: bool = False
+    tree: int = 0
 
     @property
     def op(self) -> str:
@@ -49,7 +56,7 @@ class Attention:
 
     @property
     def is_plain_decode(self) -> bool:
-        """Decodes of equal contexts without a window, a cap or quantized pages."""
+        """Decodes of equal contexts, without any option and with pages that are not quantized."""
         return not self.chunks and len(set(self.decodes)) == 1 and self._is_plain
 
     @property
@@ -60,7 +67,7 @@ class Attention:
 
     @property
     def _is_plain(self) -> bool:
-        return self.window is None and self.soft_cap is None and self.kv_dtype is None
+        return not (self.window or self.soft_cap or self.kv_dtype or self.sinks or self.tree)
 
     @property
     def scale(self) -> float:
@@ -97,6 +104,15 @@ class Attention:
         starts = np.cumsum(lengths) - lengths
         return RaggedBatch(*map(make.known, (tables, contexts, starts, lengths)))
 
+    @property
+    def tree_mask(self) -> np.ndarray:
+        """bool [tokens, tree]: each token's ancestors in its tree, itself included."""
+        ancestors = np.eye(self.tree, dtype=bool)
+        for node in range(1, self.tree):
+            ancestors[node] |= ancestors[(node - 1) // 2]
+        own = np.concatenate([np.arange(new) for new in self.lengths])
+        return ancestors[np.minimum(own, self.tree - 1)]
+
     def arguments(self, make: Make) -> tuple[jax.Array, KVPages, RaggedBatch]:
         """Queries, pages and batch."""
         q = make.random(sum(self.lengths), self.heads, self.head_dim, dtype=self.dtype)
@@ -117,8 +133,8 @@ class Attention:
         )
 
     def attend(self, backend, q, pages, batch):
-        # Integers of all sizes become values of about 1 in size.
-        scale = jnp.full(self.kv_heads, 1 / 64) if self.kv_dtype == "int8" else None
+        scale = self.kv_scale or (1 / 64 if self.kv_dtype == "int8" else None)
+        scales = jnp.full(self.kv_heads, scale) if scale else None
         return paged_attention(
             q,
             pages,
@@ -127,8 +143,10 @@ class Attention:
             scale=self.scale,
             window=self.window,
             soft_cap=self.soft_cap,
-            k_scale=scale,
-            v_scale=scale,
+            sinks=jnp.linspace(-2, 2, self.heads) if self.sinks else None,
+            tree_mask=jnp.asarray(self.tree_mask) if self.tree else None,
+            k_scale=scales,
+            v_scale=scales,
             backend=backend,
         )
 

@@ -10,6 +10,7 @@ from device.decode_layers import DecodeLayers
 from device.limits import Limit
 from device.packed_weights import PackedMatmul
 from device.page_moves import PageMove, possible
+from device.page_writes import PageWrite
 from pallas_kernels.quantized_matmul import FP8, GGUF, Format
 
 
@@ -22,7 +23,7 @@ class Case(NamedTuple):
     """
 
     name: str
-    spec: Attention | DecodeLayers | Limit | PackedMatmul | PageMove
+    spec: Attention | DecodeLayers | Limit | PackedMatmul | PageMove | PageWrite
     limit: str = "copy"
     target: float | None = None
     parts: tuple[str, ...] = ()
@@ -74,10 +75,30 @@ MORE = [
     ),
     Case("decode 64 x 8k, int8 pages", Attention((8 * K,) * 64, kv_dtype="int8")),
     Case("decode 64 x 8k, fp8 pages", Attention((8 * K,) * 64, kv_dtype="float8_e4m3fn")),
+    Case(
+        "decode 64 x 8k, int8 pages, scale 0.017",
+        Attention((8 * K,) * 64, kv_dtype="int8", kv_scale=0.017),
+    ),
+    Case("decode 64 x 8k, sinks", Attention((8 * K,) * 64, sinks=True)),
+    Case("trees of 8 on 32 x 4k", Attention(chunks=((4 * K, 8),) * 32, tree=8)),
     Case("prefill 8 x 2k", Attention(chunks=((2 * K, 2 * K),) * 8), "matmul"),
     Case("prefill 16k, window 4k", Attention(chunks=((16 * K, 16 * K),), window=4 * K), "matmul"),
     Case("prefill 16k, head_dim 64", Attention(chunks=((16 * K,) * 2,), head_dim=64), "matmul"),
     Case("a chunk of 2k at 64k", Attention(chunks=((64 * K, 2 * K),)), "matmul"),
+    Case(
+        "a chunk of 2k at 64k, int8 pages",
+        Attention(chunks=((64 * K, 2 * K),), kv_dtype="int8"),
+        "matmul",
+    ),
+    Case(
+        "a chunk of 2k at 64k, fp8 pages, scale 0.017",
+        Attention(chunks=((64 * K, 2 * K),), kv_dtype="float8_e4m3fn", kv_scale=0.017),
+        "matmul",
+    ),
+    Case("write 64 tokens", PageWrite(64)),
+    Case("write 2k tokens", PageWrite(2 * K)),
+    Case("write 64 tokens, int8 pages", PageWrite(64, kv_dtype="int8")),
+    Case("copy 16 pages", PageMove("copy", 16)),
     Case("gather 16 pages", PageMove("gather", 16)),
     Case("scatter 16 pages", PageMove("scatter", 16)),
     *(

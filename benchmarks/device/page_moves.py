@@ -1,4 +1,4 @@
-"""Pages of all layers moved between the pool and staging, at real shapes."""
+"""Pages of all layers moved between the pool and staging, or within it, at real shapes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from device import errors
 from device.problem import Make, Problem
-from pallas_kernels.page_copy import gather_pages, scatter_pages
+from pallas_kernels.page_copy import copy_pages, gather_pages, scatter_pages
 from pallas_kernels.paged_attention import KVPages, PageLayout
 
 
@@ -19,7 +19,7 @@ from pallas_kernels.paged_attention import KVPages, PageLayout
 class PageMove:
     """`moved` random pages of a pool of `num_pages`; the default geometry is Llama 3 8B's."""
 
-    direction: Literal["gather", "scatter"]
+    direction: Literal["gather", "scatter", "copy"]
     moved: int
     num_pages: int = 257
     layers: int = 32
@@ -50,15 +50,18 @@ class PageMove:
         ]
 
     def inputs(self, make: Make):
-        """Page ids, and for a scatter the images."""
-        ids = make.known(1 + make.rng.permutation(self.num_pages - 1)[: self.moved])
+        """Page ids, for a scatter the images, and for a copy the ids of targets."""
+        order = 1 + make.rng.permutation(self.num_pages - 1)
+        ids = make.known(order[: self.moved])
+        if self.direction == "copy":
+            return ids, make.known(order[-self.moved :])
         if self.direction == "gather":
             return (ids,)
         elements = self.image_bytes // jnp.dtype(self.dtype).itemsize
         return ids, make.random(self.moved, elements, dtype=self.dtype)
 
     def problem(self) -> Problem:
-        step = _gather if self.direction == "gather" else _scatter
+        step = {"gather": _gather, "scatter": _scatter, "copy": _copy}[self.direction]
         by_xla = functools.partial(step, "xla")  # which rounds nothing
         return Problem(
             carry=self.carry,
@@ -73,12 +76,16 @@ class PageMove:
 
 def possible(spec: object) -> bool:
     """Whether this JAX can do a case: before 0.11 kernels cannot write in place."""
-    scatters = isinstance(spec, PageMove) and spec.direction == "scatter"
+    scatters = isinstance(spec, PageMove) and spec.direction != "gather"
     return not scatters or jax.__version_info__ >= (0, 11)
 
 
 def _gather(backend, layers, inputs):
     return layers, gather_pages(layers, *inputs, backend=backend)
+
+
+def _copy(backend, layers, inputs):
+    return copy_pages(layers, *inputs, backend=backend), ()
 
 
 def _scatter(backend, layers, inputs):

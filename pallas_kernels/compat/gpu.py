@@ -9,6 +9,7 @@ instead; with anything but None they compute the same values by plain JAX.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src.pallas.mosaic.interpret import thread_map as _threads
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as _interpreter
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import FragmentedArray
@@ -50,6 +52,7 @@ def gpu_interpreter(*, detect_races: bool = True) -> Iterator[Any]:
     # may have fewer than a kernel has warpgroups: without the pool each has its own.
     asynchronous = jax.config.values["jax_cpu_enable_async_dispatch"]
     jax.config.update("jax_cpu_enable_async_dispatch", False)
+    run_warpgroup, _threads._run_jaxpr = _threads._run_jaxpr, _run_warpgroup
     try:
         yield InterpretGPUParams(detect_races=detect_races, uninitialized_memory="nan")
         races = _interpreter.get_races()
@@ -59,7 +62,29 @@ def gpu_interpreter(*, detect_races: bool = True) -> Iterator[Any]:
         _interpreter.reset_gpu_interpret_mode_state()
         raise
     finally:
+        _threads._run_jaxpr = run_warpgroup
         jax.config.update("jax_cpu_enable_async_dispatch", asynchronous)
+
+
+_MOST_PROGRAMS = 16
+_programs: dict[Any, Any] = {}
+_compiling = threading.Lock()
+
+
+def _run_warpgroup(jaxpr, consts, *arguments):
+    """What the interpreter does for each warpgroup of each block, but compiled only once for all of
+    them, and for the latest of programs that are run again."""
+
+    def run(consts, *arguments):
+        jax.core.eval_jaxpr(jaxpr, consts, *arguments)
+
+    with _compiling:
+        if jaxpr not in _programs:
+            if len(_programs) == _MOST_PROGRAMS:
+                del _programs[next(iter(_programs))]
+            _programs[jaxpr] = jax.jit(run).lower(consts, *arguments).compile()
+        program = _programs[jaxpr]
+    program(consts, *arguments)
 
 
 def in_layout(array: jax.Array, layout: Any, interpret: Any) -> jax.Array:

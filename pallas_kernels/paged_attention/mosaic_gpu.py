@@ -4,8 +4,8 @@ Each is made for its kind: with one token a row there is little to compute and t
 as fast as memory gives them, with many tokens the tensor cores must not wait. A program whose
 batches are of one kind contains only that kind's kernel.
 
-The kernel for many tokens cannot unpack quantized pages. Beside decodes XLA attends for it, so that
-in steps which mix the two decodes keep their kernel.
+The kernel for many tokens cannot unpack quantized pages of head_dim 256. Beside decodes XLA attends
+for it, so that in steps which mix the two decodes keep their kernel.
 """
 
 from __future__ import annotations
@@ -34,14 +34,8 @@ def unsupported(
 ) -> str | None:
     """Why `paged_attention` refuses arrays of these shapes and dtypes, None if it does not."""
     if num_decodes:
-        reason = mosaic_gpu_decode.unsupported(q, pages)
-        if reason is not None or _are_packed(q, pages):
-            return reason
-    return mosaic_gpu_prefill.unsupported(q, pages) if len(q) > num_decodes else None
-
-
-def _are_packed(q: jax.Array, pages: KVPages) -> bool:
-    return pages.k.dtype != q.dtype
+        return mosaic_gpu_decode.unsupported(q, pages)
+    return mosaic_gpu_prefill.unsupported(q, pages)
 
 
 def paged_attention(
@@ -69,7 +63,7 @@ def paged_attention(
         rest = rest._replace(starts=rest.starts - num_decodes)
         visible = Visible(*(field[num_decodes:] for field in visible))
         arguments = q[num_decodes:], pages, rest, visible
-        if num_decodes and _are_packed(q, pages):
+        if num_decodes and mosaic_gpu_prefill.unsupported(q, pages):
             part = xla.paged_attention(*arguments, num_decodes=0, scale=scale, soft_cap=soft_cap)
         else:
             part = mosaic_gpu_prefill.paged_prefill(*arguments, **options)

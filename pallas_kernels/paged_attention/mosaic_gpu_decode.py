@@ -6,16 +6,9 @@ merged by log-sum-exp in a second kernel (`mosaic_gpu_merge`). How a row is cut 
 sees alone, so its result does not depend on the batch. Outside the two kernels there is one sum,
 the same for every layer of a step: where layers are unrolled, XLA computes it once.
 
-In one block, two streams work side by side, each on entries of its own: a warpgroup that issues
-loads and one that computes. The loader walks its entries without a pause, page by page into a ring
-in shared memory, so the first pages of an entry arrive while the previous one is being finished.
-Keys and values signal arrival and release separately.
-
-Packed pages (int8, float8) land in a ring of their own, as they are. The tensor cores need both
-operands in one dtype, so the loader, which is idle but for issuing, turns each tile into one of the
-queries' dtype as soon as the computing warpgroup has done with the tile before. It follows its own
-copies at a distance of all the places of the ring but one, and a place that it has read is free
-without asking anybody.
+In one block, two streams work side by side, each on entries of its own: a warpgroup that loads and
+one that computes (`mosaic_gpu_pages`). The loader walks its entries without a pause, so the first
+pages of an entry arrive while the previous one is being finished.
 
 Arithmetic behind the sizes (not measurements), for head_dim 128 and 2-byte elements, on an H200
 (132 multiprocessors, 1.755 GHz, 4.8 TB/s, thus 20.7 bytes per cycle and multiprocessor):
@@ -54,17 +47,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.compat import gpu as compat
+from pallas_kernels.paged_attention import mosaic_gpu_pages
 from pallas_kernels.paged_attention.decode_work import TILE, Cutting
 from pallas_kernels.paged_attention.hopper import LOG2E, MASKED, across, soft_capped
 from pallas_kernels.paged_attention.mosaic_gpu_merge import merge_splits
+from pallas_kernels.paged_attention.mosaic_gpu_pages import Loader, Ring, Seen, blank, matrix
 
 if TYPE_CHECKING:
     from pallas_kernels.paged_attention.layout import KVPages, RaggedBatch, Visible
 
-DTYPES = ("bfloat16", "float16")
-PACKED_DTYPES = ("int8", "float8_e4m3fn")
-HEAD_DIMS = (64, 128, 256)
-PAGE_SIZES = (16, 32, 64, 128)
 MAX_GROUP = 64
 """Query heads of a KV head: the rows of a wgmma."""
 
@@ -78,20 +69,9 @@ _WGMMA = plgpu.Layout.WGMMA
 
 def unsupported(q: jax.Array, pages: KVPages) -> str | None:
     """Why `paged_decode` refuses arrays of these shapes and dtypes, None if it does not."""
-    heads, head_dim = q.shape[1:]
-    kv_heads, page_size = pages.k.shape[1], pages.k.shape[3]
-    if q.dtype.name not in DTYPES:
-        return f"queries are {q.dtype}; they can be {' or '.join(DTYPES)}."
-    stored = (q.dtype.name, *PACKED_DTYPES)
-    if pages.k.dtype != pages.v.dtype or pages.k.dtype.name not in stored:
-        return (
-            f"keys are {pages.k.dtype} and values {pages.v.dtype}; with queries of {q.dtype}, "
-            f"both can be {', '.join(stored[:-1])} or {stored[-1]}."
-        )
-    if head_dim not in HEAD_DIMS:
-        return f"head_dim is {head_dim}; it can be one of {HEAD_DIMS}."
-    if page_size not in PAGE_SIZES:
-        return f"page_size is {page_size}; it can be one of {PAGE_SIZES}."
+    if reason := mosaic_gpu_pages.unsupported(q, pages):
+        return reason
+    heads, kv_heads = q.shape[1], pages.k.shape[1]
     if heads % kv_heads or heads // kv_heads > MAX_GROUP:
         return (
             f"{heads} query heads share {kv_heads} KV heads; "
@@ -166,26 +146,35 @@ def _kernel(q, pages, *, cutting, rows, group, scale, soft_cap, blocks, interpre
     entries of rows end to partial out [splits, rows, kv_heads, padded group, dim] and lse [splits,
     rows, kv_heads, padded group], of which only what belongs to an entry is written."""
     _, kv_heads, padded, dim = q.shape
-    num_pages, _, _, page_size = pages.k.shape
     packed = pages.k.dtype != q.dtype
-    piece = min(page_size, TILE)  # tokens of one copy, contiguous in a page
-    pieces = TILE // piece
     streams = 1 if dim == 256 else 2
     workers = blocks * streams
     tile_bytes = streams * 2 * TILE * dim * q.dtype.itemsize
     room = _SMEM_BYTES - streams * _ROWS * dim * (q.dtype.itemsize + 4)
-    stages = landings = min(4, room // tile_bytes)
+    stages, landings = min(4, room // tile_bytes), 0
     if packed:
         # One tile for the tensor cores, and as many as there is room for before it.
         stages, packed_bytes = 1, tile_bytes // q.dtype.itemsize
         landings = min(4, (room - tile_bytes) // packed_bytes)
+    num_pages, _, _, page_size = pages.k.shape
+    piece = min(page_size, TILE)
+    ring = Ring(
+        num_pages=num_pages,
+        page_size=page_size,
+        head_dim=dim,
+        stored=pages.k.dtype,
+        dtype=q.dtype,
+        tile=TILE,
+        stages=stages,
+        landings=landings,
+        value_columns=piece,
+        streams=streams,
+    )
     in_layout = functools.partial(compat.in_layout, interpret=interpret)
     positions = functools.partial(compat.positions, layout=_WGMMA, interpret=interpret)
 
     def paged_decode_kernel(q, k, v, tables, since, until, ends, out, lse, *scratch):
-        q_tile, k_ring, v_ring, out_tile, lse_tile, *scratch = scratch
-        q_full, k_full, v_full, k_free, v_free, *landing = scratch
-        k_land, v_land, k_landed, v_landed = landing or (k_ring, v_ring, k_full, v_full)
+        q_tile, places, out_tile, lse_tile, q_full = scratch
         warpgroup = lax.axis_index("warpgroup")
         stream = lax.rem(warpgroup, streams)
         worker = lax.axis_index("block") * streams + stream
@@ -197,19 +186,11 @@ def _kernel(q, pages, *, cutting, rows, group, scale, soft_cap, blocks, interpre
             number = jnp.minimum(lax.div(unit, kv_heads), ends[rows - 1] - 1)
             return lax.rem(unit, kv_heads), cutting.entry(number, ends, since, until, rows)
 
-        def slot_of(tile, slots=stages):
-            # Of one slot, the compiler must not know that it is number 0: it would keep what tells
-            # the tensor cores where operands lie in more registers than there are.
-            place = lax.rem(tile, slots) if slots > 1 else lax.shift_right_logical(tile, 30)
-            return stream * slots + place
-
         @pl.when(warpgroup < streams)
         def compute():
             if streams == 2:
                 plgpu.set_max_registers(192 if packed else 208, action="increase")
-            for stage in range(stages):
-                plgpu.barrier_arrive(k_free.at[stream * stages + stage])
-                plgpu.barrier_arrive(v_free.at[stream * stages + stage])
+            ring.free_all(places, stream)
 
             def load_queries(head, entry):
                 # The tile's other rows are never set, and their results never used.
@@ -220,16 +201,15 @@ def _kernel(q, pages, *, cutting, rows, group, scale, soft_cap, blocks, interpre
                 tiles_before, head, entry = carry
 
                 def fold(tile, carry):
-                    slot = slot_of(tiles_before + tile)
+                    slot = ring.slot(tiles_before + tile, stream)
                     start = (entry.first_tile + tile) * TILE
                     peak, total, values = carry
-                    plgpu.barrier_wait(k_full.at[slot])
-                    scores = [
-                        compat.product(q_tile.at[stream], k_ring.at[slot, n]) for n in range(pieces)
-                    ]
-                    plgpu.barrier_arrive(k_free.at[slot])
+                    plgpu.barrier_wait(places.k_full.at[slot])
+                    keys = [places.k.at[slot, n] for n in range(ring.pieces)]
+                    scores = [compat.product(q_tile.at[stream], piece) for piece in keys]
+                    plgpu.barrier_arrive(places.k_free.at[slot])
                     new_peak = peak
-                    for n in range(pieces):
+                    for n in range(ring.pieces):
                         position = positions((_ROWS, piece), 1) + (start + n * piece)
                         seen = (position >= entry.since) & (position < entry.until)
                         scores[n] = jnp.where(seen, _in_octaves(scores[n], scale, soft_cap), MASKED)
@@ -241,16 +221,19 @@ def _kernel(q, pages, *, cutting, rows, group, scale, soft_cap, blocks, interpre
                         weight = jnp.exp2(score - across(new_peak, piece))
                         total += jnp.sum(weight, axis=1)
                         weights.append(weight.astype(q_tile.dtype))
-                    plgpu.barrier_wait(v_full.at[slot])
+                    plgpu.barrier_wait(places.v_full.at[slot])
 
                     @pl.when((start < entry.since) | (start + TILE > entry.until))
                     def _():
-                        zero_invisible(v_ring.at[slot], start, entry)
+                        seen = Seen(entry.since - start, entry.until - start)
+                        blank(places.v.at[slot], seen, interpret)
 
                     values *= across(shrink, dim)
-                    rights = [v_ring.at[slot, pl.ds(n * piece, piece)] for n in range(pieces)]
+                    rights = [
+                        places.v.at[slot, pl.ds(n * piece, piece)] for n in range(ring.pieces)
+                    ]
                     values = compat.add_products(values, weights, rights, interpret)
-                    plgpu.barrier_arrive(v_free.at[slot])
+                    plgpu.barrier_arrive(places.v_free.at[slot])
                     return new_peak, total, values
 
                 def full(value, *columns):
@@ -278,16 +261,6 @@ def _kernel(q, pages, *, cutting, rows, group, scale, soft_cap, blocks, interpre
 
                 return tiles_before + entry.tiles, *following
 
-            def zero_invisible(tile, start, entry):
-                """What is not seen has no weight, but nothing times NaN would still be NaN."""
-                position = positions((TILE, 64), 0) + start
-                seen = (position >= entry.since) & (position < entry.until)
-                for column in range(0, dim, 64):
-                    part = tile.at[:, pl.ds(column, 64)]
-                    value = in_layout(part[...], _WGMMA)
-                    part[...] = jnp.where(seen, value, jnp.zeros_like(value))
-                plgpu.commit_smem()
-
             first = entry_of(jnp.int32(0))
 
             @pl.when(own_units > 0)
@@ -302,90 +275,21 @@ def _kernel(q, pages, *, cutting, rows, group, scale, soft_cap, blocks, interpre
             if streams == 2:
                 plgpu.set_max_registers(64 if packed else 40, action="decrease")
 
+            loader = Loader(ring, places, k, v, tables, interpret, stream)
+
             def load_entry(index, tiles_before):
                 head, entry = entry_of(index)
-                last_page = lax.div(entry.until - 1, page_size)
 
                 def load_tile(tile, _):
                     start = (entry.first_tile + tile) * TILE
-                    offset = pl.multiple_of(lax.rem(start, page_size), piece)
-                    # Read before waiting, so that their latency is not added to the wait. Beyond
-                    # the row's last page, that page again: what is loaded then is masked.
-                    ids = [
-                        tables[entry.row, jnp.minimum(lax.div(start, page_size) + n, last_page)]
-                        for n in range(pieces)
-                    ]
-                    ids = [jnp.clip(page, 0, num_pages - 1) for page in ids]
-                    number = tiles_before + tile
-                    slot = slot_of(number, landings)
-                    if not packed:
-                        plgpu.barrier_wait(k_free.at[slot])
-                    for n, page in enumerate(ids):
-                        source = k.at[page, head, :, pl.ds(offset, piece)]
-                        plgpu.copy_gmem_to_smem(source, k_land.at[slot, n], k_landed.at[slot])
-                    if not packed:
-                        plgpu.barrier_wait(v_free.at[slot])
-                    for n, page in enumerate(ids):
-                        source = v.at[page, head, pl.ds(offset, piece)]
-                        target = v_land.at[slot, pl.ds(n * piece, piece)]
-                        plgpu.copy_gmem_to_smem(source, target, v_landed.at[slot])
-                    if packed:
-                        pl.when(number >= landings - 1)(lambda: unpack(number - (landings - 1)))
+                    seen = Seen(entry.since - start, entry.until - start)
+                    loader.load(tiles_before + tile, entry.row, head, start, seen)
 
                 lax.fori_loop(0, entry.tiles, load_tile, None)
                 return tiles_before + entry.tiles
 
-            def unpack(tile):
-                """From where it landed, which is free from then on, to where it is multiplied."""
-                source, target = slot_of(tile, landings), slot_of(tile)
-                plgpu.barrier_wait(k_landed.at[source])
-                plgpu.barrier_wait(k_free.at[target])
-                for n in range(pieces):
-                    widen(k_land.at[source, n], k_ring.at[target, n])
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(k_full.at[target])
-                plgpu.barrier_wait(v_landed.at[source])
-                plgpu.barrier_wait(v_free.at[target])
-                widen(v_land.at[source], v_ring.at[target])
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(v_full.at[target])
+            loader.finish(lax.fori_loop(0, own_units, load_entry, jnp.int32(0)))
 
-            def widen(source, target):
-                rows, columns = source.shape
-                for row in range(0, rows, 64):
-                    for column in range(0, columns, 64):
-                        part = pl.ds(row, 64), pl.ds(column, min(64, columns))
-                        value = in_layout(source[part], plgpu.Layout.WGMMA_UPCAST_2X)
-                        target[part] = _widened(value, target.dtype)
-
-            tiles = lax.fori_loop(0, own_units, load_entry, jnp.int32(0))
-            if packed:
-                waiting = jnp.maximum(tiles - (landings - 1), 0)
-                lax.fori_loop(waiting, tiles, lambda tile, _: unpack(tile), None)
-            for stage in range(stages):
-                plgpu.barrier_wait(k_free.at[stream * stages + stage])
-                plgpu.barrier_wait(v_free.at[stream * stages + stage])
-
-    def matrix(*shape, columns, dtype):
-        """Shared memory in the order that copies and tensor cores know, `columns` a tile wide."""
-        row_bytes = columns * jnp.dtype(dtype).itemsize
-        if row_bytes < 32:
-            return plgpu.SMEM(shape, dtype)
-        order = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(row_bytes)
-        return plgpu.SMEM(shape, dtype, transforms=order)
-
-    ring = streams * stages
-    copied = functools.partial(plgpu.Barrier, num_barriers=streams * landings, num_arrivals=pieces)
-    done = functools.partial(plgpu.Barrier, num_barriers=ring)
-    filled = done if packed else copied
-    landing = ()
-    if packed:
-        landing = (
-            matrix(streams * landings, pieces, dim, piece, columns=piece, dtype=pages.k.dtype),
-            matrix(streams * landings, TILE, dim, columns=64, dtype=pages.v.dtype),
-            copied(),
-            copied(),
-        )
     return plgpu.kernel(
         paged_decode_kernel,
         out_type=(
@@ -400,16 +304,10 @@ def _kernel(q, pages, *, cutting, rows, group, scale, soft_cap, blocks, interpre
             # Operands of a wgmma share one swizzle, and keys lie along tokens: a copy's width
             # decides.
             matrix(streams, _ROWS, dim, columns=piece, dtype=q.dtype),
-            matrix(ring, pieces, dim, piece, columns=piece, dtype=q.dtype),
-            matrix(ring, TILE, dim, columns=piece, dtype=q.dtype),
+            ring.scratch,
             plgpu.SMEM((streams, _ROWS, dim), jnp.float32),
             plgpu.SMEM((streams, _ROWS), jnp.float32),
             plgpu.Barrier(num_barriers=streams),
-            filled(),
-            filled(),
-            done(),
-            done(),
-            *landing,
         ),
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -425,14 +323,3 @@ def _in_octaves(products, scale, soft_cap):
     if soft_cap is None:
         return products * (scale * LOG2E)
     return soft_capped(products, scale, soft_cap, unit=LOG2E)
-
-
-def _widened(values, dtype):
-    """int8 or float8 as `dtype`, exactly.
-
-    The hardware turns pairs of float8 into float16, and the compiler knows a short way from int8 to
-    bfloat16. From there the way to the other half precision leads through float32.
-    """
-    first = jnp.bfloat16 if values.dtype == jnp.int8 else jnp.float16
-    values = values.astype(first)
-    return values if dtype == first else values.astype(jnp.float32).astype(dtype)

@@ -15,8 +15,8 @@ and passes the turn on, so that the other's products are queued behind its own w
 it makes weights of the scores while the other's are computed. The online softmax (1805.02867) works
 in powers of two. Only tiles that some token of the block does not see in full are masked.
 
-What is beyond a row's pages may be anything. The loader overwrites values that no token of the
-block sees with zeros before it hands them on: no weight times NaN would still be NaN.
+The loader, of `mosaic_gpu_pages`, unpacks packed pages and overwrites values that no token of the
+block sees with zeros.
 
 The tokens of a row begin anywhere, and a block with some of them at a multiple of 8, as copies to
 shared memory must. Results are written by block, whole, and XLA picks each token's from there: it
@@ -32,13 +32,19 @@ whose multiprocessors have 2048 multiply-adds a cycle in tensor cores and 16 exp
 - Turns: one takes 1024 cycles. Between two, a warpgroup takes 512 cycles of exponentials and some
   360 of other operations on the 64 scores of each thread, which overlap in part.
 - Registers: 64 for values, 64 for scores, 32 for weights and the rest in passing, of 216; 72 are
-  left for the loader. With head_dim 256 a tile is 64 positions, and it is 128, 32 and 16 of 232.
+  left for the loader. With head_dim 256 a tile is 64 positions, and it is 128, 32 and 16 of 224:
+  too many to leave the loader what it needs to unpack pages.
 - Shared memory: two stages of the ring are 128 KiB, queries and results 32 KiB each; of 227. With
   head_dim 256, results replace the queries.
 - Operands: a wgmma's left operand from shared memory is 2 KiB for every 16 features, its right one
   32 bytes for each position. At 128 bytes a cycle, pages of 128 positions keep up with ease (48
   cycles of 64), pages of 64 just so (32 of 32), and scores take 1.5 times as long with pages of 32
   and 2.5 times with pages of 16.
+
+- Packed pages: a tile takes a third place of 32 KiB, where it lands. The loader has some 500
+  operations a thread for it, which fit beside those of the others. Shared memory moves more: 32
+  KiB from copies, 32 and 64 to unpack them, 192 to the products: 2560 cycles with pages of 64, for
+  what takes the tensor cores 2048.
 
 A short chunk of a very long row is one unit for each KV head, however long the row: few
 multiprocessors work on it.
@@ -57,14 +63,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.compat import gpu as compat
-from pallas_kernels.paged_attention import wgmma_turns
+from pallas_kernels.paged_attention import mosaic_gpu_pages, wgmma_turns
 from pallas_kernels.paged_attention.hopper import LOG2E, MASKED, across, soft_capped
 from pallas_kernels.paged_attention.layout import KVPages, RaggedBatch, Visible
+from pallas_kernels.paged_attention.mosaic_gpu_pages import Loader, Ring, Seen, matrix
 from pallas_kernels.paged_attention.prefill_work import ALIGNMENT, Block, work_list
-
-DTYPES = ("bfloat16", "float16")
-HEAD_DIMS = (64, 128, 256)
-PAGE_SIZES = (16, 32, 64, 128)
 
 _CONSUMERS = 2  # warpgroups that compute
 _ROWS = 64  # of queries of each: those of a wgmma
@@ -74,17 +77,11 @@ _WGMMA = plgpu.Layout.WGMMA
 
 def unsupported(q: jax.Array, pages: KVPages) -> str | None:
     """Why `paged_prefill` refuses arrays of these shapes and dtypes, None if it does not."""
-    heads, head_dim = q.shape[1:]
-    kv_heads, page_size = pages.k.shape[1], pages.k.shape[3]
-    if not q.dtype == pages.k.dtype == pages.v.dtype or q.dtype.name not in DTYPES:
-        return (
-            f"queries are {q.dtype}, keys {pages.k.dtype} and values {pages.v.dtype}; "
-            f"all must be of one of {', '.join(DTYPES)}."
-        )
-    if head_dim not in HEAD_DIMS:
-        return f"head_dim is {head_dim}; it can be one of {HEAD_DIMS}."
-    if page_size not in PAGE_SIZES:
-        return f"page_size is {page_size}; it can be one of {PAGE_SIZES}."
+    if reason := mosaic_gpu_pages.unsupported(q, pages):
+        return reason
+    heads, kv_heads = q.shape[1], pages.k.shape[1]
+    if pages.k.dtype != q.dtype and q.shape[2] > 128:
+        return f"head_dim is {q.shape[2]}; with pages of {pages.k.dtype} it can be 64 or 128."
     if heads % kv_heads:
         return f"{heads} query heads cannot be shared evenly among {kv_heads} KV heads."
     return None
@@ -173,20 +170,28 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
     groups = heads // packed
     span = _ROWS // packed
     tile_size = _tile_size(dim)
-    piece = min(page_size, tile_size)  # positions of one copy, contiguous in a page
-    pieces = tile_size // piece
-    item_bytes = q.dtype.itemsize
-    stages = _RING_BYTES // (2 * tile_size * dim * item_bytes)
+    ring = Ring(
+        num_pages=num_pages,
+        page_size=page_size,
+        head_dim=dim,
+        stored=pages.k.dtype,
+        dtype=q.dtype,
+        tile=tile_size,
+        stages=_RING_BYTES // (2 * tile_size * dim * q.dtype.itemsize),
+        landings=int(pages.k.dtype != q.dtype),
+        value_columns=dim,
+        readers=_CONSUMERS,
+        blanks=True,
+    )
     separate = dim < 256  # results have memory of their own, and else replace the queries
     # Found with the compiler: the most that the loader can spare without spilling.
-    registers = (232, 40) if dim == 256 else (216, 72)
+    registers = (208, 88) if ring.packed else (224, 56) if dim == 256 else (216, 72)
     in_layout = functools.partial(compat.in_layout, interpret=interpret)
     positions = functools.partial(compat.positions, layout=_WGMMA, interpret=interpret)
 
     def paged_prefill_kernel(q, k, v, tables, work, limits, count, out, lse, *scratch):
-        q_tile, k_ring, v_ring, lse_tile, limit_tile, *scratch = scratch
-        *barriers, out_tile = scratch if separate else (*scratch, q_tile)
-        q_full, q_free, k_full, k_free, v_full, v_free, v_loaded, turn = barriers
+        q_tile, places, lse_tile, limit_tile, q_full, q_free, turn, *results = scratch
+        (out_tile,) = results or (q_tile,)
         warpgroup = lax.axis_index("warpgroup")
         worker = lax.axis_index("block")
 
@@ -205,15 +210,10 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
             block = Block(*(work[number, column] for column in range(len(Block._fields))))
             return number, lax.rem(unit, groups), block
 
-        def slot_of(tile):
-            return lax.rem(tile, stages)
-
         @pl.when(warpgroup < _CONSUMERS)
         def compute():
             plgpu.set_max_registers(registers[0], action="increase")
-            for stage in range(stages):
-                plgpu.barrier_arrive(k_free.at[stage])
-                plgpu.barrier_arrive(v_free.at[stage])
+            ring.free_all(places)
             plgpu.barrier_arrive(q_free)
 
             def pass_turn():
@@ -228,7 +228,7 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
                     """One step of the online softmax, in octaves: its state and new weights."""
 
                     def masked(scores):
-                        own = limit_tile.at[lax.rem(index, 2), warpgroup]
+                        own = limit_tile.at[warpgroup]
                         since, until = (in_layout(own[n], _WGMMA.reduce(1)) for n in range(2))
                         position = positions((_ROWS, tile_size), 1) + tile * tile_size
                         seen = position >= across(since, tile_size)
@@ -239,6 +239,12 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
                         scores = soft_capped(scores, scale, soft_cap)
                     whole = (tile >= block.whole) & (tile < block.rest)
                     scores = lax.cond(whole, lambda scores: scores, masked, scores)
+                    if separate:
+
+                        @pl.when(tile + 1 == block.tiles)
+                        def _():
+                            plgpu.barrier_arrive(q_free)
+
                     unit = LOG2E if soft_cap is not None else scale * LOG2E
                     new_peak = jnp.maximum(peak, jnp.max(scores, axis=1) * unit)
                     shrink = jnp.exp2(peak - new_peak)
@@ -247,47 +253,38 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
                     return new_peak, total, shrink, weights.astype(q.dtype)
 
                 def keys(slot):
-                    return [k_ring.at[slot, n] for n in range(pieces)]
-
-                def finish_keys(tile):
-                    plgpu.barrier_arrive(k_free.at[slot_of(tiles_before + tile)])
-
-                    if separate:
-
-                        @pl.when(tile + 1 == block.tiles)
-                        def _():
-                            plgpu.barrier_arrive(q_free)
+                    return [places.k.at[slot, n] for n in range(ring.pieces)]
 
                 def full(value, *columns):
                     layout = _WGMMA if columns else _WGMMA.reduce(1)
                     return in_layout(jnp.full((_ROWS, *columns), value, jnp.float32), layout)
 
                 plgpu.barrier_wait(q_full.at[warpgroup])
-                slot = slot_of(tiles_before)
-                plgpu.barrier_wait(k_full.at[slot])
+                slot = ring.slot(tiles_before)
+                plgpu.barrier_wait(places.k_full.at[slot])
                 plgpu.barrier_wait(turn.at[warpgroup])
                 scores = wgmma_turns.products(q_tile.at[warpgroup], keys(slot), pass_turn)
-                finish_keys(0)
+                plgpu.barrier_arrive(places.k_free.at[slot])
                 peak, total, _, weights = weigh(0, scores, full(MASKED), full(0))
 
                 def fold(tile, carry):
                     peak, total, values, weights = carry
-                    slot = slot_of(tiles_before + tile)
-                    previous = slot_of(tiles_before + tile - 1)
-                    plgpu.barrier_wait(k_full.at[slot])
-                    plgpu.barrier_wait(v_full.at[previous])
+                    slot = ring.slot(tiles_before + tile)
+                    previous = ring.slot(tiles_before + tile - 1)
+                    plgpu.barrier_wait(places.k_full.at[slot])
+                    plgpu.barrier_wait(places.v_full.at[previous])
                     plgpu.barrier_wait(turn.at[warpgroup])
                     scores, values = wgmma_turns.products_and_add_product(
                         q_tile.at[warpgroup],
                         keys(slot),
                         values,
                         weights,
-                        v_ring.at[previous],
+                        places.v.at[previous],
                         pass_turn,
                         interpret,
                     )
-                    finish_keys(tile)
-                    plgpu.barrier_arrive(v_free.at[previous])
+                    plgpu.barrier_arrive(places.k_free.at[slot])
+                    plgpu.barrier_arrive(places.v_free.at[previous])
                     peak, total, shrink, weights = weigh(tile, scores, peak, total)
                     values *= across(shrink, dim)
                     return lax.optimization_barrier((peak, total, values, weights))
@@ -295,13 +292,13 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
                 carry = peak, total, full(0, dim), weights
                 peak, total, values, weights = lax.fori_loop(1, block.tiles, fold, carry)
 
-                last = slot_of(tiles_before + block.tiles - 1)
-                plgpu.barrier_wait(v_full.at[last])
+                last = ring.slot(tiles_before + block.tiles - 1)
+                plgpu.barrier_wait(places.v_full.at[last])
                 plgpu.barrier_wait(turn.at[warpgroup])
                 values = wgmma_turns.add_product(
-                    values, weights, v_ring.at[last], pass_turn, interpret
+                    values, weights, places.v.at[last], pass_turn, interpret
                 )
-                plgpu.barrier_arrive(v_free.at[last])
+                plgpu.barrier_arrive(places.v_free.at[last])
 
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous unit's results
                 out_tile[warpgroup] = (values * across(1 / total, dim)).astype(q.dtype)
@@ -325,15 +322,15 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
         def load():
             plgpu.set_max_registers(registers[1], action="decrease")
 
-            def load_unit(index, tiles_before):
+            loader = Loader(ring, places, k, v, tables, interpret)
+
+            def load_queries(index):
                 number, group, block = unit_of(index)
-                kv_head = lax.div(group * packed, heads // kv_heads)
-                last_page = lax.div(block.until - 1, page_size)
                 plgpu.barrier_wait(q_free)
 
-                def load_queries(consumer, _):
+                def load_rows(consumer, _):
                     source = limits.at[number, consumer]
-                    target = limit_tile.at[lax.rem(index, 2), consumer]
+                    target = limit_tile.at[consumer]
                     plgpu.copy_gmem_to_smem(source, target, q_full.at[consumer])
 
                     def load_head(n, _):
@@ -345,72 +342,33 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
 
                     lax.fori_loop(0, packed, load_head, None)
 
-                lax.fori_loop(0, _CONSUMERS, load_queries, None)
+                lax.fori_loop(0, _CONSUMERS, load_rows, None)
 
-                def load_tile(tile, _):
-                    slot = slot_of(tiles_before + tile)
+            def load_unit(index, carry):
+                tiles_before, latest = carry
+                _, group, block = unit_of(index)
+                kv_head = lax.div(group * packed, heads // kv_heads)
+                if not ring.packed:
+                    load_queries(index)
+
+                def load_tile(tile, latest):
                     start = (block.first_tile + tile) * tile_size
-                    offset = pl.multiple_of(lax.rem(start, page_size), piece)
-                    # Read before waiting, so that their latency is not added to the wait. Beyond
-                    # the last page that is seen, that page again: what it brings is masked.
-                    ids = [
-                        tables[block.row, jnp.minimum(lax.div(start, page_size) + n, last_page)]
-                        for n in range(pieces)
-                    ]
-                    ids = [jnp.clip(page, 0, num_pages - 1) for page in ids]
-                    plgpu.barrier_wait(k_free.at[slot])
-                    for n, page in enumerate(ids):
-                        source = k.at[page, kv_head, :, pl.ds(offset, piece)]
-                        plgpu.copy_gmem_to_smem(source, k_ring.at[slot, n], k_full.at[slot])
-                    plgpu.barrier_wait(v_free.at[slot])
-                    whole = (start >= block.since) & (start + tile_size <= block.until)
+                    seen = Seen(block.since - start, block.until - start)
+                    number = tiles_before + tile
+                    loader.load(number, block.row, kv_head, start, seen, latest)
+                    if ring.packed:
+                        # Not before: until the previous unit's last tile has been unpacked, that
+                        # unit needs its queries.
+                        pl.when(tile == 0)(lambda: load_queries(index))
+                    return seen if ring.packed else None
 
-                    def load_values(arrived):
-                        for n, page in enumerate(ids):
-                            source = v.at[page, kv_head, pl.ds(offset, piece)]
-                            target = v_ring.at[slot, pl.ds(n * piece, piece)]
-                            plgpu.copy_gmem_to_smem(source, target, arrived)
+                latest = lax.fori_loop(0, block.tiles, load_tile, latest)
+                return tiles_before + block.tiles, latest
 
-                    @pl.when(whole)
-                    def _():
-                        load_values(v_full.at[slot])
-
-                    @pl.when(jnp.logical_not(whole))
-                    def _():
-                        load_values(v_loaded)
-                        plgpu.barrier_wait(v_loaded)
-                        zero_invisible(slot, start, block)
-                        for _ in range(pieces):
-                            plgpu.barrier_arrive(v_full.at[slot])
-
-                lax.fori_loop(0, block.tiles, load_tile, None)
-                return tiles_before + block.tiles
-
-            def zero_invisible(slot, start, block):
-                """What is not seen has no weight, but nothing times NaN would still be NaN."""
-
-                def zero(part, _):
-                    first = pl.multiple_of(lax.div(part, dim // 64) * 64, 64)
-                    column = pl.multiple_of(lax.rem(part, dim // 64) * 64, 64)
-                    position = positions((64, 64), 0) + (start + first)
-                    seen = (position >= block.since) & (position < block.until)
-                    values = v_ring.at[slot, pl.ds(first, 64), pl.ds(column, 64)]
-                    value = in_layout(values[...], _WGMMA)
-                    values[...] = jnp.where(seen, value, jnp.zeros_like(value))
-
-                lax.fori_loop(0, tile_size // 64 * (dim // 64), zero, None)
-                plgpu.commit_smem()
-
-            lax.fori_loop(0, own_units(), load_unit, jnp.int32(0))
+            latest = Seen(jnp.int32(0), jnp.int32(0)) if ring.packed else None
+            done = lax.fori_loop(0, own_units(), load_unit, (jnp.int32(0), latest))
+            loader.finish(*done)
             plgpu.barrier_wait(q_free)
-            for stage in range(stages):
-                plgpu.barrier_wait(k_free.at[stage])
-                plgpu.barrier_wait(v_free.at[stage])
-
-    def tiled(columns):
-        swizzle = min(columns * item_bytes, 128)
-        tiling = plgpu.TilingTransform((8, swizzle // item_bytes))
-        return tiling, plgpu.SwizzleTransform(swizzle)
 
     return plgpu.kernel(
         paged_prefill_kernel,
@@ -424,20 +382,14 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
         thread_name="warpgroup",
         scratch_types=(
             # Operands of a wgmma share one swizzle, and keys lie along tokens.
-            plgpu.SMEM((_CONSUMERS, _ROWS, dim), q.dtype, transforms=tiled(piece)),
-            plgpu.SMEM((stages, pieces, dim, piece), q.dtype, transforms=tiled(piece)),
-            plgpu.SMEM((stages, tile_size, dim), q.dtype, transforms=tiled(dim)),
+            matrix(_CONSUMERS, _ROWS, dim, columns=ring.piece, dtype=q.dtype),
+            ring.scratch,
             plgpu.SMEM((_CONSUMERS, _ROWS), jnp.float32),
-            plgpu.SMEM((2, _CONSUMERS, 2, _ROWS), jnp.int32),
+            plgpu.SMEM((_CONSUMERS, 2, _ROWS), jnp.int32),
             plgpu.Barrier(num_barriers=_CONSUMERS, num_arrivals=packed + 1),
             plgpu.Barrier(num_arrivals=_CONSUMERS),
-            plgpu.Barrier(num_barriers=stages, num_arrivals=pieces),
-            plgpu.Barrier(num_barriers=stages, num_arrivals=_CONSUMERS),
-            plgpu.Barrier(num_barriers=stages, num_arrivals=pieces),
-            plgpu.Barrier(num_barriers=stages, num_arrivals=_CONSUMERS),
-            plgpu.Barrier(num_arrivals=pieces),
             plgpu.Barrier(num_barriers=_CONSUMERS),
-            *([plgpu.SMEM((_CONSUMERS, _ROWS, dim), q.dtype, transforms=tiled(dim))] * separate),
+            *([matrix(_CONSUMERS, _ROWS, dim, columns=dim, dtype=q.dtype)] * separate),
         ),
         compiler_params=plgpu.CompilerParams(
             approx_math=True,

@@ -15,17 +15,19 @@ from pallas_kernels.paged_attention.mosaic_gpu_prefill import paged_prefill
 pytestmark = pytest.mark.deviceless
 
 
-def prefill_arguments(tokens, heads, kv_heads, head_dim, page_size, dtype=jnp.bfloat16):
+def prefill_arguments(
+    tokens, heads, kv_heads, head_dim, page_size, dtype=jnp.bfloat16, stored=None
+):
     ints = functools.partial(array, dtype=jnp.int32)
     pages = KVPages(
-        array(512, kv_heads, head_dim, page_size, dtype=dtype),
-        array(512, kv_heads, page_size, head_dim, dtype=dtype),
+        array(512, kv_heads, head_dim, page_size, dtype=stored or dtype),
+        array(512, kv_heads, page_size, head_dim, dtype=stored or dtype),
     )
     batch = RaggedBatch(ints(4, 16384 // page_size), ints(4), ints(4), ints(4))
     return array(tokens, heads, head_dim, dtype=dtype), pages, batch, Visible(*[ints(tokens)] * 2)
 
 
-def prefill_shapes(heads, kv_heads, head_dim, page_size, dtype=jnp.bfloat16):
+def prefill_shapes(heads, kv_heads, head_dim, page_size, dtype=jnp.bfloat16, stored=None):
     return locals()
 
 
@@ -36,6 +38,10 @@ PREFILLS = [
     (prefill_shapes(64, 8, 64, 32, jnp.float16), {}),
     (prefill_shapes(16, 16, 256, 128), {}),
     (prefill_shapes(14, 2, 256, 32), {"soft_cap": 30.0}),
+    (prefill_shapes(32, 8, 128, 64, stored=jnp.int8), {}),
+    (prefill_shapes(32, 8, 128, 16, stored=jnp.float8_e4m3fn), {"soft_cap": 30.0}),
+    (prefill_shapes(28, 4, 128, 128, jnp.float16, stored=jnp.float8_e4m3fn), {}),
+    (prefill_shapes(64, 8, 64, 32, jnp.float16, stored=jnp.int8), {}),
 ]
 
 
