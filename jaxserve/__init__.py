@@ -27,6 +27,7 @@ __all__ = [
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "resumable",
 ]
 
 _HOMES = {
@@ -41,6 +42,7 @@ _HOMES = {
     "Logprob": "outputs",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
+    "resumable": "resume",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -101,10 +102,9 @@ class AsyncEngine:
 
         Raises RequestError when the request is refused, EngineClosedError when the engine ends.
         """
-        async for update in self._updates(prompt, sampling_params, request_id, priority, tenant):
-            if isinstance(update, RequestOutput):
-                return update
-        raise EngineClosedError("the engine ended the request without an output.")
+        return await self._output(
+            self._updates(prompt, sampling_params, request_id, priority, tenant)
+        )
 
     async def stream(
         self,
@@ -133,6 +133,31 @@ class AsyncEngine:
         """Forget every cached prefix."""
         self._command(self._engine.reset_prefix_cache)
 
+    async def checkpoint(
+        self, directory: str | Path, with_kv: bool = True, deadline_s: float | None = None
+    ) -> None:
+        """Write down what is unfinished, as LLM.checkpoint does: before closing, when the server is
+        told to stop."""
+        await self._result_of(lambda: self._engine.checkpoint(directory, with_kv, deadline_s))
+
+    async def restore(self, directory: str | Path) -> dict[str, asyncio.Task[RequestOutput]]:
+        """Take up the requests of a checkpoint: each one's output, by its id, for whoever comes to
+        ask for it. Cancelling a task aborts the request. Raises CheckpointError."""
+        loop = asyncio.get_running_loop()
+        listeners: dict[str, _Listener] = {}
+
+        def restore() -> None:
+            for request in self._engine.restore(directory):
+                listener = _Listener(loop, asyncio.Queue())
+                listeners[request.request_id] = self._listeners[request.request_id] = listener
+                self._publish(request)
+
+        await self._result_of(restore)
+        return {
+            request_id: asyncio.create_task(self._output(self._listen(request_id, listener)))
+            for request_id, listener in listeners.items()
+        }
+
     def get_metrics(self) -> dict[str, Metric]:
         return self._engine.snapshot()
 
@@ -152,11 +177,23 @@ class AsyncEngine:
     ) -> AsyncIterator[Update]:
         if params is None:
             params = self.default_sampling_params()
-        request_id = request_id or f"async-{next(self._ids)}"
+        request_id = request_id or self._next_id()
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
         add = functools.partial(self._add, request_id, prompt, params, priority, tenant, listener)
         if self._closing or not self._command(add):
-            raise EngineClosedError("the engine is closed; make a new one.") from self._failure
+            raise self._closed()
+        async with contextlib.aclosing(self._listen(request_id, listener)) as updates:
+            async for update in updates:
+                yield update
+
+    async def _output(self, updates: AsyncIterator[Update]) -> RequestOutput:
+        async for update in updates:
+            if isinstance(update, RequestOutput):
+                return update
+        raise EngineClosedError("the engine ended the request without an output.")
+
+    async def _listen(self, request_id: str, listener: _Listener) -> AsyncIterator[Update]:
+        """Updates of a request until it ends; aborts it when left early."""
         try:
             while True:
                 update = await listener.updates.get()
@@ -167,6 +204,31 @@ class AsyncEngine:
                     return
         finally:
             self._command(lambda: self._abort_of(request_id, listener))
+
+    def _next_id(self) -> str:
+        """An id that no request under way has; restored ones come with theirs."""
+        ids = (f"async-{number}" for number in self._ids)
+        return next(request_id for request_id in ids if request_id not in self._listeners)
+
+    async def _result_of(self, work: Callable[[], None]) -> None:
+        """Have the loop thread do something between steps; raises what that raises."""
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def command() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(work())
+                except Exception as error:
+                    done.set_exception(error)
+
+        if self._closing or not self._command(command):
+            raise self._closed()
+        await asyncio.wrap_future(done)
+
+    def _closed(self) -> EngineClosedError:
+        error = EngineClosedError("the engine is closed; make a new one.")
+        error.__cause__ = self._failure
+        return error
 
     def _command(self, command: Callable[[], None]) -> bool:
         """Have the loop thread carry out a command; False when that thread has ended."""

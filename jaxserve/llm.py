@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,9 @@ from tqdm import tqdm
 
 from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams, search
 from jaxserve.config import EngineConfig
+from jaxserve.delta_stream import DeltaStream
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.interrupts import interrupts_held
 from jaxserve.engine.metrics import Metric
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.request import Request
@@ -24,7 +25,7 @@ from jaxserve.engine.shared_prefix import SharedPrefix
 from jaxserve.engine.trace import write_trace
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.offline import planned_order
-from jaxserve.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
+from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxserve.runtime.startup import EnginePlan, Progress, no_progress
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text import Tokenizer
@@ -57,6 +58,7 @@ class LLM:
             raise ConfigError(f"trace_file is {str(trace_file)!r}; its directory does not exist.")
         self._trace_file = trace_file
         self._ids = itertools.count()
+        self._open: dict[str, Request] = {}
         self.engine = Engine.load(
             EngineConfig.of(model=model, **settings),
             progress=progress,
@@ -120,7 +122,7 @@ class LLM:
         """
         single = _is_single(prompts)
         batch = [prompts] if single else list(prompts)
-        ids = map(str, self._ids)
+        ids = iter(self._next_id, None)
         with _Bar(total=len(batch), disable=not use_tqdm, unit="req", dynamic_ncols=True) as bar:
             return search(self.engine, batch, params, ids, bar.update, single, tenant)
 
@@ -133,8 +135,9 @@ class LLM:
         """Deltas of one prompt as they come. Leaving the loop early aborts the request."""
         if sampling_params is None:
             sampling_params = self.default_sampling_params()
-        request = self.engine.add(str(next(self._ids)), prompt, sampling_params, tenant=tenant)
-        return DeltaStream(self.engine, request)
+        with interrupts_held():
+            request = self.engine.add(self._next_id(), prompt, sampling_params, tenant=tenant)
+            return self._stream_of(request)
 
     def stream_chat(
         self,
@@ -146,6 +149,35 @@ class LLM:
         """Deltas of the answer to one conversation."""
         prompt = self.chat_prompt(messages, **template_variables)
         return self.stream(prompt, sampling_params, tenant)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a call of `generate` or a stream is under way."""
+        return bool(self._open)
+
+    def checkpoint(
+        self, directory: str | Path, with_kv: bool = True, deadline_s: float | None = None
+    ) -> None:
+        """Write down the requests of every `generate` and every stream under way, between steps;
+        `restore` takes them up in another process, on whatever devices that has.
+
+        `with_kv` also saves what was computed for them, and the prefix cache, for `deadline_s`
+        seconds at most. What is not saved is computed again. Raises CheckpointError.
+        """
+        ended = [request for request in self._open.values() if request.finished]
+        self.engine.checkpoint(directory, with_kv, deadline_s, ended)
+
+    def restore(self, directory: str | Path) -> list[DeltaStream]:
+        """Streams of the requests of a checkpoint, in the order of their prompts; each begins with
+        what was generated before, and aborts what is left when dropped. Raises
+        CheckpointError."""
+        with interrupts_held():
+            # In the order of their numbers: a list of prompts may have been added in another.
+            requests = sorted(
+                self.engine.restore(directory),
+                key=lambda request: (len(request.request_id), request.request_id),
+            )
+            return [self._stream_of(request) for request in requests]
 
     def abort(self, request_id: str) -> bool:
         """End a request early; False if there is no such unfinished request."""
@@ -212,7 +244,7 @@ class LLM:
         params = self._params_for(sampling_params, len(inputs))
         priorities = _matching("priority", priority, len(inputs))
         outputs: dict[str, RequestOutput] = {}
-        ids = [str(next(self._ids)) for _ in inputs]
+        ids = [self._next_id() for _ in inputs]
         bar = _Bar(total=len(inputs), disable=not use_tqdm, unit="req", dynamic_ncols=True)
 
         def refuse(index: int, error: RequestError) -> None:
@@ -228,12 +260,16 @@ class LLM:
                     prompts[index] = self.engine.tokenize(prompt_of(given))
                 except RequestError as error:
                     refuse(index, error)
-            for index, shared in self._order(prompts, params, planned=priority is None):
-                wishes = params[index], priorities[index], tenant, shared
-                try:
-                    self.engine.add(ids[index], prompts[index], *wishes)
-                except RequestError as error:
-                    refuse(index, error)
+            order = list(self._order(prompts, params, planned=priority is None))
+            with interrupts_held():  # A checkpoint has all of them, or none.
+                for index, shared in order:
+                    wishes = params[index], priorities[index], tenant, shared
+                    try:
+                        request = self.engine.add(ids[index], prompts[index], *wishes)
+                    except RequestError as error:
+                        refuse(index, error)
+                    else:
+                        self._open[request.request_id] = request
             pending = set(ids) - set(outputs)
             while pending:
                 for request in self.engine.step():
@@ -250,7 +286,17 @@ class LLM:
             raise
         finally:
             bar.close()
+            for request_id in ids:
+                self._open.pop(request_id, None)
         return [outputs[request_id] for request_id in ids]
+
+    def _next_id(self) -> str:
+        """An id that no request under way has; restored ones come with theirs."""
+        return next(number for number in map(str, self._ids) if number not in self._open)
+
+    def _stream_of(self, request: Request) -> DeltaStream:
+        self._open[request.request_id] = request
+        return DeltaStream(self.engine, request, self._open)
 
     def _order(
         self, prompts: dict[int, TokenizedPrompt], params: list[SamplingParams], planned: bool
@@ -292,42 +338,6 @@ class _Bar(tqdm):
     """A progress bar without tqdm's watching thread, which would outlive it."""
 
     monitor_interval = 0
-
-
-class DeltaStream(Iterator[Delta]):
-    """Deltas of one request, until it ends. Closing or dropping the stream aborts what is left.
-
-    Several streams and calls of `generate` may be under way on one engine: whoever asks for more
-    steps it for all of them.
-    """
-
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self.request_id = request.request_id
-        self._engine = engine
-        self._request = request
-        self._ready: collections.deque[Delta] = collections.deque()
-
-    def __next__(self) -> Delta:
-        try:
-            while not self._ready:
-                # Others may have stepped the engine since: what came meanwhile is taken before
-                # the end is believed, or another step made.
-                self._ready.extend(self._request.take_deltas())
-                if not self._ready:
-                    if self._request.finished:
-                        raise StopIteration
-                    self._engine.step()
-        except KeyboardInterrupt:
-            self.close()
-            raise
-        return self._ready.popleft()
-
-    def close(self) -> None:
-        """End the request, if it has not ended. May be called twice."""
-        self._engine.abort(self.request_id)
-
-    def __del__(self) -> None:
-        self.close()
 
 
 def _is_single(prompts: Any) -> bool:

@@ -16,7 +16,7 @@ def modules(package: str) -> list[str]:
 
 
 HOST_ONLY = [
-    *(name for name in modules("jaxserve/engine") if name != "jaxserve.engine.engine"),
+    *sorted(set(modules("jaxserve/engine")) - {"jaxserve.engine.engine", "jaxserve.engine.steps"}),
     *modules("jaxserve/kv"),
     *modules("jaxserve/offline"),
     *modules("jaxserve/text"),

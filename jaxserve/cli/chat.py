@@ -49,7 +49,7 @@ class Chat:
                     question = {"role": "user", "content": line}
                     try:
                         prompt = llm.chat_prompt([*messages, question])
-                        answer = print_answer(llm, prompt, params)
+                        answer = print_answer(llm.stream(prompt, params))
                     except RequestError as error:
                         # Such as a conversation that has outgrown the context.
                         print(f"error: {error}\n{_HINT}", file=sys.stderr)

@@ -10,6 +10,7 @@ from jaxserve.cli.progress import TerminalProgress
 from jaxserve.cli.text import device_name, size, table
 
 if TYPE_CHECKING:
+    from jaxserve.runtime.geometry import Geometry
     from jaxserve.runtime.memory import MemoryPlan
     from jaxserve.runtime.programs import Programs
     from jaxserve.runtime.startup import EnginePlan
@@ -32,16 +33,19 @@ class Plan:
         with TerminalProgress() as progress:
             programs = decided.compile(progress).result()
         decided = decided.with_programs(programs)
-        print(_heading(decided), _memory(decided), _capacity(decided), sep="\n\n")
-        print("", _programs(programs), sep="\n")
+        parts = [_heading(decided), _memory(decided), _capacity(decided)]
+        if decided.geometry.mesh is not None:
+            parts.append(_placement(decided.geometry))
+        print(*parts, _programs(programs), sep="\n\n")
         return 0
 
 
 def _heading(decided: EnginePlan) -> str:
-    config, model = decided.config, decided.geometry.model
+    config, model, mesh = decided.config, decided.geometry.model, decided.geometry.mesh
+    several = "" if mesh is None else f"{mesh.size} x "
     return (
         f"{decided.checkpoint.path.name}: {model.architecture}, {config.dtype}, "
-        f"{decided.checkpoint.format}, on {device_name(decided.device)}"
+        f"{decided.checkpoint.format}, on {several}{device_name(decided.device)}"
     )
 
 
@@ -49,7 +53,7 @@ def _memory(decided: EnginePlan) -> str:
     memory = decided.memory
     return table(
         [
-            ("MEMORY", ""),
+            ("MEMORY" if memory.num_devices == 1 else "MEMORY OF EACH DEVICE", ""),
             ("weights", size(memory.weights_bytes)),
             (f"KV pool, {memory.num_pages:,} pages of {memory.page_size}", size(memory.kv_bytes)),
             ("sampling state", size(memory.state_bytes)),
@@ -102,6 +106,26 @@ def _capacity(decided: EnginePlan) -> str:
         )
     )
     return table(rows)
+
+
+def _placement(geometry: Geometry) -> str:
+    """What lies where on a mesh: parameters, and the pages of a layer on each stage."""
+    import jax
+
+    from jaxserve.runtime.geometry import PAGE_NAMES, PAGES, PARAMETERS
+    from sharding_rules import NamedArray, placement
+
+    params = jax.tree.map(
+        lambda spec: NamedArray(spec.shape, geometry.dtype, spec.axes), geometry.specs
+    )
+    kv = [
+        {
+            "k": NamedArray(layer.k.shape, layer.k.dtype, PAGE_NAMES.k),
+            "v": NamedArray(layer.v.shape, layer.v.dtype, PAGE_NAMES.v),
+        }
+        for layer in geometry.abstract_kv
+    ]
+    return str(placement(params | {"kv": kv}, geometry.mesh, PARAMETERS | PAGES))
 
 
 def _programs(programs: Programs) -> str:

@@ -10,8 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from jaxserve.llm import LLM, Prompt
-    from jaxserve.sampling_params import SamplingParams
+    from jaxserve.delta_stream import DeltaStream
 
 
 class Answer(NamedTuple):
@@ -19,13 +18,10 @@ class Answer(NamedTuple):
     interrupted: bool
 
 
-def print_answer(llm: LLM, prompt: Prompt, params: SamplingParams) -> Answer:
+def print_answer(stream: DeltaStream) -> Answer:
     """Print the answer as it is generated, until it ends or the user presses Ctrl-C."""
     pieces = []
-    with (
-        _deferred_interrupt() as interrupt,
-        contextlib.closing(llm.stream(prompt, params)) as deltas,
-    ):
+    with _deferred_interrupt() as interrupt, contextlib.closing(stream) as deltas:
         for delta in deltas:
             pieces.append(delta.text)
             print(delta.text, end="", flush=True)

@@ -192,7 +192,8 @@ class AgreedLog:
         return compared
 
     def _apart(self, theirs: str, ours: str | None) -> DistributedError:
+        step = self._number - 1
         return DistributedError(
-            f"host {self._channel.host} is not where host 0 is at step {self._number - 1}: {theirs} "
-            f"there, {ours} here. Run the same script with the same inputs on every host."
+            f"host {self._channel.host} is not where host 0 is at step {step}: there {theirs}, "
+            f"here {ours}. Run the same script with the same inputs on every host."
         )

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from jaxserve.runtime.startup import EnginePlan
 
 
+_KV_FACTS = ("dtype", "quantization", "rope_context")
+"""What must be the same for KV to be of use: the context, where rotary frequencies depend on it."""
+
+
 class TakenUp(NamedTuple):
     """What a checkpoint has for an engine: requests, some ended, and KV that it can use."""
 
@@ -103,7 +107,7 @@ class Checkpoints:
             )
         prefixes: dict[int, SharedPrefix] = {}
         made = [self._made(state, prefixes, now_us) for state in states]
-        usable = reader.has("kv") and all(theirs[n] == ours[n] for n in ("dtype", "quantization"))
+        usable = reader.has("kv") and all(theirs[name] == ours[name] for name in _KV_FACTS)
         return TakenUp(made, SavedKV(reader) if usable else None)
 
     def restore_kv(self, taken_up: TakenUp) -> None:
@@ -144,12 +148,14 @@ class Checkpoints:
 
     @property
     def _facts(self) -> dict[str, Any]:
+        stretched = self._model.config.rope.kind != "default"
         return {
             "jaxserve": jaxserve.__version__,
             "model": self._model.config.name or self._model.config.architecture,
             "fingerprint": self._model.fingerprint,
             "dtype": self._config.dtype,
             "quantization": self._config.quantization,
+            "rope_context": self._config.max_model_len if stretched else None,
         }
 
 

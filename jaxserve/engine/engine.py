@@ -1,15 +1,8 @@
-"""The loop: schedule, dispatch, collect. One step is always planned before the last is read.
-
-While the device works on a step the host plans, packs and dispatches the next one, feeding it
-tokens that only the device knows, and then reads the older step. So a stop condition is seen one
-step late, and the token sampled in the meantime is dropped.
-"""
+"""The engine: requests in, steps made, outputs out; on one host, or in step with others."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
@@ -25,20 +18,17 @@ from jaxserve.engine.intake import Intake, NewRequest, check_priority
 from jaxserve.engine.interrupts import interrupts_held
 from jaxserve.engine.kv_metrics import kv_metrics
 from jaxserve.engine.metrics import Metric, Metrics
-from jaxserve.engine.plan import Chunk, StepPlan
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
-from jaxserve.engine.request import Generation, Request, Stop, TokenScores
+from jaxserve.engine.request import Request
 from jaxserve.engine.scheduler import Scheduler, SchedulerConfig
-from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.shared_prefix import SharedPrefix
+from jaxserve.engine.steps import Steps
 from jaxserve.errors import CheckpointError, EngineClosedError, JaxserveError, RequestError
-from jaxserve.kv.rates import causal_pairs
 from jaxserve.outputs import RequestMetrics, RequestOutput
 from jaxserve.runtime.hosts import Hosts
 from jaxserve.runtime.paging import Paging
-from jaxserve.runtime.runner import DispatchedStep, Runner, StepResults
+from jaxserve.runtime.runner import Runner
 from jaxserve.runtime.startup import EnginePlan, Progress, no_progress, start
-from jaxserve.sampling import NO_TOKEN, TokenLogprobs, sequence_seed
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text import Tokenizer
 
@@ -81,20 +71,16 @@ class Engine:
             ),
             self.kv,
         )
-        self._runner = runner
-        self._requests: dict[str, Request] = {}
-        self._owner: dict[int, tuple[Request, Generation]] = {}
-        self._dispatched: collections.deque[tuple[int, int]] = collections.deque()
-        self._last_ready_us = 0
-        self._step_ids = itertools.count()
-        self._admitted: set[int] = set()
-        self._displaced: set[int] = set()
         self._closed: str | None = None
         self._hosts = hosts
         self._agreed = None if hosts is None else AgreedLog(hosts)
-        self._read: collections.deque[StepPlan] = collections.deque()
         model = plan.geometry.model
         self.eos_token_ids = frozenset((*model.eos_token_ids, *tokenizer.eos_token_ids))
+        self._runner = runner
+        self._steps = Steps(
+            self.scheduler, self._paging, runner, log, self.eos_token_ids, self._agreed
+        )
+        self._requests = self._steps.requests
         self._intake = Intake(config, tokenizer, model.vocab_size, self.eos_token_ids, log.now)
         self._checkpoints = Checkpoints(plan, tokenizer, self._intake, self.scheduler, self._paging)
 
@@ -118,7 +104,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished, or a step is still to be read."""
-        return self.scheduler.has_work or bool(self._dispatched)
+        return self._steps.has_work
 
     def add(
         self,
@@ -142,7 +128,7 @@ class Engine:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request.")
         new = self._intake.make(request_id, prompt, params, priority, tenant, shared_prefix)
         with interrupts_held():
-            self._accept(new)
+            self._steps.accept(new)
             self._note_addition(new, priority, tenant, shared_prefix)
         return new.request
 
@@ -155,16 +141,11 @@ class Engine:
 
         On other hosts than the first it ends at the next step, if it does so there.
         """
-        request = self._requests.get(request_id)
-        if request is not None and self._decides("abort", request_id):
-            self._abort(request)
+        with interrupts_held():
+            request = self._requests.get(request_id)
+            if request is not None and self._decides("abort", request_id):
+                self._steps.abort(request)
         return request
-
-    def _abort(self, request: Request) -> None:
-        for generation in request.generations:
-            if not generation.seq.finished:
-                self._finish(request, generation, Stop("abort"))
-                generation.end("abort")
 
     def set_priority(self, request_id: str, priority: int) -> bool:
         """Change the priority of a request, lower running first; False if it has ended.
@@ -172,9 +153,10 @@ class Engine:
         Raises RequestError unless it is an integer.
         """
         check_priority(priority)
-        request = self._requests.get(request_id)
-        if request is not None and self._decides("set_priority", request_id, priority):
-            self._set_priority(request, priority)
+        with interrupts_held():
+            request = self._requests.get(request_id)
+            if request is not None and self._decides("set_priority", request_id, priority):
+                self._set_priority(request, priority)
         return request is not None
 
     def _set_priority(self, request: Request, priority: int) -> None:
@@ -212,7 +194,7 @@ class Engine:
             with interrupts_held():
                 now_us = self._agree(wait)
                 with self._step_watched():
-                    touched = self._advance(now_us)
+                    touched = [] if now_us is None else self._steps.advance(now_us)
         except BaseException as error:
             if touched is not None:
                 raise
@@ -275,7 +257,7 @@ class Engine:
         with interrupts_held():
             for new in taken_up.requests:
                 if not new.request.finished:
-                    self._accept(new)
+                    self._steps.accept(new)
             self._checkpoints.restore_kv(taken_up)
         return [new.request for new in taken_up.requests]
 
@@ -285,11 +267,9 @@ class Engine:
             if self._agreed is not None:
                 self._agreed.end()
             for request in list(self._requests.values()):
-                self._abort(request)
+                self._steps.abort(request)
         finally:  # A step that failed half way may have left requests that cannot be aborted.
-            self._requests.clear()
-            self._dispatched.clear()
-            self._paging.close()
+            self._steps.close()
             self._runner = None
             if self._hosts is not None:
                 self._hosts.close()
@@ -331,8 +311,7 @@ class Engine:
         arrivals_us = iter(entry.arrivals_us)
         for command, given in commands:
             self._carry_out(command, given, arrivals_us)
-        for took_us in entry.took_us:
-            self.scheduler.took(self._read.popleft(), took_us)
+        self._steps.took(entry.took_us)
         return entry.now_us
 
     def _carry_out(self, command: list[Any], given: bool, arrivals_us: Iterator[int]) -> None:
@@ -342,7 +321,7 @@ class Engine:
                 if not given:
                     added = Addition.from_json(fields)
                     prefix = self._agreed.prefix_of(added.prefix)
-                    self._accept(self._intake.make_again(added, prefix))
+                    self._steps.accept(self._intake.make_again(added, prefix))
                 arrival_us = next(arrivals_us)
                 if not self.leads:
                     for generation in self._requests[fields["request_id"]].generations:
@@ -351,7 +330,7 @@ class Engine:
             case _ if self.leads:
                 pass
             case ["abort", request_id] if request_id in self._requests:
-                self._abort(self._requests[request_id])
+                self._steps.abort(self._requests[request_id])
             case ["set_priority", request_id, priority] if request_id in self._requests:
                 self._set_priority(self._requests[request_id], priority)
             case ["reset_prefix_cache"]:
@@ -386,201 +365,6 @@ class Engine:
         )
         self._agreed.note(added.to_json(), first.arrival_us)
 
-    # Dispatch
-
-    def _advance(self, now_us: int | None) -> list[Request]:
-        """One step, planned as of the hosts' common time; None when there is none."""
-        if now_us is None:
-            return []
-        planned = self._dispatch(now_us)
-        done = self._runner.done
-        if done and (len(done) > _STEPS_AHEAD or not planned):
-            return self._collect(*self._dispatched.popleft(), done.popleft())
-        if not planned:
-            self._paging.wait()
-        return []
-
-    def _dispatch(self, now_us: int) -> bool:
-        """Plan and dispatch one step; False when there is nothing to run."""
-        begin_us = self.log.now()
-        self._paging.poll()
-        plan = self.scheduler.schedule(now_us)
-        self._paging.check(self.scheduler.tables)
-        self._paging.carry_out()
-        self._log_preempted(plan)
-        if plan.empty:
-            if not self._runner.busy:
-                return False
-            self._runner.advance()
-            return True
-        scheduled_us = self.log.now()
-        packed = self._runner.pack(plan)
-        packed_us = self.log.now()
-        self._runner.dispatch(packed)
-        if self._agreed is not None:
-            self._agreed.saw(plan)
-        self._log_entries(plan)
-        step_id = next(self._step_ids)
-        self.log.dispatched(
-            step_id,
-            f"step-{packed.key.rows}-{packed.key.prefill_tokens}",
-            begin_us=begin_us,
-            scheduled_us=scheduled_us,
-            packed_us=packed_us,
-            decode_rows=len(plan.decodes),
-            prefill=[(chunk.seq.seq_id, chunk.num_tokens) for chunk in plan.prefills],
-            padded_tokens=packed.key.num_tokens - plan.num_tokens,
-            pages_used=self.kv.pool.num_used,
-            pages_total=self.kv.pool.capacity,
-        )
-        self._dispatched.append((step_id, packed_us))
-        return True
-
-    def _log_preempted(self, plan: StepPlan) -> None:
-        for seq in plan.preempted:
-            # Whoever still waited for pages to be fetched had not yet come, or come back.
-            if seq.seq_id in self._admitted and seq.seq_id not in self._displaced:
-                self._displaced.add(seq.seq_id)
-                self.log.preempted(seq.seq_id)
-
-    def _log_entries(self, plan: StepPlan) -> None:
-        for chunk in plan.prefills:
-            seq_id = chunk.seq.seq_id
-            if seq_id not in self._admitted:
-                self._admitted.add(seq_id)
-                cached = min(chunk.start, chunk.seq.num_prompt)  # More, if it was restored.
-                self.log.admitted(seq_id, cached_tokens=cached)
-            elif seq_id in self._displaced:
-                self._displaced.remove(seq_id)
-                self.log.resumed(seq_id)
-
-    # Collection
-
-    def _collect(self, step_id: int, dispatched_us: int, step: DispatchedStep) -> list[Request]:
-        begin_us = self.log.now()
-        results = self._runner.read(step)
-        ready_us = self.log.now()
-        took_us = ready_us - max(dispatched_us, self._last_ready_us)
-        if self._agreed is None:
-            self._time_prefill(step, took_us)
-            self.scheduler.took(step.plan, took_us)
-        else:  # The scheduler must hear the same everywhere, so host 0's times, in the next entry.
-            self._read.append(step.plan)
-            self._agreed.took(took_us)
-            self._agreed.sampled(results.token_ids)
-        self._last_ready_us = ready_us
-        kept = [
-            (row, chunk, token_id)
-            for row, (chunk, token_id) in enumerate(zip(results.sampled, results.token_ids))
-            if self.scheduler.collect(chunk, token_id)
-        ]
-        self.log.collected(
-            step_id,
-            [chunk.seq.seq_id for _, chunk, _ in kept],
-            begin_us=begin_us,
-            ready_us=ready_us,
-        )
-        if results.prompt_logprobs is not None:
-            self._collect_prompt_logprobs(step.plan, results.prompt_logprobs)
-        touched: dict[str, Request] = {}
-        for row, chunk, token_id in kept:
-            request, generation = self._owner[chunk.seq.seq_id]
-            touched[request.request_id] = request
-            self._append(request, generation, token_id, row, results)
-        return list(touched.values())
-
-    def _time_prefill(self, step: DispatchedStep, us: int) -> None:
-        """Has the rates learn from a step that was large, and mostly prefill."""
-        key, most = step.key, self.scheduler.config.max_prefill_tokens
-        large = 2 * key.prefill_tokens >= key.num_tokens and 4 * key.prefill_tokens >= most
-        if large and step.plan.prefills:
-            spans = ((chunk.start, chunk.start + chunk.num_tokens) for chunk in step.plan.prefills)
-            pairs = sum(causal_pairs(start, stop) for start, stop in spans)
-            self.kv.rates.prefilled(key.num_tokens, pairs, us)
-
-    def _append(
-        self,
-        request: Request,
-        generation: Generation,
-        token_id: int,
-        row: int,
-        results: StepResults,
-    ) -> None:
-        if token_id == NO_TOKEN:
-            generation.seq.output_token_ids.pop()
-            self._fail(request, generation, "the model's logits left no token to sample")
-            return
-        scores = None
-        if results.logprobs is not None and generation.seq.params.logprobs is not None:
-            scores = _scores(results.logprobs, row, generation.seq.params.logprobs)
-        stop = generation.append(token_id, scores)
-        if stop is not None:
-            self._finish(request, generation, stop)
-
-    def _collect_prompt_logprobs(self, plan: StepPlan, scored: TokenLogprobs) -> None:
-        first = 0
-        for chunk in plan.prefills:
-            owner = self._owner.get(chunk.seq.seq_id)
-            if owner is not None and owner[0].params.prompt_logprobs is not None:
-                self._add_prompt_scores(owner[0], chunk, scored, first)
-            first += chunk.num_tokens
-
-    def _add_prompt_scores(
-        self, request: Request, chunk: Chunk, scored: TokenLogprobs, first: int
-    ) -> None:
-        """The hidden state of a token scores the one after it."""
-        position = chunk.start + 1
-        count = min(chunk.num_tokens, len(request.prompt_token_ids) - position)
-        wanted = request.params.prompt_logprobs
-        request.add_prompt_scores(
-            position, [_scores(scored, first + i, wanted) for i in range(max(0, count))]
-        )
-
-    def _finish(self, request: Request, generation: Generation, stop: Stop) -> None:
-        seq = generation.seq
-        self.scheduler.finish(seq, stop.reason, stop.stop_reason)
-        self.log.finished(seq.seq_id, stop.reason)
-        self._release(request, seq)
-
-    def _fail(self, request: Request, generation: Generation, error: str) -> None:
-        seq = generation.seq
-        self.scheduler.finish(seq, "error")
-        generation.end("error")
-        request.error = error
-        self.log.failed(seq.seq_id, error)
-        self._release(request, seq)
-
-    def _release(self, request: Request, seq: Sequence) -> None:
-        self._runner.forget(seq)
-        self._admitted.discard(seq.seq_id)
-        self._displaced.discard(seq.seq_id)
-        del self._owner[seq.seq_id]
-        if request.finished:
-            del self._requests[request.request_id]
-
-    # Acceptance
-
-    def _accept(self, new: NewRequest) -> None:
-        request, seed, words = new
-        unfinished = [g for g in request.generations if not g.seq.finished]
-        sequences = [generation.seq for generation in unfinished]
-        eos = tuple(sorted(self.eos_token_ids))
-        try:
-            for seq in sequences:
-                self._runner.register(seq, sequence_seed(seed, seq.index), words, eos)
-                self.scheduler.add(seq)
-        except BaseException:
-            for seq in sequences:
-                self._runner.forget(seq)
-                self.scheduler.abort(seq.seq_id)
-            raise
-        request.seed = seed
-        self._requests[request.request_id] = request
-        for generation in unfinished:
-            seq = generation.seq
-            self._owner[seq.seq_id] = request, generation
-            self.log.arrived(seq.seq_id, request.request_id, prompt_tokens=seq.num_prompt)
-
     def _check_one_host(self) -> None:
         if self._hosts is not None:
             raise CheckpointError(
@@ -591,12 +375,3 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError(f"{self._closed}; make a new one.")
-
-
-def _scores(scored: TokenLogprobs, row: int, count: int) -> TokenScores:
-    ids, logprobs = scored.top_ids[row, :count], scored.top_logprobs[row, :count]
-    return TokenScores(
-        logprob=float(scored.logprobs[row]),
-        rank=int(scored.ranks[row]),
-        top=tuple(zip(ids.tolist(), logprobs.tolist())),
-    )

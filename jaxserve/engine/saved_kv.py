@@ -172,11 +172,18 @@ class SavedKV:
             seen |= new
         for prefix in reversed(chosen):
             table = table_of(prefix)
-            if table is not None and kv.pool.pages_for(prefix["num_tokens"]) <= kv.pool.capacity:
-                own = prefix["request_id"] is not None
-                self._put(kv, pages, table, prefix, own, carry_out)
+            if table is not None:
+                self._put(prefix, table, kv, pages, carry_out)
 
-    def _put(self, kv, pages, table, prefix, own, carry_out) -> None:
+    def _put(
+        self,
+        prefix: dict[str, Any],
+        table: PageTable,
+        kv: KVManager,
+        pages: Pages,
+        carry_out: Callable[[], None],
+    ) -> None:
+        """Puts a prefix on pages, those excepted that lie there already, and lets go of them."""
         num_tokens, page_size = prefix["num_tokens"], kv.pool.page_size
         shared = kv.match(table, num_tokens).shared
         match = Match(
@@ -185,6 +192,8 @@ class SavedKV:
             num_in_use=sum(kv.pool.refs(node.device) > 0 for node in shared),
         )
         num_pages = kv.pool.pages_for(num_tokens)
+        if not kv.fits(match, num_pages, 0):
+            return
         kv.take(table, match, num_pages)
         carry_out()
         for first in range(len(shared), num_pages, MOVE_PAGES):
@@ -195,7 +204,7 @@ class SavedKV:
             pages.write(
                 table.pages[first:stop], whole.reshape(stop - first, page_size, *rows.shape[1:])
             )
-        kv.release(table, num_tokens, pin=own)
+        kv.release(table, num_tokens, pin=prefix["request_id"] is not None)
 
     def _rows(self, prefix: dict[str, Any], start: int, stop: int) -> np.ndarray:
         """KV [tokens, ...] of tokens start .. stop - 1 of a prefix."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxserve.kv.copier import Copier, Ticket
@@ -123,6 +123,24 @@ class KVManager:
         """Full pages of a table that the tree knows."""
         nodes = table.nodes
         return len(nodes) - (bool(nodes) and nodes[-1].num_tokens < self.pool.page_size)
+
+    def known(self, table: PageTable, num_tokens: int) -> tuple[list[Node], int]:
+        """Nodes with images of the first `num_tokens` tokens of a sequence, as far as there are
+        any, and how many tokens those are."""
+        return self._matcher.known(table, num_tokens)
+
+    def cached(self) -> Iterator[list[Node]]:
+        """Prefixes that lie on the device and that no sequence uses, each by its nodes; the one
+        used last first."""
+        for last in reversed((*self._kept, *self._kept_pinned)):
+            if any(node.device is not None for node in last.children):
+                continue  # It is part of a longer one.
+            path, node = [], last
+            while node.parent is not None:
+                path.append(node)
+                node = node.parent
+            if all(node.device is not None for node in path):
+                yield path[::-1]
 
     def written(self, table: PageTable, num_tokens: int, partial: bool = False) -> None:
         """Enters in the tree the full pages of a sequence's first `num_tokens` tokens; with

@@ -87,6 +87,25 @@ class Matcher:
             partial, common = None, 0
         return self._worthwhile(path, partial, common)
 
+    def known(self, table: PageTable, num_tokens: int) -> tuple[list[Node], int]:
+        """The nodes that have images of a sequence's first tokens, on whatever tier, up to
+        `num_tokens`; and how many tokens those are."""
+        page_size = self._pool.page_size
+        parent = self._tree.root(table.salt)
+        path: list[Node] = []
+        for index in range(num_tokens // page_size):
+            tokens = table.tokens(index * page_size, (index + 1) * page_size)
+            node = self._tree.full(parent, tokens, table.key(index, page_size))
+            if node is None or not (node.device is not None or node.saved):
+                return path, len(path) * page_size
+            path.append(node)
+            parent = node
+        start = len(path) * page_size
+        last, common = self._tree.closest(parent, table.tokens(start, num_tokens))
+        if last is None or not (last.device is not None or last.saved):
+            return path, start
+        return [*path, last], start + common
+
     def _worthwhile(self, path: list[Node], partial: Node | None, common: int) -> Match:
         """The match of a path of full pages, without what is sooner computed than fetched."""
         page_size = self._pool.page_size

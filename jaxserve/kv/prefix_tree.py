@@ -29,6 +29,11 @@ def pack_tokens(token_ids: list[int]) -> bytes:
     return np.asarray(token_ids, ">u4").tobytes()
 
 
+def unpack_tokens(tokens: bytes) -> list[int]:
+    """The token ids that `pack_tokens` made bytes of."""
+    return np.frombuffer(tokens, ">u4").tolist()
+
+
 def salt_key(salt: bytes) -> bytes:
     """The 16 bytes that name the empty prefix of a salt."""
     return blake2b(salt, digest_size=16).digest()

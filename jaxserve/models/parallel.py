@@ -49,9 +49,9 @@ def tokens_apart(rates: Rates | None) -> Iterator[None]:
 
 
 def bound(*axes: str) -> tuple[str, ...]:
-    """Those of the mesh axes that the code being traced is one rank of."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    return tuple(axis for axis in axes if axis in manual)
+    """Those of the mesh axes that the code being traced is one of several ranks of."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(axis for axis in axes if axis in mesh.manual_axes and mesh.shape[axis] > 1)
 
 
 def column_parallel(product: Product, weight: Any, x: jax.Array) -> jax.Array:
@@ -137,6 +137,6 @@ def likeliest(token_ids: jax.Array, logits: jax.Array, count: int) -> jax.Array:
 
 def of_last_stage(x: jax.Array) -> jax.Array:
     """What the last stage has for x, on every stage."""
-    if not bound(STAGE) or lax.axis_size(STAGE) == 1:
+    if not bound(STAGE):
         return x
     return lax.psum(jnp.where(lax.axis_index(STAGE) == lax.axis_size(STAGE) - 1, x, 0), STAGE)

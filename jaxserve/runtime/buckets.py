@@ -51,10 +51,18 @@ class Buckets:
 
     @classmethod
     def from_config(
-        cls, max_num_seqs: int, max_num_batched_tokens: int, min_prefill_tokens: int = 32
+        cls,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        min_prefill_tokens: int = 32,
+        *,
+        pipelined: bool = False,
     ) -> Buckets:
         """Powers of two up to the largest step: `max_num_seqs` rows, and prefill for the rest of
         the token budget. A full step therefore has no padding at all.
+
+        `pipelined`: a program holds a step of each stage, so that even a lone sequence decodes
+        beside the prefill of its successor.
 
         Raises ConfigError when the budget leaves less than one multiple of 16 tokens to prefill.
         """
@@ -69,7 +77,7 @@ class Buckets:
         rows = _doublings(1, max_num_seqs)
         return cls(
             rows=rows,
-            mixed_rows=(0, max_num_seqs) if max_num_seqs > 1 else (0,),
+            mixed_rows=(0, max_num_seqs) if max_num_seqs > 1 or pipelined else (0,),
             prefill_tokens=_doublings(min_prefill_tokens, most),
         )
 

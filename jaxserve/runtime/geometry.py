@@ -29,6 +29,9 @@ from sharding_rules import KV, MEGATRON, Rules, named_sharding
 MAX_PREFILL_CHUNKS = 8
 """Sequences that can prefill in one step: each costs a row of metadata and of logits."""
 
+RING_CHUNKS = 4
+"""Contexts whose keys may travel are as long as so many chunks at most: room for the longest is
+taken, and sent, whatever the context is."""
 
 DECODE_LAYERS = 6
 """Layers of a decode step compiled together on CPUs (docs/decisions/002-programs.md)."""
@@ -36,6 +39,12 @@ DECODE_LAYERS = 6
 
 PARAMETERS = MEGATRON | {"vocab": VOCAB}
 """Rules for parameters: no stage keeps an embedding or a head that only one of them would use."""
+
+PAGE_NAMES = KVPages(
+    k=("pages", "kv_heads", "head_dim", "page_tokens"),
+    v=("pages", "kv_heads", "page_tokens", "head_dim"),
+)
+"""What the dimensions of a layer's pages are called."""
 
 PAGES = KV | {"pages": STAGE}
 """Rules for pages: a stage has pages of its own layers, under the same numbers as all others."""
@@ -77,7 +86,11 @@ class Geometry:
 
     @functools.cached_property
     def buckets(self) -> Buckets:
-        return Buckets.from_config(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        return Buckets.from_config(
+            self.config.max_num_seqs,
+            self.config.max_num_batched_tokens,
+            pipelined=self.stages > 1,
+        )
 
     @property
     def max_chunks(self) -> int:
@@ -114,8 +127,10 @@ class Geometry:
 
     @property
     def _ring_keys(self) -> list[ProgramKey]:
-        rings = (key._replace(ring=True) for key in self.buckets.keys())  # noqa: SIM118
-        return [key for key in rings if key.prefill_tokens and self.ring_context(key)]
+        """Of full chunks alone, since sends that are short wait for each other."""
+        most = self.buckets.max_prefill_tokens
+        full = [key for key in self.buckets.keys() if key.prefill_tokens == most]  # noqa: SIM118
+        return [key._replace(ring=True) for key in full if self.ring_context(key)]
 
     def ring_context(self, key: ProgramKey) -> int:
         """Tokens up to which the context of a whole step's one chunk is faster to send around a
@@ -137,7 +152,7 @@ class Geometry:
             )
             return scheme == "pass_kv"
 
-        most = self.max_pages * self.config.page_size
+        most = min(self.max_pages * self.config.page_size, RING_CHUNKS * key.prefill_tokens)
         contexts = range(key.prefill_tokens, most + 1)
         count = bisect_left(contexts, True, key=lambda context: not travels(context))
         return contexts[count - 1] if count else 0
@@ -206,15 +221,14 @@ class Geometry:
     @property
     def abstract_kv(self) -> list[KVPages]:
         """Shapes of the pages of every layer of a stage; all stages' after each other."""
-        names = ("pages", "kv_heads", "head_dim", "page_tokens")
         k = (
             self.stages * self.num_pages,
             self.model.num_kv_heads,
             self.model.head_dim,
             self.config.page_size,
         )
-        v, v_names = (*k[:-2], k[-1], k[-2]), (*names[:-2], names[-1], names[-2])
-        layer = KVPages(*(self._named(*pair, PAGES) for pair in ((k, names), (v, v_names))))
+        v = (*k[:-2], k[-1], k[-2])
+        layer = KVPages(self._named(k, PAGE_NAMES.k, PAGES), self._named(v, PAGE_NAMES.v, PAGES))
         return [layer] * self.local_model.num_layers
 
     @property
@@ -230,9 +244,9 @@ class Geometry:
     @property
     def abstract_carry(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Shapes of what each stage hands to the next: activations of decodes, and of prefill
-        tokens, in the largest step."""
-        most = self.buckets.keys()[-1]
-        return self.hidden(most.rows, STAGE), self.hidden(most.prefill_tokens, STAGE, SEQ)
+        tokens, as many as a step has of either at most."""
+        rows, tokens = self.buckets.rows[-1], self.buckets.max_prefill_tokens
+        return self.hidden(rows, STAGE), self.hidden(tokens, STAGE, SEQ)
 
     def hidden(self, tokens: int, *spec: str | None) -> jax.ShapeDtypeStruct:
         """Shape of activations [hidden, tokens], or of those of every stage."""

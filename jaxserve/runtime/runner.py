@@ -67,6 +67,9 @@ class DispatchedStep:
     plan: StepPlan
     key: ProgramKey
     sampled: tuple[Chunk, ...]
+    hidden: jax.Array
+    """What was sampled from. It is waited for even where nothing was: the host must not run ahead
+    by all the chunks of a long prompt."""
     token_ids: jax.Array | None
     logprobs: TokenLogprobs | None
     prompt_logprobs: TokenLogprobs | None
@@ -188,11 +191,12 @@ class Runner:
         for array in jax.tree.leaves((token_ids, logprobs, prompt_logprobs)):
             array.copy_to_host_async()
         return DispatchedStep(
-            packed.plan, packed.key, packed.sampled, token_ids, logprobs, prompt_logprobs
+            packed.plan, packed.key, packed.sampled, hidden, token_ids, logprobs, prompt_logprobs
         )
 
     def read(self, step: DispatchedStep) -> StepResults:
         """Wait for a step and bring its results to the host."""
+        step.hidden.block_until_ready()
         token_ids = [] if step.token_ids is None else np.asarray(step.token_ids).tolist()
         return StepResults(
             sampled=step.sampled,

@@ -79,9 +79,10 @@ class OrbaxCheckpoint(ModelDirectory):
             raise self._unreadable(error) from error
 
     def _cut(self, specs: Params, dtype: np.dtype, shardings: Params) -> Params:
+        on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), self.stored)
         try:
             with ocp.PyTreeCheckpointer() as checkpointer:
-                stored = checkpointer.restore(self._params_path)
+                stored = checkpointer.restore(self._params_path, restore_args=on_host)
         except Exception as error:
             raise self._unreadable(error) from error
         arrays = {

@@ -1,0 +1,77 @@
+"""Scripts that are told to stop in the midst of a list of prompts, and are run again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+SCRIPT = """
+    import json, os, signal, sys
+    from pathlib import Path
+    from tiny_engines import TinyModel
+    from jaxserve import SamplingParams, resumable
+
+    model, work, stop_at = TinyModel.open(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
+    params = [
+        SamplingParams(temperature=0.8, seed=i, max_tokens=4 + 3 * i, ignore_eos=True)
+        for i in range(len(model.prompts))
+    ]
+    with model.load() as llm, resumable(llm, work, deadline_s=20) as streams:
+        step, steps = llm.engine.step, iter(range(1, 1000))
+        def counted():
+            touched = step()
+            if next(steps) == stop_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return touched
+        llm.engine.step = counted
+        outputs = [stream.result() for stream in streams] or llm.generate(
+            model.prompts, params, use_tqdm=False
+        )
+        print(json.dumps([[len(streams)]] + [output.outputs[0].token_ids for output in outputs]))
+"""
+
+
+def run(model, work, stop_at):
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT), str(model.path), str(work), str(stop_at)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize("stop_at", [7, 30])
+def test_a_list_of_prompts_is_finished_by_the_next_process(llama, tmp_path, stop_at):
+    """By step 30 some have ended, whose outputs nobody has been given."""
+    first = run(llama, tmp_path, stop_at)
+    assert first.returncode == os.EX_TEMPFAIL, first.stderr
+    assert first.stdout == ""
+    second = run(llama, tmp_path, 0)
+    assert second.returncode == 0, second.stderr
+    (restored,), *outputs = json.loads(second.stdout)
+    assert restored == len(llama.prompts)
+    assert not list(tmp_path.iterdir())
+    undisturbed = run(llama, tmp_path / "unused", 0)
+    (restored,), *expected = json.loads(undisturbed.stdout)
+    assert restored == 0
+    assert outputs == expected
+
+
+def test_sigterm_after_all_is_done_is_only_an_end(llama, tmp_path):
+    script = textwrap.dedent(SCRIPT) + "    os.kill(os.getpid(), signal.SIGTERM)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(llama.path), str(tmp_path), "0"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == os.EX_TEMPFAIL, done.stderr
+    assert len(json.loads(done.stdout)) == len(llama.prompts) + 1
+    assert not (tmp_path / "manifest.json").exists()
