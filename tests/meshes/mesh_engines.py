@@ -1,0 +1,80 @@
+"""Engines on meshes of virtual devices, each in a process that has just as many."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import family_members
+from scripts import run_script
+from tiny_checkpoints import CONFIG, hf_shapes, write_hf
+from tiny_engines import CONTEXT, EOS, TinyModel
+
+from jaxserve.llm import LLM
+from sharding_rules import HeadLayout
+
+DEGREES = {
+    "TP": "tensor_parallel_size",
+    "PP": "pipeline_parallel_size",
+    "SP": "sequence_parallel_size",
+}
+SEQS = 2
+PAGE_SIZE = 8
+# Code that runs for a second is ready three times sooner when little is done to it.
+_XLA_FLAGS = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_use_fusion_emitters=false"
+)
+
+
+def degrees(mesh: str) -> dict[str, int]:
+    """Settings of a mesh that is written as "TP2 SP4"; those not named are 1."""
+    named = {part[:2]: int(part[2:]) for part in mesh.split()}
+    return {setting: named.get(name, 1) for name, setting in DEGREES.items()}
+
+
+def on_mesh(mesh: str, check: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+    """Runs `check(mesh, ...)` in a process that has exactly the devices of `mesh`."""
+    run_script(
+        f"""
+        import os
+        os.environ["XLA_FLAGS"] = {_XLA_FLAGS!r}
+        import jax
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", {math.prod(degrees(mesh).values())})
+        from pathlib import PosixPath
+        import {check.__module__} as tests
+        tests.{check.__name__}({mesh!r}, *{arguments!r}, **{named!r})
+        """,
+        timeout_s=500,
+    )
+
+
+def write_llama(directory: Path, **fields: Any) -> Path:
+    """A tiny Llama with these fields in its config."""
+    raw = CONFIG | {"max_position_embeddings": CONTEXT, "eos_token_id": EOS} | fields
+    return write_hf(directory, raw, family_members.tensors(hf_shapes(raw)))
+
+
+def load(model: TinyModel, mesh: str, *, pages: int | None = None, **changes: Any) -> LLM:
+    """An engine of few programs, whose pool has little more than one longest request needs."""
+    sizes = degrees(mesh)
+    config, tensor = model.config, sizes["tensor_parallel_size"]
+    settings = {
+        "max_model_len": CONTEXT,
+        "max_num_seqs": SEQS,
+        "page_size": PAGE_SIZE,
+        "compilation_cache": False,
+        "program_scope": "step",
+    } | changes
+    settings.setdefault("max_num_batched_tokens", settings["max_num_seqs"] + 16)
+    page_size = settings["page_size"]
+    pages = pages or 1 + -(-CONTEXT // page_size) + 1
+    heads = HeadLayout(config.num_heads, config.num_kv_heads, tensor).kv_heads
+    image_bytes = config.kv_bytes_per_token(4) // config.num_kv_heads * heads * page_size
+    settings["kv_cache_memory_bytes"] = pages * image_bytes // math.prod(sizes.values())
+    if "host_pages" in settings:
+        settings["host_kv_bytes"] = settings.pop("host_pages") * image_bytes
+    return LLM(model.path, **sizes, **settings)

@@ -1,0 +1,124 @@
+"""Every mesh answers as one device does: greedy, sampled, scored, preempted, from cached pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mesh_engines import load, on_mesh, write_llama
+from mesh_workload import check_answers, check_greedy
+from tiny_engines import TinyModel
+
+from jaxserve.engine.policies import POLICIES
+
+pytestmark = pytest.mark.meshes
+
+MESHES = {
+    "TP2": {},
+    "TP4": {"sequence_parallel_norms": True},
+    "TP8": {},
+    "PP2": {},
+    "PP4": {"max_num_seqs": 4},
+    "SP2": {},
+    "SP4": {"page_size": 16},
+    "SP8": {},
+    "TP4 PP2": {"sequence_parallel_norms": True},
+    "TP2 SP2": {"sequence_parallel_norms": True},
+    "PP2 SP2": {},
+    "TP2 PP2 SP2": {},
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_mesh_answers_as_one_device(answered, mesh):
+    on_mesh(mesh, check_answers, answered, **MESHES[mesh])
+
+
+@pytest.mark.parametrize("mesh", ["SP2", "TP2 SP4"])
+def test_keys_go_around_a_ring(answered, mesh):
+    """A first chunk of 32 tokens is better kept where it is."""
+    on_mesh(mesh, check_ring, answered)
+
+
+def check_ring(mesh: str, directory: Path) -> None:
+    model = TinyModel.open(directory / "model")
+    with load(model, mesh, max_num_batched_tokens=2 + 32) as llm:
+        runner, ring = llm.engine._runner, []
+        forward = runner._forward
+
+        def counted():
+            ring.append(runner._under_way[-1].key.ring)
+            return forward()
+
+        runner._forward = counted
+        check_greedy(model, llm.engine)
+        assert any(ring) and not all(ring)
+
+
+FAMILIES = {
+    "llama_biases": "TP4 SP2",
+    "llama_mqa": "TP4 SP2",
+    "mistral": "TP2 PP2 SP2",
+    "olmo2": "TP2 PP2 SP2",
+    "qwen2": "TP4 SP2",
+    "qwen3": "TP2 PP2 SP2",
+    "smollm2": "TP4 SP2",
+    "smollm3": "TP2 SP2",
+}
+"""Members of every family, KV heads fewer than ranks and heads that do not divide among them."""
+
+
+@pytest.mark.parametrize("member", FAMILIES)
+def test_a_family_on_a_mesh(tmp_path, member):
+    on_mesh(FAMILIES[member], check_member, tmp_path, member)
+
+
+def check_member(mesh: str, directory: Path, member: str) -> None:
+    model = TinyModel.write_member(directory, member)
+    with load(model, mesh) as llm:
+        check_greedy(model, llm.engine)
+
+
+def test_nothing_divides(tmp_path):
+    """Three KV heads of three queries, 61 tokens in the vocabulary and 83 in the MLP, on four."""
+    path = write_llama(
+        tmp_path / "model",
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=61,
+        intermediate_size=83,
+    )
+    on_mesh("TP4 PP2", check_model, path)
+
+
+def test_heads_over_all_of_which_is_normed_do_not_divide(tmp_path):
+    """OLMo 2's norm counts the heads there are, not padding or copies."""
+    on_mesh("TP8", check_member, tmp_path, "olmo2")
+
+
+def check_model(mesh: str, path: Path, **settings: object) -> None:
+    model = TinyModel.open(path)
+    with load(model, mesh, **settings) as llm:
+        check_greedy(model, llm.engine)
+
+
+def test_every_policy_on_a_mesh(answered):
+    on_mesh("TP2 PP2", check_policies, answered)
+
+
+def check_policies(mesh: str, directory: Path) -> None:
+    for scheduler in POLICIES:
+        check_model(mesh, directory / "model", scheduler=scheduler, compilation_cache=True)
+
+
+def test_pages_of_a_mesh_are_swapped_and_their_books_kept(answered):
+    on_mesh("TP2 PP2 SP2", check_swap, answered)
+
+
+def check_swap(mesh: str, directory: Path) -> None:
+    model = TinyModel.open(directory / "model")
+    settings = {"debug_kv": True, "host_pages": 20, "preemption": "swap"}
+    with load(model, mesh, **settings) as llm:
+        check_greedy(model, llm.engine)
+        kinds = llm.engine.snapshot()["jaxserve:kv_preemptions_total"].value
+        assert kinds["recompute"] == 0 < kinds["swap"]
