@@ -1,7 +1,7 @@
 """What devices can do, as their makers say: what a mesh's programs are chosen by.
 
 Such a choice must be the same on all hosts and at every start, and is made before anything runs, so
-nothing is measured. Only ratios matter to it, and within a factor of two none does.
+nothing is measured. Only ratios matter to it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _BY_KIND = {
     "TPU v6 lite": Rates(918e12, 1.64e12, 112e9, _HOP_LATENCY_US, both_ways=True),
 }
 _OTHERS = Rates(1e11, 1e10, 1e10, _HOP_LATENCY_US, both_ways=False)
-"""Of CPUs, whose virtual devices share their memory, and of whatever is not listed: the ratio of
-arithmetic to links is a small one, so that keys travel only where they are sure to be hidden."""
+"""Of CPUs, whose virtual devices send by copying in memory, and of whatever is not listed. Links are
+fast beside arithmetic, so that full chunks have their keys travel."""
 
 
 def device_rates(device: jax.Device) -> Rates:
