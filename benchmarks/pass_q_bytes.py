@@ -30,12 +30,12 @@ from jax.sharding import PartitionSpec as P
 from table import print_table
 from virtual_devices import make_devices
 
-from jaxserve.models.parallel import SEQ
 from jaxserve.runtime import sequence
 from jaxserve.runtime.batch import Addresses, StepLayout
 from jaxserve.runtime.buckets import ProgramKey
 from pallas_kernels.paged_attention import KVPages, RaggedBatch
 from pallas_kernels.ring_attention import choose_scheme
+from sharding_rules import SEQ
 
 RANKS, QUERY_HEADS, KV_HEADS, DIM, ITEM_BYTES = 8, 32, 8, 128, 4
 PAGE_SIZE = 512

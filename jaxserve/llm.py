@@ -167,6 +167,10 @@ class LLM:
         ended = [request for request in self._open.values() if request.finished]
         self.engine.checkpoint(directory, with_kv, deadline_s, ended)
 
+    def check_checkpoint(self, directory: str | Path) -> None:
+        """Raises CheckpointError when `checkpoint` could not write to a directory."""
+        self.engine.check_checkpoint(directory)
+
     def restore(self, directory: str | Path) -> list[DeltaStream]:
         """Streams of the requests of a checkpoint, in the order of their prompts; each begins with
         what was generated before, and aborts what is left when dropped. Raises

@@ -30,7 +30,8 @@ def resumable(
     >>> with LLM() as llm, resumable(llm, "work") as streams:
     ...     outputs = [stream.result() for stream in streams] or llm.generate(prompts)
 
-    Raises CheckpointError when there is a checkpoint that cannot be restored.
+    Raises CheckpointError when the directory cannot be written, when there is a checkpoint that
+    cannot be restored, or when the engine is one of several hosts'.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -39,6 +40,7 @@ def resumable(
             llm.checkpoint(directory, deadline_s=deadline_s)
         raise SystemExit(STOPPED)
 
+    llm.check_checkpoint(directory)
     streams = llm.restore(directory) if exists(directory) else []
     before = signal.signal(signal.SIGTERM, stop)
     try:

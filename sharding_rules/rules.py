@@ -27,6 +27,10 @@ MEGATRON: dict[str, MeshAxes] = {
 the MLP's inner dimension are split, so that what follows them is summed; the vocabulary is split
 too. Stacked layers lie with their stage."""
 
+ACTIVATIONS: dict[str, str | tuple[str, ...] | None] = {"tokens": "seq"}
+"""What layers hand on: features are whole everywhere, and the tokens of a prefill are shared out to
+the ranks of a sequence."""
+
 KV: dict[str, MeshAxes] = {"layers": STAGE, "kv_heads": TENSOR, "page_tokens": SEQ}
 """The KV cache: layers and heads lie where their parameters do, and each rank of `seq` holds its
 part of every page, so that a page table is the same for all."""

@@ -22,13 +22,14 @@ SCRIPT = """
         for i in range(len(model.prompts))
     ]
     with model.load() as llm, resumable(llm, work, deadline_s=20) as streams:
-        step, steps = llm.engine.step, iter(range(1, 1000))
-        def counted():
-            touched = step()
-            if next(steps) == stop_at:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return touched
-        llm.engine.step = counted
+        runner = llm.engine._runner
+        pack, packs = runner.pack, iter(range(1, 1000))
+        def counted(plan):
+            if next(packs) == stop_at:
+                for name in sys.argv[4:]:
+                    os.kill(os.getpid(), getattr(signal, name))
+            return pack(plan)
+        runner.pack = counted
         outputs = [stream.result() for stream in streams] or llm.generate(
             model.prompts, params, use_tqdm=False
         )
@@ -36,9 +37,11 @@ SCRIPT = """
 """
 
 
-def run(model, work, stop_at):
+def run(model, work, stop_at, *signals):
+    """Runs the script, which is sent signals in the midst of a step."""
+    arguments = [str(model.path), str(work), str(stop_at), *signals]
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT), str(model.path), str(work), str(stop_at)],
+        [sys.executable, "-c", textwrap.dedent(SCRIPT), *arguments],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
@@ -46,10 +49,14 @@ def run(model, work, stop_at):
     )
 
 
-@pytest.mark.parametrize("stop_at", [7, 30])
-def test_a_list_of_prompts_is_finished_by_the_next_process(llama, tmp_path, stop_at):
-    """By step 30 some have ended, whose outputs nobody has been given."""
-    first = run(llama, tmp_path, stop_at)
+@pytest.mark.parametrize(
+    "stop_at, signals",
+    [(7, ["SIGTERM"]), (30, ["SIGTERM", "SIGTERM"]), (12, ["SIGINT", "SIGTERM"])],
+)
+def test_a_list_of_prompts_is_finished_by_the_next_process(llama, tmp_path, stop_at, signals):
+    """By step 30 some have ended, whose outputs nobody has been given. However many signals come
+    within a step, none cuts it in two."""
+    first = run(llama, tmp_path, stop_at, *signals)
     assert first.returncode == os.EX_TEMPFAIL, first.stderr
     assert first.stdout == ""
     second = run(llama, tmp_path, 0)
@@ -75,3 +82,9 @@ def test_sigterm_after_all_is_done_is_only_an_end(llama, tmp_path):
     assert done.returncode == os.EX_TEMPFAIL, done.stderr
     assert len(json.loads(done.stdout)) == len(llama.prompts) + 1
     assert not (tmp_path / "manifest.json").exists()
+
+
+def test_a_directory_that_cannot_be_used_is_refused_at_the_start(llama, tmp_path):
+    (tmp_path / "letter.txt").write_text("not a checkpoint's")
+    done = run(llama, tmp_path, 0)
+    assert done.returncode == 1 and "letter.txt" in done.stderr and not done.stdout

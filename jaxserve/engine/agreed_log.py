@@ -149,25 +149,30 @@ class AgreedLog:
         own, self._commands = self._commands, []
         arrivals_us, self._arrivals_us = self._arrivals_us, []
         took_us, self._took_us = self._took_us, []
-        digest = self._digest.hexdigest() if self._number % _DIGEST_STEPS == 0 else None
         if self.leads:
+            digest = self._digest.hexdigest() if self._number % _DIGEST_STEPS == 0 else None
             entry = Entry(now_us, own, arrivals_us, took_us, digest)
             self._publish(entry)
             return entry, [(command, True) for command in own]
         entry = Entry(**json.loads(self._channel.receive(self._number, wait)))
         self._number += 1
+        here = self._digest.hexdigest()
+        if entry.digest is not None and entry.digest != here:
+            raise self._apart(f"digest {entry.digest} of plans and tokens", here)
         if entry.last:
             self.ended = True
             return entry, []
-        if len(entry.took_us) != len(took_us) or (digest and entry.digest != digest):
-            raise self._apart(f"digest {entry.digest} of plans and tokens", digest)
+        if len(entry.took_us) != len(took_us):
+            raise self._apart(f"{len(entry.took_us)} steps were read", str(len(took_us)))
         return entry, self._compared(entry.commands, own)
 
-    def end(self) -> None:
-        """Host 0 tells the others that there are no more steps."""
+    def end(self, checked: bool) -> None:
+        """Host 0 tells the others that there are no more steps. `checked`: all of them were good,
+        and are compared a last time."""
         if self.leads and not self.ended:
             self.ended = True
-            self._publish(Entry(0, [], [], [], last=True))
+            digest = self._digest.hexdigest() if checked else None
+            self._publish(Entry(0, [], [], [], digest, last=True))
 
     def _publish(self, entry: Entry) -> None:
         self._channel.publish(self._number, json.dumps(dataclasses.asdict(entry)).encode())

@@ -45,6 +45,13 @@ def discard(directory: str | Path) -> None:
     _sweep(Path(directory), keep=())
 
 
+def check_writable(directory: str | Path) -> None:
+    """Raises CheckpointError, as a CheckpointWriter would, for a directory that cannot be one's."""
+    writer = CheckpointWriter(directory)
+    writer.add_json("probe", None)
+    writer._path("probe.json").unlink()
+
+
 class CheckpointWriter:
     """Writes one checkpoint. Nothing counts before `commit`; after each, all that was written."""
 

@@ -12,6 +12,7 @@ import jax
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.agreed_log import Addition, AgreedLog
+from jaxserve.engine.checkpoint import check_writable
 from jaxserve.engine.elastic import Checkpoints
 from jaxserve.engine.events import EventLog, monotonic_us
 from jaxserve.engine.intake import Intake, NewRequest, check_priority
@@ -31,9 +32,6 @@ from jaxserve.runtime.runner import Runner
 from jaxserve.runtime.startup import EnginePlan, Progress, no_progress, start
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text import Tokenizer
-
-_STEPS_AHEAD = 1
-"""Steps dispatched beyond the one being read."""
 
 
 class Engine:
@@ -137,13 +135,11 @@ class Engine:
         return self._intake.tokenize(prompt)
 
     def abort(self, request_id: str) -> Request | None:
-        """End a request now; what it has is its output. None if it has already ended.
-
-        On other hosts than the first it ends at the next step, if it does so there.
-        """
+        """End a request now; what it has is its output. None if it has already ended."""
         with interrupts_held():
             request = self._requests.get(request_id)
-            if request is not None and self._decides("abort", request_id):
+            if request is not None:
+                self._note("abort", request_id)
                 self._steps.abort(request)
         return request
 
@@ -155,7 +151,8 @@ class Engine:
         check_priority(priority)
         with interrupts_held():
             request = self._requests.get(request_id)
-            if request is not None and self._decides("set_priority", request_id, priority):
+            if request is not None:
+                self._note("set_priority", request_id, priority)
                 self._set_priority(request, priority)
         return request is not None
 
@@ -165,8 +162,8 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix. Running requests keep the pages they have."""
-        if self._decides("reset_prefix_cache"):
-            self.kv.reset()
+        self._note("reset_prefix_cache")
+        self.kv.reset()
 
     @property
     def leads(self) -> bool:
@@ -242,6 +239,12 @@ class Engine:
                 directory, requests.values(), self.log.now(), with_kv, deadline_s
             )
 
+    def check_checkpoint(self, directory: str | Path) -> None:
+        """Raises CheckpointError, now and not when it is needed, for a `directory` that
+        `checkpoint` would refuse."""
+        self._check_one_host()
+        check_writable(directory)
+
     def restore(self, directory: str | Path) -> list[Request]:
         """Take up the requests of a checkpoint, in the order they arrived in; some may have ended.
 
@@ -265,7 +268,7 @@ class Engine:
         """Abort what runs and free the device's memory. May be called twice."""
         try:
             if self._agreed is not None:
-                self._agreed.end()
+                self._agreed.end(checked=self._closed is None)
             for request in list(self._requests.values()):
                 self._steps.abort(request)
         finally:  # A step that failed half way may have left requests that cannot be aborted.
@@ -315,32 +318,35 @@ class Engine:
         return entry.now_us
 
     def _carry_out(self, command: list[Any], given: bool, arrivals_us: Iterator[int]) -> None:
-        """A command of host 0, which has done it already."""
+        """A command of host 0, which has done it already, as this host has if it was given it."""
         match command:
             case ["add", fields]:
                 if not given:
                     added = Addition.from_json(fields)
                     prefix = self._agreed.prefix_of(added.prefix)
                     self._steps.accept(self._intake.make_again(added, prefix))
-                arrival_us = next(arrivals_us)
-                if not self.leads:
-                    for generation in self._requests[fields["request_id"]].generations:
-                        generation.seq.arrival_us = arrival_us
-                        self.scheduler.set_priority(generation.seq.seq_id, generation.seq.priority)
-            case _ if self.leads:
+                self._set_arrival(fields["request_id"], next(arrivals_us))
+            case _ if given:
                 pass
-            case ["abort", request_id] if request_id in self._requests:
+            case ["abort", request_id]:
                 self._steps.abort(self._requests[request_id])
-            case ["set_priority", request_id, priority] if request_id in self._requests:
+            case ["set_priority", request_id, priority]:
                 self._set_priority(self._requests[request_id], priority)
             case ["reset_prefix_cache"]:
                 self.kv.reset()
 
-    def _decides(self, *command: Any) -> bool:
-        """Whether this host may carry out a command now; all hosts are told of it."""
+    def _set_arrival(self, request_id: str, arrival_us: int) -> None:
+        """Has a request have come when it came to host 0, unless it has ended already."""
+        request = self._requests.get(request_id)
+        if request is not None and not self.leads:
+            for generation in request.generations:
+                generation.seq.arrival_us = arrival_us
+                self.scheduler.set_priority(generation.seq.seq_id, generation.seq.priority)
+
+    def _note(self, *command: Any) -> None:
+        """Has all hosts know of a command."""
         if self._agreed is not None:
             self._agreed.note(list(command))
-        return self.leads
 
     def _note_addition(
         self,

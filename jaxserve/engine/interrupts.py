@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM wait for the end of the block; a second one does not wait.
+    """Let Ctrl-C and SIGTERM wait for the end of the block; a second Ctrl-C does not wait.
 
     A program's arguments are donated: an interrupt after it was called and before its results are
     stored would lose the device's state. Signals reach the main thread only, so elsewhere, and
@@ -24,7 +24,7 @@ def interrupts_held() -> Iterator[None]:
     held = []
 
     def hold(number, frame) -> None:
-        if held:
+        if number == signal.SIGINT and any(number == earlier for earlier, _ in held):
             handlers[number](number, frame)
         held.append((number, frame))
 
@@ -36,5 +36,6 @@ def interrupts_held() -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         if held:
-            number, frame = held[0]
+            # Whoever was told to stop saves its work; Ctrl-C beside it would cut that short.
+            number, frame = max(held, key=lambda signalled: signalled[0] == signal.SIGTERM)
             handlers[number](number, frame)

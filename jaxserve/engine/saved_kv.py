@@ -172,8 +172,12 @@ class SavedKV:
             seen |= new
         for prefix in reversed(chosen):
             table = table_of(prefix)
-            if table is not None:
+            if table is None:
+                continue
+            try:
                 self._put(prefix, table, kv, pages, carry_out)
+            except CheckpointError:
+                return  # The disk gives no more; what is not here is computed again.
 
     def _put(
         self,
@@ -196,15 +200,19 @@ class SavedKV:
             return
         kv.take(table, match, num_pages)
         carry_out()
-        for first in range(len(shared), num_pages, MOVE_PAGES):
-            stop = min(first + MOVE_PAGES, num_pages)
-            rows = self._rows(prefix, first * page_size, min(stop * page_size, num_tokens))
-            whole = np.zeros(((stop - first) * page_size, *rows.shape[1:]), rows.dtype)
-            whole[: len(rows)] = rows
-            pages.write(
-                table.pages[first:stop], whole.reshape(stop - first, page_size, *rows.shape[1:])
-            )
-        kv.release(table, num_tokens, pin=prefix["request_id"] is not None)
+        put_tokens = match.num_tokens
+        try:
+            for first in range(len(shared), num_pages, MOVE_PAGES):
+                stop = min(first + MOVE_PAGES, num_pages)
+                rows = self._rows(prefix, first * page_size, min(stop * page_size, num_tokens))
+                whole = np.zeros(((stop - first) * page_size, *rows.shape[1:]), rows.dtype)
+                whole[: len(rows)] = rows
+                pages.write(
+                    table.pages[first:stop], whole.reshape(stop - first, page_size, *rows.shape[1:])
+                )
+                put_tokens = min(stop * page_size, num_tokens)
+        finally:
+            kv.release(table, put_tokens, pin=prefix["request_id"] is not None)
 
     def _rows(self, prefix: dict[str, Any], start: int, stop: int) -> np.ndarray:
         """KV [tokens, ...] of tokens start .. stop - 1 of a prefix."""

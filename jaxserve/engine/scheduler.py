@@ -91,7 +91,8 @@ class Scheduler:
         Raises RequestError for an empty prompt, PromptTooLongError for one that leaves no room in
         the context or that, with its `max_tokens`, can never fit the pool.
         """
-        seq.kv_limit = kv_limit(seq, self.config.max_model_len, self.pool)
+        limit = kv_limit(seq, self.config.max_model_len, self.pool)
+        seq.kv_limit = min(seq.kv_limit or limit, limit)  # One that was restored has its own.
         self.waiting.add(seq)
         self._unfinished[seq.seq_id] = seq
         for prefix in seq.prefixes:

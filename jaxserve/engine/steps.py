@@ -23,8 +23,8 @@ from jaxserve.runtime.paging import Paging
 from jaxserve.runtime.runner import DispatchedStep, Runner, StepResults
 from jaxserve.sampling import NO_TOKEN, TokenLogprobs, sequence_seed
 
-_STEPS_AHEAD = 1
-"""Steps dispatched beyond the one being read."""
+_DISPATCHES_AHEAD = 1
+"""Dispatches beyond the one that a step was done with, before it is read."""
 
 
 class Steps:
@@ -50,7 +50,9 @@ class Steps:
         self._agreed = agreed
         self._eos = tuple(sorted(eos_token_ids))
         self._owner: dict[int, tuple[Request, Generation]] = {}
-        self._dispatched: collections.deque[tuple[int, int]] = collections.deque()
+        self._dispatched: collections.deque[int] = collections.deque()
+        self._begun_us: dict[int, int] = {}
+        """When each dispatch was begun, by its number."""
         self._read: collections.deque[StepPlan] = collections.deque()
         self._last_ready_us = 0
         self._step_ids = itertools.count()
@@ -103,15 +105,17 @@ class Steps:
         self._runner = None
 
     def advance(self, now_us: int) -> list[Request]:
-        """Plans a step as of `now_us` and dispatches it, then reads the oldest one. Returns the
-        requests that gained tokens or ended."""
+        """Plans a step as of `now_us` and dispatches it, then reads what is done before it. Returns
+        the requests that gained tokens or ended."""
         planned = self._dispatch(now_us)
-        done = self._runner.done
-        if done and (len(done) > _STEPS_AHEAD or not planned):
-            return self._collect(*self._dispatched.popleft(), done.popleft())
-        if not planned:
+        done, touched = self._runner.done, {}
+        if not planned and not done:
             self._paging.wait()
-        return []
+        ahead = _DISPATCHES_AHEAD if planned else 0
+        while done and self._runner.num_dispatches - done[0].number >= ahead:
+            for request in self._collect(self._dispatched.popleft(), done.popleft()):
+                touched[request.request_id] = request
+        return list(touched.values())
 
     def _dispatch(self, now_us: int) -> bool:
         """Plan and dispatch one step; False when there is nothing to run."""
@@ -124,11 +128,13 @@ class Steps:
         if plan.empty:
             if not self._runner.busy:
                 return False
+            self._begin(begin_us)
             self._runner.advance()
             return True
         scheduled_us = self.log.now()
         packed = self._runner.pack(plan)
         packed_us = self.log.now()
+        self._begin(packed_us)
         self._runner.dispatch(packed)
         if self._agreed is not None:
             self._agreed.saw(plan)
@@ -146,8 +152,11 @@ class Steps:
             pages_used=self.kv.pool.num_used,
             pages_total=self.kv.pool.capacity,
         )
-        self._dispatched.append((step_id, packed_us))
+        self._dispatched.append(step_id)
         return True
+
+    def _begin(self, us: int) -> None:
+        self._begun_us[self._runner.num_dispatches + 1] = us
 
     def _log_preempted(self, plan: StepPlan) -> None:
         for seq in plan.preempted:
@@ -169,11 +178,14 @@ class Steps:
 
     # Reading
 
-    def _collect(self, step_id: int, dispatched_us: int, step: DispatchedStep) -> list[Request]:
+    def _collect(self, step_id: int, step: DispatchedStep) -> list[Request]:
         begin_us = self.log.now()
         results = self._runner.read(step)
         ready_us = self.log.now()
-        took_us = ready_us - max(dispatched_us, self._last_ready_us)
+        # In a pipeline that is the time of one dispatch, in which each stage had a step.
+        begun_us = self._begun_us.get(step.number, begin_us)
+        took_us = ready_us - max(begun_us, self._last_ready_us)
+        self._begun_us = {n: us for n, us in self._begun_us.items() if n > step.number}
         if self._agreed is None:
             self._time_prefill(step, took_us)
             self.scheduler.took(step.plan, took_us)

@@ -22,9 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.collective_matmul import Rates, all_gather_matmul, matmul_reduce_scatter
-from sharding_rules import MESH_AXES
-
-_, STAGE, SEQ, TENSOR = MESH_AXES
+from sharding_rules import STAGE, TENSOR
 
 VOCAB = (STAGE, TENSOR)
 """Mesh axes that the vocabulary is split over."""

@@ -9,6 +9,7 @@ compiled before the first request, so going back and forth between two costs not
 from __future__ import annotations
 
 import dataclasses
+import math
 from bisect import bisect_left
 from typing import NamedTuple
 
@@ -57,28 +58,34 @@ class Buckets:
         min_prefill_tokens: int = 32,
         *,
         pipelined: bool = False,
+        seq: int = 1,
     ) -> Buckets:
         """Powers of two up to the largest step: `max_num_seqs` rows, and prefill for the rest of
         the token budget. A full step therefore has no padding at all.
 
         `pipelined`: a program holds a step of each stage, so that even a lone sequence decodes
-        beside the prefill of its successor.
+        beside the prefill of its successor. `seq`: ranks that prefill tokens are dealt to, in
+        equal shares. With both there is one size of prefills: a step goes from program to program,
+        and its tokens must stay with those they were dealt to.
 
-        Raises ConfigError when the budget leaves less than one multiple of 16 tokens to prefill.
+        Raises ConfigError when the budget leaves less than one multiple of 16 tokens, and of `seq`,
+        to prefill.
         """
+        multiple = math.lcm(TOKEN_MULTIPLE, seq)
         most = max_num_batched_tokens - max_num_seqs
-        most -= most % TOKEN_MULTIPLE
-        if max_num_seqs < 1 or most < TOKEN_MULTIPLE:
+        most -= most % multiple
+        if max_num_seqs < 1 or most < multiple:
             raise ConfigError(
                 f"max_num_batched_tokens {max_num_batched_tokens} with max_num_seqs "
                 f"{max_num_seqs}: the budget must exceed the sequences, at least 1, by "
-                f"{TOKEN_MULTIPLE} or more"
+                f"{multiple} or more"
             )
+        least = -(-min_prefill_tokens // multiple) * multiple
         rows = _doublings(1, max_num_seqs)
         return cls(
             rows=rows,
             mixed_rows=(0, max_num_seqs) if max_num_seqs > 1 or pipelined else (0,),
-            prefill_tokens=_doublings(min_prefill_tokens, most),
+            prefill_tokens=(most,) if pipelined and seq > 1 else _doublings(least, most),
         )
 
     @property

@@ -23,7 +23,7 @@ _BY_KIND = {
     "TPU v6 lite": Rates(918e12, 1.64e12, 112e9, _HOP_LATENCY_US, both_ways=True),
 }
 _OTHERS = Rates(1e11, 1e10, 1e10, _HOP_LATENCY_US, both_ways=False)
-"""Of CPUs, whose virtual devices send by copying in memory, and of whatever is not listed. Links are
+"""Of CPUs, whose virtual devices send by copying in memory, and of what is not listed: links are
 fast beside arithmetic, so that full chunks have their keys travel."""
 
 

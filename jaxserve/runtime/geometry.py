@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxserve.config import EngineConfig
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.family import Family, Params
-from jaxserve.models.parallel import SEQ, STAGE, TENSOR, VOCAB
+from jaxserve.models.parallel import VOCAB
 from jaxserve.models.partition import local
 from jaxserve.runtime.batch import StepLayout
 from jaxserve.runtime.buckets import Buckets, ProgramKey
@@ -24,7 +24,7 @@ from jaxserve.runtime.device_rates import device_rates
 from jaxserve.sampling import SamplingState, abstract_state
 from pallas_kernels.paged_attention import KVPages, PageLayout
 from pallas_kernels.ring_attention import choose_scheme
-from sharding_rules import KV, MEGATRON, Rules, named_sharding
+from sharding_rules import ACTIVATIONS, KV, MEGATRON, SEQ, STAGE, TENSOR, Rules, named_sharding
 
 MAX_PREFILL_CHUNKS = 8
 """Sequences that can prefill in one step: each costs a row of metadata and of logits."""
@@ -90,6 +90,7 @@ class Geometry:
             self.config.max_num_seqs,
             self.config.max_num_batched_tokens,
             pipelined=self.stages > 1,
+            seq=self.seq,
         )
 
     @property
@@ -246,13 +247,18 @@ class Geometry:
         """Shapes of what each stage hands to the next: activations of decodes, and of prefill
         tokens, as many as a step has of either at most."""
         rows, tokens = self.buckets.rows[-1], self.buckets.max_prefill_tokens
-        return self.hidden(rows, STAGE), self.hidden(tokens, STAGE, SEQ)
+        return self.hidden(rows, staged=True), self.hidden(tokens, dealt=True, staged=True)
 
-    def hidden(self, tokens: int, *spec: str | None) -> jax.ShapeDtypeStruct:
-        """Shape of activations [hidden, tokens], or of those of every stage."""
-        stages = self.stages if STAGE in spec else 1
-        shape = (stages * self.model.hidden_size, tokens)
-        return placed(jax.ShapeDtypeStruct(shape, self.dtype), self.sharding(*spec))
+    def hidden(
+        self, tokens: int, *, dealt: bool = False, staged: bool = False
+    ) -> jax.ShapeDtypeStruct:
+        """Shape of activations [hidden, tokens]. Tokens may be `dealt` to the ranks of a sequence;
+        `staged`, every stage has its own, after each other."""
+        rules = ACTIVATIONS if dealt else {}
+        features = self.model.hidden_size
+        if staged and self.stages > 1:
+            rules, features = rules | {"features": STAGE}, self.stages * features
+        return self._named((features, tokens), ("features", "tokens"), rules)
 
     def int32(self, *shape: int, spec: tuple[str, ...] = ()) -> jax.ShapeDtypeStruct:
         return placed(jax.ShapeDtypeStruct(shape, jnp.int32), self.sharding(*spec))

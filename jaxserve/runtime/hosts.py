@@ -27,7 +27,9 @@ _SILENCE_S = 12.0
 _LAST_WORDS_S = 5.0
 """How long the engine has to end by itself when a host is lost."""
 _PATIENCE_S = 300.0
-"""How long a host waits for another at a step, or at the start."""
+"""How long a host waits for another at a step."""
+_START_PATIENCE_S = 3600.0
+"""The same before the first: another may have a model to fetch, or programs to compile."""
 _KEPT_ENTRIES = 64
 _LEFT = "left"
 
@@ -44,15 +46,17 @@ class Hosts:
         self._lost: str | None = None
         self._closed = threading.Event()
         self._since: float | None = None
+        self._patience_s = _START_PATIENCE_S
         self._watch = threading.Thread(target=self._keep_watch, name="jaxserve-hosts", daemon=True)
         self._watch.start()
 
-    def compare(self, facts: Mapping[str, Any]) -> None:
-        """Raises DistributedError, with both values, when a fact is another on another host."""
+    def compare(self, about: str, facts: Mapping[str, Any]) -> None:
+        """Raises DistributedError, with both values, when a fact is another on another host.
+        `about` is told from what else is compared."""
         facts = json.loads(json.dumps(dict(facts), default=str))
-        self._store.key_value_set(f"{self._prefix}/facts/{self.host}", json.dumps(facts))
+        self._store.key_value_set(f"{self._prefix}/{about}/{self.host}", json.dumps(facts))
         for other in range(self.num_hosts):
-            theirs = json.loads(self._get(f"facts/{other}", f"host {other} to start"))
+            theirs = json.loads(self._get(f"{about}/{other}", f"host {other} to start"))
             for name in sorted(facts.keys() | theirs.keys()):
                 if facts.get(name) != theirs.get(name):
                     raise DistributedError(
@@ -67,6 +71,11 @@ class Hosts:
             int(self._get(f"{name}/{other}", f"host {other} to start"))
             for other in range(self.num_hosts)
         )
+
+    def all_ready(self) -> None:
+        """Wait for the last host to be ready for steps."""
+        self.least("ready", 0)
+        self._patience_s = _PATIENCE_S
 
     def publish(self, number: int, entry: bytes) -> None:
         self._store.key_value_set_bytes(f"{self._prefix}/log/{number}", entry)
@@ -101,7 +110,14 @@ class Hosts:
 
     def _get(self, key: str, what: str, wait: bool = False) -> bytes:
         """A value that another host sets. Raises DistributedError when it does not come."""
-        deadline = time.monotonic() + _PATIENCE_S
+        begin = time.monotonic()
+        self._since = None if wait else begin
+        try:
+            return self._wait_for(key, what, wait, begin)
+        finally:
+            self._since = None
+
+    def _wait_for(self, key: str, what: str, wait: bool, begin: float) -> bytes:
         while True:
             try:
                 return self._store.blocking_key_value_get_bytes(
@@ -112,10 +128,10 @@ class Hosts:
                     raise DistributedError(self._lost) from error
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise self.blame(error) or error from error
-            if not wait and time.monotonic() > deadline:
+            if not wait and time.monotonic() - begin > self._patience_s:
                 raise DistributedError(
-                    f"host {self.host} waited for {what} for {_PATIENCE_S:g} s. See that host's "
-                    "log; every host must run the same script."
+                    f"host {self.host} waited for {what} for {self._patience_s:g} s. See that "
+                    "host's log; every host must run the same script."
                 )
 
     def _beat(self, value: str) -> None:
@@ -136,12 +152,14 @@ class Hosts:
             for host, beat in self._beats().items():
                 if heard.get(host, ("", 0.0))[0] != beat:
                     heard[host] = beat, now
+            waited_s = 0 if self._since is None else now - self._since
             for host, (beat, when) in heard.items():
-                if now - when > _SILENCE_S:
-                    how = "has closed its engine" if beat == _LEFT else "was lost: it is silent"
-                    self._lost = self._lost or f"host {host} {how} since {_SILENCE_S:g} s"
-            if self._since is not None and now - self._since > _PATIENCE_S:
-                self._lost = self._lost or f"a step takes more than {_PATIENCE_S:g} s"
+                if beat == _LEFT and waited_s > _SILENCE_S:
+                    self._lost = self._lost or f"host {host} has closed its engine"
+                elif beat != _LEFT and now - when > _SILENCE_S:
+                    self._lost = self._lost or f"host {host} was lost: silent for {_SILENCE_S:g} s"
+            if waited_s > self._patience_s:
+                self._lost = self._lost or f"a step takes more than {self._patience_s:g} s"
             if self._lost is not None:
                 self._give_up()
                 return

@@ -73,6 +73,8 @@ class DispatchedStep:
     token_ids: jax.Array | None
     logprobs: TokenLogprobs | None
     prompt_logprobs: TokenLogprobs | None
+    number: int
+    """Of the dispatch that it was done with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +113,7 @@ class Runner:
         self._state = _zeros(geometry.abstract_state)
         self._rows: dict[int, SamplingRow] = {}
         self._under_way = collections.deque([_NOTHING] * (geometry.stages - 1))
+        self.num_dispatches = 0
         self.done: collections.deque[DispatchedStep] = collections.deque()
         jax.block_until_ready((self._kv, self._carry, self._last_tokens, self._state))
 
@@ -166,6 +169,7 @@ class Runner:
         In a pipeline the step enters the first stage, all others go on by one, and the oldest is
         done. `done` has those whose results can be read.
         """
+        self.num_dispatches += 1
         self._under_way.append(packed)
         hidden, prefill_hidden = self._forward()
         oldest = self._under_way.popleft()
@@ -191,7 +195,14 @@ class Runner:
         for array in jax.tree.leaves((token_ids, logprobs, prompt_logprobs)):
             array.copy_to_host_async()
         return DispatchedStep(
-            packed.plan, packed.key, packed.sampled, hidden, token_ids, logprobs, prompt_logprobs
+            packed.plan,
+            packed.key,
+            packed.sampled,
+            hidden,
+            token_ids,
+            logprobs,
+            prompt_logprobs,
+            self.num_dispatches,
         )
 
     def read(self, step: DispatchedStep) -> StepResults:

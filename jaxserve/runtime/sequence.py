@@ -22,15 +22,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.models.parallel import SEQ
 from jaxserve.runtime.batch import Addresses, StepLayout
 from pallas_kernels.merge import merge_over, merge_scattered
 from pallas_kernels.paged_attention import KVPages, write_kv
 from pallas_kernels.ring_attention import Layout, kvp_partial, ring_paged_attention
+from sharding_rules import SEQ
 
 
 @dataclasses.dataclass(frozen=True)
-class Shares:
+class DealtTokens:
     """Which of a step's tokens a rank computes: every decode, and its share of the others."""
 
     layout: StepLayout
@@ -89,7 +89,7 @@ def attend(
 
     Returns out [own tokens, query_heads, head_dim] and the pages.
     """
-    shares, rows = Shares(layout), layout.key.rows
+    tokens, rows = DealtTokens(layout), layout.key.rows
     page_size, rank = pages.k.shape[3], lax.axis_index(SEQ)
     mine = addresses.offsets // page_size == rank
     page_ids = jnp.where(mine, addresses.page_ids, -1)
@@ -97,11 +97,11 @@ def attend(
     heads = [x.shape[1] for x in (q, k, v)]
     splits = (heads[0], heads[0] + heads[1])
     if layout.key.ring:
-        all_k, all_v = jnp.split(shares.whole(jnp.concatenate([k, v], axis=1)), 2, axis=1)
+        all_k, all_v = jnp.split(tokens.whole(jnp.concatenate([k, v], axis=1)), 2, axis=1)
         pages = write_kv(pages, all_k, all_v, page_ids, offsets)
         return _ring(layout, addresses, pages, q, scale, window), pages
     all_q, all_k, all_v = jnp.split(
-        shares.whole(jnp.concatenate([q, k, v], axis=1)), splits, axis=1
+        tokens.whole(jnp.concatenate([q, k, v], axis=1)), splits, axis=1
     )
     pages = write_kv(pages, all_k, all_v, page_ids, offsets)
     out, lse = kvp_partial(
@@ -116,14 +116,14 @@ def attend(
     parts = []
     if rows:
         parts.append(merge_over(SEQ, out[:rows], lse[:rows])[0])
-    if shares.share:
+    if tokens.share:
         parts.append(merge_scattered(SEQ, out[rows:], lse[rows:])[0])
     return jnp.concatenate(parts), pages
 
 
 def _ring(layout, addresses, pages, q, scale, window):
     """Decodes as ever, and the one chunk by keys that travel."""
-    rows, batch, dealt = layout.key.rows, addresses.batch, Shares(layout).dealt
+    rows, batch, dealt = layout.key.rows, addresses.batch, DealtTokens(layout).dealt
     decodes = jax.tree.map(lambda array: array[:rows], batch)
     parts = []
     if rows:

@@ -16,7 +16,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.kv.transfers import MOVE_PAGES, MOVE_SIZES
 from jaxserve.models.config import LayerKind
 from jaxserve.models.family import Params
-from jaxserve.models.parallel import SEQ, STAGE, tokens_apart
+from jaxserve.models.parallel import tokens_apart
 from jaxserve.runtime import step
 from jaxserve.runtime.batch import StepLayout
 from jaxserve.runtime.buckets import ProgramKey
@@ -33,6 +33,7 @@ from pallas_kernels.paged_attention import (
     paged_attention,
     write_kv,
 )
+from sharding_rules import SEQ, STAGE
 
 COPY_PAGES = 8
 """Pages that the program which copies them takes."""
@@ -197,12 +198,15 @@ def _sampling_specs(geometry: Geometry) -> Iterator[ProgramSpec]:
             donated=(1, 2),
             outputs=P(),
         )
-    stage = STAGE if geometry.stages > 1 else None
     for tokens in geometry.buckets.prefill_tokens:
         yield ProgramSpec(
             prompt_logprobs_name(tokens),
             functools.partial(step.prompt_logprobs, family, model),
-            (head, geometry.hidden(tokens, stage, SEQ), int32(tokens, spec=(SEQ,))),
+            (
+                head,
+                geometry.hidden(tokens, dealt=True, staged=True),
+                int32(tokens, spec=(SEQ,)),
+            ),
             outputs=P(SEQ),
         )
     slot_size = sum(array.size // array.shape[0] for array in jax.tree.leaves(state))

@@ -58,19 +58,6 @@ class EnginePlan:
             return None
         return ExecutableCache(self.geometry.describe())
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What must be the same on all hosts of a job."""
-        config = dataclasses.asdict(self.config)
-        for own in ("model", "disk_kv_dir"):  # A path may be another on each.
-            del config[own]
-        versions = {
-            "the version of jaxserve": jaxserve.__version__,
-            "the version of JAX": jax.__version__,
-            "the digest of the weights": self.checkpoint.fingerprint,
-        }
-        return versions | config
-
     def compile(self, progress: Progress = no_progress, log: EventLog | None = None) -> Compilation:
         """Begin to load or compile every program."""
         all_specs = program_specs(self.geometry)
@@ -138,6 +125,18 @@ def plan(config: EngineConfig, hosts: Hosts | None = None) -> EnginePlan:
     return EnginePlan(config, checkpoint, geometry, memory, device)
 
 
+_VERSIONS = {
+    "the version of jaxserve": jaxserve.__version__,
+    "the version of JAX": jax.__version__,
+}
+
+
+def _common(config: EngineConfig) -> dict[str, Any]:
+    """Settings that must be the same on all hosts. A path may be another on each."""
+    settings = dataclasses.asdict(config)
+    return {name: settings[name] for name in settings if name not in ("model", "disk_kv_dir")}
+
+
 def _without_lower_tiers(config: EngineConfig) -> EngineConfig:
     """Moves between tiers end when they end, on each host at another time.
 
@@ -184,9 +183,12 @@ def start(
     Raises DistributedError when several `hosts` are not about to do the same.
     """
     with log.phase("startup", "plan"):
+        if hosts is not None:
+            hosts.compare("asked", _VERSIONS | _common(config))
         decided = plan(config, hosts)
         if hosts is not None:
-            hosts.compare(decided.facts)
+            weights = {"the digest of the weights": decided.checkpoint.fingerprint}
+            hosts.compare("decided", weights | _common(decided.config))
         tokenizer = decided.checkpoint.tokenizer()
     compilation = decided.compile(progress, log)
     try:
@@ -206,4 +208,6 @@ def start(
     decided = decided.with_programs(programs)
     with log.phase("startup", "memory"):
         runner = Runner(decided.geometry, params, programs)
+    if hosts is not None:
+        hosts.all_ready()
     return decided, tokenizer, runner

@@ -18,16 +18,16 @@ from jax import lax
 from jaxserve.models import parallel
 from jaxserve.models.config import LayerKind, ModelConfig
 from jaxserve.models.family import Family, Params
-from jaxserve.models.parallel import STAGE
 from jaxserve.runtime import sequence
 from jaxserve.runtime.batch import Addresses, StepLayout
-from jaxserve.runtime.sequence import Shares
+from jaxserve.runtime.sequence import DealtTokens
 from jaxserve.sampling import SampleOutput, SamplingState, TokenLogprobs
 from jaxserve.sampling import general as sample_general
 from jaxserve.sampling import greedy as sample_greedy
 from jaxserve.sampling import prompt_logprobs as score_prompt
 from jaxserve.sampling.rows import SLOT
 from pallas_kernels.paged_attention import KVPages, paged_attention, write_kv
+from sharding_rules import STAGE
 
 
 def forward(
@@ -67,7 +67,7 @@ def begin(
         step.positions,
     )
     if layout.seq > 1:
-        token_ids, positions = map(Shares(layout).own, (token_ids, positions))
+        token_ids, positions = map(DealtTokens(layout).own, (token_ids, positions))
     x, shared = family.begin(params, config, token_ids, positions)
     return x, shared, step.addresses, step.sampled
 
@@ -133,7 +133,7 @@ def finish(
 ) -> tuple[jax.Array, jax.Array]:
     """The last part of `forward`: hidden states to sample from, and of the prefill tokens."""
     hidden = family.finish(params, config, x)
-    picked = hidden[:, sampled] if layout.seq == 1 else Shares(layout).pick(hidden, sampled)
+    picked = hidden[:, sampled] if layout.seq == 1 else DealtTokens(layout).pick(hidden, sampled)
     return picked, hidden[:, layout.key.rows :]
 
 

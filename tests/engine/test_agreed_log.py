@@ -100,25 +100,34 @@ def test_a_command_that_host_0_was_not_given(hosts):
         other.agree(0)
 
 
-@pytest.mark.parametrize("wrong", ["tokens", "steps"])
-def test_hosts_that_went_apart(hosts, wrong):
+@pytest.mark.parametrize("when", ["later", "at the end"])
+def test_tokens_that_differ(hosts, when):
     first, other = hosts
     for log in hosts:
         log.saw(StepPlan())
         log.agree(0)
     first.sampled([1, 2])
-    other.sampled([1, 3 if wrong == "tokens" else 2])
-    if wrong == "steps":
-        first.took(100)
+    other.sampled([1, 3])
     with pytest.raises(DistributedError, match="digest"):
+        if when == "at the end":
+            first.end(checked=True)
+            other.agree(0)
         for _ in range(20):
             first.agree(0)
             other.agree(0)
 
 
+def test_a_step_that_only_host_0_read(hosts):
+    first, other = hosts
+    first.took(100)
+    first.agree(0)
+    with pytest.raises(DistributedError, match="there 1 steps were read, here 0"):
+        other.agree(0)
+
+
 def test_the_end(hosts):
     first, other = hosts
-    first.end()
-    first.end()
+    first.end(checked=True)
+    first.end(checked=True)
     entry, heard = other.agree(0, wait=True)
     assert entry.last and other.ended and not heard

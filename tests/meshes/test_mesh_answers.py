@@ -13,18 +13,19 @@ from jaxserve.engine.policies import POLICIES
 
 pytestmark = pytest.mark.meshes
 
+# Where there are several sizes of prefill, a step goes through programs of another than its own.
 MESHES = {
     "TP2": {},
     "TP4": {"sequence_parallel_norms": True},
     "TP8": {},
-    "PP2": {},
+    "PP2": {"max_num_batched_tokens": 2 + 64},
     "PP4": {"max_num_seqs": 4},
     "SP2": {},
     "SP4": {"page_size": 16},
     "SP8": {},
     "TP4 PP2": {"sequence_parallel_norms": True},
     "TP2 SP2": {"sequence_parallel_norms": True},
-    "PP2 SP2": {},
+    "PP2 SP2": {"max_num_batched_tokens": 2 + 64},
     "TP2 PP2 SP2": {},
 }
 

@@ -78,3 +78,14 @@ def test_a_shape_outside_the_set_is_an_error_that_says_what_fits(step):
 def test_refuses_a_budget_that_leaves_nothing_to_prefill(max_num_seqs, budget):
     with pytest.raises(ConfigError, match=f"max_num_batched_tokens {budget}"):
         Buckets.from_config(max_num_seqs, budget)
+
+
+def test_prefills_dealt_to_ranks_divide():
+    assert Buckets.from_config(2, 2 + 100, seq=3).prefill_tokens == (48, 96)
+    with pytest.raises(ConfigError, match="by 48 or more"):
+        Buckets.from_config(2, 2 + 40, seq=3)
+
+
+def test_prefills_that_go_from_program_to_program_are_of_one_size():
+    assert Buckets.from_config(2, 2 + 64, pipelined=True).prefill_tokens == (32, 64)
+    assert Buckets.from_config(2, 2 + 64, pipelined=True, seq=2).prefill_tokens == (64,)
