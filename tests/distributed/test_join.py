@@ -8,6 +8,8 @@ from scripts import run_script
 from jaxserve.distributed.runtime import join
 from jaxserve.errors import DistributedError
 
+pytestmark = pytest.mark.meshes
+
 # What the scripts below begin with: a host that is a job by itself.
 ALONE = """
             import jax, socket, pytest

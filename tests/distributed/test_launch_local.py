@@ -10,6 +10,8 @@ import time
 import pytest
 from launched import PRINT_SUM, SUM_FOREVER, ended
 
+pytestmark = pytest.mark.meshes
+
 
 @pytest.mark.parametrize(("hosts", "devices"), [(2, 2), (4, 1)])
 def test_hosts_compute_together_and_host_0_prints_the_result(launch, hosts, devices):

@@ -16,7 +16,10 @@ from launched import PRINT_SUM, SUM_FOREVER, ended
 
 ROOT = Path(__file__).parents[2]
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
-pytestmark = pytest.mark.skipif(SSHD is None, reason="there is no sshd on this machine")
+pytestmark = [
+    pytest.mark.meshes,
+    pytest.mark.skipif(SSHD is None, reason="there is no sshd on this machine"),
+]
 
 
 @pytest.fixture
