@@ -148,11 +148,11 @@ def test_a_host_that_is_lost(llama: TinyModel, victim, hosts, how):
                 continue
             _, stderr = process.communicate(timeout=max(1, deadline - time.monotonic()))
             assert process.returncode != 0
-            if victim == 0:  # JAX itself ends those who lost host 0.
-                assert "task:0" in stderr, stderr[-3000:]
+            if victim == 0:  # JAX itself ends those who lost host 0, which keeps its service.
+                assert "coordination service" in stderr, stderr[-3000:]
             else:
                 assert f"host {victim} was lost" in stderr, stderr[-3000:]
-                assert "most recent call first" in stderr
+                assert "most recent call" in stderr  # of the step's error, or of every thread
 
 
 def test_a_host_may_be_done_sooner(llama):
