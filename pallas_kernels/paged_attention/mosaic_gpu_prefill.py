@@ -243,6 +243,7 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
 
                         @pl.when(tile + 1 == block.tiles)
                         def _():
+                            plgpu.commit_smem()  # The limits were read, and TMA writes the next.
                             plgpu.barrier_arrive(q_free)
 
                     unit = LOG2E if soft_cap is not None else scale * LOG2E
