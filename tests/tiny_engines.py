@@ -38,6 +38,23 @@ PAGE_SIZE = 4
 LEAST_MARGIN = 1e-4
 """Lead of the best logit over the second that no order of summation can undo in float32."""
 
+FULL = SamplingParams(
+    temperature=1.2,
+    top_p=0.95,
+    top_k=50,
+    min_p=0.01,
+    presence_penalty=0.5,
+    frequency_penalty=0.3,
+    repetition_penalty=1.2,
+    seed=11,
+    max_tokens=LONGEST,
+    min_tokens=20,
+    logit_bias={40: 3.0, 41: -50.0},
+    bad_words=("ab", "c"),
+    stop_token_ids=(50, 60),
+)
+"""One of each, so that a preempted sequence has all of its state to restore."""
+
 _GOLDEN = Path(__file__).parent / "models" / "golden" / "families.json"
 
 

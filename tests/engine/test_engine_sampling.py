@@ -7,27 +7,11 @@ import dataclasses
 import numpy as np
 import pytest
 from sampling_reference import processed
-from tiny_engines import LONGEST, Arrival, drive, generate, preemptions
+from tiny_engines import FULL, LONGEST, Arrival, drive, generate, preemptions
 
 from jaxserve.engine.policies import POLICIES
 from jaxserve.sampling_params import SamplingParams
 
-FULL = SamplingParams(
-    temperature=1.2,
-    top_p=0.95,
-    top_k=50,
-    min_p=0.01,
-    presence_penalty=0.5,
-    frequency_penalty=0.3,
-    repetition_penalty=1.2,
-    seed=11,
-    max_tokens=LONGEST,
-    min_tokens=20,
-    logit_bias={40: 3.0, 41: -50.0},
-    bad_words=("ab", "c"),
-    stop_token_ids=(50, 60),
-)
-"""One of each, so that a preempted sequence has all of its state to restore."""
 PLAIN = SamplingParams(temperature=1.0, seed=7, max_tokens=LONGEST, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from pathlib import Path
 
 import pytest
 from mesh_engines import load
-from tiny_engines import LONGEST, PROMPT_LENGTHS, Arrival, TinyModel, drive, preemptions
+from tiny_engines import FULL, LONGEST, PROMPT_LENGTHS, Arrival, TinyModel, drive, preemptions
 
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.policies import POLICIES
@@ -19,22 +20,7 @@ SCORED = SamplingParams(
     temperature=0, max_tokens=LONGEST, ignore_eos=True, logprobs=2, prompt_logprobs=2
 )
 SEVERAL = SamplingParams(temperature=1.0, seed=7, n=2, max_tokens=12, ignore_eos=True)
-FULL = SamplingParams(
-    temperature=1.2,
-    top_p=0.95,
-    top_k=50,
-    min_p=0.01,
-    presence_penalty=0.5,
-    frequency_penalty=0.3,
-    repetition_penalty=1.2,
-    seed=11,
-    max_tokens=LONGEST,
-    min_tokens=20,
-    logit_bias={40: 3.0, 41: -50.0},
-    bad_words=("ab", "c"),
-    stop_token_ids=(50, 60),
-    logprobs=3,
-)
+SCORED_FULL = dataclasses.replace(FULL, logprobs=3)
 CROWD = 3
 """Requests that fit when they are admitted and no longer when they have grown."""
 CROWDED = PROMPT_LENGTHS.index(60)
@@ -62,7 +48,7 @@ def sampled(model: TinyModel) -> list[Arrival]:
     return [
         Arrival(model.prompts[index], params, step)
         for step, (index, params) in enumerate(
-            [(9, FULL), (6, SEVERAL), (8, SCORED), (11, GREEDY), (10, FULL)]
+            [(9, SCORED_FULL), (6, SEVERAL), (8, SCORED), (11, GREEDY), (10, SCORED_FULL)]
         )
     ]
 
