@@ -32,6 +32,7 @@ _START_PATIENCE_S = 3600.0
 """The same before the first: another may have a model to fetch, or programs to compile."""
 _KEPT_ENTRIES = 64
 _LEFT = "left"
+"""The last beat of a host; what follows it is the reason."""
 
 _numbers = itertools.count()
 
@@ -45,6 +46,7 @@ class Hosts:
         self._prefix = f"jaxserve/{next(_numbers)}"
         self._lost: str | None = None
         self._closed = threading.Event()
+        self._door = threading.Lock()  # nothing is said after the last beat
         self._since: float | None = None
         self._patience_s = _START_PATIENCE_S
         self._watch = threading.Thread(target=self._keep_watch, name="jaxserve-hosts", daemon=True)
@@ -103,10 +105,12 @@ class Hosts:
         return None if self._lost is None else DistributedError(f"{self._lost} ({error!s:.80})")
 
     def close(self) -> None:
-        """Leave; the others must not wait for this host any more. May be called twice."""
-        if not self._closed.is_set():
-            self._closed.set()
-            self._beat(_LEFT)
+        """Leave, with the reason if a host was lost; the others must not wait for this host any
+        more. May be called twice."""
+        with self._door:
+            if not self._closed.is_set():
+                self._closed.set()
+                self._beat(_LEFT + (self._lost or ""))
 
     def _get(self, key: str, what: str, wait: bool = False) -> bytes:
         """A value that another host sets. Raises DistributedError when it does not come."""
@@ -145,21 +149,19 @@ class Hosts:
     def _keep_watch(self) -> None:
         heard: dict[int, tuple[str, float]] = {}
         for count in itertools.count():
-            if self._closed.wait(_BEAT_S):
-                return
-            self._beat(str(count))
+            self._closed.wait(_BEAT_S)
+            with self._door:
+                if self._closed.is_set():
+                    return
+                self._beat(str(count))
             now = time.monotonic()
             for host, beat in self._beats().items():
                 if heard.get(host, ("", 0.0))[0] != beat:
                     heard[host] = beat, now
             waited_s = 0 if self._since is None else now - self._since
-            for host, (beat, when) in heard.items():
-                if beat == _LEFT and waited_s > _SILENCE_S:
-                    self._lost = self._lost or f"host {host} has closed its engine"
-                elif beat != _LEFT and now - when > _SILENCE_S:
-                    self._lost = self._lost or f"host {host} was lost: silent for {_SILENCE_S:g} s"
-            if waited_s > self._patience_s:
-                self._lost = self._lost or f"a step takes more than {self._patience_s:g} s"
+            self._lost = self._lost or lost_one(heard, now, waited_s)
+            if self._lost is None and waited_s > self._patience_s:
+                self._lost = f"a step takes more than {self._patience_s:g} s"
             if self._lost is not None:
                 self._give_up()
                 return
@@ -179,3 +181,21 @@ class Hosts:
         print(f"jaxserve: host {self.host} ends: {self._lost}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
         os._exit(1)
+
+
+def lost_one(heard: Mapping[int, tuple[str, float]], now: float, waited_s: float) -> str | None:
+    """Which host was lost, or left while it is waited for; of several reasons the first one.
+
+    `heard` has each host's latest beat, and when it came. Hosts see a silence at different times,
+    and leave when they do: what such a host says comes before the fact that it has left.
+    """
+    for beat, _ in heard.values():
+        if beat.startswith(_LEFT) and beat != _LEFT:
+            return beat.removeprefix(_LEFT)
+    for host, (beat, when) in heard.items():
+        if beat != _LEFT and now - when > _SILENCE_S:
+            return f"host {host} was lost: silent for {_SILENCE_S:g} s"
+    for host, (beat, _) in heard.items():
+        if beat == _LEFT and waited_s > _SILENCE_S:
+            return f"host {host} has closed its engine"
+    return None

@@ -36,8 +36,8 @@ def test_a_host_that_is_killed_ends_the_job_and_is_named(launch, victim):
     status, _ = job.end(timeout_s=20)
     assert time.monotonic() - begin < 10  # far below the 30 s until hosts are killed
     assert status == 128 + signal.SIGKILL
-    said = f"error: host {victim} was ended by SIGKILL; ending host {1 - victim}."
-    assert said in job.stderr.splitlines()
+    # The other may have ended of it already.
+    assert f"error: host {victim} was ended by SIGKILL" in job.stderr
     assert ended(pids)
 
 
@@ -51,7 +51,8 @@ def test_a_host_that_fails_does_not_wait_for_the_others(launch):
     status, _ = job.end(timeout_s=30)
     assert status == 1
     assert "[1] AssertionError" in job.stderr
-    assert "error: host 1 failed with exit status 1; ending host 0." in job.stderr
+    (error,) = [line for line in job.stderr.splitlines() if line.startswith("error:")]
+    assert "host 1 failed with exit status 1" in error  # and host 0 may have, of that
     assert ended(pids)
 
 

@@ -94,8 +94,8 @@ def test_a_host_that_is_killed_ends_those_on_other_machines(launch, options):
     pids = job.pids(2)
     os.kill(pids[1], signal.SIGKILL)
     assert job.end(timeout_s=20)[0] != 0
-    assert "error: host 1 " in job.stderr
-    assert "ending host 0." in job.stderr
+    (error,) = [line for line in job.stderr.splitlines() if line.startswith("error:")]
+    assert "host 1 " in error  # and host 0 may have ended of it
     assert ended(pids)
 
 

@@ -17,6 +17,8 @@ from typing import IO, NamedTuple
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Time for the last lines of processes that have ended.
 _DRAIN_S = 2.0
+# Hosts that fail so soon after each other are named together.
+_TOGETHER_S = 1.0
 
 
 class HostProcess(NamedTuple):
@@ -41,8 +43,12 @@ class _Exited(NamedTuple):
     status: int
 
 
+_Events = queue.SimpleQueue[_Exited | signal.Signals]
+
+
 def run_together(hosts: Sequence[HostProcess], grace_s: float) -> int:
-    """Run all until they end, and return 0, or the status of the first that failed.
+    """Run all until they end, and return 0, or the status of the first that failed: among those
+    that fail together, of one that a signal ended.
 
     Standard output of host 0 is this process's own, so that results can be piped. All else that
     hosts print goes to standard error, each line with its host's number.
@@ -51,7 +57,7 @@ def run_together(hosts: Sequence[HostProcess], grace_s: float) -> int:
     standard input, and killed after `grace_s`; a second signal kills at once. A status is a
     shell's: 128 + n for a process, or this one, that signal n ended.
     """
-    events: queue.SimpleQueue[_Exited | signal.Signals] = queue.SimpleQueue()
+    events: _Events = queue.SimpleQueue()
     output = _Output()
     with signals_to(events.put):
         running = {}
@@ -65,48 +71,80 @@ def run_together(hosts: Sequence[HostProcess], grace_s: float) -> int:
             output.drain()
 
 
-def _watch(
-    running: dict[int, subprocess.Popen[bytes]],
-    events: queue.SimpleQueue[_Exited | signal.Signals],
-    grace_s: float,
-) -> int:
-    status = 0
-    deadline = None
-    left = set(running)
+def _watch(running: dict[int, subprocess.Popen[bytes]], events: _Events, grace_s: float) -> int:
+    left, failed = set(running), []
+    while left and not failed:
+        event = events.get()
+        if isinstance(event, signal.Signals):
+            _say(f"{event.name}: ending {_names(left)}.")
+            _end(left, running, events, grace_s)
+            return 128 + event
+        left.discard(event.host)
+        failed += [event] if event.status != 0 else []
+    if not failed:
+        return 0
+    failed += _others_that_fail(left, events)
+    # A signal is nobody else's doing; a host that has lost another fails by itself.
+    failed.sort(key=lambda exited: exited.status > 0)
+    others = f"; ending {_names(left)}." if left else "."
+    _say(
+        "error: " + " and ".join(f"host {host} {_how(status)}" for host, status in failed) + others
+    )
+    _end(left, running, events, grace_s)
+    status = failed[0].status
+    return status if status > 0 else 128 - status
+
+
+def _others_that_fail(left: set[int], events: _Events) -> list[_Exited]:
+    """The hosts among `left` that fail at about the time of the first, which are taken from there.
+
+    Which of them caused it is not to be told by the order in which they end.
+    """
+    failed = []
+    deadline = time.monotonic() + _TOGETHER_S
     while left:
-        wait_s = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        try:
-            event = events.get(timeout=wait_s)
-        except queue.Empty:
-            _say(f"{_names(left)} did not end within {grace_s:g} s: killed.")
-            deadline = None
-            for host in left:
-                _kill(running[host])
-            continue
+        event = _next(events, deadline)
+        if not isinstance(event, _Exited):
+            break
+        left.discard(event.host)
+        failed += [event] if event.status != 0 else []
+    return failed
+
+
+def _end(
+    left: set[int], running: dict[int, subprocess.Popen[bytes]], events: _Events, grace_s: float
+) -> None:
+    """Ask hosts to end, and kill them after `grace_s`, or when a signal comes."""
+    for host in left:
+        running[host].stdin.close()
+    deadline = time.monotonic() + grace_s
+    while left:
+        event = _next(events, deadline)
         if isinstance(event, _Exited):
             left.discard(event.host)
-            if event.status == 0 or status != 0:
-                continue
-            status = event.status if event.status > 0 else 128 - event.status
-            others = f"; ending {_names(left)}." if left else "."
-            _say(f"error: host {event.host} {_how(event.status)}{others}")
-        elif status != 0:  # Pressed again, or the job was ending anyway.
-            deadline = time.monotonic()
             continue
-        else:
-            status = 128 + event
-            _say(f"{event.name}: ending {_names(left)}.")
-        deadline = time.monotonic() + grace_s
+        if event is None:
+            _say(f"{_names(left)} did not end within {grace_s:g} s: killed.")
         for host in left:
-            running[host].stdin.close()
-    return status
+            _kill(running[host])
+        deadline = None
+
+
+def _next(events: _Events, deadline: float | None) -> _Exited | signal.Signals | None:
+    """The next event; None when the deadline has come."""
+    try:
+        return events.get(
+            timeout=None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        )
+    except queue.Empty:
+        return None
 
 
 def _start(
     number: int,
     host: HostProcess,
     output: _Output,
-    events: queue.SimpleQueue[_Exited | signal.Signals],
+    events: _Events,
 ) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         host.argv,

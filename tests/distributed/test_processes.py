@@ -1,0 +1,44 @@
+"""Which host is named when one fails, and when others fail of it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+
+import pytest
+
+from jaxserve.distributed.launch.processes import HostProcess, run_together
+
+FAILS = "raise SystemExit(3)"
+IS_KILLED = "import os; os.kill(os.getpid(), 9)"
+WAITS = "import sys; sys.stdin.read()"
+A_MOMENT_LATER = "import time; time.sleep(0.3); "
+
+
+@pytest.mark.parametrize(
+    "hosts, said, status",
+    [
+        ([WAITS, FAILS], "error: host 1 failed with exit status 3; ending host 0.", 3),
+        ([IS_KILLED], "error: host 0 was ended by SIGKILL.", 128 + signal.SIGKILL),
+        # Host 0 ends of the loss of host 1 before the launcher learns of that.
+        (
+            [FAILS, A_MOMENT_LATER + IS_KILLED, WAITS],
+            "error: host 1 was ended by SIGKILL and host 0 failed with exit status 3; "
+            "ending host 2.",
+            128 + signal.SIGKILL,
+        ),
+        (
+            [A_MOMENT_LATER + FAILS, FAILS],
+            "error: host 1 failed with exit status 3 and host 0 failed with exit status 3.",
+            3,
+        ),
+        (["", A_MOMENT_LATER], "", 0),
+    ],
+)
+def test_who_failed(capfd, hosts, said, status):
+    begin = time.monotonic()
+    processes = [HostProcess([sys.executable, "-S", "-c", source]) for source in hosts]
+    assert run_together(processes, grace_s=60) == status
+    assert time.monotonic() - begin < 30  # nobody had to be killed after the grace
+    assert capfd.readouterr().err.splitlines() == [said] * bool(said)
