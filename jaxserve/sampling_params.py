@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxserve.errors import RequestError
+from jaxserve.structured.params import StructuredOutputs
 
 GREEDY_TEMPERATURE = 1e-5
 MAX_N = 64
@@ -41,7 +42,8 @@ class SamplingParams:
     say. `presence_penalty` and `frequency_penalty` look at output tokens, `repetition_penalty` at
     prompt and output. `max_tokens=None` generates up to the context limit. `logprobs` and
     `prompt_logprobs` describe the raw distribution, before any of these settings.
-    Lists are stored as tuples, `stop` too when given as one string.
+    Lists are stored as tuples, `stop` too when given as one string; `structured_outputs`, the form
+    that the output must have, may be given as a mapping.
     """
 
     n: int = 1
@@ -66,7 +68,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
-    structured_outputs: None = None
+    structured_outputs: StructuredOutputs | None = None
     priority: int = 0
 
     def __post_init__(self) -> None:
@@ -147,9 +149,7 @@ class SamplingParams:
                 f"set detokenize=True or use stop_token_ids."
             )
         if self.structured_outputs is not None:
-            raise RequestError(
-                f"structured_outputs={self.structured_outputs!r} is not supported; leave it None."
-            )
+            self._set("structured_outputs", StructuredOutputs.of(self.structured_outputs))
 
     @property
     def greedy(self) -> bool:

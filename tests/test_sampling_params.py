@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxserve.errors import RequestError
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.structured.params import StructuredOutputs
 
 
 def test_defaults_match_the_contract():
@@ -48,7 +49,11 @@ def test_defaults_match_the_contract():
             [None, {}, {1: 5}],
             [{-1: 0.0}, {"1": 0.0}, {1: math.nan}, {1: True}, [1], dict.fromkeys(range(1025), 0)],
         ),
-        ("structured_outputs", [None], [{"json": {}}, {"regex": "a"}]),
+        (
+            "structured_outputs",
+            [None, {"json": {}}, StructuredOutputs(regex="a")],
+            ["a", {}, {"regex": ""}, {"regex": "a", "json": {}}, {"regexp": "a"}],
+        ),
     ],
 )
 def test_range_of_each_field(field, accepted, refused):

@@ -124,11 +124,20 @@ class Engine:
         self._check_open()
         if request_id in self._requests:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request.")
+        self.prepare(params)
         new = self._intake.make(request_id, prompt, params, priority, tenant, shared_prefix)
         with interrupts_held():
             self._steps.accept(new)
             self._note_addition(new, priority, tenant, shared_prefix)
         return new.request
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile the grammar of `params.structured_outputs`, if it has one, so that `add` has it:
+        what a server calls first, in a thread where it keeps nobody waiting. Thread-safe.
+
+        Raises RequestError, as `add` does, for one that is invalid, too large or too slow.
+        """
+        self._intake.prepare(params)
 
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
         """A prompt's token ids, as `add` takes them. Raises RequestError for a bad prompt."""

@@ -16,6 +16,8 @@ from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.shared_prefix import SharedPrefix
 from jaxserve.errors import RequestError
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.structured.grammar import COMPILE_S, Grammars
+from jaxserve.structured.matcher import Matcher
 from jaxserve.text import Tokenizer
 
 
@@ -44,6 +46,7 @@ class Intake:
         self._eos = eos_token_ids
         self._clock = clock
         self._shares = config.enable_prefix_caching
+        self._grammars = Grammars(tokenizer, vocab_size, eos_token_ids)
         self._seeds = random.Random(config.seed)
         self._seq_ids = itertools.count()
         self._salts = itertools.count()
@@ -51,6 +54,15 @@ class Intake:
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
         """A prompt's token ids. Raises RequestError for a bad prompt."""
         return tokenize_prompt(prompt, self._tokenizer, self._vocab_size)
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Does what takes time before a request with these params can be made. For any thread.
+
+        Raises RequestError for a grammar that is refused.
+        """
+        _check_params(params)
+        if params.structured_outputs is not None:
+            self._grammars.get(params.structured_outputs, within_s=COMPILE_S)
 
     def make(
         self,
@@ -62,8 +74,7 @@ class Intake:
         shared_prefix: SharedPrefix | None,
     ) -> NewRequest:
         """A request with its sequences. Raises RequestError for anything wrong with it."""
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params is {params!r:.80}; it must be a SamplingParams.")
+        _check_params(params)
         if priority is not None:
             check_priority(priority)
         if tenant is not None and (not isinstance(tenant, str) or not tenant):
@@ -92,7 +103,9 @@ class Intake:
             )
             for index in range(params.n)
         ]
-        generations = [Generation(seq, self._tokenizer, self._eos) for seq in sequences]
+        generations = [
+            Generation(seq, self._tokenizer, self._eos, self._matcher(params)) for seq in sequences
+        ]
         return NewRequest(
             Request(
                 request_id, prompt.text, prompt.token_ids, params, generations, self._tokenizer
@@ -124,6 +137,13 @@ class Intake:
         salt = self.salt_of(tenant)
         return salt if self._shares else salt + b"\0%d" % next(self._salts)
 
+    def _matcher(self, params: SamplingParams) -> Matcher | None:
+        """Where an output of the form that was asked for begins."""
+        if params.structured_outputs is None:
+            return None
+        grammar = self._grammars.get(params.structured_outputs)
+        return grammar.matcher(ignore_eos=params.ignore_eos)
+
     def _bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
         """Token sequences of the bad words, each at the start of a text and after a space."""
         words = []
@@ -133,6 +153,11 @@ class Intake:
                 if token_ids and token_ids not in words:
                     words.append(token_ids)
         return words
+
+
+def _check_params(params: SamplingParams) -> None:
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling_params is {params!r:.80}; it must be a SamplingParams.")
 
 
 def check_priority(priority: int) -> None:

@@ -15,6 +15,7 @@ from jaxserve.outputs import (
     RequestMetrics,
     RequestOutput,
 )
+from jaxserve.structured.matcher import Matcher, advance
 from jaxserve.text import Detokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -42,9 +43,15 @@ class Generation:
     """What one sequence has produced so far: text, logprobs, and what is not yet streamed."""
 
     def __init__(
-        self, seq: Sequence, tokenizer: Tokenizer | None, eos_token_ids: frozenset[int]
+        self,
+        seq: Sequence,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: frozenset[int],
+        matcher: Matcher | None = None,
     ) -> None:
+        """`matcher` says what form the output must have, and is where it begins."""
         self.seq = seq
+        self.matcher = matcher
         self.delta: list[Delta] = []
         self._tokenizer = tokenizer
         params = seq.params
@@ -70,6 +77,14 @@ class Generation:
             entry = self._entry(token_id, scores)
         return self._append(token_id, entry)
 
+    @property
+    def error(self) -> str | None:
+        """Why the output cannot go on, though nothing has stopped it."""
+        if self.matcher is None:
+            return None
+        error = self.matcher.error(len(self.seq.output_token_ids))
+        return error and f"structured_outputs: {error}"
+
     def replay(
         self, token_ids: SequenceOf[int], logprobs: SequenceOf[dict[int, Logprob]] | None
     ) -> None:
@@ -84,6 +99,11 @@ class Generation:
     def _append(self, token_id: int, entry: dict[int, Logprob] | None) -> Stop | None:
         stop = self._stops_at(token_id)
         ends_by_token = stop is not None and stop.reason == "stop"
+        if self.matcher is not None:
+            count = len(self.seq.output_token_ids)
+            advance([(self.matcher, count - 1, token_id)])
+            if self.matcher.complete(count) and not ends_by_token:
+                stop = Stop("stop")
         text = ""
         if self._detokenizer is not None:
             if not ends_by_token:

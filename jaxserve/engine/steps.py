@@ -20,7 +20,9 @@ from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
 from jaxserve.kv.rates import causal_pairs
 from jaxserve.runtime.paging import Paging
-from jaxserve.runtime.runner import DispatchedStep, Runner, StepResults
+from jaxserve.runtime.runner import Runner
+from jaxserve.runtime.specs import part_name
+from jaxserve.runtime.under_way import DispatchedStep, StepResults
 from jaxserve.sampling import NO_TOKEN, TokenLogprobs, sequence_seed
 
 _DISPATCHES_AHEAD = 1
@@ -70,8 +72,11 @@ class Steps:
         unfinished = [g for g in request.generations if not g.seq.finished]
         sequences = [generation.seq for generation in unfinished]
         try:
-            for seq in sequences:
-                self._runner.register(seq, sequence_seed(seed, seq.index), words, self._eos)
+            for generation in unfinished:
+                seq = generation.seq
+                self._runner.register(
+                    seq, sequence_seed(seed, seq.index), words, self._eos, generation.matcher
+                )
                 self.scheduler.add(seq)
         except BaseException:
             for seq in sequences:
@@ -142,7 +147,7 @@ class Steps:
         step_id = next(self._step_ids)
         self.log.dispatched(
             step_id,
-            f"step-{packed.key.rows}-{packed.key.prefill_tokens}",
+            part_name("step", packed.key),
             begin_us=begin_us,
             scheduled_us=scheduled_us,
             packed_us=packed_us,
@@ -241,6 +246,8 @@ class Steps:
         stop = generation.append(token_id, scores)
         if stop is not None:
             self._finish(request, generation, stop)
+        elif generation.error is not None:
+            self._fail(request, generation, generation.error)
 
     def _collect_prompt_logprobs(self, plan: StepPlan, scored: TokenLogprobs) -> None:
         first = 0

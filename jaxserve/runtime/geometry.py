@@ -22,6 +22,7 @@ from jaxserve.runtime.batch import StepLayout
 from jaxserve.runtime.buckets import Buckets, ProgramKey
 from jaxserve.runtime.device_rates import device_rates
 from jaxserve.sampling import SamplingState, abstract_state
+from jaxserve.structured.bitmask import mask_words
 from pallas_kernels.paged_attention import KVPages, PageLayout
 from pallas_kernels.ring_attention import choose_scheme
 from sharding_rules import ACTIVATIONS, KV, MEGATRON, SEQ, STAGE, TENSOR, Rules, named_sharding
@@ -215,6 +216,8 @@ class Geometry:
     def state_bytes(self) -> int:
         """Bytes on one device of what is kept from step to step, beside pages."""
         state = [self.abstract_state, self.abstract_last_tokens]
+        state += [self.masks(rows) for rows in self.sample_rows]
+        state += [self.masks(self.sample_rows[-1])] * 2  # Of the step under way, and the next.
         if self.stages > 1:
             state.append(self.abstract_carry)
         return sum(_shard_bytes(array) for array in jax.tree.leaves(state))
@@ -241,6 +244,15 @@ class Geometry:
     def abstract_state(self) -> SamplingState:
         state = abstract_state(self.trash_slot, self.model.vocab_size)
         return jax.tree.map(lambda array: placed(array, self.sharding()), state)
+
+    @functools.cached_property
+    def sample_rows(self) -> list[int]:
+        """Rows that sampling programs are compiled for, ascending."""
+        return sorted({layout.sample_rows for layout in self.layouts.values()})
+
+    def masks(self, rows: int) -> jax.ShapeDtypeStruct:
+        """Shape of the masks of a step that samples `rows`: a bit for each token."""
+        return self.int32(rows, mask_words(self.model.vocab_size))
 
     @property
     def abstract_carry(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:

@@ -1,6 +1,7 @@
 """Runs plans on the device: packs, calls executables, and reads results when asked.
 
-Nothing here waits for the device but `read`. A step's programs are dispatched one after another,
+Nothing here waits for the device but `read`, and a step whose rows have grammars: between its
+forward and its sampling it waits for the tokens before. Programs are dispatched one after another,
 each taking over the buffers of the one before, so the device sees the steps in plan order.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -23,7 +25,15 @@ from jaxserve.runtime.batch import Snapshot
 from jaxserve.runtime.buckets import ProgramKey
 from jaxserve.runtime.geometry import Geometry
 from jaxserve.runtime.programs import Programs
+from jaxserve.runtime.under_way import (
+    NOTHING,
+    DispatchedStep,
+    PackedStep,
+    SamplingRow,
+    StepResults,
+)
 from jaxserve.sampling import (
+    NO_TOKEN,
     SampleOutput,
     TokenLogprobs,
     needs_state,
@@ -31,68 +41,7 @@ from jaxserve.sampling import (
     pack_rows,
     row_constants,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingRow:
-    """What the runner keeps of a sequence's sampling, from registration to its end."""
-
-    constants: np.ndarray
-    plain: bool
-    """Whether the most likely token is all it wants, so that the greedy program will do."""
-    stateful: bool
-    bad_word_ids: tuple[tuple[int, ...], ...]
-    eos_token_ids: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class PackedStep:
-    """A plan made ready: nothing the scheduler may change is read any more.
-
-    `key` is the program that it enters. In a pipeline it goes on in those of later steps.
-    """
-
-    plan: StepPlan
-    key: ProgramKey
-    snapshot: Snapshot
-    sampled: tuple[Chunk, ...]
-    rows: tuple[SamplingRow, ...]
-    """Of `sampled`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DispatchedStep:
-    """A step on its way: arrays that the device has yet to fill."""
-
-    plan: StepPlan
-    key: ProgramKey
-    sampled: tuple[Chunk, ...]
-    hidden: jax.Array
-    """What was sampled from. It is waited for even where nothing was: the host must not run ahead
-    by all the chunks of a long prompt."""
-    token_ids: jax.Array | None
-    logprobs: TokenLogprobs | None
-    prompt_logprobs: TokenLogprobs | None
-    number: int
-    """Of the dispatch that it was done with."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StepResults:
-    """What the host reads of a step: `token_ids[i]` was sampled by `sampled[i]`.
-
-    `logprobs` has the same rows; `prompt_logprobs` one row for each of the step's prefill tokens.
-    Both are numpy, and None when nobody asked.
-    """
-
-    sampled: tuple[Chunk, ...]
-    token_ids: list[int]
-    logprobs: TokenLogprobs | None
-    prompt_logprobs: TokenLogprobs | None
-
-
-_NOTHING = PackedStep(StepPlan(), ProgramKey(0, 0), Snapshot(), (), ())
-"""What a stage without a step works on."""
+from jaxserve.structured.matcher import Matcher, advance
 
 
 class Runner:
@@ -111,8 +60,9 @@ class Runner:
         self._carry = _zeros(geometry.abstract_carry) if geometry.stages > 1 else None
         self._last_tokens = _zeros(geometry.abstract_last_tokens)
         self._state = _zeros(geometry.abstract_state)
+        self._no_masks = {rows: _zeros(geometry.masks(rows)) for rows in geometry.sample_rows}
         self._rows: dict[int, SamplingRow] = {}
-        self._under_way = collections.deque([_NOTHING] * (geometry.stages - 1))
+        self._under_way = collections.deque([NOTHING] * (geometry.stages - 1))
         self.num_dispatches = 0
         self.done: collections.deque[DispatchedStep] = collections.deque()
         jax.block_until_ready((self._kv, self._carry, self._last_tokens, self._state))
@@ -120,7 +70,7 @@ class Runner:
     @property
     def busy(self) -> bool:
         """Whether a step that was dispatched is still under way, and not done."""
-        return any(packed is not _NOTHING for packed in self._under_way)
+        return any(packed is not NOTHING for packed in self._under_way)
 
     def register(
         self,
@@ -128,8 +78,9 @@ class Runner:
         seed: int,
         bad_word_ids: SequenceOf[SequenceOf[int]],
         eos_token_ids: tuple[int, ...],
+        matcher: Matcher | None,
     ) -> None:
-        """Make a sequence known before its first step.
+        """Make a sequence known before its first step. `matcher` is where its output stands.
 
         Raises RequestError when its bad words have too many or too long token sequences.
         """
@@ -139,8 +90,9 @@ class Runner:
             constants=row_constants(
                 params, seed, multi_token_bad_words=any(len(word) > 1 for word in words)
             ),
-            plain=params.greedy and not stateful and params.logprobs is None,
+            plain=params.greedy and not stateful and params.logprobs is None and matcher is None,
             stateful=stateful,
+            matcher=matcher,
             bad_word_ids=words,
             eos_token_ids=() if params.ignore_eos else eos_token_ids,
         )
@@ -173,12 +125,12 @@ class Runner:
         self._under_way.append(packed)
         hidden, prefill_hidden = self._forward()
         oldest = self._under_way.popleft()
-        if oldest is not _NOTHING:
+        if oldest is not NOTHING:
             self.done.append(self._sampled(oldest, hidden, prefill_hidden))
 
     def advance(self) -> None:
         """Let the steps under way go on by a stage, with none to follow."""
-        self.dispatch(_NOTHING)
+        self.dispatch(NOTHING)
 
     def _drain(self) -> None:
         """Let every step under way run to its end: pages are moved for all stages at once."""
@@ -291,7 +243,7 @@ class Runner:
     def _forward(self) -> tuple[jax.Array, jax.Array]:
         """Hidden states to sample from and of prefill tokens, of the oldest step under way."""
         newest = self._under_way[-1]
-        key = newest.key if newest is not _NOTHING else self._key(newest.plan, newest.snapshot)
+        key = newest.key if newest is not NOTHING else self._key(newest.plan, newest.snapshot)
         layout = self.geometry.layouts[key]
         metadata = [layout.pack(packed.snapshot) for packed in reversed(self._under_way)]
         if self.geometry.stages > 1:
@@ -344,10 +296,43 @@ class Runner:
         program = self._programs[specs.sample_name("general", bucket)].call
         output: SampleOutput
         self._last_tokens, self._state, output = program(
-            self._outside_layers, self._last_tokens, self._state, hidden, meta
+            self._outside_layers,
+            self._last_tokens,
+            self._state,
+            hidden,
+            meta,
+            self._masks(packed, bucket),
         )
         wanted = any(chunk.seq.params.logprobs is not None for chunk in sampled)
         return output.token_ids, output.logprobs if wanted else None
+
+    def _masks(self, packed: PackedStep, bucket: int) -> np.ndarray | jax.Array:
+        """What each row may sample. A row with a matcher needs its tokens up to now for that, so
+        the host waits for those while the devices compute what is to be sampled from."""
+        nothing = self._no_masks[bucket]
+        matched = [
+            (place, row.matcher, chunk)
+            for place, (row, chunk) in enumerate(zip(packed.rows, packed.sampled))
+            if row.matcher is not None
+        ]
+        if not matched:
+            return nothing
+        if any(matcher.num_tokens < chunk.output_index for _, matcher, chunk in matched):
+            for step in self.done:
+                advance(self._matched_tokens(step))
+        masks = np.zeros(nothing.shape, np.int32)
+        for place, matcher, _ in matched:
+            masks[place] = matcher.mask
+        return masks
+
+    def _matched_tokens(self, step: DispatchedStep) -> Iterator[tuple[Matcher, int, int]]:
+        """What a step has sampled for sequences with a matcher, which has it yet to take in."""
+        if step.token_ids is None:
+            return
+        for chunk, token_id in zip(step.sampled, np.asarray(step.token_ids).tolist()):
+            row = self._rows.get(chunk.seq.seq_id)
+            if row is not None and row.matcher is not None and token_id != NO_TOKEN:
+                yield row.matcher, chunk.output_index, token_id
 
     def _score_prompts(self, packed: PackedStep, hidden: jax.Array) -> TokenLogprobs | None:
         """Scores of the tokens that follow each prefill token, when a request asks for them."""

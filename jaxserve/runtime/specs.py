@@ -183,7 +183,7 @@ def _sampling_specs(geometry: Geometry) -> Iterator[ProgramSpec]:
     family, model, int32 = geometry.family, geometry.local_model, geometry.int32
     head, last_tokens = outside_layers(geometry.abstract_params), geometry.abstract_last_tokens
     state = geometry.abstract_state
-    for rows in sorted({layout.sample_rows for layout in geometry.layouts.values()}):
+    for rows in geometry.sample_rows:
         yield ProgramSpec(
             sample_name("greedy", rows),
             functools.partial(step.greedy, family, model),
@@ -194,7 +194,14 @@ def _sampling_specs(geometry: Geometry) -> Iterator[ProgramSpec]:
         yield ProgramSpec(
             sample_name("general", rows),
             functools.partial(step.general, family, model),
-            (head, last_tokens, state, geometry.hidden(rows), int32(rows, NUM_FIELDS)),
+            (
+                head,
+                last_tokens,
+                state,
+                geometry.hidden(rows),
+                int32(rows, NUM_FIELDS),
+                geometry.masks(rows),
+            ),
             donated=(1, 2),
             outputs=P(),
         )

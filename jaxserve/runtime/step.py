@@ -197,10 +197,12 @@ def general(
     state: SamplingState,
     hidden: jax.Array,
     rows: jax.Array,
+    masks: jax.Array,
 ) -> tuple[jax.Array, SamplingState, SampleOutput]:
-    """One token a row with everything a request may ask for; `rows` as `pack_rows` made them."""
+    """One token a row with everything a request may ask for; `rows` as `pack_rows` made them, and
+    `masks` int32 [rows, mask_words] of what those with a grammar may sample."""
     logits = parallel.whole_vocab(family.logits(head, config, hidden), config.vocab_size)
-    output, state = sample_general(logits, state, rows)
+    output, state = sample_general(logits, state, rows, masks)
     token_ids = jnp.maximum(output.token_ids, 0)
     return last_tokens.at[rows[:, SLOT]].set(token_ids), state, output
 

@@ -1,6 +1,7 @@
-"""What turns raw logits into the ones sampled from: bias and masks, bans, penalties.
+"""What turns raw logits into the ones sampled from: masks and bias, bans, penalties.
 
-The order is vLLM's: allowed ids, bad words, min_tokens and bias first, then penalties.
+The order is vLLM's: grammar masks, allowed ids, bad words, min_tokens and bias first, then
+penalties.
 Logits are [rows, padded vocab] here.
 """
 
@@ -13,31 +14,40 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.sampling.state import SamplingState
+from jaxserve.structured.bitmask import WORD_BITS
 
 
 def when(
     flag: jax.Array,
-    stage: Callable[[jax.Array, SamplingState, jax.Array], jax.Array],
+    stage: Callable[[jax.Array, jax.Array], jax.Array],
     logits: jax.Array,
-    state: SamplingState,
-    slots: jax.Array,
+    upload: jax.Array,
 ) -> jax.Array:
-    """stage(logits, state, slots) if the bool scalar `flag` is set, else the logits untouched.
+    """stage(logits, upload) if the bool scalar `flag` is set, else the logits untouched.
 
     A loop of zero or one trips, which unlike a conditional need not copy what it leaves alone.
-    The barrier ties `slots` to the trip: otherwise XLA would see that what the stage gathers from
-    the state is the same on every trip, and gather it ahead of the loop, wanted or not.
+    The barrier ties `upload` to the trip: otherwise XLA would see that what the stage makes of it
+    is the same on every trip, and make it ahead of the loop, wanted or not.
     """
 
     def trip(index: jax.Array, logits: jax.Array) -> jax.Array:
-        this_slots, _ = lax.optimization_barrier((slots, index))
-        return stage(logits, state, this_slots)
+        this_upload, _ = lax.optimization_barrier((upload, index))
+        return stage(logits, this_upload)
 
     return lax.fori_loop(0, flag.astype(jnp.int32), trip, logits)
 
 
+def mask_tokens(logits: jax.Array, masks: jax.Array, masked: jax.Array) -> jax.Array:
+    """-inf for tokens without a bit in `masks` int32 [rows, mask_words], for the rows with `masked`
+    bool [rows]."""
+    bits = masks[:, :, None] >> jnp.arange(WORD_BITS) & 1
+    bits = bits.reshape(len(masks), -1)[:, : logits.shape[1]]
+    allowed = jnp.pad(bits, ((0, 0), (0, logits.shape[1] - bits.shape[1]))) > 0
+    return jnp.where(allowed | ~masked[:, None], logits, -jnp.inf)
+
+
 def add_bias(
-    logits: jax.Array, state: SamplingState, slots: jax.Array, biased: jax.Array
+    logits: jax.Array, slots: jax.Array, state: SamplingState, biased: jax.Array
 ) -> jax.Array:
     """Adds the slot's bias row for the rows with `biased` bool [rows]."""
     return jnp.where(biased[:, None], logits + state.bias[slots], logits)
@@ -45,8 +55,8 @@ def add_bias(
 
 def ban_tokens(
     logits: jax.Array,
-    state: SamplingState,
     slots: jax.Array,
+    state: SamplingState,
     before_min_tokens: jax.Array,
     with_bad_words: jax.Array,
 ) -> jax.Array:
@@ -67,8 +77,8 @@ def ban_tokens(
 
 def penalize(
     logits: jax.Array,
-    state: SamplingState,
     slots: jax.Array,
+    state: SamplingState,
     penalties: Sequence[jax.Array],
 ) -> jax.Array:
     """Repetition penalty over prompt and output (CTRL, Keskar et al. 2019), then the other two.

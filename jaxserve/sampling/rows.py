@@ -33,6 +33,7 @@ FLAG_BAD_WORDS = 4  # has bad words of several tokens
 FLAG_TRACK = 8  # sampled tokens are recorded in its slot
 FLAG_LOGPROBS = 16  # wants the sampled token's logprob and rank
 FLAG_TOP_LOGPROBS = 32  # and the most likely tokens
+FLAG_MASK = 64  # samples what its row of the step's masks allows, and nothing else
 
 
 def sequence_seed(seed: int, index: int) -> int:
@@ -62,6 +63,7 @@ def row_constants(
         | FLAG_TRACK * (penalty or multi_token_bad_words)
         | FLAG_LOGPROBS * (params.logprobs is not None)
         | FLAG_TOP_LOGPROBS * bool(params.logprobs)
+        | FLAG_MASK * (params.structured_outputs is not None)
     )
     row = np.zeros(NUM_FIELDS, np.int32)
     row[[SEED_HIGH, SEED_LOW]] = np.array(

@@ -13,7 +13,7 @@ from jaxserve.sampling import rows as row
 from jaxserve.sampling.blocks import padded_vocab
 from jaxserve.sampling.draw import inverse_cdf, keyed_uniforms
 from jaxserve.sampling.logprobs import TokenLogprobs, no_logprobs, token_logprobs
-from jaxserve.sampling.process import add_bias, ban_tokens, penalize, when
+from jaxserve.sampling.process import add_bias, ban_tokens, mask_tokens, penalize, when
 from jaxserve.sampling.state import SamplingState, record
 from jaxserve.sampling.threshold import weight_floor
 
@@ -48,19 +48,21 @@ def greedy(logits: jax.Array) -> jax.Array:
 
 
 def general(
-    logits: jax.Array, state: SamplingState, meta: jax.Array
+    logits: jax.Array, state: SamplingState, meta: jax.Array, masks: jax.Array
 ) -> tuple[SampleOutput, SamplingState]:
     """Samples one token a row with everything SamplingParams offers.
 
     `logits` float32 [vocab, rows]; `meta` int32 [rows, NUM_FIELDS] from `pack_rows`; real rows
-    have slots of their own. Returns the state with the tokens recorded where they will be needed.
-    A row's token depends on its logits, its state, its fields, and nothing else in the batch.
+    have slots of their own. `masks` int32 [rows, mask_words] has a bit for each token that a row
+    with FLAG_MASK may sample; the rows of the others are not read. Returns the state with the
+    tokens recorded where they will be needed. A row's token depends on its logits, its state, its
+    fields, its mask, and nothing else in the batch.
     """
     floats = lax.bitcast_convert_type(meta, jnp.float32)
     slots, flags = meta[:, row.SLOT], meta[:, row.FLAGS]
     temperature = floats[:, row.TEMPERATURE]
 
-    scores = _processed(logits, state, meta, floats)
+    scores = _processed(logits, state, meta, floats, masks)
     best = jnp.max(scores, axis=1)
     weights = _weights(scores, best, temperature)
     floor = weight_floor(weights, meta[:, row.TOP_K], floats[:, row.TOP_P], floats[:, row.MIN_P])
@@ -81,9 +83,9 @@ def _any(flags: jax.Array, flag: int) -> jax.Array:
 
 
 def _processed(
-    logits: jax.Array, state: SamplingState, meta: jax.Array, floats: jax.Array
+    logits: jax.Array, state: SamplingState, meta: jax.Array, floats: jax.Array, masks: jax.Array
 ) -> jax.Array:
-    """Scores [rows, padded vocab]: logits with bias, bans and penalties; -inf in the padding.
+    """Scores [rows, padded vocab]: logits with mask, bias, bans and penalties; -inf in the padding.
 
     Rows are made contiguous first. It costs one pass and makes all later ones, and the gathers of
     state, run along memory.
@@ -95,7 +97,9 @@ def _processed(
     biased = flags & row.FLAG_BIAS > 0
     early = meta[:, row.POSITION] < meta[:, row.MIN_TOKENS]
     worded = flags & row.FLAG_BAD_WORDS > 0
+    masked = flags & row.FLAG_MASK > 0
     penalties = [floats[:, field] for field in (row.PRESENCE, row.FREQUENCY, row.REPETITION)]
+    scores = when(jnp.any(masked), functools.partial(mask_tokens, masked=masked), scores, masks)
     stages = (
         (jnp.any(biased), functools.partial(add_bias, biased=biased)),
         (
@@ -105,7 +109,7 @@ def _processed(
         (_any(flags, row.FLAG_PENALTY), functools.partial(penalize, penalties=penalties)),
     )
     for wanted, stage in stages:
-        scores = when(wanted, stage, scores, state, slots)
+        scores = when(wanted, functools.partial(stage, state=state), scores, slots)
     return scores
 
 

@@ -11,7 +11,7 @@ from mesh_workload import GREEDY
 from tiny_engines import PROMPT_LENGTHS, Arrival, TinyModel, drive
 
 from jaxserve.engine.engine import Engine
-from jaxserve.runtime.runner import _NOTHING
+from jaxserve.runtime.under_way import NOTHING
 from jaxserve.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.meshes
@@ -25,7 +25,7 @@ def entered(engine: Engine, arrivals: list[Arrival]) -> list[bool]:
     dispatch = runner.dispatch
 
     def counted(packed):
-        calls.append(packed is not _NOTHING)
+        calls.append(packed is not NOTHING)
         dispatch(packed)
 
     runner.dispatch = counted

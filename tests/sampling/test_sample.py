@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -22,6 +23,7 @@ from jaxserve.sampling import (
 )
 from jaxserve.sampling.rows import NUM_FIELDS
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.structured.bitmask import mask_words
 
 VOCAB = 1500
 SLOTS = 5
@@ -41,7 +43,9 @@ def is_tracked(bad_words):
     return any(len(word) > 1 for word in bad_words)
 
 
-def sample(logits, params, seeds=None, slots=None, positions=None, state=None, bad_words=()):
+def sample(
+    logits, params, seeds=None, slots=None, positions=None, state=None, bad_words=(), masks=None
+):
     """Runs `general` on one params a row, padded to the bucket that `logits` makes."""
     state = reference.empty_state(SLOTS, len(logits)) if state is None else state
     seeds = range(len(params)) if seeds is None else seeds
@@ -54,7 +58,9 @@ def sample(logits, params, seeds=None, slots=None, positions=None, state=None, b
         logits.shape[1],
         TRASH,
     )
-    output, state = run_general(logits, state, meta)
+    if masks is None:
+        masks = np.zeros((logits.shape[1], mask_words(len(logits))), np.int32)
+    output, state = run_general(logits, state, meta, masks)
     return jax.tree.map(np.asarray, output), state
 
 
@@ -317,14 +323,21 @@ def _entry(program):
     return re.search(r"^ENTRY.*?^}", program, re.MULTILINE | re.DOTALL).group()
 
 
+def _general_shapes(vocab, rows):
+    """What `general` takes."""
+    return (
+        jax.ShapeDtypeStruct((vocab, rows), jnp.float32),
+        jax.eval_shape(lambda: reference.empty_state(SLOTS, vocab)),
+        jax.ShapeDtypeStruct((rows, NUM_FIELDS), jnp.int32),
+        jax.ShapeDtypeStruct((rows, mask_words(vocab)), jnp.int32),
+    )
+
+
 def test_no_program_sorts_and_top_k_is_only_behind_conditions():
-    vocab, rows = 8192, 4
-    logits = jax.ShapeDtypeStruct((vocab, rows), jnp.float32)
-    state = jax.eval_shape(lambda: reference.empty_state(SLOTS, vocab))
-    meta = jax.ShapeDtypeStruct((rows, NUM_FIELDS), jnp.int32)
+    shapes = _general_shapes(vocab=8192, rows=4)
     programs = {
-        "greedy": jax.jit(greedy).lower(logits).compile().as_text(),
-        "general": jax.jit(general).lower(logits, state, meta).compile().as_text(),
+        "greedy": jax.jit(greedy).lower(shapes[0]).compile().as_text(),
+        "general": jax.jit(general).lower(*shapes).compile().as_text(),
     }
     for program in programs.values():
         assert not re.search(r" sort\(", program)
@@ -334,12 +347,76 @@ def test_no_program_sorts_and_top_k_is_only_behind_conditions():
 
 def test_unused_stages_leave_the_state_alone_and_out_of_the_entry_computation():
     vocab, rows = 8192, 4
-    logits = jax.ShapeDtypeStruct((vocab, rows), jnp.float32)
-    state = jax.eval_shape(lambda: reference.empty_state(SLOTS, vocab))
-    meta = jax.ShapeDtypeStruct((rows, NUM_FIELDS), jnp.int32)
-    compiled = jax.jit(general, donate_argnums=1).lower(logits, state, meta).compile()
+    shapes = _general_shapes(vocab, rows)
+    compiled = jax.jit(general, donate_argnums=1).lower(*shapes).compile()
     entry = _entry(compiled.as_text())
     # Gathers of whole vocabulary rows from the state belong inside the loops of their stages.
     assert not re.search(rf"\[{rows},(1,)?{vocab}\]\S* (fusion|gather)\(%?state", entry)
+    # And so does what unpacks masks, which are only handed to it.
+    assert not re.search(r"(fusion|broadcast|shift\S*|reshape)\(\S*masks", entry)
     # The donated state is updated in place: temporaries hold a few [rows, vocab], no state array.
     assert compiled.memory_analysis().alias_size_in_bytes >= 2 * (SLOTS + 1) * vocab * 4
+
+
+# Masks
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, VOCAB])
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_a_masked_row_samples_what_its_mask_allows_and_nothing_else(vocab, data):
+    """The tokens allowed are all that has a chance, and the rows beside are as without masks."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    logits = random_logits(4, vocab, seed=5)
+    allowed = rng.random((4, vocab)) < rng.choice([0.01, 0.5, 1.0], size=(4, 1))
+    allowed[np.arange(4), rng.integers(vocab, size=4)] = True
+    bits = np.zeros((4, mask_words(vocab) * 32), np.bool_)
+    bits[:, :vocab] = allowed
+    masks = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    greedy_params = SamplingParams(temperature=0)
+    sampled_params = SamplingParams(temperature=1.5, logprobs=1)
+    form = {"structured_outputs": {"json_object": True}}
+    params = [
+        dataclasses.replace(greedy_params, **form),
+        greedy_params,
+        dataclasses.replace(sampled_params, **form),
+        sampled_params,
+    ]
+    state = empty_state(vocab)
+    output, _ = sample(logits, params, masks=masks, state=state)
+    best = np.where(allowed, logits.T, -np.inf).argmax(axis=1)
+    assert output.token_ids[0] == best[0]
+    assert allowed[2, output.token_ids[2]]
+    assert output.token_ids[1] == logits[:, 1].argmax()
+    again, _ = sample(logits, params, masks=np.where([[1], [0], [1], [0]], masks, 0), state=state)
+    np.testing.assert_array_equal(again.token_ids, output.token_ids)
+    # Log probabilities are of the raw distribution.
+    raw = jax.nn.log_softmax(logits[:, 2])[output.token_ids[2]]
+    assert output.logprobs.logprobs[2] == pytest.approx(float(raw), abs=1e-4)
+
+
+def test_a_mask_that_allows_nothing_leaves_no_token():
+    params = [SamplingParams(temperature=t, structured_outputs={"regex": "a"}) for t in (0, 1)]
+    output, _ = sample(random_logits(2), params)
+    assert output.token_ids.tolist() == [NO_TOKEN, NO_TOKEN]
+
+
+def test_a_mask_goes_together_with_bias_bans_and_penalties():
+    """All that is forbidden stays so, and of the rest the best after them is taken."""
+    vocab = 64
+    logits = np.zeros((vocab, 1), np.float32)
+    logits[[1, 2, 4, 5], 0] = 9.0, 8.0, 7.0, 6.0
+    params = SamplingParams(
+        temperature=0,
+        allowed_token_ids=(1, 2, 4, 5),
+        logit_bias={5: 0.5},
+        presence_penalty=2.0,
+        structured_outputs={"regex": "a"},
+    )
+    state = run_admit(empty_state(vocab), 0, pack_admission(params, vocab, [7], [4]))
+    masks = np.array([[1 << 2 | 1 << 3 | 1 << 4 | 1 << 5, -1]], np.int32)
+    output, _ = sample(logits, [params], slots=[0], state=state, masks=masks)
+    assert output.token_ids.tolist() == [2]
+    masks[0, 0] &= ~(1 << 2)
+    output, _ = sample(logits, [params], slots=[0], state=state, masks=masks)
+    assert output.token_ids.tolist() == [5]  # 6.5, where token 4 has 7 - 2

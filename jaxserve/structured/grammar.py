@@ -1,0 +1,166 @@
+"""From what a request asks for to a compiled grammar, within limits of size and time."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import functools
+import json
+import re
+import threading
+from collections.abc import Iterable
+
+import llguidance
+import llguidance.numpy
+import numpy as np
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from jaxserve.errors import RequestError
+from jaxserve.structured.matcher import Matcher, error_of
+from jaxserve.structured.params import StructuredOutputs
+from jaxserve.structured.vocabulary import Vocabulary
+from jaxserve.text import Tokenizer
+
+COMPILE_S = 10.0
+"""A grammar that takes longer to compile is refused."""
+
+COMPILERS = 2
+"""Threads that compile: none of them can be stopped in what it does."""
+
+COMPILER_STACK_BYTES = 256 << 20
+"""Of address space. A chain of as many rules as MAX_GRAMMAR_BYTES has room for recurses deeper than
+an ordinary stack, whose overflow would end the process."""
+
+CACHED_GRAMMARS = 64
+"""Kept compiled, those asked for last."""
+
+JSON_WHITESPACE = r"[ \t\n\r]{1,40}"
+"""Between the parts of JSON. Bounded, so that output of a bounded schema ends; wide enough for
+indentation."""
+
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+
+LIMITS = {
+    "max_items_in_row": 2_000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 500_000,
+    "verbose_errors": False,
+}
+"""What llguidance may spend. They count work and not time, so that a grammar ends the same on any
+machine: a step's mask in some tens of milliseconds at worst, in some 100 MB."""
+
+
+class Grammar:
+    """A compiled grammar, for any number of sequences."""
+
+    def __init__(self, vocabulary: Vocabulary, spec: StructuredOutputs) -> None:
+        """Raises RequestError for one that is invalid, too large, or allows no text."""
+        self._vocabulary = vocabulary
+        self._matcher = llguidance.LLMatcher(
+            vocabulary.tokenizer, _source(spec), limits=_limits(), log_level=0
+        )
+        self._mask = np.zeros((1, vocabulary.words), np.int32)
+        if not self._matcher.is_error():
+            llguidance.numpy.fill_next_token_bitmask(self._matcher, self._mask)
+        if self._matcher.is_error():
+            raise RequestError(f"structured_outputs.{spec.kind}: {error_of(self._matcher)}.")
+        if self.matcher(ignore_eos=False).complete(0):
+            raise RequestError(f"structured_outputs.{spec.kind} allows no text but the empty one.")
+
+    def matcher(self, *, ignore_eos: bool) -> Matcher:
+        """One at the beginning. With `ignore_eos` it does not end while it need not."""
+        matcher = self._matcher.deep_copy()
+        return Matcher(self._vocabulary, matcher, self._mask[0], ignore_eos=ignore_eos)
+
+
+class Grammars:
+    """An engine's grammars, compiled when they are first asked for. For any number of threads."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        """Nothing is done until somebody asks for a grammar."""
+        self._make_vocabulary = functools.partial(Vocabulary, tokenizer, vocab_size, eos_token_ids)
+        self._vocabulary: Vocabulary | None = None
+        self._making = threading.Lock()
+        self._lock = threading.Lock()
+        self._compilers = concurrent.futures.ThreadPoolExecutor(
+            COMPILERS, thread_name_prefix="jaxserve-grammar"
+        )
+        self._grammars: collections.OrderedDict[
+            StructuredOutputs, concurrent.futures.Future[Grammar]
+        ] = collections.OrderedDict()
+
+    def get(self, spec: StructuredOutputs, within_s: float | None = None) -> Grammar:
+        """The grammar of `spec`. Raises RequestError as Grammar does, and when it takes longer than
+        `within_s` seconds."""
+        with self._lock:
+            future = self._grammars.get(spec)
+            if future is None:
+                future = self._grammars[spec] = self._submit(spec)
+            self._grammars.move_to_end(spec)
+            if len(self._grammars) > CACHED_GRAMMARS:
+                _, forgotten = self._grammars.popitem(last=False)
+                forgotten.cancel()  # If it still waits for its turn.
+        try:
+            return future.result(within_s)
+        except (TimeoutError, concurrent.futures.CancelledError):
+            raise RequestError(
+                f"structured_outputs.{spec.kind} was not compiled in time (at most {within_s} s); "
+                f"make it smaller."
+            ) from None
+        except RequestError as error:
+            raise RequestError(str(error)) from None  # One of each caller's own.
+
+    def _submit(self, spec: StructuredOutputs) -> concurrent.futures.Future[Grammar]:
+        before = threading.stack_size(COMPILER_STACK_BYTES)  # Of threads that are started now.
+        try:
+            return self._compilers.submit(self._compile, spec)
+        finally:
+            threading.stack_size(before)
+
+    def _compile(self, spec: StructuredOutputs) -> Grammar:
+        with self._making:
+            if self._vocabulary is None:
+                self._vocabulary = self._make_vocabulary()
+        return Grammar(self._vocabulary, spec)
+
+
+def _source(spec: StructuredOutputs) -> str:
+    """A grammar in llguidance's own terms. Raises RequestError where there can be none."""
+    compiler = llguidance.LLMatcher
+    match spec.kind:
+        case "json":
+            return _source_of_schema(spec.json)
+        case "json_object":
+            return _source_of_schema('{"type": "object"}')
+        case "regex":
+            return compiler.grammar_from_regex(spec.regex)
+        case "choice":
+            quoted = (json.dumps(choice, ensure_ascii=False) for choice in spec.choice)
+            return compiler.grammar_from_lark(f"start: {' | '.join(quoted)}")
+        case "grammar":
+            if not _GBNF_RULE.search(spec.grammar):
+                return compiler.grammar_from_lark(spec.grammar)
+            try:
+                return compiler.grammar_from_lark(gbnf_to_lark(spec.grammar))
+            except Exception as error:  # It raises bare Exception.
+                raise RequestError(f"structured_outputs.grammar: {error}.") from error
+
+
+def _source_of_schema(schema: str) -> str:
+    """Of JSON with bounded whitespace, unless the schema has its own wish, in llguidance's
+    `x-guidance`."""
+    own = json.loads(schema).get("x-guidance")
+    wishes = isinstance(own, dict) and any(name.startswith("whitespace") for name in own)
+    defaults = {} if wishes else {"whitespace_pattern": JSON_WHITESPACE}
+    try:
+        return llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=defaults)
+    except ValueError as error:
+        raise RequestError(f"structured_outputs.json: {error}.") from error
+
+
+@functools.cache
+def _limits() -> llguidance.LLParserLimits:
+    return llguidance.LLParserLimits(**LIMITS)

@@ -1,0 +1,67 @@
+"""A tokenizer as llguidance sees it: the bytes of every token, and which ones end a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import llguidance
+import numpy as np
+
+from jaxserve.errors import RequestError
+from jaxserve.structured.bitmask import WORD_BITS, mask_words
+from jaxserve.text import Tokenizer
+
+
+class Vocabulary:
+    """The tokens that a model can sample, of which grammars allow some."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        """`vocab_size` is the model's, which may be larger or smaller than the tokenizer's. Takes
+        some tenths of a second.
+
+        Raises RequestError where no token ends a text: then none can be complete.
+        """
+        self.words = mask_words(vocab_size)
+        self.eos_token_ids = frozenset(token for token in eos_token_ids if token < vocab_size)
+        if not self.eos_token_ids:
+            raise RequestError(
+                "structured_outputs cannot be used with this model: it has no end-of-text token."
+            )
+        eos = sorted(self.eos_token_ids)
+        tokens = _Tokens(tokenizer, vocab_size, eos)
+        self.tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(tokens), eos_token=eos)
+        tokens.longest_first = self.tokenizer.greedy_tokenize
+        text = np.zeros(self.words * WORD_BITS, np.bool_)
+        text[:vocab_size] = True
+        text[eos] = False
+        self.text_mask = np.packbits(text, bitorder="little").view(np.int32)
+        """Of every token that does not end a text."""
+
+
+class _Tokens:
+    """What llguidance asks of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> None:
+        """A token that ends a text spells nothing, whether or not the tokenizer says so."""
+        special = {token for token in tokenizer.special_token_ids if token < vocab_size}
+        self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
+        self.special_token_ids = sorted(special.union(eos))
+        self.eos_token_id = eos[0]
+        self.bos_token_id = tokenizer.bos_token_id
+        self.longest_first: Callable[[str], list[int]] | None = None
+        """Another way to spell any text, known when llguidance has read all this."""
+        self._tokenizer = tokenizer
+        self._special = frozenset(self.special_token_ids)
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens by which text that must come is spelled, where the grammar leaves no choice:
+        the model's own, for they are what it has learned to go on from. Unless they would be
+        special ones that the text happens to name, have a space before, or be none of the model's.
+        """
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        known = max(token_ids, default=0) < len(self.tokens)
+        if known and self._special.isdisjoint(token_ids):
+            spelled = b"".join(self.tokens[token] for token in token_ids)
+            if spelled == text.encode():
+                return token_ids
+        return self.longest_first(text)

@@ -1,0 +1,88 @@
+"""What may be asked of the form of an output, before any model is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.engine.agreed_log import Addition
+from jaxserve.errors import RequestError
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.structured.params import MAX_CHOICES, MAX_GRAMMAR_BYTES, StructuredOutputs
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
+wishes = st.one_of(
+    st.fixed_dictionaries({"json": st.dictionaries(texts, texts)}),
+    st.fixed_dictionaries({"regex": texts}),
+    st.fixed_dictionaries({"choice": st.lists(texts, min_size=1, max_size=5)}),
+    st.fixed_dictionaries({"grammar": texts}),
+    st.just({"json_object": True}),
+)
+
+
+@given(wish=wishes)
+def test_a_wish_survives_json_and_the_log_of_several_hosts(wish):
+    params = SamplingParams(structured_outputs=wish)
+    asked = params.structured_outputs
+    assert asked == StructuredOutputs(**wish)
+    assert {asked.kind} == set(wish)
+    added = Addition("id", "text", [1], params, None, None, 3, 0, None)
+    _, fields = json.loads(json.dumps(added.to_json()))
+    assert Addition.from_json(fields) == added
+    assert hash(Addition.from_json(fields).params.structured_outputs) == hash(asked)
+
+
+def test_a_schema_is_kept_as_it_was_written():
+    """Properties come in its order, so that it must not change."""
+    schema = {"type": "object", "properties": {"b": {}, "a": {"const": "ä"}}}
+    assert StructuredOutputs(json=schema).json == json.dumps(schema, ensure_ascii=False)
+    text = '{ "type" : "object" }'
+    assert StructuredOutputs(json=text).json == text
+
+
+@pytest.mark.parametrize(
+    "wish, message",
+    [
+        ({}, "nothing set; set exactly one of json, regex, choice"),
+        ({"regex": "a", "choice": ["b"]}, "regex and choice set"),
+        ({"pattern": "a"}, "no field 'pattern'"),
+        ("json", "must be StructuredOutputs or a mapping, got 'json'"),
+        ({"json": "{"}, "json is not valid JSON"),
+        ({"json": {"default": float("nan")}}, "json is not valid JSON"),
+        ({"json": {"default": {1, 2}}}, "json is not valid JSON"),
+        ({"json": "[1]"}, "must be a JSON schema, an object, got"),
+        ({"json": 3}, "must be a JSON schema, an object, got 3"),
+        ({"regex": ""}, "regex must be text that is not empty"),
+        ({"regex": 3}, "regex must be text that is not empty, got 3"),
+        ({"regex": "\ud800"}, "regex must be valid Unicode"),
+        ({"grammar": "a" * (MAX_GRAMMAR_BYTES + 1)}, f"at most {MAX_GRAMMAR_BYTES} are allowed"),
+        ({"json": {"a": "ä" * MAX_GRAMMAR_BYTES}}, f"at most {MAX_GRAMMAR_BYTES} are allowed"),
+        ({"choice": []}, f"choice has 0 entries; it must have 1..{MAX_CHOICES}"),
+        ({"choice": ["a"] * (MAX_CHOICES + 1)}, f"{MAX_CHOICES + 1} entries"),
+        ({"choice": "ab"}, "choice must be a list, got 'ab'"),
+        ({"choice": ["a", ""]}, "choice must be text that is not empty, got ''"),
+        ({"choice": ["ab" * MAX_GRAMMAR_BYTES]}, "bytes; at most"),
+        ({"json_object": False}, "json_object must be True, got False"),
+        ({"json_object": "yes"}, "json_object must be True, got 'yes'"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_by_name(wish, message):
+    with pytest.raises(RequestError) as refusal:
+        SamplingParams(structured_outputs=wish)
+    assert "structured_outputs" in str(refusal.value)
+    assert message in str(refusal.value)
+
+
+def test_json_nested_too_deeply_is_refused():
+    with pytest.raises(RequestError, match="not valid JSON"):
+        StructuredOutputs(json='{"a":' * 100_000)
+
+
+def test_params_with_a_wish_can_be_replaced_field_by_field():
+    params = SamplingParams(structured_outputs={"choice": ["a", "b"]})
+    longer = dataclasses.replace(params, max_tokens=99)
+    assert longer.structured_outputs == params.structured_outputs
