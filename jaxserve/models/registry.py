@@ -1,8 +1,9 @@
-"""Which family implements which architecture. A new family is one file and one line here."""
+"""Which family implements which architecture. A new family of our own is one file and one line
+here; one that lives elsewhere is registered."""
 
 from __future__ import annotations
 
-from jaxserve.errors import UnsupportedModelError
+from jaxserve.errors import ConfigError, UnsupportedModelError
 from jaxserve.models import llama, olmo2
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.family import Family, Params
@@ -16,13 +17,37 @@ ARCHITECTURES: dict[str, Family] = {
     "SmolLM3ForCausalLM": llama.FAMILY,
 }
 
+_registered: dict[str, Family] = {}
+
+
+def register_family(architecture: str, family: Family) -> None:
+    """Make models whose config.json names `architecture` be of `family`, in this process.
+
+    Registering again replaces the family, for engines loaded from then on. On several hosts each
+    process has to do it. Programs of such models are compiled at every start: the cache of
+    programs knows no code but jaxserve's own. Raises ConfigError for one of jaxserve's own
+    architectures.
+    """
+    if architecture in ARCHITECTURES:
+        raise ConfigError(
+            f"architecture {architecture!r} is one of jaxserve's own; give yours another name, "
+            "here and in the config.json of its models."
+        )
+    _registered[architecture] = family
+
+
+def is_registered(architecture: str) -> bool:
+    """Whether the family of an architecture lives outside of jaxserve."""
+    return architecture in _registered
+
 
 def get_family(architecture: str) -> Family:
     """The family of a Hugging Face architecture name; UnsupportedModelError names those known."""
+    families = ARCHITECTURES | _registered
     try:
-        return ARCHITECTURES[architecture]
+        return families[architecture]
     except KeyError:
-        known = ", ".join(sorted(ARCHITECTURES))
+        known = ", ".join(sorted(families))
         raise UnsupportedModelError(
             f"architecture {architecture!r} is not implemented; known are {known}. "
             "docs/adding-a-model.md shows how to add one."

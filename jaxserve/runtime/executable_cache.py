@@ -27,16 +27,18 @@ _SOURCE_PACKAGES = ("jaxserve/models", "jaxserve/runtime", "jaxserve/sampling", 
 class ExecutableCache:
     """Executables of one engine description, by program name."""
 
-    def __init__(self, description: str, directory: Path | None = None) -> None:
-        """`description` is any text that determines the programs: config, shapes, options."""
+    def __init__(self, description: str, device: jax.Device | None = None) -> None:
+        """`description` is any text that determines the programs: config, shapes, options. They
+        are for `device`, or for all that there are."""
         digest = hashlib.sha256(f"{_environment()}\n{description}".encode()).hexdigest()[:32]
-        self.directory = (directory or cache_directory() / "programs") / digest
+        self.directory = cache_directory() / "programs" / digest
+        self._devices = None if device is None else [device]
 
     def load(self, name: str) -> jax.stages.Compiled | None:
         """The executable stored under `name`; None when there is none or it cannot be read."""
         try:
             return serialize_executable.deserialize_and_load(
-                *pickle.loads((self.directory / name).read_bytes())
+                *pickle.loads((self.directory / name).read_bytes()), execution_devices=self._devices
             )
         except FileNotFoundError:
             return None

@@ -19,7 +19,7 @@ from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.params import load_params
 from jaxserve.models.packing import with_formats
 from jaxserve.models.partition import partition
-from jaxserve.models.registry import get_family
+from jaxserve.models.registry import get_family, is_registered
 from jaxserve.runtime.executable_cache import ExecutableCache
 from jaxserve.runtime.geometry import Geometry
 from jaxserve.runtime.hosts import Hosts
@@ -53,10 +53,12 @@ class EnginePlan:
 
     @property
     def cache(self) -> ExecutableCache | None:
-        """Where this plan's executables are kept; None when the config says not to."""
-        if not self.config.compilation_cache:
+        """Where this plan's executables are kept; None when the config says not to, or when their
+        code is not all jaxserve's, of which alone the cache notices that it has changed."""
+        if not self.config.compilation_cache or is_registered(self.geometry.model.architecture):
             return None
-        return ExecutableCache(self.geometry.describe())
+        alone = self.device if self.geometry.mesh is None else None
+        return ExecutableCache(self.geometry.describe(), alone)
 
     def compile(self, progress: Progress = no_progress, log: EventLog | None = None) -> Compilation:
         """Begin to load or compile every program."""

@@ -1,11 +1,12 @@
-"""Orbax checkpoints: what `jaxserve convert` writes, each shard restored straight to its device."""
+"""Orbax checkpoints: what `jaxserve convert` writes, each shard restored straight to its device,
+and what training writes, in a layout of its own."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ import orbax.checkpoint as ocp
 
 from jaxserve.errors import WeightsError
 from jaxserve.models.family import AnySpec, Params, ParamSpec
-from jaxserve.models.loading.assemble import Index, by_slice, cut
+from jaxserve.models.loading.assemble import Index, assemble, by_slice, check_tensors, cut
 from jaxserve.models.loading.directory import ModelDirectory
 from jaxserve.models.registry import param_specs
 
@@ -22,8 +23,28 @@ _CHUNK_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True)
+class NamedArrays:
+    """Arrays, or their shapes, as tensors: each is named by its path in a tree, joined by dots."""
+
+    arrays: dict[str, Any]
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return tuple(self.arrays[name].shape) if name in self.arrays else None
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        return self.arrays[name][index]
+
+    def unclaimed(self, names: set[str]) -> list[str]:
+        return sorted(self.arrays.keys() - names)
+
+
+@dataclasses.dataclass(frozen=True)
 class OrbaxCheckpoint(ModelDirectory):
-    """A directory with a config, a tokenizer, and the parameters under `params/`."""
+    """A directory with a config, a tokenizer, and the parameters under `params/`.
+
+    They are laid out as their family has them, which is how `save_params` writes them; or they are
+    the tensors that the family's specs are made of, each at the path that is its name.
+    """
 
     format = "orbax"
 
@@ -49,8 +70,10 @@ class OrbaxCheckpoint(ModelDirectory):
 
     def check(self, specs: Params) -> None:
         """Raise WeightsError unless the stored arrays are those the specs describe."""
-        stored = {_name(path): leaf.shape for path, leaf in _leaves(self.stored)}
-        wanted = {_name(path): spec.shape for path, spec in _leaves(specs)}
+        if self._of_tensors:
+            check_tensors(NamedArrays(_named(self.stored)), specs, str(self._params_path))
+            return
+        stored, wanted = _shapes(self.stored), _shapes(specs)
         for name in sorted(stored.keys() | wanted.keys()):
             if stored.get(name) != wanted.get(name):
                 raise WeightsError(
@@ -61,10 +84,10 @@ class OrbaxCheckpoint(ModelDirectory):
     def restore(self, specs: Params, dtype: np.dtype, shardings: Params) -> Params:
         """The parameters, each shard read by the process and onto the device that holds it.
 
-        Where a mesh wants them otherwise than they are stored (models/partition.py), every process
-        reads all of them first.
+        Where they are stored otherwise than they are wanted, as tensors or for a mesh
+        (models/partition.py), every process reads all of them first.
         """
-        if not all(isinstance(spec, ParamSpec) for spec in jax.tree.leaves(specs)):
+        if self._of_tensors or not all(isinstance(s, ParamSpec) for s in jax.tree.leaves(specs)):
             return self._cut(specs, dtype, shardings)
 
         def abstract(spec: ParamSpec, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
@@ -79,24 +102,44 @@ class OrbaxCheckpoint(ModelDirectory):
             raise self._unreadable(error) from error
 
     def _cut(self, specs: Params, dtype: np.dtype, shardings: Params) -> Params:
+        """As `restore`, of arrays that are all on the host first."""
+        stored = self._on_host()
+        if self._of_tensors:
+            tensors = NamedArrays(_named(stored))
+
+            def block(spec: AnySpec, index: Index) -> np.ndarray:
+                return assemble(tensors, spec, index, dtype)
+
+        else:
+            as_stated = jax.tree.leaves(param_specs(self.config))
+            arrays = {spec.parts: array for spec, (_, array) in zip(as_stated, _leaves(stored))}
+
+            def read(spec: ParamSpec, index: Index) -> np.ndarray:
+                return arrays[spec.parts][index].astype(dtype)
+
+            block = functools.partial(cut, read)
+
+        def place(spec: AnySpec, sharding: jax.sharding.Sharding) -> jax.Array:
+            return by_slice(spec.shape, sharding, functools.partial(block, spec))
+
+        return jax.tree.map(place, specs, shardings)
+
+    def _on_host(self) -> Params:
+        """Tree of the stored arrays."""
         on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), self.stored)
         try:
             with ocp.PyTreeCheckpointer() as checkpointer:
-                stored = checkpointer.restore(self._params_path, restore_args=on_host)
+                return checkpointer.restore(self._params_path, restore_args=on_host)
         except Exception as error:
             raise self._unreadable(error) from error
-        arrays = {
-            spec.parts: array
-            for (_, spec), (_, array) in zip(_leaves(param_specs(self.config)), _leaves(stored))
-        }
 
-        def read(spec: ParamSpec, index: Index) -> np.ndarray:
-            return arrays[spec.parts][index].astype(dtype)
-
-        def place(spec: AnySpec, sharding: jax.sharding.Sharding) -> jax.Array:
-            return by_slice(spec.shape, sharding, functools.partial(cut, read, spec))
-
-        return jax.tree.map(place, specs, shardings)
+    @functools.cached_property
+    def _of_tensors(self) -> bool:
+        """Whether the arrays are tensors, and not parameters as the family has them."""
+        specs, stored = param_specs(self.config), _named(self.stored)
+        if _shapes(self.stored) == _shapes(specs):
+            return False
+        return any(part.tensor in stored for spec in jax.tree.leaves(specs) for part in spec.parts)
 
     @property
     def _params_path(self) -> Path:
@@ -125,6 +168,15 @@ def save_params(params: Params, directory: Path) -> None:
 
 def _leaves(tree: Params) -> list[tuple[tuple, object]]:
     return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))[0]
+
+
+def _named(tree: Params) -> dict[str, Any]:
+    """The leaves of a tree by their paths."""
+    return {_name(path): leaf for path, leaf in _leaves(tree)}
+
+
+def _shapes(tree: Params) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(leaf.shape) for name, leaf in _named(tree).items()}
 
 
 def _name(path: tuple) -> str:

@@ -1,0 +1,51 @@
+"""Every notebook runs from top to bottom in a fresh kernel, its assertions hold, and it draws."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+COLAB = Path(__file__).parents[2] / "colab"
+PICTURES = {
+    "quickstart": 4,
+    "under_the_hood": 6,
+    "long_context_and_sharding": 4,
+    "batch_generation": 2,
+    "bring_your_own_model": 2,
+}
+
+pytestmark = [pytest.mark.notebooks, pytest.mark.timeout(1500)]
+
+
+def test_each_notebook_is_run():
+    assert {path.stem for path in COLAB.glob("*.ipynb")} == set(PICTURES)
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_notebook_runs_from_top_to_bottom(name, smollm2_path, tmp_path, monkeypatch):
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    # The kernel imports what this process does, and is of the same Python.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))
+    notebook = nbformat.read(COLAB / f"{name}.ipynb", as_version=4)
+    client = nbclient.NotebookClient(
+        notebook,
+        timeout=1200,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
+    )
+    try:
+        client.execute()
+    finally:
+        nbformat.write(notebook, tmp_path / f"{name}.ipynb")  # to be looked at, with its pictures
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    pictures = [output for output in outputs if "image/png" in output.get("data", {})]
+    assert len(pictures) == PICTURES[name]
+    warned = [output.text for output in outputs if output.get("name") == "stderr"]
+    assert warned == []
+    if name == "batch_generation":
+        assert any("<iframe" in output.get("data", {}).get("text/html", "") for output in outputs)
