@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import dataclasses
-import functools
 import itertools
 import queue
 import threading
@@ -18,27 +16,15 @@ from typing import Any, Self
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.metrics import Metric
-from jaxserve.engine.prompts import Prompt
+from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.request import Request
+from jaxserve.engine.trace import write_trace
 from jaxserve.errors import EngineClosedError
+from jaxserve.mailbox import Mailbox, Outbox, Update
 from jaxserve.outputs import Delta, RequestOutput
 from jaxserve.runtime.startup import EnginePlan, Progress, no_progress
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text import Tokenizer
-
-Update = Delta | RequestOutput | BaseException
-
-
-@dataclasses.dataclass
-class _Listener:
-    """Where the updates of one request go: deltas, then its output or what went wrong."""
-
-    loop: asyncio.AbstractEventLoop
-    updates: asyncio.Queue[Update]
-
-    def send(self, update: Update) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody listens any more
-            self.loop.call_soon_threadsafe(self.updates.put_nowait, update)
 
 
 class AsyncEngine:
@@ -47,10 +33,15 @@ class AsyncEngine:
     The loop thread alone changes the engine; everything else reaches it as a command.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, trace_file: str | Path | None = None) -> None:
+        """`trace_file` receives a timeline for Perfetto when the engine is closed, if the engine
+        keeps its events."""
         self._engine = engine
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._listeners: dict[str, _Listener] = {}
+        self._trace_file = trace_file
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._outbox = Outbox()
+        self._listeners: dict[str, tuple[Mailbox, int]] = {}
+        self._unclaimed: dict[str, Request] = {}
         self._ids = itertools.count()
         self._closing = False
         self._ended = False
@@ -65,10 +56,13 @@ class AsyncEngine:
         model: str | Path = EngineConfig.model,
         *,
         progress: Progress = no_progress,
+        trace_file: str | Path | None = None,
         **settings: Any,
     ) -> Self:
-        """Load a model and start serving it; `settings` as for LLM. Blocks until ready."""
-        return cls(Engine.load(EngineConfig.of(model=model, **settings), progress=progress))
+        """Load a model and start serving it; arguments as for LLM. Blocks until ready."""
+        config = EngineConfig.of(model=model, **settings)
+        engine = Engine.load(config, progress=progress, keep_events=trace_file is not None)
+        return cls(engine, trace_file)
 
     def get_tokenizer(self) -> Tokenizer:
         return self._engine.tokenizer
@@ -102,9 +96,9 @@ class AsyncEngine:
 
         Raises RequestError when the request is refused, EngineClosedError when the engine ends.
         """
-        return await self._output(
-            self._updates(prompt, sampling_params, request_id, priority, tenant)
-        )
+        wishes = request_id, priority, tenant
+        async with self._one(prompt, sampling_params, wishes, wants_deltas=False) as updates:
+            return await _output(updates)
 
     async def stream(
         self,
@@ -114,12 +108,73 @@ class AsyncEngine:
         priority: int | None = None,
         tenant: str | None = None,
     ) -> AsyncIterator[Delta]:
-        """Deltas of one prompt as they come. Leaving the loop early aborts the request."""
-        updates = self._updates(prompt, sampling_params, request_id, priority, tenant)
-        async with contextlib.aclosing(updates):
-            async for update in updates:
-                if isinstance(update, Delta):
-                    yield update
+        """Deltas of one prompt as they come; those that come while nobody asks are merged.
+        Leaving the loop early aborts the request."""
+        wishes = request_id, priority, tenant
+        async with self._one(prompt, sampling_params, wishes, wants_deltas=True) as updates:
+            async for _, update in updates:
+                if not isinstance(update, RequestOutput):
+                    for delta in update:
+                        yield delta
+
+    async def submit(
+        self,
+        prompts: SequenceOf[Prompt | TokenizedPrompt],
+        sampling_params: SamplingParams,
+        request_ids: SequenceOf[str],
+        priority: int | None = None,
+        tenant: str | None = None,
+        *,
+        wants_deltas: bool = True,
+    ) -> Updates:
+        """Have the engine take in prompts, all of them or none, and follow what becomes of each.
+
+        Raises RequestError when one of them is refused, EngineClosedError when the engine has
+        ended.
+        """
+        if getattr(sampling_params, "structured_outputs", None) is not None:
+            # A grammar may take long to compile: not in the loop thread, where all would wait.
+            await asyncio.to_thread(self._engine.prepare, sampling_params)
+        mailbox = Mailbox(asyncio.get_running_loop(), wants_deltas)
+        listeners = dict(zip(request_ids, ((mailbox, i) for i in range(len(prompts))), strict=True))
+        updates = Updates(self, mailbox, listeners)
+
+        def add() -> None:
+            try:
+                for prompt, (request_id, listener) in zip(prompts, listeners.items()):
+                    self._engine.add(request_id, prompt, sampling_params, priority, tenant)
+                    self._listeners[request_id] = listener
+            except Exception as error:
+                self._abandon(listeners)
+                self._outbox.put(mailbox, 0, error)
+            else:
+                self._outbox.put(mailbox, 0, [])
+
+        if self._closing or not self._command(add):
+            raise self._closed()
+        try:
+            await mailbox.wait()
+        except BaseException:
+            updates.leave()
+            raise
+        return updates
+
+    @contextlib.asynccontextmanager
+    async def _one(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        wishes: tuple[str | None, int | None, str | None],
+        wants_deltas: bool,
+    ) -> AsyncIterator[Updates]:
+        """One prompt's updates, with what a caller of `generate` need not give."""
+        request_id, priority, tenant = wishes
+        params = self.default_sampling_params() if sampling_params is None else sampling_params
+        ids = [request_id or self._next_id()]
+        async with await self.submit(
+            [prompt], params, ids, priority, tenant, wants_deltas=wants_deltas
+        ) as updates:
+            yield updates
 
     async def abort(self, request_id: str) -> None:
         """End a request early, if it is still running."""
@@ -138,72 +193,56 @@ class AsyncEngine:
     ) -> None:
         """Write down what is unfinished, as LLM.checkpoint does: before closing, when the server is
         told to stop."""
-        await self._result_of(lambda: self._engine.checkpoint(directory, with_kv, deadline_s))
+
+        def checkpoint() -> None:
+            ended = [request for request in self._unclaimed.values() if request.finished]
+            self._engine.checkpoint(directory, with_kv, deadline_s, ended)
+
+        await self._result_of(checkpoint)
 
     async def restore(self, directory: str | Path) -> dict[str, asyncio.Task[RequestOutput]]:
         """Take up the requests of a checkpoint: each one's output, by its id, for whoever comes to
-        ask for it. Cancelling a task aborts the request. Raises CheckpointError."""
+        ask for it. Cancelling a task aborts the request. Later checkpoints have them too, also
+        when they have ended, until they are claimed. Raises CheckpointError."""
         loop = asyncio.get_running_loop()
-        listeners: dict[str, _Listener] = {}
+        restored: dict[str, Updates] = {}
 
         def restore() -> None:
             for request in self._engine.restore(directory):
-                listener = _Listener(loop, asyncio.Queue())
-                listeners[request.request_id] = self._listeners[request.request_id] = listener
+                listener = Mailbox(loop, wants_deltas=False), 0
+                listeners = {request.request_id: listener}
+                restored[request.request_id] = Updates(self, listener[0], listeners)
+                self._listeners |= listeners
+                self._unclaimed[request.request_id] = request
                 self._publish(request)
 
         await self._result_of(restore)
         return {
-            request_id: asyncio.create_task(self._output(self._listen(request_id, listener)))
-            for request_id, listener in listeners.items()
+            request_id: asyncio.create_task(_left_output(updates))
+            for request_id, updates in restored.items()
         }
+
+    async def claim(self, request_id: str) -> None:
+        """Somebody has the output of a restored request: later checkpoints need not have it."""
+        self._command(lambda: self._unclaimed.pop(request_id, None))
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that has ended the engine, if one has."""
+        return self._failure
 
     def get_metrics(self) -> dict[str, Metric]:
         return self._engine.snapshot()
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Abort what runs, stop the thread and free the device. May be called twice."""
+        """Abort what runs, stop the thread, free the device, write the trace file. May be called
+        twice."""
         self._closing = True
         self._command(lambda: None)
         self._thread.join(timeout_s)
-
-    async def _updates(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        request_id: str | None,
-        priority: int | None,
-        tenant: str | None,
-    ) -> AsyncIterator[Update]:
-        if params is None:
-            params = self.default_sampling_params()
-        request_id = request_id or self._next_id()
-        listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
-        add = functools.partial(self._add, request_id, prompt, params, priority, tenant, listener)
-        if self._closing or not self._command(add):
-            raise self._closed()
-        async with contextlib.aclosing(self._listen(request_id, listener)) as updates:
-            async for update in updates:
-                yield update
-
-    async def _output(self, updates: AsyncIterator[Update]) -> RequestOutput:
-        async for update in updates:
-            if isinstance(update, RequestOutput):
-                return update
-        raise EngineClosedError("the engine ended the request without an output.")
-
-    async def _listen(self, request_id: str, listener: _Listener) -> AsyncIterator[Update]:
-        """Updates of a request until it ends; aborts it when left early."""
-        try:
-            while True:
-                update = await listener.updates.get()
-                if isinstance(update, BaseException):
-                    raise update
-                yield update
-                if isinstance(update, RequestOutput):
-                    return
-        finally:
-            self._command(lambda: self._abort_of(request_id, listener))
+        if self._trace_file is not None:
+            write_trace(self._trace_file, self._engine.log.records)
+            self._trace_file = None
 
     def _next_id(self) -> str:
         """An id that no request under way has; restored ones come with theirs."""
@@ -230,7 +269,7 @@ class AsyncEngine:
         error.__cause__ = self._failure
         return error
 
-    def _command(self, command: Callable[[], None]) -> bool:
+    def _command(self, command: Callable[[], object]) -> bool:
         """Have the loop thread carry out a command; False when that thread has ended."""
         with self._door:
             if not self._ended:
@@ -246,6 +285,7 @@ class AsyncEngine:
                 if self._engine.has_work and not self._closing:
                     for request in self._engine.step():
                         self._publish(request)
+                self._outbox.send()
         except BaseException as error:
             self._failure = error
         finally:
@@ -258,50 +298,88 @@ class AsyncEngine:
                 self._commands.get(block=wait)()
                 wait = False
 
-    def _add(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        priority: int | None,
-        tenant: str | None,
-        listener: _Listener,
-    ) -> None:
-        try:
-            self._engine.add(request_id, prompt, params, priority, tenant)
-        except Exception as error:
-            listener.send(error)
-        else:
-            self._listeners[request_id] = listener
-
     def _abort(self, request_id: str) -> None:
         request = self._engine.abort(request_id)
         if request is not None:
             self._publish(request)
 
-    def _abort_of(self, request_id: str, listener: _Listener) -> None:
-        """Abort a request that nobody listens to any more, unless its id has a new owner."""
-        if self._listeners.get(request_id) is listener:
-            self._abort(request_id)
+    def _abandon(self, listeners: Mapping[str, tuple[Mailbox, int]]) -> None:
+        """Abort requests that nobody listens to any more, unless their ids have new owners."""
+        for request_id, listener in listeners.items():
+            if self._listeners.get(request_id) is listener:
+                self._abort(request_id)
 
     def _publish(self, request: Request) -> None:
-        listener = self._listeners.get(request.request_id)
-        if listener is None:
+        mailbox, number = self._listeners.get(request.request_id, (None, 0))
+        if mailbox is None:
             return
-        for delta in request.take_deltas():
-            listener.send(delta)
+        deltas = request.take_deltas()
+        if deltas and mailbox.wants_deltas:
+            self._outbox.put(mailbox, number, deltas)
         if request.finished:
             del self._listeners[request.request_id]
-            listener.send(self._engine.output(request))
+            self._outbox.put(mailbox, number, self._engine.output(request))
 
     def _end(self) -> None:
         with self._door:
             self._ended = True
-        self._engine.close()
+        try:
+            self._engine.close()
+        except Exception as error:
+            self._failure = self._failure or error
         reason = f": {self._failure}" if self._failure else ""
         while not self._commands.empty():
             with contextlib.suppress(Exception):
                 self._commands.get_nowait()()
-        for listener in self._listeners.values():
-            listener.send(EngineClosedError(f"the engine was closed{reason}"))
+        for mailbox, number in self._listeners.values():
+            error = EngineClosedError(f"the engine was closed{reason}")
+            self._outbox.put(mailbox, number, error)
         self._listeners.clear()
+        self._outbox.send()
+
+
+class Updates:
+    """What becomes of submitted requests: (number of the prompt, its deltas or its output), until
+    each has its output. Leaving the `async with` early aborts those that have not.
+
+    Raises EngineClosedError when the engine ends.
+    """
+
+    def __init__(
+        self, engine: AsyncEngine, mailbox: Mailbox, listeners: dict[str, tuple[Mailbox, int]]
+    ) -> None:
+        self._engine = engine
+        self._mailbox = mailbox
+        self._listeners = listeners
+        self._left = len(listeners)
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
+        while self._left:
+            await self._mailbox.wait()
+            for number, update in self._mailbox.take():
+                self._left -= isinstance(update, RequestOutput)
+                yield number, update
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Abort what has not ended. May be called twice."""
+        if self._left:
+            self._left = 0
+            self._engine._command(lambda: self._engine._abandon(self._listeners))
+
+
+async def _output(updates: Updates) -> RequestOutput:
+    async for _, update in updates:
+        if isinstance(update, RequestOutput):
+            return update
+    raise EngineClosedError("the engine ended the request without an output.")
+
+
+async def _left_output(updates: Updates) -> RequestOutput:
+    async with updates:
+        return await _output(updates)

@@ -131,9 +131,19 @@ class Tokenizer:
         return None if bos is None else self._backend.token_to_id(bos)
 
     @property
+    def special_tokens(self) -> dict[str, str]:
+        """Special tokens by the names that chat templates know them by, such as `bos_token`."""
+        return dict(self._special_tokens)
+
+    @property
     def chat_template(self) -> str | None:
         """Jinja source of the default chat template, if the model has one."""
         return self._chat_templates.get("default")
+
+    @property
+    def tool_template(self) -> str | None:
+        """Jinja source of the chat template for conversations with tools."""
+        return self._chat_templates.get("tool_use", self.chat_template)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`.
@@ -184,11 +194,8 @@ class Tokenizer:
 
         Further keyword arguments are variables of the template (such as `enable_thinking`).
         """
-        template = self.chat_template
-        if tools and "tool_use" in self._chat_templates:
-            template = self._chat_templates["tool_use"]
         return render_chat(
-            template,
+            self.tool_template if tools else self.chat_template,
             messages,
             add_generation_prompt=add_generation_prompt,
             tools=tools,

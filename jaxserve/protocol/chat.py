@@ -1,0 +1,107 @@
+"""`/v1/chat/completions`: the next message of a conversation."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, StrictBool, StrictInt
+
+from jaxserve.engine.prompts import TokenizedPrompt
+from jaxserve.protocol.chat_reply import Chat, ToolUse
+from jaxserve.protocol.errors import FieldError
+from jaxserve.protocol.fields import GenerationFields
+from jaxserve.protocol.messages import Message
+from jaxserve.protocol.model import Model
+from jaxserve.protocol.tool_calls import format_of, knows_tools
+from jaxserve.protocol.tools import ChosenTool, Tool, check_tools, forced_schema
+
+Choice = Literal["none", "auto", "required"] | ChosenTool
+
+
+class ChatCompletionRequest(GenerationFields):
+    """The body of a request: OpenAI's fields, and vLLM's."""
+
+    messages: list[Message]
+    max_completion_tokens: StrictInt | None = Field(None, description="The same as max_tokens.")
+    logprobs: StrictBool | None = None
+    top_logprobs: StrictInt | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: StrictBool | None = None
+    add_generation_prompt: StrictBool | None = Field(
+        None, description="Whether the prompt ends with the opening of the assistant's turn."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="More for the chat template to read, such as enable_thinking."
+    )
+
+    def call(self, model: Model) -> Chat:
+        """What the engine is to do, and how to tell of it. Raises RequestError."""
+        self.check(model)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise FieldError("top_logprobs", "needs logprobs to be true.")
+        more: dict[str, Any] = {}
+        if self.logprobs:
+            more["logprobs"] = self.top_logprobs or 0
+        if self.max_completion_tokens is not None:
+            if self.max_tokens not in (None, self.max_completion_tokens):
+                raise FieldError("max_tokens", "and max_completion_tokens differ; give one.")
+            more["max_tokens"] = self.max_completion_tokens
+        tool_use = self._tool_use(model)
+        if tool_use is not None and tool_use.schema is not None:
+            if self.constraint() is not None:
+                raise FieldError(
+                    "tool_choice", "forces a call, which no response_format can apply to."
+                )
+            more["structured_outputs"] = {"json": tool_use.schema}
+        # An answer goes on to the context limit, unless the model's authors recommend another.
+        defaults = {} if model.default_sampling.get("max_new_tokens") else {"max_tokens": None}
+        return Chat(
+            model=model,
+            prompts=(self.prompt(model, self._shown_tools(model, tool_use)),),
+            params=self.sampling(model, defaults, **more),
+            stream=bool(self.stream),
+            include_usage=self.include_usage,
+            tool_use=tool_use,
+            prompt_logprobs=self.prompt_logprobs is not None,
+            token_ids=bool(self.return_token_ids),
+        )
+
+    def prompt(self, model: Model, tools: list[dict[str, Any]] | None) -> TokenizedPrompt:
+        """The conversation as the model's chat template lays it out. Raises RequestError."""
+        messages = [message.for_template() for message in self.messages]
+        prompt = model.chat_prompt(
+            messages, tools, self.chat_template_kwargs, self.add_generation_prompt is not False
+        )
+        if not prompt.token_ids:
+            raise FieldError("messages", "make an empty prompt.")
+        return prompt
+
+    def _tool_use(self, model: Model) -> ToolUse | None:
+        tools = self.tools or []
+        check_tools(tools, self.tool_choice)
+        chosen, parallel = self.tool_choice or "auto", self.parallel_tool_calls is not False
+        if not tools or chosen == "none":
+            return None
+        if chosen == "auto":
+            template = model.tokenizer.tool_template
+            how = format_of(template) if knows_tools(template) else None
+            if how is None:
+                lack = "has calls of an unknown format" if knows_tools(template) else "has no tools"
+                raise FieldError(
+                    "tool_choice",
+                    f"is auto, but this model's chat template {lack}; "
+                    '"required" or a named function forces a call.',
+                )
+            return ToolUse(tuple(tools), how, parallel)
+        schema = forced_schema(tools, chosen, parallel)
+        if chosen == "required":
+            return ToolUse(tuple(tools), "required", parallel, schema)
+        (tool,) = (t for t in tools if t.function.name == chosen.function.name)
+        return ToolUse((tool,), "named", False, schema)
+
+    def _shown_tools(self, model: Model, tool_use: ToolUse | None) -> list[dict[str, Any]] | None:
+        """The tools as the template shows them to the model, where it does."""
+        if tool_use is None or not knows_tools(model.tokenizer.tool_template):
+            return None
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]

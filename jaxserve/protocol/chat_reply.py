@@ -1,0 +1,168 @@
+"""The answer to a chat request: whole, or in chunks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from jaxserve.engine.prompts import TokenizedPrompt
+from jaxserve.outputs import CompletionOutput, Delta, RequestOutput
+from jaxserve.protocol.logprobs import chat_logprobs, prompt_logprobs
+from jaxserve.protocol.model import Model
+from jaxserve.protocol.tool_calls import Format, ToolCall, ToolReader
+from jaxserve.protocol.tools import Tool
+from jaxserve.protocol.usage import usage
+from jaxserve.sampling_params import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolUse:
+    """The tools that may be called, and how calls are told from text.
+
+    `schema` is what a forced call is written by.
+    """
+
+    tools: tuple[Tool, ...]
+    how: Format | Literal["named", "required"]
+    parallel: bool
+    schema: dict[str, Any] | None = None
+
+    def reader(self) -> ToolReader:
+        return ToolReader(self.tools, self.how, self.parallel)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """A request of one prompt; choice i is its sequence i."""
+
+    model: Model
+    prompts: tuple[TokenizedPrompt, ...]
+    params: SamplingParams
+    stream: bool
+    include_usage: bool
+    tool_use: ToolUse | None
+    prompt_logprobs: bool
+    token_ids: bool
+
+    def response(
+        self, outputs: Sequence[RequestOutput], request_id: str, created: int
+    ) -> dict[str, Any]:
+        """The answer, made of the one output there is."""
+        (output,) = outputs
+        body = {
+            **self.head(request_id, created, "chat.completion"),
+            "choices": [self._choice(choice, request_id) for choice in output.outputs],
+            "usage": usage(outputs),
+        }
+        if self.prompt_logprobs:
+            body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        if self.token_ids:
+            body["prompt_token_ids"] = list(output.prompt_token_ids)
+        return body
+
+    def chunks(self, request_id: str, created: int) -> ChatChunks:
+        """The answer piece by piece."""
+        return ChatChunks(self, request_id, created)
+
+    def head(self, request_id: str, created: int, kind: str) -> dict[str, Any]:
+        return {
+            "id": f"chatcmpl-{request_id}",
+            "object": kind,
+            "created": created,
+            "model": self.model.name,
+        }
+
+    def scores(self, source: CompletionOutput | Delta) -> dict[str, Any] | None:
+        """The log probabilities of what was generated, where they are wanted."""
+        if self.params.logprobs is None or source.logprobs is None:
+            return None
+        return chat_logprobs(
+            source.token_ids, source.logprobs, self.params.logprobs, self.model.tokenizer
+        )
+
+    def _choice(self, choice: CompletionOutput, request_id: str) -> dict[str, Any]:
+        content, calls = choice.text, ()
+        if self.tool_use is not None:
+            reader = self.tool_use.reader()
+            before = reader.push(choice.text)
+            rest, calls = reader.finish()
+            content = before + rest
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message["content"] = content.strip() or None
+            message["tool_calls"] = call_bodies(calls, request_id, choice.index)
+        answer = {
+            "index": choice.index,
+            "message": message,
+            "logprobs": self.scores(choice),
+            "finish_reason": finish_reason(choice.finish_reason, bool(calls)),
+            "stop_reason": choice.stop_reason,
+        }
+        if self.token_ids:
+            answer["token_ids"] = list(choice.token_ids)
+        return answer
+
+
+class ChatChunks:
+    """Chunks of a streamed answer: the role, pieces of content, calls, the reason of the end."""
+
+    def __init__(self, call: Chat, request_id: str, created: int) -> None:
+        self._call = call
+        self._request_id = request_id
+        self._head = call.head(request_id, created, "chat.completion.chunk")
+        self._head |= {"usage": None} if call.include_usage else {}
+        self._readers: dict[int, ToolReader] = {}
+        if call.tool_use is not None:
+            self._readers = {index: call.tool_use.reader() for index in range(call.params.n)}
+
+    def begin(self) -> Iterator[dict[str, Any]]:
+        for index in range(self._call.params.n):
+            chunk = self._chunk(index, {"role": "assistant", "content": ""})
+            if self._call.token_ids:
+                chunk["prompt_token_ids"] = list(self._call.prompts[0].token_ids)
+            yield chunk
+
+    def add(self, number: int, deltas: Sequence[Delta]) -> Iterator[dict[str, Any]]:
+        """What the sequences gained; `number` is that of the one prompt."""
+        for delta in deltas:
+            text, calls = delta.text, ()
+            if reader := self._readers.get(delta.index):
+                text = reader.push(text)
+                if delta.finish_reason is not None:
+                    rest, calls = reader.finish()
+                    text += rest
+            gained: dict[str, Any] = {"content": text} if text else {}
+            if calls:
+                bodies = call_bodies(calls, self._request_id, delta.index)
+                gained["tool_calls"] = [{"index": i, **body} for i, body in enumerate(bodies)]
+            scores = self._call.scores(delta)
+            chunk = self._chunk(delta.index, gained)
+            choice = chunk["choices"][0]
+            choice["logprobs"] = scores
+            choice["finish_reason"] = finish_reason(delta.finish_reason, bool(calls))
+            if delta.finish_reason is not None:
+                choice["stop_reason"] = delta.stop_reason
+            if self._call.token_ids:
+                choice["token_ids"] = list(delta.token_ids)
+            wanted = gained or scores or delta.finish_reason
+            if wanted or (self._call.token_ids and delta.token_ids):
+                yield chunk
+
+    def end(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+        """What follows when the output is there."""
+        if self._call.include_usage:
+            yield {**self._head, "choices": [], "usage": usage(outputs)}
+
+    def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {**self._head, "choices": [choice]}
+
+
+def call_bodies(calls: Sequence[ToolCall], request_id: str, index: int) -> list[dict[str, Any]]:
+    """Calls with ids that are the same whenever the request is made again under its id."""
+    return [call.body(f"call-{request_id}-{index}-{number}") for number, call in enumerate(calls)]
+
+
+def finish_reason(reason: str | None, has_calls: bool) -> str | None:
+    return "tool_calls" if has_calls and reason == "stop" else reason

@@ -1,0 +1,219 @@
+"""`/v1/completions`: texts or token ids continued."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic import Field, StrictBool, StrictInt, field_validator
+
+from jaxserve.engine.prompts import TokenizedPrompt
+from jaxserve.errors import RequestError
+from jaxserve.outputs import CompletionOutput, Delta, RequestOutput
+from jaxserve.protocol.errors import FieldError
+from jaxserve.protocol.fields import GenerationFields
+from jaxserve.protocol.logprobs import completion_logprobs, prompt_logprobs
+from jaxserve.protocol.model import Model
+from jaxserve.protocol.usage import usage
+from jaxserve.sampling_params import SamplingParams
+
+MAX_PROMPTS = 2048
+
+
+class CompletionRequest(GenerationFields):
+    """The body of a request: OpenAI's fields, and vLLM's."""
+
+    prompt: str | list[str] | list[StrictInt] | list[list[StrictInt]] = Field(
+        description="Text or token ids, or a list of either.", examples=["The sky is"]
+    )
+    best_of: StrictInt | None = Field(None, description="Must be n, where it is given.")
+    echo: StrictBool | None = None
+    logprobs: StrictInt | None = None
+    suffix: None = Field(None, description="Not supported.")
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _of_one_kind(cls, given: Any) -> Any:
+        """One message for all that a prompt may be; with the union's each branch has its own."""
+        kinds = {type(part) for part in given} if isinstance(given, list) else None
+        if not isinstance(given, str) and kinds not in (set(), {str}, {int}, {list}):
+            raise ValueError("must be text, token ids, or a list of either")
+        return given
+
+    def prompts(self, model: Model) -> tuple[TokenizedPrompt, ...]:
+        """Raises RequestError for none, too many, or a bad one."""
+        given = self.prompt
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            given = [given]
+        if not 1 <= len(given) <= MAX_PROMPTS:
+            raise FieldError("prompt", f"must hold 1 to {MAX_PROMPTS} prompts, got {len(given)}.")
+        try:
+            prompts = tuple(model.tokenize(prompt) for prompt in given)
+        except RequestError as error:
+            raise FieldError("prompt", f"cannot be read: {error}") from None
+        if not all(prompt.token_ids for prompt in prompts):
+            raise FieldError("prompt", "is empty; it needs at least one token.")
+        return prompts
+
+    def call(self, model: Model) -> Completion:
+        """What the engine is to do, and how to tell of it. Raises RequestError."""
+        self.check(model)
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise FieldError("best_of", f"is {self.best_of}; only n itself is supported.")
+        if self.echo and self.logprobs is not None and self.stream:
+            raise FieldError("logprobs", "of an echoed prompt cannot be streamed.")
+        more: dict[str, Any] = {"logprobs": self.logprobs}
+        if self.echo and self.logprobs is not None:
+            if self.prompt_logprobs not in (None, self.logprobs):
+                raise FieldError("prompt_logprobs", "must be logprobs, for the prompt is echoed.")
+            more["prompt_logprobs"] = self.logprobs
+        scores_only = self.max_tokens == 0
+        if scores_only:
+            if not self.echo:
+                raise FieldError("max_tokens", "is 0, which leaves nothing to answer without echo.")
+            more["max_tokens"] = 1  # The engine samples one, which is dropped.
+        return Completion(
+            model=model,
+            prompts=self.prompts(model),
+            params=self.sampling(model, {}, **more),
+            stream=bool(self.stream),
+            include_usage=self.include_usage,
+            echo=bool(self.echo),
+            scores_only=scores_only,
+            prompt_logprobs=self.prompt_logprobs is not None,
+            token_ids=bool(self.return_token_ids),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A request of one or more prompts; choice p * n + i is sequence i of prompt p.
+
+    `scores_only` drops what is generated, for max_tokens 0.
+    """
+
+    model: Model
+    prompts: tuple[TokenizedPrompt, ...]
+    params: SamplingParams
+    stream: bool
+    include_usage: bool
+    echo: bool
+    scores_only: bool
+    prompt_logprobs: bool
+    token_ids: bool
+
+    def response(
+        self, outputs: Sequence[RequestOutput], request_id: str, created: int
+    ) -> dict[str, Any]:
+        """The answer, made of each prompt's output."""
+        return {
+            **self.head(request_id, created),
+            "choices": [
+                self._choice(number, output, choice)
+                for number, output in enumerate(outputs)
+                for choice in output.outputs
+            ],
+            "usage": usage(outputs, dropped=self.scores_only),
+        }
+
+    def chunks(self, request_id: str, created: int) -> CompletionChunks:
+        """The answer piece by piece."""
+        return CompletionChunks(self, self.head(request_id, created))
+
+    def head(self, request_id: str, created: int) -> dict[str, Any]:
+        return {
+            "id": f"cmpl-{request_id}",
+            "object": "text_completion",
+            "created": created,
+            "model": self.model.name,
+        }
+
+    def echoed(self, number: int) -> str:
+        """The text of a prompt."""
+        prompt = self.prompts[number]
+        return self.model.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
+
+    def _choice(
+        self, number: int, output: RequestOutput, choice: CompletionOutput
+    ) -> dict[str, Any]:
+        text, token_ids, entries = choice.text, list(choice.token_ids), choice.logprobs or []
+        if self.scores_only:
+            text, token_ids, entries = "", [], []
+        answer: dict[str, Any] = {
+            "index": number * self.params.n + choice.index,
+            "text": (self.echoed(number) if self.echo else "") + text,
+            "logprobs": None,
+            "finish_reason": "length" if self.scores_only else choice.finish_reason,
+            "stop_reason": None if self.scores_only else choice.stop_reason,
+        }
+        if self.params.logprobs is not None:
+            scored = token_ids
+            if self.echo:
+                scored = [*output.prompt_token_ids, *token_ids]
+                entries = [*output.prompt_logprobs, *entries]
+            answer["logprobs"] = completion_logprobs(scored, entries, self.model.tokenizer)
+        if self.prompt_logprobs:
+            answer["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        if self.token_ids:
+            answer["token_ids"] = token_ids
+            answer["prompt_token_ids"] = list(output.prompt_token_ids)
+        return answer
+
+
+class CompletionChunks:
+    """Chunks of a streamed completion. Echoed prompts come first."""
+
+    def __init__(self, call: Completion, head: dict[str, Any]) -> None:
+        self._call = call
+        self._head = head | ({"usage": None} if call.include_usage else {})
+        self._offsets: dict[int, int] = {}
+
+    def begin(self) -> Iterator[dict[str, Any]]:
+        call = self._call
+        if not call.echo and not call.token_ids:
+            return
+        for number, prompt in enumerate(call.prompts):
+            for index in range(number * call.params.n, (number + 1) * call.params.n):
+                choice = self._choice(index, call.echoed(number) if call.echo else "")
+                if call.token_ids:
+                    choice |= {"token_ids": [], "prompt_token_ids": list(prompt.token_ids)}
+                yield self._chunk(choice)
+
+    def add(self, number: int, deltas: Sequence[Delta]) -> Iterator[dict[str, Any]]:
+        """What the sequences of prompt `number` gained."""
+        call = self._call
+        for delta in deltas:
+            index = number * call.params.n + delta.index
+            choice = self._choice(index, delta.text)
+            choice["finish_reason"], choice["stop_reason"] = delta.finish_reason, delta.stop_reason
+            token_ids, entries = delta.token_ids, delta.logprobs
+            if call.scores_only:
+                choice["text"], token_ids, entries = "", (), None
+            if entries:
+                offset = self._offsets.get(index, 0)
+                scores = completion_logprobs(token_ids, entries, call.model.tokenizer, offset)
+                self._offsets[index] = offset + sum(map(len, scores["tokens"]))
+                choice["logprobs"] = scores
+            if call.token_ids:
+                choice["token_ids"] = list(token_ids)
+            if choice["text"] or entries or delta.finish_reason or (call.token_ids and token_ids):
+                yield self._chunk(choice)
+
+    def end(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+        """What follows when every prompt has its output."""
+        if self._call.include_usage:
+            counted = usage(outputs, dropped=self._call.scores_only)
+            yield {**self._head, "choices": [], "usage": counted}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head, "choices": [choice]}
+
+    def _choice(self, index: int, text: str) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": None,
+            "stop_reason": None,
+        }

@@ -1,0 +1,63 @@
+"""The endpoints that generate, by path: from a body to what the engine is to do, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from pydantic import BaseModel, ValidationError
+
+from jaxserve.engine.prompts import TokenizedPrompt
+from jaxserve.outputs import Delta, RequestOutput
+from jaxserve.protocol.chat import ChatCompletionRequest
+from jaxserve.protocol.completions import CompletionRequest
+from jaxserve.protocol.errors import FieldError, field_error
+from jaxserve.protocol.model import Model
+from jaxserve.sampling_params import SamplingParams
+
+
+class Chunks(Protocol):
+    """A streamed answer: `begin`, then `add` as prompts gain tokens, then `end`."""
+
+    def begin(self) -> Iterator[dict[str, Any]]: ...
+
+    def add(self, number: int, deltas: Sequence[Delta]) -> Iterator[dict[str, Any]]: ...
+
+    def end(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]: ...
+
+
+class Call(Protocol):
+    """A request that was found good: its prompts, how to sample, and how to answer."""
+
+    prompts: tuple[TokenizedPrompt, ...]
+    params: SamplingParams
+    stream: bool
+    include_usage: bool
+
+    def response(
+        self, outputs: Sequence[RequestOutput], request_id: str, created: int
+    ) -> dict[str, Any]: ...
+
+    def chunks(self, request_id: str, created: int) -> Chunks: ...
+
+
+class Endpoint(NamedTuple):
+    """What is sent to one path."""
+
+    request: type[BaseModel]
+
+    def parse(self, body: Mapping[str, Any], model: Model) -> Call:
+        """Raises RequestError, naming the field that is wrong."""
+        if not isinstance(body, Mapping):
+            raise FieldError("body", f"must be a JSON object, got {body!r:.80}.")
+        try:
+            request = self.request.model_validate(body)
+        except ValidationError as error:
+            raise field_error(error) from None
+        return request.call(model)
+
+
+ENDPOINTS: Mapping[str, Endpoint] = {
+    "/v1/completions": Endpoint(CompletionRequest),
+    "/v1/chat/completions": Endpoint(ChatCompletionRequest),
+}

@@ -1,0 +1,129 @@
+"""Errors as OpenAI's clients read them: a status code and an `{"error": ...}` body."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from jaxserve.errors import (
+    EngineClosedError,
+    JaxserveError,
+    PromptTooLongError,
+    RequestError,
+)
+from jaxserve.sampling_params import SamplingParams
+
+_PARAM = re.compile(r"(?:a token id of )?([a-z_]+)")
+_PARAMS = {"prompt", "messages", *(field.name for field in dataclasses.fields(SamplingParams))}
+_UNION_TAG = re.compile(r"[a-z-]+\[.*\]|str|int|float|bool|dict|none|[A-Z]\w*")
+MAX_SHOWN_CHARS = 80
+
+
+class FieldError(RequestError):
+    """A field of a request's body is missing, unknown, or not what it must be."""
+
+    def __init__(self, field: str, message: str) -> None:
+        """`field` is the path to it, such as `messages[0].role`."""
+        super().__init__(f"{field} {message}")
+        self.field = field
+
+
+class ModelNotFoundError(RequestError):
+    """The request names a model that is not served here."""
+
+
+class OverloadedError(JaxserveError):
+    """The queue is full; the request may be sent again later."""
+
+
+class UnavailableError(JaxserveError):
+    """The server is starting, or about to end, and takes no requests."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorReply:
+    """What is answered in place of a result; `retry_after_s` is a header's value."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: int | None = None
+
+    @property
+    def body(self) -> dict[str, Any]:
+        error = {name: getattr(self, name) for name in ("message", "type", "param", "code")}
+        return {"error": error}
+
+
+def reply_to(error: BaseException) -> ErrorReply:
+    """What to answer when a request ended by an error.
+
+    What is no JaxserveError is a mistake of ours: 500, and nothing of it is shown.
+    """
+    message = str(error)
+    match error:
+        case ModelNotFoundError():
+            return ErrorReply(404, message, "invalid_request_error", "model", "model_not_found")
+        case PromptTooLongError():
+            return _invalid(message, None, "context_length_exceeded")
+        case FieldError(field=field):
+            return _invalid(message, field)
+        case RequestError():
+            found = _PARAM.match(message)
+            return _invalid(message, found[1] if found and found[1] in _PARAMS else None)
+        case OverloadedError():
+            return ErrorReply(429, message, "rate_limit_error", None, "overloaded", 1)
+        case UnavailableError() | EngineClosedError():
+            return ErrorReply(503, message, "service_unavailable_error", None, "unavailable", 5)
+    return ErrorReply(500, "the server made a mistake; its log has more.", "server_error")
+
+
+def _invalid(message: str, param: str | None, code: str | None = None) -> ErrorReply:
+    return ErrorReply(400, message, "invalid_request_error", param, code)
+
+
+def field_error(error: ValidationError) -> FieldError:
+    """What is wrong with a body, in terms of the first field that is."""
+    return field_error_of(error.errors(include_url=False, include_context=False))
+
+
+def field_error_of(errors: Sequence[dict[str, Any]]) -> FieldError:
+    """As `field_error`, of the list that pydantic makes of its findings."""
+    first = errors[0]
+    name = first["loc"][0] if first["loc"] else "body"
+    # Of the branches of a union the one that got furthest was meant.
+    found = max((e for e in errors if (e["loc"] or ("body",))[0] == name), key=_depth)
+    path = _path(found["loc"])
+    if found["type"] == "extra_forbidden":
+        return FieldError(path, "is not a field that is known here; leave it out.")
+    if found["type"] == "missing":
+        return FieldError(path, "is missing; it is required.")
+    message = found["msg"].removeprefix("Value error, ")
+    if message.startswith("Input should be"):
+        message = message.replace("Input should be", "must be", 1)
+    given = repr(found["input"])
+    if len(given) > MAX_SHOWN_CHARS:
+        given = given[: MAX_SHOWN_CHARS - 3] + "..."
+    return FieldError(path, f"{message}, got {given}.")
+
+
+def _depth(error: dict[str, Any]) -> int:
+    return len(error["loc"])
+
+
+def _path(loc: Sequence[int | str]) -> str:
+    """`messages[0].role`, without the names of types that pydantic puts in for unions."""
+    path = ""
+    for place, part in enumerate(loc):
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif place == 0 or not _UNION_TAG.fullmatch(part):
+            path += f".{part}" if path else part
+    # A field's own name is the sender's to choose: not all of it need be repeated, nor be text.
+    return (path or "body")[:MAX_SHOWN_CHARS].encode("utf-8", "backslashreplace").decode()

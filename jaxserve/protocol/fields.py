@@ -1,0 +1,141 @@
+"""Fields that requests of both endpoints have, with OpenAI's names or else vLLM's."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt
+
+from jaxserve.protocol.errors import FieldError
+from jaxserve.protocol.model import Model
+from jaxserve.sampling_params import SamplingParams
+
+_SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)} - {"logprobs"}
+
+
+class Fields(BaseModel):
+    """A part of a request; null means absent, and a field that is not known is refused."""
+
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True, serialize_by_alias=True)
+
+
+class StreamOptions(Fields):
+    """`include_usage` has a stream end with a chunk that counts its tokens."""
+
+    include_usage: StrictBool | None = None
+
+
+class JsonSchema(Fields):
+    """A named JSON schema. It is always kept to, whatever `strict` says."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: StrictBool | None = None
+
+
+class ResponseFormat(Fields):
+    """What the answer must be: any text, any JSON object, or JSON that fits a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def constraint(self) -> dict[str, Any] | None:
+        """As fields of `structured_outputs`. Raises FieldError when there is no schema."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise FieldError(
+                "response_format", "has a json_schema when, and only when, its type says so."
+            )
+        if self.type == "json_schema":
+            if self.json_schema.schema_ is None:
+                raise FieldError("response_format.json_schema.schema", "is missing.")
+            return {"json": self.json_schema.schema_}
+        return {"json_object": True} if self.type == "json_object" else None
+
+
+class StructuredFields(Fields):
+    """One of them constrains the answer, as in vLLM."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: StrictBool | None = None
+
+
+class GenerationFields(Fields):
+    """How to sample, when to stop, and what to send back. Ranges are those of SamplingParams."""
+
+    model: str | None = None
+    n: StrictInt | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="Accepted, and of no effect.")
+
+    temperature: StrictFloat | None = None
+    top_p: StrictFloat | None = None
+    top_k: StrictInt | None = None
+    min_p: StrictFloat | None = None
+    presence_penalty: StrictFloat | None = None
+    frequency_penalty: StrictFloat | None = None
+    repetition_penalty: StrictFloat | None = None
+    seed: StrictInt | None = None
+    logit_bias: dict[str, StrictFloat] | None = None
+    allowed_token_ids: list[StrictInt] | None = None
+    bad_words: list[str] | None = None
+
+    max_tokens: StrictInt | None = None
+    min_tokens: StrictInt | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[StrictInt] | None = None
+    include_stop_str_in_output: StrictBool | None = None
+    ignore_eos: StrictBool | None = None
+    skip_special_tokens: StrictBool | None = None
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredFields | None = None
+    prompt_logprobs: StrictInt | None = None
+    return_token_ids: StrictBool | None = None
+    priority: StrictInt | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def check(self, model: Model) -> None:
+        """Raises RequestError for a model not served, and for fields that contradict each other."""
+        model.check_name(self.model)
+        if self.stream_options is not None and not self.stream:
+            raise FieldError("stream_options", "is for streams; set stream to true.")
+        if self.stream and self.prompt_logprobs is not None:
+            raise FieldError("prompt_logprobs", "cannot be streamed; set stream to false.")
+
+    def constraint(self) -> dict[str, Any] | None:
+        """What the answer must look like, as SamplingParams takes it. Raises FieldError."""
+        wanted = None if self.response_format is None else self.response_format.constraint
+        if self.structured_outputs is not None:
+            if wanted is not None:
+                raise FieldError(
+                    "structured_outputs", "and response_format contradict; give one of them."
+                )
+            wanted = self.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+        return wanted
+
+    def sampling(self, model: Model, defaults: dict[str, Any], **more: Any) -> SamplingParams:
+        """What is given, and `more` where it is not None, over the endpoint's `defaults`, over what
+        the model recommends. Raises RequestError."""
+        given = {name: getattr(self, name, None) for name in _SAMPLING}
+        if self.logit_bias is not None:
+            given["logit_bias"] = {_token_id(t): bias for t, bias in self.logit_bias.items()}
+        given["structured_outputs"] = self.constraint()
+        given |= more
+        given = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams.from_defaults(model.default_sampling, **(defaults | given))
+
+
+def _token_id(key: str) -> int:
+    if not key.isascii() or not key.isdigit() or len(key) > 10:
+        raise FieldError("logit_bias", f"must map token ids to biases, got the key {key!r:.80}.")
+    return int(key)

@@ -1,0 +1,41 @@
+"""Messages of a conversation, as requests hold them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from jaxserve.protocol.fields import Fields
+from jaxserve.protocol.tools import CalledTool
+
+
+class TextPart(Fields):
+    """A piece of a message. Pictures and sound are not supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Fields):
+    """One turn. A chat template says which roles there are; the usual ones are system, user,
+    assistant and tool."""
+
+    role: str = Field(examples=["user"])
+    content: str | list[TextPart] | None = Field(None, examples=["Hi!"])
+    name: str | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    # Clients send an answer's message back with all its fields; these hold nothing here.
+    refusal: None = None
+    annotations: list[None] | None = Field(None, max_length=0)
+    audio: None = None
+    function_call: None = None
+
+    def for_template(self) -> dict[str, Any]:
+        message = self.model_dump(exclude_none=True, exclude={"tool_calls", "annotations"})
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message

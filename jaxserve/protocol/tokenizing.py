@@ -1,0 +1,87 @@
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, StrictBool, StrictInt
+
+from jaxserve.errors import RequestError
+from jaxserve.protocol.errors import FieldError
+from jaxserve.protocol.fields import Fields
+from jaxserve.protocol.messages import Message
+from jaxserve.protocol.model import Model
+from jaxserve.protocol.tools import Tool
+
+
+class TokenizeRequest(Fields):
+    """Either a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = Field(None, examples=["The sky is"])
+    add_special_tokens: StrictBool | None = Field(
+        None, description="True if not given for a text, as its completion would have them."
+    )
+    return_token_strs: StrictBool | None = None
+    messages: list[Message] | None = None
+    tools: list[Tool] | None = None
+    add_generation_prompt: StrictBool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def answer(self, model: Model) -> dict[str, Any]:
+        """Raises RequestError."""
+        model.check_name(self.model)
+        if (self.prompt is None) == (self.messages is None):
+            raise FieldError("prompt", "or messages must be given, and not both.")
+        token_ids = self._text(model) if self.messages is None else self._conversation(model)
+        text = model.tokenizer.token_text
+        return {
+            "count": len(token_ids),
+            "max_model_len": model.max_model_len,
+            "tokens": token_ids,
+            "token_strs": [text(i) for i in token_ids] if self.return_token_strs else None,
+        }
+
+    def _text(self, model: Model) -> list[int]:
+        for name in ("tools", "add_generation_prompt", "chat_template_kwargs"):
+            if getattr(self, name) is not None:
+                raise FieldError(name, "is for messages.")
+        return model.tokenizer.encode(self.prompt, self.add_special_tokens is not False)
+
+    def _conversation(self, model: Model) -> list[int]:
+        if self.add_special_tokens:
+            raise FieldError("add_special_tokens", "is for texts; a chat template has its own.")
+        messages = [message.for_template() for message in self.messages]
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or []] or None
+        variables = self.chat_template_kwargs
+        generates = self.add_generation_prompt is not False
+        return model.chat_prompt(messages, tools, variables, generates).token_ids
+
+
+class DetokenizeRequest(Fields):
+    """Token ids to be read as text."""
+
+    model: str | None = None
+    tokens: list[StrictInt] = Field(examples=[[1, 2, 3]])
+
+    def answer(self, model: Model) -> dict[str, Any]:
+        """Special tokens are spelled out. Raises RequestError for ids there are not."""
+        model.check_name(self.model)
+        for token_id in self.tokens:
+            if not 0 <= token_id < model.vocab_size:
+                raise RequestError(
+                    f"tokens has the id {token_id}, but this model's are 0..{model.vocab_size - 1}."
+                )
+        return {"prompt": model.tokenizer.decode(self.tokens, skip_special_tokens=False)}
+
+
+def tokenizer_info(model: Model) -> dict[str, Any]:
+    """What clients that tokenize need to know, under the names of a tokenizer_config.json."""
+    tokenizer = model.tokenizer
+    return {
+        **{f"{name}_token": None for name in ("bos", "eos", "unk", "pad")},
+        **tokenizer.special_tokens,
+        "chat_template": tokenizer.chat_template,
+        "vocab_size": model.vocab_size,
+        "model_max_length": model.max_model_len,
+    }

@@ -1,0 +1,157 @@
+"""Calls of tools, found in what a model writes.
+
+Models write calls in a format of their own, which the chat template shows: Hermes' and Qwen's
+`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, or Llama 3's bare JSON. A call counts
+when its function is there and its arguments fit the schema; else it is text like any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from jaxserve.protocol.tools import Tool, function_named
+
+Format = Literal["hermes", "llama"]
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_BLOCK = re.compile(re.escape(_OPEN) + r"(.*?)(?:" + re.escape(_CLOSE) + r"|\Z)", re.DOTALL)
+_READS_TOOLS = re.compile(r"\btools\b")
+
+
+def knows_tools(template: str | None) -> bool:
+    """Whether a chat template tells the model of tools."""
+    return template is not None and bool(_READS_TOOLS.search(template))
+
+
+def format_of(template: str) -> Format | None:
+    """The format of calls that a chat template teaches; None for one that is not known here."""
+    if _OPEN in template:
+        return "hermes"
+    return "llama" if '"parameters"' in template or "<|python_tag|>" in template else None
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolCall:
+    """A call with its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+    def body(self, call_id: str) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": call_id, "type": "function", "function": function}
+
+
+class ToolReader:
+    """Tells text from calls in what one sequence writes, as it comes.
+
+    What may be a call is held back until the end of the answer.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        how: Format | Literal["named", "required"],
+        parallel: bool,
+    ) -> None:
+        """`how` is the model's format, or the forced one of `forced_schema`, of which "named" is
+        that of one tool, the only one in `tools`."""
+        self._tools = tools
+        self._how = how
+        self._most = len(tools) * 64 if parallel else 1
+        self._held = ""
+        self._plain = False
+
+    def push(self, text: str) -> str:
+        """Takes in more text; returns what is certain to be no call."""
+        if self._plain:
+            return text
+        self._held += text
+        if self._how == "hermes":
+            return self._release(_place_of(self._held, _OPEN))
+        if self._how == "llama":
+            begin = self._held.lstrip()
+            self._plain = bool(begin) and not begin.startswith(("{", "<"))
+            return self._release(len(self._held) if self._plain else 0)
+        return ""
+
+    def finish(self) -> tuple[str, tuple[ToolCall, ...]]:
+        """The rest of the text, and the calls."""
+        held, self._held = self._held, ""
+        if self._how == "hermes":
+            return self._hermes(held)
+        calls = self._named(held) if self._how == "named" else self._listed(held)
+        return ("", tuple(calls[: self._most])) if calls else (held, ())
+
+    def _release(self, end: int) -> str:
+        text, self._held = self._held[:end], self._held[end:]
+        return text
+
+    def _hermes(self, held: str) -> tuple[str, tuple[ToolCall, ...]]:
+        calls: list[ToolCall] = []
+
+        def take(match: re.Match[str]) -> str:
+            call = self._call(_json(match[1]))
+            if call is None:
+                return match[0]
+            calls.append(call)
+            return ""
+
+        rest = _BLOCK.sub(take, held)
+        # Between calls, and after them, models put line ends that mean nothing.
+        return rest if rest.strip() or not calls else "", tuple(calls[: self._most])
+
+    def _named(self, held: str) -> list[ToolCall]:
+        name = self._tools[0].function.name
+        call = self._call({"name": name, "arguments": _json(held)})
+        return [] if call is None else [call]
+
+    def _listed(self, held: str) -> list[ToolCall]:
+        """Calls as a JSON list, or as objects one after another; all of them good, or none."""
+        objects = _json_objects(held.strip().removeprefix("<|python_tag|>"))
+        calls = [self._call(found) for found in objects]
+        return [] if None in calls else calls
+
+    def _call(self, found: Any) -> ToolCall | None:
+        if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+            return None
+        function = function_named(self._tools, found["name"])
+        arguments = found.get("arguments", found.get("parameters"))
+        if function is None or not function.accepts(arguments):
+            return None
+        return ToolCall(function.name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _place_of(text: str, tag: str) -> int:
+    """Where a tag, or the beginning of one at the end of the text, is; its length if nowhere."""
+    found = text.find(tag)
+    if found >= 0:
+        return found
+    for length in range(min(len(tag) - 1, len(text)), 0, -1):
+        if text.endswith(tag[:length]):
+            return len(text) - length
+    return len(text)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _json_objects(text: str) -> list[Any]:
+    """What JSON is in a text of it alone, values being divided by space or semicolons."""
+    decoder, found = json.JSONDecoder(), []
+    try:
+        while text:
+            value, end = decoder.raw_decode(text)
+            found += value if isinstance(value, list) else [value]
+            text = text[end:].lstrip("; \n\t")
+    except (ValueError, RecursionError):
+        return []
+    return found

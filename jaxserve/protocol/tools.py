@@ -1,0 +1,154 @@
+"""Tools: functions that a model may call, as a chat request describes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import jsonschema
+import referencing
+from jsonschema import Draft202012Validator
+from pydantic import Field, StrictBool
+
+from jaxserve.protocol.errors import FieldError
+from jaxserve.protocol.fields import Fields
+
+MAX_TOOLS = 128
+
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+# A sender's pattern could keep Python's regular expressions busy for ever.
+_Validator = jsonschema.validators.extend(
+    Draft202012Validator, {"pattern": None, "patternProperties": None}
+)
+_NO_REMOTE_SCHEMAS = referencing.Registry()
+
+
+class Function(Fields):
+    """A function's name, what it is for, and a JSON schema of its arguments."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: StrictBool | None = None
+
+    def check(self, where: str) -> None:
+        """Raises FieldError when `parameters` is no JSON schema."""
+        try:
+            Draft202012Validator.check_schema(self.schema_of_arguments)
+        except jsonschema.SchemaError as error:
+            raise FieldError(
+                f"{where}.parameters", f"is not a JSON schema: {error.message:.200}."
+            ) from None
+        except RecursionError:
+            raise FieldError(f"{where}.parameters", "is nested too deeply.") from None
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        return {"type": "object"} if self.parameters is None else self.parameters
+
+    def accepts(self, arguments: Any) -> bool:
+        """Whether arguments are an object that fits the schema. Patterns are not looked at."""
+        if not isinstance(arguments, dict):
+            return False
+        try:
+            validator = _Validator(self.schema_of_arguments, registry=_NO_REMOTE_SCHEMAS)
+            return validator.is_valid(arguments)
+        except (referencing.exceptions.Unresolvable, RecursionError):
+            return False
+
+
+class Tool(Fields):
+    """A function is the one kind of tool."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenName(Fields):
+    name: str
+
+
+class ChosenTool(Fields):
+    """The one function that must be called."""
+
+    type: Literal["function"]
+    function: ChosenName
+
+
+class CalledFunction(Fields):
+    """A function with arguments as JSON text, as messages hold it."""
+
+    name: str
+    arguments: str
+
+
+class CalledTool(Fields):
+    """A call that the assistant made in an earlier message."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Chat templates write the arguments as JSON themselves."""
+        arguments: Any = self.function.arguments
+        try:
+            parsed = json.loads(arguments)
+        except (ValueError, RecursionError):
+            parsed = None
+        if isinstance(parsed, dict):
+            arguments = parsed
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def check_tools(tools: Sequence[Tool], chosen: str | ChosenTool | None) -> None:
+    """Raises FieldError for a bad tool, for equal names, or a choice that is none of them."""
+    if len(tools) > MAX_TOOLS:
+        raise FieldError("tools", f"has {len(tools)} entries; at most {MAX_TOOLS} are allowed.")
+    names: set[str] = set()
+    for place, tool in enumerate(tools):
+        where = f"tools[{place}].function"
+        tool.function.check(where)
+        if tool.function.name in names:
+            raise FieldError(f"{where}.name", f"is {tool.function.name!r} once more.")
+        names.add(tool.function.name)
+    if chosen not in (None, "none") and not tools:
+        raise FieldError("tool_choice", "needs tools to choose from.")
+    if isinstance(chosen, ChosenTool) and chosen.function.name not in names:
+        raise FieldError("tool_choice", f"names {chosen.function.name!r:.80}, which is no tool.")
+
+
+def forced_schema(tools: Sequence[Tool], chosen: str | ChosenTool, parallel: bool) -> dict:
+    """A JSON schema of what the model has to write: the arguments of the one function chosen, or a
+    list of calls of any. Raises FieldError when the tools' definitions clash."""
+    if isinstance(chosen, ChosenTool):
+        return function_named(tools, chosen.function.name).schema_of_arguments
+    definitions: dict[str, Any] = {}
+    calls = []
+    for place, tool in enumerate(tools):
+        schema = dict(tool.function.schema_of_arguments)
+        # References are from the root of a schema, which these definitions have to stay at.
+        for name, definition in dict(schema.pop("$defs", {})).items():
+            if definitions.setdefault(name, definition) != definition:
+                raise FieldError(
+                    f"tools[{place}].function.parameters", f"defines {name!r:.80} differently."
+                )
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": tool.function.name}, "arguments": schema},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    limit: Mapping[str, int] = {} if parallel else {"maxItems": 1}
+    schema = {"type": "array", "minItems": 1, **limit, "items": {"anyOf": calls}}
+    return schema | ({"$defs": definitions} if definitions else {})
+
+
+def function_named(tools: Sequence[Tool], name: str) -> Function | None:
+    return next((tool.function for tool in tools if tool.function.name == name), None)

@@ -1,0 +1,1 @@
+"""`jaxserve serve`: OpenAI's HTTP interface to an engine."""

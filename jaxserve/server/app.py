@@ -1,0 +1,83 @@
+"""The HTTP application: routes, errors, and the guards before them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+import jaxserve
+from jaxserve.errors import JaxserveError
+from jaxserve.protocol.errors import ErrorReply, field_error_of, reply_to
+from jaxserve.server import generation_routes, model_routes, status_routes
+from jaxserve.server.answers import JsonAnswer, error_answer
+from jaxserve.server.guards import ApiKey, BodyLimit
+from jaxserve.server.request_log import RequestLog
+from jaxserve.server.service import Service
+
+BODY_TIMEOUT_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class AppSettings:
+    """What the application is told besides the engine.
+
+    Attributes:
+        api_key: who has not got it is let in to /health alone; None lets in everybody.
+        max_body_bytes: of one request.
+        log_requests: log a line for each request.
+    """
+
+    api_key: str | None
+    max_body_bytes: int
+    log_requests: bool
+
+
+def create_app(service: Service, settings: AppSettings) -> ASGIApp:
+    """The application of a service, which may be starting still."""
+    app = FastAPI(
+        title="jaxserve",
+        version=jaxserve.__version__,
+        default_response_class=JsonAnswer,
+        docs_url=None,  # These pages load scripts from elsewhere.
+        redoc_url=None,
+    )
+    app.state.service = service
+    for routes in (generation_routes, model_routes, status_routes):
+        app.include_router(routes.router)
+    app.add_exception_handler(RequestValidationError, _bad_body)
+    app.add_exception_handler(HTTPException, _bad_route)
+    app.add_exception_handler(JaxserveError, _refused)
+    app.add_exception_handler(Exception, _refused)
+    guarded: ASGIApp = BodyLimit(app, settings.max_body_bytes, BODY_TIMEOUT_S)
+    if settings.api_key is not None:
+        guarded = ApiKey(guarded, settings.api_key)
+    return RequestLog(guarded, settings.log_requests)
+
+
+async def _bad_body(request: Request, error: RequestValidationError) -> JsonAnswer:
+    # The first part of a location is "body" here, which is what senders write.
+    found = [{**each, "loc": each["loc"][1:]} for each in error.errors()]
+    if found[0]["type"] == "json_invalid":
+        reason = found[0].get("ctx", {}).get("error", "")
+        message = f"the body is not JSON: {reason} at character {found[0]['loc'][0]}."
+        return error_answer(ErrorReply(400, message, "invalid_request_error"))
+    if isinstance(found[0]["input"], bytes):
+        message = "the body must be JSON, and the header Content-Type application/json."
+        return error_answer(ErrorReply(400, message, "invalid_request_error"))
+    return error_answer(reply_to(field_error_of(found)))
+
+
+async def _bad_route(request: Request, error: HTTPException) -> JsonAnswer:
+    message = f"{request.method} {request.url.path!r:.80}: {error.detail}."
+    answer = error_answer(ErrorReply(error.status_code, message, "invalid_request_error"))
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+async def _refused(request: Request, error: Exception) -> JsonAnswer:
+    return error_answer(reply_to(error))

@@ -1,0 +1,34 @@
+"""Clients that hang up before they have their answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from starlette.types import Receive
+
+
+class ClientGoneError(Exception):
+    """The client has closed its connection; nobody is left to tell."""
+
+
+async def unless_hung_up(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Do some work for a client whose request has been read, and cancel it when the client hangs
+    up. Raises what the work raises, or ClientGoneError."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_hung_up(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,57 @@
+"""A tiny model that chats, and one server of it for all tests of a session."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from server_process import ServerProcess
+from tiny_checkpoints import CONFIG, random_tensors, write_hf
+
+CONTEXT = 2048
+TEMPLATE = (
+    "{% if tools %}<tool_call> {{ tools | tojson }}\n{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a vocabulary of bytes, and a chat template with tools, whose answers are
+    short unless asked to be long."""
+    config = CONFIG | {"max_position_embeddings": CONTEXT}
+    directory = write_hf(tmp_path_factory.mktemp("served") / "m", config, random_tensors(config))
+    (directory / "generation_config.json").write_text(json.dumps({"max_new_tokens": 32}))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def shared_server(chat_model: Path, tmp_path_factory: pytest.TempPathFactory):
+    log = tmp_path_factory.mktemp("server") / "log"
+    server = ServerProcess(chat_model, log, "--served-model-name=tiny", "--log-requests")
+    yield server.wait_ready()
+    assert server.stop() == 0, server.text()
+    assert "Traceback" not in server.text()
+
+
+@pytest.fixture
+def server(shared_server: ServerProcess):
+    """The server of the session; a test leaves it idle, or it fails."""
+    yield shared_server
+    shared_server.wait_idle()
+
+
+@pytest.fixture
+def client(server: ServerProcess):
+    """OpenAI's client, which does not try again."""
+    openai = pytest.importorskip("openai")
+    url = f"http://127.0.0.1:{server.port}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+        yield client

@@ -1,0 +1,110 @@
+"""`jaxserve serve` in a process of its own, as people run it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+SETTINGS = (
+    "--max-num-seqs=4",
+    "--max-num-batched-tokens=36",
+    "--page-size=16",
+    f"--kv-cache-memory-bytes={8 << 20}",
+)
+READY_S = 600
+_SERVE = (sys.executable, "-m", "jaxserve.cli", "serve")
+
+
+class ServerProcess:
+    """A server on a free port of loopback; `log` is the file with its standard error."""
+
+    def __init__(self, model: Path, log: Path, *args: str) -> None:
+        self.log = log
+        with log.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [*_SERVE, str(model), "--port=0", *SETTINGS, *args],
+                stdin=subprocess.DEVNULL,
+                stdout=stderr,
+                stderr=stderr,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            )
+        self.port = self._port()
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120)
+
+    def wait_ready(self) -> ServerProcess:
+        self._until(lambda: self.client.get("/health").status_code == 200, READY_S)
+        return self
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        return self.client.post(path, json=body, headers=headers)
+
+    def complete(self, body: Any) -> dict[str, Any]:
+        """The answer of /v1/completions, which must be good."""
+        response = self.post("/v1/completions", body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def metrics(self) -> dict[tuple[str, ...], float]:
+        """Samples by name and the values of their labels, but for the model's name."""
+        samples = {}
+        for family in text_string_to_metric_families(self.client.get("/metrics").text):
+            for sample in family.samples:
+                labels = {k: v for k, v in sample.labels.items() if k != "model_name"}
+                samples[(sample.name, *labels.values())] = sample.value
+        return samples
+
+    def wait_idle(self, within_s: float = 30) -> None:
+        """Until nothing runs, waits, or holds pages."""
+
+        def idle() -> bool:
+            metrics = self.metrics()
+            names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+            held = [metrics[name,] for name in (*names, "jaxserve:open_sequences")]
+            return not any(held) and not metrics["jaxserve:kv_pages", "used"]
+
+        self._until(idle, within_s)
+
+    def stop(self, number: int = signal.SIGTERM, within_s: float = 60) -> int:
+        """The exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(within_s)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self.client.close()
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def _port(self) -> int:
+        found: list[re.Match[str]] = []
+
+        def listening() -> bool:
+            found[:] = re.finditer(r"listening on http://127\.0\.0\.1:(\d+)", self.text())
+            return bool(found)
+
+        self._until(listening, READY_S)
+        return int(found[0][1])
+
+    def _until(self, condition, within_s: float) -> None:
+        give_up = time.monotonic() + within_s
+        while not condition():
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < give_up, self.text()
+            time.sleep(0.05)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """Token ids of which no two seeds begin alike."""
+    return [3 + (seed * 7 + place * (seed + 3)) % 250 for place in range(length)]

@@ -1,0 +1,80 @@
+"""Updates of requests on their way to an event loop: merged, and none lost."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.mailbox import Mailbox, Outbox, merge
+from jaxserve.outputs import Delta, RequestMetrics, RequestOutput
+
+pieces = st.lists(st.tuples(st.integers(0, 2), st.text(max_size=3)), max_size=300)
+
+
+def deltas_of(found) -> list[Delta]:
+    return [Delta(index, text, (place,)) for place, (index, text) in enumerate(found)]
+
+
+def joined(deltas, index: int):
+    mine = [delta for delta in deltas if delta.index == index]
+    return "".join(d.text for d in mine), [token for d in mine for token in d.token_ids]
+
+
+@given(pieces)
+def test_merging_loses_nothing(found):
+    deltas = deltas_of(found)
+    merged = merge(deltas)
+    assert len(merged) == len({delta.index for delta in deltas})
+    for index in range(3):
+        assert joined(merged, index) == joined(deltas, index)
+
+
+@given(pieces, st.data())
+def test_a_reader_gets_everything_however_slow(found, data):
+    async def scenario():
+        loop = asyncio.get_running_loop()
+        mailbox, outbox = Mailbox(loop, True), Outbox()
+        deltas, read = deltas_of(found), []
+        for delta in deltas:
+            outbox.put(mailbox, 0, [delta])
+            if data.draw(st.booleans()):
+                outbox.send()
+                await asyncio.sleep(0)
+                assert len(mailbox._deltas.get(0, ())) <= 65
+            if data.draw(st.integers(0, 9)) == 0:
+                read += mailbox.take()
+        end = RequestOutput("r", None, (), [], True, RequestMetrics(0))
+        outbox.put(mailbox, 0, end)
+        outbox.send()
+        await asyncio.sleep(0)
+        await mailbox.wait()
+        read += mailbox.take()
+        assert read[-1] == (0, end)
+        told = [delta for _, update in read[:-1] for delta in update]
+        for index in range(3):
+            assert joined(told, index) == joined(deltas, index)
+
+    asyncio.run(scenario())
+
+
+def test_an_error_is_raised_to_whoever_waits():
+    async def scenario():
+        mailbox, outbox = Mailbox(asyncio.get_running_loop(), True), Outbox()
+        outbox.put(mailbox, 0, [Delta(0, "a", (1,))])
+        outbox.put(mailbox, 0, ValueError("why"))
+        outbox.send()
+        with pytest.raises(ValueError, match="why"):
+            await mailbox.wait()
+
+    asyncio.run(scenario())
+
+
+def test_a_loop_that_has_closed_is_no_error():
+    loop = asyncio.new_event_loop()
+    loop.close()
+    outbox = Outbox()
+    outbox.put(Mailbox(loop, True), 0, [])
+    outbox.send()

@@ -1,0 +1,77 @@
+"""What is answered to errors, and how bodies that pydantic refuses are spoken of."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from jaxserve.errors import EngineClosedError, PromptTooLongError, RequestError
+from jaxserve.protocol.completions import CompletionRequest
+from jaxserve.protocol.endpoints import ENDPOINTS
+from jaxserve.protocol.errors import (
+    ModelNotFoundError,
+    OverloadedError,
+    UnavailableError,
+    field_error,
+    reply_to,
+)
+from jaxserve.sampling_params import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (RequestError("x"), 400, None),
+        (PromptTooLongError("x"), 400, "context_length_exceeded"),
+        (ModelNotFoundError("x"), 404, "model_not_found"),
+        (OverloadedError("x"), 429, "overloaded"),
+        (UnavailableError("x"), 503, "unavailable"),
+        (EngineClosedError("x"), 503, "unavailable"),
+        (RuntimeError("a secret"), 500, None),
+    ],
+)
+def test_each_error_has_its_status(error, status, code):
+    reply = reply_to(error)
+    assert (reply.status, reply.code) == (status, code)
+    assert set(reply.body["error"]) == {"message", "type", "param", "code"}
+    assert "secret" not in reply.message
+    assert (reply.retry_after_s is not None) == (status in (429, 503))
+
+
+def test_the_field_of_a_sampling_error_is_told():
+    for fields in ({"n": 99}, {"top_p": 7.0}, {"stop": [""]}, {"logit_bias": {-1: 0.0}}):
+        with pytest.raises(RequestError) as refusal:
+            SamplingParams(**fields)
+        assert reply_to(refusal.value).param == next(iter(fields))
+    assert reply_to(RequestError("this model has none")).param is None
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(
+    st.sampled_from(list(ENDPOINTS)),
+    st.dictionaries(
+        st.sampled_from(sorted(CompletionRequest.model_fields)) | st.text(max_size=6),
+        json_values,
+        max_size=4,
+    ),
+)
+def test_any_body_is_parsed_or_named(path, fields):
+    """A body that is refused is refused by a message that could be sent."""
+    try:
+        ENDPOINTS[path].request.model_validate(fields)
+    except ValidationError as error:
+        found = field_error(error)
+        assert found.field and str(found).startswith(found.field)
+        json.dumps(reply_to(found).body).encode()

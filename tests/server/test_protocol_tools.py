@@ -1,0 +1,148 @@
+"""Calls of tools in what models write, however it is cut into pieces."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.protocol.errors import FieldError
+from jaxserve.protocol.tool_calls import ToolReader, format_of, knows_tools
+from jaxserve.protocol.tools import ChosenTool, Tool, check_tools, forced_schema
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"$ref": "#/$defs/Days"}},
+    "required": ["city"],
+    "$defs": {"Days": {"type": "integer", "minimum": 1}},
+}
+
+
+def tool(name: str, parameters=None) -> Tool:
+    return Tool.model_validate(
+        {"type": "function", "function": {"name": name, "parameters": parameters}}
+    )
+
+
+TOOLS = [tool("weather", WEATHER), tool("wait")]
+GOOD = {"name": "weather", "arguments": {"city": "Zürich", "days": 2}}
+CHOSEN = ChosenTool.model_validate({"type": "function", "function": {"name": "weather"}})
+
+
+def read(how: str, text: str, cuts=(), parallel: bool = True, tools=TOOLS):
+    """Content and calls (name, arguments) of a text that comes in pieces."""
+    reader = ToolReader(tools, how, parallel)
+    places = [0, *sorted(cuts), len(text)]
+    content = "".join(reader.push(text[a:b]) for a, b in pairwise(places))
+    rest, calls = reader.finish()
+    return content + rest, [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+def hermes(*calls) -> str:
+    return "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+
+
+FOUND = ("weather", GOOD["arguments"])
+WAIT = {"name": "wait", "arguments": {}}
+
+
+@given(st.data())
+def test_hermes_calls_in_pieces(data):
+    before = data.draw(st.text(max_size=12).filter(lambda text: "<" not in text))
+    text = before + hermes(GOOD, WAIT)
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+    assert read("hermes", text, cuts) == (before, [FOUND, ("wait", {})])
+
+
+@given(st.text(alphabet="<tol_ca>{}x ", max_size=40), st.data())
+def test_text_without_calls_is_never_lost(text, data):
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+    for how in ("hermes", "llama"):
+        assert read(how, text, cuts) == (text, [])
+
+
+def test_text_that_cannot_be_a_call_is_not_held_back():
+    reader = ToolReader(TOOLS, "hermes", True)
+    assert reader.push("a < b, and <tool") == "a < b, and "
+    assert reader.push("s> are") == "<tools> are"
+    assert ToolReader(TOOLS, "llama", True).push("Hello") == "Hello"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"name": "nobody", "arguments": {}},
+        {"name": "weather", "arguments": {}},
+        {"name": "weather", "arguments": {"city": 3}},
+        {"name": "weather", "arguments": {"city": "a", "days": 0}},
+        {"name": "weather", "arguments": ["a"]},
+        {"name": "weather"},
+        {"arguments": {}},
+        "weather",
+    ],
+)
+def test_calls_that_are_wrong_are_text(call):
+    text = hermes(call)
+    assert read("hermes", text) == (text, [])
+    assert read("llama", json.dumps(call)) == (json.dumps(call), [])
+    assert read("required", json.dumps([call])) == (json.dumps([call]), [])
+
+
+def test_a_call_cut_off_is_text():
+    text = hermes(GOOD)[:-25]
+    assert read("hermes", text) == (text, [])
+    assert read("named", '{"city": "Zü', tools=TOOLS[:1]) == ('{"city": "Zü', [])
+
+
+def test_llama_calls():
+    parameters = {"name": "weather", "parameters": GOOD["arguments"]}
+    two = f"{json.dumps(parameters)}; {json.dumps(WAIT)}"
+    assert read("llama", "<|python_tag|>" + two) == ("", [FOUND, ("wait", {})])
+    assert read("llama", two, parallel=False) == ("", [FOUND])
+
+
+def test_forced_calls():
+    assert read("required", json.dumps([GOOD, WAIT])) == ("", [FOUND, ("wait", {})])
+    assert read("named", json.dumps(GOOD["arguments"]), tools=TOOLS[:1]) == ("", [FOUND])
+
+
+def test_what_a_forced_call_is_written_by():
+    import jsonschema
+
+    assert forced_schema(TOOLS, CHOSEN, True) == WEATHER
+    schema = forced_schema(TOOLS, "required", parallel=False)
+    jsonschema.validate([GOOD], schema)
+    for wrong in ([], [GOOD, GOOD], [{"name": "weather", "arguments": {"city": "a", "days": 0}}]):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
+
+
+def test_definitions_that_clash_are_refused():
+    other = {"type": "object", "$defs": {"Days": {"type": "string"}}}
+    with pytest.raises(FieldError, match=r"tools\[1\]\.function\.parameters defines 'Days'"):
+        forced_schema([TOOLS[0], tool("other", other)], "required", True)
+
+
+def test_schemas_from_elsewhere_and_slow_patterns_are_not_looked_at():
+    remote = tool("far", {"type": "object", "properties": {"a": {"$ref": "http://127.0.0.1:1/"}}})
+    assert not remote.function.accepts({"a": 1})
+    slow = tool("slow", {"properties": {"a": {"type": "string", "pattern": "^(a+)+$"}}})
+    assert slow.function.accepts({"a": "a" * 200 + "b"})
+
+
+def test_tools_are_checked():
+    with pytest.raises(FieldError, match="at most 128"):
+        check_tools([tool(f"f{i}") for i in range(129)], None)
+    with pytest.raises(FieldError, match="names 'weather', which is no tool"):
+        check_tools(TOOLS[1:], CHOSEN)
+
+
+def test_formats_are_read_off_templates():
+    assert not knows_tools(None) and not knows_tools("{{ messages }} toolset")
+    assert knows_tools("{% if tools %}x{% endif %}")
+    assert format_of("{{ tools }} <tool_call>") == "hermes"
+    assert format_of('{{ tools }} {"name": f, "parameters": p}') == "llama"
+    assert format_of("{{ tools }} [TOOL_CALLS]") is None

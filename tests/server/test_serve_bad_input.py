@@ -1,0 +1,201 @@
+"""Requests that are wrong in every way: each has its 4XX, and the next one is served."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+pytestmark = pytest.mark.interfaces
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PROMPT = {"prompt": "hi", "max_tokens": 2}
+MESSAGES = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def completion(**fields):
+    return COMPLETIONS, PROMPT | fields
+
+
+def chat(**fields):
+    return CHAT, MESSAGES | fields
+
+
+# Each with what the message must say.
+BAD = [
+    (*completion(prompt=None), "prompt"),
+    (*completion(prompt=3), "prompt"),
+    (*completion(prompt=""), "prompt is empty"),
+    (*completion(prompt=[]), "prompt"),
+    (*completion(prompt=[[]]), "prompt is empty"),
+    (*completion(prompt=["a", [1]]), "prompt"),
+    (*completion(prompt=[1, 256]), "token id 256"),
+    (*completion(prompt=[-1]), "token id -1"),
+    (*completion(prompt=[True]), "prompt"),
+    (*completion(prompt="a" * 2048), "2048 tokens and the context limit is 2048"),
+    (*completion(prompt=["a"] * 3000), "prompt must hold"),
+    (*completion(prompt=["a"] * 2000), "2000 sequences"),
+    (*completion(n=65), "n must be an integer in 1..64"),
+    (*completion(n=10**30), "n must be"),
+    (*completion(n=0), "n must be"),
+    (*completion(n="2"), "n must be"),
+    (*completion(n=2, temperature=0), "n=2"),
+    (*completion(best_of=3), "best_of"),
+    (*completion(suffix="x"), "suffix"),
+    (*completion(temperature=3), "temperature"),
+    (*completion(temperature=True), "temperature"),
+    (*completion(top_p=0), "top_p"),
+    (*completion(max_tokens=-1), "max_tokens"),
+    (*completion(max_tokens=0), "max_tokens"),
+    (*completion(max_tokens=2.5), "max_tokens"),
+    (*completion(min_tokens=9), "min_tokens"),
+    (*completion(logprobs=21), "logprobs"),
+    (*completion(logprobs=True), "logprobs"),
+    (*completion(logit_bias={"a": 1}), "logit_bias"),
+    (*completion(logit_bias={"999": 1}), "logit_bias"),
+    (*completion(stop=[""]), "stop"),
+    (*completion(stop=["a"] * 100), "stop"),
+    (*completion(stop_token_ids=[300]), "stop_token_ids"),
+    (*completion(allowed_token_ids=[]), "allowed_token_ids"),
+    (*completion(bad_words=["a"] * 99), "bad_words"),
+    (*completion(seed=2**70), "seed"),
+    (*completion(unknown=1), "unknown is not a field"),
+    (*completion(stream_options={"include_usage": True}), "stream_options"),
+    (*completion(stream=True, prompt_logprobs=1), "prompt_logprobs"),
+    (*completion(stream=True, echo=True, logprobs=1), "logprobs"),
+    (*completion(structured_outputs={"regex": "("}), "regex"),
+    (*completion(structured_outputs={"regex": "a", "choice": ["b"]}), "structured_outputs"),
+    (*completion(structured_outputs={"grammar": "no grammar"}), "grammar"),
+    (*completion(structured_outputs={"json": {"type": "no such type"}}), "json"),
+    (*completion(structured_outputs={}), "structured_outputs"),
+    (*completion(response_format={"type": "xml"}), "response_format.type"),
+    (*completion(response_format={"type": "json_schema"}), "json_schema"),
+    (*chat(messages=[]), "messages"),
+    (*chat(messages="hi"), "messages"),
+    (*chat(messages=[{"role": "user"}]), "messages[0].content"),
+    (*chat(messages=[{"content": "hi"}]), "messages[0].role is missing"),
+    (*chat(messages=[{"role": "user", "content": "hi", "mood": "x"}]), "messages[0].mood"),
+    (*chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "content[0].type"),
+    (*chat(prompt="hi"), "prompt is not a field"),
+    (*chat(top_logprobs=2), "top_logprobs"),
+    (*chat(logprobs=True, top_logprobs=21), "logprobs"),
+    (*chat(max_tokens=2, max_completion_tokens=3), "max_tokens"),
+    (*chat(tool_choice="required"), "tool_choice"),
+    (*chat(tools=[FUNCTION], tool_choice="maybe"), "tool_choice"),
+    (*chat(tools=[FUNCTION] * 2), "tools[1].function.name"),
+    (*chat(tools=[{"type": "function", "function": {"name": "a b"}}]), "tools[0].function.name"),
+    (
+        *chat(tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": 3}}}]),
+        "tools[0].function.parameters",
+    ),
+    (*chat(chat_template_kwargs={"messages": 1}), "chat_template_kwargs"),
+    ("/tokenize", {}, "prompt"),
+    ("/detokenize", {"tokens": [300]}, "300"),
+    ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+]
+
+
+def assert_refused(response, status: int, says: str) -> None:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert says in error["message"], error
+
+
+def test_each_bad_field_is_named(server):
+    for path, body, says in BAD:
+        assert_refused(server.post(path, body), 400, says)
+    assert server.complete(PROMPT)["usage"]["completion_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "body"),
+        (b'{"prompt":', "not JSON"),
+        (b"[1]", "body"),
+        (b'"prompt"', "body"),
+        (b"\xff\xfe\x00", "body"),
+        (b"[" * 100_000, "body"),
+        (b'{"prompt": "a", "max_tokens": ' + b"1" * 5000 + b"}", "body"),
+        (b'{"prompt": "a", "temperature": NaN}', "temperature"),
+        (b'{"prompt": "\\ud800"}', "prompt"),
+        (b'{"\\udc00": 1}', "body"),
+        (b'{"prompt": "a", "prompt\\ud800": 1}', "body"),
+        (b'{"prompt": "a", "stop": [1, "\\ud800"]}', "stop[0]"),
+    ],
+)
+def test_what_is_no_good_json(server, body, says):
+    headers = {"content-type": "application/json"}
+    response = server.client.post(COMPLETIONS, content=body, headers=headers)
+    assert_refused(response, 400, says)
+
+
+def test_binary_in_a_prompt_is_text_like_any(server):
+    answer = server.complete({"prompt": "\x00\x01\x7f\u0080\uffff", "max_tokens": 1})
+    assert answer["usage"]["prompt_tokens"] > 3
+
+
+def test_bodies_of_another_type_and_too_large(server):
+    text = server.client.post(COMPLETIONS, content=b"hi", headers={"content-type": "text/plain"})
+    assert_refused(text, 400, "Content-Type")
+    assert_refused(server.client.post(COMPLETIONS, content=b" " * (9 << 20)), 413, "larger")
+    chunks = (b" " * (1 << 20) for _ in range(10))
+    assert_refused(server.client.post(COMPLETIONS, content=chunks), 413, "larger")
+
+
+def test_routes_methods_and_models_there_are_not(server):
+    assert_refused(server.client.get("/v2/nothing"), 404, "/v2/nothing")
+    assert_refused(server.client.get(COMPLETIONS), 405, "GET")
+    assert_refused(server.post(*completion(model="gpt-5")), 404, "no model 'gpt-5'")
+
+
+@pytest.mark.parametrize("given", ["a b", "x" * 129, "é"])
+def test_request_ids_that_no_log_should_have(server, given):
+    response = server.client.get("/version", headers={"x-request-id": given.encode()})
+    assert_refused(response, 400, "X-Request-Id")
+
+
+def test_headers_too_large_are_refused_and_the_port_lives(server):
+    for lines in (b"X: " + b"a" * (1 << 20), b"X: a\r\n" * 100_000, b"no header at all \xff"):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as raw:
+            try:
+                raw.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n" + lines + b"\r\n\r\n")
+                answer = raw.recv(100)
+            except ConnectionError:
+                continue  # It would not even read them.
+            assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 431")) or not answer
+    assert server.client.get("/health").status_code == 200
+
+
+def test_an_id_in_use_is_refused(server):
+    body = PROMPT | {"max_tokens": 200, "ignore_eos": True, "stream": True}
+    headers = {"x-request-id": "twice"}
+    with server.client.stream("POST", COMPLETIONS, json=body, headers=headers) as first:
+        assert first.headers["x-request-id"] == "twice"
+        assert_refused(server.post(COMPLETIONS, PROMPT, **headers), 400, "'twice' is in use")
+        *_, last = [line for line in first.iter_lines() if line]
+    assert last == "data: [DONE]"
+
+
+def test_the_log_has_numbers_and_no_contents(server):
+    secret = "a very private matter"
+    server.post(COMPLETIONS, {"prompt": secret, "max_tokens": 3}, **{"x-request-id": "logged-1"})
+    (line,) = [line for line in server.text().splitlines() if "id=logged-1" in line]
+    for part in (
+        "status=200",
+        "prompt_tokens=21",
+        "output_tokens=",
+        "ttft_s=",
+        "e2e_s=",
+        "finish=",
+    ):
+        assert part in line
+    assert secret not in server.text()
+
+
+def test_answers_are_json_that_others_read(server):
+    response = server.post(COMPLETIONS, PROMPT | {"logprobs": 20, "seed": 1})
+    json.loads(response.text, parse_constant=lambda name: pytest.fail(name))

@@ -1,0 +1,51 @@
+"""An engine that dies under its requests: they are told, and so is whoever asks for its health."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+
+from jaxserve.async_engine import AsyncEngine
+from jaxserve.server.app import AppSettings, create_app
+from jaxserve.server.service import Service
+
+PATH = "/v1/completions"
+ENDLESS = {"prompt": "hi", "max_tokens": 100, "ignore_eos": True}
+
+
+def test_requests_and_health_tell_of_it(llama, monkeypatch):
+    service = Service(["tiny"], max_queued_requests=8)
+    app = create_app(service, AppSettings(None, 1 << 20, log_requests=False))
+
+    def broken(step):
+        raise RuntimeError("the device fell off the bus")
+
+    async def scenario():
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            early = await client.get("/health")
+            assert (early.status_code, early.json()) == (503, {"status": "starting"})
+            assert (await client.post(PATH, json=ENDLESS)).status_code == 503
+            metrics = (await client.get("/metrics")).text
+            assert 'jaxserve:open_sequences{model_name="tiny"} 0.0' in metrics
+            engine = await asyncio.to_thread(AsyncEngine.load, llama.path, **llama.settings())
+            await service.begin(engine, None)
+            assert (await client.get("/health")).status_code == 200
+            monkeypatch.setattr(engine._engine._runner, "read", broken)
+            whole, streamed = await asyncio.gather(
+                client.post(PATH, json=ENDLESS), client.post(PATH, json=ENDLESS | {"stream": True})
+            )
+            assert whole.status_code == 503
+            assert "fell off the bus" in whole.json()["error"]["message"]
+            *_, error, done = [line for line in streamed.text.split("\n\n") if line]
+            assert done == "data: [DONE]"
+            assert json.loads(error.removeprefix("data: "))["error"]["code"] == "unavailable"
+            late = await client.get("/health")
+            assert (late.status_code, late.json()) == (503, {"status": "failed"})
+            assert (await client.post(PATH, json=ENDLESS)).status_code == 503
+            assert service.num_sequences == 0
+            await asyncio.to_thread(engine.close)
+
+    asyncio.run(asyncio.wait_for(scenario(), 120))

@@ -1,0 +1,49 @@
+"""The OpenAPI document against the server, by schemathesis: what it says is what comes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+schemathesis = pytest.importorskip("schemathesis")
+
+from schemathesis.checks import not_a_server_error  # noqa: E402  (only where there is one)
+from schemathesis.specs.openapi.checks import (  # noqa: E402
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+pytestmark = pytest.mark.interfaces
+
+CHECKS = [
+    not_a_server_error,
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+]
+ROUTES = 9
+EXAMPLES = 40
+
+
+def test_routes_keep_to_their_document(server):
+    schema = schemathesis.openapi.from_url(f"http://127.0.0.1:{server.port}/openapi.json")
+    operations = [found.ok() for found in schema.get_all_operations()]
+    assert len(operations) >= ROUTES
+    answered = []
+    for operation in operations:
+
+        @given(case=operation.as_strategy())
+        @settings(
+            max_examples=EXAMPLES,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        )
+        def check(case):
+            answered.append(case.call_and_validate(checks=CHECKS, timeout=100).status_code)
+
+        check()
+    # Not everything that schemathesis makes up is wrong.
+    assert {200, 400} <= set(answered)

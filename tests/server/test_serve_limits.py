@@ -1,0 +1,155 @@
+"""Servers of their own: who is let in, and how they end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from server_process import ServerProcess, prompt_of
+
+pytestmark = pytest.mark.interfaces
+
+PATH = "/v1/completions"
+LONG = {"prompt": prompt_of(20), "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+SHORT = {"prompt": "hi", "max_tokens": 3, "temperature": 0}
+
+
+@pytest.fixture
+def start(chat_model, tmp_path):
+    """Starts servers, the logs of which are numbered."""
+    servers = []
+
+    def start(*args: str) -> ServerProcess:
+        server = ServerProcess(chat_model, tmp_path / f"log-{len(servers)}", *args)
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.process.kill()
+        server.process.wait()
+        server.client.close()
+
+
+def test_a_server_is_there_before_its_model_and_keeps_to_its_key(start, tmp_path):
+    key = tmp_path / "key"
+    key.write_text("s3cret\n")
+    server = start(f"--api-key-file={key}")
+    health = server.client.get("/health")
+    assert (health.status_code, health.json()) == (503, {"status": "starting"})
+    early = server.post(PATH, SHORT, authorization="Bearer s3cret")
+    assert early.status_code == 503 and early.headers["retry-after"]
+    assert "starting" in early.json()["error"]["message"]
+    server.wait_ready()
+    for shown in ({}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret"}):
+        for path in ("/v1/models", "/metrics", "/version", "/openapi.json", "/nowhere"):
+            refused = server.client.get(path, headers=shown)
+            assert refused.status_code == 401, path
+            assert refused.headers["www-authenticate"] == "Bearer"
+        assert server.post(PATH, SHORT, **shown).status_code == 401
+    openai = pytest.importorskip("openai")
+    url = f"http://127.0.0.1:{server.port}/v1"
+    with openai.OpenAI(base_url=url, api_key="s3cret") as client:
+        assert client.models.list().data
+    assert "s3cret" not in server.text()
+    assert server.stop() == 0
+
+
+def test_a_full_queue_refuses_and_a_stopped_server_lets_requests_end(start):
+    server = start("--max-queued-requests=2", "--grace-s=120").wait_ready()
+    too_many = server.post(PATH, SHORT | {"n": 7, "temperature": 1})
+    assert too_many.status_code == 400 and "6 at once" in too_many.json()["error"]["message"]
+    with ThreadPoolExecutor(6) as pool:
+        running = [pool.submit(server.post, PATH, LONG | {"seed": i}) for i in range(6)]
+        while server.metrics()["jaxserve:open_sequences",] < 6:
+            time.sleep(0.02)
+        refused = server.post(PATH, SHORT)
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        assert "of 6" in refused.json()["error"]["message"]
+        server.process.send_signal(signal.SIGTERM)
+        while server.client.get("/health").json()["status"] != "draining":
+            time.sleep(0.02)
+        late = server.post(PATH, SHORT)
+        assert late.status_code == 503 and late.headers["retry-after"]
+        answers = [post.result().json() for post in running]
+    assert {a["choices"][0]["finish_reason"] for a in answers} == {"length"}
+    assert len({a["choices"][0]["text"] for a in answers}) == 1
+    assert server.stop() == 0, server.text()
+
+
+def test_what_has_not_ended_in_time_is_told_so(start, tmp_path):
+    trace = tmp_path / "trace.json"
+    server = start("--grace-s=0.5", f"--trace-file={trace}").wait_ready()
+    with server.client.stream("POST", PATH, json=LONG | {"stream": True}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        begin = time.monotonic()
+        stopping = threading.Thread(target=server.process.send_signal, args=(signal.SIGINT,))
+        stopping.start()
+        events = [line.removeprefix("data: ") for line in lines if line]
+    assert events.pop() == "[DONE]"
+    assert json.loads(events[-1])["choices"][0]["finish_reason"] == "abort"
+    assert server.process.wait(60) == 0
+    assert time.monotonic() - begin < 30
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert len(names) > 5
+
+
+def test_what_has_not_ended_is_taken_up_by_the_next_server(start, tmp_path):
+    directory = tmp_path / "checkpoint"
+    args = ("--grace-s=0", f"--checkpoint-dir={directory}")
+    server = start(*args).wait_ready()
+    wanted = server.complete(LONG)["choices"][0]["text"]
+    headers, body = {"x-request-id": "mine"}, LONG | {"stream": True}
+    with server.client.stream("POST", PATH, json=body, headers=headers) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        assert list(lines)[-2:] == ["data: [DONE]", ""]
+    assert server.process.wait(60) == 75
+    server = start(*args).wait_ready()
+    other = server.post(PATH, LONG | {"prompt": "another"}, **headers)
+    assert other.status_code == 400 and "another prompt" in other.json()["error"]["message"]
+    assert server.stop() == 75, "nobody has come for it yet"
+    server = start(*args).wait_ready()
+    taken_up = server.post(PATH, LONG, **headers).json()
+    assert taken_up["choices"][0]["text"] == wanted
+    assert server.post(PATH, SHORT, **headers).status_code == 200
+    assert server.stop() == 0
+    assert not list(directory.glob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--port=99999"], "port 99999"),
+        (["--host=nowhere.invalid"], "nowhere.invalid"),
+        (["--api-key=a b"], "API key"),
+        (["--api-key-file=/nowhere"], "/nowhere"),
+        (["--grace-s=-1"], "grace_s"),
+        (["--max-queued-requests=-1"], "max_queued_requests"),
+        (["--trace-file=/nowhere/trace.json"], "trace_file"),
+        (["--checkpoint-dir=/proc/nowhere"], "/proc/nowhere"),
+    ],
+)
+def test_settings_that_cannot_be(args, says, capsys):
+    from jaxserve.cli import main
+
+    assert main(["serve", "no-such-model", *args]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and says in line
+
+
+def test_a_model_there_is_not_ends_the_server(start, tmp_path):
+    server = ServerProcess(tmp_path / "nothing", tmp_path / "log")
+    assert server.process.wait(60) == 1
+    server.client.close()
+    (error,) = [line for line in server.text().splitlines() if line.startswith("error: ")]
+    assert "nothing" in error and "Traceback" not in server.text()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{server.port}/health")

@@ -1,0 +1,245 @@
+"""OpenAI's own client against a server, and what it is told against `LLM`."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+from pydantic import BaseModel
+from server_process import prompt_of
+
+from jaxserve import LLM, SamplingParams
+
+openai = pytest.importorskip("openai")
+pytestmark = pytest.mark.interfaces
+
+MESSAGES = [{"role": "user", "content": "Hi!"}]
+GREEDY = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def llm(chat_model):
+    with LLM(chat_model, max_num_seqs=4, max_num_batched_tokens=36, page_size=16) as llm:
+        yield llm
+
+
+def test_completions_are_those_of_llm(client, llm):
+    prompts = [prompt_of(length, seed=length) for length in (1, 5, 16, 40, 100)]
+    wanted = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    answer = client.completions.create(prompt=prompts, max_tokens=24, **GREEDY)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3, 4]
+    assert [choice.text for choice in answer.choices] == [o.outputs[0].text for o in wanted]
+    assert {choice.finish_reason for choice in answer.choices} == {"length"}
+    assert answer.usage.prompt_tokens == 162 and answer.usage.completion_tokens == 5 * 24
+
+
+def test_seeded_samples_are_those_of_llm_streamed_or_not(client, llm):
+    params = SamplingParams(n=3, seed=5, max_tokens=16, temperature=0.9, top_k=20)
+    (wanted,) = llm.generate("hello", params)
+    fields = {"prompt": "hello", "n": 3, "seed": 5, "max_tokens": 16, "temperature": 0.9}
+    fields |= {"model": "tiny", "extra_body": {"top_k": 20, "return_token_ids": True}}
+    whole = client.completions.create(**fields)
+    texts, token_ids = ["", "", ""], [[], [], []]
+    for chunk in client.completions.create(**fields, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            token_ids[choice.index] += choice.token_ids
+    assert texts == [choice.text for choice in whole.choices] == [o.text for o in wanted.outputs]
+    assert token_ids == [list(o.token_ids) for o in wanted.outputs]
+    assert whole.choices[1].token_ids == token_ids[1]
+
+
+def test_chat_is_that_of_llm_streamed_or_not(client, llm):
+    (wanted,) = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    fields = {"messages": MESSAGES, "max_completion_tokens": 20, **GREEDY}
+    whole = client.chat.completions.create(**fields)
+    message = whole.choices[0].message
+    assert (message.role, message.content) == ("assistant", wanted.outputs[0].text)
+    options = {"include_usage": True}
+    chunks = list(client.chat.completions.create(**fields, stream=True, stream_options=options))
+    *told, counted = chunks
+    assert told[0].choices[0].delta.role == "assistant"
+    pieces = [chunk.choices[0].delta.content or "" for chunk in told]
+    assert "".join(pieces) == message.content and len(pieces) > 3
+    assert [c.choices[0].finish_reason for c in told if c.choices[0].finish_reason] == ["length"]
+    assert counted.choices == [] and counted.usage.completion_tokens == 20
+    assert counted.usage.prompt_tokens == whole.usage.prompt_tokens
+    assert {chunk.usage for chunk in told} == {None}
+
+
+def test_a_message_that_was_answered_is_sent_back(client):
+    first = client.chat.completions.create(messages=MESSAGES, max_tokens=4, **GREEDY)
+    messages = [*MESSAGES, first.choices[0].message, {"role": "user", "content": "And?"}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi!"}]}, *messages[1:]]
+    answers = [
+        client.chat.completions.create(messages=given, max_tokens=4, **GREEDY)
+        for given in (messages, parts, [m if type(m) is dict else m.model_dump() for m in messages])
+    ]
+    assert len({answer.choices[0].message.content for answer in answers}) == 1
+
+
+def test_logprobs_are_those_of_llm(client, llm):
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3)
+    (wanted,) = llm.generate("hello", params)
+    expected = [
+        entry[token]
+        for entry, token in zip(wanted.outputs[0].logprobs, wanted.outputs[0].token_ids)
+    ]
+    fields = {"prompt": "hello", "max_tokens": 6, "logprobs": 3, **GREEDY}
+    whole = client.completions.create(**fields).choices[0].logprobs
+    assert whole.token_logprobs == pytest.approx([e.logprob for e in expected], abs=1e-5)
+    assert whole.tokens == [e.decoded_token for e in expected]
+    assert whole.text_offset == [0, 1, 2, 3, 4, 5]
+    assert all(1 <= len(top) <= 4 for top in whole.top_logprobs)
+    streamed: dict[str, list] = {"tokens": [], "token_logprobs": [], "text_offset": []}
+    for chunk in client.completions.create(**fields, stream=True):
+        for name, values in streamed.items():
+            if chunk.choices[0].logprobs:
+                values += getattr(chunk.choices[0].logprobs, name)
+    for name, values in streamed.items():
+        assert values == getattr(whole, name)
+    chat = client.chat.completions.create(
+        messages=MESSAGES, max_tokens=3, logprobs=True, top_logprobs=2, **GREEDY
+    )
+    content = chat.choices[0].logprobs.content
+    assert len(content) == 3
+    for token in content:
+        assert len(token.top_logprobs) == 2
+        assert token.logprob == token.top_logprobs[0].logprob >= token.top_logprobs[1].logprob
+        assert bytes(token.bytes).decode("utf-8", "replace") == token.token
+
+
+def test_echo_scores_a_prompt(client, llm):
+    prompt = prompt_of(12, seed=3)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+    (wanted,) = llm.generate(prompt, params)
+    expected = [e[token].logprob for e, token in zip(wanted.prompt_logprobs[1:], prompt[1:])]
+    fields = {"prompt": prompt, "echo": True, "logprobs": 1, "temperature": 0, "model": "tiny"}
+    scored = client.completions.create(**fields, max_tokens=0)
+    first, *scores = scored.choices[0].logprobs.token_logprobs
+    assert first is None and scores == pytest.approx(expected, abs=1e-5)
+    assert scored.choices[0].text == llm.get_tokenizer().decode(prompt)
+    assert scored.usage.completion_tokens == 0
+    one_more = client.completions.create(**fields, max_tokens=1).choices[0]
+    assert len(one_more.logprobs.tokens) == 13
+    assert one_more.text == scored.choices[0].text + wanted.outputs[0].text
+    assert one_more.logprobs.token_logprobs[1:-1] == pytest.approx(expected, abs=1e-5)
+    text = client.completions.create(prompt="hello", echo=True, max_tokens=2, **GREEDY)
+    assert text.choices[0].text.startswith("hello")
+
+
+def test_stops_and_their_reasons(client):
+    fields = {"prompt": prompt_of(9), "max_tokens": 40, **GREEDY}
+    whole = client.completions.create(**fields).choices[0].text
+    stop = whole[10:12]
+    cut = client.completions.create(**fields, stop=[stop, "never there"]).choices[0]
+    assert (cut.text, cut.finish_reason, cut.stop_reason) == (
+        whole[: whole.index(stop)],
+        "stop",
+        stop,
+    )
+    streamed = client.completions.create(**fields, stop=stop, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == cut.text
+
+
+def test_prompt_logprobs_in_vllms_shape(server):
+    body = {"prompt": [5, 6, 7], "max_tokens": 1, "prompt_logprobs": 1, "temperature": 0}
+    first, second, _ = server.complete(body)["choices"][0]["prompt_logprobs"]
+    assert first is None and second["6"]["rank"] >= 1 and second["6"]["logprob"] < 0
+
+
+def test_tokenizer_routes(server, llm):
+    tokenizer = llm.get_tokenizer()
+    answer = server.post("/tokenize", {"prompt": "hello", "return_token_strs": True}).json()
+    assert answer["tokens"] == tokenizer.encode("hello") and answer["count"] == 5
+    assert answer["token_strs"] == list("hello") and answer["max_model_len"] == 2048
+    back = server.post("/detokenize", {"tokens": answer["tokens"]}).json()
+    assert back == {"prompt": "hello"}
+    chat = server.post("/tokenize", {"messages": MESSAGES}).json()
+    assert chat["tokens"] == llm.chat_prompt(MESSAGES)
+    assert server.client.get("/tokenizer_info").json()["chat_template"] == tokenizer.chat_template
+
+
+def test_models_by_name(client):
+    (model,) = client.models.list().data
+    assert (model.id, model.max_model_len) == ("tiny", 2048)
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="no model 'other'"):
+        client.completions.create(model="other", prompt="hi")
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"yes": {"type": "boolean"}, "colour": {"enum": ["red", "green"]}},
+    "required": ["yes", "colour"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "paint", "description": "Paints.", "parameters": SCHEMA},
+    },
+    {"type": "function", "function": {"name": "wait"}},
+]
+
+
+def test_response_format_is_kept_to(client):
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+    answer = client.chat.completions.create(
+        messages=MESSAGES, response_format=form, max_tokens=200, seed=1, model="tiny"
+    )
+    jsonschema.validate(json.loads(answer.choices[0].message.content), SCHEMA)
+
+
+def test_parse_gives_a_pydantic_model(client):
+    class Verdict(BaseModel):
+        guilty: bool
+        years: bool
+
+    answer = client.chat.completions.parse(
+        messages=MESSAGES, response_format=Verdict, max_tokens=200, seed=2, model="tiny"
+    )
+    assert isinstance(answer.choices[0].message.parsed, Verdict)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_named_tool_is_called(client, stream):
+    chosen = {"type": "function", "function": {"name": "paint"}}
+    fields = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": chosen, "max_tokens": 200}
+    answer = client.chat.completions.create(**fields, model="tiny", seed=3, stream=stream)
+    if stream:
+        *_, last = answer
+        choice, calls = last.choices[0], last.choices[0].delta.tool_calls
+    else:
+        choice, calls = answer.choices[0], answer.choices[0].message.tool_calls
+        assert choice.message.content is None
+    (call,) = calls
+    assert choice.finish_reason == "tool_calls" and call.function.name == "paint"
+    assert json.loads(call.function.arguments)["colour"] in ("red", "green")
+    back = {"role": "assistant", "tool_calls": [call.model_dump()]}
+    result = {"role": "tool", "tool_call_id": call.id, "content": "done"}
+    client.chat.completions.create(
+        messages=[*MESSAGES, back, result], tools=TOOLS, max_tokens=2, model="tiny"
+    )
+
+
+def test_some_tool_must_be_called(client):
+    tools = TOOLS[:1]
+    answer = client.chat.completions.create(
+        messages=MESSAGES,
+        tools=tools,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=300,
+        seed=4,
+        model="tiny",
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "paint"
+
+
+def test_text_is_no_call(client):
+    answer = client.chat.completions.create(messages=MESSAGES, tools=TOOLS, max_tokens=9, **GREEDY)
+    message = answer.choices[0].message
+    assert message.tool_calls is None and message.content
