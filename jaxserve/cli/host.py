@@ -36,6 +36,7 @@ class Host:
         devices: devices of this host; by default all.
         timeout_s: how long the hosts may take to come together.
         stdin_grace_s: end when standard input does, and after so many seconds by force.
+        separate: do not join the others.
     """
 
     command: Positional[tuple[str, ...]]
@@ -45,20 +46,24 @@ class Host:
     devices: int | None = None
     timeout_s: int = 300
     stdin_grace_s: float | None = None
+    separate: bool = False
 
     def run(self) -> int:
         if self.stdin_grace_s is not None:
             _end_with_stdin(self.stdin_grace_s)
         run_command = _command(self.command)
-        from jaxserve.distributed.runtime import join
+        from jaxserve.distributed.runtime import join, set_cpu_devices
 
-        join(
-            self.coordinator,
-            self.num_hosts,
-            self.host,
-            devices=self.devices,
-            timeout_s=self.timeout_s,
-        )
+        if self.separate:
+            set_cpu_devices(self.devices)
+        else:
+            join(
+                self.coordinator,
+                self.num_hosts,
+                self.host,
+                devices=self.devices,
+                timeout_s=self.timeout_s,
+            )
         return run_command()
 
 

@@ -76,7 +76,7 @@ class Launch:
 
         Raises what parsing it raises.
         """
-        command = self.job.command
+        command = dataclasses.replace(self.job, hosts=self.job.hosts or 1).command_on(0)
         if command[0] != "-m" and not is_script(command):
             from jaxserve.cli import parse
 

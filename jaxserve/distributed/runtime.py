@@ -44,7 +44,7 @@ def join(
             "launch` a script need not join."
         )
     if (coordinator, num_hosts, host) == (None, None, None):
-        _set_cpu_devices(devices)
+        set_cpu_devices(devices)
         local_devices = None if devices is None else range(devices)
         _initialize(local_device_ids=local_devices, initialization_timeout=timeout_s)
         return
@@ -58,7 +58,7 @@ def join(
             f"host is {host} and num_hosts {num_hosts}; hosts are numbered from 0 to num_hosts - 1."
         )
     address = roll_call.Address.parse(coordinator)
-    _set_cpu_devices(devices)
+    set_cpu_devices(devices)
     versions = {"version of jaxserve": jaxserve.__version__, "version of JAX": jax.__version__}
     me = roll_call.Attendee(host, num_hosts, versions)
     (roll_call.call if host == 0 else roll_call.answer)(address, me, timeout_s)
@@ -73,7 +73,8 @@ def join(
     )
 
 
-def _set_cpu_devices(devices: int | None) -> None:
+def set_cpu_devices(devices: int | None) -> None:
+    """Have CPUs be so many virtual devices. Raises DistributedError when they are used already."""
     if devices is None:
         return
     try:

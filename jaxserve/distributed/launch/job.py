@@ -30,6 +30,8 @@ class Job:
         port: of the coordinator, on host 0.
         timeout_s: how long the hosts may take to come together.
         grace_s: how long a host that is asked to end may take.
+        separate: hosts do not join one another. Each runs the command by itself, in which {host}
+            becomes its number, from 0, and {hosts} how many they are.
     """
 
     command: tuple[str, ...]
@@ -41,6 +43,7 @@ class Job:
     port: int | None = None
     timeout_s: int = 300
     grace_s: int = 30
+    separate: bool = False
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a value that no backend could use."""
@@ -81,6 +84,15 @@ class Job:
                 option = "--" + field.name.replace("_", "-")
                 raise ConfigError(f"{option} means nothing to backend {backend}; leave it out.")
 
+    def command_on(self, host: int | str) -> tuple[str, ...]:
+        """What a host runs."""
+        if not self.separate:
+            return self.command
+        return tuple(
+            argument.replace("{host}", str(host)).replace("{hosts}", str(self.hosts))
+            for argument in self.command
+        )
+
     def host_command(
         self,
         python: str,
@@ -96,17 +108,28 @@ class Job:
             coordinator: host 0's address, name:port; None where JAX finds it, and the rest.
             host: number of the host, or what the backend replaces by it.
             stdin_line: whether the host ends with its standard input.
+
+        Raises ConfigError for separate hosts whose numbers only JAX would find.
         """
         arguments = [self.python or python, "-m", "jaxserve.cli.host"]
-        if coordinator is not None:
+        if self.separate:
+            if host is None:
+                raise ConfigError(
+                    "--separate hosts are told their numbers by the launcher, and this backend "
+                    "leaves that to JAX; start the command by the cluster's own means, such as "
+                    "`srun jaxserve batch ... --shard $SLURM_PROCID/$SLURM_NTASKS`."
+                )
+            arguments += ["--separate"]
+        elif coordinator is not None:
             arguments += [f"--coordinator={coordinator}", f"--num-hosts={self.hosts}"]
             arguments += [f"--host={host}"]
         if self.devices_per_host is not None:
             arguments += [f"--devices={self.devices_per_host}"]
-        arguments += [f"--timeout-s={self.timeout_s}"]
+        if not self.separate:
+            arguments += [f"--timeout-s={self.timeout_s}"]
         if stdin_line:
             arguments += [f"--stdin-grace-s={self.grace_s}"]
-        return [*arguments, "--", *self.command]
+        return [*arguments, "--", *(self.command if host is None else self.command_on(host))]
 
 
 def is_script(command: Sequence[str]) -> bool:

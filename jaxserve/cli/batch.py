@@ -1,0 +1,170 @@
+"""`jaxserve batch`: a file of requests, a file of answers, and no line lost or done twice."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional, arg
+
+from jaxserve.cli.batch_progress import BatchProgress
+from jaxserve.cli.options import load
+from jaxserve.cli.text import table
+from jaxserve.config import EngineConfig
+from jaxserve.errors import BatchError
+
+if TYPE_CHECKING:
+    from jaxserve.offline.job import BatchJob
+    from jaxserve.offline.run import BatchRun
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Answer every line of a file, and append each answer to another.
+
+    A line is one of OpenAI's batch lines (custom_id, url, body), or a body with `prompt` or
+    `messages`. A job that was interrupted or killed goes on when the same command is given again.
+
+    Attributes:
+        input: a .jsonl, .parquet or .array_record file.
+        output: a .jsonl file; OUTPUT.job beside it says whose it is.
+        report: write a page of HTML about the job, with plots; of several hosts the one that ends
+            last does.
+        shard: I/N: this process is host I, from 0, of N that share the work and the output.
+        served_model_name: names by which requests may call the model, instead of its own.
+        trace_file: write a timeline of the run, which opens in ui.perfetto.dev.
+    """
+
+    input: Annotated[Positional[Path], arg(metavar="INPUT")]
+    output: Annotated[Positional[Path], arg(metavar="OUTPUT")]
+    report: Path | None = None
+    shard: str = "0/1"
+    served_model_name: tuple[str, ...] = ()
+    trace_file: Path | None = None
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        """Raises BatchError for a shard or a report that cannot be."""
+        from jaxserve.offline.shards import Shard
+
+        Shard.parse(self.shard)
+        if self.report is not None and (
+            self.report.is_dir() or not self.report.absolute().parent.is_dir()
+        ):
+            raise BatchError(
+                f"report is {str(self.report)!r}; give a file in an existing directory."
+            )
+
+    def run(self) -> int:
+        import jax
+
+        if jax.process_count() > 1 and self.engine.num_devices < jax.device_count():
+            raise BatchError(
+                f"{jax.process_count()} hosts with {jax.device_count()} devices are one engine, "
+                f"and its settings are for {self.engine.num_devices}. For an engine on each host: "
+                "jaxserve launch --separate ... -- batch ... --shard '{host}/{hosts}'."
+            )
+        if jax.process_index() > 0:  # Host 0 reads and writes for all that share its engine.
+            with load(self.engine) as llm:
+                llm.engine.follow()
+            return 0
+        with self._job() as job:
+            return self._run(job, alone=jax.process_count() == 1)
+
+    def _job(self) -> BatchJob:
+        """All that can be refused is refused before the model is loaded."""
+        import jax
+
+        from jaxserve.models.loading.checkpoint import open_checkpoint
+        from jaxserve.offline.job import BatchJob, settings_of
+        from jaxserve.offline.shards import Shard
+
+        engine = self.engine
+        checkpoint = open_checkpoint(engine.model, engine.load_format, seed=engine.seed)
+        config = engine.resolve(checkpoint.config, jax.default_backend())
+        settings = settings_of(config, checkpoint.fingerprint, self.served_model_name)
+        return BatchJob(self.input, self.output, settings, Shard.parse(self.shard))
+
+    def _run(self, job: BatchJob, alone: bool) -> int:
+        from jaxserve.offline.run import BatchRun
+
+        run = BatchRun(job)
+        if job.earlier:
+            _say(f"{job.earlier:,} of {len(job.lines):,} lines are done already.")
+        status = 0
+        # Hosts that share an engine wait for the first, even where nothing is left to do.
+        if run.num_left or not alone:
+            with _told_to_stop() as told:
+                try:
+                    with load(self.engine, self.trace_file) as llm, BatchProgress() as progress:
+                        run.run(llm.engine, self.served_model_name, progress)
+                except _Told:
+                    status = 128 + told[0]
+        else:
+            run.complete = job.end()
+        if status:
+            _say("Stopped. Give the same command again to go on.")
+        elif not run.complete:
+            _say("This host's share is done. The host that ends last puts all together.")
+        if self.report is not None and (run.complete or job.shard.count == 1):
+            from jaxserve.offline.report import write_report
+
+            write_report(self.report, run)
+        print(_summary(run))
+        return status
+
+
+def _summary(run: BatchRun) -> str:
+    from jaxserve.offline.timeline import duration
+
+    totals = run.totals
+    rows = [
+        ("lines", f"{totals.lines:,} of {len(run.job.lines):,}"),
+        ("errors", f"{totals.num_errors:,}"),
+        *((f"  {code}", f"{count:,}") for code, count in totals.errors.most_common()),
+        ("prompt tokens", f"{totals.num_prompt_tokens:,}"),
+        ("output tokens", f"{totals.num_output_tokens:,}"),
+    ]
+    if run.done:
+        last = run.timeline.samples[-1]
+        rows += [
+            ("lines of this run", f"{run.done:,}"),
+            ("time of this run", duration(last.elapsed_s)),
+            ("tokens/s", f"{last.tokens / last.elapsed_s:,.1f}"),
+            ("output tokens/s", f"{last.output_tokens / last.elapsed_s:,.1f}"),
+            ("prompt tokens from the cache", f"{run.cached_share:.1%}"),
+        ]
+    return table(rows)
+
+
+class _Told(BaseException):
+    """The process was told to stop."""
+
+
+@contextlib.contextmanager
+def _told_to_stop() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM raise _Told, once: what is being written then is finished. The block is
+    given a list, to which the signal's number is added."""
+    told: list[int] = []
+
+    def tell(number: int, frame: FrameType | None) -> None:
+        if not told:
+            told.append(number)
+            raise _Told
+
+    before = {number: signal.signal(number, tell) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield told
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -1,0 +1,72 @@
+"""How a batch job goes, on stderr: a bar, or a line every so often where there is no terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+if TYPE_CHECKING:
+    from jaxserve.offline.run import BatchRun
+
+_DRAW_S = 0.2
+_LINE_S = 30.0
+
+
+class BatchProgress:
+    """Told of a run after each of its steps. The bar is gone when the `with` block ends."""
+
+    def __init__(self) -> None:
+        self._bar = Progress(
+            TextColumn("Answering"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rest]}"),
+            console=Console(stderr=True),
+            transient=True,
+            auto_refresh=False,
+        )
+        self._draws = self._bar.console.is_terminal
+        self._task = self._bar.add_task("", rest="")
+        self._next = time.monotonic() + (0.0 if self._draws else _LINE_S)
+
+    def __call__(self, run: BatchRun) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            return
+        done, total, rest = run.totals.lines, len(run.job.lines), _rest(run)
+        if self._draws:
+            self._bar.update(self._task, completed=done, total=total, rest=rest, refresh=True)
+            self._next = now + _DRAW_S
+        else:
+            print(f"{done:,}/{total:,} lines, {rest}", file=sys.stderr)
+            self._next = now + _LINE_S
+
+    def __enter__(self) -> Self:
+        if self._draws:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._draws:
+            self._bar.stop()
+
+
+def _rest(run: BatchRun) -> str:
+    from jaxserve.offline.timeline import duration
+
+    parts = [f"{run.timeline.tokens_per_s:,.0f} tokens/s"]
+    if run.totals.errors:
+        parts.insert(0, f"{run.totals.num_errors:,} errors")
+    if run.left_s is not None:
+        parts.append(f"{duration(run.left_s)} left")
+    return ", ".join(parts)

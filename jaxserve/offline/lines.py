@@ -1,0 +1,178 @@
+"""The lines of a batch job's input, one by one and in any order: JSONL, Parquet or ArrayRecord."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from array import array
+from bisect import bisect_right
+from collections.abc import Mapping
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxserve.errors import BatchError, RequestError
+
+_READ_BYTES = 1 << 20
+
+Record = Mapping[str, Any]
+
+
+class Lines(Protocol):
+    """Records by index: a source with random access, as Grain reads them. Nothing but their
+    places is held in memory.
+
+    `digest` is that of the file's bytes.
+    """
+
+    digest: str
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Record:
+        """Raises RequestError for a line that is not a JSON object."""
+
+    def number(self, index: int) -> int:
+        """The line's number in the file, from 1; a line that is blank has a number too."""
+
+
+def open_lines(path: Path) -> Lines:
+    """The lines of a file, which its name's ending says the format of.
+
+    Raises BatchError when it cannot be read, is of no known format, or has no lines.
+    """
+    kind = _KINDS.get(path.suffix)
+    if kind is None:
+        raise BatchError(
+            f"the input is {str(path)!r}; its name must end in one of {', '.join(_KINDS)}."
+        )
+    if not path.is_file():
+        raise BatchError(f"there is no file {str(path)!r} to read lines from.")
+    try:
+        lines = kind(path)
+    except OSError as error:
+        raise BatchError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except (ValueError, RuntimeError) as error:  # pyarrow's and array_record's
+        raise BatchError(f"{path} is not what its name says: {error}") from error
+    if not len(lines):
+        raise BatchError(f"{path} has no lines; there is nothing to do.")
+    return lines
+
+
+class JsonLines:
+    """A file with a JSON object on each line. Blank lines are skipped."""
+
+    def __init__(self, path: Path) -> None:
+        digest = hashlib.blake2b(digest_size=16)
+        self._starts, self._ends, self._numbers = array("q"), array("q"), array("q")
+        end = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                digest.update(line)
+                start, end = end, end + len(line)
+                if not line.isspace():
+                    self._starts.append(start)
+                    self._ends.append(end)
+                    self._numbers.append(number)
+        self.digest = digest.hexdigest()
+        self._file = path.open("rb")
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> Record:
+        start, end = self._starts[index], self._ends[index]
+        return _record(os.pread(self._file.fileno(), end - start, start))
+
+    def number(self, index: int) -> int:
+        return self._numbers[index]
+
+
+class ParquetRows:
+    """A Parquet file with a column for each key. Nulls count as absent; a column `body` may hold
+    JSON as text. The row group read last is held in memory."""
+
+    def __init__(self, path: Path) -> None:
+        from pyarrow.parquet import ParquetFile
+
+        self.digest = _digest(path)
+        self._file = ParquetFile(path)
+        groups = range(self._file.num_row_groups)
+        sizes = (self._file.metadata.row_group(group).num_rows for group in groups)
+        self._ends = list(accumulate(sizes))
+        self._group = -1
+
+    def __len__(self) -> int:
+        return self._file.metadata.num_rows
+
+    def __getitem__(self, index: int) -> Record:
+        group = bisect_right(self._ends, index)
+        if group != self._group:
+            self._rows, self._group = self._file.read_row_group(group), group
+        place = index - self._ends[group] + len(self._rows)
+        (row,) = self._rows.slice(place, 1).to_pylist()
+        record = _without_nulls(row)
+        if isinstance(record.get("body"), str):
+            record["body"] = _record(record["body"].encode())
+        return record
+
+    def number(self, index: int) -> int:
+        return index + 1
+
+
+class ArrayRecords:
+    """An ArrayRecord file whose records are JSON objects."""
+
+    def __init__(self, path: Path) -> None:
+        from grain.sources import ArrayRecordDataSource  # It brings JAX, which takes a second.
+
+        self.digest = _digest(path)
+        self._source = ArrayRecordDataSource(str(path))
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> Record:
+        return _record(self._source[index])
+
+    def number(self, index: int) -> int:
+        return index + 1
+
+
+_KINDS = {
+    ".jsonl": JsonLines,
+    ".ndjson": JsonLines,
+    ".parquet": ParquetRows,
+    ".array_record": ArrayRecords,
+    ".arrayrecord": ArrayRecords,
+}
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _record(text: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RequestError(f"not JSON: {error.msg} at character {error.pos + 1}.") from None
+    except (ValueError, RecursionError) as error:  # bytes that are no UTF-8, numbers too long
+        raise RequestError(f"not JSON: {error}.") from None
+    if not isinstance(record, dict):
+        shown = text[:60].decode(errors="replace")
+        raise RequestError(f"a line must be a JSON object, got {shown!r}.")
+    return record
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value

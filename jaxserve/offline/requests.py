@@ -1,0 +1,114 @@
+"""What a line of a batch file asks for, or why it cannot be answered."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxserve.engine.prompts import TokenizedPrompt
+from jaxserve.errors import RequestError
+from jaxserve.offline.custom_ids import custom_id_of, seed_of
+from jaxserve.offline.journal import Result
+from jaxserve.offline.lines import Record
+from jaxserve.outputs import RequestOutput
+from jaxserve.protocol.endpoints import ENDPOINTS, Call
+from jaxserve.protocol.errors import FieldError, reply_to
+from jaxserve.protocol.model import Model
+from jaxserve.sampling_params import SamplingParams
+
+_ENVELOPE = {"custom_id", "method", "url", "body"}
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchRequest:
+    """A line that was found good."""
+
+    number: int
+    custom_id: str
+    call: Call
+    seed: int
+
+    @property
+    def prompts(self) -> tuple[TokenizedPrompt, ...]:
+        return self.call.prompts
+
+    def params(self, place: int) -> SamplingParams:
+        """How to sample after prompt `place`: by a seed that depends on the line alone."""
+        params = self.call.params
+        if params.seed is not None:
+            return params
+        return dataclasses.replace(params, seed=seed_of(self.custom_id, place, self.seed))
+
+    def result(self, outputs: list[RequestOutput], created: int) -> Result:
+        """The output's line, in which nothing depends on when or beside whom it was run."""
+        for output in outputs:
+            if output.error is not None:
+                return self.refusal("generation_failed", output.error, status=500)
+        name = f"batch_req_{self.number}"
+        body = self.call.response(outputs, name, created)
+        body["usage"].pop("prompt_tokens_details")  # What was cached depends on the others.
+        response = {"status_code": 200, "request_id": name, "body": body}
+        return Result.of(self.number, custom_id=self.custom_id, response=response, error=None)
+
+    def refusal(self, code: str, message: str, status: int = 400) -> Result:
+        """The output's line when a request that was found good has failed."""
+        body = {"error": {"message": message, "type": "server_error", "param": None, "code": code}}
+        return _error(self.number, self.custom_id, status, body, code, message)
+
+
+def parse(record: Record, number: int, model: Model, seed: int) -> BatchRequest:
+    """What a line asks for: OpenAI's envelope around a body, or a body with `prompt` or
+    `messages`. A line that seeds nothing itself is seeded by its custom_id and the job's `seed`.
+
+    Raises RequestError.
+    """
+    custom_id = custom_id_of(record, number)
+    url, body = _url_and_body(record)
+    endpoint = ENDPOINTS.get(url) if isinstance(url, str) else None
+    if endpoint is None:
+        raise FieldError("url", f"is {url!r:.80}; it must be one of {', '.join(ENDPOINTS)}.")
+    call = endpoint.parse(body, model)
+    if call.stream:
+        raise FieldError("stream", "is true, but a batch has nobody to stream to; leave it out.")
+    return BatchRequest(number, custom_id, call, seed)
+
+
+def refused(number: int, custom_id: str, error: RequestError, code: str | None = None) -> Result:
+    """The output's line for a line of the input that was refused."""
+    reply = reply_to(error)
+    code = code or reply.code or (f"invalid_{reply.param}" if reply.param else "invalid_request")
+    return _error(number, custom_id, reply.status, reply.body, code, reply.message)
+
+
+def _url_and_body(record: Record) -> tuple[Any, Any]:
+    if "url" in record or "body" in record:
+        if unknown := sorted(set(record) - _ENVELOPE):
+            raise FieldError(unknown[0][:80], "is not a field of a batch line; leave it out.")
+        method = record.get("method", "POST")
+        if method != "POST":
+            raise FieldError("method", f"is {method!r:.80}; it must be POST.")
+        for name in ("url", "body"):
+            if name not in record:
+                raise FieldError(name, "is missing; a batch line has custom_id, url and body.")
+        return record["url"], record["body"]
+    body = {name: value for name, value in record.items() if name != "custom_id"}
+    match "prompt" in body, "messages" in body:
+        case True, False:
+            return "/v1/completions", body
+        case False, True:
+            return "/v1/chat/completions", body
+        case True, True:
+            raise FieldError("prompt", "and messages contradict; give one of them.")
+    raise FieldError("prompt", "is missing; a line has url and body, or prompt, or messages.")
+
+
+def _error(
+    number: int, custom_id: str, status: int, body: Mapping[str, Any], code: str, message: str
+) -> Result:
+    return Result.of(
+        number,
+        custom_id=custom_id,
+        response={"status_code": status, "request_id": f"batch_req_{number}", "body": body},
+        error={"code": code, "message": f"line {number}: {message}"},
+    )

@@ -1,0 +1,208 @@
+"""Running a batch job on an engine that is never left without work."""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxserve.engine.interrupts import interrupts_held
+from jaxserve.errors import RequestError
+from jaxserve.offline.job import BatchJob, settings_of
+from jaxserve.offline.journal import Result
+from jaxserve.offline.requests import BatchRequest, refused
+from jaxserve.offline.timeline import Timeline
+from jaxserve.offline.totals import Totals
+from jaxserve.offline.windows import Prompt, Window, windows
+from jaxserve.outputs import RequestOutput
+from jaxserve.protocol.model import Model
+
+if TYPE_CHECKING:
+    from jaxserve.engine.engine import Engine
+    from jaxserve.engine.request import Request
+    from jaxserve.llm import LLM
+
+
+class BatchRun:
+    """What this process does of a job, and how fast.
+
+    `totals` count the whole output as far as this host knows it, `done` and `cached_tokens` the
+    lines of this run. Of each request `latency_us` has the time from its first step to its last,
+    and `token_us`, if there are several, the mean time between its tokens. `complete` says
+    that no line is left, here or on another host.
+    """
+
+    def __init__(self, job: BatchJob) -> None:
+        self.job = job
+        self.num_left = job.num_left()
+        self.done = 0
+        self.timeline = Timeline()
+        self.cached_tokens = 0
+        self.latency_us = array("q")
+        self.token_us = array("q")
+        self.complete = False
+        self._lines: dict[int, _Line] = {}
+        self._running: dict[str, _Running] = {}
+
+    @property
+    def totals(self) -> Totals:
+        return self.job.totals
+
+    @property
+    def left_s(self) -> float | None:
+        """Time left, by the tokens that lines took so far; None when that is not known."""
+        tokens, rate = self.timeline.tokens, self.timeline.tokens_per_s
+        if not self.done or not rate:
+            return None
+        return max(0.0, tokens / self.done * self.num_left - tokens) / rate
+
+    @property
+    def cached_share(self) -> float:
+        """Of the prompt tokens of this run, those whose keys and values were in the cache."""
+        return self.cached_tokens / max(1, self.timeline.samples[-1].prompt_tokens)
+
+    def run(
+        self,
+        engine: Engine,
+        names: Sequence[str] = (),
+        progress: Callable[[BatchRun], None] = lambda run: None,
+    ) -> None:
+        """Do what is left. `names` are the model's, and `progress` is told after every step.
+
+        However it ends, what has finished is in the output, and nothing is left in the engine.
+        Raises BatchError when the output cannot be written, and what `Engine.step` raises.
+        """
+        model = Model.of(engine.plan, engine.tokenizer, names)
+        self.timeline = Timeline()
+        try:
+            with windows(self.job, model, engine.plan.config.page_size) as read:
+                prompts = self._prompts(read)
+                while self._feed(engine, prompts) or self._running:
+                    with interrupts_held():  # What a step has finished is written.
+                        self._take(engine, engine.step())
+                    progress(self)
+        finally:
+            self.timeline.sample()
+            for request_id in self._running:
+                engine.abort(request_id)
+        self.complete = self.job.end()
+
+    def _prompts(self, read: Iterator[Window]) -> Iterator[Prompt]:
+        for window in read:
+            self._write(window.refused)
+            yield from window.prompts
+
+    def _feed(self, engine: Engine, prompts: Iterator[Prompt]) -> bool:
+        """Add prompts until as many sequences wait as can run at once; False when all were."""
+        while engine.scheduler.num_waiting < engine.plan.config.max_num_seqs:
+            prompt = next(prompts, None)
+            if prompt is None:
+                return False
+            self._add(engine, prompt)
+        return True
+
+    def _add(self, engine: Engine, prompt: Prompt) -> None:
+        request, place = prompt.request, prompt.place
+        line = self._lines.setdefault(request.number, _Line(request))
+        if line.refused:
+            return
+        request_id = f"{request.number}.{place}"
+        try:
+            added = engine.add(
+                request_id,
+                request.prompts[place],
+                request.params(place),
+                shared_prefix=prompt.shared,
+            )
+        except RequestError as error:
+            line.refused = True
+            for other in [name for name, running in self._running.items() if running.line is line]:
+                engine.abort(other)
+                del self._running[other]
+            self._write([refused(request.number, request.custom_id, error)])
+        else:
+            self._running[request_id] = _Running(line, place, added)
+
+    def _take(self, engine: Engine, touched: Sequence[Request]) -> None:
+        """Count the new tokens of requests, and write the lines that are finished with them."""
+        results = []
+        for request in touched:
+            deltas = request.take_deltas()
+            running = self._running.get(request.request_id)
+            if running is None or running.request is not request:
+                continue  # One that was aborted, or that is not of this run at all.
+            prompt_tokens = 0 if running.started else len(request.prompt_token_ids)
+            running.started = True
+            self.timeline.add(prompt_tokens, sum(len(delta.token_ids) for delta in deltas))
+            if request.finished:
+                del self._running[request.request_id]
+                line = running.line
+                line.outputs[running.place] = self._counted(engine.output(request))
+                if len(line.outputs) == len(line.request.prompts):
+                    del self._lines[line.request.number]
+                    results.append(line.result(self.job.created))
+        self._write(results)
+
+    def _counted(self, output: RequestOutput) -> RequestOutput:
+        times = output.metrics
+        self.cached_tokens += times.cached_tokens
+        if times.finish_us is not None and times.first_token_us is not None:
+            self.latency_us.append(times.finish_us - times.arrival_us - times.queue_us)
+            gaps = max(len(choice.token_ids) for choice in output.outputs) - 1
+            if gaps:
+                self.token_us.append((times.finish_us - times.first_token_us) // gaps)
+        return output
+
+    def _write(self, results: Sequence[Result]) -> None:
+        if results:
+            self.job.append(results)
+            self.done += len(results)
+
+
+@dataclasses.dataclass
+class _Line:
+    """A line under way, with the outputs of those of its prompts that are done, by place."""
+
+    request: BatchRequest
+    outputs: dict[int, RequestOutput] = dataclasses.field(default_factory=dict)
+    refused: bool = False
+
+    def result(self, created: int) -> Result:
+        return self.request.result([output for _, output in sorted(self.outputs.items())], created)
+
+
+@dataclasses.dataclass
+class _Running:
+    """A prompt of a line in the engine; `started` when it has its first token."""
+
+    line: _Line
+    place: int
+    request: Request
+    started: bool = False
+
+
+def run_batch(
+    llm: LLM,
+    input: str | Path,
+    output: str | Path,
+    progress: Callable[[BatchRun], None] = lambda run: None,
+) -> BatchRun:
+    """Answer every line of `input`, and append the answers to `output` as they come.
+
+    When it is interrupted or killed, call it again: it goes on where it was. Lines that seed
+    nothing themselves are seeded by the engine's `seed` and their custom_id. Returns what was done.
+
+    >>> with LLM() as llm:
+    ...     run = run_batch(llm, "questions.jsonl", "answers.jsonl")
+
+    Raises BatchError when the input cannot be read, or the output cannot be written or is another
+    job's. A bad line is told of in the output, and stops nothing.
+    """
+    plan = llm.engine.plan
+    settings = settings_of(plan.config, plan.checkpoint.fingerprint)
+    with BatchJob(input, output, settings) as job:
+        run = BatchRun(job)
+        run.run(llm.engine, progress=progress)
+        return run

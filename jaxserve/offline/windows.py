@@ -1,0 +1,104 @@
+"""The input in windows: each is read, tokenized and put in order while the last one still runs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+from jaxserve.engine.shared_prefix import SharedPrefix
+from jaxserve.errors import RequestError
+from jaxserve.offline.custom_ids import custom_id_of, implied_id
+from jaxserve.offline.job import BatchJob
+from jaxserve.offline.journal import Result
+from jaxserve.offline.planned_order import planned_order
+from jaxserve.offline.requests import BatchRequest, parse, refused
+from jaxserve.protocol.model import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One prompt of a request, of which a request may have several."""
+
+    request: BatchRequest
+    place: int
+    shared: SharedPrefix | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Lines that were refused, and the prompts of the others in the order to run them."""
+
+    refused: list[Result]
+    prompts: list[Prompt]
+
+
+@contextlib.contextmanager
+def windows(job: BatchJob, model: Model, page_size: int) -> Iterator[Iterator[Window]]:
+    """What this host has left to do. A thread reads one window ahead.
+
+    Grain divides the windows among the hosts and reads ahead. What its iterators keep of their
+    place is used to go past windows that are done; which lines are done is for the journal to say,
+    since they end in another order than they are read in.
+    """
+    import grain  # It brings JAX, which takes a second.
+
+    def read(indices: list[int]) -> Window:
+        return _read(job, model, page_size, range(indices[0], indices[-1] + 1))
+
+    mine = range(job.shard.index, job.num_windows, job.shard.count)
+    first = next((place for place, window in enumerate(mine) if job.num_left_in(window)), None)
+    if first is None:
+        yield iter(())
+        return
+    dataset = grain.MapDataset.range(len(job.lines)).batch(job.window_lines, batch_fn=list)
+    dataset = dataset[job.shard.index :: job.shard.count].map(read)
+    ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
+    iterator = iter(dataset.to_iter_dataset(ahead))
+    iterator.set_state({"next_index": first})
+    with contextlib.closing(iterator):
+        yield iterator
+
+
+def _read(job: BatchJob, model: Model, page_size: int, window: range) -> Window:
+    refusals: list[Result] = []
+    requests: list[BatchRequest] = []
+    for index in job.left_in(window):
+        line = _request(job, model, index)
+        if isinstance(line, BatchRequest):
+            requests.append(line)
+        else:
+            refusals.append(line)
+    prompts = [(request, place) for request in requests for place in range(len(request.prompts))]
+    order = planned_order(
+        [request.prompts[place].token_ids for request, place in prompts],
+        [_decode_tokens(request, place, model) for request, place in prompts],
+        page_size,
+    )
+    return Window(refusals, [Prompt(*prompts[index], shared) for index, shared in order])
+
+
+def _request(job: BatchJob, model: Model, index: int) -> BatchRequest | Result:
+    number = job.lines.number(index)
+    custom_id = implied_id(number)
+    try:
+        record = job.lines[index]
+    except RequestError as error:
+        return refused(number, custom_id, error, "invalid_line")
+    try:
+        custom_id = custom_id_of(record, number)
+        if index in job.duplicates:
+            earlier = job.lines.number(job.duplicates[index])
+            duplicate = RequestError(
+                f"custom_id {custom_id!r:.80} is that of line {earlier} too; each needs its own."
+            )
+            return refused(number, custom_id, duplicate, "duplicate_custom_id")
+        return parse(record, number, model, job.settings["seed"])
+    except RequestError as error:
+        return refused(number, custom_id, error)
+
+
+def _decode_tokens(request: BatchRequest, place: int, model: Model) -> int:
+    """Tokens that a prompt may generate."""
+    room = model.max_model_len - len(request.prompts[place].token_ids)
+    return request.call.params.n * min(request.call.params.max_tokens or room, max(room, 1))

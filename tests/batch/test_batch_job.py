@@ -1,0 +1,74 @@
+"""Whose output a file is, and who is refused it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from batch_files import SETTINGS, answer, prompts, write_lines
+
+from jaxserve.errors import BatchError
+from jaxserve.offline.job import BatchJob, job_file
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> tuple[Path, Path]:
+    return write_lines(tmp_path / "in.jsonl", prompts(3)), tmp_path / "out.jsonl"
+
+
+def test_a_job_goes_on_where_it_was(paths):
+    with BatchJob(*paths, SETTINGS) as job:
+        created = job.created
+        job.append([answer(2, "two")])
+        assert not job.finished
+    with BatchJob(*paths, SETTINGS) as job:
+        assert (job.earlier, job.created) == (1, created)
+        assert list(job.left_in(job.window(0))) == [0, 2]
+        job.append([answer(1), answer(3)])
+        assert job.finished and job.end()
+    with BatchJob(*paths, SETTINGS) as job:
+        assert job.finished and job.num_left() == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"seed": 1}, "seed was 0 and is 1"), ({"dtype": "bfloat16"}, "dtype was 'float32'")],
+)
+def test_other_settings_are_another_job(paths, change, words):
+    BatchJob(*paths, SETTINGS).close()
+    with pytest.raises(BatchError, match=words) as caught:
+        BatchJob(*paths, SETTINGS | change)
+    assert "belongs to another job" in str(caught.value)
+    assert "to start anew" in str(caught.value)
+    BatchJob(*paths, SETTINGS).close()
+
+
+def test_another_input_is_another_job(paths, tmp_path: Path):
+    BatchJob(*paths, SETTINGS).close()
+    other = write_lines(tmp_path / "other.jsonl", prompts(4))
+    with pytest.raises(BatchError, match=r"of '.*in.jsonl': input was .* lines was 3 and is 4"):
+        BatchJob(other, paths[1], SETTINGS)
+    copy = write_lines(tmp_path / "copy.jsonl", prompts(3))
+    BatchJob(copy, paths[1], SETTINGS).close()
+
+
+def test_a_file_of_something_else_is_refused_as_it_is(paths):
+    paths[1].write_text("my notes\n")
+    with pytest.raises(BatchError, match="is no output of a batch job"):
+        BatchJob(*paths, SETTINGS)
+    assert paths[1].read_text() == "my notes\n"
+    assert not job_file(paths[1]).exists()
+
+
+def test_a_kill_while_the_job_was_written_down_loses_nothing(paths):
+    job_file(paths[1]).write_bytes(b'{"created": 17')
+    with BatchJob(*paths, SETTINGS) as job:
+        assert job.created > 17
+        assert json.loads(job_file(paths[1]).read_text())["created"] == job.created
+
+
+def test_what_was_opened_is_closed_again_when_it_is_refused(paths):
+    with BatchJob(*paths, SETTINGS), pytest.raises(BatchError, match="another process is writing"):
+        BatchJob(*paths, SETTINGS)
+    BatchJob(*paths, SETTINGS).close()
