@@ -27,6 +27,8 @@ __all__ = [
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
+    "register_family",
     "resumable",
 ]
 
@@ -42,6 +44,8 @@ _HOMES = {
     "Logprob": "outputs",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
+    "StructuredOutputs": "structured.params",
+    "register_family": "models.registry",
     "resumable": "resume",
 }
 

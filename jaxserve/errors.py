@@ -41,6 +41,14 @@ class CheckpointError(JaxserveError):
     """The state of an engine cannot be written, is damaged, or is not this engine's to take up."""
 
 
+class EndpointError(JaxserveError):
+    """An OpenAI endpoint to measure cannot be reached, or refuses what every such one takes."""
+
+
+class BatchError(JaxserveError):
+    """A batch job's input cannot be read, or its output cannot be written or is another job's."""
+
+
 class EngineClosedError(JaxserveError, RuntimeError):
     """The engine was closed, or its loop died of the error given as the cause."""
 

@@ -23,8 +23,9 @@ from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.request import Request
 from jaxserve.engine.shared_prefix import SharedPrefix
 from jaxserve.engine.trace import write_trace
-from jaxserve.errors import ConfigError, RequestError
+from jaxserve.errors import RequestError
 from jaxserve.offline import planned_order
+from jaxserve.output_file import check_output_file
 from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxserve.runtime.startup import EnginePlan, Progress, no_progress
 from jaxserve.sampling_params import SamplingParams
@@ -54,8 +55,8 @@ class LLM:
         `progress` is told how startup goes; `trace_file` receives a timeline for Perfetto when
         the engine is closed. Raises ConfigError, ModelError or MemoryPlanError.
         """
-        if trace_file is not None and not Path(trace_file).absolute().parent.is_dir():
-            raise ConfigError(f"trace_file is {str(trace_file)!r}; its directory does not exist.")
+        if trace_file is not None:
+            check_output_file("trace_file", trace_file)
         self._trace_file = trace_file
         self._ids = itertools.count()
         self._open: dict[str, Request] = {}

@@ -18,7 +18,9 @@ def modules(package: str) -> list[str]:
 HOST_ONLY = [
     *sorted(set(modules("jaxserve/engine")) - {"jaxserve.engine.engine", "jaxserve.engine.steps"}),
     *modules("jaxserve/kv"),
+    *modules("jaxserve/loadgen"),
     *modules("jaxserve/offline"),
+    *modules("jaxserve/structured"),
     *modules("jaxserve/text"),
     "jaxserve.sampling_params",
     "jaxserve.outputs",

@@ -12,6 +12,7 @@ import tyro
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes
 
 import jaxserve
+from jaxserve.cli.batch import Batch
 from jaxserve.cli.bench import Bench
 from jaxserve.cli.chat import Chat
 from jaxserve.cli.compile import Compile
@@ -19,6 +20,7 @@ from jaxserve.cli.convert import Convert
 from jaxserve.cli.generate import Generate
 from jaxserve.cli.launch import Launch
 from jaxserve.cli.plan import Plan
+from jaxserve.cli.serve import Serve
 from jaxserve.errors import JaxserveError
 
 _DESCRIPTION = """\
@@ -37,6 +39,8 @@ Each command explains itself: `jaxserve COMMAND --help`. `jaxserve --version` pr
 Command = (
     Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Chat, tyro.conf.subcommand("chat")]
+    | Annotated[Batch, tyro.conf.subcommand("batch")]
+    | Annotated[Serve, tyro.conf.subcommand("serve")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Launch, tyro.conf.subcommand("launch")]
     | Annotated[Plan, tyro.conf.subcommand("plan")]

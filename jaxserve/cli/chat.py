@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from pathlib import Path
 
 from jaxserve.cli.options import Sampling, load, one_at_a_time
 from jaxserve.cli.streaming import print_answer
@@ -21,15 +22,17 @@ class Chat:
 
     Attributes:
         system: instructions that the model gets before the conversation.
+        trace_file: write a timeline of the run, which opens in ui.perfetto.dev.
     """
 
     system: str | None = None
+    trace_file: Path | None = None
     sampling: Sampling = dataclasses.field(default_factory=lambda: Sampling(max_tokens=1024))
     engine: EngineConfig = dataclasses.field(default_factory=one_at_a_time)
 
     def run(self) -> int:
         opening = [] if self.system is None else [{"role": "system", "content": self.system}]
-        with load(self.engine) as llm:
+        with load(self.engine, self.trace_file) as llm:
             if llm.get_tokenizer().chat_template is None:
                 raise ModelError(
                     f"{str(self.engine.model)!r} has no chat template, so it was not made for "

@@ -10,7 +10,6 @@ from tyro.conf import Positional, arg
 
 from jaxserve.cli.progress import TerminalProgress
 from jaxserve.config import EngineConfig
-from jaxserve.errors import ConfigError
 from jaxserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -64,16 +63,7 @@ def one_at_a_time() -> EngineConfig:
 
 
 def load(config: EngineConfig, trace_file: Path | None = None) -> LLM:
-    """The model ready to generate, with progress shown on the way.
-
-    Raises ConfigError before anything is loaded when the trace file could not be written.
-    """
-    if trace_file is not None and (
-        trace_file.is_dir() or not trace_file.absolute().parent.is_dir()
-    ):
-        raise ConfigError(
-            f"trace_file is {str(trace_file)!r}; give a file in an existing directory."
-        )
+    """The model ready to generate, with progress shown on the way."""
     from jaxserve.llm import LLM
 
     with TerminalProgress() as progress:

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+import json
 import re
 
 from cli_command import SETTINGS
 
 
-def test_bench_offline_counts_what_it_served_and_measures_the_limit(run_here, tiny_model):
-    config = tiny_model / "config.json"
+def test_bench_offline_counts_what_it_served_and_measures_the_limit(run_here, tiny_model, tmp_path):
+    config, trace_file = tiny_model / "config.json", tmp_path / "trace.json"
     run = run_here(
         *("bench", "offline", "--num-prompts=3", "--input-len=40", "--output-len=6"),
         *("--model", config, "--load-format=dummy", "--scheduler=vllm", *SETTINGS),
+        *("--trace-file", trace_file),
     )
     assert run.status == 0, run.stderr
     rows = [re.split(r"  +", line) for line in run.stdout.splitlines() if "  " in line]
@@ -24,3 +26,5 @@ def test_bench_offline_counts_what_it_served_and_measures_the_limit(run_here, ti
     assert values["scheduler"] == ["vllm"]
     assert len(values["time to first token"]) == len(values["between tokens"]) == 3
     assert 0 <= float(values["share of the limit reached"][0].rstrip("%")) < 100
+    events = json.loads(trace_file.read_text())["traceEvents"]
+    assert sum(event["name"] == "decode" for event in events) == 3

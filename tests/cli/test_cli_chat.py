@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 
 from cli_command import SETTINGS
 
 
-def test_history_reset_and_exit(answer, command, tiny_model):
+def test_history_reset_and_exit(answer, command, tiny_model, tmp_path):
+    settings = ("--model", tiny_model, *SETTINGS, "--max-tokens=12")
+    settings += ("--trace-file", tmp_path / "trace.json")
+
     def chat(*lines):
         script = "".join(f"{line}\n" for line in lines)
-        run = command("chat", "--model", tiny_model, *SETTINGS, "--max-tokens=12", stdin=script)
+        run = command("chat", *settings, stdin=script)
         assert run.status == 0, run.stderr
         return run
 
@@ -19,6 +23,7 @@ def test_history_reset_and_exit(answer, command, tiny_model):
     assert remembered.stdout.startswith(answer.stdout)
     assert remembered.stdout != answer.stdout * 2
     assert "/dance is no command" in remembered.stderr
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
 def test_ctrl_c_stops_the_answer_only(command, tiny_model):

@@ -1,12 +1,11 @@
-"""`jaxserve bench`: throughput and latencies, beside what the machine's arithmetic allows."""
+"""`jaxserve bench offline`: throughput, beside what the machine's arithmetic allows."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
-from typing import TYPE_CHECKING, Literal
-
-from tyro.conf import Positional
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxserve.cli.progress import TerminalProgress
 from jaxserve.cli.text import device_name, milliseconds, size, table
@@ -15,7 +14,9 @@ from jaxserve.engine.events import Dispatched
 from jaxserve.engine.metrics import Metrics
 from jaxserve.engine.statistics import percentile
 from jaxserve.engine.summaries import Percentiles, RunSummary
+from jaxserve.engine.trace import write_trace
 from jaxserve.errors import ConfigError, ModelError
+from jaxserve.output_file import check_output_file
 from jaxserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -24,30 +25,32 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bench:
+class Offline:
     """Measure an engine, and how far it is from what this machine could do.
 
-    In `bench offline` all requests arrive at once. Prompts are random tokens, and every answer
-    has the full length. With --load-format dummy only the model's config is needed.
+    All requests arrive at once. Prompts are random tokens, and every answer has the full length.
+    With --load-format dummy only the model's config is needed.
 
     Attributes:
-        kind: what to measure.
         num_prompts: requests.
         input_len: tokens of each prompt.
         output_len: tokens generated for each.
+        trace_file: write a timeline of the run, which opens in ui.perfetto.dev.
     """
 
-    kind: Positional[Literal["offline"]]
     num_prompts: int = 32
     input_len: int = 128
     output_len: int = 64
+    trace_file: Path | None = None
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a number below 1."""
+        """Raises ConfigError for a number below 1, and a trace file that cannot be written."""
         for name in ("num_prompts", "input_len", "output_len"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more.")
+        if self.trace_file is not None:
+            check_output_file("trace_file", self.trace_file)
 
     def run(self) -> int:
         from jaxserve.cli.limits import measure
@@ -59,6 +62,8 @@ class Bench:
                 self._serve(engine, progress)
             finally:
                 engine.close()
+                if self.trace_file is not None:
+                    write_trace(self.trace_file, engine.log.records)
         limits = measure(engine.plan.device, engine.plan.geometry.dtype)
         print(_report(engine, limits))
         return 0

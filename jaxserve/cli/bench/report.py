@@ -1,0 +1,72 @@
+"""The tables of `jaxserve bench serve`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jaxserve.cli.text import milliseconds, table
+from jaxserve.loadgen.results import FLUID, Objectives, Summary
+
+
+def report(facts: Iterable[tuple[str, str]], summary: Summary, objectives: Objectives) -> str:
+    """Tables of what was served, how long it took, how many were content, and of the generator.
+
+    `facts` are lines about the endpoint, to begin with.
+    """
+    parts = [[*facts, *_served(summary)], _latencies(summary), _quality(summary, objectives)]
+    return "\n\n".join(table(rows) for rows in parts if rows)
+
+
+def _served(summary: Summary) -> list[tuple[str, str]]:
+    per_second = summary.per_second
+    cached = summary.cached_tokens
+    return [
+        ("requests", f"{summary.requests:,}"),
+        ("completed", f"{summary.completed:,}"),
+        *((f"failed, {reason}", f"{count:,}") for reason, count in summary.failures.items()),
+        ("time", f"{summary.elapsed_us / 1e6:,.2f} s"),
+        ("requests/s", f"{per_second(summary.completed):,.2f}"),
+        *_counted("prompt tokens", summary.prompt_tokens, summary.asked_prompt_tokens),
+        *([] if cached is None else [("of which cached", f"{cached:,}")]),
+        *_counted("output tokens", summary.output_tokens, summary.asked_output_tokens),
+        ("output tokens/s", f"{per_second(summary.output_tokens):,.1f}"),
+        ("all tokens/s", f"{per_second(summary.prompt_tokens + summary.output_tokens):,.1f}"),
+    ]
+
+
+def _counted(name: str, count: int, asked: int) -> list[tuple[str, str]]:
+    """Text is never exactly as long as asked for, and some servers end answers as they like."""
+    rows = [(name, f"{count:,}")]
+    return rows if count == asked else [*rows, (f"{name} asked for", f"{asked:,}")]
+
+
+def _latencies(summary: Summary) -> list[tuple[str, ...]]:
+    rows = (
+        ("time to first token", summary.ttft_us),
+        ("between tokens", summary.between_us),
+        ("per token after the first", summary.tpot_us),
+        ("whole answer", summary.e2e_us),
+        ("sent late by", summary.lag_us),
+    )
+    return [
+        ("", "p50", "p90", "p99"),
+        *((name, *map(milliseconds, values)) for name, values in rows if values is not None),
+    ]
+
+
+def _quality(summary: Summary, objectives: Objectives) -> list[tuple[str, str]]:
+    rows = []
+    if summary.goodput is not None:
+        limits = zip(("TTFT", "TBT", "TPOT", "e2e"), objectives.limits_us())
+        kept = ", ".join(f"{name} {us / 1000:,g} ms" for name, us in limits if us is not None)
+        rows += [
+            (f"within {kept}", f"{summary.goodput / summary.requests:.1%}"),
+            ("goodput", f"{summary.per_second(summary.goodput):,.2f} requests/s"),
+        ]
+    if summary.mean_fluidity is not None:
+        rows += [
+            ("fluidity index, mean", f"{summary.mean_fluidity:.3f}"),
+            (f"fluid requests (at least {FLUID:g})", f"{summary.fluid / summary.completed:.1%}"),
+            ("tokens/s at which 99% are fluid", f"{summary.fluid_tokens_per_s:,.1f}"),
+        ]
+    return rows

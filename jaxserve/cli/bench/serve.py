@@ -1,0 +1,168 @@
+"""`jaxserve bench serve`: a load sent to any OpenAI endpoint, and what its users met with."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from tyro.conf import OmitArgPrefixes
+
+from jaxserve.cli.bench.options import Deadline, Load, Slo
+from jaxserve.cli.bench.report import report
+from jaxserve.cli.progress import TerminalProgress
+from jaxserve.cli.text import milliseconds
+from jaxserve.errors import ConfigError
+from jaxserve.loadgen.results import RequestResult, Summary
+from jaxserve.loadgen.trace import TraceRequest
+from jaxserve.output_file import check_output_file
+
+if TYPE_CHECKING:
+    from jaxserve.loadgen.endpoint import Endpoint
+
+_PLOT_SUFFIXES = (".html", ".svg", ".png")
+_NOTABLE_LAG_US = 50_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Serve:
+    """Measure any OpenAI endpoint under a load, as its users would meet it.
+
+    Requests are sent at their times and never wait for the answers of others. Answers have the
+    full length where the server can be told to ignore the end of a text.
+
+    Attributes:
+        base_url: the endpoint, up to /v1.
+        model_name: as the server calls it; by default the one that it serves.
+        api_key: sent as a bearer token.
+        endpoint: which of the two kinds of requests to send.
+        prompt_format: auto sends token ids where the server can tell some, else text.
+        timeout_s: an answer that takes longer has failed.
+        output: write the numbers, and the times of every token, to this JSON file.
+        plot: draw distributions and the run over time into this .html, .svg or .png file.
+    """
+
+    base_url: str = "http://127.0.0.1:8000/v1"
+    model_name: str | None = None
+    api_key: str | None = None
+    endpoint: Literal["completions", "chat"] = "completions"
+    prompt_format: Literal["auto", "text", "token_ids"] = "auto"
+    timeout_s: float = 600.0
+    output: Path | None = None
+    plot: Path | None = None
+    load: OmitArgPrefixes[Load] = dataclasses.field(default_factory=Load)
+    slo: Slo = dataclasses.field(default_factory=Slo)
+    deadline: Deadline = dataclasses.field(default_factory=Deadline)
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError before anything is sent."""
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s is {self.timeout_s}; it must be more than 0.")
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ConfigError(f"base_url is {self.base_url!r}; it begins with http:// or https://.")
+        if self.plot is not None and self.plot.suffix not in _PLOT_SUFFIXES:
+            names = ", ".join(_PLOT_SUFFIXES)
+            raise ConfigError(f"plot is {str(self.plot)!r}; its name ends in one of {names}.")
+        for name in ("output", "plot"):
+            if getattr(self, name) is not None:
+                check_output_file(name, getattr(self, name))
+
+    def run(self) -> int:
+        seed = secrets.randbits(32) if self.load.seed is None else self.load.seed
+        requests = self.load.requests(seed)
+        with TerminalProgress() as progress:
+            endpoint, results = asyncio.run(self._measure(requests, seed, progress))
+        if len(results) < len(requests):
+            print(f"stopped after {len(results)} of {len(requests)} requests", file=sys.stderr)
+            if not results:
+                return 130
+        objectives, deadlines = self.slo.objectives(), self.deadline.deadlines()
+        summary = Summary.of(results, objectives, deadlines)
+        told = report(_facts(endpoint, seed), summary, objectives)
+        print(told)
+        self._tell_troubles(results, summary)
+        if self.output is not None:
+            self._write(self.output, endpoint, seed, summary, results)
+        if self.plot is not None:
+            from jaxserve.loadgen.plot import write_plot
+
+            title = f"{endpoint.model} at {self.base_url}"
+            write_plot(self.plot, results, objectives, deadlines, title, told)
+        if len(results) < len(requests):
+            return 130
+        return 0 if summary.completed else 1
+
+    async def _measure(
+        self, requests: Sequence[TraceRequest], seed: int, progress: TerminalProgress
+    ) -> tuple[Endpoint, list[RequestResult]]:
+        from jaxserve.loadgen.client import open_session, stream
+        from jaxserve.loadgen.endpoint import find_out
+        from jaxserve.loadgen.prompts import prompt_maker
+        from jaxserve.loadgen.replay import replay
+
+        async with open_session(self.api_key, self.timeout_s) as http:
+            endpoint = await find_out(
+                http,
+                self.base_url,
+                self.endpoint,
+                self.model_name,
+                self.prompt_format,
+            )
+            prompt = prompt_maker(seed, endpoint.token_ids, endpoint.text_length)
+
+            def body(place: int, request: TraceRequest) -> bytes:
+                return endpoint.body(prompt(place, request), request.output_tokens)
+
+            results = await replay(
+                requests,
+                body,
+                lambda made: stream(http, endpoint.url, made),
+                lambda done, total: progress("requests", done, total),
+            )
+        return endpoint, results
+
+    def _tell_troubles(self, results: Sequence[RequestResult], summary: Summary) -> None:
+        for reason in summary.failures:
+            first = next(result for result in results if result.answer.failure == reason)
+            detail = " ".join((first.answer.detail or "").split())
+            print(f"failed, {reason}: {detail}", file=sys.stderr)
+        if summary.lag_us.p99 > _NOTABLE_LAG_US:
+            print(
+                f"warning: this load generator sent one in a hundred requests at least "
+                f"{milliseconds(summary.lag_us.p99)} late; the server had less to do than was "
+                "asked for. Give the generator more of the machine, or another one.",
+                file=sys.stderr,
+            )
+
+    def _write(
+        self,
+        path: Path,
+        endpoint: Endpoint,
+        seed: int,
+        summary: Summary,
+        results: Sequence[RequestResult],
+    ) -> None:
+        settings = dataclasses.asdict(self) | {"model_name": endpoint.model}
+        settings["load"]["seed"] = seed
+        del settings["api_key"]
+        document = {
+            "settings": settings,
+            "fields": endpoint.fields,
+            "summary": dataclasses.asdict(summary),
+            "requests": [result.as_json() for result in results],
+        }
+        path.write_text(json.dumps(document, default=str) + "\n", encoding="utf-8")
+
+
+def _facts(endpoint: Endpoint, seed: int) -> list[tuple[str, str]]:
+    return [
+        ("endpoint", endpoint.url),
+        ("model", endpoint.model),
+        ("prompts", "text" if endpoint.token_ids is None else "token ids"),
+        ("seed", str(seed)),
+    ]

@@ -1,0 +1,115 @@
+"""Pictures of a load: latencies as distributions, and the run over time."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from jaxserve.engine.fluidity import Deadlines
+from jaxserve.loadgen.results import Objectives, RequestResult
+from jaxserve.loadgen.series import Curve, distribution, in_flight, thinned, token_rate
+
+_COLOR, _LIMIT_COLOR = "#2563eb", "#dc2626"
+_PAGE = """\
+<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>{title}</title>
+<style>
+  body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: auto; padding: 1rem }}
+  svg {{ width: 100%; height: auto }}
+  pre {{ background: #f3f4f6; padding: 1rem; overflow-x: auto; line-height: 1.35 }}
+</style>
+<h1>{title}</h1>
+{svg}
+<pre>{report}</pre>
+</html>
+"""
+
+
+def write_plot(
+    path: Path,
+    results: Sequence[RequestResult],
+    objectives: Objectives,
+    deadlines: Deadlines,
+    title: str,
+    report: str,
+) -> None:
+    """Draw a load into an .html, .svg or .png file; the page also has the `report`.
+
+    Raises OSError.
+    """
+    figure = draw(results, objectives, deadlines)
+    # Letters as letters: to be searched, read aloud, and a tenth of the size.
+    with rc_context({"svg.fonttype": "none"}):
+        if path.suffix != ".html":
+            figure.suptitle(title)
+            figure.savefig(path)
+            return
+        svg = io.StringIO()
+        figure.savefig(svg, format="svg")
+    # From the tag on: what comes before belongs to a file of its own.
+    drawing = svg.getvalue()[svg.getvalue().index("<svg") :]
+    page = _PAGE.format(title=html.escape(title), svg=drawing, report=html.escape(report))
+    path.write_text(page, encoding="utf-8")
+
+
+def draw(results: Sequence[RequestResult], objectives: Objectives, deadlines: Deadlines) -> Figure:
+    """Five panels: time to first token, between tokens, pace, requests in flight, tokens/s."""
+    done = [result for result in results if result.completed]
+    figure = Figure(figsize=(12, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subfigures(2, 1)
+    ttft, between, pace = upper.subplots(1, 3)
+    flight, tokens = lower.subplots(1, 2)
+
+    ttfts = distribution(_ms(result.ttft_us for result in done))
+    _share(ttft, ttfts, "Time to first token [ms]", objectives.ttft_us, "objective")
+    gaps = distribution(_ms(gap for result in done for gap in result.between_us))
+    _share(between, gaps, "Time between tokens [ms]", objectives.tbt_us, "objective")
+    least = [result.fluid_decode_us(deadlines) for result in done]
+    paces = distribution(_ms(us for us in least if us is not None), total=max(1, len(done)))
+    _share(pace, paces, "Deadline per token [ms]", deadlines.decode_us, "as set")
+    pace.set_ylabel("share of requests fluid at it")
+
+    flight.step(*thinned(in_flight(results)), where="post", color=_COLOR)
+    flight.set(xlabel="Time [s]", ylabel="requests in flight", ylim=(0, None))
+    end_us = max(result.end_us for result in results)
+    bin_us = max(1_000_000, end_us // 100)
+    tokens.step(*token_rate(results, bin_us), where="post", color=_COLOR)
+    tokens.set(xlabel="Time [s]", ylabel="output tokens/s", ylim=(0, None))
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _ms(times_us: Sequence[int]) -> list[float]:
+    return [us / 1000 for us in times_us]
+
+
+def _share(axes: Axes, curve: Curve, label: str, limit_us: int | None, limit: str) -> None:
+    """A distribution, and the limit that was set for it."""
+    axes.step(*thinned(curve), where="post", color=_COLOR)
+    axes.set(xlabel=label, ylabel="share", ylim=(0, 1.02))
+    if limit_us is not None:
+        axes.axvline(limit_us / 1000, color=_LIMIT_COLOR, linestyle="--", label=limit)
+        axes.legend(loc="best", frameon=False)
+    # Few wait much longer than most. Tokens that came together did not wait: no logarithm for that.
+    if min(curve[0], default=0) >= 1:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+    else:
+        axes.set_xscale("symlog", linthresh=1)
+        axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter("{x:,g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())

@@ -1,0 +1,195 @@
+"""What a load met with: latencies, throughput, goodput, fluidity. Arithmetic alone."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.engine.fluidity import (
+    Deadlines,
+    Fluidity,
+    fluid_decode_us,
+    fluid_token_rate,
+    fluidity,
+)
+from jaxserve.engine.statistics import percentile
+from jaxserve.engine.summaries import Percentiles
+from jaxserve.loadgen.answer import Answer
+from jaxserve.loadgen.trace import TraceRequest
+
+FLUID = 0.9
+"""A request is called fluid when its fluidity index is at least this (Agrawal et al., 2024)."""
+
+
+@dataclass(frozen=True)
+class RequestResult:
+    """One request of a load, when it was sent [us since the load began], and what came of it."""
+
+    place: int
+    request: TraceRequest
+    sent_us: int
+    answer: Answer
+
+    @property
+    def lag_us(self) -> int:
+        """How late the generator itself was. Latencies do not contain it."""
+        return self.sent_us - self.request.arrival_us
+
+    @property
+    def completed(self) -> bool:
+        return self.answer.failure is None
+
+    @property
+    def end_us(self) -> int:
+        """When the answer had ended, since the load began."""
+        return self.sent_us + self.answer.end_us
+
+    @property
+    def prompt_tokens(self) -> int:
+        """As the server counted, or else as was asked for."""
+        counted = self.answer.prompt_tokens
+        return self.request.prompt_tokens if counted is None else counted
+
+    @property
+    def ttft_us(self) -> int | None:
+        """From sending to the first token."""
+        return self.answer.token_us[0] if self.answer.token_us else None
+
+    @property
+    def between_us(self) -> tuple[int, ...]:
+        """The times between tokens; 0 between those that came together."""
+        times = self.answer.token_us
+        return tuple(later - earlier for earlier, later in itertools.pairwise(times))
+
+    @property
+    def tpot_us(self) -> int | None:
+        """The mean time per token after the first; None for answers of one token."""
+        times = self.answer.token_us
+        return (times[-1] - times[0]) // (len(times) - 1) if len(times) > 1 else None
+
+    def fluidity(self, deadlines: Deadlines) -> Fluidity:
+        prefill_us = deadlines.prefill_us(self.prompt_tokens)
+        return fluidity(0, self.answer.token_us, prefill_us, deadlines.decode_us)
+
+    def fluid_decode_us(self, deadlines: Deadlines) -> int | None:
+        """The shortest time per token at which this answer is fluid; None if none would do."""
+        return fluid_decode_us(0, self.answer.token_us, deadlines.prefill_us(self.prompt_tokens))
+
+    def as_json(self) -> dict[str, Any]:
+        """Every time of this request, in whole microseconds; those of tokens since `sent_us`."""
+        return {
+            "place": self.place,
+            "arrival_us": self.request.arrival_us,
+            "sent_us": self.sent_us,
+            "asked_prompt_tokens": self.request.prompt_tokens,
+            "asked_output_tokens": self.request.output_tokens,
+            **dataclasses.asdict(self.answer),
+        }
+
+
+@dataclass(frozen=True)
+class Objectives:
+    """Service level objectives of one request, in microseconds; None sets no limit.
+
+    `tbt_us` holds for every pair of neighbouring tokens, `tpot_us` for their mean.
+    """
+
+    ttft_us: int | None = None
+    tbt_us: int | None = None
+    tpot_us: int | None = None
+    e2e_us: int | None = None
+
+    def __bool__(self) -> bool:
+        return any(limit is not None for limit in self.limits_us())
+
+    def limits_us(self) -> tuple[int | None, ...]:
+        """For TTFT, TBT, TPOT and the whole answer."""
+        return (self.ttft_us, self.tbt_us, self.tpot_us, self.e2e_us)
+
+    def met_by(self, result: RequestResult) -> bool:
+        """Whether a request kept to all of them. One that failed did not."""
+        longest_us = max(result.between_us, default=None)
+        times = (result.ttft_us, longest_us, result.tpot_us, result.answer.end_us)
+        return result.completed and all(
+            us is None or limit is None or us <= limit for us, limit in zip(times, self.limits_us())
+        )
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A load in numbers. Rates are per second of `elapsed_us`, from the first request sent to the
+    last answer; tokens, latencies and fluidity are those of completed requests, None where none has
+    any. `asked_` are the tokens that the load had for them.
+
+    `between_us` is over all gaps of all answers, `tpot_us` over the means of the answers.
+    `goodput` counts requests that met the objectives, None where there are none.
+    """
+
+    requests: int
+    completed: int
+    failures: dict[str, int]
+    elapsed_us: int
+    prompt_tokens: int
+    asked_prompt_tokens: int
+    cached_tokens: int | None
+    output_tokens: int
+    asked_output_tokens: int
+    ttft_us: Percentiles | None
+    between_us: Percentiles | None
+    tpot_us: Percentiles | None
+    e2e_us: Percentiles | None
+    lag_us: Percentiles
+    max_lag_us: int
+    goodput: int | None
+    mean_fluidity: float | None
+    fluid: int
+    fluid_tokens_per_s: float
+
+    @classmethod
+    def of(
+        cls, results: Sequence[RequestResult], objectives: Objectives, deadlines: Deadlines
+    ) -> Summary:
+        """Raises ValueError for no results at all."""
+        done = [result for result in results if result.completed]
+        failures = [result.answer.failure for result in results if not result.completed]
+        counts = (result.answer.cached_tokens for result in done)
+        cached = [count for count in counts if count is not None]
+        indices = [result.fluidity(deadlines).index for result in done]
+        paces = [result.fluid_decode_us(deadlines) for result in done]
+        lags = [result.lag_us for result in results]
+        begin_us = min(result.sent_us for result in results)
+        return cls(
+            requests=len(results),
+            completed=len(done),
+            failures=dict(collections.Counter(failures).most_common()),
+            elapsed_us=max(1, max(result.end_us for result in results) - begin_us),
+            prompt_tokens=sum(result.prompt_tokens for result in done),
+            asked_prompt_tokens=sum(result.request.prompt_tokens for result in done),
+            cached_tokens=sum(cached) if cached else None,
+            output_tokens=sum(len(result.answer.token_us) for result in done),
+            asked_output_tokens=sum(result.request.output_tokens for result in done),
+            ttft_us=_percentiles(result.ttft_us for result in done),
+            between_us=_percentiles(gap for result in done for gap in result.between_us),
+            tpot_us=_percentiles(result.tpot_us for result in done),
+            e2e_us=_percentiles(result.answer.end_us for result in done),
+            lag_us=Percentiles(*(percentile(lags, p) for p in (50, 90, 99))),
+            max_lag_us=max(lags),
+            goodput=sum(map(objectives.met_by, results)) if objectives else None,
+            mean_fluidity=sum(indices) / len(indices) if indices else None,
+            fluid=sum(index >= FLUID for index in indices),
+            fluid_tokens_per_s=fluid_token_rate(paces) if paces else 0.0,
+        )
+
+    def per_second(self, count: int) -> float:
+        return count * 1e6 / self.elapsed_us
+
+
+def _percentiles(values: Iterable[int | None]) -> Percentiles | None:
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return Percentiles(*(percentile(known, p) for p in (50, 90, 99)))

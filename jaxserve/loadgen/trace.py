@@ -1,0 +1,152 @@
+"""When requests arrive and how long they are: read from a trace, or drawn at random."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import itertools
+import json
+import math
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from jaxserve.errors import ConfigError
+
+_CSV_COLUMNS = ("arrived_at", "num_prefill_tokens", "num_decode_tokens")
+_BLOCK_TOKENS = 512
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request of a load; `arrival_us` counts from the beginning of the load.
+
+    `block_ids` names the prompt's leading blocks of `block_tokens` tokens each: prompts are alike
+    as far as their ids are. What no id covers is like no other prompt.
+    """
+
+    arrival_us: int
+    prompt_tokens: int
+    output_tokens: int
+    block_ids: tuple[int, ...] = ()
+    block_tokens: int = _BLOCK_TOKENS
+
+
+def read_trace(path: Path) -> list[TraceRequest]:
+    """The requests of a trace in the order of their arrival, the first at 0.
+
+    Two formats are known by their first character. CSV with a header: `arrived_at` (seconds),
+    `num_prefill_tokens`, `num_decode_tokens` (Azure's traces as Vidur has them). JSON lines:
+    `timestamp` (milliseconds), `input_length`, `output_length`, and `hash_ids`, one for each block
+    of 512 prompt tokens (Mooncake, Qin et al., FAST 2025). Raises ConfigError, with the line.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as lines:
+            first = lines.read(1)
+            lines.seek(0)
+            requests = list(
+                _read_json_lines(path, lines) if first == "{" else _read_csv(path, lines)
+            )
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the trace {path} cannot be read: {error}") from error
+    if not requests:
+        raise ConfigError(f"the trace {path} has no requests.")
+    requests.sort(key=lambda request: request.arrival_us)
+    begin_us = requests[0].arrival_us
+    return [
+        dataclasses.replace(request, arrival_us=request.arrival_us - begin_us)
+        for request in requests
+    ]
+
+
+def poisson(
+    rate_per_s: float, prompt_tokens: int, output_tokens: int, seed: int
+) -> Iterator[TraceRequest]:
+    """Requests without end, of one length, at random times: `rate_per_s` of them on average."""
+    draw = random.Random(seed)
+    arrival_s = 0.0
+    while True:
+        yield TraceRequest(round(arrival_s * 1e6), prompt_tokens, output_tokens)
+        arrival_s += draw.expovariate(rate_per_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """How a load is made to fit a server.
+
+    Arrivals come `rate_scale` times as fast. Lengths, and the blocks that prompts share, are
+    multiplied by `length_scale`, and then cut at `max_prompt_tokens` and `max_output_tokens`. The
+    load ends after `num_requests`, or with the last arrival before `duration_us`.
+    """
+
+    rate_scale: float = 1.0
+    length_scale: float = 1.0
+    max_prompt_tokens: int | None = None
+    max_output_tokens: int | None = None
+    num_requests: int | None = None
+    duration_us: int | None = None
+
+    def __call__(self, requests: Iterable[TraceRequest]) -> list[TraceRequest]:
+        fitted = map(self._fit, itertools.islice(requests, self.num_requests))
+        if self.duration_us is None:
+            return list(fitted)
+        return list(
+            itertools.takewhile(lambda request: request.arrival_us < self.duration_us, fitted)
+        )
+
+    def _fit(self, request: TraceRequest) -> TraceRequest:
+        return TraceRequest(
+            arrival_us=round(request.arrival_us / self.rate_scale),
+            prompt_tokens=_at_most(self.max_prompt_tokens, self._scaled(request.prompt_tokens)),
+            output_tokens=_at_most(self.max_output_tokens, self._scaled(request.output_tokens)),
+            block_ids=request.block_ids,
+            block_tokens=self._scaled(request.block_tokens),
+        )
+
+    def _scaled(self, num_tokens: int) -> int:
+        # Rounded up, so that the blocks of a prompt still cover all that they covered.
+        return max(1, math.ceil(num_tokens * self.length_scale))
+
+
+def _at_most(limit: int | None, num_tokens: int) -> int:
+    return num_tokens if limit is None else min(limit, num_tokens)
+
+
+def _read_csv(path: Path, lines: Iterable[str]) -> Iterator[TraceRequest]:
+    rows = csv.DictReader(lines)
+    if missing := [name for name in _CSV_COLUMNS if name not in (rows.fieldnames or ())]:
+        raise ConfigError(
+            f"the trace {path} has no column {missing[0]!r}; a CSV trace has the columns "
+            f"{', '.join(_CSV_COLUMNS)}, and a trace in JSON lines begins with {{."
+        )
+    for row in rows:
+        try:
+            arrived_at, prompt, output = (row[name] for name in _CSV_COLUMNS)
+            yield _request(float(arrived_at) * 1e6, int(prompt), int(output))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigError(f"{path}, line {rows.line_num}: {error}") from error
+
+
+def _read_json_lines(path: Path, lines: Iterable[str]) -> Iterator[TraceRequest]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            length, output = int(row["input_length"]), int(row["output_length"])
+            blocks = tuple(map(int, row.get("hash_ids", ())))
+            yield _request(float(row["timestamp"]) * 1e3, length, output, blocks)
+        except KeyError as error:
+            raise ConfigError(f"{path}, line {number}: there is no {error}") from error
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
+            raise ConfigError(f"{path}, line {number}: {error}") from error
+
+
+def _request(
+    arrival_us: float, prompt_tokens: int, output_tokens: int, block_ids: tuple[int, ...] = ()
+) -> TraceRequest:
+    """Raises ValueError or OverflowError for what can be no request."""
+    if prompt_tokens < 0 or output_tokens < 0:
+        raise ValueError(f"a length is negative: {min(prompt_tokens, output_tokens)}")
+    # Traces have empty prompts and answers here and there, which no endpoint takes.
+    return TraceRequest(round(arrival_us), max(1, prompt_tokens), max(1, output_tokens), block_ids)

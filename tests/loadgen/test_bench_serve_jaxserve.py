@@ -1,0 +1,122 @@
+"""`jaxserve bench serve` against `jaxserve serve`, processes as people run them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from tiny_checkpoints import CONFIG, random_tensors, write_hf
+
+pytestmark = pytest.mark.interfaces
+CONTEXT = 2048
+BLOCK = 64
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+SERVING = (sys.executable, "-m", "jaxserve.cli", "serve")
+BENCH = (sys.executable, "-m", "jaxserve.cli", "bench", "serve")
+KEY = "sesame"
+SETTINGS = (
+    "--served-model-name=tiny",
+    "--max-num-seqs=4",
+    "--max-num-batched-tokens=68",
+    "--page-size=16",
+    f"--kv-cache-memory-bytes={16 << 20}",
+)
+
+
+@pytest.fixture(scope="module")
+def base_url(tmp_path_factory):
+    """A server that wants a key, of a tiny model whose tokens are bytes."""
+    config = CONFIG | {"max_position_embeddings": CONTEXT}
+    directory = tmp_path_factory.mktemp("bench_served")
+    model = write_hf(directory / "m", config, random_tensors(config))
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    process = subprocess.Popen(
+        [*SERVING, model, "--port=0", f"--api-key={KEY}", *SETTINGS],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    address = None
+    for line in process.stderr:
+        address = address or re.search(r"http://\S+", line)
+        if line.endswith("ready\n"):
+            break
+    assert address, process.wait()
+    yield f"{address[0]}/v1"
+    process.terminate()
+    _, rest = process.communicate(timeout=60)
+    assert process.returncode == 0, rest
+    assert "Traceback" not in rest
+
+
+@pytest.fixture
+def bench(base_url, tmp_path):
+    """Runs it; its exit status, stderr, and what it wrote."""
+
+    def run(*args):
+        output = tmp_path / "run.json"
+        done = subprocess.run(
+            [*BENCH, f"--base-url={base_url}", f"--output={output}", *map(str, args)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        return done, json.loads(output.read_text()) if output.exists() else None
+
+    return run
+
+
+def test_a_trace_with_shared_prefixes(bench, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    shared = [0, 1, 2, 3]
+    rows = [
+        {
+            "timestamp": 150 * place,
+            "input_length": 512 * 5,
+            "output_length": 8 * (place + 1),
+            "hash_ids": [*shared, 10 + place],
+        }
+        for place in range(6)
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done, run = bench("--trace", trace, "--length-scale=0.125", f"--api-key={KEY}")
+    assert done.returncode == 0, done.stderr
+    assert run["summary"]["failures"] == {}
+    for place, request in enumerate(run["requests"]):
+        assert request["prompt_tokens"] == 5 * BLOCK
+        assert request["output_tokens"] == len(request["token_us"]) == place + 1
+        assert request["token_us"] == sorted(request["token_us"])
+    # The first prompt is known when the last comes, and they share four blocks of five.
+    assert run["requests"][-1]["cached_tokens"] == 4 * BLOCK
+    assert run["requests"][0]["cached_tokens"] == 0
+
+
+def test_chats_of_text_have_about_the_length_that_was_asked_for(bench):
+    load = ("--request-rate=20", "--num-requests=10", "--input-len=200", "--output-len=12")
+    done, run = bench(*load, "--endpoint=chat", f"--api-key={KEY}")
+    assert done.returncode == 0, done.stderr
+    summary = run["summary"]
+    assert (summary["completed"], summary["output_tokens"]) == (10, 120)
+    assert summary["prompt_tokens"] == pytest.approx(10 * 200, rel=0.1)
+    assert "fluidity index" in done.stdout
+
+
+def test_more_than_the_server_can_do_at_once_is_sent_all_the_same(bench):
+    """Forty requests within a tenth of a second, to four places."""
+    load = ("--request-rate=400", "--num-requests=40", "--input-len=100", "--output-len=30")
+    done, run = bench(*load, f"--api-key={KEY}")
+    assert done.returncode == 0, done.stderr
+    assert run["summary"]["completed"] == 40
+    sent = [request["sent_us"] for request in run["requests"]]
+    first_end = min(request["sent_us"] + request["end_us"] for request in run["requests"])
+    assert sum(us < first_end for us in sent) > 4
+
+
+def test_without_the_key_nothing_is_measured(bench):
+    done, run = bench()
+    assert done.returncode == 1
+    assert run is None
+    assert done.stderr.startswith("error: ")
+    assert "401" in done.stderr and "--api-key" in done.stderr

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.errors import ConfigError
+from jaxserve.loadgen.trace import Fit, TraceRequest, poisson, read_trace
+
+CSV = """\
+arrived_at,num_prefill_tokens,num_decode_tokens
+2.0,374,44
+6.314579,396,0
+3.5,10,109
+"""
+JSON_LINES = """\
+{"timestamp": 3000, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
+
+{"timestamp": 3001, "input_length": 9, "output_length": 7, "hash_ids": [0]}
+"""
+
+
+@pytest.fixture
+def trace(tmp_path):
+    def write(text):
+        path = tmp_path / "trace"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_csv_by_time_of_arrival_from_the_first_on(trace):
+    assert read_trace(trace(CSV)) == [
+        TraceRequest(0, 374, 44),
+        TraceRequest(1_500_000, 10, 109),
+        TraceRequest(4_314_579, 396, 1),
+    ]
+
+
+def test_json_lines_with_shared_blocks(trace):
+    assert read_trace(trace(JSON_LINES)) == [
+        TraceRequest(0, 600, 5, (0, 1), 512),
+        TraceRequest(1000, 9, 7, (0,), 512),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["no column 'arrived_at'"]),
+        ("a,b\n1,2\n", ["no column 'arrived_at'"]),
+        (CSV.splitlines()[0], ["no requests"]),
+        (CSV + "x,1,2\n", ["line 5", "'x'"]),
+        (CSV + "1.0,1\n", ["line 5"]),
+        (CSV + "inf,1,2\n", ["line 5", "infinity"]),
+        (CSV + "1.0,-1,2\n", ["line 5", "negative: -1"]),
+        (JSON_LINES + "{]\n", ["line 4"]),
+        (JSON_LINES + "[1]\n", ["line 4"]),
+        (JSON_LINES + '{"timestamp": 1}\n', ["line 4", "'input_length'"]),
+    ],
+)
+def test_what_is_no_trace_is_named_with_its_line(trace, text, words):
+    with pytest.raises(ConfigError) as error:
+        read_trace(trace(text))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_trace_that_is_not_there_or_is_no_text(tmp_path):
+    with pytest.raises(ConfigError, match="nothing"):
+        read_trace(tmp_path / "nothing")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="binary"):
+        read_trace(tmp_path / "binary")
+
+
+def test_poisson_arrivals_have_their_rate_and_seed():
+    drawn = list(itertools.islice(poisson(50.0, 8, 4, seed=1), 4000))
+    assert drawn[0] == TraceRequest(0, 8, 4)
+    # The mean of 4,000 exponential gaps is within five percent of 20 ms by three deviations.
+    assert drawn[-1].arrival_us / 3999 == pytest.approx(20_000, rel=0.05)
+    assert drawn == list(itertools.islice(poisson(50.0, 8, 4, seed=1), 4000))
+    assert drawn != list(itertools.islice(poisson(50.0, 8, 4, seed=2), 4000))
+
+
+def test_a_load_is_made_to_fit():
+    load = [TraceRequest(us, 1000, 300, (1, 2)) for us in (0, 600, 1000, 2000)]
+    fitted = Fit(rate_scale=2.0, length_scale=0.1, max_prompt_tokens=90, max_output_tokens=40)
+    assert fitted(load)[1] == TraceRequest(300, 90, 30, (1, 2), 52)
+    assert len(Fit(num_requests=3)(load)) == 3
+    assert len(Fit(duration_us=1000)(load)) == 2
+    assert len(Fit(rate_scale=2.0, duration_us=1000)(load)) == 3
+    assert Fit()(load) == load
+
+
+@given(st.integers(1, 20_000), st.floats(0.001, 2.0))
+def test_scaled_blocks_still_cover_the_prompt(prompt_tokens, scale):
+    blocks = -(-prompt_tokens // 512)
+    request = TraceRequest(0, prompt_tokens, 1, tuple(range(blocks)))
+    (scaled,) = Fit(length_scale=scale)([request])
+    assert scaled.prompt_tokens <= blocks * scaled.block_tokens

@@ -1,0 +1,95 @@
+"""Names that the documents promise are there: tests, settings, fields, options, metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxserve
+from jaxserve.config import EngineConfig
+from jaxserve.engine.metrics import Metrics
+from jaxserve.protocol.chat import ChatCompletionRequest
+from jaxserve.protocol.completions import CompletionRequest
+from jaxserve.sampling_params import SamplingParams
+
+DOCS = Path(__file__).parents[1] / "docs"
+MIGRATION = (DOCS / "migration-from-vllm.md").read_text(encoding="utf-8")
+CODE = re.compile(r"`([^`]+)`")
+
+
+def section(title):
+    """The text under a heading of the migration guide."""
+    return re.search(rf"^## {title}.*?\n(.*?)(?=^## |\Z)", MIGRATION, re.M | re.S)[1]
+
+
+def ours(title):
+    """The names in the second column of a section's tables."""
+    rows = [line.split("|") for line in section(title).splitlines() if line.startswith("|")]
+    return [name for row in rows[2:] for name in CODE.findall(row[2])]
+
+
+def fields(cls):
+    return {field.name for field in dataclasses.fields(cls)}
+
+
+@pytest.mark.parametrize("document", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
+def test_tests_that_are_named_exist(document):
+    for path, name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", document.read_text("utf-8")):
+        source = (DOCS.parent / path).read_text(encoding="utf-8")
+        assert f"def {name}(" in source, f"{path}::{name}"
+
+
+def test_settings():
+    names = ours("Settings")
+    assert "page_size" in names
+    assert set(names) <= fields(EngineConfig)
+
+
+def test_calls():
+    names = ours("Calls")
+    assert "LLM.stream" in names
+    for name in names:
+        target = jaxserve
+        for part in name.split("."):
+            target = getattr(target, part)
+
+
+def test_sampling_parameters_are_all_there_and_all_told():
+    told = section("Sampling parameters").split("|")[0]
+    assert set(CODE.findall(told)) == fields(SamplingParams) - {"priority"}
+
+
+def test_fields_of_requests():
+    told = section("Routes").split("A body may have")[1].split("vLLM ignores")[0]
+    of_both, of_chats = (set(CODE.findall(part)) for part in told.split("in\nchats"))
+    both = CompletionRequest.model_fields.keys() & ChatCompletionRequest.model_fields.keys()
+    assert of_both <= both
+    assert of_chats <= ChatCompletionRequest.model_fields.keys()
+
+
+def test_metrics():
+    known = Metrics().snapshot()
+    vllm = {name for name in known if name.startswith("vllm:")}
+    told = section("Metrics")
+    table, rest = told.rsplit("|\n", 1)
+    assert set(CODE.findall(table)) - {"model_name"} == vllm
+    assert {n for n in CODE.findall(rest) if n.startswith("jaxserve:")} - {"jaxserve:"} <= {*known}
+
+
+@pytest.mark.parametrize("command", ["serve", "bench serve"])
+def test_options(command):
+    script = [sys.executable, "-m", "jaxserve.cli", *command.split(), "--help"]
+    known = subprocess.run(script, capture_output=True, text=True, check=True).stdout
+    if command == "serve":
+        names = ours("Flags of the server")
+    else:
+        text = (DOCS / "bench-serve.md").read_text(encoding="utf-8")
+        prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+        names = [name for code in CODE.findall(prose) for name in re.findall(r"--[\w-]+", code)]
+    assert names
+    assert set(names) <= set(re.findall(r"--[\w-]+", known))
