@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import itertools
+import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
@@ -20,17 +22,23 @@ from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.request import Request
 from jaxserve.engine.trace import write_trace
 from jaxserve.errors import EngineClosedError
-from jaxserve.mailbox import Mailbox, Outbox, Update
+from jaxserve.mailbox import Mailbox, Outbox
 from jaxserve.outputs import Delta, RequestOutput
 from jaxserve.runtime.startup import EnginePlan, Progress, no_progress
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text import Tokenizer
+from jaxserve.updates import Updates, left_output, output_of
+
+_log = logging.getLogger(__name__)
 
 
 class AsyncEngine:
     """LLM for servers: coroutines in place of calls. Requests of any number of tasks are batched.
 
     The loop thread alone changes the engine; everything else reaches it as a command.
+
+    Attributes:
+        ended: done when that thread has ended, by `close` or by `failure`.
     """
 
     def __init__(self, engine: Engine, trace_file: str | Path | None = None) -> None:
@@ -47,6 +55,8 @@ class AsyncEngine:
         self._ended = False
         self._door = threading.Lock()  # a command is put before the end, or not at all
         self._failure: BaseException | None = None
+        self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.ended.set_running_or_notify_cancel()  # Who waits no longer cancels nothing.
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
 
@@ -98,7 +108,7 @@ class AsyncEngine:
         """
         wishes = request_id, priority, tenant
         async with self._one(prompt, sampling_params, wishes, wants_deltas=False) as updates:
-            return await _output(updates)
+            return await output_of(updates)
 
     async def stream(
         self,
@@ -132,17 +142,19 @@ class AsyncEngine:
         Raises RequestError when one of them is refused, EngineClosedError when the engine has
         ended.
         """
-        if getattr(sampling_params, "structured_outputs", None) is not None:
-            # A grammar may take long to compile: not in the loop thread, where all would wait.
-            await asyncio.to_thread(self._engine.prepare, sampling_params)
+        # A grammar may take long to compile: not in the loop thread, where all would wait.
+        preparation = self._engine.preparation(sampling_params)
+        grammar = None if preparation is None else await asyncio.wrap_future(preparation)
         mailbox = Mailbox(asyncio.get_running_loop(), wants_deltas)
         listeners = dict(zip(request_ids, ((mailbox, i) for i in range(len(prompts))), strict=True))
-        updates = Updates(self, mailbox, listeners)
+        updates = self._updates(mailbox, listeners)
 
         def add() -> None:
             try:
                 for prompt, (request_id, listener) in zip(prompts, listeners.items()):
-                    self._engine.add(request_id, prompt, sampling_params, priority, tenant)
+                    self._engine.add(
+                        request_id, prompt, sampling_params, priority, tenant, grammar=grammar
+                    )
                     self._listeners[request_id] = listener
             except Exception as error:
                 self._abandon(listeners)
@@ -181,8 +193,11 @@ class AsyncEngine:
         self._command(lambda: self._abort(request_id))
 
     async def set_priority(self, request_id: str, priority: int) -> None:
-        """Change the priority of a request, lower running first, if it is still running."""
-        self._command(lambda: self._engine.set_priority(request_id, priority))
+        """Change the priority of a request, lower running first, if it is still running.
+
+        Raises RequestError unless it is an integer, EngineClosedError when the engine has ended.
+        """
+        await self._result_of(lambda: self._engine.set_priority(request_id, priority))
 
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
@@ -200,26 +215,31 @@ class AsyncEngine:
 
         await self._result_of(checkpoint)
 
-    async def restore(self, directory: str | Path) -> dict[str, asyncio.Task[RequestOutput]]:
-        """Take up the requests of a checkpoint: each one's output, by its id, for whoever comes to
-        ask for it. Cancelling a task aborts the request. Later checkpoints have them too, also
-        when they have ended, until they are claimed. Raises CheckpointError."""
+    async def restore(self, directory: str | Path) -> dict[str, Restored]:
+        """Take up the requests of a checkpoint, by their ids, for whoever comes to ask for them.
+        Cancelling a task aborts the request. Later checkpoints have them too, also when they have
+        ended, until they are claimed. Raises CheckpointError."""
         loop = asyncio.get_running_loop()
-        restored: dict[str, Updates] = {}
+        restored: dict[str, tuple[Request, Updates]] = {}
 
         def restore() -> None:
             for request in self._engine.restore(directory):
                 listener = Mailbox(loop, wants_deltas=False), 0
                 listeners = {request.request_id: listener}
-                restored[request.request_id] = Updates(self, listener[0], listeners)
+                updates = self._updates(listener[0], listeners)
+                restored[request.request_id] = request, updates
                 self._listeners |= listeners
                 self._unclaimed[request.request_id] = request
                 self._publish(request)
 
         await self._result_of(restore)
         return {
-            request_id: asyncio.create_task(_left_output(updates))
-            for request_id, updates in restored.items()
+            request_id: Restored(
+                request.prompt_token_ids,
+                request.params,
+                asyncio.create_task(left_output(updates)),
+            )
+            for request_id, (request, updates) in restored.items()
         }
 
     async def claim(self, request_id: str) -> None:
@@ -244,14 +264,18 @@ class AsyncEngine:
             write_trace(self._trace_file, self._engine.log.records)
             self._trace_file = None
 
+    def _updates(self, mailbox: Mailbox, listeners: Mapping[str, tuple[Mailbox, int]]) -> Updates:
+        abandon = functools.partial(self._abandon, listeners)
+        return Updates(mailbox, len(listeners), functools.partial(self._command, abandon))
+
     def _next_id(self) -> str:
         """An id that no request under way has; restored ones come with theirs."""
         ids = (f"async-{number}" for number in self._ids)
         return next(request_id for request_id in ids if request_id not in self._listeners)
 
-    async def _result_of(self, work: Callable[[], None]) -> None:
+    async def _result_of(self, work: Callable[[], object]) -> None:
         """Have the loop thread do something between steps; raises what that raises."""
-        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+        done: concurrent.futures.Future[object] = concurrent.futures.Future()
 
         def command() -> None:
             if done.set_running_or_notify_cancel():
@@ -292,11 +316,18 @@ class AsyncEngine:
             self._end()
 
     def _obey(self, wait: bool) -> None:
-        """Carry out the commands given so far; with `wait`, at least one."""
+        """Carry out the commands given so far; with `wait`, at least one.
+
+        One that fails is told of in the log, and ends nothing: it is but one request's.
+        """
         with contextlib.suppress(queue.Empty):
             while True:
-                self._commands.get(block=wait)()
+                command = self._commands.get(block=wait)
                 wait = False
+                try:
+                    command()
+                except Exception:
+                    _log.exception("a command failed, and the engine goes on")
 
     def _abort(self, request_id: str) -> None:
         request = self._engine.abort(request_id)
@@ -336,50 +367,12 @@ class AsyncEngine:
             self._outbox.put(mailbox, number, error)
         self._listeners.clear()
         self._outbox.send()
+        self.ended.set_result(None)
 
 
-class Updates:
-    """What becomes of submitted requests: (number of the prompt, its deltas or its output), until
-    each has its output. Leaving the `async with` early aborts those that have not.
+class Restored(NamedTuple):
+    """A request of a checkpoint: what it was, and what becomes of it."""
 
-    Raises EngineClosedError when the engine ends.
-    """
-
-    def __init__(
-        self, engine: AsyncEngine, mailbox: Mailbox, listeners: dict[str, tuple[Mailbox, int]]
-    ) -> None:
-        self._engine = engine
-        self._mailbox = mailbox
-        self._listeners = listeners
-        self._left = len(listeners)
-
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
-        while self._left:
-            await self._mailbox.wait()
-            for number, update in self._mailbox.take():
-                self._left -= isinstance(update, RequestOutput)
-                yield number, update
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *raised: object) -> None:
-        self.leave()
-
-    def leave(self) -> None:
-        """Abort what has not ended. May be called twice."""
-        if self._left:
-            self._left = 0
-            self._engine._command(lambda: self._engine._abandon(self._listeners))
-
-
-async def _output(updates: Updates) -> RequestOutput:
-    async for _, update in updates:
-        if isinstance(update, RequestOutput):
-            return update
-    raise EngineClosedError("the engine ended the request without an output.")
-
-
-async def _left_output(updates: Updates) -> RequestOutput:
-    async with updates:
-        return await _output(updates)
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    output: asyncio.Task[RequestOutput]

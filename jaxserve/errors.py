@@ -57,5 +57,9 @@ class RequestError(JaxserveError, ValueError):
     """A request is malformed: contradictory sampling fields, token ids out of range, and so on."""
 
 
+class OverloadedError(RequestError):
+    """Too much waits already; the request may be sent again later."""
+
+
 class PromptTooLongError(RequestError):
     """The prompt leaves no room to generate within the context, or can never fit the KV pool."""

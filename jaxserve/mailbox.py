@@ -12,7 +12,11 @@ Update = list[Delta] | RequestOutput
 Letter = tuple["Mailbox", int, Update | BaseException]
 
 _MOST_DELTAS = 64
-"""Of one request, that lie unread before they are merged."""
+"""Of one request, that come unread before they are merged."""
+
+_TOKENS_PER_DELTA = 4
+"""So many merged tokens let one more delta come before all are merged again: the more there is to
+copy, the rarer it is, and a token is copied a few times whatever the length."""
 
 
 class Mailbox:
@@ -27,6 +31,7 @@ class Mailbox:
         self.wants_deltas = wants_deltas
         self._filled = asyncio.Event()
         self._deltas: dict[int, list[Delta]] = {}
+        self._merge_at: dict[int, int] = {}
         self._outputs: list[tuple[int, RequestOutput]] = []
         self._error: BaseException | None = None
 
@@ -38,8 +43,11 @@ class Mailbox:
         else:
             deltas = self._deltas.setdefault(number, [])
             deltas += update
-            if len(deltas) > _MOST_DELTAS:
-                self._deltas[number] = merge(deltas)
+            if len(deltas) > self._merge_at.get(number, _MOST_DELTAS):
+                merged = self._deltas[number] = merge(deltas)
+                num_tokens = sum(len(delta.token_ids) for delta in merged)
+                room = max(_MOST_DELTAS, num_tokens // _TOKENS_PER_DELTA)
+                self._merge_at[number] = len(merged) + room
         self._filled.set()
 
     async def wait(self) -> None:
@@ -53,6 +61,7 @@ class Mailbox:
         each sequence, then its output if it has ended."""
         self._filled.clear()
         deltas, self._deltas = self._deltas, {}
+        self._merge_at.clear()
         outputs, self._outputs = self._outputs, []
         gained = ((number, merge(found)) for number, found in deltas.items() if found)
         return [*gained, *outputs]

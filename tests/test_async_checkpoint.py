@@ -33,7 +33,7 @@ def test_a_server_takes_up_what_another_left(llama, tmp_path):
             restored = await engine.restore(tmp_path)
             with pytest.raises(CheckpointError, match="async-0"):
                 await engine.restore(tmp_path)
-            cancelled, *kept = restored.values()
+            cancelled, *kept = (request.output for request in restored.values())
             cancelled.cancel()
             new = await engine.generate(llama.prompts[2], GREEDY)
             assert new.request_id not in restored

@@ -118,6 +118,26 @@ def test_a_refusal_reaches_its_task_alone(llama, engine):
     assert list(fine.outputs[0].token_ids) == llama.answers[5]
 
 
+def test_a_command_that_fails_reaches_its_task_alone(llama, engine, monkeypatch, caplog):
+    def broken():
+        raise RuntimeError("no cache today")
+
+    monkeypatch.setattr(engine._engine, "reset_prefix_cache", broken)
+
+    async def scenario():
+        running = asyncio.create_task(engine.generate(llama.prompts[9], GREEDY, "mine"))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="priority is 'high'"):
+            await engine.set_priority("mine", "high")
+        await engine.set_priority("mine", 3)
+        await engine.reset_prefix_cache()
+        return await running
+
+    assert list(run(scenario()).outputs[0].token_ids) == llama.answers[9]
+    assert engine.failure is None
+    assert "no cache today" in caplog.text
+
+
 def test_an_id_in_use_is_refused_and_its_owner_goes_on(llama, engine):
     async def scenario():
         first = asyncio.create_task(engine.generate(llama.prompts[9], GREEDY, request_id="same"))

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg
 
 from jaxserve.cli.batch_progress import BatchProgress
+from jaxserve.cli.follow import follow
 from jaxserve.cli.options import load
 from jaxserve.cli.text import table
 from jaxserve.config import EngineConfig
 from jaxserve.errors import BatchError
+from jaxserve.output_file import check_output_file
 
 if TYPE_CHECKING:
     from jaxserve.offline.job import BatchJob
@@ -34,8 +36,8 @@ class Batch:
     Attributes:
         input: a .jsonl, .parquet or .array_record file.
         output: a .jsonl file; OUTPUT.job beside it says whose it is.
-        report: write a page of HTML about the job, with plots; of several hosts the one that ends
-            last does.
+        report: an .html file for a page about the job, with plots; of several hosts the one that
+            ends last writes it.
         shard: I/N: this process is host I, from 0, of N that share the work and the output.
         served_model_name: names by which requests may call the model, instead of its own.
         trace_file: write a timeline of the run, which opens in ui.perfetto.dev.
@@ -50,18 +52,14 @@ class Batch:
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
-        """Raises BatchError for a shard or a report that cannot be."""
+        """Raises BatchError for a shard that cannot be."""
         from jaxserve.offline.shards import Shard
 
         Shard.parse(self.shard)
-        if self.report is not None and (
-            self.report.is_dir() or not self.report.absolute().parent.is_dir()
-        ):
-            raise BatchError(
-                f"report is {str(self.report)!r}; give a file in an existing directory."
-            )
 
     def run(self) -> int:
+        if self.report is not None:
+            self._check_report()
         import jax
 
         if jax.process_count() > 1 and self.engine.num_devices < jax.device_count():
@@ -71,11 +69,18 @@ class Batch:
                 "jaxserve launch --separate ... -- batch ... --shard '{host}/{hosts}'."
             )
         if jax.process_index() > 0:  # Host 0 reads and writes for all that share its engine.
-            with load(self.engine) as llm:
-                llm.engine.follow()
-            return 0
+            return follow(self.engine)
         with self._job() as job:
             return self._run(job, alone=jax.process_count() == 1)
+
+    def _check_report(self) -> None:
+        """Raises BatchError or ConfigError for one that would be written over something else."""
+        check_output_file("report", self.report)
+        if self.report.suffix != ".html" or self.report.resolve() == self.output.resolve():
+            raise BatchError(
+                f"report is {str(self.report)!r}; its name must end in .html, and not be that of "
+                "the output."
+            )
 
     def _job(self) -> BatchJob:
         """All that can be refused is refused before the model is loaded."""
@@ -88,7 +93,9 @@ class Batch:
         engine = self.engine
         checkpoint = open_checkpoint(engine.model, engine.load_format, seed=engine.seed)
         config = engine.resolve(checkpoint.config, jax.default_backend())
-        settings = settings_of(config, checkpoint.fingerprint, self.served_model_name)
+        settings = settings_of(
+            config, checkpoint.fingerprint, checkpoint.tokenizer(), self.served_model_name
+        )
         return BatchJob(self.input, self.output, settings, Shard.parse(self.shard))
 
     def _run(self, job: BatchJob, alone: bool) -> int:

@@ -18,7 +18,8 @@ _LINE_S = 30.0
 
 
 class BatchProgress:
-    """Told of a run after each of its steps. The bar is gone when the `with` block ends."""
+    """Told of a run after each of its steps. The bar is full when this host has done its share of
+    what was left, and gone when the `with` block ends."""
 
     def __init__(self) -> None:
         self._bar = Progress(
@@ -38,7 +39,7 @@ class BatchProgress:
         now = time.monotonic()
         if now < self._next:
             return
-        done, total, rest = run.totals.lines, len(run.job.lines), _rest(run)
+        done, total, rest = run.done, run.num_left, _rest(run)
         if self._draws:
             self._bar.update(self._task, completed=done, total=total, rest=rest, refresh=True)
             self._next = now + _DRAW_S

@@ -6,13 +6,14 @@ import asyncio
 import dataclasses
 import logging
 import re
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxserve.cli.follow import follow
 from jaxserve.cli.options import ModelSettings
 from jaxserve.cli.progress import TerminalProgress
 from jaxserve.errors import ConfigError
+from jaxserve.output_file import check_output_file
 
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncEngine
@@ -63,7 +64,7 @@ class Serve:
         import jax
 
         if jax.distributed.is_initialized() and jax.process_index() > 0:
-            return self._follow()
+            return follow(self.engine)
         from jaxserve.server.app import AppSettings
         from jaxserve.server.run import Stopping, listen, serve
         from jaxserve.server.service import Service
@@ -87,21 +88,6 @@ class Serve:
                 **dataclasses.asdict(self.engine), progress=progress, trace_file=self.trace_file
             )
 
-    def _follow(self) -> int:
-        """What a host does that is not the first: the steps that host 0 makes, until it ends. It is
-        host 0 that lets requests end when all are told to stop."""
-        from jaxserve.engine.engine import Engine
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        with TerminalProgress() as progress:
-            engine = Engine.load(self.engine, progress=progress)
-        try:
-            engine.follow()
-        finally:
-            engine.close()
-        return 0
-
     def _check(self) -> None:
         """Raises ConfigError for settings that cannot be, before anything is loaded."""
         for name, least in (("max_queued_requests", 0), ("max_body_bytes", 1), ("grace_s", 0)):
@@ -109,8 +95,8 @@ class Serve:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {least} or more.")
         if self.api_key is not None and self.api_key_file is not None:
             raise ConfigError("there is an api_key and an api_key_file; give one of them.")
-        if self.trace_file is not None and not self.trace_file.absolute().parent.is_dir():
-            raise ConfigError(f"trace_file is {str(self.trace_file)!r}; it has no directory.")
+        if self.trace_file is not None:
+            check_output_file("trace_file", self.trace_file)
 
     def _key(self) -> str | None:
         """Raises ConfigError for a key that no header could show, and a file that has none."""

@@ -20,7 +20,7 @@ from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.saved_kv import SavedKV, prefixes_of, save_kv
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.shared_prefix import SharedPrefix
-from jaxserve.errors import CheckpointError
+from jaxserve.errors import CheckpointError, RequestError
 from jaxserve.kv.table import PageTable
 from jaxserve.text import Tokenizer
 
@@ -141,7 +141,13 @@ class Checkpoints:
         if state.added.prefix is not None:
             number, num_tokens = state.added.prefix
             prefix = prefixes.setdefault(number, SharedPrefix(num_tokens))
-        new = self._intake.make_anew(state.added, prefix)
+        try:
+            new = self._intake.make_anew(state.added, prefix)
+        except RequestError as error:
+            raise CheckpointError(
+                f"request {state.added.request_id!r} of the checkpoint is refused by this engine: "
+                f"{error}"
+            ) from error
         context, pool = self._config.max_model_len, self._scheduler.pool
         state.apply(new.request, self._tokenizer, now_us, context, pool)
         return new

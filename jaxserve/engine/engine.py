@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,6 +32,7 @@ from jaxserve.runtime.paging import Paging
 from jaxserve.runtime.runner import Runner
 from jaxserve.runtime.startup import EnginePlan, Progress, no_progress, start
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.structured.grammar import Grammar
 from jaxserve.text import Tokenizer
 
 
@@ -112,11 +114,13 @@ class Engine:
         priority: int | None = None,
         tenant: str | None = None,
         shared_prefix: SharedPrefix | None = None,
+        grammar: Grammar | None = None,
     ) -> Request:
         """Accept a request. Text is tokenized with the model's special tokens.
 
         Requests of different tenants share no cached prefix, and under `fair_share` the engine.
         `shared_prefix` is what the prompt is known to share with those of other requests.
+        `grammar` is what `prepare` has made of these params; without it, it is compiled now.
 
         Raises RequestError for anything wrong with it, before anything is changed, and
         EngineClosedError on a closed engine.
@@ -124,20 +128,28 @@ class Engine:
         self._check_open()
         if request_id in self._requests:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request.")
-        self.prepare(params)
-        new = self._intake.make(request_id, prompt, params, priority, tenant, shared_prefix)
+        if grammar is None:
+            grammar = self.prepare(params)
+        wishes = priority, tenant, shared_prefix, grammar
+        new = self._intake.make(request_id, prompt, params, *wishes)
         with interrupts_held():
             self._steps.accept(new)
             self._note_addition(new, priority, tenant, shared_prefix)
         return new.request
 
-    def prepare(self, params: SamplingParams) -> None:
-        """Compile the grammar of `params.structured_outputs`, if it has one, so that `add` has it:
-        what a server calls first, in a thread where it keeps nobody waiting. Thread-safe.
+    def prepare(self, params: SamplingParams) -> Grammar | None:
+        """The compiled grammar of `params.structured_outputs`, if it has one, for `add`: what takes
+        time, and can be done by any thread while the engine runs.
 
-        Raises RequestError, as `add` does, for one that is invalid, too large or too slow.
+        Raises RequestError for one that is invalid, too large or too slow, or when too many wait.
         """
-        self._intake.prepare(params)
+        preparation = self.preparation(params)
+        return None if preparation is None else preparation.result()
+
+    def preparation(self, params: SamplingParams) -> Future[Grammar] | None:
+        """What `prepare` returns or raises, for those who have no thread to wait with. May be
+        cancelled."""
+        return self._intake.grammar(params)
 
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
         """A prompt's token ids, as `add` takes them. Raises RequestError for a bad prompt."""

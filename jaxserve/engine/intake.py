@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import NamedTuple
 
 from jaxserve.config import EngineConfig
@@ -16,8 +17,8 @@ from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.shared_prefix import SharedPrefix
 from jaxserve.errors import RequestError
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.structured.grammar import COMPILE_S, Grammars
-from jaxserve.structured.matcher import Matcher
+from jaxserve.structured.grammar import Grammar
+from jaxserve.structured.grammars import Grammars
 from jaxserve.text import Tokenizer
 
 
@@ -55,14 +56,12 @@ class Intake:
         """A prompt's token ids. Raises RequestError for a bad prompt."""
         return tokenize_prompt(prompt, self._tokenizer, self._vocab_size)
 
-    def prepare(self, params: SamplingParams) -> None:
-        """Does what takes time before a request with these params can be made. For any thread.
-
-        Raises RequestError for a grammar that is refused.
-        """
+    def grammar(self, params: SamplingParams) -> Future[Grammar] | None:
+        """The grammar of `params.structured_outputs`, if it has one, as `Grammars.submit` has it.
+        For any thread."""
         _check_params(params)
-        if params.structured_outputs is not None:
-            self._grammars.get(params.structured_outputs, within_s=COMPILE_S)
+        wanted = params.structured_outputs
+        return None if wanted is None else self._grammars.submit(wanted)
 
     def make(
         self,
@@ -72,8 +71,10 @@ class Intake:
         priority: int | None,
         tenant: str | None,
         shared_prefix: SharedPrefix | None,
+        grammar: Grammar | None,
     ) -> NewRequest:
-        """A request with its sequences. Raises RequestError for anything wrong with it."""
+        """A request with its sequences, whose output is of a `grammar`, if one is wanted. Raises
+        RequestError for anything wrong with it."""
         _check_params(params)
         if priority is not None:
             check_priority(priority)
@@ -104,7 +105,13 @@ class Intake:
             for index in range(params.n)
         ]
         generations = [
-            Generation(seq, self._tokenizer, self._eos, self._matcher(params)) for seq in sequences
+            Generation(
+                seq,
+                self._tokenizer,
+                self._eos,
+                grammar and grammar.matcher(ignore_eos=params.ignore_eos),
+            )
+            for seq in sequences
         ]
         return NewRequest(
             Request(
@@ -118,8 +125,15 @@ class Intake:
         """A request that host 0 has accepted, with the numbers and the seed that it has there."""
         self._seq_ids = itertools.count(added.first_seq_id)
         prompt = TokenizedPrompt(added.prompt, added.token_ids)
+        wanted = added.params.structured_outputs
         new = self.make(
-            added.request_id, prompt, added.params, added.priority, added.tenant, shared_prefix
+            added.request_id,
+            prompt,
+            added.params,
+            added.priority,
+            added.tenant,
+            shared_prefix,
+            wanted and self._grammars.get(wanted),
         )
         return new._replace(seed=added.seed)
 
@@ -136,13 +150,6 @@ class Intake:
         """Tenants share no pages; without a prefix cache only sequences of one request do."""
         salt = self.salt_of(tenant)
         return salt if self._shares else salt + b"\0%d" % next(self._salts)
-
-    def _matcher(self, params: SamplingParams) -> Matcher | None:
-        """Where an output of the form that was asked for begins."""
-        if params.structured_outputs is None:
-            return None
-        grammar = self._grammars.get(params.structured_outputs)
-        return grammar.matcher(ignore_eos=params.ignore_eos)
 
     def _bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
         """Token sequences of the bad words, each at the start of a text and after a space."""

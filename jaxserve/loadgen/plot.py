@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,23 +15,13 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from jaxserve.engine.fluidity import Deadlines
 from jaxserve.loadgen.results import Objectives, RequestResult
 from jaxserve.loadgen.series import Curve, distribution, in_flight, thinned, token_rate
+from jaxserve.svg_page import LETTERS, html_page, svg_element
 
 _COLOR, _LIMIT_COLOR = "#2563eb", "#dc2626"
-_PAGE = """\
-<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>
-  body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: auto; padding: 1rem }}
-  svg {{ width: 100%; height: auto }}
-  pre {{ background: #f3f4f6; padding: 1rem; overflow-x: auto; line-height: 1.35 }}
-</style>
-<h1>{title}</h1>
-{svg}
-<pre>{report}</pre>
-</html>
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: auto; padding: 1rem }
+svg { width: 100%; height: auto }
+pre { background: #f3f4f6; padding: 1rem; overflow-x: auto; line-height: 1.35 }
 """
 
 
@@ -49,18 +38,14 @@ def write_plot(
     Raises OSError.
     """
     figure = draw(results, objectives, deadlines)
-    # Letters as letters: to be searched, read aloud, and a tenth of the size.
-    with rc_context({"svg.fonttype": "none"}):
-        if path.suffix != ".html":
-            figure.suptitle(title)
+    if path.suffix != ".html":
+        figure.suptitle(title)
+        with rc_context(LETTERS):
             figure.savefig(path)
-            return
-        svg = io.StringIO()
-        figure.savefig(svg, format="svg")
-    # From the tag on: what comes before belongs to a file of its own.
-    drawing = svg.getvalue()[svg.getvalue().index("<svg") :]
-    page = _PAGE.format(title=html.escape(title), svg=drawing, report=html.escape(report))
-    path.write_text(page, encoding="utf-8")
+        return
+    drawing = svg_element(figure, "load")
+    body = f"<h1>{html.escape(title)}</h1>\n{drawing}\n<pre>{html.escape(report)}</pre>"
+    path.write_text(html_page(title, _STYLE, body), encoding="utf-8")
 
 
 def draw(results: Sequence[RequestResult], objectives: Objectives, deadlines: Deadlines) -> Figure:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -11,15 +10,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import jaxserve
 from jaxserve.errors import BatchError
 from jaxserve.offline.custom_ids import duplicates
-from jaxserve.offline.journal import Journal, Result, read_results
+from jaxserve.offline.journal import Journal, Result, lock, read_results
 from jaxserve.offline.lines import open_lines
 from jaxserve.offline.shards import Shard, merge, parts_of, results_so_far
 from jaxserve.offline.totals import Totals
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
+    from jaxserve.text import Tokenizer
 
 WINDOW_LINES = 2048
 """Lines that are read, tokenized and put in order together."""
@@ -28,12 +29,15 @@ _VERSION = 1
 
 
 def settings_of(
-    config: EngineConfig, fingerprint: str, names: Sequence[str] = ()
+    config: EngineConfig, fingerprint: str, tokenizer: Tokenizer, names: Sequence[str] = ()
 ) -> dict[str, Any]:
     """What answers depend on besides their requests: a resolved `config`, the `fingerprint` of its
-    checkpoint, and the names the model is served by if not its own."""
+    checkpoint, its tokenizer and chat templates, the names the model is served by if not its own,
+    and this version of the program."""
     return {
+        "jaxserve": jaxserve.__version__,
         "model": fingerprint,
+        "tokenizer": tokenizer.digest,
         "model_names": list(names) or [str(config.model)],
         "seed": config.seed,
         "dtype": config.dtype,
@@ -72,9 +76,10 @@ class BatchJob:
             "lines": len(self.lines),
             **settings,
         }
+        # Before anything else is written: nothing is left beside a file that is refused.
+        self.created = _claim(self.output, identity, str(self.input))
         self.journal = Journal(shard.file(self.output))
         try:
-            self.created = _claim(self.output, identity, str(self.input))
             self._done = bytearray(self.lines.number(len(self.lines) - 1) + 1)
             self.totals = Totals.of(self._noted(results_so_far(self.output, self.journal)))
         except BaseException:
@@ -116,6 +121,11 @@ class BatchJob:
         for result in results:
             self.totals.add(result)
 
+    def sync_if_due(self) -> None:
+        """Have results on the disk two seconds after they were appended, if called so often.
+        Raises BatchError."""
+        self.journal.sync_if_due()
+
     def end(self) -> bool:
         """Put the parts of all hosts together if they are all there; whether the job is done.
         Nothing can be appended any more. When it is done, `totals` are those of all hosts."""
@@ -129,8 +139,13 @@ class BatchJob:
         return True
 
     def _noted(self, results: Iterable[Result]) -> Iterator[Result]:
-        """The results, whose lines are done."""
+        """The results, whose lines are done. Raises BatchError for one of a line there is not."""
         for result in results:
+            if result.number >= len(self._done):
+                raise BatchError(
+                    f"{self.output} or a part of it has an answer to line {result.number}, but "
+                    f"{self.input} ends with line {len(self._done) - 1}; remove that answer."
+                )
             self._done[result.number] = 1
             yield result
 
@@ -156,17 +171,24 @@ def _claim(output: Path, identity: dict[str, Any], name: str) -> int:
     Raises BatchError for an output of another job, or of none.
     """
     path = job_file(output)
-    if not path.exists():  # Nothing is left beside a file that is refused.
-        _check_nobodys(output, path)
     try:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
     except OSError as error:
-        raise BatchError(f"{path} cannot be written: {error.strerror}.") from error
+        raise BatchError(
+            f"{path} cannot be written: {error.strerror}. Give an output in a directory that "
+            "exists and that you can write to."
+        ) from error
     with file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # Hosts may start at once.
-        known = _parse(file.read())
+        lock(file.fileno(), path)  # Hosts may start at once.
+        text = file.read()
+        known = _parse(text)
         if known is None:
-            _check_nobodys(output, path)
+            try:
+                _check_nobodys(output, path)
+            except BatchError:
+                if not text:
+                    path.unlink()
+                raise
             known = {"created": int(time.time()), "input_file": name, **identity}
             file.seek(0)
             file.truncate()
@@ -183,7 +205,7 @@ def _claim(output: Path, identity: dict[str, Any], name: str) -> int:
         raise BatchError(
             f"{output} belongs to another job, of {known.get('input_file')!r}: {shown}. Give "
             "another output; or that job's input and settings, to go on with it; or delete "
-            f"{output.name} and {path.name}, to start anew."
+            f"{', '.join(file.name for file in (output, *parts_of(output), path))}, to start anew."
         )
     return known["created"]
 
@@ -207,11 +229,18 @@ def _parse(text: bytes) -> dict[str, Any] | None:
 
 
 def _check_nobodys(output: Path, path: Path) -> None:
-    if output.exists() and output.stat().st_size:
+    if output.is_dir():
+        raise BatchError(f"{output} is a directory; give a file as the output.")
+    taken = [file.name for file in (output, *parts_of(output)) if _has_content(file)]
+    if taken:
         raise BatchError(
             f"{output} is no output of a batch job: there is no good {path.name} beside it. Give "
-            f"another output, or move {output.name} away."
+            f"another output, or move {', '.join(taken)} away."
         )
+
+
+def _has_content(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
 
 
 def _window_lines(num_lines: int, count: int, most: int) -> int:

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, Self
 
 from jaxserve.errors import BatchError
 
-_SYNC_S = 2.0
-"""Results are on the disk after so long; of a process that is killed, all that it wrote are."""
+SYNC_S = 2.0
+"""Results are on the disk after so long and a step; of a process that is killed, all that it wrote
+are."""
 
 _ID = re.compile(r"batch_req_([1-9][0-9]*)")
 
@@ -35,7 +36,8 @@ class Result(NamedTuple):
 
     @classmethod
     def parse(cls, text: bytes) -> Self | None:
-        """None for what is no whole line of a result."""
+        """None for what is no whole line of a result. Raises BatchError for a line with the id of
+        one that does not say what came of its request."""
         if not text.endswith(b"\n"):
             return None
         try:
@@ -43,7 +45,27 @@ class Result(NamedTuple):
             number = _ID.fullmatch(content["id"])
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
-        return None if number is None else cls(int(number[1]), content, text)
+        if number is None:
+            return None
+        try:
+            sound = _is_sound(content)
+        except (KeyError, TypeError):
+            sound = False
+        if not sound:
+            raise BatchError(
+                f"{content['id']} has neither an error with code and message, nor a response with "
+                "usage; remove that line to have its request done again."
+            )
+        return cls(int(number[1]), content, text)
+
+
+def _is_sound(content: dict[str, Any]) -> bool:
+    """Whether a result has what is counted of it. Raises KeyError or TypeError if it has not."""
+    error = content["error"]
+    if error is not None:
+        return isinstance(error["code"], str) and isinstance(error["message"], str)
+    usage = content["response"]["body"]["usage"]
+    return all(type(usage[name]) is int for name in ("prompt_tokens", "completion_tokens"))
 
 
 class Journal:
@@ -63,18 +85,10 @@ class Journal:
                 "exists and that you can write to."
             ) from error
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError as error:
+            lock(self._file, path, wait)
+        except BatchError:
             self.close()
-            raise BatchError(
-                f"another process is writing to {path}; wait for it, or give another output."
-            ) from error
-        except OSError as error:
-            self.close()
-            raise BatchError(
-                f"{path} cannot be locked: {error.strerror}. Give an output on a file system that "
-                "has locks (flock)."
-            ) from error
+            raise
         self._size = os.fstat(self._file).st_size
         self._unsynced_since: float | None = None
 
@@ -90,7 +104,7 @@ class Journal:
 
     def append(self, results: Sequence[Result]) -> None:
         """Write whole lines at once. They survive this process from now on, and the machine's
-        failure from about two seconds on.
+        failure from the next sync on.
 
         Raises BatchError, with the file as it was, when there is no room.
         """
@@ -107,9 +121,13 @@ class Journal:
                 "make room and run the same command again."
             ) from error
         self._size += len(text)
-        now = time.monotonic()
-        self._unsynced_since = self._unsynced_since or now
-        if now - self._unsynced_since > _SYNC_S:
+        if self._unsynced_since is None:
+            self._unsynced_since = time.monotonic()
+
+    def sync_if_due(self) -> None:
+        """`sync` when something was appended two seconds ago or earlier. Raises BatchError."""
+        since = self._unsynced_since
+        if since is not None and time.monotonic() - since >= SYNC_S:
             self.sync()
 
     def sync(self) -> None:
@@ -131,6 +149,24 @@ class Journal:
         self._size = size
 
 
+def lock(file: int, path: Path, wait: bool = True) -> None:
+    """Lock an open file, whose `path` errors name; `wait`s for another process to unlock it.
+
+    Raises BatchError when it cannot be locked, or another process has locked it.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError as error:
+        raise BatchError(
+            f"another process is writing to {path}; wait for it, or give another output."
+        ) from error
+    except OSError as error:
+        raise BatchError(
+            f"{path} cannot be locked: {error.strerror}. Give an output on a file system that "
+            "has locks (flock)."
+        ) from error
+
+
 def read_results(path: Path) -> Iterator[Result]:
     """What is in a file that another process may be writing; nothing where there is none."""
     with contextlib.suppress(FileNotFoundError):
@@ -150,11 +186,15 @@ def in_use(path: Path) -> bool:
 
 
 def _scan(path: Path) -> Iterator[Result]:
-    """Results up to the first line that is none. Raises BatchError for one after that."""
+    """Results up to the first line that is none. Raises BatchError for one after that,
+    and for a line that is of a result but has another shape."""
     damaged = None
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
-            result = Result.parse(text)
+            try:
+                result = Result.parse(text)
+            except BatchError as error:
+                raise BatchError(f"line {number} of {path}: {error}") from None
             if result is None:
                 damaged = damaged or number
             elif damaged:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 
@@ -13,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from jaxserve.offline.timeline import Sample
+from jaxserve.svg_page import svg_element
 
 # Colours that no plot has, each of which stands for one of the page's.
 _INK, _GRID, _FIRST, _SECOND = "#010203", "#010204", "#010205", "#010206"
@@ -23,7 +23,6 @@ _OF_THE_PAGE = {
     _SECOND: "var(--second)",
 }
 _STYLE = {
-    "svg.fonttype": "none",
     "font.size": 9,
     "axes.edgecolor": _GRID,
     "axes.labelcolor": _INK,
@@ -41,7 +40,6 @@ _STYLE = {
 }
 _BINS = 40
 _PERIODS = 80
-_NOTHING = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 
 def throughput(samples: Sequence[Sample], name: str) -> str:
@@ -94,13 +92,8 @@ def _axes(width_inches: float, height_inches: float) -> tuple[Figure, Axes]:
 
 
 def _svg(figure: Figure, name: str) -> str:
-    """The figure as an element. Its ids begin with `name`, for a page has several figures."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata=_NOTHING)
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
+    """The figure as an element, in the page's colours."""
+    text = svg_element(figure, name)
     for ours, pages in _OF_THE_PAGE.items():
         text = text.replace(ours, pages)
-    for reference in ('id="', "url(#", 'href="#'):
-        text = text.replace(reference, f"{reference}{name}-")
     return text

@@ -13,6 +13,7 @@ from jaxserve.errors import BatchError
 from jaxserve.offline.plots import histogram, throughput
 from jaxserve.offline.run import BatchRun
 from jaxserve.offline.timeline import duration
+from jaxserve.svg_page import html_page
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #fff; --ink: #1d2733; --quiet: #5b6875; --grid: #d9dee4;
@@ -54,21 +55,17 @@ def report(run: BatchRun) -> str:
     title = f"{job.input.name} → {job.output.name}"
     left = len(job.lines) - totals.lines
     state = "All lines are done" if run.complete else f"{left:,} lines are left"
-    return "\n".join(
+    body = "\n".join(
         [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width">',
-            '<link rel="icon" href="data:,">',
-            f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>",
             f'<h1>{html.escape(title)}</h1><p class="quiet">{html.escape(state)}.</p>',
             _numbers(run),
             *_plots(run),
             *_errors(run),
             "<h2>Settings</h2>",
             _table([("input", job.input), ("output", job.output), *_settings(run)]),
-            "</body></html>",
         ]
     )
+    return html_page(title, _STYLE, body)
 
 
 def _numbers(run: BatchRun) -> str:

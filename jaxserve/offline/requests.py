@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.engine.prompts import TokenizedPrompt
-from jaxserve.errors import RequestError
 from jaxserve.offline.custom_ids import custom_id_of, seed_of
 from jaxserve.offline.journal import Result
 from jaxserve.offline.lines import Record
 from jaxserve.outputs import RequestOutput
 from jaxserve.protocol.endpoints import ENDPOINTS, Call
-from jaxserve.protocol.errors import FieldError, reply_to
+from jaxserve.protocol.errors import FieldError, GenerationFailedError, check_generated, reply_to
 from jaxserve.protocol.model import Model
 from jaxserve.sampling_params import SamplingParams
+
+_log = logging.getLogger(__name__)
 
 _ENVELOPE = {"custom_id", "method", "url", "body"}
 
@@ -42,19 +44,19 @@ class BatchRequest:
 
     def result(self, outputs: list[RequestOutput], created: int) -> Result:
         """The output's line, in which nothing depends on when or beside whom it was run."""
-        for output in outputs:
-            if output.error is not None:
-                return self.refusal("generation_failed", output.error, status=500)
+        try:
+            check_generated(outputs)
+        except GenerationFailedError as error:
+            return refused(self.number, self.custom_id, error)
         name = f"batch_req_{self.number}"
-        body = self.call.response(outputs, name, created)
+        try:
+            body = self.call.response(outputs, name, created)
+        except Exception as error:  # A mistake of ours stops one line, and not the job.
+            _log.exception("the answer to line %d could not be written.", self.number)
+            return refused(self.number, self.custom_id, error, "internal_error")
         body["usage"].pop("prompt_tokens_details")  # What was cached depends on the others.
         response = {"status_code": 200, "request_id": name, "body": body}
         return Result.of(self.number, custom_id=self.custom_id, response=response, error=None)
-
-    def refusal(self, code: str, message: str, status: int = 400) -> Result:
-        """The output's line when a request that was found good has failed."""
-        body = {"error": {"message": message, "type": "server_error", "param": None, "code": code}}
-        return _error(self.number, self.custom_id, status, body, code, message)
 
 
 def parse(record: Record, number: int, model: Model, seed: int) -> BatchRequest:
@@ -74,8 +76,8 @@ def parse(record: Record, number: int, model: Model, seed: int) -> BatchRequest:
     return BatchRequest(number, custom_id, call, seed)
 
 
-def refused(number: int, custom_id: str, error: RequestError, code: str | None = None) -> Result:
-    """The output's line for a line of the input that was refused."""
+def refused(number: int, custom_id: str, error: Exception, code: str | None = None) -> Result:
+    """The output's line for a line of the input that has no answer but an error."""
     reply = reply_to(error)
     code = code or reply.code or (f"invalid_{reply.param}" if reply.param else "invalid_request")
     return _error(number, custom_id, reply.status, reply.body, code, reply.message)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxserve.engine.interrupts import interrupts_held
 from jaxserve.errors import RequestError
+from jaxserve.offline.grammars_ahead import with_grammars
 from jaxserve.offline.job import BatchJob, settings_of
 from jaxserve.offline.journal import Result
 from jaxserve.offline.requests import BatchRequest, refused
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
     from jaxserve.engine.request import Request
     from jaxserve.llm import LLM
+    from jaxserve.structured.grammar import Grammar
 
 
 class BatchRun:
@@ -45,6 +48,7 @@ class BatchRun:
         self.complete = False
         self._lines: dict[int, _Line] = {}
         self._running: dict[str, _Running] = {}
+        self._next: tuple[Prompt, Future[Grammar] | None] | None = None
 
     @property
     def totals(self) -> Totals:
@@ -78,10 +82,11 @@ class BatchRun:
         self.timeline = Timeline()
         try:
             with windows(self.job, model, engine.plan.config.page_size) as read:
-                prompts = self._prompts(read)
+                prompts = with_grammars(engine, self._prompts(read))
                 while self._feed(engine, prompts) or self._running:
                     with interrupts_held():  # What a step has finished is written.
                         self._take(engine, engine.step())
+                    self.job.sync_if_due()
                     progress(self)
         finally:
             self.timeline.sample()
@@ -94,20 +99,35 @@ class BatchRun:
             self._write(window.refused)
             yield from window.prompts
 
-    def _feed(self, engine: Engine, prompts: Iterator[Prompt]) -> bool:
-        """Add prompts until as many sequences wait as can run at once; False when all were."""
+    def _feed(
+        self, engine: Engine, prompts: Iterator[tuple[Prompt, Future[Grammar] | None]]
+    ) -> bool:
+        """Add prompts until as many sequences wait as can run at once, or the next one's grammar is
+        not compiled and others run; False when all were added."""
         while engine.scheduler.num_waiting < engine.plan.config.max_num_seqs:
-            prompt = next(prompts, None)
-            if prompt is None:
+            self._next = self._next or next(prompts, None)
+            if self._next is None:
                 return False
-            self._add(engine, prompt)
+            prompt, grammar = self._next
+            if grammar is not None and not grammar.done() and self._running:
+                return True
+            self._next = None
+            self._add(engine, prompt, grammar)
         return True
 
-    def _add(self, engine: Engine, prompt: Prompt) -> None:
+    def _add(self, engine: Engine, prompt: Prompt, grammar: Future[Grammar] | None) -> None:
+        request = prompt.request
+        line = self._lines.setdefault(request.number, _Line(request, len(request.prompts)))
+        line.to_come -= 1
+        if not line.refused:
+            self._submit(engine, prompt, line, grammar)
+        if line.refused and not line.to_come:
+            del self._lines[request.number]
+
+    def _submit(
+        self, engine: Engine, prompt: Prompt, line: _Line, grammar: Future[Grammar] | None
+    ) -> None:
         request, place = prompt.request, prompt.place
-        line = self._lines.setdefault(request.number, _Line(request))
-        if line.refused:
-            return
         request_id = f"{request.number}.{place}"
         try:
             added = engine.add(
@@ -115,6 +135,7 @@ class BatchRun:
                 request.prompts[place],
                 request.params(place),
                 shared_prefix=prompt.shared,
+                grammar=None if grammar is None else grammar.result(),
             )
         except RequestError as error:
             line.refused = True
@@ -163,9 +184,11 @@ class BatchRun:
 
 @dataclasses.dataclass
 class _Line:
-    """A line under way, with the outputs of those of its prompts that are done, by place."""
+    """A line under way, with the outputs of those of its prompts that are done, by place. `to_come`
+    counts those of its prompts that are not in the engine yet."""
 
     request: BatchRequest
+    to_come: int
     outputs: dict[int, RequestOutput] = dataclasses.field(default_factory=dict)
     refused: bool = False
 
@@ -201,7 +224,7 @@ def run_batch(
     job's. A bad line is told of in the output, and stops nothing.
     """
     plan = llm.engine.plan
-    settings = settings_of(plan.config, plan.checkpoint.fingerprint)
+    settings = settings_of(plan.config, plan.checkpoint.fingerprint, llm.engine.tokenizer)
     with BatchJob(input, output, settings) as job:
         run = BatchRun(job)
         run.run(llm.engine, progress=progress)

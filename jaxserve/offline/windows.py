@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Iterator
 
 from jaxserve.engine.shared_prefix import SharedPrefix
@@ -14,6 +15,8 @@ from jaxserve.offline.journal import Result
 from jaxserve.offline.planned_order import planned_order
 from jaxserve.offline.requests import BatchRequest, parse, refused
 from jaxserve.protocol.model import Model
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +99,9 @@ def _request(job: BatchJob, model: Model, index: int) -> BatchRequest | Result:
         return parse(record, number, model, job.settings["seed"])
     except RequestError as error:
         return refused(number, custom_id, error)
+    except Exception as error:  # A mistake of ours stops one line, and not the job.
+        _log.exception("line %d could not be read.", number)
+        return refused(number, custom_id, error, "internal_error")
 
 
 def _decode_tokens(request: BatchRequest, place: int, model: Model) -> int:

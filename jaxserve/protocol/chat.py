@@ -9,7 +9,7 @@ from pydantic import Field, StrictBool, StrictInt
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.chat_reply import Chat, ToolUse
 from jaxserve.protocol.errors import FieldError
-from jaxserve.protocol.fields import GenerationFields
+from jaxserve.protocol.fields import GenerationFields, JsonObject, ListOf
 from jaxserve.protocol.messages import Message
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.tool_calls import format_of, knows_tools
@@ -21,17 +21,17 @@ Choice = Literal["none", "auto", "required"] | ChosenTool
 class ChatCompletionRequest(GenerationFields):
     """The body of a request: OpenAI's fields, and vLLM's."""
 
-    messages: list[Message]
+    messages: ListOf[Message]
     max_completion_tokens: StrictInt | None = Field(None, description="The same as max_tokens.")
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = None
-    tools: list[Tool] | None = None
+    tools: ListOf[Tool] | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: StrictBool | None = None
     add_generation_prompt: StrictBool | None = Field(
         None, description="Whether the prompt ends with the opening of the assistant's turn."
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(
+    chat_template_kwargs: JsonObject | None = Field(
         None, description="More for the chat template to read, such as enable_thinking."
     )
 
@@ -60,6 +60,7 @@ class ChatCompletionRequest(GenerationFields):
             model=model,
             prompts=(self.prompt(model, self._shown_tools(model, tool_use)),),
             params=self.sampling(model, defaults, **more),
+            tenant=self.tenant,
             stream=bool(self.stream),
             include_usage=self.include_usage,
             tool_use=tool_use,
@@ -79,6 +80,8 @@ class ChatCompletionRequest(GenerationFields):
 
     def _tool_use(self, model: Model) -> ToolUse | None:
         tools = self.tools or []
+        if self.parallel_tool_calls is not None and not tools:
+            raise FieldError("parallel_tool_calls", "needs tools; leave it out.")
         check_tools(tools, self.tool_choice)
         chosen, parallel = self.tool_choice or "auto", self.parallel_tool_calls is not False
         if not tools or chosen == "none":

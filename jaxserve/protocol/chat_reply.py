@@ -39,6 +39,7 @@ class Chat:
     model: Model
     prompts: tuple[TokenizedPrompt, ...]
     params: SamplingParams
+    tenant: str | None
     stream: bool
     include_usage: bool
     tool_use: ToolUse | None

@@ -12,11 +12,12 @@ from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.errors import RequestError
 from jaxserve.outputs import CompletionOutput, Delta, RequestOutput
 from jaxserve.protocol.errors import FieldError
-from jaxserve.protocol.fields import GenerationFields
-from jaxserve.protocol.logprobs import completion_logprobs, prompt_logprobs
+from jaxserve.protocol.fields import GenerationFields, ListOf
+from jaxserve.protocol.logprobs import TextOffsets, completion_logprobs, prompt_logprobs
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.usage import usage
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.text.detokenizer import Detokenizer
 
 MAX_PROMPTS = 2048
 
@@ -24,7 +25,7 @@ MAX_PROMPTS = 2048
 class CompletionRequest(GenerationFields):
     """The body of a request: OpenAI's fields, and vLLM's."""
 
-    prompt: str | list[str] | list[StrictInt] | list[list[StrictInt]] = Field(
+    prompt: str | ListOf[str] | ListOf[StrictInt] | ListOf[ListOf[StrictInt]] = Field(
         description="Text or token ids, or a list of either.", examples=["The sky is"]
     )
     best_of: StrictInt | None = Field(None, description="Must be n, where it is given.")
@@ -77,6 +78,7 @@ class CompletionRequest(GenerationFields):
             model=model,
             prompts=self.prompts(model),
             params=self.sampling(model, {}, **more),
+            tenant=self.tenant,
             stream=bool(self.stream),
             include_usage=self.include_usage,
             echo=bool(self.echo),
@@ -96,6 +98,7 @@ class Completion:
     model: Model
     prompts: tuple[TokenizedPrompt, ...]
     params: SamplingParams
+    tenant: str | None
     stream: bool
     include_usage: bool
     echo: bool
@@ -134,6 +137,15 @@ class Completion:
         prompt = self.prompts[number]
         return self.model.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
 
+    def offsets(self, number: int) -> TextOffsets:
+        """Of what is generated after a prompt, which comes first if it is echoed."""
+        detokenizer = Detokenizer(
+            self.model.tokenizer,
+            prompt_token_ids=self.prompts[number].token_ids,
+            skip_special_tokens=self.params.skip_special_tokens,
+        )
+        return TextOffsets(detokenizer, len(self.echoed(number)) if self.echo else 0)
+
     def _choice(
         self, number: int, output: RequestOutput, choice: CompletionOutput
     ) -> dict[str, Any]:
@@ -148,11 +160,14 @@ class Completion:
             "stop_reason": None if self.scores_only else choice.stop_reason,
         }
         if self.params.logprobs is not None:
-            scored = token_ids
+            scored, tokenizer = token_ids, self.model.tokenizer
+            offsets = self.offsets(number).of(token_ids)
             if self.echo:
                 scored = [*output.prompt_token_ids, *token_ids]
                 entries = [*output.prompt_logprobs, *entries]
-            answer["logprobs"] = completion_logprobs(scored, entries, self.model.tokenizer)
+                of_prompt = TextOffsets(Detokenizer(tokenizer)).of(output.prompt_token_ids)
+                offsets = [*of_prompt, *offsets]
+            answer["logprobs"] = completion_logprobs(scored, entries, tokenizer, offsets)
         if self.prompt_logprobs:
             answer["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if self.token_ids:
@@ -167,7 +182,7 @@ class CompletionChunks:
     def __init__(self, call: Completion, head: dict[str, Any]) -> None:
         self._call = call
         self._head = head | ({"usage": None} if call.include_usage else {})
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, TextOffsets] = {}
 
     def begin(self) -> Iterator[dict[str, Any]]:
         call = self._call
@@ -191,10 +206,12 @@ class CompletionChunks:
             if call.scores_only:
                 choice["text"], token_ids, entries = "", (), None
             if entries:
-                offset = self._offsets.get(index, 0)
-                scores = completion_logprobs(token_ids, entries, call.model.tokenizer, offset)
-                self._offsets[index] = offset + sum(map(len, scores["tokens"]))
-                choice["logprobs"] = scores
+                if index not in self._offsets:
+                    self._offsets[index] = call.offsets(number)
+                offsets = self._offsets[index].of(token_ids)
+                choice["logprobs"] = completion_logprobs(
+                    token_ids, entries, call.model.tokenizer, offsets
+                )
             if call.token_ids:
                 choice["token_ids"] = list(token_ids)
             if choice["text"] or entries or delta.finish_reason or (call.token_ids and token_ids):

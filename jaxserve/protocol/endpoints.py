@@ -11,7 +11,7 @@ from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.outputs import Delta, RequestOutput
 from jaxserve.protocol.chat import ChatCompletionRequest
 from jaxserve.protocol.completions import CompletionRequest
-from jaxserve.protocol.errors import FieldError, field_error
+from jaxserve.protocol.errors import FieldError, field_error, shown
 from jaxserve.protocol.model import Model
 from jaxserve.sampling_params import SamplingParams
 
@@ -27,10 +27,11 @@ class Chunks(Protocol):
 
 
 class Call(Protocol):
-    """A request that was found good: its prompts, how to sample, and how to answer."""
+    """A request that was found good: its prompts, how to sample, for whom, and how to answer."""
 
     prompts: tuple[TokenizedPrompt, ...]
     params: SamplingParams
+    tenant: str | None
     stream: bool
     include_usage: bool
 
@@ -49,7 +50,7 @@ class Endpoint(NamedTuple):
     def parse(self, body: Mapping[str, Any], model: Model) -> Call:
         """Raises RequestError, naming the field that is wrong."""
         if not isinstance(body, Mapping):
-            raise FieldError("body", f"must be a JSON object, got {body!r:.80}.")
+            raise FieldError("body", f"must be a JSON object, got {shown(body)}.")
         try:
             request = self.request.model_validate(body)
         except ValidationError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,15 +13,19 @@ from pydantic import ValidationError
 from jaxserve.errors import (
     EngineClosedError,
     JaxserveError,
+    OverloadedError,
     PromptTooLongError,
     RequestError,
 )
+from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
 
 _PARAM = re.compile(r"(?:a token id of )?([a-z_]+)")
 _PARAMS = {"prompt", "messages", *(field.name for field in dataclasses.fields(SamplingParams))}
 _UNION_TAG = re.compile(r"[a-z-]+\[.*\]|str|int|float|bool|dict|none|[A-Z]\w*")
 MAX_SHOWN_CHARS = 80
+_SHORT = reprlib.Repr()  # It does not spell out what it then leaves out.
+_SHORT.maxstring = _SHORT.maxother = MAX_SHOWN_CHARS
 
 
 class FieldError(RequestError):
@@ -36,8 +41,8 @@ class ModelNotFoundError(RequestError):
     """The request names a model that is not served here."""
 
 
-class OverloadedError(JaxserveError):
-    """The queue is full; the request may be sent again later."""
+class GenerationFailedError(RequestError):
+    """A request that was found good could not be generated to its end."""
 
 
 class UnavailableError(JaxserveError):
@@ -72,16 +77,25 @@ def reply_to(error: BaseException) -> ErrorReply:
             return ErrorReply(404, message, "invalid_request_error", "model", "model_not_found")
         case PromptTooLongError():
             return _invalid(message, None, "context_length_exceeded")
+        case GenerationFailedError():
+            return ErrorReply(422, message, "invalid_request_error", None, "generation_failed")
         case FieldError(field=field):
             return _invalid(message, field)
+        case OverloadedError():
+            return ErrorReply(429, message, "rate_limit_error", None, "overloaded", 1)
         case RequestError():
             found = _PARAM.match(message)
             return _invalid(message, found[1] if found and found[1] in _PARAMS else None)
-        case OverloadedError():
-            return ErrorReply(429, message, "rate_limit_error", None, "overloaded", 1)
         case UnavailableError() | EngineClosedError():
             return ErrorReply(503, message, "service_unavailable_error", None, "unavailable", 5)
     return ErrorReply(500, "the server made a mistake; its log has more.", "server_error")
+
+
+def check_generated(outputs: Sequence[RequestOutput]) -> None:
+    """Raises GenerationFailedError when one of a request's outputs ended by an error."""
+    for output in outputs:
+        if output.error is not None:
+            raise GenerationFailedError(output.error)
 
 
 def _invalid(message: str, param: str | None, code: str | None = None) -> ErrorReply:
@@ -107,10 +121,13 @@ def field_error_of(errors: Sequence[dict[str, Any]]) -> FieldError:
     message = found["msg"].removeprefix("Value error, ")
     if message.startswith("Input should be"):
         message = message.replace("Input should be", "must be", 1)
-    given = repr(found["input"])
-    if len(given) > MAX_SHOWN_CHARS:
-        given = given[: MAX_SHOWN_CHARS - 3] + "..."
-    return FieldError(path, f"{message}, got {given}.")
+    return FieldError(path, f"{message}, got {shown(found['input'])}.")
+
+
+def shown(value: Any) -> str:
+    """A value that was sent, as much of it as a message has room for."""
+    text = _SHORT.repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
 
 
 def _depth(error: dict[str, Any]) -> int:

@@ -3,21 +3,66 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    model_validator,
+)
 
 from jaxserve.protocol.errors import FieldError
 from jaxserve.protocol.model import Model
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 
 _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)} - {"logprobs"}
+
+T = TypeVar("T")
+
+# A body may hold a million things that are wrong, and one is told of: what follows has pydantic
+# look for no more than a few.
+ListOf = Annotated[list[T], Field(fail_fast=True)]
+
+
+def _with_names(given: Any) -> Any:
+    if isinstance(given, Mapping):
+        try:
+            "".join(given).encode()
+        except (TypeError, UnicodeEncodeError):
+            raise ValueError("must have names that are valid Unicode") from None
+    return given
+
+
+def _not_too_many(given: Any) -> Any:
+    if isinstance(given, Mapping) and len(given) > MAX_LOGIT_BIAS:
+        raise ValueError(f"must have at most {MAX_LOGIT_BIAS} entries")
+    return given
+
+
+JsonObject = Annotated[dict[str, Any], BeforeValidator(_with_names)]
+LogitBias = Annotated[dict[str, StrictFloat], BeforeValidator(_not_too_many)]
 
 
 class Fields(BaseModel):
     """A part of a request; null means absent, and a field that is not known is refused."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True, serialize_by_alias=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_field(cls, given: Any) -> Any:
+        """A body without its unknown fields but the first, which it is refused for."""
+        if not isinstance(given, Mapping) or len(given) <= len(cls.model_fields):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next(name for name in given if name not in known)
+        return {name: value for name, value in given.items() if name in known or name is unknown}
 
 
 class StreamOptions(Fields):
@@ -31,7 +76,7 @@ class JsonSchema(Fields):
 
     name: str
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: JsonObject | None = Field(None, alias="schema")
     strict: StrictBool | None = None
 
 
@@ -58,9 +103,9 @@ class ResponseFormat(Fields):
 class StructuredFields(Fields):
     """One of them constrains the answer, as in vLLM."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_: JsonObject | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: ListOf[str] | None = None
     grammar: str | None = None
     json_object: StrictBool | None = None
 
@@ -73,6 +118,9 @@ class GenerationFields(Fields):
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="Accepted, and of no effect.")
+    cache_salt: str | None = Field(
+        None, description="The tenant: others share no cached prefix with it."
+    )
 
     temperature: StrictFloat | None = None
     top_p: StrictFloat | None = None
@@ -82,14 +130,14 @@ class GenerationFields(Fields):
     frequency_penalty: StrictFloat | None = None
     repetition_penalty: StrictFloat | None = None
     seed: StrictInt | None = None
-    logit_bias: dict[str, StrictFloat] | None = None
-    allowed_token_ids: list[StrictInt] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: ListOf[StrictInt] | None = None
+    bad_words: ListOf[str] | None = None
 
     max_tokens: StrictInt | None = None
     min_tokens: StrictInt | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[StrictInt] | None = None
+    stop: str | ListOf[str] | None = None
+    stop_token_ids: ListOf[StrictInt] | None = None
     include_stop_str_in_output: StrictBool | None = None
     ignore_eos: StrictBool | None = None
     skip_special_tokens: StrictBool | None = None
@@ -103,6 +151,11 @@ class GenerationFields(Fields):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def tenant(self) -> str | None:
+        """As the engine knows it."""
+        return self.cache_salt or None
 
     def check(self, model: Model) -> None:
         """Raises RequestError for a model not served, and for fields that contradict each other."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxserve.outputs import Logprob
 from jaxserve.text import Tokenizer
+from jaxserve.text.detokenizer import Detokenizer
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
@@ -14,26 +15,38 @@ LEAST_LOGPROB = -9999.0
 Entry = dict[int, Logprob]
 
 
+class TextOffsets:
+    """Where in a text its tokens begin, in characters. Tokens that are parts of one character
+    begin where it does."""
+
+    def __init__(self, detokenizer: Detokenizer, begin: int = 0) -> None:
+        """`detokenizer` makes the text, which begins at `begin`."""
+        self._detokenizer = detokenizer
+        self._end = begin
+
+    def of(self, token_ids: Sequence[int]) -> list[int]:
+        """Those of the next tokens."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._end)
+            self._end += len(self._detokenizer.push([token_id]))
+        return offsets
+
+
 def completion_logprobs(
     token_ids: Sequence[int],
     entries: Sequence[Entry | None],
     tokenizer: Tokenizer,
-    offset: int = 0,
+    offsets: Sequence[int],
 ) -> dict[str, Any]:
     """The legacy shape, of `/v1/completions`: parallel lists, one entry a token.
 
-    An entry is None for a prompt's first token, which nothing precedes. `text_offset` counts the
-    characters before each token, from `offset` on. `top_logprobs` has one more token than was
+    An entry is None for a prompt's first token, which nothing precedes. `offsets` are those of
+    `TextOffsets`. `top_logprobs` has one more token than was
     asked for where the one taken is not among the likeliest.
     """
-    tokens, offsets = [], []
-    for token_id in token_ids:
-        text = tokenizer.token_text(token_id)
-        tokens.append(text)
-        offsets.append(offset)
-        offset += len(text)
     return {
-        "tokens": tokens,
+        "tokens": [tokenizer.token_text(token_id) for token_id in token_ids],
         "token_logprobs": [
             None if entry is None else _number(entry[token_id])
             for token_id, entry in zip(token_ids, entries, strict=True)
@@ -41,7 +54,7 @@ def completion_logprobs(
         "top_logprobs": [
             None if entry is None else _by_text(entry, tokenizer) for entry in entries
         ],
-        "text_offset": offsets,
+        "text_offset": list(offsets),
     }
 
 

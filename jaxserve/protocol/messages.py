@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from jaxserve.protocol.fields import Fields
+from jaxserve.protocol.fields import Fields, ListOf
 from jaxserve.protocol.tools import CalledTool
 
 
@@ -22,15 +22,15 @@ class Message(Fields):
     assistant and tool."""
 
     role: str = Field(examples=["user"])
-    content: str | list[TextPart] | None = Field(None, examples=["Hi!"])
+    content: str | ListOf[TextPart] | None = Field(None, examples=["Hi!"])
     name: str | None = None
-    tool_calls: list[CalledTool] | None = None
+    tool_calls: ListOf[CalledTool] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
     # Clients send an answer's message back with all its fields; these hold nothing here.
     refusal: None = None
-    annotations: list[None] | None = Field(None, max_length=0)
+    annotations: ListOf[None] | None = Field(None, max_length=0)
     audio: None = None
     function_call: None = None
 

@@ -8,7 +8,7 @@ from pydantic import Field, StrictBool, StrictInt
 
 from jaxserve.errors import RequestError
 from jaxserve.protocol.errors import FieldError
-from jaxserve.protocol.fields import Fields
+from jaxserve.protocol.fields import Fields, JsonObject, ListOf
 from jaxserve.protocol.messages import Message
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.tools import Tool
@@ -23,10 +23,10 @@ class TokenizeRequest(Fields):
         None, description="True if not given for a text, as its completion would have them."
     )
     return_token_strs: StrictBool | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
+    messages: ListOf[Message] | None = None
+    tools: ListOf[Tool] | None = None
     add_generation_prompt: StrictBool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
 
     def answer(self, model: Model) -> dict[str, Any]:
         """Raises RequestError."""
@@ -62,7 +62,7 @@ class DetokenizeRequest(Fields):
     """Token ids to be read as text."""
 
     model: str | None = None
-    tokens: list[StrictInt] = Field(examples=[[1, 2, 3]])
+    tokens: ListOf[StrictInt] = Field(examples=[[1, 2, 3]])
 
     def answer(self, model: Model) -> dict[str, Any]:
         """Special tokens are spelled out. Raises RequestError for ids there are not."""

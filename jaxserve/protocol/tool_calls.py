@@ -18,7 +18,7 @@ from jaxserve.protocol.tools import Tool, function_named
 Format = Literal["hermes", "llama"]
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_BLOCK = re.compile(re.escape(_OPEN) + r"(.*?)(?:" + re.escape(_CLOSE) + r"|\Z)", re.DOTALL)
+_SPACE = re.compile(r"\s*")
 _READS_TOOLS = re.compile(r"\btools\b")
 
 
@@ -93,15 +93,14 @@ class ToolReader:
 
     def _hermes(self, held: str) -> tuple[str, tuple[ToolCall, ...]]:
         calls: list[ToolCall] = []
-
-        def take(match: re.Match[str]) -> str:
-            call = self._call(_json(match[1]))
-            if call is None:
-                return match[0]
-            calls.append(call)
-            return ""
-
-        rest = _BLOCK.sub(take, held)
+        rest, place = "", 0
+        while (begin := held.find(_OPEN, place)) >= 0:
+            found, end = _block(held, begin + len(_OPEN))
+            call = self._call(found)
+            rest += held[place : begin if call else end]
+            calls += [call] if call else []
+            place = end
+        rest += held[place:]
         # Between calls, and after them, models put line ends that mean nothing.
         return rest if rest.strip() or not calls else "", tuple(calls[: self._most])
 
@@ -135,6 +134,19 @@ def _place_of(text: str, tag: str) -> int:
         if text.endswith(tag[:length]):
             return len(text) - length
     return len(text)
+
+
+def _block(text: str, begin: int) -> tuple[Any, int]:
+    """The JSON of a call that begins after its tag, and where the call ends, at its closing tag or
+    with the text; None, and the beginning, for what is no such thing."""
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, _SPACE.match(text, begin).end())
+    except (ValueError, RecursionError):
+        return None, begin
+    end = _SPACE.match(text, end).end()
+    if text.startswith(_CLOSE, end):
+        return value, end + len(_CLOSE)
+    return (value, end) if end == len(text) else (None, begin)
 
 
 def _json(text: str) -> Any:

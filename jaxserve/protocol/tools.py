@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import jsonschema
 import referencing
 from jsonschema import Draft202012Validator
-from pydantic import Field, StrictBool
+from pydantic import Field, PrivateAttr, StrictBool
 
 from jaxserve.protocol.errors import FieldError
-from jaxserve.protocol.fields import Fields
+from jaxserve.protocol.fields import Fields, JsonObject
 
 MAX_TOOLS = 128
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
-# A sender's pattern could keep Python's regular expressions busy for ever.
-_Validator = jsonschema.validators.extend(
-    Draft202012Validator, {"pattern": None, "patternProperties": None}
-)
+MAX_KEYWORDS = 20_000
+"""Of a function's schema, that are looked at for one request, each as often as it is: about 0.2 s
+of work."""
+
+# A sender's pattern could keep Python's regular expressions busy for ever. What is unevaluated is
+# found by walks over the schema that nobody counts.
+_LEFT_OUT = {"pattern", "patternProperties", "unevaluatedItems", "unevaluatedProperties"}
 _NO_REMOTE_SCHEMAS = referencing.Registry()
+
+
+class _TooLongError(Exception):
+    """A schema has more to look at than is allowed."""
 
 
 class Function(Fields):
@@ -30,8 +37,9 @@ class Function(Fields):
 
     name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: StrictBool | None = None
+    _keywords_left: int = PrivateAttr(MAX_KEYWORDS)
 
     def check(self, where: str) -> None:
         """Raises FieldError when `parameters` is no JSON schema."""
@@ -49,14 +57,33 @@ class Function(Fields):
         return {"type": "object"} if self.parameters is None else self.parameters
 
     def accepts(self, arguments: Any) -> bool:
-        """Whether arguments are an object that fits the schema. Patterns are not looked at."""
+        """Whether arguments are an object that is found to fit the schema. Patterns, and what
+        depends on what other keywords have evaluated, are not looked at. Nothing is found to fit
+        once MAX_KEYWORDS have been looked at for this request."""
         if not isinstance(arguments, dict):
             return False
         try:
-            validator = _Validator(self.schema_of_arguments, registry=_NO_REMOTE_SCHEMAS)
+            validator = self._validator()(self.schema_of_arguments, registry=_NO_REMOTE_SCHEMAS)
             return validator.is_valid(arguments)
-        except (referencing.exceptions.Unresolvable, RecursionError):
+        except (referencing.exceptions.Unresolvable, RecursionError, _TooLongError):
             return False
+
+    def _validator(self) -> type[Draft202012Validator]:
+        """A validator that gives up: a few references that fan out, one after another, would keep
+        it busy for ever."""
+
+        def bounded(keyword: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
+            def look(*args: Any) -> Iterator[Any]:
+                self._keywords_left -= 1
+                if self._keywords_left < 0:
+                    raise _TooLongError
+                return keyword(*args) or iter(())
+
+            return look
+
+        keywords = Draft202012Validator.VALIDATORS.items()
+        looks = {name: None if name in _LEFT_OUT else bounded(look) for name, look in keywords}
+        return jsonschema.validators.extend(Draft202012Validator, looks)
 
 
 class Tool(Fields):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterable
@@ -13,10 +14,13 @@ from starlette.types import Receive, Scope, Send
 
 from jaxserve.outputs import RequestOutput
 from jaxserve.protocol.endpoints import Call
-from jaxserve.protocol.errors import ErrorReply, reply_to
+from jaxserve.protocol.errors import ErrorReply, check_generated, reply_to
 from jaxserve.server.disconnect import ClientGoneError, unless_hung_up
 from jaxserve.server.notes import RequestNotes, notes_of
 from jaxserve.server.service import Service
+
+WRITE_TIMEOUT_S = 120.0
+"""How long a client may take none of a stream; then it counts as gone."""
 
 _DONE = b"data: [DONE]\n\n"
 _STREAM_HEADERS = [
@@ -72,6 +76,7 @@ class GeneratedAnswer(Response):
             async for number, update in updates:
                 if isinstance(update, RequestOutput):
                     outputs[number] = update
+        check_generated(outputs)
         body = to_json(call.response(outputs, notes.request_id, created))
         headers = [
             (b"content-type", b"application/json"),
@@ -95,7 +100,10 @@ class GeneratedAnswer(Response):
                         outputs[number] = update
                     else:
                         await _send_events(send, chunks.add(number, update))
+                check_generated(outputs)
                 await _send_events(send, chunks.end(outputs))
+            except ClientGoneError:
+                raise
             except Exception as error:  # The status has been sent: only an event can tell.
                 notes.error = error
                 await _send_events(send, [reply_to(error).body])
@@ -105,4 +113,8 @@ class GeneratedAnswer(Response):
 async def _send_events(send: Send, chunks: Iterable[dict[str, Any]]) -> None:
     body = b"".join(b"data: " + to_json(chunk) + b"\n\n" for chunk in chunks)
     if body:
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        except TimeoutError:
+            raise ClientGoneError from None

@@ -23,6 +23,7 @@ from jaxserve.server.app import AppSettings, create_app
 from jaxserve.server.service import Service
 
 MAX_HEADER_BYTES = 1 << 16
+MAX_CONNECTIONS = 4096
 LAST_WORDS_S = 5
 """How long clients have to read their last bytes."""
 
@@ -72,7 +73,8 @@ async def serve(
 
     Answers at once, with 503 until `load`, which runs in a thread of its own, returns the engine.
     Told to stop, it takes no more requests and gives those under way their time. Being told again
-    ends that at once. Raises what `load` raises.
+    ends that at once. An engine that fails ends the server with status 1, for whoever watches over
+    it to start another. Raises what `load` raises.
     """
     server = _Server(
         uvicorn.Config(
@@ -83,6 +85,7 @@ async def serve(
             access_log=False,
             log_level="warning",
             server_header=False,
+            limit_concurrency=MAX_CONNECTIONS,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             timeout_graceful_shutdown=LAST_WORDS_S,
         )
@@ -99,12 +102,21 @@ async def serve(
     try:
         await service.begin(engine, stopping.checkpoint_dir)
         _log.info("ready")
-        await stop.told.wait()
-        return await _drain(service, engine, stop, stopping)
+        told = asyncio.create_task(stop.told.wait())
+        ended = asyncio.wrap_future(engine.ended)
+        await asyncio.wait({told, ended, serving}, return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        status = await _drain(service, engine, stop, stopping) if stop.told.is_set() else 1
+        if engine.failure is None:
+            return status
+        _log.error("the engine has failed", exc_info=engine.failure)
+        return 1
     finally:
         server.should_exit = True
-        await serving
-        await asyncio.to_thread(engine.close)
+        try:
+            await serving
+        finally:
+            await asyncio.to_thread(engine.close)
 
 
 async def _loaded(load: Callable[[], AsyncEngine], stop: _Stop) -> AsyncEngine:
@@ -137,7 +149,7 @@ async def _drain(service: Service, engine: AsyncEngine, stop: _Stop, stopping: S
     await asyncio.wait({draining, told_again}, return_when=asyncio.FIRST_COMPLETED)
     told_again.cancel()
     if draining.done() and draining.result() and not service.holds_unclaimed:
-        if stopping.checkpoint_dir is not None:
+        if stopping.checkpoint_dir is not None and engine.failure is None:
             discard(stopping.checkpoint_dir)
         return 0
     draining.cancel()

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterable, AsyncIterator, Iterator, Sequence
+import dataclasses
+import uuid
+from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from jaxserve.async_engine import AsyncEngine
+from jaxserve.async_engine import AsyncEngine, Restored
 from jaxserve.engine.checkpoint import exists
 from jaxserve.engine.metrics import Metric
 from jaxserve.errors import RequestError
 from jaxserve.mailbox import Update
-from jaxserve.outputs import CompletionOutput, Delta, RequestOutput
+from jaxserve.outputs import CompletionOutput, Delta
 from jaxserve.protocol.endpoints import Call
-from jaxserve.protocol.errors import OverloadedError, UnavailableError
+from jaxserve.protocol.errors import FieldError, OverloadedError, UnavailableError
 from jaxserve.protocol.model import Model
 from jaxserve.server.exposition import Exposition
 
@@ -34,10 +36,10 @@ class Service:
         self._model_names = model_names
         self._max_queued = max_queued_requests
         self._engine: AsyncEngine | None = None
-        self._model: Model | None = None
         self._draining = False
+        self._aborted = False
         self._running: set[str] = set()
-        self._restored: dict[str, asyncio.Task[RequestOutput]] = {}
+        self._restored: dict[str, Restored] = {}
         self.num_sequences = 0
         self.exposition = Exposition(self._metrics, model_names[0])
 
@@ -75,23 +77,37 @@ class Service:
         """Have the engine take in a call; within the block, what becomes of its prompts, by their
         numbers. Leaving the block aborts what has not ended.
 
-        A request that a checkpoint had under way is taken up by sending it again under its id.
+        The engine knows them by the request's id, or where that is in use, as when a proxy gives
+        one to several requests, by one made of it. A request that a checkpoint had under way is
+        taken up by sending it again under its id.
 
         Raises RequestError, OverloadedError when the queue is full, UnavailableError.
         """
-        engine, count = self.engine, len(call.prompts)
-        ids = [request_id] if count == 1 else [f"{request_id}-{i}" for i in range(count)]
-        with self._let_in(count * call.params.n):
-            if any(request_id in self._restored for request_id in ids):
-                yield self._take_up(call, ids)
-                return
-            submitted = engine.submit(call.prompts, call.params, ids, wants_deltas=call.stream)
-            async with await submitted as updates:
-                self._running.update(ids)
-                try:
-                    yield updates
-                finally:
-                    self._running.difference_update(ids)
+        engine = self.engine
+        ids = self._ids(request_id, len(call.prompts))
+        with self._let_in(len(ids) * call.params.n):
+            restored = {
+                i: self._restored[name] for i, name in enumerate(ids) if name in self._restored
+            }
+            for number, request in restored.items():
+                _check_same(request, call, number, ids[number])
+            anew = [number for number in range(len(ids)) if number not in restored]
+            new_ids = [ids[number] for number in anew]
+            self._running.update(new_ids)
+            try:
+                submitted = engine.submit(
+                    [call.prompts[number] for number in anew],
+                    call.params,
+                    new_ids,
+                    tenant=call.tenant,
+                    wants_deltas=call.stream and not restored,
+                )
+                async with await submitted as updates:
+                    if self._aborted:  # It was being taken in, and is told of like the others.
+                        await self.abort_all()
+                    yield self._taken_up(ids, restored, anew, updates) if restored else updates
+            finally:
+                self._running.difference_update(new_ids)
 
     @property
     def holds_unclaimed(self) -> bool:
@@ -108,6 +124,7 @@ class Service:
 
     async def abort_all(self) -> None:
         """End what is still under way, with what there is of it."""
+        self._aborted = True
         for request_id in list(self._running):
             await self._engine.abort(request_id)
 
@@ -133,19 +150,43 @@ class Service:
         finally:
             self.num_sequences -= num_sequences
 
-    async def _take_up(self, call: Call, ids: list[str]) -> AsyncIterator[tuple[int, Update]]:
-        """What became of requests of a checkpoint: all of it at once."""
-        for number, request_id in enumerate(ids):
-            task = self._restored.get(request_id)
-            if task is None:
-                raise RequestError(f"request_id {request_id!r} was answered before the restart.")
-            output = await asyncio.shield(task)
-            if list(output.prompt_token_ids) != call.prompts[number].token_ids:
-                raise RequestError(f"request_id {request_id!r} was that of another prompt.")
-            self._restored.pop(request_id, None)
-            await self._engine.claim(request_id)
+    def _ids(self, request_id: str, count: int) -> list[str]:
+        """The ids of a request's prompts, of which none is in use."""
+        ids = [request_id] if count == 1 else [f"{request_id}-{i}" for i in range(count)]
+        if self._running.isdisjoint(ids):
+            return ids
+        return self._ids(f"{request_id}~{uuid.uuid4().hex[:8]}", count)
+
+    async def _taken_up(
+        self,
+        ids: list[str],
+        restored: Mapping[int, Restored],
+        anew: Sequence[int],
+        updates: AsyncIterable[tuple[int, Update]],
+    ) -> AsyncIterator[tuple[int, Update]]:
+        """What became of a checkpoint's requests, and of those that it had not: all of it at once,
+        for until then the next checkpoint must have them."""
+        outputs = {anew[place]: output async for place, output in updates}
+        for number, request in restored.items():
+            outputs[number] = await asyncio.shield(request.output)
+        for number in restored:
+            self._restored.pop(ids[number], None)
+            await self._engine.claim(ids[number])
+        for number, output in sorted(outputs.items()):
             yield number, [_as_delta(choice) for choice in output.outputs]
             yield number, output
+
+
+def _check_same(request: Restored, call: Call, number: int, request_id: str) -> None:
+    """Raises RequestError when a request of a checkpoint was not the same as prompt `number`."""
+    if list(request.prompt_token_ids) != list(call.prompts[number].token_ids):
+        raise RequestError(f"request_id {request_id!r} was that of another prompt.")
+    for field in dataclasses.fields(call.params):
+        was, now = getattr(request.params, field.name), getattr(call.params, field.name)
+        if was != now and field.name != "priority":
+            raise FieldError(
+                field.name, f"is {now!r:.80}, but request_id {request_id!r} had {was!r:.80}."
+            )
 
 
 def _as_delta(choice: CompletionOutput) -> Delta:

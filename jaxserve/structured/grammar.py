@@ -1,14 +1,10 @@
-"""From what a request asks for to a compiled grammar, within limits of size and time."""
+"""From what a request asks for to a compiled grammar, within limits of size."""
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
 import functools
 import json
 import re
-import threading
-from collections.abc import Iterable
 
 import llguidance
 import llguidance.numpy
@@ -19,20 +15,6 @@ from jaxserve.errors import RequestError
 from jaxserve.structured.matcher import Matcher, error_of
 from jaxserve.structured.params import StructuredOutputs
 from jaxserve.structured.vocabulary import Vocabulary
-from jaxserve.text import Tokenizer
-
-COMPILE_S = 10.0
-"""A grammar that takes longer to compile is refused."""
-
-COMPILERS = 2
-"""Threads that compile: none of them can be stopped in what it does."""
-
-COMPILER_STACK_BYTES = 256 << 20
-"""Of address space. A chain of as many rules as MAX_GRAMMAR_BYTES has room for recurses deeper than
-an ordinary stack, whose overflow would end the process."""
-
-CACHED_GRAMMARS = 64
-"""Kept compiled, those asked for last."""
 
 JSON_WHITESPACE = r"[ \t\n\r]{1,40}"
 """Between the parts of JSON. Bounded, so that output of a bounded schema ends; wide enough for
@@ -50,7 +32,7 @@ LIMITS = {
     "verbose_errors": False,
 }
 """What llguidance may spend. They count work and not time, so that a grammar ends the same on any
-machine: a step's mask in some tens of milliseconds at worst, in some 100 MB."""
+machine."""
 
 
 class Grammar:
@@ -74,57 +56,6 @@ class Grammar:
         """One at the beginning. With `ignore_eos` it does not end while it need not."""
         matcher = self._matcher.deep_copy()
         return Matcher(self._vocabulary, matcher, self._mask[0], ignore_eos=ignore_eos)
-
-
-class Grammars:
-    """An engine's grammars, compiled when they are first asked for. For any number of threads."""
-
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        """Nothing is done until somebody asks for a grammar."""
-        self._make_vocabulary = functools.partial(Vocabulary, tokenizer, vocab_size, eos_token_ids)
-        self._vocabulary: Vocabulary | None = None
-        self._making = threading.Lock()
-        self._lock = threading.Lock()
-        self._compilers = concurrent.futures.ThreadPoolExecutor(
-            COMPILERS, thread_name_prefix="jaxserve-grammar"
-        )
-        self._grammars: collections.OrderedDict[
-            StructuredOutputs, concurrent.futures.Future[Grammar]
-        ] = collections.OrderedDict()
-
-    def get(self, spec: StructuredOutputs, within_s: float | None = None) -> Grammar:
-        """The grammar of `spec`. Raises RequestError as Grammar does, and when it takes longer than
-        `within_s` seconds."""
-        with self._lock:
-            future = self._grammars.get(spec)
-            if future is None:
-                future = self._grammars[spec] = self._submit(spec)
-            self._grammars.move_to_end(spec)
-            if len(self._grammars) > CACHED_GRAMMARS:
-                _, forgotten = self._grammars.popitem(last=False)
-                forgotten.cancel()  # If it still waits for its turn.
-        try:
-            return future.result(within_s)
-        except (TimeoutError, concurrent.futures.CancelledError):
-            raise RequestError(
-                f"structured_outputs.{spec.kind} was not compiled in time (at most {within_s} s); "
-                f"make it smaller."
-            ) from None
-        except RequestError as error:
-            raise RequestError(str(error)) from None  # One of each caller's own.
-
-    def _submit(self, spec: StructuredOutputs) -> concurrent.futures.Future[Grammar]:
-        before = threading.stack_size(COMPILER_STACK_BYTES)  # Of threads that are started now.
-        try:
-            return self._compilers.submit(self._compile, spec)
-        finally:
-            threading.stack_size(before)
-
-    def _compile(self, spec: StructuredOutputs) -> Grammar:
-        with self._making:
-            if self._vocabulary is None:
-                self._vocabulary = self._make_vocabulary()
-        return Grammar(self._vocabulary, spec)
 
 
 def _source(spec: StructuredOutputs) -> str:

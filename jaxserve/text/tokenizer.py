@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -124,6 +125,18 @@ class Tokenizer:
         """One more than the largest token id; a model's embedding may be padded beyond it."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    @cached_property
+    def digest(self) -> str:
+        """Changes with anything that texts, token ids or rendered conversations depend on."""
+        parts = (
+            self._backend.to_str(),
+            self._special_tokens,
+            self.eos_token_ids,
+            self._chat_templates,
+        )
+        text = json.dumps(parts, sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
     @property
     def bos_token_id(self) -> int | None:
         """The token that begins a text, if the model has one."""
@@ -186,6 +199,7 @@ class Tokenizer:
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,  # A template's variable may have any name, that of a parameter here too.
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,

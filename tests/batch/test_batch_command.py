@@ -30,9 +30,9 @@ def size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_killed_at_random_moments_each_line_is_there_once(batch, batch_llm, job_paths):
-    """A third of the kills come while the process starts, the others after so many new lines and
+    """Two of the kills come while the process starts, the others after so many new lines and
     a moment more, the last ones close to the end."""
     lines, output = job_paths(LINES, max_tokens=40)
     expected = output.with_name("undisturbed.jsonl")
@@ -41,7 +41,7 @@ def test_killed_at_random_moments_each_line_is_there_once(batch, batch_llm, job_
     line_bytes = expected.stat().st_size / LINES
     for kill in range(KILLS):
         process = batch.start(lines, output)
-        if kill % 3 == 0:
+        if kill in (0, KILLS // 2):
             time.sleep(draw.uniform(0, 4))
         else:
             left = expected.stat().st_size - size_of(output)
@@ -77,6 +77,21 @@ def test_told_to_stop_it_says_how_to_go_on(batch, batch_llm, job_paths, number: 
     assert 0 < done < LINES
     assert f"{done} of {LINES}" in stdout
     assert f"{LINES - done} lines are left" in output.with_name("report.html").read_text()
+    run_batch(batch_llm, lines, output)
+    assert len(answers(output)) == LINES
+
+
+def test_hosts_that_share_an_engine_are_told_to_stop_together(batch, batch_llm, job_paths):
+    lines, output = job_paths(LINES, max_tokens=40)
+    two = ("launch", "--hosts=2", "--devices-per-host=1", "--")
+    process = batch.start(lines, output, "--pipeline-parallel-size=2", prefix=two)
+    wait_for(lambda: size_of(output) > 0)
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, stderr
+    assert "Give the same command again to go on" in stderr
+    assert "Traceback" not in stderr
+    assert 0 < len(answers(output)) < LINES
     run_batch(batch_llm, lines, output)
     assert len(answers(output)) == LINES
 
@@ -122,9 +137,11 @@ def test_refusals_come_before_the_model_is_loaded(batch, job_paths, tmp_path: Pa
     cases = [
         ((tmp_path / "missing.jsonl", output), "there is no file"),
         ((lines, tmp_path / "missing" / "out.jsonl"), "No such file or directory"),
-        ((lines, tmp_path), "Is a directory"),
+        ((lines, tmp_path), "is a directory"),
         ((lines, taken), "is no output of a batch job"),
         ((lines, output, "--report", tmp_path / "missing" / "report.html"), "existing directory"),
+        ((lines, output, "--report", lines), "must end in .html"),
+        ((lines, tmp_path / "out.html", "--report", tmp_path / "out.html"), "must end in .html"),
         ((lines, output, "--shard=2/2"), "the shard is 2/2"),
     ]
     for arguments, words in cases:

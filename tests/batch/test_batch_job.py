@@ -10,6 +10,7 @@ from batch_files import SETTINGS, answer, prompts, write_lines
 
 from jaxserve.errors import BatchError
 from jaxserve.offline.job import BatchJob, job_file
+from jaxserve.offline.shards import Shard
 
 
 @pytest.fixture
@@ -59,6 +60,34 @@ def test_a_file_of_something_else_is_refused_as_it_is(paths):
         BatchJob(*paths, SETTINGS)
     assert paths[1].read_text() == "my notes\n"
     assert not job_file(paths[1]).exists()
+
+
+def test_parts_of_a_job_that_is_not_written_down_are_refused(paths, tmp_path: Path):
+    part = Shard(1, 3).file(paths[1])
+    part.write_bytes(answer(2).text)
+    for shard in (Shard(), Shard(0, 2), Shard(1, 3)):
+        with pytest.raises(BatchError, match=rf"move {part.name} away"):
+            BatchJob(*paths, SETTINGS, shard)
+    assert sorted(tmp_path.iterdir()) == sorted([paths[0], part]), "refusing leaves nothing behind"
+    part.unlink()
+    BatchJob(*paths, SETTINGS, Shard(1, 3)).close()
+
+
+def test_an_answer_to_a_line_that_there_is_not_is_told_of(paths):
+    with BatchJob(*paths, SETTINGS) as job:
+        job.append([answer(1)])
+    with paths[1].open("ab") as file:
+        file.write(answer(4).text)
+    with pytest.raises(BatchError, match=r"answer to line 4, but .*in.jsonl ends with line 3"):
+        BatchJob(*paths, SETTINGS)
+
+
+def test_a_directory_is_no_output(paths, tmp_path: Path):
+    directory = tmp_path / "answers"
+    directory.mkdir()
+    with pytest.raises(BatchError, match="is a directory"):
+        BatchJob(paths[0], directory, SETTINGS)
+    assert not job_file(directory).exists()
 
 
 def test_a_kill_while_the_job_was_written_down_loses_nothing(paths):

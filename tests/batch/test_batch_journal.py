@@ -56,6 +56,43 @@ def test_what_is_no_result_is_none(text: bytes):
     assert Result.parse(text) is None
 
 
+@pytest.mark.parametrize(
+    "rest",
+    [
+        {},
+        {"error": "wrong"},
+        {"error": {"message": "wrong"}},
+        {"error": {"code": 3, "message": "wrong"}},
+        {"error": None, "response": None},
+        {"error": None, "response": {"body": {"usage": {"prompt_tokens": 1}}}},
+        {"error": None, "response": {"body": {"usage": {"prompt_tokens": 1.5}}}},
+    ],
+)
+def test_an_answer_of_another_shape_is_told_of_and_not_cut_off(path: Path, rest: dict):
+    content = answer(1).text + Result.of(2, **rest).text
+    path.write_bytes(content)
+    journal = Journal(path)
+    with pytest.raises(BatchError, match=r"line 2 of .*: batch_req_2 has neither"):
+        list(journal.results())
+    journal.close()
+    assert path.read_bytes() == content
+
+
+def test_results_are_on_the_disk_soon_also_when_nothing_follows(path: Path, monkeypatch):
+    path.unlink(missing_ok=True)
+    now, synced, fsync = [1.0], [], os.fsync
+    monkeypatch.setattr("jaxserve.offline.journal.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("os.fsync", lambda file: synced.append(now[0]) or fsync(file))
+    journal = Journal(path)
+    for moment in (1.0, 1.5, 2.5, 3.5, 4.5, 9.0, 10.0, 11.0, 12.0):
+        now[0] = moment
+        if moment in (1.5, 2.5, 9.0):
+            journal.append([answer(int(moment))])
+        journal.sync_if_due()
+    journal.close()
+    assert synced == [3.5, 11.0]
+
+
 def test_damage_before_the_end_is_told_of_and_nothing_is_thrown_away(path: Path):
     content = answer(1).text + b"torn" + answer(2).text + answer(3).text
     path.write_bytes(content)

@@ -17,6 +17,8 @@ from jaxserve.offline.custom_ids import seed_of
 from jaxserve.offline.job import BatchJob, settings_of
 from jaxserve.offline.run import BatchRun
 from jaxserve.offline.shards import Shard
+from jaxserve.protocol.completions import Completion, CompletionRequest
+from jaxserve.protocol.model import Model
 from jaxserve.sampling_params import SamplingParams
 
 LINES = prompts(24)
@@ -30,7 +32,7 @@ def job_of(llm: LLM, directory: Path, shard: Shard = ALONE, window_lines: int = 
     return BatchJob(
         directory / "in.jsonl",
         directory / "out.jsonl",
-        settings_of(plan.config, plan.checkpoint.fingerprint),
+        settings_of(plan.config, plan.checkpoint.fingerprint, llm.engine.tokenizer),
         shard,
         window_lines,
     )
@@ -163,6 +165,45 @@ def test_bad_lines_are_told_of_and_stop_nothing(batch_llm, tmp_path: Path):
     assert found[2]["custom_id"] == "line-2"
     assert run.totals.num_errors == len(bad)
     assert run.complete
+    assert not run._lines, "no line is kept when it is answered, whatever the answer"
+
+
+def test_grammars_are_compiled_while_others_run(batch_llm, tmp_path: Path):
+    """More of them than are kept compiled, so that each is that of its own line or made again."""
+    choices = [[f"{number:03}"] for number in range(80)]
+    lines = [
+        {"prompt": "a", "max_tokens": 8, "structured_outputs": {"choice": choice}}
+        for choice in choices
+    ]
+    broken = {"prompt": "a", "structured_outputs": {"regex": "("}}
+    paths = write_lines(tmp_path / "in.jsonl", [*lines, broken]), tmp_path / "out.jsonl"
+    run = run_batch(batch_llm, *paths)
+    assert run.complete and not run._lines
+    found = answers(paths[1])
+    assert list(errors(paths[1])) == [81]
+    texts = [found[number]["response"]["body"]["choices"][0]["text"] for number in range(1, 81)]
+    assert texts == [choice for (choice,) in choices]
+
+
+def test_a_mistake_of_ours_stops_one_line(batch_llm, tmp_path: Path, monkeypatch, caplog):
+    """One while a line is read, and one while its answer is written."""
+    lines = [{"prompt": text, "max_tokens": 2} for text in ("good", "unread", "unwritten", "last")]
+    call_of, response_of = CompletionRequest.call, Completion.response
+
+    def call(request: CompletionRequest, model: Model) -> Completion:
+        return 1 // 0 if request.prompt == "unread" else call_of(request, model)
+
+    def response(call: Completion, outputs, request_id: str, created: int):
+        body = response_of(call, outputs, request_id, created)
+        return body["missing"] if request_id == "batch_req_3" else body
+
+    monkeypatch.setattr(CompletionRequest, "call", call)
+    monkeypatch.setattr(Completion, "response", response)
+    run = run_batch(batch_llm, write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
+    assert run.complete
+    assert errors(tmp_path / "out.jsonl") == {2: "internal_error", 3: "internal_error"}
+    assert answers(tmp_path / "out.jsonl")[2]["response"]["status_code"] == 500
+    assert "ZeroDivisionError" in caplog.text and "KeyError" in caplog.text
 
 
 def test_a_line_may_have_several_prompts_and_samples(batch_llm, tmp_path: Path):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve import mailbox as mailbox_module
 from jaxserve.mailbox import Mailbox, Outbox, merge
 from jaxserve.outputs import Delta, RequestMetrics, RequestOutput
 
@@ -38,12 +39,12 @@ def test_a_reader_gets_everything_however_slow(found, data):
         loop = asyncio.get_running_loop()
         mailbox, outbox = Mailbox(loop, True), Outbox()
         deltas, read = deltas_of(found), []
-        for delta in deltas:
+        for place, delta in enumerate(deltas):
             outbox.put(mailbox, 0, [delta])
             if data.draw(st.booleans()):
                 outbox.send()
                 await asyncio.sleep(0)
-                assert len(mailbox._deltas.get(0, ())) <= 65
+                assert len(mailbox._deltas.get(0, ())) <= 3 + 64 + place // 4
             if data.draw(st.integers(0, 9)) == 0:
                 read += mailbox.take()
         end = RequestOutput("r", None, (), [], True, RequestMetrics(0))
@@ -56,6 +57,32 @@ def test_a_reader_gets_everything_however_slow(found, data):
         told = [delta for _, update in read[:-1] for delta in update]
         for index in range(3):
             assert joined(told, index) == joined(deltas, index)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("num_sequences", [1, 64, 128])
+def test_a_reader_that_has_stopped_costs_time_in_proportion_to_its_answers(
+    num_sequences, monkeypatch
+):
+    copied = []
+
+    def counted(deltas):
+        copied.append(sum(len(delta.token_ids) for delta in deltas))
+        return merge(deltas)
+
+    monkeypatch.setattr(mailbox_module, "merge", counted)
+
+    async def scenario():
+        mailbox = Mailbox(asyncio.get_running_loop(), True)
+        num_steps = 20_000 // num_sequences
+        for step in range(num_steps):
+            mailbox.deliver(0, [Delta(index, "", (step,)) for index in range(num_sequences)])
+        assert sum(copied) < 8 * num_steps * num_sequences
+        held = len(mailbox._deltas[0])
+        assert held <= num_sequences + max(64, num_steps * num_sequences // 4) + num_sequences
+        ((_, told),) = mailbox.take()
+        assert [len(delta.token_ids) for delta in told] == [num_steps] * num_sequences
 
     asyncio.run(scenario())
 

@@ -46,6 +46,12 @@ def test_defaults_are_the_models_and_then_the_endpoints(model):
     assert null == completion
 
 
+def test_the_cache_salt_is_the_engines_tenant(model):
+    for endpoint, rest in ((COMPLETIONS, {"prompt": "hi"}), (CHAT, {"messages": MESSAGES})):
+        for salt, tenant in (("alice", "alice"), ("", None), (None, None)):
+            assert endpoint.parse(rest | {"cache_salt": salt, "user": "u"}, model).tenant == tenant
+
+
 def test_every_field_of_sampling_arrives(model):
     fields = {
         "n": 2,
@@ -117,6 +123,34 @@ def test_logprobs_beyond_what_json_can_say(model):
     assert logprobs["token_logprobs"] == [LEAST_LOGPROB]
     assert logprobs["top_logprobs"] == [{"h": -0.5, "g": LEAST_LOGPROB}]
     json.dumps(logprobs, allow_nan=False)
+
+
+@given(st.text(alphabet="aé€😀", max_size=8), st.text(alphabet="aé€😀", min_size=1, max_size=8))
+def test_offsets_are_those_of_the_text(model, prompt, text):
+    """Here a token is a byte, of which a character has up to four."""
+    body = {"prompt": "x" + prompt, "logprobs": 0}
+    tokenizer = model.tokenizer
+    token_ids = tokenizer.encode(text)
+    wanted = [place for place, char in enumerate(text) for _ in char.encode()]
+    call = COMPLETIONS.parse(body, model)
+    before = call.prompts[0].token_ids
+    entries = [{token: Logprob(-1.0, 1, "")} for token in token_ids]
+    choice = CompletionOutput(0, text, tuple(token_ids), logprobs=entries, finish_reason="stop")
+    asked = [None, *({token: Logprob(-1.0, 1, "")} for token in before[1:])]
+    found = RequestOutput("r", None, tuple(before), [choice], True, RequestMetrics(0), asked)
+
+    def offsets(call) -> list[int]:
+        return call.response([found], "id", 5)["choices"][0]["logprobs"]["text_offset"]
+
+    assert offsets(call) == wanted
+    chunks, streamed = call.chunks("id", 5), []
+    for token, entry in zip(token_ids, entries):
+        for chunk in chunks.add(0, [Delta(0, "", (token,), [entry])]):
+            streamed += chunk["choices"][0]["logprobs"]["text_offset"]
+    assert streamed == wanted
+    echoed = offsets(COMPLETIONS.parse(body | {"echo": True}, model))
+    assert echoed[len(before) :] == [len(prompt) + 1 + place for place in wanted]
+    assert echoed[0] == 0 and echoed == sorted(echoed)
 
 
 TOOLS = [{"type": "function", "function": {"name": "f"}}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from itertools import pairwise
 
 import pytest
@@ -55,6 +56,21 @@ def test_hermes_calls_in_pieces(data):
     text = before + hermes(GOOD, WAIT)
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
     assert read("hermes", text, cuts) == (before, [FOUND, ("wait", {})])
+
+
+@given(st.data())
+def test_tags_inside_arguments_are_text(data):
+    city = "".join(data.draw(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "a", "{"]))))
+    call = {"name": "weather", "arguments": {"city": city}}
+    text = "so " + hermes(call, WAIT)
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+    assert read("hermes", text, cuts) == ("so ", [("weather", {"city": city}), ("wait", {})])
+
+
+def test_a_call_that_is_wrong_leaves_the_others():
+    wrong = hermes({"name": "nobody", "arguments": {}})
+    assert read("hermes", wrong + hermes(WAIT)) == (wrong, [("wait", {})])
+    assert read("hermes", "<tool_call>oh " + hermes(WAIT)) == ("<tool_call>oh ", [("wait", {})])
 
 
 @given(st.text(alphabet="<tol_ca>{}x ", max_size=40), st.data())
@@ -131,6 +147,29 @@ def test_schemas_from_elsewhere_and_slow_patterns_are_not_looked_at():
     assert not remote.function.accepts({"a": 1})
     slow = tool("slow", {"properties": {"a": {"type": "string", "pattern": "^(a+)+$"}}})
     assert slow.function.accepts({"a": "a" * 200 + "b"})
+
+
+@pytest.mark.parametrize("first", [{}, {"unevaluatedProperties": False}])
+def test_references_that_fan_out_do_not_keep_the_server_busy(first):
+    def level(number: int) -> dict:
+        to = {"$ref": f"#/$defs/d{number + 1}"}
+        return first | to | {"allOf": [to, to], "$dynamicRef": to["$ref"]}
+
+    definitions = {f"d{number}": level(number) for number in range(60)} | {"d60": {}}
+    tool_ = tool("wide", {"$ref": "#/$defs/d0", "$defs": definitions})
+    tool_.function.check("tools[0].function")
+    begin = time.process_time()
+    for _ in range(200):  # A model may be told to write as many calls as it has room for.
+        assert not tool_.function.accepts({"a": 1})
+    assert time.process_time() - begin < 5
+
+
+def test_large_arguments_are_looked_at():
+    item = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    long = tool("long", {"properties": {"items": {"type": "array", "items": item}}})
+    good = [{"a": 1}] * 2000
+    assert long.function.accepts({"items": good})
+    assert not long.function.accepts({"items": [*good, {"a": "b"}]})
 
 
 def test_tools_are_checked():

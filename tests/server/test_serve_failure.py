@@ -9,6 +9,7 @@ import httpx
 
 from jaxserve.async_engine import AsyncEngine
 from jaxserve.server.app import AppSettings, create_app
+from jaxserve.server.run import Stopping, listen, serve
 from jaxserve.server.service import Service
 
 PATH = "/v1/completions"
@@ -49,3 +50,34 @@ def test_requests_and_health_tell_of_it(llama, monkeypatch):
             await asyncio.to_thread(engine.close)
 
     asyncio.run(asyncio.wait_for(scenario(), 120))
+
+
+def test_the_server_ends_with_its_engine(llama, monkeypatch, caplog):
+    """Whoever watches over it then starts another."""
+    settings = AppSettings(None, 1 << 20, log_requests=False)
+
+    def broken(step):
+        raise RuntimeError("the device fell off the bus")
+
+    def load() -> AsyncEngine:
+        engine = AsyncEngine.load(llama.path, **llama.settings())
+        monkeypatch.setattr(engine._engine._runner, "read", broken)
+        return engine
+
+    async def scenario():
+        service = Service(["tiny"], max_queued_requests=8)
+        with listen("127.0.0.1", 0) as listener:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            serving = asyncio.create_task(
+                serve(service, settings, listener, load, Stopping(20, None))
+            )
+            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+                while (await client.get("/health")).status_code != 200:
+                    await asyncio.sleep(0.05)
+                answer = await client.post(PATH, json=ENDLESS)
+                assert answer.status_code == 503
+                assert "fell off the bus" in answer.json()["error"]["message"]
+            return await serving
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 120)) == 1
+    assert "the engine has failed" in caplog.text

@@ -1,11 +1,9 @@
-"""Grammars against lists of the texts they mean: masks, ends, limits, and the cache."""
+"""Grammars against lists of the texts they mean: masks, ends, and limits."""
 
 from __future__ import annotations
 
 import functools
 import json
-import threading
-import time
 
 import pytest
 from finite_language import FiniteLanguage, ids_of
@@ -14,8 +12,8 @@ from hypothesis import strategies as st
 
 from jaxserve.errors import RequestError
 from jaxserve.models.loading.checkpoint import open_checkpoint
-from jaxserve.structured import grammar as grammar_module
-from jaxserve.structured.grammar import CACHED_GRAMMARS, Grammar, Grammars
+from jaxserve.structured.grammar import Grammar
+from jaxserve.structured.grammars import Grammars
 from jaxserve.structured.matcher import Matcher, advance
 from jaxserve.structured.params import StructuredOutputs
 from jaxserve.structured.vocabulary import Vocabulary
@@ -227,10 +225,10 @@ def test_a_model_without_an_end_is_refused(tokenizer):
 )
 def test_bad_and_large_grammars_are_refused_by_name(grammars, wish, message):
     with pytest.raises(RequestError, match=message):
-        grammars.get(StructuredOutputs(**wish), within_s=60)
+        grammars.get(StructuredOutputs(**wish))
     # And so they are again, and nothing else is.
     with pytest.raises(RequestError, match=message):
-        grammars.get(StructuredOutputs(**wish), within_s=60)
+        grammars.get(StructuredOutputs(**wish))
     assert grammars.get(StructuredOutputs(regex="a"))
 
 
@@ -282,57 +280,3 @@ def test_a_grammar_that_outgrows_its_limits_says_so(vocabulary):
     before = matcher.num_tokens
     advance([(matcher, before, 81)])
     assert matcher.num_tokens == before, "it takes nothing in any more"
-
-
-# The cache
-
-
-def test_a_grammar_is_compiled_once_whoever_asks(grammars, monkeypatch):
-    compiled = []
-
-    class Counted(Grammar):
-        def __init__(self, vocabulary, spec):
-            compiled.append(spec)
-            super().__init__(vocabulary, spec)
-
-    monkeypatch.setattr(grammar_module, "Grammar", Counted)
-    spec = StructuredOutputs(json=PERSON)
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(grammars.get(spec))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 8 and len(set(map(id, found))) == 1
-    assert compiled == [spec]
-    others = [StructuredOutputs(regex=f"a{{{n}}}") for n in range(1, CACHED_GRAMMARS + 1)]
-    for other in others:
-        grammars.get(other)
-    grammars.get(others[-1])
-    assert compiled == [spec, *others]
-    grammars.get(spec)
-    assert compiled[-1] == spec, "it had to make room"
-
-
-def test_one_that_takes_too_long_is_refused_and_holds_up_nobody(grammars, monkeypatch):
-    let_go, slow = threading.Event(), StructuredOutputs(regex="slow")
-
-    class Slow(Grammar):
-        def __init__(self, vocabulary, spec):
-            if spec == slow:
-                let_go.wait(60)
-            super().__init__(vocabulary, spec)
-
-    monkeypatch.setattr(grammar_module, "Grammar", Slow)
-    try:
-        begin = time.monotonic()
-        for _ in range(2):
-            with pytest.raises(
-                RequestError, match=r"regex was not compiled in time .at most 0.05 s"
-            ):
-                grammars.get(slow, within_s=0.05)
-        assert grammars.get(StructuredOutputs(regex="quick"), within_s=20)
-        assert time.monotonic() - begin < 20
-    finally:
-        let_go.set()
-    assert grammars.get(slow, within_s=20)

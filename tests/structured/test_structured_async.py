@@ -9,10 +9,9 @@ import pytest
 from tiny_engines import assert_idle
 
 from jaxserve.async_engine import AsyncEngine
-from jaxserve.engine import intake
 from jaxserve.errors import RequestError
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.structured import grammar as grammar_module
+from jaxserve.structured import grammars as grammars_module
 from jaxserve.structured.grammar import Grammar
 
 FREE = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -39,8 +38,8 @@ def let_go(monkeypatch):
                 let_go.wait(60)
             super().__init__(vocabulary, spec)
 
-    monkeypatch.setattr(grammar_module, "Grammar", Slow)
-    monkeypatch.setattr(intake, "COMPILE_S", 60.0)  # A machine may be busy.
+    monkeypatch.setattr(grammars_module, "Grammar", Slow)
+    monkeypatch.setattr(grammars_module, "COMPILE_S", 60.0)  # A machine may be busy.
     yield let_go
     let_go.set()
 

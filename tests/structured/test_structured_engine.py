@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tiny_engines import EOS, Arrival, drive, generate, preemptions
 
 from jaxserve.engine.policies import POLICIES
-from jaxserve.errors import RequestError
+from jaxserve.errors import CheckpointError, RequestError
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.structured import grammars as grammars_module
 
 FREE = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 REGEX = "[abc]{4,6}"
@@ -124,7 +125,7 @@ def test_the_same_tokens_after_a_preemption(llama, llm_for, alone):
     assert [tokens(output) for output in outputs[2:]] == alone
 
 
-@settings(max_examples=8, deadline=None, phases=[Phase.generate])
+@settings(max_examples=5, deadline=None, phases=[Phase.generate])
 @given(data=st.data())
 def test_any_mixture_of_wishes(llama, llm_for, spelled, data):
     """Grammars beside bans, penalties and logprobs, in the same request or another's."""
@@ -142,7 +143,7 @@ def test_any_mixture_of_wishes(llama, llm_for, spelled, data):
             "logprobs": st.just(2),
         },
     )
-    drawn = data.draw(st.lists(wishes, min_size=2, max_size=5))
+    drawn = data.draw(st.lists(wishes, min_size=2, max_size=4))
     params = [SamplingParams(**{"seed": 5, "max_tokens": 40} | wish) for wish in drawn]
     arrivals = [
         Arrival(llama.prompts[data.draw(st.integers(0, 11))], p, step=data.draw(st.integers(0, 6)))
@@ -315,23 +316,54 @@ def test_steps_without_a_grammar_upload_no_masks(llama, llm_for):
         del runner._masks
 
 
-@settings(max_examples=8, deadline=None)
-@given(steps=st.integers(0, 30))
-def test_a_checkpoint_after_any_step(llama, llm_for, alone, tmp_path_factory, steps):
+@pytest.mark.parametrize("steps", [0, 1, 6, 30])
+def test_a_checkpoint_after_any_step(llama, llm_for, alone, tmp_path, steps):
     several = dataclasses.replace(SAMPLED, seed=8, n=3)
     source, target = llm_for(), llm_for("vllm")
-    directory = tmp_path_factory.mktemp("checkpoint")
     streams = [
         source.stream({"prompt_token_ids": llama.prompts[9]}, SAMPLED),
         source.stream({"prompt_token_ids": llama.prompts[8]}, several),
     ]
     for _ in range(steps):
         source.engine.step()
-    source.checkpoint(directory)
-    outputs = [stream.result() for stream in target.restore(directory)]
+    source.checkpoint(tmp_path)
+    outputs = [stream.result() for stream in target.restore(tmp_path)]
     assert [tokens(output) for output in outputs] == alone
     assert all(JSON_TEXT.fullmatch(text) for output in outputs for text in texts(output))
     for stream in streams:
         stream.close()
     while source.engine.has_work:
         source.engine.step()
+
+
+def test_a_checkpoint_with_a_grammar_that_is_refused_changes_nothing(
+    llama, llm_for, tmp_path, monkeypatch
+):
+    """As by an engine whose compiler knows less."""
+    source, target = llm_for(), llm_for("vllm")
+    params = dataclasses.replace(GREEDY, structured_outputs={"regex": "[ab]{3}x"})
+    stream = source.stream({"prompt_token_ids": llama.prompts[3]}, params)
+    source.checkpoint(tmp_path)
+    stream.close()
+
+    def refused(vocabulary, spec):
+        raise RequestError(f"structured_outputs.{spec.kind}: unknown.")
+
+    monkeypatch.setattr(grammars_module, "Grammar", refused)
+    with pytest.raises(CheckpointError, match=r"request .* is refused .*regex: unknown"):
+        target.restore(tmp_path)
+    assert not target.engine.scheduler.has_work
+    while source.engine.has_work:
+        source.engine.step()
+
+
+def test_a_grammar_that_was_prepared_is_not_compiled_again(llama, llm, monkeypatch):
+    """Though many others were, since."""
+    params = dataclasses.replace(GREEDY, structured_outputs={"regex": "[ab]{3}y"})
+    grammar = llm.engine.prepare(params)
+    monkeypatch.setattr(grammars_module, "Grammar", None)
+    llm.engine._intake._grammars._cached.clear()
+    request = llm.engine.add("prepared", llama.prompts[3], params, grammar=grammar)
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert re.fullmatch("[ab]{3}y", llm.engine.output(request).outputs[0].text)

@@ -185,6 +185,28 @@ def test_template_file_wins_and_reads_special_tokens(directory: Path) -> None:
     tokenizer = Tokenizer.from_directory(directory)
     messages = [{"role": "user", "content": "Hi"}]
     assert tokenizer.apply_chat_template(messages, mood="!") == "<|begin|>Hi!"
+    assert tokenizer.apply_chat_template(messages, **{"self": 1, "mood": "?"}) == "<|begin|>Hi?"
+
+
+@pytest.mark.parametrize(
+    ("file", "before", "after"),
+    [
+        ("tokenizer_config.json", "{{ bos_token }}", "{{ eos_token }}"),
+        ("tokenizer_config.json", '"<|end|>"', '"<|begin|>"'),
+        ("tokenizer.json", '"lstrip": false', '"lstrip": true'),
+    ],
+)
+def test_digest_changes_with_a_token_or_a_template(
+    directory: Path, file: str, before: str, after: str
+) -> None:
+    config = {"chat_template": "{{ bos_token }}", "eos_token": "<|end|>"}
+    _write(directory / "tokenizer_config.json", config)
+    digest = Tokenizer.from_directory(directory).digest
+    assert Tokenizer.from_directory(directory).digest == digest
+    text = (directory / file).read_text()
+    assert before in text
+    (directory / file).write_text(text.replace(before, after, 1))
+    assert Tokenizer.from_directory(directory).digest != digest
 
 
 def test_directory_without_tokenizer(tmp_path: Path) -> None:
