@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import httpx
 
@@ -20,8 +21,16 @@ def test_requests_and_health_tell_of_it(llama, monkeypatch):
     service = Service(["tiny"], max_queued_requests=8)
     app = create_app(service, AppSettings(None, 1 << 20, log_requests=False))
 
-    def broken(step):
-        raise RuntimeError("the device fell off the bus")
+    def break_once_both_run(engine):
+        read = engine._engine._runner.read
+
+        def broken(step):
+            if len(engine._listeners) == 2:
+                raise RuntimeError("the device fell off the bus")
+            time.sleep(0.05)
+            return read(step)
+
+        monkeypatch.setattr(engine._engine._runner, "read", broken)
 
     async def scenario():
         transport = httpx.ASGITransport(app)
@@ -34,7 +43,7 @@ def test_requests_and_health_tell_of_it(llama, monkeypatch):
             engine = await asyncio.to_thread(AsyncEngine.load, llama.path, **llama.settings())
             await service.begin(engine, None)
             assert (await client.get("/health")).status_code == 200
-            monkeypatch.setattr(engine._engine._runner, "read", broken)
+            break_once_both_run(engine)
             whole, streamed = await asyncio.gather(
                 client.post(PATH, json=ENDLESS), client.post(PATH, json=ENDLESS | {"stream": True})
             )
