@@ -9,6 +9,8 @@ import signal
 import pytest
 from cli_command import SETTINGS
 
+pytestmark = pytest.mark.interfaces
+
 LENGTH = "--max-tokens=2500"
 SAMPLED = ("--temperature=1.0", LENGTH)
 

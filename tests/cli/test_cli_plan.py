@@ -7,6 +7,7 @@ import math
 import re
 from pathlib import Path
 
+import pytest
 from cli_command import CONTEXT, SETTINGS
 from tiny_checkpoints import hf_shapes
 
@@ -20,6 +21,7 @@ def test_compile_fills_the_cache_once(first_compile, run_here, tiny_model):
     assert again.stdout.splitlines()[-1] == str(directory)
 
 
+@pytest.mark.interfaces
 def test_compile_makes_the_set_for_one_reader_too(first_compile, run_here, tiny_model):
     many = run_here("compile", tiny_model, "--max-num-batched-tokens=64", "--page-size=64")
     first, _, second, _ = many.stdout.splitlines()

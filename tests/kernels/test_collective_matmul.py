@@ -64,6 +64,7 @@ def parts(array, ranks, axis):
     return np.split(np.asarray(array, np.float64), ranks, axis)
 
 
+@pytest.mark.meshes
 @on_eight_devices
 def test_the_same_as_one_product():
     """Whatever the shapes; tokens that do not divide are padded, and the padding left out."""

@@ -141,6 +141,7 @@ class Whole:
         check()
 
 
+@pytest.mark.meshes
 @on_eight_devices
 def test_keys_and_values_around_eight_ranks():
     ring = Whole(8, zigzag, "pass_kv")
@@ -157,6 +158,7 @@ def test_keys_and_values_around_eight_ranks():
         np.testing.assert_array_equal(one[0], other[0], "a row depends on its neighbours")
 
 
+@pytest.mark.meshes
 @on_eight_devices
 def test_keys_and_values_both_ways_in_messages_half_as_large():
     ring = Whole(4, zigzag, "pass_kv_both_ways", window=50)
@@ -389,6 +391,7 @@ def test_a_sequence_grows_from_rank_to_rank():
             np.testing.assert_allclose(lse[row], wanted[1][0], rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.meshes
 @on_eight_devices
 def test_ranks_along_two_axes_of_a_mesh():
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("host", "chip"))
