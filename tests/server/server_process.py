@@ -21,17 +21,18 @@ SETTINGS = (
     f"--kv-cache-memory-bytes={8 << 20}",
 )
 READY_S = 600
-_SERVE = (sys.executable, "-m", "jaxserve.cli", "serve")
+_JAXSERVE = (sys.executable, "-m", "jaxserve.cli")
 
 
 class ServerProcess:
-    """A server on a free port of loopback; `log` is the file with its standard error."""
+    """A server on a free port of loopback; `log` is the file with its standard error, and `launch`
+    the command that starts it on several hosts."""
 
-    def __init__(self, model: Path, log: Path, *args: str) -> None:
+    def __init__(self, model: Path, log: Path, *args: str, launch: tuple[str, ...] = ()) -> None:
         self.log = log
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [*_SERVE, str(model), "--port=0", *SETTINGS, *args],
+                [*_JAXSERVE, *launch, "serve", str(model), "--port=0", *SETTINGS, *args],
                 stdin=subprocess.DEVNULL,
                 stdout=stderr,
                 stderr=stderr,
