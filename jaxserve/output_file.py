@@ -1,4 +1,4 @@
-"""Files to write at the end of a run, checked before it begins."""
+"""Files that are written: checked before a run begins, and on the disk when they have to be."""
 
 from __future__ import annotations
 
@@ -15,3 +15,12 @@ def check_output_file(name: str, path: str | os.PathLike[str]) -> None:
         raise ConfigError(f"{name} is {str(path)!r}; give a file in an existing directory.")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ConfigError(f"{name} is {str(path)!r}, which this user may not write.")
+
+
+def sync_directory(directory: Path) -> None:
+    """Have the names of new files on the disk, as well as what is in them."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from jaxserve.errors import CheckpointError
+from jaxserve.output_file import sync_directory
 
 VERSION = 1
 """Of the format. A reader knows its own and all before."""
@@ -89,7 +90,7 @@ class CheckpointWriter:
             temporary = self.directory / f"{self._stamp}-{MANIFEST}"
             _write(temporary, json.dumps(manifest, indent=1).encode())
             os.replace(temporary, self.directory / MANIFEST)
-            _sync_directory(self.directory)
+            sync_directory(self.directory)
         _sweep(self.directory, keep=[self._path(name).name for name in self._files])
 
     def _add(self, name: str, data: bytes) -> None:
@@ -195,11 +196,3 @@ def _write(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -17,6 +17,7 @@ from jaxserve.offline.journal import Journal, Result, lock, read_results
 from jaxserve.offline.lines import open_lines
 from jaxserve.offline.shards import Shard, merge, parts_of, results_so_far
 from jaxserve.offline.totals import Totals
+from jaxserve.output_file import sync_directory
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
@@ -195,7 +196,7 @@ def _claim(output: Path, identity: dict[str, Any], name: str) -> int:
             file.write(json.dumps(known, indent=1).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
-            _sync_directory(output.parent)
+            sync_directory(output.parent)
             return known["created"]
     differing = [key for key in identity if known.get(key) != identity[key]]
     if differing:
@@ -208,15 +209,6 @@ def _claim(output: Path, identity: dict[str, Any], name: str) -> int:
             f"{', '.join(file.name for file in (output, *parts_of(output), path))}, to start anew."
         )
     return known["created"]
-
-
-def _sync_directory(path: Path) -> None:
-    """Have the names of new files on the disk, as well as what is in them."""
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def _parse(text: bytes) -> dict[str, Any] | None:
