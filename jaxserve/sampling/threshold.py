@@ -72,8 +72,9 @@ def _heaviest(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     cell_max = jnp.max(weights.reshape(weights.shape[0], -1, CELL_TOKENS), axis=2)
     if cell_max.shape[1] <= CANDIDATE_CELLS:
         return weights, jnp.zeros(weights.shape[:1], weights.dtype)
-    # Without the barrier XLA sees through the slice, and sorts instead of selecting.
-    heaviest, cells = lax.optimization_barrier(lax.top_k(cell_max, CANDIDATE_CELLS))
+    # Without a barrier XLA sees through the slice, and sorts instead of selecting. One on each array:
+    # around the tuple, XLA for CPUs aborts where the program is of several devices.
+    heaviest, cells = map(lax.optimization_barrier, lax.top_k(cell_max, CANDIDATE_CELLS))
     return take_cells(weights, CELL_TOKENS, cells), heaviest[:, -1]
 
 
