@@ -98,7 +98,7 @@ def look_up(rows: Callable[[jax.Array], jax.Array], token_ids: jax.Array, count:
     axes = bound(*VOCAB)
     if not axes:
         return rows(token_ids)
-    ids = token_ids - lax.axis_index(axes) * count
+    ids = token_ids - first_of_vocab(count)
     found = rows(ids)
     here = ((ids >= 0) & (ids < count)).reshape(-1, *[1] * (found.ndim - 1))
     return lax.psum(jnp.where(here, found, 0), axes)
@@ -109,27 +109,52 @@ def mask_vocab(logits: jax.Array, vocab_size: int) -> jax.Array:
     axes = bound(*VOCAB)
     if not axes or logits.shape[0] * lax.axis_size(axes) == vocab_size:
         return logits
-    token = lax.axis_index(axes) * logits.shape[0] + jnp.arange(logits.shape[0])
+    token = first_of_vocab(logits.shape[0]) + jnp.arange(logits.shape[0])
     return jnp.where(token[:, None] < vocab_size, logits, -jnp.inf)
 
 
-def whole_vocab(logits: jax.Array, vocab_size: int) -> jax.Array:
-    """Logits [vocab_size, rows] of all ranks' parts of the vocabulary."""
+def num_vocab_ranks() -> int:
+    """Ranks that the vocabulary is split over."""
     axes = bound(*VOCAB)
-    if not axes:
-        return logits
-    return lax.all_gather(logits, axes, axis=0, tiled=True)[:vocab_size]
+    return lax.axis_size(axes) if axes else 1
 
 
-def likeliest(token_ids: jax.Array, logits: jax.Array, count: int) -> jax.Array:
-    """The likeliest token int32 [rows], the lowest id of equals, of those that each rank has found
-    in its `count` tokens of the vocabulary, with their logits [rows]; -1 where none was found."""
+def first_of_vocab(count: int) -> jax.Array | int:
+    """Id of this rank's first token, where each rank has `count`."""
+    axes = bound(*VOCAB)
+    return lax.axis_index(axes) * count if axes else 0
+
+
+def max_over_vocab(x: jax.Array) -> jax.Array:
+    """The largest of what the ranks of the vocabulary have for x."""
+    axes = bound(*VOCAB)
+    return lax.pmax(x, axes) if axes else x
+
+
+def sum_over_vocab(x: jax.Array) -> jax.Array:
+    """The sum of what the ranks of the vocabulary have for x."""
+    axes = bound(*VOCAB)
+    return lax.psum(x, axes) if axes else x
+
+
+def gather_over_vocab(x: jax.Array) -> jax.Array:
+    """x [rows, n] of all ranks of the vocabulary, side by side: [rows, ranks * n]."""
+    axes = bound(*VOCAB)
+    return lax.all_gather(x, axes, axis=1, tiled=True) if axes else x
+
+
+def vocab_parallel_argmax(places: jax.Array, values: jax.Array, count: int) -> jax.Array:
+    """Token ids int32 [rows] of the largest values, the lowest id of equals.
+
+    Each rank has found its largest `values` [rows] at `places` int32 [rows] among its `count`
+    tokens; -1 stands for none, and is the result where no rank found any.
+    """
     axes = bound(*VOCAB)
     if not axes:
-        return token_ids
-    found = token_ids >= 0
-    bests = lax.all_gather(jnp.where(found, logits, -jnp.inf), axes)
-    ids = lax.all_gather(jnp.where(found, token_ids + lax.axis_index(axes) * count, -1), axes)
+        return places
+    found = places >= 0
+    bests = lax.all_gather(jnp.where(found, values, -jnp.inf), axes)
+    ids = lax.all_gather(jnp.where(found, places + first_of_vocab(count), -1), axes)
     return jnp.take_along_axis(ids, jnp.argmax(bests, axis=0)[None], axis=0)[0]
 
 

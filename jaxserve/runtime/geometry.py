@@ -21,7 +21,7 @@ from jaxserve.models.partition import local
 from jaxserve.runtime.batch import StepLayout
 from jaxserve.runtime.buckets import Buckets, ProgramKey
 from jaxserve.runtime.device_rates import device_rates
-from jaxserve.sampling import SamplingState, abstract_state
+from jaxserve.sampling import BY_TOKEN, SamplingState, abstract_state
 from jaxserve.structured.bitmask import mask_words
 from pallas_kernels.paged_attention import KVPages, PageLayout
 from pallas_kernels.ring_attention import choose_scheme
@@ -79,6 +79,11 @@ class Geometry:
     @property
     def seq(self) -> int:
         return self.config.sequence_parallel_size
+
+    @property
+    def vocab_ranks(self) -> int:
+        """Ranks that the vocabulary is split over."""
+        return self.stages * self.tensor
 
     @functools.cached_property
     def local_model(self) -> ModelConfig:
@@ -242,8 +247,13 @@ class Geometry:
 
     @property
     def abstract_state(self) -> SamplingState:
-        state = abstract_state(self.trash_slot, self.model.vocab_size)
-        return jax.tree.map(lambda array: placed(array, self.sharding()), state)
+        state = abstract_state(self.trash_slot, self.model.vocab_size, self.vocab_ranks)
+
+        def of(name: str) -> Sharding:
+            return self.sharding(None, VOCAB) if name in BY_TOKEN else self.sharding()
+
+        fields = dataclasses.fields(state)
+        return SamplingState(**{f.name: placed(getattr(state, f.name), of(f.name)) for f in fields})
 
     @functools.cached_property
     def sample_rows(self) -> list[int]:

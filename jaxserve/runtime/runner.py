@@ -362,6 +362,7 @@ class Runner:
             seq.output_token_ids,
             eos_token_ids=row.eos_token_ids,
             bad_word_ids=row.bad_word_ids,
+            ranks=self.geometry.vocab_ranks,
         )
 
 

@@ -203,7 +203,7 @@ def _sampling_specs(geometry: Geometry) -> Iterator[ProgramSpec]:
                 geometry.masks(rows),
             ),
             donated=(1, 2),
-            outputs=P(),
+            outputs=(P(), _specs(state), P()),
         )
     for tokens in geometry.buckets.prefill_tokens:
         yield ProgramSpec(
@@ -217,7 +217,13 @@ def _sampling_specs(geometry: Geometry) -> Iterator[ProgramSpec]:
             outputs=P(SEQ),
         )
     slot_size = sum(array.size // array.shape[0] for array in jax.tree.leaves(state))
-    yield ProgramSpec(ADMIT, admit, (state, int32(), int32(slot_size)), donated=(0,), outputs=P())
+    yield ProgramSpec(
+        ADMIT,
+        admit,
+        (state, int32(), int32(slot_size)),
+        donated=(0,),
+        outputs=_specs(state),
+    )
 
 
 def _page_specs(geometry: Geometry) -> Iterator[ProgramSpec]:

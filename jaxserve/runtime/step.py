@@ -8,6 +8,7 @@ alike (docs/decisions/002-programs.md).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -184,8 +185,7 @@ def greedy(
 
     Returns `last_tokens` with the tokens in their slots, and the tokens.
     """
-    logits = family.logits(head, config, hidden)
-    token_ids = parallel.likeliest(sample_greedy(logits), jnp.max(logits, axis=0), len(logits))
+    token_ids = sample_greedy(family.logits(head, config, hidden))
     return last_tokens.at[slots].set(jnp.maximum(token_ids, 0)), token_ids
 
 
@@ -201,8 +201,7 @@ def general(
 ) -> tuple[jax.Array, SamplingState, SampleOutput]:
     """One token a row with everything a request may ask for; `rows` as `pack_rows` made them, and
     `masks` int32 [rows, mask_words] of what those with a grammar may sample."""
-    logits = parallel.whole_vocab(family.logits(head, config, hidden), config.vocab_size)
-    output, state = sample_general(logits, state, rows, masks)
+    output, state = sample_general(family.logits(head, config, hidden), state, rows, masks)
     token_ids = jnp.maximum(output.token_ids, 0)
     return last_tokens.at[rows[:, SLOT]].set(token_ids), state, output
 
@@ -211,8 +210,5 @@ def prompt_logprobs(
     family: Family, config: ModelConfig, head: Params, hidden: jax.Array, targets: jax.Array
 ) -> TokenLogprobs:
     """Log probabilities of the prompt's next tokens, `targets` int32 [tokens]."""
-
-    def logits(block: jax.Array) -> jax.Array:
-        return parallel.whole_vocab(family.logits(head, config, block), config.vocab_size)
-
+    logits = functools.partial(family.logits, head, config)
     return score_prompt(logits, parallel.of_last_stage(hidden), targets)

@@ -9,6 +9,7 @@ from jaxserve.sampling.logprobs import TOP_LOGPROBS, TokenLogprobs, prompt_logpr
 from jaxserve.sampling.rows import pack_rows, row_constants, sequence_seed
 from jaxserve.sampling.sample import NO_TOKEN, SampleOutput, general, greedy
 from jaxserve.sampling.state import (
+    BY_TOKEN,
     SamplingState,
     abstract_state,
     admit,
@@ -17,6 +18,7 @@ from jaxserve.sampling.state import (
 )
 
 __all__ = [
+    "BY_TOKEN",
     "NO_TOKEN",
     "TOP_LOGPROBS",
     "SampleOutput",

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.sampling.blocks import ordered_sum
+from jaxserve.models import parallel
+from jaxserve.sampling.vocabulary import ordered_sum
 from jaxserve.sampling_params import MAX_LOGPROBS as TOP_LOGPROBS
 
 # A block of logits of this many tokens is alive at a time while a prompt is scored.
@@ -41,20 +42,32 @@ def no_logprobs(rows: int) -> TokenLogprobs:
 
 
 def token_logprobs(logits: jax.Array, token_ids: jax.Array, with_top: jax.Array) -> TokenLogprobs:
-    """Of raw `logits` [vocab, rows] and `token_ids` [rows]; top ones if the scalar is set.
+    """Of raw `logits` [vocab, rows], this rank's part of the vocabulary, and `token_ids` [rows];
+    top ones if the scalar is set.
 
     A vocabulary smaller than 20 fills the rest of the top places with -inf.
     """
-    vocab_size, rows = logits.shape
-    best = jnp.max(logits, axis=0)
-    normalizer = best + jnp.log(ordered_sum(jnp.exp(logits - best), axis=0))
+    count, rows = logits.shape
+    first = parallel.first_of_vocab(count)
+    best = parallel.max_over_vocab(jnp.max(logits, axis=0))
+    normalizer = best + jnp.log(
+        parallel.sum_over_vocab(ordered_sum(jnp.exp(logits - best), axis=0))
+    )
     # A row that sampled no token has a negative id; any token will do for it.
-    chosen = logits[jnp.maximum(token_ids, 0), jnp.arange(rows)]
-    count = min(TOP_LOGPROBS, vocab_size)
+    place = jnp.maximum(token_ids, 0) - first
+    here = (place >= 0) & (place < count)
+    own = logits.at[jnp.clip(place, 0, count - 1), jnp.arange(rows)].get()
+    chosen = parallel.sum_over_vocab(jnp.where(here, own, 0.0))
+    higher = ordered_sum((logits > chosen).astype(jnp.int32), axis=0)
 
     def top() -> tuple[jax.Array, jax.Array]:
-        values, ids = lax.top_k(logits.T, count)
-        missing = ((0, 0), (0, TOP_LOGPROBS - count))
+        values, ids = lax.top_k(logits.T, min(TOP_LOGPROBS, count))
+        if parallel.num_vocab_ranks() > 1:
+            values = parallel.gather_over_vocab(values)
+            ids = parallel.gather_over_vocab(first + ids)
+            values, best_of_ranks = lax.top_k(values, min(TOP_LOGPROBS, values.shape[1]))
+            ids = jnp.take_along_axis(ids, best_of_ranks, axis=1)
+        missing = ((0, 0), (0, TOP_LOGPROBS - ids.shape[1]))
         values = jnp.pad(values - normalizer[:, None], missing, constant_values=-jnp.inf)
         return jnp.pad(ids, missing), values
 
@@ -62,7 +75,7 @@ def token_logprobs(logits: jax.Array, token_ids: jax.Array, with_top: jax.Array)
     top_ids, top_values = lax.cond(with_top, top, lambda: (empty.top_ids, empty.top_logprobs))
     return TokenLogprobs(
         logprobs=chosen - normalizer,
-        ranks=1 + ordered_sum((logits > chosen).astype(jnp.int32), axis=0),
+        ranks=1 + parallel.sum_over_vocab(higher),
         top_ids=top_ids,
         top_logprobs=top_values,
     )
@@ -73,8 +86,8 @@ def prompt_logprobs(
 ) -> TokenLogprobs:
     """Scores `targets` int32 [tokens] under `logits_fn(hidden)`, `hidden` [features, tokens].
 
-    `logits_fn` maps [features, n] to [vocab, n] float32. The target of a position is the prompt's
-    next token. Works through blocks of tokens, so that [vocab, tokens] never exists as a whole.
+    `logits_fn` maps [features, n] to this rank's [vocab, n] float32. The target of a position is
+    the prompt's next token. Works through blocks of tokens, so that [vocab, tokens] never exists as a whole.
     """
     features, tokens = hidden.shape
     block = min(PROMPT_BLOCK_TOKENS, tokens)

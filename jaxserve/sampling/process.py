@@ -1,8 +1,7 @@
 """What turns raw logits into the ones sampled from: masks and bias, bans, penalties.
 
 The order is vLLM's: grammar masks, allowed ids, bad words, min_tokens and bias first, then
-penalties.
-Logits are [rows, padded vocab] here.
+penalties. Logits are [rows, padded vocab] here, of this rank's `count` tokens and padding.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.models import parallel
 from jaxserve.sampling.state import SamplingState
 from jaxserve.structured.bitmask import WORD_BITS
 
@@ -37,12 +37,15 @@ def when(
     return lax.fori_loop(0, flag.astype(jnp.int32), trip, logits)
 
 
-def mask_tokens(logits: jax.Array, masks: jax.Array, masked: jax.Array) -> jax.Array:
+def mask_tokens(logits: jax.Array, masks: jax.Array, masked: jax.Array, count: int) -> jax.Array:
     """-inf for tokens without a bit in `masks` int32 [rows, mask_words], for the rows with `masked`
     bool [rows]."""
     bits = masks[:, :, None] >> jnp.arange(WORD_BITS) & 1
-    bits = bits.reshape(len(masks), -1)[:, : logits.shape[1]]
-    allowed = jnp.pad(bits, ((0, 0), (0, logits.shape[1] - bits.shape[1]))) > 0
+    bits = bits.reshape(len(masks), -1)
+    whole = max(parallel.num_vocab_ranks() * count, bits.shape[1])
+    bits = jnp.pad(bits, ((0, 0), (0, whole - bits.shape[1])))
+    bits = lax.dynamic_slice_in_dim(bits, parallel.first_of_vocab(count), count, axis=1)
+    allowed = jnp.pad(bits, ((0, 0), (0, logits.shape[1] - count))) > 0
     return jnp.where(allowed | ~masked[:, None], logits, -jnp.inf)
 
 
@@ -59,6 +62,7 @@ def ban_tokens(
     state: SamplingState,
     before_min_tokens: jax.Array,
     with_bad_words: jax.Array,
+    count: int,
 ) -> jax.Array:
     """-inf for stop tokens before min_tokens, and for what would complete a bad word.
 
@@ -71,8 +75,9 @@ def ban_tokens(
     stops = jnp.where(before_min_tokens[:, None], state.stop_ids[slots], -1)
     banned = jnp.concatenate([jnp.where(complete, last, -1), stops], axis=1)
     rows = lax.broadcasted_iota(jnp.int32, banned.shape, 0)
-    nowhere = logits.shape[1]
-    return logits.at[rows, jnp.where(banned < 0, nowhere, banned)].set(-jnp.inf, mode="drop")
+    place = banned - parallel.first_of_vocab(count)
+    place = jnp.where((place >= 0) & (place < count), place, logits.shape[1])
+    return logits.at[rows, place].set(-jnp.inf, mode="drop")
 
 
 def penalize(

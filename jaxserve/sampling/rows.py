@@ -35,10 +35,16 @@ FLAG_LOGPROBS = 16  # wants the sampled token's logprob and rank
 FLAG_TOP_LOGPROBS = 32  # and the most likely tokens
 FLAG_MASK = 64  # samples what its row of the step's masks allows, and nothing else
 
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio, as in SplitMix64
+
 
 def sequence_seed(seed: int, index: int) -> int:
-    """Seed of sequence `index` of a request with n > 1, in 0..2**64-1 (as in vLLM: the sum)."""
-    return (seed + index) % 2**64
+    """Seed of sequence `index` of a request with n > 1, in 0..2**64-1.
+
+    The first has the request's own. The others are far from those of requests with other seeds:
+    with `seed + index`, sample 1 of seed 7 would be sample 0 of seed 8.
+    """
+    return (seed + index * _SEED_STRIDE) % 2**64
 
 
 def row_constants(

@@ -9,18 +9,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.models import parallel
 from jaxserve.sampling import rows as row
-from jaxserve.sampling.blocks import padded_vocab
-from jaxserve.sampling.draw import inverse_cdf, keyed_uniforms
 from jaxserve.sampling.logprobs import TokenLogprobs, no_logprobs, token_logprobs
+from jaxserve.sampling.noise import exponentials
 from jaxserve.sampling.process import add_bias, ban_tokens, mask_tokens, penalize, when
 from jaxserve.sampling.state import SamplingState, record
 from jaxserve.sampling.threshold import weight_floor
+from jaxserve.sampling.vocabulary import CELL, largest, padded
 
 # In place of a token id when a row's logits are NaN throughout or leave nothing to sample.
 NO_TOKEN = -1
-
-_GROUP = 64
 
 
 @flax.struct.dataclass
@@ -32,19 +31,21 @@ class SampleOutput:
 
 
 def greedy(logits: jax.Array) -> jax.Array:
-    """Most likely token int32 [rows] of `logits` float32 [vocab, rows]; the lowest id of equals.
+    """Most likely token int32 [rows], the lowest id of equals.
 
-    Finds the best group of consecutive tokens first and then the token in it: XLA's argmax, which
-    carries an index along with every value, is two to five times slower on CPUs.
+    `logits` float32 [vocab, rows], of this rank's part of the vocabulary.
     """
-    vocab_size, rows = logits.shape
-    padded = jnp.pad(logits, ((0, -vocab_size % _GROUP), (0, 0)), constant_values=-jnp.inf)
-    groups = padded.reshape(-1, _GROUP, rows)
-    group_max = jnp.max(groups, axis=1)
-    group = jnp.argmax(group_max, axis=0)
-    members = jnp.take_along_axis(groups, group[None, None, :], axis=0)[0]
-    token = (group * _GROUP + jnp.argmax(members, axis=0)).astype(jnp.int32)
-    return jnp.where(jnp.max(group_max, axis=0) > -jnp.inf, token, NO_TOKEN)
+    # As `largest`, over the leading axis: transposing the logits would cost a pass over them.
+    count, rows = logits.shape
+    cells = jnp.pad(logits, ((0, -count % CELL), (0, 0)), constant_values=-jnp.inf)
+    cells = cells.reshape(-1, CELL, rows)
+    cell_max = jnp.max(cells, axis=1)
+    cell = jnp.argmax(cell_max, axis=0)
+    members = jnp.take_along_axis(cells, cell[None, None, :], axis=0)[0]
+    place = (cell * CELL + jnp.argmax(members, axis=0)).astype(jnp.int32)
+    best = jnp.max(cell_max, axis=0)
+    place = jnp.where(best > -jnp.inf, place, NO_TOKEN)
+    return parallel.vocab_parallel_argmax(place, best, count)
 
 
 def general(
@@ -52,29 +53,33 @@ def general(
 ) -> tuple[SampleOutput, SamplingState]:
     """Samples one token a row with everything SamplingParams offers.
 
-    `logits` float32 [vocab, rows]; `meta` int32 [rows, NUM_FIELDS] from `pack_rows`; real rows
-    have slots of their own. `masks` int32 [rows, mask_words] has a bit for each token that a row
-    with FLAG_MASK may sample; the rows of the others are not read. Returns the state with the
-    tokens recorded where they will be needed. A row's token depends on its logits, its state, its
-    fields, its mask, and nothing else in the batch.
+    `logits` float32 [vocab, rows], of this rank's part of the vocabulary; `meta` int32
+    [rows, NUM_FIELDS] from `pack_rows`; real rows have slots of their own. `masks` int32
+    [rows, mask_words] has a bit for each token of the whole vocabulary that a row with FLAG_MASK
+    may sample; the rows of the others are not read. Returns the state with the tokens recorded
+    where they will be needed. A row's token depends on its logits, its state, its fields, its mask,
+    and nothing else in the batch.
     """
+    count = len(logits)
     floats = lax.bitcast_convert_type(meta, jnp.float32)
     slots, flags = meta[:, row.SLOT], meta[:, row.FLAGS]
     temperature = floats[:, row.TEMPERATURE]
 
     scores = _processed(logits, state, meta, floats, masks)
-    best = jnp.max(scores, axis=1)
+    best = parallel.max_over_vocab(jnp.max(scores, axis=1))
     weights = _weights(scores, best, temperature)
     floor = weight_floor(weights, meta[:, row.TOP_K], floats[:, row.TOP_P], floats[:, row.MIN_P])
-    token_ids, mass = inverse_cdf(weights, floor, _uniforms(meta, temperature))
-    token_ids = jnp.where((best > -jnp.inf) & (mass > 0), token_ids, NO_TOKEN)
+    kept = jnp.where(weights >= floor[:, None], weights, 0.0)
+    chance, place = largest(kept / _noise(meta, temperature, count, kept.shape[1]))
+    place = jnp.where((best > -jnp.inf) & (chance > 0), place, NO_TOKEN)
+    token_ids = parallel.vocab_parallel_argmax(place, chance, count)
 
     logprobs = lax.cond(
         _any(flags, row.FLAG_LOGPROBS),
         lambda: token_logprobs(logits, token_ids, _any(flags, row.FLAG_TOP_LOGPROBS)),
         lambda: no_logprobs(logits.shape[1]),
     )
-    state = record(state, slots, token_ids, flags & row.FLAG_TRACK > 0)
+    state = record(state, slots, token_ids, count, flags & row.FLAG_TRACK > 0)
     return SampleOutput(token_ids=token_ids, logprobs=logprobs), state
 
 
@@ -90,21 +95,24 @@ def _processed(
     Rows are made contiguous first. It costs one pass and makes all later ones, and the gathers of
     state, run along memory.
     """
-    vocab_size = logits.shape[0]
+    count = len(logits)
     slots, flags = meta[:, row.SLOT], meta[:, row.FLAGS]
-    padding = padded_vocab(vocab_size) - vocab_size
+    padding = padded(count) - count
     scores = jnp.pad(logits.T, ((0, 0), (0, padding)), constant_values=-jnp.inf)
     biased = flags & row.FLAG_BIAS > 0
     early = meta[:, row.POSITION] < meta[:, row.MIN_TOKENS]
     worded = flags & row.FLAG_BAD_WORDS > 0
     masked = flags & row.FLAG_MASK > 0
     penalties = [floats[:, field] for field in (row.PRESENCE, row.FREQUENCY, row.REPETITION)]
-    scores = when(jnp.any(masked), functools.partial(mask_tokens, masked=masked), scores, masks)
+    mask = functools.partial(mask_tokens, masked=masked, count=count)
+    scores = when(jnp.any(masked), mask, scores, masks)
     stages = (
         (jnp.any(biased), functools.partial(add_bias, biased=biased)),
         (
             jnp.any(early | worded),
-            functools.partial(ban_tokens, before_min_tokens=early, with_bad_words=worded),
+            functools.partial(
+                ban_tokens, before_min_tokens=early, with_bad_words=worded, count=count
+            ),
         ),
         (_any(flags, row.FLAG_PENALTY), functools.partial(penalize, penalties=penalties)),
     )
@@ -125,7 +133,9 @@ def _weights(scores: jax.Array, best: jax.Array, temperature: jax.Array) -> jax.
     return lax.optimization_barrier(weights)
 
 
-def _uniforms(meta: jax.Array, temperature: jax.Array) -> jax.Array:
-    """Draws [rows] in [0, 1), zero for greedy rows, which then take the lowest of equal ids."""
+def _noise(meta: jax.Array, temperature: jax.Array, count: int, width: int) -> jax.Array:
+    """What each token's weight is divided by [rows, width]; 1 for greedy rows."""
     seeds = lax.bitcast_convert_type(meta[:, row.SEED_HIGH : row.SEED_LOW + 1], jnp.uint32)
-    return jnp.where(temperature > 0, keyed_uniforms(seeds, meta[:, row.POSITION]), 0.0)
+    token_ids = parallel.first_of_vocab(count) + jnp.arange(width, dtype=jnp.int32)
+    noise = exponentials(seeds, meta[:, row.POSITION], token_ids)
+    return jnp.where(temperature[:, None] > 0, noise, 1.0)

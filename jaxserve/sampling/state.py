@@ -1,11 +1,12 @@
-"""What a sequence's past and its wishes contribute to sampling, kept on the device by slot.
+"""What a sequence's past and its options contribute to sampling, kept on the device by slot.
 
 Only sequences that need it (`needs_state`) are admitted; the rows of the others are never read.
-The vocabulary axis is padded to whole blocks (`padded_vocab`), like the logits it meets.
+On a mesh each rank has the columns of its part of the vocabulary.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import flax.struct
@@ -15,7 +16,8 @@ import numpy as np
 from jax import lax
 
 from jaxserve.errors import RequestError
-from jaxserve.sampling.blocks import padded_vocab
+from jaxserve.models import parallel
+from jaxserve.sampling.vocabulary import padded
 from jaxserve.sampling_params import MAX_BAD_WORDS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 MAX_BAD_WORD_TOKENS = 8
@@ -24,11 +26,15 @@ MAX_BANNED_STOPS = MAX_STOP_TOKEN_IDS + 16  # a request's own stop ids and the m
 _RECENT = MAX_BAD_WORD_TOKENS - 1
 _NONE = -1
 
+BY_TOKEN = ("seen", "bias")
+"""Fields of the state with a column for each token of the vocabulary."""
+
 
 @flax.struct.dataclass
 class SamplingState:
     """Per-sequence arrays, one row a slot; the last row is the trash slot of padded rows.
 
+    Columns of the vocabulary are padded to whole cells on each rank, like the logits they meet.
     `seen` int32 [slots + 1, vocab]: bit 0 tells whether the prompt has the token, the bits above
     count it in the output. `bias` float32 [slots + 1, vocab] is added to the logits, -inf where a
     token is never allowed. `recent` int32 [slots + 1, 7] holds the last output tokens, newest
@@ -60,10 +66,10 @@ def needs_state(params: SamplingParams) -> bool:
     )
 
 
-def abstract_state(num_slots: int, vocab_size: int) -> SamplingState:
+def abstract_state(num_slots: int, vocab_size: int, ranks: int = 1) -> SamplingState:
     """Shapes of the state of `num_slots` empty slots and the trash slot, whose row index is
-    `num_slots`. It begins with zeros."""
-    rows, width = num_slots + 1, padded_vocab(vocab_size)
+    `num_slots`, for a vocabulary that is split over `ranks`. It begins with zeros."""
+    rows, width = num_slots + 1, ranks * padded(_count(vocab_size, ranks))
     return SamplingState(
         seen=jax.ShapeDtypeStruct((rows, width), jnp.int32),
         bias=jax.ShapeDtypeStruct((rows, width), jnp.float32),
@@ -71,6 +77,21 @@ def abstract_state(num_slots: int, vocab_size: int) -> SamplingState:
         bad_words=jax.ShapeDtypeStruct((rows, MAX_BAD_SEQUENCES, MAX_BAD_WORD_TOKENS), jnp.int32),
         stop_ids=jax.ShapeDtypeStruct((rows, MAX_BANNED_STOPS), jnp.int32),
     )
+
+
+def _count(vocab_size: int, ranks: int) -> int:
+    """Tokens of the vocabulary that each of `ranks` has, the last ones perhaps fewer."""
+    return -(-vocab_size // ranks)
+
+
+def _columns(by_token: np.ndarray, ranks: int) -> np.ndarray:
+    """What each token has, int32 [vocab], in the order and with the padding of the state."""
+    count = _count(len(by_token), ranks)
+    parts = np.zeros((ranks, padded(count)), by_token.dtype)
+    whole = np.zeros(ranks * count, by_token.dtype)
+    whole[: len(by_token)] = by_token
+    parts[:, :count] = whole.reshape(ranks, count)
+    return parts.ravel()
 
 
 def pack_admission(
@@ -81,22 +102,22 @@ def pack_admission(
     *,
     eos_token_ids: Sequence[int] = (),
     bad_word_ids: Sequence[Sequence[int]] = (),
+    ranks: int = 1,
 ) -> np.ndarray:
     """One sequence's rows of every state array, end to end as int32, for `admit`.
 
     `output_token_ids` is what a resumed sequence has generated already, all of it.
     `bad_word_ids` are the tokenizations of `params.bad_words`; `eos_token_ids` those that would
-    end this sequence. Raises RequestError when one is too long, there are too many, or an id is
-    outside the vocabulary.
+    end this sequence. `ranks` as in `abstract_state`. Raises RequestError when one is too long,
+    there are too many, or an id is outside the vocabulary.
     """
     params.check_vocabulary(vocab_size)
     _check_bad_words(bad_word_ids, vocab_size)
-    width = padded_vocab(vocab_size)
 
-    seen = 2 * np.bincount(np.asarray(output_token_ids, np.int32), minlength=width)
+    seen = 2 * np.bincount(np.asarray(output_token_ids, np.int32), minlength=vocab_size)
     seen[np.asarray(prompt_token_ids, np.int32)] |= 1
 
-    bias = np.zeros(width, np.float32)
+    bias = np.zeros(vocab_size, np.float32)
     if params.allowed_token_ids is not None:
         bias[:] = -np.inf
         bias[list(params.allowed_token_ids)] = 0.0
@@ -119,9 +140,8 @@ def pack_admission(
             f"{len(stops)} token ids can end this request; at most {MAX_BANNED_STOPS} are allowed."
         )
     stop_ids[: len(stops)] = stops
-    return np.concatenate(
-        [seen.astype(np.int32), bias.view(np.int32), recent, bad_words.ravel(), stop_ids]
-    )
+    by_token = (_columns(array, ranks) for array in (seen.astype(np.int32), bias.view(np.int32)))
+    return np.concatenate([*by_token, recent, bad_words.ravel(), stop_ids])
 
 
 def _check_bad_words(bad_word_ids: Sequence[Sequence[int]], vocab_size: int) -> None:
@@ -148,11 +168,16 @@ def admit(state: SamplingState, slot: jax.Array, admission: jax.Array) -> Sampli
 
     One shape serves prompts and outputs of any length. The state is meant to be donated.
     """
+    ranks = parallel.num_vocab_ranks()
     rows = []
     start = 0
-    for array in jax.tree.leaves(state):
-        row = admission[start : start + array[0].size].reshape(array.shape[1:])
-        start += row.size
+    for field in dataclasses.fields(state):
+        array = getattr(state, field.name)
+        size, of_all = array[0].size, ranks if field.name in BY_TOKEN else 1
+        # Every rank is given the columns of all, and takes its own.
+        own = start + parallel.first_of_vocab(size) if of_all > 1 else start
+        row = lax.dynamic_slice_in_dim(admission, own, size).reshape(array.shape[1:])
+        start += of_all * size
         rows.append(lax.bitcast_convert_type(row, array.dtype))
     return jax.tree.map(
         lambda array, row: lax.dynamic_update_index_in_dim(array, row, slot, 0),
@@ -162,9 +187,14 @@ def admit(state: SamplingState, slot: jax.Array, admission: jax.Array) -> Sampli
 
 
 def record(
-    state: SamplingState, slots: jax.Array, token_ids: jax.Array, tracked: jax.Array
+    state: SamplingState,
+    slots: jax.Array,
+    token_ids: jax.Array,
+    count: int,
+    tracked: jax.Array,
 ) -> SamplingState:
-    """State after the rows with `tracked` bool [rows] appended `token_ids` int32 [rows].
+    """State after the rows with `tracked` bool [rows] appended `token_ids` int32 [rows], each rank
+    having `count` tokens of the vocabulary.
 
     The other rows write to the trash slot, and so do rows that sampled no token (a negative id).
     """
@@ -172,6 +202,9 @@ def record(
     slots = jnp.where(real, slots, state.trash_slot)
     tokens = jnp.maximum(token_ids, 0)
     shifted = jnp.concatenate([state.recent[slots, 1:], tokens[:, None]], axis=1)
+    place = tokens - parallel.first_of_vocab(count)
+    place = jnp.where((place >= 0) & (place < count), place, state.seen.shape[1])
     return state.replace(
-        seen=state.seen.at[slots, tokens].add(2), recent=state.recent.at[slots].set(shifted)
+        seen=state.seen.at[slots, place].add(2, mode="drop"),
+        recent=state.recent.at[slots].set(shifted),
     )

@@ -5,6 +5,8 @@ of a non-negative float order like the float, so a floor is bisected over at mos
 and is exact: the k-th largest weight, or the largest weight at which the nucleus (Holtzman et
 al., "The Curious Case of Neural Text Degeneration", 2020) is heavy enough. Tokens of equal weight
 are kept or dropped together.
+
+On a mesh each rank has the weights of its part of the vocabulary, and all find the same floor.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxserve.sampling.blocks import ordered_sum, take_cells
+from jaxserve.models import parallel
+from jaxserve.sampling.vocabulary import CELL, ordered_sum, take_cells
 
 # Candidates come from this many cells of consecutive tokens, the ones with the heaviest tokens.
 CANDIDATE_CELLS = 64
-CELL_TOKENS = 64
+_LEAST_CELLS_OF_RANK = 8
 _SMALLEST = np.finfo(np.float32).tiny
 _ABOVE_ONE_BITS = int(np.float32(1).view(np.int32)) + 1
 
@@ -33,8 +36,8 @@ def weight_floor(
 ) -> jax.Array:
     """Floor [rows] that applies min_p, then top_k, then top_p, in vLLM's order.
 
-    `weights` is float32 [rows, blocks * BLOCK] with a largest weight of 1 in each row and 0 for
-    what may not be sampled. `top_p` is relative to the mass that top_k and min_p leave over.
+    `weights` is float32 [rows, n * CELL], with a largest weight of 1 in each row (of all ranks) and
+    0 for what may not be sampled. `top_p` is relative to the mass that top_k and min_p leave over.
     Off are top_k = 0, top_p = 1, min_p = 0. The floor is positive, so zero weights never pass.
     """
     floor = jnp.maximum(min_p, _SMALLEST)
@@ -50,53 +53,47 @@ def _filtered_floor(
     def filter_once(index: jax.Array, floor: jax.Array) -> jax.Array:
         by_count = index == 0  # the first round is top_k, the second top_p
 
-        def measure(weights: jax.Array, floor: jax.Array) -> jax.Array:
+        def among(weights: jax.Array, floor: jax.Array) -> jax.Array:
             amounts = jnp.where(by_count, 1.0, weights)
             return ordered_sum(jnp.where(weights >= floor[:, None], amounts, 0.0))
 
+        def overall(weights: jax.Array, floor: jax.Array) -> jax.Array:
+            return parallel.sum_over_vocab(among(weights, floor))
+
         active = jnp.where(by_count, top_k > 0, top_p < 1)
-        mass_target = top_p * measure(weights, floor)
+        mass_target = top_p * overall(weights, floor)
         target = jnp.where(by_count, top_k.astype(jnp.float32), mass_target)
-        return _raise_floor(measure, weights, candidates, bound, floor, active, target)
+
+        low = _bits(floor)
+        start = jnp.maximum(low, _bits(bound) + 1)
+        enough = among(candidates, _float(start)) >= target
+        near = _bisect(
+            among, candidates, target, start, jnp.where(active & enough, _ABOVE_ONE_BITS, 0)
+        )
+        far = _bisect(overall, weights, target, low, jnp.where(active & ~enough, start, 0))
+        return jnp.where(active, _float(jnp.where(enough, near, far)), floor)
 
     # One loop body serves both rounds, which halves what there is to compile.
     return lax.fori_loop(0, 2, filter_once, floor)
 
 
 def _heaviest(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Candidates [rows, n] and a bound [rows]: every weight above the bound is a candidate.
+    """Candidates [rows, n] of all ranks and a bound [rows]: every weight above the bound is a
+    candidate.
 
     They are the cells whose heaviest tokens are the largest; the last cell taken gives the bound.
     Most floors lie above it, and are then found without another look at the whole vocabulary.
     """
-    cell_max = jnp.max(weights.reshape(weights.shape[0], -1, CELL_TOKENS), axis=2)
-    if cell_max.shape[1] <= CANDIDATE_CELLS:
-        return weights, jnp.zeros(weights.shape[:1], weights.dtype)
-    # Without a barrier XLA sees through the slice, and sorts instead of selecting. One on each array:
-    # around the tuple, XLA for CPUs aborts where the program is of several devices.
-    heaviest, cells = map(lax.optimization_barrier, lax.top_k(cell_max, CANDIDATE_CELLS))
-    return take_cells(weights, CELL_TOKENS, cells), heaviest[:, -1]
-
-
-def _raise_floor(
-    measure: Measure,
-    weights: jax.Array,
-    candidates: jax.Array,
-    bound: jax.Array,
-    floor: jax.Array,
-    active: jax.Array,
-    target: jax.Array,
-) -> jax.Array:
-    """Largest floor at or above the given one that keeps `target`, for the `active` rows."""
-    low = _bits(floor)
-    start = jnp.maximum(low, _bits(bound) + 1)
-    among_candidates = measure(candidates, _float(start)) >= target
-    near = _bisect(
-        measure, candidates, target, start, jnp.where(active & among_candidates, _ABOVE_ONE_BITS, 0)
-    )
-    far = _bisect(measure, weights, target, low, jnp.where(active & ~among_candidates, start, 0))
-    found = jnp.where(among_candidates, near, far)
-    return jnp.where(active, _float(found), floor)
+    rows, width = weights.shape
+    most = max(CANDIDATE_CELLS // parallel.num_vocab_ranks(), _LEAST_CELLS_OF_RANK)
+    if width // CELL <= most:
+        return parallel.gather_over_vocab(weights), jnp.zeros(rows, weights.dtype)
+    cell_max = jnp.max(weights.reshape(rows, -1, CELL), axis=2)
+    # Without a barrier XLA sees through the slice, and sorts instead of selecting. One on each
+    # array: around the tuple, XLA for CPUs aborts where the program is of several devices.
+    heaviest, cells = map(lax.optimization_barrier, lax.top_k(cell_max, most))
+    candidates = parallel.gather_over_vocab(take_cells(weights, cells))
+    return candidates, parallel.max_over_vocab(heaviest[:, -1])
 
 
 def _bisect(

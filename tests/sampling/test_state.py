@@ -57,6 +57,7 @@ def test_recording_skips_rows_that_are_not_tracked_or_sampled_nothing():
         empty_state(SLOTS, VOCAB),
         np.array([0, 1, 2, 3], np.int32),
         np.array([5, 6, -1, 8], np.int32),
+        VOCAB,
         np.array([True, False, True, False]),
     )
     seen = np.asarray(state.seen)
