@@ -53,6 +53,8 @@ class EngineConfig:
         preemption: what becomes of the KV of a sequence that has to give way: "swap" keeps it on a
             lower tier, "recompute" does not, "auto" takes what is faster by measured rates.
         debug_kv: check the books of all pages after every step, and poison freed pages with NaN.
+        batch_invariant: compute every step in tiles of a fixed number of tokens, so that logprobs do
+            not depend on the batch to the last bit, which costs time (docs/promises.md).
         seed: of everything random that no request seeds itself.
         load_format: "dummy" makes random weights of the model's config.
         attention_backend: who attends, moves pages and multiplies packed weights: "pallas", the
@@ -85,6 +87,7 @@ class EngineConfig:
     disk_kv_bytes: int = 0
     preemption: Literal["auto", "swap", "recompute"] = "auto"
     debug_kv: bool = False
+    batch_invariant: bool = False
     seed: int = 0
     load_format: Literal["auto", "dummy"] = "auto"
     attention_backend: Literal["auto", "xla", "pallas"] = "auto"
@@ -127,6 +130,7 @@ class EngineConfig:
             "fair_share",
             "enable_prefix_caching",
             "debug_kv",
+            "batch_invariant",
             "compilation_cache",
             "sequence_parallel_norms",
         ):
@@ -137,6 +141,15 @@ class EngineConfig:
             raise ConfigError(
                 f"target_step_us is {self.target_step_us}, but scheduler {self.scheduler!r} keeps "
                 'no step within a time; "medha" does.'
+            )
+        if self.batch_invariant and (
+            self.sequence_parallel_size > 1 or self.sequence_parallel_norms
+        ):
+            raise ConfigError(
+                "batch_invariant computes tokens in tiles, which sequence_parallel_size "
+                f"{self.sequence_parallel_size} and sequence_parallel_norms "
+                f"{self.sequence_parallel_norms} would split; use tensor_parallel_size or "
+                "pipeline_parallel_size."
             )
         if not isinstance(self.disk_kv_dir, str | Path | None):
             raise ConfigError(f"disk_kv_dir is {self.disk_kv_dir!r}; it must be a directory.")

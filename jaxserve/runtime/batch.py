@@ -96,6 +96,13 @@ class StepLayout:
     ring_pages: int = 0
     """Pages that a chunk's context has at most where keys travel around a ring."""
     ring_scheme: str = "pass_kv"
+    tile: int | None = None
+    """Tokens that are computed together, always as many (tiles.py); None for all of a step's."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the program computes: the key's, rounded up to whole tiles."""
+        return self.key.num_tokens + (-self.key.num_tokens % self.tile if self.tile else 0)
 
     @property
     def chunks(self) -> int:
@@ -163,15 +170,15 @@ class StepLayout:
         """The inputs that `vector` holds, positions and write addresses worked out."""
         raw = {name: vector[place].reshape(shape) for name, (place, shape) in self.fields.items()}
         batch = RaggedBatch(raw["tables"], raw["context"], raw["starts"], raw["lengths"])
-        token = jnp.arange(self.key.num_tokens)
+        token = jnp.arange(self.num_tokens)
         if self.chunks:
             ends = batch.starts + batch.lengths
             row = jnp.sum(token[:, None] >= ends[None, :], axis=1)
             row = jnp.minimum(row, self.rows - 1)
         else:
-            row = token
+            row = jnp.minimum(token, self.rows - 1)
         position = (batch.context - batch.lengths - batch.starts)[row] + token
-        real = (position >= 0) & (position < batch.context[row])
+        real = (position >= 0) & (position < batch.context[row]) & (token < self.key.num_tokens)
         position = jnp.where(real, position, 0)
         page = batch.tables[row, position // self.page_size]
         return StepInputs(

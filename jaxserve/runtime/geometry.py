@@ -21,6 +21,7 @@ from jaxserve.models.partition import local
 from jaxserve.runtime.batch import StepLayout
 from jaxserve.runtime.buckets import Buckets, ProgramKey
 from jaxserve.runtime.device_rates import device_rates
+from jaxserve.runtime.tiles import DEFAULT_TILE_TOKENS, TILE_TOKENS
 from jaxserve.sampling import BY_TOKEN, SamplingState, abstract_state
 from jaxserve.structured.bitmask import mask_words
 from pallas_kernels.paged_attention import KVPages, PageLayout
@@ -100,6 +101,19 @@ class Geometry:
         )
 
     @property
+    def tile(self) -> int | None:
+        """Tokens that are computed together, always as many; None for all of a step's."""
+        if not self.config.batch_invariant:
+            return None
+        return TILE_TOKENS.get(self.platform, DEFAULT_TILE_TOKENS)
+
+    @property
+    def platform(self) -> str:
+        """JAX's name of the devices' kind."""
+        devices = jax.devices() if self.mesh is None else self.mesh.devices.flat
+        return devices[0].platform
+
+    @property
     def max_chunks(self) -> int:
         return min(MAX_PREFILL_CHUNKS, self.config.max_num_seqs)
 
@@ -168,6 +182,7 @@ class Geometry:
         chunks = self.max_chunks if key.prefill_tokens else 0
         most = min(key.rows + chunks, self.config.max_num_seqs)
         sample_rows = next(rows for rows in self.buckets.rows if rows >= most)
+        sample_rows += -sample_rows % (self.tile or 1)
         return StepLayout(
             key=key,
             max_chunks=self.max_chunks,
@@ -178,6 +193,7 @@ class Geometry:
             seq=self.seq,
             ring_pages=-(-self.ring_context(key) // self.config.page_size) if key.ring else 0,
             ring_scheme="pass_kv_both_ways" if self._links_both_ways else "pass_kv",
+            tile=self.tile,
         )
 
     def groups(self, key: ProgramKey) -> list[slice]:

@@ -186,14 +186,14 @@ def _sampling_specs(geometry: Geometry) -> Iterator[ProgramSpec]:
     for rows in geometry.sample_rows:
         yield ProgramSpec(
             sample_name("greedy", rows),
-            functools.partial(step.greedy, family, model),
+            functools.partial(step.greedy, family, model, geometry.tile),
             (head, last_tokens, geometry.hidden(rows), int32(rows)),
             donated=(1,),
             outputs=P(),
         )
         yield ProgramSpec(
             sample_name("general", rows),
-            functools.partial(step.general, family, model),
+            functools.partial(step.general, family, model, geometry.tile),
             (
                 head,
                 last_tokens,
@@ -208,7 +208,7 @@ def _sampling_specs(geometry: Geometry) -> Iterator[ProgramSpec]:
     for tokens in geometry.buckets.prefill_tokens:
         yield ProgramSpec(
             prompt_logprobs_name(tokens),
-            functools.partial(step.prompt_logprobs, family, model),
+            functools.partial(step.prompt_logprobs, family, model, geometry.tile),
             (
                 head,
                 geometry.hidden(tokens, dealt=True, staged=True),

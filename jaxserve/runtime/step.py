@@ -8,7 +8,6 @@ alike (docs/decisions/002-programs.md).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,13 +21,16 @@ from jaxserve.models.family import Family, Params
 from jaxserve.runtime import sequence
 from jaxserve.runtime.batch import Addresses, StepLayout
 from jaxserve.runtime.sequence import DealtTokens
-from jaxserve.sampling import SampleOutput, SamplingState, TokenLogprobs
+from jaxserve.runtime.tiles import batch_of_tile, num_real_tokens, scan_tiles
+from jaxserve.sampling import SampleOutput, SamplingState, TokenLogprobs, token_logprobs
 from jaxserve.sampling import general as sample_general
 from jaxserve.sampling import greedy as sample_greedy
-from jaxserve.sampling import prompt_logprobs as score_prompt
 from jaxserve.sampling.rows import SLOT
 from pallas_kernels.paged_attention import KVPages, paged_attention, write_kv
 from sharding_rules import STAGE
+
+PROMPT_TILE = 32
+"""Prompt tokens that are scored together."""
 
 
 def forward(
@@ -63,13 +65,17 @@ def begin(
 ) -> tuple[jax.Array, Any, Addresses, jax.Array]:
     """The first part of `forward`: activations, what layers share, addresses, sampled tokens."""
     step = layout.unpack(metadata)
-    token_ids, positions = (
-        jnp.concatenate([last_tokens[step.slots], step.prefill_ids]),
-        step.positions,
-    )
+    token_ids = jnp.concatenate([last_tokens[step.slots], step.prefill_ids])
+    token_ids = jnp.pad(token_ids, (0, layout.num_tokens - len(token_ids)))
+    positions = step.positions
     if layout.seq > 1:
         token_ids, positions = map(DealtTokens(layout).own, (token_ids, positions))
-    x, shared = family.begin(params, config, token_ids, positions)
+
+    def embed(carry, tokens):
+        return carry, family.begin(params, config, *tokens)
+
+    count = num_real_tokens(step.addresses.batch)
+    _, (x, shared) = scan_tiles(embed, (), (token_ids, positions), layout.tile, count)
     return x, shared, step.addresses, step.sampled
 
 
@@ -89,18 +95,30 @@ def layers(
     Returns the pages with the new keys and values, and the activations after the last layer.
     """
     written = []
+    count, tokens = num_real_tokens(addresses.batch), jnp.arange(layout.num_tokens)
     x = parallel.enter_layers(x)
     for kind, p, pages in zip(kinds, params, kv):
 
-        def attention(q, k, v, *, window, pages=pages):
-            attend = _attend if layout.seq == 1 else sequence.attend
-            out, pages = attend(
-                layout, addresses, pages, q, k, v, scale=config.attention_scale, window=window
-            )
-            written.append(pages)
-            return out
+        def layer(pages, arrays, kind=kind, p=p):
+            x, shared, page_ids, offsets, tokens = arrays
+            own = Addresses(page_ids, offsets, addresses.batch)
+            if layout.tile is not None:
+                own = own._replace(batch=batch_of_tile(own.batch, tokens[0], layout.tile))
 
-        x = family.layer(p, config, kind, x, shared, attention)
+            def attention(q, k, v, *, window):
+                nonlocal pages
+                attend = _attend if layout.seq == 1 else sequence.attend
+                out, pages = attend(
+                    layout, own, pages, q, k, v, scale=config.attention_scale, window=window
+                )
+                return out
+
+            x = family.layer(p, config, kind, x, shared, attention)
+            return pages, x
+
+        arrays = (x, shared, addresses.page_ids, addresses.offsets, tokens)
+        pages, x = scan_tiles(layer, pages, arrays, layout.tile, count)
+        written.append(pages)
     return written, parallel.leave_layers(x)
 
 
@@ -117,9 +135,9 @@ def _attend(
 ) -> tuple[jax.Array, KVPages]:
     """Attention of a device that has whole pages, and the pages with k and v written."""
     pages = write_kv(pages, k, v, addresses.page_ids, addresses.offsets)
-    rows = layout.key.rows
+    decodes = layout.key.rows if layout.tile is None else 0
     out, _ = paged_attention(
-        q, pages, addresses.batch, num_decodes=rows, scale=scale, window=window
+        q, pages, addresses.batch, num_decodes=decodes, scale=scale, window=window
     )
     return out, pages
 
@@ -133,9 +151,14 @@ def finish(
     sampled: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """The last part of `forward`: hidden states to sample from, and of the prefill tokens."""
-    hidden = family.finish(params, config, x)
+
+    def norm(carry, x):
+        return carry, family.finish(params, config, x)
+
+    _, hidden = scan_tiles(norm, (), x, layout.tile, x.shape[1])
     picked = hidden[:, sampled] if layout.seq == 1 else DealtTokens(layout).pick(hidden, sampled)
-    return picked, hidden[:, layout.key.rows :]
+    own_prefill = layout.key.prefill_tokens // layout.seq
+    return picked, hidden[:, layout.key.rows : layout.key.rows + own_prefill]
 
 
 def tick(
@@ -162,6 +185,7 @@ def tick(
     newest, _, _, _ = begin(family, config, layout, params, last_tokens, metadata[0])
     _, shared, addresses, _ = begin(family, config, layout, params, last_tokens, metadata[stage])
     handed = jnp.concatenate([carry[0][:, :rows], carry[1][:, :tokens]], axis=1)
+    handed = jnp.pad(handed, ((0, 0), (0, newest.shape[1] - handed.shape[1])))
     x = jnp.where(stage == 0, newest, handed)
 
     own = jax.tree.map(lambda array: array[0], params["layers"])
@@ -169,13 +193,17 @@ def tick(
     sampled = layout.unpack(metadata[stages - 1]).sampled
     hidden, of_prefill = finish(family, config, layout, params, x, sampled)
     x = lax.ppermute(x, STAGE, [(s, s + 1) for s in range(stages - 1)])
-    carry = (carry[0].at[:, :rows].set(x[:, :rows]), carry[1].at[:, :tokens].set(x[:, rows:]))
+    carry = (
+        carry[0].at[:, :rows].set(x[:, :rows]),
+        carry[1].at[:, :tokens].set(x[:, rows : rows + tokens]),
+    )
     return kv, carry, parallel.of_last_stage(hidden), of_prefill
 
 
 def greedy(
     family: Family,
     config: ModelConfig,
+    tile: int | None,
     head: Params,
     last_tokens: jax.Array,
     hidden: jax.Array,
@@ -183,15 +211,20 @@ def greedy(
 ) -> tuple[jax.Array, jax.Array]:
     """The most likely token int32 [rows] after each of hidden [hidden, rows].
 
-    Returns `last_tokens` with the tokens in their slots, and the tokens.
+    `tile` as in StepLayout. Returns `last_tokens` with the tokens in their slots, and the tokens.
     """
-    token_ids = sample_greedy(family.logits(head, config, hidden))
+
+    def sample(carry, hidden):
+        return carry, sample_greedy(family.logits(head, config, hidden))
+
+    _, token_ids = scan_tiles(sample, (), hidden, tile, _num_real(last_tokens, slots))
     return last_tokens.at[slots].set(jnp.maximum(token_ids, 0)), token_ids
 
 
 def general(
     family: Family,
     config: ModelConfig,
+    tile: int | None,
     head: Params,
     last_tokens: jax.Array,
     state: SamplingState,
@@ -200,15 +233,45 @@ def general(
     masks: jax.Array,
 ) -> tuple[jax.Array, SamplingState, SampleOutput]:
     """One token a row with everything a request may ask for; `rows` as `pack_rows` made them, and
-    `masks` int32 [rows, mask_words] of what those with a grammar may sample."""
-    output, state = sample_general(family.logits(head, config, hidden), state, rows, masks)
-    token_ids = jnp.maximum(output.token_ids, 0)
-    return last_tokens.at[rows[:, SLOT]].set(token_ids), state, output
+    `masks` int32 [rows, mask_words] of what those with a grammar may sample. `tile` as in
+    StepLayout."""
+
+    def sample(state, arrays):
+        hidden, rows, masks = arrays
+        output, state = sample_general(family.logits(head, config, hidden.T), state, rows, masks)
+        return state, output
+
+    slots = rows[:, SLOT]
+    count = _num_real(last_tokens, slots)
+    state, output = scan_tiles(sample, state, (hidden.T, rows, masks), tile, count, axis=0)
+    return last_tokens.at[slots].set(jnp.maximum(output.token_ids, 0)), state, output
+
+
+def _num_real(last_tokens: jax.Array, slots: jax.Array) -> jax.Array:
+    """Rows that sample for a sequence; those after them are padding, in the trash slot."""
+    return jnp.sum(slots != len(last_tokens) - 1)
 
 
 def prompt_logprobs(
-    family: Family, config: ModelConfig, head: Params, hidden: jax.Array, targets: jax.Array
+    family: Family,
+    config: ModelConfig,
+    tile: int | None,
+    head: Params,
+    hidden: jax.Array,
+    targets: jax.Array,
 ) -> TokenLogprobs:
     """Log probabilities of the prompt's next tokens, `targets` int32 [tokens]."""
-    logits = functools.partial(family.logits, head, config)
-    return score_prompt(logits, parallel.of_last_stage(hidden), targets)
+
+    def score(carry, arrays):
+        hidden, targets = arrays
+        logits = family.logits(head, config, hidden.T)
+        return carry, token_logprobs(logits, targets, jnp.bool_(True))
+
+    # Tiles in any case: [vocab, tokens] of a whole prompt would not fit.
+    tile = tile or PROMPT_TILE
+    hidden = parallel.of_last_stage(hidden).T
+    tokens = len(targets)
+    padding = -tokens % tile
+    arrays = jnp.pad(hidden, ((0, padding), (0, 0))), jnp.pad(targets, (0, padding))
+    _, scored = scan_tiles(score, (), arrays, tile, tokens, axis=0)
+    return jax.tree.map(lambda x: x[:tokens], scored)

@@ -5,7 +5,7 @@ everything else and skips, at run time, what no row of the batch asked for. `Sam
 what a sequence's past contributes (counts, bans), one row a slot.
 """
 
-from jaxserve.sampling.logprobs import TOP_LOGPROBS, TokenLogprobs, prompt_logprobs
+from jaxserve.sampling.logprobs import TOP_LOGPROBS, TokenLogprobs, token_logprobs
 from jaxserve.sampling.rows import pack_rows, row_constants, sequence_seed
 from jaxserve.sampling.sample import NO_TOKEN, SampleOutput, general, greedy
 from jaxserve.sampling.state import (
@@ -31,7 +31,7 @@ __all__ = [
     "needs_state",
     "pack_admission",
     "pack_rows",
-    "prompt_logprobs",
     "row_constants",
     "sequence_seed",
+    "token_logprobs",
 ]

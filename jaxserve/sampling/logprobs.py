@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -12,9 +10,6 @@ from jax import lax
 from jaxserve.models import parallel
 from jaxserve.sampling.vocabulary import ordered_sum
 from jaxserve.sampling_params import MAX_LOGPROBS as TOP_LOGPROBS
-
-# A block of logits of this many tokens is alive at a time while a prompt is scored.
-PROMPT_BLOCK_TOKENS = 32
 
 
 @flax.struct.dataclass
@@ -79,26 +74,3 @@ def token_logprobs(logits: jax.Array, token_ids: jax.Array, with_top: jax.Array)
         top_ids=top_ids,
         top_logprobs=top_values,
     )
-
-
-def prompt_logprobs(
-    logits_fn: Callable[[jax.Array], jax.Array], hidden: jax.Array, targets: jax.Array
-) -> TokenLogprobs:
-    """Scores `targets` int32 [tokens] under `logits_fn(hidden)`, `hidden` [features, tokens].
-
-    `logits_fn` maps [features, n] to this rank's [vocab, n] float32. The target of a position is
-    the prompt's next token. Works through blocks of tokens, so that [vocab, tokens] never exists as a whole.
-    """
-    features, tokens = hidden.shape
-    block = min(PROMPT_BLOCK_TOKENS, tokens)
-    blocks = -(-tokens // block)
-    padding = blocks * block - tokens
-    hidden = jnp.pad(hidden, ((0, 0), (0, padding)))
-    hidden = hidden.reshape(features, blocks, block).swapaxes(0, 1)
-    targets = jnp.pad(targets, (0, padding)).reshape(blocks, block)
-
-    def score(inputs: tuple[jax.Array, jax.Array]) -> TokenLogprobs:
-        return token_logprobs(logits_fn(inputs[0]), inputs[1], jnp.bool_(True))
-
-    scored = lax.map(score, (hidden, targets))
-    return jax.tree.map(lambda x: x.reshape(blocks * block, *x.shape[2:])[:tokens], scored)

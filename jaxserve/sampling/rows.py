@@ -39,12 +39,12 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio, as in Sp
 
 
 def sequence_seed(seed: int, index: int) -> int:
-    """Seed of sequence `index` of a request with n > 1, in 0..2**64-1.
+    """Seed of sequence `index` of a request with n > 1, in -2**63..2**63-1 as all seeds are.
 
     The first has the request's own. The others are far from those of requests with other seeds:
     with `seed + index`, sample 1 of seed 7 would be sample 0 of seed 8.
     """
-    return (seed + index * _SEED_STRIDE) % 2**64
+    return (seed + index * _SEED_STRIDE + 2**63) % 2**64 - 2**63
 
 
 def row_constants(

@@ -24,6 +24,7 @@ from tiny_engines import (
 from jaxserve.beam_search import BeamSearchParams
 from jaxserve.engine.policies import POLICIES
 from jaxserve.errors import RequestError
+from jaxserve.sampling import sequence_seed
 from jaxserve.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -266,7 +267,7 @@ def test_samples_share_their_prompt_and_copy_a_page_each_at_most(llama, cached, 
     assert max(most_shared) == length // PAGE_SIZE
     assert count(engine, "kv_copied_pages_total") - copied <= 4
     for index, sample in enumerate(token_ids(output)):
-        single = dataclasses.replace(params, n=1, seed=params.seed + index)
+        single = dataclasses.replace(params, n=1, seed=sequence_seed(params.seed, index))
         assert [sample] == alone.tokens(prompt, single)
 
 

@@ -10,6 +10,7 @@ from sampling_reference import processed
 from tiny_engines import FULL, LONGEST, Arrival, drive, generate, preemptions
 
 from jaxserve.engine.policies import POLICIES
+from jaxserve.sampling import sequence_seed
 from jaxserve.sampling_params import SamplingParams
 
 PLAIN = SamplingParams(temperature=1.0, seed=7, max_tokens=LONGEST, ignore_eos=True)
@@ -53,11 +54,11 @@ def test_the_same_seed_gives_the_same_tokens_after_a_preemption(llm_for, prompt,
     assert [tokens(output) for output in outputs[2:]] == alone
 
 
-def test_n_sequences_are_n_requests_with_the_seeds_after_the_first(llm, prompt):
+def test_n_sequences_are_n_requests_with_seeds_of_their_own(llm, prompt):
     (several,) = drive(llm.engine, [Arrival(prompt, dataclasses.replace(PLAIN, n=4))])
     assert [completion.index for completion in several.outputs] == [0, 1, 2, 3]
     each = [
-        generate(llm, prompt, dataclasses.replace(PLAIN, seed=PLAIN.seed + index))
+        generate(llm, prompt, dataclasses.replace(PLAIN, seed=sequence_seed(PLAIN.seed, index)))
         for index in range(4)
     ]
     assert tokens(several) == [tokens(output)[0] for output in each]

@@ -52,8 +52,8 @@ def test_padding_asks_for_nothing_in_the_trash_slot():
 
 
 def test_sequences_of_a_request_have_seeds_of_their_own():
-    assert sequence_seed(7, 0) == 7 and sequence_seed(-1, 0) == 2**64 - 1
+    assert all(sequence_seed(seed, 0) == seed for seed in (-(2**63), -1, 0, 7, 2**63 - 1))
     seeds = {sequence_seed(seed, index) for seed in range(-100, 100) for index in range(64)}
-    assert len(seeds) == 200 * 64 and all(0 <= seed < 2**64 for seed in seeds)
+    assert len(seeds) == 200 * 64 and all(-(2**63) <= seed < 2**63 for seed in seeds)
     largest = row_constants(SamplingParams(), 2**64 - 1)
     assert largest[[row.SEED_HIGH, row.SEED_LOW]].tolist() == [-1, -1]

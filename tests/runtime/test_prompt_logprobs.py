@@ -1,23 +1,35 @@
+"""Scores of prompt tokens, block by block."""
+
 from __future__ import annotations
+
+import dataclasses
+import functools
 
 import jax
 import numpy as np
 import pytest
 import sampling_reference as reference
 
-from jaxserve.sampling import prompt_logprobs
+from jaxserve.models.registry import get_family
+from jaxserve.runtime import step
 
 VOCAB, FEATURES = 300, 8
+FAMILY = dataclasses.replace(
+    get_family("LlamaForCausalLM"), logits=lambda embed, config, hidden: embed @ hidden
+)
+prompt_logprobs = functools.partial(step.prompt_logprobs, FAMILY, None)
 
 
+@pytest.mark.parametrize("tile", [None, 16])
 @pytest.mark.parametrize("tokens", [1, 31, 32, 70])
-def test_every_position_is_scored_under_its_own_logits(tokens):
+def test_every_position_is_scored_under_its_own_logits(tokens, tile):
     rng = np.random.default_rng(tokens)
     embed = rng.normal(size=(VOCAB, FEATURES)).astype(np.float32)
     hidden = rng.normal(size=(FEATURES, tokens)).astype(np.float32)
     targets = rng.integers(0, VOCAB, tokens).astype(np.int32)
-    score = jax.jit(lambda hidden, targets: prompt_logprobs(lambda h: embed @ h, hidden, targets))
-    scored = jax.tree.map(np.asarray, score(hidden, targets))
+    scored = jax.tree.map(
+        np.asarray, jax.jit(prompt_logprobs, static_argnums=0)(tile, embed, hidden, targets)
+    )
     logits = embed @ hidden
     assert scored.top_ids.shape == (tokens, 20)
     for i in range(tokens):
@@ -34,7 +46,7 @@ def test_every_position_is_scored_under_its_own_logits(tokens):
 def test_the_whole_logits_are_never_materialized():
     tokens, vocab = 1024, 4096
     embed = np.zeros((vocab, FEATURES), np.float32)
-    score = jax.jit(lambda e, h, t: prompt_logprobs(lambda x: e @ x, h, t))
+    score = jax.jit(functools.partial(prompt_logprobs, None))
     shapes = (embed, np.zeros((FEATURES, tokens), np.float32), np.zeros(tokens, np.int32))
     temporaries = score.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
     assert temporaries < vocab * tokens * 4 / 4
