@@ -53,8 +53,8 @@ class EngineConfig:
         preemption: what becomes of the KV of a sequence that has to give way: "swap" keeps it on a
             lower tier, "recompute" does not, "auto" takes what is faster by measured rates.
         debug_kv: check the books of all pages after every step, and poison freed pages with NaN.
-        batch_invariant: compute every step in tiles of a fixed number of tokens, so that logprobs do
-            not depend on the batch to the last bit, which costs time (docs/promises.md).
+        batch_invariant: compute every step in tiles of a fixed number of tokens, so that not even
+            the last bit of a logprob depends on the batch; it costs time (docs/promises.md).
         seed: of everything random that no request seeds itself.
         load_format: "dummy" makes random weights of the model's config.
         attention_backend: who attends, moves pages and multiplies packed weights: "pallas", the

@@ -59,6 +59,7 @@ class Buckets:
         *,
         pipelined: bool = False,
         seq: int = 1,
+        tiled: bool = False,
     ) -> Buckets:
         """Powers of two up to the largest step: `max_num_seqs` rows, and prefill for the rest of
         the token budget. A full step therefore has no padding at all.
@@ -66,7 +67,8 @@ class Buckets:
         `pipelined`: a program holds a step of each stage, so that even a lone sequence decodes
         beside the prefill of its successor. `seq`: ranks that prefill tokens are dealt to, in
         equal shares. With both there is one size of prefills: a step goes from program to program,
-        and its tokens must stay with those they were dealt to.
+        and its tokens must stay with those they were dealt to. `tiled`: programs compute the tokens
+        that a step has and not their padding (tiles.py), so that one size of each kind will do.
 
         Raises ConfigError when the budget leaves less than one multiple of 16 tokens, and of `seq`,
         to prefill.
@@ -81,11 +83,11 @@ class Buckets:
                 f"{multiple} or more"
             )
         least = -(-min_prefill_tokens // multiple) * multiple
-        rows = _doublings(1, max_num_seqs)
+        one_prefill_size = tiled or (pipelined and seq > 1)
         return cls(
-            rows=rows,
+            rows=(max_num_seqs,) if tiled else _doublings(1, max_num_seqs),
             mixed_rows=(0, max_num_seqs) if max_num_seqs > 1 or pipelined else (0,),
-            prefill_tokens=(most,) if pipelined and seq > 1 else _doublings(least, most),
+            prefill_tokens=(most,) if one_prefill_size else _doublings(least, most),
         )
 
     @property

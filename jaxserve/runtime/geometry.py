@@ -98,6 +98,7 @@ class Geometry:
             self.config.max_num_batched_tokens,
             pipelined=self.stages > 1,
             seq=self.seq,
+            tiled=self.config.batch_invariant,
         )
 
     @property
