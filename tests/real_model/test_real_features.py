@@ -67,7 +67,7 @@ def test_every_scheduler(smollm2_path, scheduler):
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_every_preemption(smollm2_path, preemption):
     """A prompt that takes most of the pool, and three that grow until it is full."""
-    golden = golden_prompts("long_story", "chat_poem", "chat_code", "chat_recipe")
+    golden = golden_prompts("chat_long_story", "chat_poem", "chat_code", "chat_recipe")
     tiers = {"host_pages": 96, "debug_kv": True, "preemption": preemption}
     with load_alone(smollm2_path, **tiers) as llm:
         arrivals = [Arrival(entry.prompt_token_ids, WHOLE) for entry in golden]
@@ -92,7 +92,7 @@ def test_packed_weights(smollm2, quantization):
     """Each token is the likeliest by the dense model of the weights that the packed ones mean; of
     the GGUF file they mean what transformers reads."""
     golden = golden_prompts("chat_sky", "code_python", "french")
-    small = {"max_model_len": 128, "max_num_seqs": 2, "max_num_batched_tokens": 2 + 32}
+    small = {"max_model_len": 128, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 32}
     with load_alone(smollm2.path, quantization=quantization, **small) as llm:
         arrivals = [Arrival(entry.prompt_token_ids, GREEDY) for entry in golden]
         outputs = drive(llm.engine, arrivals)
