@@ -5,15 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and so would their children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parents[1]
-for helpers in ("tests", "tests/models", "tests/sampling", "benchmarks"):
+for helpers in (
+    "tests",
+    "tests/distributed",
+    "tests/meshes",
+    "tests/models",
+    "tests/sampling",
+    "benchmarks",
+):
     sys.path.insert(0, str(ROOT / helpers))
 
 import tiny_engines  # noqa: E402  (found by the path above)
@@ -74,3 +83,17 @@ def llm(llm_for):
     llm = llm_for()
     yield llm
     tiny_engines.assert_idle(llm.engine)
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """Durations of whatever JAX traces, lowers or compiles, by event, as it happens."""
+    events = []
+
+    def listen(event: str, duration_s: float, **_) -> None:
+        if event.startswith("/jax/core/compile"):
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listen)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
 import math
 
-import numpy as np
 import pytest
-from tiny_engines import CONTEXT, EOS, LEAST_MARGIN, LONGEST, PROMPT_LENGTHS, assert_idle, generate
+from beam_reference import check_beams, dense_search
+from tiny_engines import CONTEXT, EOS, LONGEST, PROMPT_LENGTHS, assert_idle, generate
 
 from jaxserve.beam_search import BeamSearchParams
 from jaxserve.errors import PromptTooLongError, RequestError
@@ -30,58 +28,6 @@ def prompts(llama):
     return [llama.prompts[PROMPT_LENGTHS.index(length)] for length in LENGTHS]
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-    tokens: tuple[int, ...]
-    total: float
-    ended: bool = False
-
-    def length(self):
-        return len(self.tokens) - self.ended
-
-    def score(self, penalty):
-        return self.total / self.length() ** penalty
-
-
-def ranked(found, penalty, decided):
-    """Best first; no rounding may change the order of the first `decided`, or who they are."""
-    order = sorted(found, key=lambda each: each.score(penalty), reverse=True)
-    for better, worse in itertools.pairwise(order[: decided + 1]):
-        lead = better.score(penalty) - worse.score(penalty)
-        assert lead * better.length() ** penalty > LEAST_MARGIN, "rounding could decide"
-    return order
-
-
-def dense_search(next_logprobs, prompt, params):
-    live, ended = [Found(tuple(prompt), 0.0)], []
-    for _ in range(params.max_tokens):
-        children = []
-        for beam in live:
-            logprobs = next_logprobs(beam.tokens)
-            likeliest = np.argsort(-logprobs)[: 2 * params.beam_width + 1].tolist()
-            last, next_one = logprobs[likeliest[-2:]]
-            assert EOS not in likeliest[-2:] or last - next_one > LEAST_MARGIN
-            for token in likeliest[:-1]:
-                total = beam.total + logprobs[token]
-                ends = token == EOS and not params.ignore_eos
-                children.append(Found((*beam.tokens, token), total, ends))
-        ended += [child for child in children if child.ended]
-        live = [child for child in children if not child.ended]
-        live = ranked(live, params.length_penalty, params.beam_width)[: params.beam_width]
-    return ranked(ended + live, params.length_penalty, params.beam_width)[: params.beam_width]
-
-
-def check(sequences, expected, penalty, num_prompt):
-    assert [sequence.tokens for sequence in sequences] == [each.tokens for each in expected]
-    for sequence, each in zip(sequences, expected):
-        assert sequence.finish_reason == ("stop" if each.ended else "length")
-        assert sequence.cum_logprob == pytest.approx(each.total, abs=1e-4)
-        assert sequence.score == pytest.approx(each.score(penalty), abs=1e-4)
-        steps = zip(sequence.tokens[num_prompt:], sequence.logprobs, strict=True)
-        total = sum(entry[token].logprob for token, entry in steps)
-        assert sequence.cum_logprob == pytest.approx(total, abs=1e-9)
-
-
 @pytest.mark.parametrize("ignore_eos", [False, True])
 @pytest.mark.parametrize("penalty", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("width", [1, 2, 4])
@@ -93,7 +39,7 @@ def test_it_finds_what_a_dense_search_finds(
     for prompt, output in zip(prompts, outputs, strict=True):
         expected = dense_search(next_logprobs, prompt, params)
         assert output.error is None
-        check(output.sequences, expected, penalty, len(prompt))
+        check_beams(output.sequences, expected, penalty, len(prompt))
 
 
 def test_ends_and_penalties_make_a_difference(llm, prompts):

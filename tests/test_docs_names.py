@@ -37,7 +37,9 @@ def fields(cls):
     return {field.name for field in dataclasses.fields(cls)}
 
 
-@pytest.mark.parametrize("document", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "document", [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name
+)
 def test_tests_that_are_named_exist(document):
     for path, name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", document.read_text("utf-8")):
         source = (DOCS.parent / path).read_text(encoding="utf-8")

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from pathlib import Path
 
 import pytest
+from golden_prompts import check_golden, golden_prompts
 from tiny_engines import LONGEST, assert_idle, generate
 
 from jaxserve.errors import PromptTooLongError, RequestError
 from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
 
-GOLDEN = Path(__file__).parent / "models" / "golden" / "smollm2_greedy.json"
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
-DECIDED = 1e-3
-"""A lead of one logit over the next that another order of summation cannot take back."""
 
 
 def token_ids(output):
@@ -130,45 +126,20 @@ def test_a_stream_refuses_a_bad_prompt_at_once(llm):
         llm.stream([999], GREEDY)
 
 
-# The embedded model
+# The embedded model; the rest of what is tested on it is in tests/real_model
 
 
-@pytest.fixture(scope="module")
-def smollm2(smollm2_path):
-    with LLM(smollm2_path, max_num_seqs=32, max_model_len=1024) as llm:
-        yield llm
-
-
-def test_smollm2_continues_as_transformers_does(smollm2):
-    golden = json.loads(GOLDEN.read_text(encoding="utf-8"))["prompts"]
-    assert len(golden) >= 20
-    params = SamplingParams(temperature=0, max_tokens=48)
-    prompts = [entry["prompt_token_ids"] for entry in golden]
-    outputs = smollm2.generate(prompts, params, use_tqdm=False)
-    whole = 0
-    for entry, output in zip(golden, outputs):
-        expected = entry["output_token_ids"]
-        close_calls = [i for i, margin in enumerate(entry["margins"]) if margin < DECIDED]
-        ours = token_ids(output)
-        if ours != expected:
-            place = next(i for i, (a, b) in enumerate(zip(ours, expected)) if a != b)
-            assert place in close_calls, f"{entry['name']} differs at {place}"
-        whole += ours == expected
-    assert whole >= len(golden) - 2
-    texts = [entry["prompt"] for entry in golden]
-    tokenizer = smollm2.get_tokenizer()
-    assert [tokenizer.encode(text, add_special_tokens=False) for text in texts] == prompts
-
-
-def test_smollm2_answers_a_question(smollm2):
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    params = SamplingParams(temperature=0, max_tokens=32)
-    (output,) = smollm2.chat(question, params, use_tqdm=False)
-    assert "Paris" in output.outputs[0].text
-    assert output.outputs[0].finish_reason == "stop"
-    assert "<|im_end|>" not in output.outputs[0].text
-    streamed = "".join(delta.text for delta in smollm2.stream_chat(question, params))
-    assert streamed == output.outputs[0].text
+def test_smollm2_continues_as_transformers_does(smollm2_path):
+    golden = golden_prompts("chat_sky", "chat_many_turns", "one_letter", "code_python", "chinese")
+    prompts = [entry.prompt_token_ids for entry in golden]
+    params = SamplingParams(temperature=0, max_tokens=16)
+    settings = {"max_num_seqs": 2, "max_model_len": 128, "max_num_batched_tokens": 2 + 32}
+    with LLM(smollm2_path, **settings) as llm:
+        check_golden(golden, llm.generate(prompts, params, use_tqdm=False))
+        tokenizer = llm.get_tokenizer()
+        texts = [entry.prompt for entry in golden_prompts()]
+        expected = [entry.prompt_token_ids for entry in golden_prompts()]
+        assert [tokenizer.encode(text, add_special_tokens=False) for text in texts] == expected
 
 
 def test_wishes_of_the_wrong_type_are_refused_and_leave_nothing(llama, llm):
@@ -182,15 +153,6 @@ def test_wishes_of_the_wrong_type_are_refused_and_leave_nothing(llama, llm):
     refused, served = llm.generate([prompt, prompt], GREEDY, use_tqdm=False, priority=["a", 1])
     assert "priority" in refused.error
     assert list(served.outputs[0].token_ids) == llama.answers[4]
-
-
-def test_one_bad_conversation_fails_alone(smollm2):
-    good = [{"role": "user", "content": "Hi!"}]
-    params = SamplingParams(temperature=0, max_tokens=2)
-    refused, served = smollm2.chat([[{"foo": "x"}], good], params, use_tqdm=False)
-    assert refused.outputs[0].finish_reason == "error"
-    assert "role" in refused.error
-    assert len(served.outputs[0].token_ids) == 2
 
 
 def test_no_thread_outlives_a_progress_bar(llama, llm):

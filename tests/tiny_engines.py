@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import family_members
+import jax
 import numpy as np
 import oracle
 from tiny_checkpoints import CONFIG, hf_shapes, write_hf
@@ -18,12 +19,14 @@ from tiny_checkpoints import CONFIG, hf_shapes, write_hf
 from jaxserve.engine.engine import Engine
 from jaxserve.llm import LLM
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.family import Family, Params
+from jaxserve.models.family import Family, Params, ParamSpec
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.params import load_params
+from jaxserve.models.packing import with_formats
 from jaxserve.models.registry import get_family
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
+from pallas_kernels.quantized_matmul import dequantize, quantize
 
 PROMPT_LENGTHS = (1, 2, 3, 4, 5, 15, 16, 17, 32, 33, 60, 100)
 """Around page and chunk boundaries; the last few take several chunks."""
@@ -153,6 +156,18 @@ class TinyModel:
             logits = self.logits(tokens)[len(prompt) - 1 : -1]
             chosen = logits[np.arange(len(logits)), tokens[len(prompt) :]]
             assert (chosen > logits.max(axis=1) - LEAST_MARGIN).all(), completion
+
+    def rounded(self, quantization: str) -> TinyModel:
+        """The model with its weights as `quantization` rounds them, dense again, for the oracle."""
+        specs = with_formats(self.family.param_specs(self.config), quantization, lambda _: None)
+
+        def rounded(spec: ParamSpec, param: jax.Array) -> jax.Array:
+            if spec.format is None:
+                return param
+            packed = quantize(param.reshape(spec.matrix), spec.format)
+            return dequantize(packed).reshape(spec.shape)
+
+        return dataclasses.replace(self, params=jax.tree.map(rounded, specs, self.params))
 
     def logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
         """Oracle log probabilities float64 [tokens, vocab] of what follows each of the tokens."""

@@ -7,6 +7,7 @@ import jax
 import jaxserve
 from jaxserve.distributed import roll_call
 from jaxserve.errors import DistributedError
+from jaxserve.runtime.cpu_threads import make_room_for_collectives
 
 # How long a host may be silent before JAX takes it for dead and ends the others.
 _HEARTBEAT_TIMEOUT_S = 30
@@ -81,6 +82,7 @@ def set_cpu_devices(devices: int | None) -> None:
         jax.config.update("jax_num_cpu_devices", devices)
     except RuntimeError as error:
         raise _too_late() from error
+    make_room_for_collectives()
 
 
 def _initialize(**settings: object) -> None:

@@ -27,6 +27,7 @@ from jaxserve.engine.shared_prefix import SharedPrefix
 from jaxserve.engine.steps import Steps
 from jaxserve.errors import CheckpointError, EngineClosedError, JaxserveError, RequestError
 from jaxserve.outputs import RequestMetrics, RequestOutput
+from jaxserve.runtime.cpu_threads import make_room_for_collectives
 from jaxserve.runtime.hosts import Hosts
 from jaxserve.runtime.paging import Paging
 from jaxserve.runtime.runner import Runner
@@ -92,6 +93,7 @@ class Engine:
         event log for a trace file. Raises ModelError, ConfigError or MemoryPlanError."""
         metrics = Metrics()
         log = EventLog(metrics.fold, clock=monotonic_us, keep_all=keep_events)
+        make_room_for_collectives()
         hosts = Hosts() if jax.process_count() > 1 else None
         try:
             plan, tokenizer, runner = start(config, log, progress, hosts)

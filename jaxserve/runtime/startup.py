@@ -20,6 +20,7 @@ from jaxserve.models.loading.params import load_params
 from jaxserve.models.packing import with_formats
 from jaxserve.models.partition import partition
 from jaxserve.models.registry import get_family, is_registered
+from jaxserve.runtime.cpu_threads import make_room_for_collectives
 from jaxserve.runtime.executable_cache import ExecutableCache
 from jaxserve.runtime.geometry import Geometry
 from jaxserve.runtime.hosts import Hosts
@@ -90,6 +91,7 @@ def plan(config: EngineConfig, hosts: Hosts | None = None) -> EnginePlan:
     Of several `hosts` the one with the least memory decides on the pool. Raises ModelError,
     ConfigError, or MemoryPlanError when it cannot fit.
     """
+    make_room_for_collectives()
     device = jax.local_devices()[0]
     checkpoint = open_checkpoint(config.model, config.load_format, seed=config.seed)
     config = config.resolve(checkpoint.config, device.platform)

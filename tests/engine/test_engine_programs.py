@@ -13,20 +13,6 @@ from jaxserve.runtime.specs import program_specs
 from jaxserve.sampling_params import SamplingParams
 
 
-@pytest.fixture
-def compiled():
-    """Durations of whatever JAX traces, lowers or compiles, by event, as it happens."""
-    events = []
-
-    def listen(event: str, duration_s: float, **_) -> None:
-        if event.startswith("/jax/core/compile"):
-            events.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield events
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def mixture(llama):
     """Requests that between them use everything."""
     greedy = SamplingParams(temperature=0, max_tokens=LONGEST)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import family_members
 import jax
 import pytest
@@ -12,23 +10,10 @@ from tiny_checkpoints import CONFIG, hf_shapes, write_gguf
 from tiny_engines import CONTEXT, EOS, LONGEST, Arrival, TinyModel, drive
 
 from jaxserve.errors import ConfigError
-from jaxserve.models.packing import with_formats
 from jaxserve.sampling_params import SamplingParams
-from pallas_kernels.quantized_matmul import dequantize, mosaic_tpu, quantize
+from pallas_kernels.quantized_matmul import mosaic_tpu
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
-
-
-def as_if(model: TinyModel, quantization: str) -> TinyModel:
-    """The model with its weights rounded, for the oracle."""
-    specs = with_formats(model.family.param_specs(model.config), quantization, lambda tensor: None)
-
-    def rounded(spec, param):
-        if spec.format is None:
-            return param
-        return dequantize(quantize(param.reshape(spec.matrix), spec.format)).reshape(spec.shape)
-
-    return dataclasses.replace(model, params=jax.tree.map(rounded, specs, model.params))
 
 
 def size(params) -> int:
@@ -37,7 +22,7 @@ def size(params) -> int:
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 def test_rounded_weights(llama, quantization):
-    model = as_if(llama, quantization)
+    model = llama.rounded(quantization)
     with llama.load(quantization=quantization) as llm:
         arrivals = [Arrival(prompt, GREEDY, step) for step, prompt in enumerate(model.prompts)]
         for output in drive(llm.engine, arrivals):
@@ -73,7 +58,7 @@ def test_a_kernel_multiplies(llama, monkeypatch):
         return kernel(weight, x, interpret=interpret)
 
     monkeypatch.setattr(mosaic_tpu, "quantized_matmul", quantized_matmul)
-    model = as_if(llama, "int8")
+    model = llama.rounded("int8")
     settings = {"max_num_seqs": 1, "max_num_batched_tokens": 33, "compilation_cache": False}
     with llama.load(quantization="int8", attention_backend="pallas", **settings) as llm:
         for output in drive(llm.engine, [Arrival(prompt, GREEDY) for prompt in model.prompts[-3:]]):

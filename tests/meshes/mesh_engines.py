@@ -13,6 +13,7 @@ from tiny_checkpoints import CONFIG, hf_shapes, write_hf
 from tiny_engines import CONTEXT, EOS, TinyModel
 
 from jaxserve.llm import LLM
+from jaxserve.models.loading.checkpoint import Checkpoint
 from sharding_rules import HeadLayout
 
 DEGREES = {
@@ -25,7 +26,9 @@ PAGE_SIZE = 8
 # Code that runs for a second is ready three times sooner when little is done to it.
 _XLA_FLAGS = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_use_fusion_emitters=false"
+    "--xla_cpu_use_fusion_emitters=false "
+    # On a busy machine the threads of all devices may be long in coming together.
+    "--xla_cpu_collective_call_terminate_timeout_seconds=400"
 )
 
 
@@ -58,7 +61,9 @@ def write_llama(directory: Path, **fields: Any) -> Path:
     return write_hf(directory, raw, family_members.tensors(hf_shapes(raw)))
 
 
-def load(model: TinyModel, mesh: str, *, pages: int | None = None, **changes: Any) -> LLM:
+def load(
+    model: TinyModel | Checkpoint, mesh: str, *, pages: int | None = None, **changes: Any
+) -> LLM:
     """An engine of few programs, whose pool has little more than one longest request needs."""
     sizes = degrees(mesh)
     config, tensor = model.config, sizes["tensor_parallel_size"]
