@@ -28,7 +28,7 @@ class JobSettings(Job):
 class Launch:
     """Run a command of jaxserve, or a script, on several hosts as one job.
 
-    jaxserve launch --hosts 2 --devices-per-host 1 -- generate "Hi" --tensor-parallel-size 2
+    jaxserve launch --hosts 2 --devices-per-host 4 -- my_script.py
 
     Attributes:
         backend: what starts the hosts: processes on this machine, or a cluster.
