@@ -7,6 +7,7 @@ import functools
 import io
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -51,8 +52,13 @@ class Line(NamedTuple):
         return parsed(self.words[self.words.index("jaxserve") + 1 :])
 
 
-def parsed(args: list[str] | tuple[str, ...]) -> Any:
+def parsed(args: Iterable[str]) -> Any:
     """The settings of one command; of `bench`, those of its kind."""
+    return _parsed(tuple(args))
+
+
+@functools.cache
+def _parsed(args: tuple[str, ...]) -> Any:
     command = cli.parse(args)
     return getattr(command, "kind", command)
 
