@@ -28,7 +28,7 @@ class JobSettings(Job):
 class Launch:
     """Run a command of jaxserve, or a script, on several hosts as one job.
 
-    jaxserve launch --hosts 2 --devices-per-host 4 -- generate "Why is the sky blue?"
+    jaxserve launch --hosts 2 --devices-per-host 4 -- my_script.py
 
     Attributes:
         backend: what starts the hosts: processes on this machine, or a cluster.
@@ -74,10 +74,25 @@ class Launch:
     def _check_command(self) -> None:
         """A command of jaxserve is parsed here, so that a mistake in it waits in no queue.
 
-        Raises what parsing it raises.
+        Raises what parsing it raises, and ConfigError for a mesh that is not of all devices.
         """
         command = dataclasses.replace(self.job, hosts=self.job.hosts or 1).command_on(0)
         if command[0] != "-m" and not is_script(command):
             from jaxserve.cli import parse
 
-            parse(command)
+            parsed = parse(command)
+            self._check_mesh(getattr(parsed, "kind", parsed))
+
+    def _check_mesh(self, command: object) -> None:
+        """Raises ConfigError when the mesh of a command's engine has not all devices of the job."""
+        engine = getattr(command, "engine", None)
+        hosts, devices = self.job.hosts or 1, self.job.devices_per_host
+        if engine is None or self.job.separate or hosts == 1 or devices is None:
+            return
+        if engine.num_devices != hosts * devices:
+            raise ConfigError(
+                f"{hosts} hosts of {devices} devices have {hosts * devices}, and the mesh of the "
+                f"command's engine has {engine.num_devices}; give the command "
+                f"--tensor-parallel-size {hosts * devices}, or sizes with that product. For an "
+                "engine on each host: jaxserve launch --separate."
+            )

@@ -112,7 +112,7 @@ def test_hosts_share_the_work(batch, batch_llm, job_paths):
         "out.jsonl.job",
     ]
 
-    ended = batch(lines, output, prefix=("launch", "--hosts=2", "--devices-per-host=1", "--"))
+    ended = batch(lines, output, prefix=("launch", "--hosts=2", "--"))
     assert ended.status == 1
     assert "launch --separate" in ended.stderr, ended.stderr
 

@@ -133,10 +133,13 @@ def test_the_tokens_of_one_process(llama, roles, settings):
 
 @pytest.mark.parametrize(
     "victim, hosts, how",
-    [(0, 2, signal.SIGKILL), (1, 2, signal.SIGSTOP), (3, 4, signal.SIGKILL)],
+    [
+        *((victim, hosts, signal.SIGKILL) for hosts in (2, 4) for victim in range(hosts)),
+        (1, 2, signal.SIGSTOP),
+    ],
 )
 def test_a_host_that_is_lost(llama: TinyModel, victim, hosts, how):
-    """Killed or frozen: the others end, and say who it was and where every thread stands."""
+    """Killed or frozen, without a launcher: the others end, name it, and print their stacks."""
     with Job(llama, ("goes on",) * hosts, tensor_parallel_size=hosts) as job:
         for process in job.processes:
             while not process.stdout.readline().startswith("[["):

@@ -158,13 +158,14 @@ def expanded(text: str, variables: dict[str, str]) -> str:
 
 
 def test_local_hosts_get_a_number_each_and_one_coordinator(dry_run):
-    lines = dry_run("--hosts=3", "--devices-per-host=2", "--", "generate", "hi").splitlines()
+    command = ("generate", "hi", "--tensor-parallel-size=6")
+    lines = dry_run("--hosts=3", "--devices-per-host=2", "--", *command).splitlines()
     assert len(lines) == 3
     common = {tuple(word for word in line.split() if "--host=" not in word) for line in lines}
     assert len(common) == 1
     for number, line in enumerate(lines):
         assert {f"--host={number}", "--num-hosts=3", "--devices=2"} <= set(line.split())
-        assert line.endswith(" -- generate hi")
+        assert line.endswith(" -- generate hi --tensor-parallel-size=6")
 
 
 def test_local_hosts_divide_the_gpus(dry_run, refused, monkeypatch):
@@ -184,7 +185,7 @@ def test_slurm_writes_a_batch_script(dry_run):
         *("--backend=slurm", "--hosts=4", "--devices-per-host=8", "--accelerator=h200"),
         *("--nodes=2", "--partition=main", "--account=a", "--time=1:00:00", "--name=big"),
         *("--sbatch-option=--exclusive", "--sbatch-option=--comment=two words"),
-        *("--", "generate", "hi"),
+        *("--", "generate", "hi", "--tensor-parallel-size=32"),
     )
     assert [line.removeprefix("#SBATCH ") for line in script.splitlines() if "#SBATCH" in line] == [
         "--job-name=big",
@@ -201,7 +202,7 @@ def test_slurm_writes_a_batch_script(dry_run):
     ]
     host = shlex.split(script[script.index("exec srun") :])
     assert "--kill-on-bad-exit=1" in host
-    assert host[-3:] == ["--", "generate", "hi"]
+    assert host[-4:] == ["--", "generate", "hi", "--tensor-parallel-size=32"]
     assert not any(word.startswith(("--coordinator", "--host=")) for word in host)  # JAX finds them
 
 
@@ -209,7 +210,8 @@ def test_kubernetes_gpu_pods_meet_at_the_first(dry_run):
     manifest = yaml.safe_load(
         dry_run(
             *("--backend=k8s", "--hosts=2", "--devices-per-host=8", "--accelerator=nvidia-h100"),
-            *("--image=repo/jaxserve:1", "--namespace=llm", "--name=big", "--", "generate", "hi"),
+            *("--image=repo/jaxserve:1", "--namespace=llm", "--name=big"),
+            *("--", "generate", "hi", "--tensor-parallel-size=16"),
         )
     )
     assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
@@ -232,7 +234,7 @@ def test_kubernetes_gpu_pods_meet_at_the_first(dry_run):
 
 def test_kubernetes_tpu_pods_are_a_slice(dry_run, refused):
     options = ("--backend=k8s", "--image=i", "--accelerator=tpu-v6e-slice", "--topology=4x4")
-    command = ("--", "generate", "hi")
+    command = ("--", "generate", "hi", "--tensor-parallel-size=16")
     manifest = yaml.safe_load(dry_run(*options, "--hosts=4", "--devices-per-host=4", *command))
     pod = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     assert pod["nodeSelector"] == {
@@ -241,7 +243,7 @@ def test_kubernetes_tpu_pods_are_a_slice(dry_run, refused):
     }
     assert pod["containers"][0]["resources"]["limits"] == {"google.com/tpu": 4}
     assert not any("--coordinator" in word for word in pod["containers"][0]["command"])
-    error = refused(*options, "--hosts=2", "--devices-per-host=4", *command)
+    error = refused(*options, "--hosts=2", "--devices-per-host=4", "--", "-m", "job")
     assert "topology 4x4 has 16 chips, and 2 hosts of 4 are 8" in error
 
 
@@ -280,6 +282,7 @@ def test_ssh_hosts_meet_at_the_first(dry_run, hostfile):
 
 
 SCRIPT = ("--", "job.py")
+MESH_OF_8 = ("--backend=slurm", "--hosts=2", "--devices-per-host=4")
 TPU_PODS = ("--backend=k8s", "--hosts=2", "--image=i", "--accelerator=tpu-v6e-slice")
 
 
@@ -303,6 +306,15 @@ TPU_PODS = ("--backend=k8s", "--hosts=2", "--image=i", "--accelerator=tpu-v6e-sl
         (["--hosts=2", "--partition=p", *SCRIPT], "--partition is an option of backend slurm"),
         (["--hosts=2", "--", "generate", "hi", "--max-tokens=x"], "--max-tokens"),
         (["--hosts=2", "--", "generate", "hi", "--top-p=2"], "top_p"),
+        (
+            ["--hosts=2", "--devices-per-host=4", "--", "generate", "hi"],
+            "2 hosts of 4 devices have 8, and the mesh of the command's engine has 1; give the "
+            "command --tensor-parallel-size 8",
+        ),
+        (
+            [*MESH_OF_8, "--", "bench", "offline", "--pipeline-parallel-size=4"],
+            "the mesh of the command's engine has 4",
+        ),
         (["--backend=slurm", "--hosts=3", "--nodes=2", *SCRIPT], "nodes is 2 and hosts 3"),
         (["--backend=slurm", "--hosts=2", "--sbatch-option=x", *SCRIPT], "'x' is no option"),
         (["--backend=slurm", "--hosts=2", "--accelerator=gpu", *SCRIPT], "--devices-per-host D"),

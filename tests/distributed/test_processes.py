@@ -12,6 +12,7 @@ from jaxserve.distributed.launch.processes import HostProcess, run_together
 
 FAILS = "raise SystemExit(3)"
 IS_KILLED = "import os; os.kill(os.getpid(), 9)"
+ABORTS = "import os; os.abort()"
 WAITS = "import sys; sys.stdin.read()"
 A_MOMENT_LATER = "import time; time.sleep(0.3); "
 
@@ -32,6 +33,17 @@ A_MOMENT_LATER = "import time; time.sleep(0.3); "
             [A_MOMENT_LATER + FAILS, FAILS],
             "error: host 1 failed with exit status 3 and host 0 failed with exit status 3.",
             3,
+        ),
+        # JAX aborts a host that has lost host 0, which is no signal from outside.
+        (
+            [FAILS, A_MOMENT_LATER + ABORTS],
+            "error: host 0 failed with exit status 3 and host 1 was ended by SIGABRT.",
+            3,
+        ),
+        (
+            [ABORTS, A_MOMENT_LATER + IS_KILLED],
+            "error: host 1 was ended by SIGKILL and host 0 was ended by SIGABRT.",
+            128 + signal.SIGKILL,
         ),
         (["", A_MOMENT_LATER], "", 0),
     ],

@@ -48,7 +48,7 @@ _Events = queue.SimpleQueue[_Exited | signal.Signals]
 
 def run_together(hosts: Sequence[HostProcess], grace_s: float) -> int:
     """Run all until they end, and return 0, or the status of the first that failed: among those
-    that fail together, of one that a signal ended.
+    that fail together, of one that was killed.
 
     Standard output of host 0 is this process's own, so that results can be piped. All else that
     hosts print goes to standard error, each line with its host's number.
@@ -84,8 +84,9 @@ def _watch(running: dict[int, subprocess.Popen[bytes]], events: _Events, grace_s
     if not failed:
         return 0
     failed += _others_that_fail(left, events)
-    # A signal is nobody else's doing; a host that has lost another fails by itself.
-    failed.sort(key=lambda exited: exited.status > 0)
+    # The cause comes first. A host that was killed did not fail because of another host; one that
+    # exits, or that JAX aborts because it lost host 0, may have.
+    failed.sort(key=lambda exited: not _was_killed(exited.status))
     others = f"; ending {_names(left)}." if left else "."
     _say(
         "error: " + " and ".join(f"host {host} {_how(status)}" for host, status in failed) + others
@@ -216,6 +217,11 @@ def signals_to(note: Callable[[signal.Signals], None]) -> Iterator[None]:
 def _names(hosts: set[int]) -> str:
     shown = ", ".join(map(str, sorted(hosts)[:16])) + (", ..." if len(hosts) > 16 else "")
     return f"host {shown}" if len(hosts) == 1 else f"hosts {shown}"
+
+
+def _was_killed(status: int) -> bool:
+    """Whether a signal from outside ended a process; SIGABRT is the process's own doing."""
+    return status < 0 and status != -signal.SIGABRT
 
 
 def _how(status: int) -> str:

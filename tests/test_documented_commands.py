@@ -1,0 +1,364 @@
+"""Every command line and program in the documents and in `jaxserve --help`, run as it stands there.
+
+A line runs in a directory that has the files it names, on SmolLM2. What cannot run on this machine
+is listed with the reason, and is parsed, or shown by `--dry-run`, instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import documented
+import httpx
+import pytest
+import yaml
+from documented import Line
+
+from jaxserve.cli.batch import Batch
+from jaxserve.cli.bench.offline import Offline
+from jaxserve.cli.bench.serve import Serve as BenchServe
+from jaxserve.cli.chat import Chat
+from jaxserve.cli.compile import Compile
+from jaxserve.cli.generate import Generate
+from jaxserve.cli.launch import Launch
+from jaxserve.cli.plan import Plan
+from jaxserve.cli.serve import Serve
+from jaxserve.distributed.launch.job import is_script
+
+ELSEWHERE = {
+    "--backend slurm": "needs Slurm",
+    "--backend tpu-vm": "needs Cloud TPUs",
+    "--backend k8s": "needs Kubernetes",
+    "--backend ssh": "needs hosts to log in to",
+    "srun": "needs Slurm",
+    "batch in.jsonl out.jsonl --tensor-parallel-size": "compiles for minutes on every host; "
+    "tests/batch/test_batch_command.py runs two hosts as one engine, on a tiny model",
+}
+"""Parts of jaxserve's lines that are not run here."""
+OTHERS = {
+    "pip": "needs a package index; .ci/run runs the README's lines",
+    "lm_eval": "tests/server/test_serve_lm_eval.py runs it",
+    "python benchmarks/": "needs the compilers or the devices that it measures",
+    "python tests/models/golden/": "needs torch, and rewrites files of the repository",
+    "pytest": "tests do not run themselves",
+    "jupyter": "rewrites files of the repository",
+    "ruff": "rewrites files of the repository",
+}
+"""Lines of other programs, which are not run here."""
+NOT_PROGRAMS = {
+    "docs/adding-a-model.md": "quotations, which tests/test_docs.py compares with the code",
+}
+"""Documents whose Python is not to be run."""
+URL = "http://127.0.0.1:8000"
+RUN_S = 500
+QUESTIONS = [{"prompt": "The capital of France is", "max_tokens": 8}] * 2 + [
+    {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
+]
+TRACE = "arrived_at,num_prefill_tokens,num_decode_tokens\n0.0,40,40\n0.1,400,20\n0.3,80,40\n"
+
+
+def reasons(line: Line) -> set[str]:
+    """The entries of the lists that keep a line from being run."""
+    entries = ELSEWHERE if is_ours(line) else OTHERS
+    return {part for part in entries if part in " ".join(line.words)}
+
+
+def is_ours(line: Line) -> bool:
+    return line.program in ("jaxserve", "srun")
+
+
+def is_run(line: Line) -> bool:
+    """`--dry-run` needs no cluster."""
+    return "--dry-run" in line.words or not reasons(line)
+
+
+def once(shown: list[Line]) -> list[Any]:
+    """Parameters of a test, one for all lines that say the same."""
+    found = {}
+    for line in shown:
+        variables = line.words[: line.words.index("jaxserve")]
+        found.setdefault(repr((variables, line.command)), line)
+    return [pytest.param(line, id=" ".join(line.words)) for line in found.values()]
+
+
+OURS = [line for line in documented.lines() if is_ours(line)]
+HERE = [line for line in OURS if is_run(line)]
+SERVERS = [line for line in HERE if isinstance(line.command, Serve)]
+LOADS = [line for line in HERE if isinstance(line.command, BenchServe)]
+PROGRAMS = [
+    block
+    for block in documented.blocks()
+    if block.language == "python" and block.document not in NOT_PROGRAMS
+]
+CLIENTS = [block for block in PROGRAMS if "openai.OpenAI" in block.text]
+
+
+class Run(NamedTuple):
+    """A command that ended, and the directory it ran in."""
+
+    stdout: str
+    stderr: str
+    directory: Path
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory, session_cache) -> Path:
+    """What the documents name: models, inputs, keys, a list of hosts."""
+    directory = tmp_path_factory.mktemp("documented")
+    shell("jaxserve convert smollm2-135m-instruct my-model", directory)
+    for name in ("MODEL", "path/to/model"):
+        (directory / name).parent.mkdir(exist_ok=True, parents=True)
+        (directory / name).symlink_to(directory / "my-model")
+    (directory / "cache").symlink_to(session_cache)
+    lines = "".join(json.dumps(question) + "\n" for question in QUESTIONS)
+    for name in ("in.jsonl", "questions.jsonl"):
+        (directory / name).write_text(lines)
+    (directory / "azure_conv.csv").write_text(TRACE)
+    (directory / "key.txt").write_text("secret\n")
+    (directory / "hosts.txt").write_text("node-1\nnode-2\n")
+    (directory / "my_script.py").write_text("import jax\nprint(jax.device_count())\n")
+    return directory
+
+
+@pytest.fixture
+def workplace(files, tmp_path) -> Path:
+    """A directory of its own for each command, with all of the files."""
+    for path in files.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    return tmp_path
+
+
+def environment() -> dict[str, str]:
+    """With `jaxserve` and `python` of this interpreter, and what the tests import."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return os.environ | {"PATH": path, "PYTHONPATH": str(documented.ROOT)}
+
+
+def shell(line: str, directory: Path, stdin: str = "") -> Run:
+    """Runs a line in a shell. It must end with status 0."""
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", line],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+        cwd=directory,
+        env=environment(),
+    )
+    assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    return Run(done.stdout, done.stderr, directory)
+
+
+@contextlib.contextmanager
+def serving(line: Line, directory: Path) -> Iterator[Path]:
+    """The server of a line, from when it is ready until SIGTERM has ended it well; its log."""
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", 8000)) != 0, "port 8000 of the documents is in use"
+    log = directory / "log"
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(
+            ["bash", "-c", f"exec {line.text}"], stderr=stderr, cwd=directory, env=environment()
+        )
+    try:
+        deadline = time.monotonic() + RUN_S
+        while not healthy():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield log
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def healthy() -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{URL}/health").status_code == 200
+    return False
+
+
+def assert_as_documented(command: Any, run: Run) -> None:
+    """The shape of what a command prints and writes."""
+    if isinstance(command, Launch):
+        if command.dry_run:
+            (manifest,) = (run.directory / "jaxserve.yaml").read_text().split("\n---\n")
+            assert yaml.safe_load(manifest)["kind"] == "JobSet"
+        elif is_script(command.job.command):
+            assert run.stdout == f"{command.job.hosts * command.job.devices_per_host}\n"
+        else:
+            assert_as_documented(documented.parsed(command.job.command_on(0)), run)
+    elif isinstance(command, Generate):
+        assert len(run.stdout.split()) > 1
+        assert re.search(r"\d+ tokens, [\d.]+ tokens/s, first token after", run.stderr)
+        if command.trace_file is not None:
+            assert json.loads((run.directory / command.trace_file).read_text())["traceEvents"]
+    elif isinstance(command, Chat):
+        assert run.stdout.strip() and "/reset" in run.stderr
+    elif isinstance(command, Plan):
+        assert "MEMORY" in run.stdout and "PROGRAMS" in run.stdout
+    elif isinstance(command, Compile):
+        assert re.search(r"\d+ programs compiled, \d+ already there", run.stdout)
+    elif isinstance(command, Offline):
+        assert re.search(r"^output tokens/s +[\d.,]+$", run.stdout, re.MULTILINE)
+        assert re.search(r"^share of the limit reached +[\d.]+%$", run.stdout, re.MULTILINE)
+    elif isinstance(command, Batch):
+        answers = [json.loads(line) for line in (run.directory / command.output).open()]
+        assert sorted(answer["custom_id"] for answer in answers) == ["line-1", "line-2", "line-3"]
+        assert {answer["response"]["status_code"] for answer in answers} == {200}
+        if command.report is not None:
+            assert "<html" in (run.directory / command.report).read_text()
+    elif isinstance(command, BenchServe):
+        assert re.search(r"^completed +3$", run.stdout, re.MULTILINE) or not command.load.trace
+        if command.plot is not None:
+            assert "<svg" in (run.directory / command.plot).read_text()
+    else:
+        raise AssertionError(f"nothing is known of the output of {type(command).__name__}")
+
+
+def labels(table: str) -> set[str]:
+    """The first column of the lines that have several."""
+    return {parts[0] for line in table.splitlines() if len(parts := re.split(" {2,}", line)) > 1}
+
+
+def test_there_are_commands_of_every_document():
+    shown = {line.document for line in OURS}
+    assert {"--help", "docs/getting-started.md", "docs/launch.md", "docs/batch.md"} <= shown
+
+
+def test_every_line_is_run_or_listed():
+    """And no entry of the lists is left over."""
+    used = set()
+    for line in documented.lines():
+        found = reasons(line)
+        assert found or line in HERE, f"{line.document}: {line.text}"
+        used |= found
+    assert used == {*ELSEWHERE, *OTHERS}
+
+
+@pytest.mark.parametrize("line", documented.spans(), ids=lambda line: line.text)
+def test_lines_in_running_text_are_commands(line):
+    """A name alone, such as `jaxserve batch`, is of a command; with arguments it is parsed."""
+    name, *arguments = line.words[1:]
+    assert name in documented.command_names()
+    if arguments == ["--help"]:
+        with pytest.raises(SystemExit) as stop:
+            _ = line.command
+        assert stop.value.code == 0
+    elif arguments:
+        assert line.command is not None
+
+
+def test_service_files():
+    """What systemd and Kubernetes are told to run."""
+    text = "".join(block.text for block in documented.blocks())
+    units = re.findall(r"^ExecStart=\S+/jaxserve (.*)$", text, re.MULTILINE)
+    manifests = re.findall(r"^ *args: (\[.*\])$", text, re.MULTILINE)
+    commands = [unit.split() for unit in units] + [yaml.safe_load(args) for args in manifests]
+    assert len(commands) == 2
+    for command in commands:
+        assert isinstance(documented.parsed([str(word) for word in command]), Serve)
+
+
+@pytest.mark.parametrize("line", [line for line in OURS if line not in HERE], ids=lambda x: x.text)
+def test_a_line_for_another_machine_is_accepted(line, tmp_path, monkeypatch, capsys):
+    """A job is made as far as it can be without its cluster; `srun` is given what Slurm sets."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts.txt").write_text("node-1\nnode-2\n")
+    (tmp_path / "my_script.py").touch()
+    (tmp_path / "pyproject.toml").touch()
+    if line.program == "srun":
+        inner = Line(line.document, line.words[-1].replace("$SLURM_PROCID/$SLURM_NTASKS", "1/4"))
+        assert isinstance(inner.command, Batch)
+        return
+    command = line.command
+    assert isinstance(command, Launch)
+    words = line.words[line.words.index("launch") :]
+    assert documented.cli.main([*words[:1], "--dry-run", *words[1:]]) == 0
+    assert command.job.command[0] in capsys.readouterr().out
+
+
+@pytest.mark.interfaces
+@pytest.mark.parametrize(
+    "line", once([line for line in HERE if line not in SERVERS and line not in LOADS])
+)
+def test_a_line_runs(line, workplace):
+    run = shell(line.text, workplace, stdin="Hi\n")
+    assert_as_documented(line.command, run)
+
+
+@pytest.mark.interfaces
+@pytest.mark.parametrize("line", once(SERVERS))
+def test_a_server_answers(line, workplace):
+    """The documents' own clients and loads, where it is the server that these ask for."""
+    command = line.command
+    key = "none" if command.api_key_file is None else "secret"
+    with serving(line, workplace) as log:
+        ask = {"prompt": "Hi", "max_tokens": 4}
+        for name in command.served_model_name or [str(command.engine.model)]:
+            answer = httpx.post(
+                f"{URL}/v1/completions",
+                json=ask | {"model": name},
+                headers={"Authorization": f"Bearer {key}"},
+                timeout=120,
+            )
+            assert answer.status_code == 200, answer.text
+        if command.api_key_file is not None:
+            assert httpx.post(f"{URL}/v1/completions", json=ask).status_code == 401
+        if command == Serve():
+            for client in CLIENTS:
+                assert run_program(client.text, workplace).stdout.strip()
+            for (load,) in (parameter.values for parameter in once(LOADS)):
+                run = shell(load.text, workplace)
+                assert_as_documented(load.command, run)
+                shown = following_output(load)
+                assert labels(shown) <= labels(run.stdout)
+    if command.log_requests:
+        (shown,) = [block for block in documented.blocks() if block.text.startswith("id=")]
+        fields = [set(re.findall(r"\b(\w+)=", text)) for text in (shown.text, log.read_text())]
+        assert fields[0] <= fields[1]
+
+
+def following_output(line: Line) -> str:
+    """The block without a language that comes after a line's own; nothing where there is none."""
+    found = documented.blocks()
+    for block, after in itertools.pairwise(found):
+        own = block.text.replace("\\\n", " ")
+        if (block.document, after.language) == (line.document, "") and line.text in own:
+            return after.text
+    return ""
+
+
+def run_program(text: str, directory: Path) -> Run:
+    (directory / "program.py").write_text(text)
+    return shell("python program.py", directory)
+
+
+@pytest.mark.interfaces
+@pytest.mark.parametrize(
+    "program",
+    [block for block in PROGRAMS if block not in CLIENTS],
+    ids=lambda block: block.document,
+)
+def test_a_program_runs(program, workplace):
+    printed = run_program(program.text, workplace).stdout
+    assert printed.strip() or "print(" not in program.text
+    shown = following_output(Line(program.document, program.text))
+    assert printed.startswith(shown)
+
+
+def test_clients_and_loads_have_their_server():
+    assert CLIENTS and LOADS
+    assert Serve() in [line.command for line in SERVERS]
