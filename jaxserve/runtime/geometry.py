@@ -55,8 +55,9 @@ PAGES = KV | {"pages": STAGE}
 class Geometry:
     """Every size that shapes a program, for one resolved config and pool.
 
-    `model` and `specs` are partitioned for the mesh (models/partition.py), which is None where
-    there is one device. Shapes here are of whole arrays, of which each device has its shard.
+    `model` and `specs` are partitioned for the `mesh` (models/partition.py); an engine of one
+    device has that `device` instead. Shapes here are of whole arrays, of which each device has its
+    shard.
     """
 
     config: EngineConfig
@@ -67,6 +68,12 @@ class Geometry:
     moves_pages: bool = False
     """Whether pages are ever gathered and scattered, and not just copied."""
     mesh: Mesh | None = None
+    device: jax.Device | None = None
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        """The engine's devices, in the order of the mesh."""
+        return [self.device] if self.mesh is None else list(self.mesh.devices.flat)
 
     @property
     def tensor(self) -> int:
@@ -139,7 +146,7 @@ class Geometry:
         ring than the chunk itself; 0 for never, as where stages work on several chunks at once."""
         if self.seq == 1 or self.stages > 1 or key.prefill_tokens % (2 * self.seq):
             return 0
-        rates = device_rates(self.mesh.devices.flat[0])
+        rates = device_rates(self.devices[0])
 
         def travels(context: int) -> bool:
             scheme = choose_scheme(
@@ -185,12 +192,12 @@ class Geometry:
 
     @property
     def _links_both_ways(self) -> bool:
-        return self.mesh is not None and device_rates(self.mesh.devices.flat[0]).both_ways
+        return self.mesh is not None and device_rates(self.devices[0]).both_ways
 
     def sharding(self, *spec: str | tuple[str, ...] | None) -> Sharding:
         """Where an array lies whose dimensions are split over these mesh axes."""
         if self.mesh is None:
-            return SingleDeviceSharding(jax.devices()[0])
+            return SingleDeviceSharding(self.device)
         return NamedSharding(self.mesh, P(*spec))
 
     @functools.cached_property

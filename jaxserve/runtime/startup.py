@@ -8,7 +8,6 @@ import functools
 from typing import Any, Protocol
 
 import jax
-from jax.sharding import Mesh
 
 import jaxserve
 from jaxserve.config import EngineConfig
@@ -20,6 +19,7 @@ from jaxserve.models.loading.params import load_params
 from jaxserve.models.packing import with_formats
 from jaxserve.models.partition import partition
 from jaxserve.models.registry import get_family, is_registered
+from jaxserve.runtime.devices import engine_devices, engine_mesh
 from jaxserve.runtime.executable_cache import ExecutableCache
 from jaxserve.runtime.geometry import Geometry
 from jaxserve.runtime.hosts import Hosts
@@ -28,7 +28,6 @@ from jaxserve.runtime.programs import Compilation, Program, Programs
 from jaxserve.runtime.runner import Runner
 from jaxserve.runtime.specs import check_attention, program_specs
 from jaxserve.text import Tokenizer
-from sharding_rules import make_mesh
 
 
 class Progress(Protocol):
@@ -57,8 +56,7 @@ class EnginePlan:
         code is not all jaxserve's, of which alone the cache notices that it has changed."""
         if not self.config.compilation_cache or is_registered(self.geometry.model.architecture):
             return None
-        alone = self.device if self.geometry.mesh is None else None
-        return ExecutableCache(self.geometry.describe(), alone)
+        return ExecutableCache(self.geometry.describe(), self.geometry.devices)
 
     def compile(self, progress: Progress = no_progress, log: EventLog | None = None) -> Compilation:
         """Begin to load or compile every program."""
@@ -90,7 +88,8 @@ def plan(config: EngineConfig, hosts: Hosts | None = None) -> EnginePlan:
     Of several `hosts` the one with the least memory decides on the pool. Raises ModelError,
     ConfigError, or MemoryPlanError when it cannot fit.
     """
-    device = jax.local_devices()[0]
+    devices = engine_devices(config)
+    device = next(device for device in devices if device.process_index == jax.process_index())
     checkpoint = open_checkpoint(config.model, config.load_format, seed=config.seed)
     config = config.resolve(checkpoint.config, device.platform)
     if jax.process_count() > 1:
@@ -104,7 +103,7 @@ def plan(config: EngineConfig, hosts: Hosts | None = None) -> EnginePlan:
             f"the config is for {config.num_devices}; leave quantization out."
         )
     specs = with_formats(family.param_specs(model), config.quantization, checkpoint.packed_kind)
-    mesh = _mesh(config)
+    mesh = engine_mesh(config, devices)
     if mesh is not None:
         model, specs = partition(
             model,
@@ -113,7 +112,7 @@ def plan(config: EngineConfig, hosts: Hosts | None = None) -> EnginePlan:
             stages=config.pipeline_parallel_size,
             vocab=config.tensor_parallel_size * config.pipeline_parallel_size,
         )
-    geometry = Geometry(config, model, family, specs, num_pages=0, mesh=mesh)
+    geometry = Geometry(config, model, family, specs, num_pages=0, mesh=mesh, device=device)
     memory = plan_memory(config, model, geometry.weights_bytes, geometry.state_bytes, device)
     if hosts is not None:
         memory = dataclasses.replace(memory, num_pages=hosts.least("pages", memory.num_pages))
@@ -150,28 +149,6 @@ def _without_lower_tiers(config: EngineConfig) -> EngineConfig:
             f"but KV pages of {jax.process_count()} hosts stay on their devices; leave both out."
         )
     return dataclasses.replace(config, host_kv_bytes=0)
-
-
-def _mesh(config: EngineConfig) -> Mesh | None:
-    """The devices of an engine; None for the first one alone.
-
-    Raises ConfigError when there are not as many as the config asks for.
-    """
-    if config.num_devices == 1 and jax.process_count() == 1:
-        return None
-    try:
-        return make_mesh(
-            stage=config.pipeline_parallel_size,
-            seq=config.sequence_parallel_size,
-            tensor=config.tensor_parallel_size,
-        )
-    except ValueError as error:
-        raise ConfigError(
-            f"tensor_parallel_size {config.tensor_parallel_size} x pipeline_parallel_size "
-            f"{config.pipeline_parallel_size} x sequence_parallel_size "
-            f"{config.sequence_parallel_size} make a mesh of {config.num_devices} devices, and "
-            f"there are {len(jax.devices())}: {error}"
-        ) from error
 
 
 def start(
