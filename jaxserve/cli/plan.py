@@ -84,19 +84,18 @@ def _lower_tiers(memory: MemoryPlan) -> list[tuple[str, str]]:
 
 
 def _capacity(decided: EnginePlan) -> str:
-    """Requests of each length that the pool holds at once: full length, half of it, and so on,
-    down to the length at which `max_num_seqs` of them fit."""
+    """Requests of each length that the scheduler admits at once: full length, half of it, and so
+    on, down to the length at which `max_num_seqs` of them run."""
     config, memory = decided.config, decided.memory
     rows = [("CAPACITY", ""), ("tokens in the KV pool", f"{memory.kv_tokens:,}")]
     length = config.max_model_len
     while True:
-        fit = (memory.num_pages - 1) // -(-length // memory.page_size)
-        at_once = min(fit, config.max_num_seqs)
+        at_once = decided.admission.num_at_once(length)
         rows.append((f"requests of {length:,} tokens at once", f"{at_once:,}"))
-        if fit >= config.max_num_seqs or length <= memory.page_size:
+        if at_once == config.max_num_seqs or length <= memory.page_size:
             break
         length //= 2
-    if fit >= config.max_num_seqs:
+    if at_once == config.max_num_seqs:
         rows.append(("most requests at once (max_num_seqs)", f"{config.max_num_seqs:,}"))
     pages = (memory.limit_bytes - memory.total_bytes) // memory.page_bytes + memory.num_pages
     rows.append(

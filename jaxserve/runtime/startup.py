@@ -11,7 +11,9 @@ import jax
 
 import jaxserve
 from jaxserve.config import EngineConfig
+from jaxserve.engine.admission import AdmissionRule
 from jaxserve.engine.events import EventLog
+from jaxserve.engine.scheduler_config import SchedulerConfig
 from jaxserve.errors import ConfigError
 from jaxserve.kv.tiers import DiskStore
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
@@ -57,6 +59,28 @@ class EnginePlan:
         if not self.config.compilation_cache or is_registered(self.geometry.model.architecture):
             return None
         return ExecutableCache(self.geometry.describe(), self.geometry.devices)
+
+    @property
+    def scheduler(self) -> SchedulerConfig:
+        """The limits of the engine's scheduler."""
+        config, buckets = self.config, self.geometry.buckets
+        return SchedulerConfig(
+            policy=config.scheduler,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_prefill_chunks=self.geometry.max_chunks,
+            max_prefill_tokens=buckets.max_prefill_tokens,
+            max_model_len=config.max_model_len,
+            fair_share=config.fair_share,
+            num_stages=config.pipeline_parallel_size,
+            target_step_us=config.target_step_us,
+            buckets=buckets,
+        )
+
+    @property
+    def admission(self) -> AdmissionRule:
+        """The scheduler's rule for the planned pool."""
+        return AdmissionRule.of(self.scheduler, self.memory.num_pages - 1, self.memory.page_size)
 
     def compile(self, progress: Progress = no_progress, log: EventLog | None = None) -> Compilation:
         """Begin to load or compile every program."""
