@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
-from sharding_rules import make_mesh
+from sharding_rules import MESH_AXES, make_mesh
 
 
 def engine_devices(config: EngineConfig) -> list[jax.Device]:
@@ -58,6 +58,22 @@ def engine_mesh(config: EngineConfig, devices: list[jax.Device]) -> Mesh | None:
         raise ConfigError(
             f"{config.sizes} cannot be a mesh of the devices {_ids(devices)}: {error}"
         ) from error
+
+
+def described_mesh(config: EngineConfig) -> AbstractMesh | None:
+    """A mesh of as many devices as the config asks for, of which only the shape is known."""
+    if config.num_devices == 1 and jax.process_count() == 1:
+        return None
+    return AbstractMesh(
+        (
+            1,
+            config.pipeline_parallel_size,
+            config.sequence_parallel_size,
+            config.tensor_parallel_size,
+        ),
+        MESH_AXES,
+        axis_types=(AxisType.Auto,) * len(MESH_AXES),
+    )
 
 
 def _ids(devices: list[jax.Device]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.config import EngineConfig
@@ -55,9 +55,9 @@ PAGES = KV | {"pages": STAGE}
 class Geometry:
     """Every size that shapes a program, for one resolved config and pool.
 
-    `model` and `specs` are partitioned for the `mesh` (models/partition.py); an engine of one
-    device has that `device` instead. Shapes here are of whole arrays, of which each device has its
-    shard.
+    `model` and `specs` are partitioned for the `mesh` (models/partition.py), which is None where
+    there is one `device`, and described where this is only planned. All devices are of the kind of
+    `device`. Shapes here are of whole arrays, of which each device has its shard.
     """
 
     config: EngineConfig
@@ -65,10 +65,10 @@ class Geometry:
     family: Family
     specs: Params
     num_pages: int
+    device: jax.Device
     moves_pages: bool = False
     """Whether pages are ever gathered and scattered, and not just copied."""
-    mesh: Mesh | None = None
-    device: jax.Device | None = None
+    mesh: Mesh | AbstractMesh | None = None
 
     @property
     def devices(self) -> list[jax.Device]:
@@ -146,7 +146,7 @@ class Geometry:
         ring than the chunk itself; 0 for never, as where stages work on several chunks at once."""
         if self.seq == 1 or self.stages > 1 or key.prefill_tokens % (2 * self.seq):
             return 0
-        rates = device_rates(self.devices[0])
+        rates = device_rates(self.device)
 
         def travels(context: int) -> bool:
             scheme = choose_scheme(
@@ -192,7 +192,7 @@ class Geometry:
 
     @property
     def _links_both_ways(self) -> bool:
-        return self.mesh is not None and device_rates(self.devices[0]).both_ways
+        return self.mesh is not None and device_rates(self.device).both_ways
 
     def sharding(self, *spec: str | tuple[str, ...] | None) -> Sharding:
         """Where an array lies whose dimensions are split over these mesh axes."""

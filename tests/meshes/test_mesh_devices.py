@@ -62,7 +62,8 @@ def test_pages_swap_on_a_device_that_is_not_the_first():
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     with tempfile.TemporaryDirectory() as directory:
         model = TinyModel.write_llama(Path(directory))
-        with load(model, "", devices=[6], host_pages=64, preemption="swap", debug_kv=True) as llm:
+        settings = {"pages": 15, "host_pages": 64, "preemption": "swap", "debug_kv": True}
+        with load(model, "", devices=[6], **settings) as llm:
             arrivals = [Arrival(model.prompts[index], params) for index in (9, 10)]
             for output in drive(llm.engine, arrivals):
                 model.check_greedy(output)
