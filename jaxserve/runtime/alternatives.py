@@ -23,25 +23,33 @@ _SPARE = 1.02
 def alternatives(config: EngineConfig, plan_of: PlanOf, num_devices: int) -> list[Changes]:
     """Changes with which the resolved `config` fits, where it does not fit as it is.
 
-    A shorter context (a smaller pool, where its size was given), then other quantizations and
-    dtypes, more of the `num_devices` devices there are, and fewer sequences, each with the longest context that fits
-    then; last, a larger share of the memory.
+    A shorter context (a smaller pool, where its size was given), then what leaves room for a longer
+    one: other quantizations and dtypes, more of the `num_devices` devices there are, fewer
+    sequences, no host tier. Last, a larger share of the memory.
     """
     as_it_is = plan_of(config)
-    found = [_fitted(config, {}, plan_of)]
+    shorter = _fitted(config, {}, plan_of)
+    others: list[Changes | None] = []
     for quantization in QUANTIZATIONS:
         if quantization != config.quantization:
-            found.append(_fitted(config, {"quantization": quantization}, plan_of))
+            others.append(_fitted(config, {"quantization": quantization}, plan_of))
     if config.dtype == "float32":
-        found.append(_fitted(config, {"dtype": "bfloat16"}, plan_of))
-    found.append(_parallel(config, plan_of, num_devices))
+        others.append(_fitted(config, {"dtype": "bfloat16"}, plan_of))
+    others.append(_parallel(config, plan_of, num_devices))
     if config.max_num_seqs > 1:
-        found.append(_fitted(config, {"max_num_seqs": 1}, plan_of))
+        others.append(_fitted(config, {"max_num_seqs": 1}, plan_of))
+    if as_it_is.host_pages:
+        others.append(_fitted(config, {"host_kv_bytes": 0}, plan_of))
     for changes in _more_memory(config, as_it_is):
         memory = plan_of(dataclasses.replace(config, **changes))
-        if memory is not None and memory.fits:
-            found.append(changes)
-    return [changes for changes in found if changes]
+        others.append(changes if memory and memory.fits else None)
+    found = [changes for changes in others if changes and _better(changes, shorter)]
+    return [shorter, *found] if shorter else found
+
+
+def _better(changes: Changes, shorter: Changes | None) -> bool:
+    """Whether an alternative has a longer context, or larger pool, than a change of that alone."""
+    return not shorter or all(changes.get(name, math.inf) > shorter[name] for name in shorter)
 
 
 def devices_needed(config: EngineConfig, plan_of: PlanOf, most: int = 1024) -> int | None:

@@ -2,7 +2,8 @@
 
 An entry is a serialized executable, valid for exactly one digest of everything that shaped it:
 the source files it was made of (program_sources.py), JAX, the devices it is for, the host's
-instruction set, and the caller's description of model and shapes. Loading one runs code, which is why the cache directory is private (cache_dir.py).
+instruction set, and the caller's description of model and shapes. Loading one runs code, which is
+why the cache directory is private (cache_dir.py).
 """
 
 from __future__ import annotations

@@ -41,6 +41,28 @@ DECODE_LAYERS = 6
 PARAMETERS = MEGATRON | {"vocab": VOCAB}
 """Rules for parameters: no stage keeps an embedding or a head that only one of them would use."""
 
+NOT_OF_PROGRAMS = (
+    "model",
+    "load_format",
+    "seed",
+    "scheduler",
+    "target_step_us",
+    "memory_utilization",
+    "kv_cache_memory_bytes",
+    "compilation_cache",
+    "fair_share",
+    "enable_prefix_caching",
+    "host_kv_bytes",
+    "disk_kv_dir",
+    "disk_kv_bytes",
+    "preemption",
+    "debug_kv",
+    "devices",
+)
+"""Settings that change no program, or only through sizes that `Geometry.describe` has besides. Any
+other setting is part of the key of the executable cache, a new one too until it is listed here.
+(Devices themselves are in the key, whether they were named or not.)"""
+
 PAGE_NAMES = KVPages(
     k=("pages", "kv_heads", "head_dim", "page_tokens"),
     v=("pages", "kv_heads", "page_tokens", "head_dim"),
@@ -305,24 +327,8 @@ class Geometry:
     def describe(self) -> str:
         """Text that changes whenever any program would: the key of the executable cache."""
         config = dataclasses.asdict(self.config)
-        for irrelevant in (
-            "model",
-            "load_format",
-            "seed",
-            "scheduler",
-            "target_step_us",
-            "memory_utilization",
-            "kv_cache_memory_bytes",
-            "compilation_cache",
-            "fair_share",
-            "enable_prefix_caching",
-            "host_kv_bytes",
-            "disk_kv_dir",
-            "disk_kv_bytes",
-            "preemption",
-            "debug_kv",
-        ):
-            del config[irrelevant]
+        for name in NOT_OF_PROGRAMS:
+            del config[name]
         formats = [spec.format for spec in jax.tree.leaves(self.specs)]
         return repr((sorted(config.items()), self.model, formats, self.num_pages, self.max_chunks))
 

@@ -117,7 +117,7 @@ class MemoryPlan:
         if self.fits:
             return
         pages = self.room_bytes // self.page_bytes
-        way = "no KV pool would fit"
+        way = "a smaller max_num_batched_tokens, max_num_seqs or host_kv_bytes is needed"
         if pages >= 2:
             way = f"kv_cache_memory_bytes of at most {pages * self.page_bytes} would fit"
         raise MemoryPlanError(f"The engine {self.needs()}; {way}.")
