@@ -3,7 +3,6 @@ offered."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +11,9 @@ from jaxserve.config import EngineConfig
 from jaxserve.runtime.memory import GIB, MemoryPlan
 
 Changes = dict[str, Any]
-PlanOf = Callable[[EngineConfig], MemoryPlan | None]
-"""The memory plan of a config, which may not fit; None for a config that is refused otherwise."""
+PlanOf = Callable[[Changes], MemoryPlan | None]
+"""The memory plan, which may not fit, with these changes of a config; None where they are refused
+for another reason."""
 
 QUANTIZATIONS = ("gguf", "int8", "fp8", "int4")
 _SPARE = 1.02
@@ -27,7 +27,7 @@ def alternatives(config: EngineConfig, plan_of: PlanOf, num_devices: int) -> lis
     one: other quantizations and dtypes, more of the `num_devices` devices there are, fewer
     sequences, no host tier. Last, a larger share of the memory.
     """
-    as_it_is = plan_of(config)
+    as_it_is = plan_of({})
     shorter = _fitted(config, {}, plan_of)
     others: list[Changes | None] = []
     for quantization in QUANTIZATIONS:
@@ -41,7 +41,7 @@ def alternatives(config: EngineConfig, plan_of: PlanOf, num_devices: int) -> lis
     if as_it_is.host_pages:
         others.append(_fitted(config, {"host_kv_bytes": 0}, plan_of))
     for changes in _more_memory(config, as_it_is):
-        memory = plan_of(dataclasses.replace(config, **changes))
+        memory = plan_of(changes)
         others.append(changes if memory and memory.fits else None)
     found = [changes for changes in others if changes and _better(changes, shorter)]
     return [shorter, *found] if shorter else found
@@ -57,18 +57,18 @@ def devices_needed(config: EngineConfig, plan_of: PlanOf, most: int = 1024) -> i
     devices like these; None up to `most`."""
     size = 2 * config.tensor_parallel_size
     while size <= most:
-        memory = plan_of(dataclasses.replace(config, tensor_parallel_size=size))
+        memory = plan_of({"tensor_parallel_size": size, "devices": None})
         if memory is not None and memory.fits:
             return size
         size *= 2
     return None
 
 
-def weights_of(config: EngineConfig, plan_of: PlanOf) -> dict[str, int]:
+def weights_of(plan_of: PlanOf) -> dict[str, int]:
     """Bytes of the weights on one device by quantization, of those that the model can have."""
     weights = {}
     for quantization in QUANTIZATIONS:
-        memory = plan_of(dataclasses.replace(config, quantization=quantization))
+        memory = plan_of({"quantization": quantization})
         if memory is not None:
             weights[quantization] = memory.weights_bytes
     return weights
@@ -77,7 +77,7 @@ def weights_of(config: EngineConfig, plan_of: PlanOf) -> dict[str, int]:
 def _fitted(config: EngineConfig, changes: Changes, plan_of: PlanOf) -> Changes | None:
     """`changes`, and with them the longest context or the largest pool that fits, where they are
     not enough; None where nothing is."""
-    memory = plan_of(dataclasses.replace(config, **changes))
+    memory = plan_of(changes)
     if memory is None or memory.fits:
         return changes if memory else None
     pages = memory.room_bytes // memory.page_bytes
@@ -85,7 +85,7 @@ def _fitted(config: EngineConfig, changes: Changes, plan_of: PlanOf) -> Changes 
         changes = changes | {"kv_cache_memory_bytes": pages * memory.page_bytes}
     else:
         changes = changes | {"max_model_len": (pages - 1) * memory.page_size}
-    memory = plan_of(dataclasses.replace(config, **changes)) if pages >= 2 else None
+    memory = plan_of(changes) if pages >= 2 else None
     return changes if memory and memory.fits else None
 
 

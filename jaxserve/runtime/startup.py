@@ -23,6 +23,7 @@ from jaxserve.models.packing import with_formats
 from jaxserve.models.partition import partition
 from jaxserve.models.registry import get_family, is_registered
 from jaxserve.runtime.alternatives import (
+    Changes,
     alternatives,
     devices_needed,
     gib,
@@ -194,9 +195,10 @@ def _refusal(decided: EnginePlan) -> MemoryPlanError:
     """Why a plan does not fit, and what does."""
     config, device, checkpoint = decided.config, decided.device, decided.checkpoint
 
-    def plan_of(changed: EngineConfig) -> MemoryPlan | None:
+    def plan_of(changes: Changes) -> MemoryPlan | None:
         """On as many devices like this one as it needs, be they there or not."""
         try:
+            changed = dataclasses.replace(config, **changes)
             return decide_on(device, described_mesh(changed), changed, checkpoint).memory
         except (ConfigError, MemoryPlanError):
             return None
@@ -209,7 +211,7 @@ def _refusal(decided: EnginePlan) -> MemoryPlanError:
     if found:
         text += f" What fits: {in_words(found)}."
     else:
-        weights = weights_of(config, plan_of).items()
+        weights = weights_of(plan_of).items()
         sizes = ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in weights)
         text += " No other max_model_len, quantization or number of these devices fits"
         text += f" (weights: {sizes})." if sizes else "."

@@ -58,7 +58,8 @@ def assert_as_offered(config: EngineConfig, refused: MemoryPlanError) -> None:
         for name, value in changes.items():
             assert f"{name} {value}" in str(refused)
         if "max_model_len" in changes:
-            more = changes | {"max_model_len": changes["max_model_len"] + 64}
+            page_size = startup.decide(config).memory.page_size
+            more = changes | {"max_model_len": changes["max_model_len"] + page_size}
             with pytest.raises((MemoryPlanError, ConfigError)):
                 startup.plan(dataclasses.replace(config, **more))
 
@@ -92,34 +93,40 @@ def test_a_share_of_the_memory_that_is_too_small(tmp_path, monkeypatch):
 
 
 def on_accelerators(config: EngineConfig, num_bytes: int):
-    """The plan of a resolved config on as many devices of so much memory as it asks for."""
+    """A resolved config, and its plan with changes on as many devices of so much memory."""
     device, checkpoint = Accelerator(num_bytes), open_checkpoint(config.model, "dummy")
+    config = config.resolve(checkpoint.config, device.platform)
 
-    def plan_of(changed: EngineConfig) -> memory.MemoryPlan | None:
+    def plan_of(changes: dict) -> memory.MemoryPlan | None:
         try:
+            changed = dataclasses.replace(config, **changes)
             mesh = described_mesh(changed)
             return startup.decide_on(device, mesh, changed, checkpoint).memory
         except (ConfigError, MemoryPlanError):
             return None
 
-    return config.resolve(checkpoint.config, device.platform), plan_of
+    return config, plan_of
 
 
 def test_more_devices_are_offered_where_there_are_any(tmp_path):
     config, plan_of = on_accelerators(config_of(LLAMA_70B, tmp_path), 80 * GIB)
-    assert not plan_of(config).fits
+    assert not plan_of({}).fits
     sizes = {}
     for available in (1, 2, 8):
         found = alternatives(config, plan_of, available)
         (sizes[available],) = [c for c in found if "tensor_parallel_size" in c] or [{}]
         for changes in found:
-            assert plan_of(dataclasses.replace(config, **changes)).fits
+            assert plan_of(changes).fits
     assert sizes[1] == {}
     # 132 GiB of weights: on two devices not the whole context, on four all of it.
     assert sizes[2]["tensor_parallel_size"] == 2
     assert sizes[2]["max_model_len"] < 131_072
     assert sizes[8] == {"tensor_parallel_size": 4}
     assert devices_needed(config, plan_of) == 4
+    named, plan_of_named = on_accelerators(config_of(LLAMA_70B, tmp_path, devices=[5]), 80 * GIB)
+    found = alternatives(named, plan_of_named, 8)
+    assert found and all("tensor_parallel_size" not in changes for changes in found)
+    assert devices_needed(named, plan_of_named) == 4
 
 
 @settings(
@@ -132,9 +139,10 @@ def test_more_devices_are_offered_where_there_are_any(tmp_path):
     length=st.integers(2, 2048),
     pool=st.one_of(st.none(), st.integers(1, 1 << 22)),
     quantization=st.sampled_from([None, "int8", "int4"]),
+    page_size=st.sampled_from([1, 3, 64]),
 )
 def test_whatever_is_offered_is_accepted(
-    tmp_path, monkeypatch, free, share, max_num_seqs, length, pool, quantization
+    tmp_path, monkeypatch, free, share, max_num_seqs, length, pool, quantization, page_size
 ):
     monkeypatch.setattr(memory, "host_memory", lambda: free)
     config = config_of(
@@ -146,6 +154,7 @@ def test_whatever_is_offered_is_accepted(
         max_model_len=length,
         kv_cache_memory_bytes=pool,
         quantization=quantization,
+        page_size=page_size,
     )
     try:
         startup.plan(config)
