@@ -133,7 +133,7 @@ class Deployment:
             stages=self.stage,
             vocab=self.tensor * self.stage,
         )
-        geometry = Geometry(config, model, family, specs, num_pages=2, mesh=mesh)
+        geometry = Geometry(config, model, family, specs, num_pages=2, device=devices[0], mesh=mesh)
         most = self.max_num_seqs * geometry.max_pages + 1
         room = self.budget_bytes - fixed_bytes(geometry) - SCRATCH_BYTES
         fitting = room // page_bytes(geometry)

@@ -37,6 +37,8 @@ class EngineConfig:
         sequence_parallel_size: devices that the KV of each sequence is split over, for long ones.
         sequence_parallel_norms: between layers, each device of a tensor-parallel group has its
             share of a prefill step's tokens, and not all of them.
+        devices: ids of the devices to run on (`jax.Device.id`), as many as the parallel sizes
+            multiply to; on the command line separated by commas. By default the first ones.
         memory_utilization: share of a device's memory that may be used in all.
         kv_cache_memory_bytes: size of the KV pool on each device; what is left of the share by
             default, on CPUs at most 2 GiB in all.
@@ -76,6 +78,7 @@ class EngineConfig:
     pipeline_parallel_size: int = 1
     sequence_parallel_size: int = 1
     sequence_parallel_norms: bool = False
+    devices: tuple[int, ...] | None = None
     memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
     scheduler: str = "sarathi"
@@ -137,6 +140,8 @@ class EngineConfig:
             if not isinstance(getattr(self, name), bool):
                 value = getattr(self, name)
                 raise ConfigError(f"{name} is {value!r}; it must be True or False.")
+        if self.devices is not None:
+            self._check_devices()
         if self.target_step_us is not None and self.scheduler != "medha":
             raise ConfigError(
                 f"target_step_us is {self.target_step_us}, but scheduler {self.scheduler!r} keeps "
@@ -164,6 +169,27 @@ class EngineConfig:
         if not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"memory_utilization is {share!r}; it must be in (0, 1].")
 
+    def _check_devices(self) -> None:
+        """Makes a tuple of `devices`. Raises ConfigError for what are no ids of devices, for one
+        named twice, and for another number of them than the parallel sizes take."""
+        devices = self.devices
+        if not isinstance(devices, list | tuple) or not all(
+            type(number) is int and number >= 0 for number in devices
+        ):
+            raise ConfigError(f"devices is {devices!r}; it must be a list of device ids, integers.")
+        twice = sorted({number for number in devices if devices.count(number) > 1})
+        if twice:
+            raise ConfigError(
+                f"devices is {devices!r}, which names {', '.join(map(str, twice))} twice; name "
+                "each device once."
+            )
+        if len(devices) != self.num_devices:
+            raise ConfigError(
+                f"devices is {devices!r}, {len(devices)} in number, but {self.sizes} take "
+                f"{self.num_devices}; name as many as that, or change the sizes."
+            )
+        object.__setattr__(self, "devices", tuple(devices))
+
     @classmethod
     def of(cls, **settings: Any) -> EngineConfig:
         """A config of these settings. Raises ConfigError for a setting there is not."""
@@ -178,6 +204,14 @@ class EngineConfig:
     def num_devices(self) -> int:
         """Devices of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.sequence_parallel_size
+
+    @property
+    def sizes(self) -> str:
+        """The parallel sizes, for messages."""
+        return (
+            f"tensor_parallel_size {self.tensor_parallel_size} x pipeline_parallel_size "
+            f"{self.pipeline_parallel_size} x sequence_parallel_size {self.sequence_parallel_size}"
+        )
 
     def resolve(self, model: ModelConfig, platform: str) -> EngineConfig:
         """A copy with every None decided but the sizes of the KV pools (runtime/memory.py).

@@ -4,6 +4,11 @@ Two families matter to a caller. A `RequestError` concerns one request, which fa
 anything else concerns the model or the engine, and is raised before the first request.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 
 class JaxserveError(Exception):
     """Base of every error raised on purpose."""
@@ -26,7 +31,14 @@ class WeightsError(ModelError):
 
 
 class MemoryPlanError(JaxserveError):
-    """Weights, KV pool and program temporaries do not fit the device."""
+    """Weights, KV pool and program temporaries do not fit the device.
+
+    `alternatives` are changes of settings, each of which was planned and fits.
+    """
+
+    def __init__(self, message: str, alternatives: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(message)
+        self.alternatives = [dict(changes) for changes in alternatives]
 
 
 class ProgramMissError(JaxserveError):

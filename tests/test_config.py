@@ -37,6 +37,13 @@ from jaxserve.models.config import ModelConfig, RopeConfig
         ({"fair_share": "yes"}, "fair_share is 'yes'"),
         ({"enable_prefix_caching": None}, "enable_prefix_caching is None"),
         ({"debug_kv": 1}, "debug_kv is 1"),
+        ({"devices": "0,2"}, "devices is '0,2'.*list of device ids"),
+        ({"devices": [True]}, r"devices is \[True\].*integers"),
+        ({"devices": [-1]}, r"devices is \[-1\].*integers"),
+        ({"devices": []}, r"devices is \[\], 0 in number.*take 1"),
+        ({"devices": [1, 2, 1], "tensor_parallel_size": 3}, "names 1 twice"),
+        ({"devices": [2], "tensor_parallel_size": 2}, r"tensor_parallel_size 2 x .* take 2"),
+        ({"devices": [0, 1, 2], "tensor_parallel_size": 2}, r"\[0, 1, 2\], 3 in number"),
         ({"data_parallel_size": 2}, "no setting 'data_parallel_size'.*max_num_seqs"),
     ],
 )
@@ -63,7 +70,7 @@ def test_what_is_not_said_is_decided():
     resolved = EngineConfig().resolve(model("default"), "cpu")
     undecided = [name for name, value in vars(resolved).items() if value is None]
     pools = ["kv_cache_memory_bytes", "host_kv_bytes", "disk_kv_dir"]
-    assert sorted(undecided) == sorted(["quantization", "target_step_us", *pools])
+    assert sorted(undecided) == sorted(["devices", "quantization", "target_step_us", *pools])
     assert EngineConfig().resolve(model("default"), "gpu").dtype == "bfloat16"
     assert EngineConfig(scheduler="medha").resolve(model("default"), "gpu").target_step_us == 50_000
 

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import tyro
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 import jaxserve
 from jaxserve.cli.batch import Batch
@@ -54,10 +55,29 @@ class _Arguments:
     command: OmitArgPrefixes[OmitSubcommandPrefixes[Command]]
 
 
+_CONSTRUCTORS = ConstructorRegistry()
+
+
+@_CONSTRUCTORS.primitive_rule
+def _numbers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[int, ...]] | None:
+    """Integers are one argument, separated by commas: as several they could not be told from the
+    positional arguments that follow."""
+    if info.type != tuple[int, ...]:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="INT,INT,...",
+        instance_from_str=lambda words: tuple(map(int, words[0].split(","))),
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda numbers: [",".join(map(str, numbers))],
+    )
+
+
 def parse(args: Sequence[str]) -> Command:
     """The command that `args` spell. Raises SystemExit(2), and tells why, if they spell none, and
     JaxserveError for values out of range."""
-    return tyro.cli(_Arguments, prog="jaxserve", description=_DESCRIPTION, args=args).command
+    with _CONSTRUCTORS:
+        return tyro.cli(_Arguments, prog="jaxserve", description=_DESCRIPTION, args=args).command
 
 
 def main(args: Sequence[str] | None = None) -> int:

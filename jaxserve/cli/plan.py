@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 class Plan:
     """Print the exact memory, capacity and programs of an engine, without reading its weights.
 
+    Of a model that does not fit, print what it needs, and settings with which it would fit.
     The programs are compiled, or taken from the cache, because only the compiler knows how much
     scratch memory they need.
     """
@@ -29,7 +30,10 @@ class Plan:
     def run(self) -> int:
         from jaxserve.runtime import startup
 
-        decided = startup.plan(self.engine)
+        decided = startup.decide(self.engine)
+        if not decided.memory.fits:
+            print(_heading(decided), _memory(decided), sep="\n\n", flush=True)
+        decided = startup.accept(decided)
         with TerminalProgress() as progress:
             programs = decided.compile(progress).result()
         decided = decided.with_programs(programs)
@@ -51,6 +55,7 @@ def _heading(decided: EnginePlan) -> str:
 
 def _memory(decided: EnginePlan) -> str:
     memory = decided.memory
+    left = memory.limit_bytes - memory.total_bytes
     return table(
         [
             ("MEMORY" if memory.num_devices == 1 else "MEMORY OF EACH DEVICE", ""),
@@ -64,7 +69,7 @@ def _memory(decided: EnginePlan) -> str:
                 f"may be used (memory_utilization {decided.config.memory_utilization:g})",
                 size(memory.limit_bytes),
             ),
-            ("left over", size(memory.limit_bytes - memory.total_bytes)),
+            ("left over" if left >= 0 else "missing", size(abs(left))),
         ]
     )
 
@@ -84,19 +89,18 @@ def _lower_tiers(memory: MemoryPlan) -> list[tuple[str, str]]:
 
 
 def _capacity(decided: EnginePlan) -> str:
-    """Requests of each length that the pool holds at once: full length, half of it, and so on,
-    down to the length at which `max_num_seqs` of them fit."""
+    """Requests of each length that the scheduler admits at once: full length, half of it, and so
+    on, down to the length at which `max_num_seqs` of them run."""
     config, memory = decided.config, decided.memory
     rows = [("CAPACITY", ""), ("tokens in the KV pool", f"{memory.kv_tokens:,}")]
     length = config.max_model_len
     while True:
-        fit = (memory.num_pages - 1) // -(-length // memory.page_size)
-        at_once = min(fit, config.max_num_seqs)
+        at_once = decided.admission.num_at_once(length)
         rows.append((f"requests of {length:,} tokens at once", f"{at_once:,}"))
-        if fit >= config.max_num_seqs or length <= memory.page_size:
+        if at_once == config.max_num_seqs or length <= memory.page_size:
             break
         length //= 2
-    if fit >= config.max_num_seqs:
+    if at_once == config.max_num_seqs:
         rows.append(("most requests at once (max_num_seqs)", f"{config.max_num_seqs:,}"))
     pages = (memory.limit_bytes - memory.total_bytes) // memory.page_bytes + memory.num_pages
     rows.append(

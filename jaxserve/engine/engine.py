@@ -22,7 +22,7 @@ from jaxserve.engine.kv_metrics import kv_metrics
 from jaxserve.engine.metrics import Metric, Metrics
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.request import Request
-from jaxserve.engine.scheduler import Scheduler, SchedulerConfig
+from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.shared_prefix import SharedPrefix
 from jaxserve.engine.steps import Steps
 from jaxserve.errors import CheckpointError, EngineClosedError, JaxserveError, RequestError
@@ -57,21 +57,7 @@ class Engine:
         self.metrics = metrics
         self._paging = Paging(plan, runner, log)
         self.kv = self._paging.manager
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                policy=config.scheduler,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_prefill_chunks=plan.geometry.max_chunks,
-                max_prefill_tokens=plan.geometry.buckets.max_prefill_tokens,
-                max_model_len=config.max_model_len,
-                fair_share=config.fair_share,
-                num_stages=config.pipeline_parallel_size,
-                target_step_us=config.target_step_us,
-                buckets=plan.geometry.buckets,
-            ),
-            self.kv,
-        )
+        self.scheduler = Scheduler(plan.scheduler, self.kv)
         self._closed: str | None = None
         self._hosts = hosts
         self._agreed = None if hosts is None else AgreedLog(hosts)

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator
 from operator import attrgetter
 
+from jaxserve.engine.admission import AdmissionRule
 from jaxserve.engine.kv_limit import kv_limit
 from jaxserve.engine.plan import Chunk, StepPlan
 from jaxserve.engine.policies import POLICIES
@@ -65,8 +66,7 @@ class Scheduler:
         self._exhausted: list[Sequence] = []
         self._num_steps = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        # At least one page, so that a preempted sequence does not return into a full pool.
-        self._watermark_pages = max(1, math.ceil(config.watermark * self.pool.capacity))
+        self._admission = AdmissionRule.of(config, self.pool.capacity, self.pool.page_size)
 
     @property
     def num_running(self) -> int:
@@ -220,7 +220,7 @@ class Scheduler:
         held = Counter(page for seq in displaced for page in seq.pages)
         theirs = sum(self.pool.refs(page) == count for page, count in held.items())
         room = self.pool.num_available + theirs
-        if room < self._admission_pages(first) + self._watermark_pages:
+        if room < self._admission_pages(first) + self._admission.watermark_pages:
             return preempted
         if self.kv.match(first.table, first.num_reusable).arriving:
             return preempted
@@ -338,14 +338,13 @@ class Scheduler:
         if not self._free_slots or seq.num_in_flight:
             return None  # The host must know every token that is to be recomputed.
         match = self.kv.match(seq.table, seq.num_reusable)
-        margin = self._watermark_pages if self.running and self.policy.pages == "grow" else 0
+        margin = self._admission.margin(len(self.running))
         if match.arriving or self.kv.fits(match, self._admission_pages(seq), margin):
             return match
         return None
 
     def _admission_pages(self, seq: Sequence) -> int:
-        tokens = seq.kv_limit if self.policy.pages == "reserve" else seq.num_tokens
-        return self.pool.pages_for(tokens)
+        return self._admission.pages(seq.num_tokens, seq.kv_limit)
 
     def _admit(self, seq: Sequence, match: Match) -> None:
         self.waiting.remove(seq)

@@ -1,8 +1,9 @@
 """Compiled programs kept across runs, so that a warm start neither traces nor compiles.
 
 An entry is a serialized executable, valid for exactly one digest of everything that shaped it:
-our own source, JAX, the device, the host's instruction set, and the caller's description of model
-and shapes. Loading one runs code, which is why the cache directory is private (cache_dir.py).
+the source files it was made of (program_sources.py), JAX, the devices it is for, the host's
+instruction set, and the caller's description of model and shapes. Loading one runs code, which is
+why the cache directory is private (cache_dir.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import pickle
 import platform
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -20,25 +22,30 @@ import jaxlib
 from jax.experimental import serialize_executable
 
 from jaxserve.cache_dir import cache_directory
-
-_SOURCE_PACKAGES = ("jaxserve/models", "jaxserve/runtime", "jaxserve/sampling", "pallas_kernels")
+from jaxserve.runtime.program_sources import program_sources
 
 
 class ExecutableCache:
     """Executables of one engine description, by program name."""
 
-    def __init__(self, description: str, device: jax.Device | None = None) -> None:
-        """`description` is any text that determines the programs: config, shapes, options. They
-        are for `device`, or for all that there are."""
-        digest = hashlib.sha256(f"{_environment()}\n{description}".encode()).hexdigest()[:32]
+    def __init__(self, description: str, devices: Sequence[jax.Device]) -> None:
+        """`description` is any text that determines the programs: config, shapes, options.
+
+        They are for `devices`, in the order of the mesh. An executable names its devices, so that
+        engines on others, be they alike, have entries of their own.
+        """
+        parts = (_environment(), _devices(devices), description)
+        digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
         self.directory = cache_directory() / "programs" / digest
-        self._devices = None if device is None else [device]
+        self._devices = list(devices)
 
     def load(self, name: str) -> jax.stages.Compiled | None:
         """The executable stored under `name`; None when there is none or it cannot be read."""
         try:
             return serialize_executable.deserialize_and_load(
-                *pickle.loads((self.directory / name).read_bytes()), execution_devices=self._devices
+                *pickle.loads((self.directory / name).read_bytes()),
+                backend=self._devices[0].client,
+                execution_devices=self._devices,
             )
         except FileNotFoundError:
             return None
@@ -60,18 +67,21 @@ class ExecutableCache:
             return
 
 
+def _devices(devices: Sequence[jax.Device]) -> str:
+    """What an executable depends on of the devices it is for."""
+    ids = ", ".join(f"{device.id} {device.device_kind}" for device in devices)
+    client = devices[0].client
+    host = f"host {jax.process_index()} of {jax.process_count()}"
+    return "\n".join((client.platform, client.platform_version, ids, host))
+
+
 @functools.cache
 def _environment() -> str:
-    """What besides the description an executable depends on."""
-    device = jax.devices()[0]
+    """What besides the description and the devices an executable depends on."""
     return "\n".join(
         (
             jax.__version__,
             jaxlib.__version__,
-            device.platform,
-            device.device_kind,
-            f"{len(jax.devices())} devices, host {jax.process_index()} of {jax.process_count()}",
-            device.client.platform_version,
             os.environ.get("XLA_FLAGS", ""),
             _instruction_set(),
             _source_digest(),
@@ -89,10 +99,7 @@ def _instruction_set() -> str:
 
 
 def _source_digest() -> str:
-    root = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
-    for package in _SOURCE_PACKAGES:
-        for suffix in ("py", "json"):
-            for path in sorted((root / package).rglob(f"*.{suffix}")):
-                digest.update(path.read_bytes())
+    for path in program_sources():
+        digest.update(path.read_bytes())
     return digest.hexdigest()

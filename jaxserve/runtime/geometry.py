@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.config import EngineConfig
@@ -42,6 +42,28 @@ DECODE_LAYERS = 6
 PARAMETERS = MEGATRON | {"vocab": VOCAB}
 """Rules for parameters: no stage keeps an embedding or a head that only one of them would use."""
 
+NOT_OF_PROGRAMS = (
+    "model",
+    "load_format",
+    "seed",
+    "scheduler",
+    "target_step_us",
+    "memory_utilization",
+    "kv_cache_memory_bytes",
+    "compilation_cache",
+    "fair_share",
+    "enable_prefix_caching",
+    "host_kv_bytes",
+    "disk_kv_dir",
+    "disk_kv_bytes",
+    "preemption",
+    "debug_kv",
+    "devices",
+)
+"""Settings that change no program, or only through sizes that `Geometry.describe` has besides. Any
+other setting is part of the key of the executable cache, a new one too until it is listed here.
+(Devices themselves are in the key, whether they were named or not.)"""
+
 PAGE_NAMES = KVPages(
     k=("pages", "kv_heads", "head_dim", "page_tokens"),
     v=("pages", "kv_heads", "page_tokens", "head_dim"),
@@ -56,8 +78,9 @@ PAGES = KV | {"pages": STAGE}
 class Geometry:
     """Every size that shapes a program, for one resolved config and pool.
 
-    `model` and `specs` are partitioned for the mesh (models/partition.py), which is None where
-    there is one device. Shapes here are of whole arrays, of which each device has its shard.
+    `model` and `specs` are partitioned for the `mesh` (models/partition.py), which is None where
+    there is one `device`, and described where this is only planned. All devices are of the kind of
+    `device`. Shapes here are of whole arrays, of which each device has its shard.
     """
 
     config: EngineConfig
@@ -65,9 +88,15 @@ class Geometry:
     family: Family
     specs: Params
     num_pages: int
+    device: jax.Device
     moves_pages: bool = False
     """Whether pages are ever gathered and scattered, and not just copied."""
-    mesh: Mesh | None = None
+    mesh: Mesh | AbstractMesh | None = None
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        """The engine's devices, in the order of the mesh."""
+        return [self.device] if self.mesh is None else list(self.mesh.devices.flat)
 
     @property
     def tensor(self) -> int:
@@ -106,13 +135,7 @@ class Geometry:
         """Tokens that are computed together, always as many; None for all of a step's."""
         if not self.config.batch_invariant:
             return None
-        return TILE_TOKENS.get(self.platform, DEFAULT_TILE_TOKENS)
-
-    @property
-    def platform(self) -> str:
-        """JAX's name of the devices' kind."""
-        devices = jax.devices() if self.mesh is None else self.mesh.devices.flat
-        return devices[0].platform
+        return TILE_TOKENS.get(self.device.platform, DEFAULT_TILE_TOKENS)
 
     @property
     def max_chunks(self) -> int:
@@ -159,7 +182,7 @@ class Geometry:
         ring than the chunk itself; 0 for never, as where stages work on several chunks at once."""
         if self.seq == 1 or self.stages > 1 or key.prefill_tokens % (2 * self.seq):
             return 0
-        rates = device_rates(self.mesh.devices.flat[0])
+        rates = device_rates(self.device)
 
         def travels(context: int) -> bool:
             scheme = choose_scheme(
@@ -207,12 +230,12 @@ class Geometry:
 
     @property
     def _links_both_ways(self) -> bool:
-        return self.mesh is not None and device_rates(self.mesh.devices.flat[0]).both_ways
+        return self.mesh is not None and device_rates(self.device).both_ways
 
     def sharding(self, *spec: str | tuple[str, ...] | None) -> Sharding:
         """Where an array lies whose dimensions are split over these mesh axes."""
         if self.mesh is None:
-            return SingleDeviceSharding(jax.devices()[0])
+            return SingleDeviceSharding(self.device)
         return NamedSharding(self.mesh, P(*spec))
 
     @functools.cached_property
@@ -325,24 +348,8 @@ class Geometry:
     def describe(self) -> str:
         """Text that changes whenever any program would: the key of the executable cache."""
         config = dataclasses.asdict(self.config)
-        for irrelevant in (
-            "model",
-            "load_format",
-            "seed",
-            "scheduler",
-            "target_step_us",
-            "memory_utilization",
-            "kv_cache_memory_bytes",
-            "compilation_cache",
-            "fair_share",
-            "enable_prefix_caching",
-            "host_kv_bytes",
-            "disk_kv_dir",
-            "disk_kv_bytes",
-            "preemption",
-            "debug_kv",
-        ):
-            del config[irrelevant]
+        for name in NOT_OF_PROGRAMS:
+            del config[name]
         formats = [spec.format for spec in jax.tree.leaves(self.specs)]
         return repr((sorted(config.items()), self.model, formats, self.num_pages, self.max_chunks))
 

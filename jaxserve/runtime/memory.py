@@ -28,7 +28,8 @@ class MemoryPlan:
 
     A page lies on `num_devices` in equal parts, of `page_bytes` each. `host_pages` and `disk_pages`
     are those of the tiers below the devices, where pages lie whole; on CPUs the host's are taken
-    from the same memory as all else.
+    from the same memory as all else. `pool_limit_bytes` is what the pool may take of the memory, 0
+    for all of it. The plan may be of more than there is: look at `fits`.
     """
 
     limit_bytes: int
@@ -42,6 +43,7 @@ class MemoryPlan:
     disk_pages: int = 0
     host_is_device: bool = False
     num_devices: int = 1
+    pool_limit_bytes: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -88,22 +90,37 @@ class MemoryPlan:
         """Tokens the pool holds; page 0 is trash."""
         return (self.num_pages - 1) * self.page_size
 
-    def check(self) -> None:
-        """Raises MemoryPlanError unless everything fits, saying what would."""
-        if self.total_bytes <= self.limit_bytes:
-            return
+    @property
+    def room_bytes(self) -> int:
+        """What a KV pool may take; negative where even the rest does not fit."""
         room = self.limit_bytes - self.fixed_bytes
-        if room >= 2 * self.page_bytes:
-            way = f"kv_cache_memory_bytes of at most {room // self.page_bytes * self.page_bytes}"
-        else:
-            way = "a smaller model, dtype, max_num_seqs, max_num_batched_tokens or host_kv_bytes"
+        return min(room, self.pool_limit_bytes) if self.pool_limit_bytes else room
+
+    @property
+    def fits(self) -> bool:
+        return self.kv_bytes <= self.room_bytes
+
+    def needs(self) -> str:
+        """What is needed, and of what, where that is more than there is."""
         lower = self.fixed_bytes - self.weights_bytes - self.state_bytes - self.scratch_bytes
-        raise MemoryPlanError(
+        text = (
             f"needs {_gib(self.total_bytes)} (weights {_gib(self.weights_bytes)}, KV pool "
             f"{_gib(self.kv_bytes)}, lower tiers {_gib(lower)}, sampling state "
-            f"{_gib(self.state_bytes)}, program scratch {_gib(self.scratch_bytes)}), but "
-            f"{_gib(self.limit_bytes)} may be used; {way} would fit."
+            f"{_gib(self.state_bytes)}, program scratch {_gib(self.scratch_bytes)})"
         )
+        if self.total_bytes > self.limit_bytes:
+            return f"{text}, but {_gib(self.limit_bytes)} may be used"
+        return f"{text}, but a KV pool may take {_gib(self.pool_limit_bytes)} by default"
+
+    def check(self) -> None:
+        """Raises MemoryPlanError unless everything fits, with the largest pool that would."""
+        if self.fits:
+            return
+        pages = self.room_bytes // self.page_bytes
+        way = "a smaller max_num_batched_tokens, max_num_seqs or host_kv_bytes is needed"
+        if pages >= 2:
+            way = f"kv_cache_memory_bytes of at most {pages * self.page_bytes} would fit"
+        raise MemoryPlanError(f"The engine {self.needs()}; {way}.")
 
 
 def plan_memory(
@@ -115,8 +132,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Decide the KV pool of a resolved config, before programs are compiled.
 
-    Raises MemoryPlanError when weights and a pool of one full-length sequence do not fit (a
-    smaller pool may be asked for by `kv_cache_memory_bytes`).
+    Where `kv_cache_memory_bytes` does not say, the pool has at least the pages of one request of
+    max_model_len; whether they fit is for the caller to see. Raises MemoryPlanError for settings
+    of pools that contradict themselves or the host's memory.
     """
     itemsize = jnp.dtype(config.dtype).itemsize
     num_devices = config.num_devices
@@ -126,8 +144,11 @@ def plan_memory(
     limit = int(device_memory(device) * config.memory_utilization)
     on_cpu = device.platform == "cpu"
     if on_cpu:  # All devices of a host share its memory.
-        limit //= min(num_devices, jax.local_device_count())
+        limit //= max(num_devices // jax.process_count(), 1)
     scratch = _scratch_guess(config, model, itemsize)
+    host_pages = _lower_pages("host_kv_bytes", config.host_kv_bytes or 0, image_bytes)
+    if config.host_kv_bytes is None and not on_cpu:  # Its buffers are taken before the pool.
+        host_pages = host_memory() // _HOST_SHARE // image_bytes
     plan = MemoryPlan(
         limit_bytes=limit,
         weights_bytes=weights_bytes,
@@ -136,12 +157,11 @@ def plan_memory(
         page_bytes=page_bytes,
         num_pages=0,
         page_size=config.page_size,
-        host_pages=_lower_pages("host_kv_bytes", config.host_kv_bytes or 0, image_bytes),
+        host_pages=host_pages,
         disk_pages=_lower_pages("disk_kv_bytes", config.disk_kv_bytes, image_bytes),
         host_is_device=on_cpu,
         num_devices=num_devices,
     )
-    left = limit - plan.fixed_bytes
     if config.kv_cache_memory_bytes is not None:
         num_pages = config.kv_cache_memory_bytes // page_bytes
         if num_pages < 2:
@@ -152,21 +172,13 @@ def plan_memory(
                 f"{config.max_model_len} tokens."
             )
     else:
+        if on_cpu:
+            plan = dataclasses.replace(plan, pool_limit_bytes=_CPU_KV_BYTES // num_devices)
         most = config.max_num_seqs * pages_of_one + 1
-        share = min(left, _CPU_KV_BYTES // num_devices) if on_cpu else left
-        num_pages = min(most, max(share, 0) // page_bytes)
-        if num_pages < pages_of_one + 1:
-            tokens = max(0, num_pages - 1) * config.page_size
-            raise MemoryPlanError(
-                f"a request of max_model_len {config.max_model_len} tokens needs "
-                f"{_gib((pages_of_one + 1) * page_bytes)} of KV pages, but {_gib(max(share, 0))} "
-                f"are left for them; set max_model_len to at most {tokens}, or "
-                "kv_cache_memory_bytes to the pool you want."
-            )
+        num_pages = min(most, max(plan.room_bytes // page_bytes, pages_of_one + 1))
     plan = dataclasses.replace(plan, num_pages=num_pages)
-    if config.host_kv_bytes is None and not plan.host_is_device:
-        most = min(plan.num_pages * image_bytes, host_memory() // _HOST_SHARE)
-        plan = dataclasses.replace(plan, host_pages=most // image_bytes)
+    if config.host_kv_bytes is None:
+        plan = dataclasses.replace(plan, host_pages=min(host_pages, num_pages))
     if config.preemption == "swap" and not plan.host_pages and not plan.disk_pages:
         raise MemoryPlanError(
             "preemption is 'swap', but there is no tier to swap to; set host_kv_bytes, or "

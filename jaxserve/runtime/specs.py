@@ -176,7 +176,7 @@ def _between_layers(
         return function
     if geometry.tensor == 1 or own_tokens % geometry.tensor:
         return function
-    return tokens_apart(device_rates(geometry.mesh.devices.flat[0]))(function)
+    return tokens_apart(device_rates(geometry.device))(function)
 
 
 def _sampling_specs(geometry: Geometry) -> Iterator[ProgramSpec]:

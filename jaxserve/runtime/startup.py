@@ -8,19 +8,30 @@ import functools
 from typing import Any, Protocol
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 import jaxserve
 from jaxserve.config import EngineConfig
+from jaxserve.engine.admission import AdmissionRule
 from jaxserve.engine.events import EventLog
-from jaxserve.errors import ConfigError
+from jaxserve.engine.scheduler_config import SchedulerConfig
+from jaxserve.errors import ConfigError, MemoryPlanError
 from jaxserve.kv.tiers import DiskStore
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.params import load_params
 from jaxserve.models.packing import with_formats
 from jaxserve.models.partition import partition
 from jaxserve.models.registry import get_family, is_registered
+from jaxserve.runtime.alternatives import (
+    Changes,
+    alternatives,
+    devices_needed,
+    gib,
+    in_words,
+    weights_of,
+)
 from jaxserve.runtime.cpu_threads import make_room_for_collectives
+from jaxserve.runtime.devices import described_mesh, engine_devices, engine_mesh
 from jaxserve.runtime.executable_cache import ExecutableCache
 from jaxserve.runtime.geometry import Geometry
 from jaxserve.runtime.hosts import Hosts
@@ -29,7 +40,6 @@ from jaxserve.runtime.programs import Compilation, Program, Programs
 from jaxserve.runtime.runner import Runner
 from jaxserve.runtime.specs import check_attention, program_specs
 from jaxserve.text import Tokenizer
-from sharding_rules import make_mesh
 
 
 class Progress(Protocol):
@@ -58,8 +68,29 @@ class EnginePlan:
         code is not all jaxserve's, of which alone the cache notices that it has changed."""
         if not self.config.compilation_cache or is_registered(self.geometry.model.architecture):
             return None
-        alone = self.device if self.geometry.mesh is None else None
-        return ExecutableCache(self.geometry.describe(), alone)
+        return ExecutableCache(self.geometry.describe(), self.geometry.devices)
+
+    @property
+    def scheduler(self) -> SchedulerConfig:
+        """The limits of the engine's scheduler."""
+        config, buckets = self.config, self.geometry.buckets
+        return SchedulerConfig(
+            policy=config.scheduler,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_prefill_chunks=self.geometry.max_chunks,
+            max_prefill_tokens=buckets.max_prefill_tokens,
+            max_model_len=config.max_model_len,
+            fair_share=config.fair_share,
+            num_stages=config.pipeline_parallel_size,
+            target_step_us=config.target_step_us,
+            buckets=buckets,
+        )
+
+    @property
+    def admission(self) -> AdmissionRule:
+        """The scheduler's rule for the planned pool."""
+        return AdmissionRule.of(self.scheduler, self.memory.num_pages - 1, self.memory.page_size)
 
     def compile(self, progress: Progress = no_progress, log: EventLog | None = None) -> Compilation:
         """Begin to load or compile every program."""
@@ -89,14 +120,33 @@ def plan(config: EngineConfig, hosts: Hosts | None = None) -> EnginePlan:
     """Decide what an engine of `config` will be. Reads the model's header, no weights.
 
     Of several `hosts` the one with the least memory decides on the pool. Raises ModelError,
-    ConfigError, or MemoryPlanError when it cannot fit.
+    ConfigError, or MemoryPlanError when it cannot fit, which has alternatives that do.
+    """
+    return accept(decide(config), hosts)
+
+
+def decide(config: EngineConfig) -> EnginePlan:
+    """A plan that may need more memory than there is (`memory.fits`), as for a table of it.
+
+    Raises ModelError, ConfigError, or MemoryPlanError for settings of pools that no memory suits.
     """
     make_room_for_collectives()
-    device = jax.local_devices()[0]
+    devices = engine_devices(config)
+    device = next(device for device in devices if device.process_index == jax.process_index())
     checkpoint = open_checkpoint(config.model, config.load_format, seed=config.seed)
     config = config.resolve(checkpoint.config, device.platform)
     if jax.process_count() > 1:
         config = _without_lower_tiers(config)
+    return decide_on(device, engine_mesh(config, devices), config, checkpoint)
+
+
+def decide_on(
+    device: jax.Device,
+    mesh: Mesh | AbstractMesh | None,
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+) -> EnginePlan:
+    """As `decide`, of a resolved config, on a mesh of devices like `device`, or on it alone."""
     # Rotary frequencies that depend on the context are laid out for the one that is served.
     model = dataclasses.replace(checkpoint.config, max_position_embeddings=config.max_model_len)
     family = get_family(model.architecture)
@@ -106,7 +156,6 @@ def plan(config: EngineConfig, hosts: Hosts | None = None) -> EnginePlan:
             f"the config is for {config.num_devices}; leave quantization out."
         )
     specs = with_formats(family.param_specs(model), config.quantization, checkpoint.packed_kind)
-    mesh = _mesh(config)
     if mesh is not None:
         model, specs = partition(
             model,
@@ -115,18 +164,65 @@ def plan(config: EngineConfig, hosts: Hosts | None = None) -> EnginePlan:
             stages=config.pipeline_parallel_size,
             vocab=config.tensor_parallel_size * config.pipeline_parallel_size,
         )
-    geometry = Geometry(config, model, family, specs, num_pages=0, mesh=mesh)
+    geometry = Geometry(config, model, family, specs, num_pages=0, device=device, mesh=mesh)
     memory = plan_memory(config, model, geometry.weights_bytes, geometry.state_bytes, device)
+    return EnginePlan(config, checkpoint, _with_pool(geometry, memory), memory, device)
+
+
+def accept(decided: EnginePlan, hosts: Hosts | None = None) -> EnginePlan:
+    """The plan, agreed on with all `hosts`, when an engine can be made of it.
+
+    Raises MemoryPlanError when it does not fit, ConfigError when its disk or its attention backend
+    cannot be used.
+    """
+    config, memory = decided.config, decided.memory
+    if not memory.fits:
+        raise _refusal(decided)
     if hosts is not None:
         memory = dataclasses.replace(memory, num_pages=hosts.least("pages", memory.num_pages))
-    memory.check()
     if memory.disk_pages:  # Refused now, and not when all else is ready.
         DiskStore(config.disk_kv_dir, memory.disk_pages, memory.image_bytes).close()
-    moves_pages = bool(memory.host_pages or memory.disk_pages or config.debug_kv)
-    geometry = dataclasses.replace(geometry, num_pages=memory.num_pages, moves_pages=moves_pages)
+    geometry = _with_pool(decided.geometry, memory)
     if config.attention_backend == "pallas":  # "auto" never refuses, it only warns.
         check_attention(geometry)
-    return EnginePlan(config, checkpoint, geometry, memory, device)
+    return dataclasses.replace(decided, geometry=geometry, memory=memory)
+
+
+def _with_pool(geometry: Geometry, memory: MemoryPlan) -> Geometry:
+    moves_pages = bool(memory.host_pages or memory.disk_pages or geometry.config.debug_kv)
+    return dataclasses.replace(geometry, num_pages=memory.num_pages, moves_pages=moves_pages)
+
+
+def _refusal(decided: EnginePlan) -> MemoryPlanError:
+    """Why a plan does not fit, and what does."""
+    config, device, checkpoint = decided.config, decided.device, decided.checkpoint
+
+    def plan_of(changes: Changes) -> MemoryPlan | None:
+        """On as many devices like this one as it needs, be they there or not."""
+        try:
+            changed = dataclasses.replace(config, **changes)
+            return decide_on(device, described_mesh(changed), changed, checkpoint).memory
+        except (ConfigError, MemoryPlanError):
+            return None
+
+    one_process = jax.process_count() == 1
+    found = alternatives(config, plan_of, len(jax.devices()) if one_process else 0)
+    text = f"{checkpoint.path.name} {decided.memory.needs()}."
+    if config.kv_cache_memory_bytes is None:
+        text += f" The KV pool must hold a request of max_model_len {config.max_model_len}."
+    if found:
+        text += f" What fits: {in_words(found)}."
+    else:
+        weights = weights_of(plan_of).items()
+        sizes = ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in weights)
+        text += " No other max_model_len, quantization or number of these devices fits"
+        text += f" (weights: {sizes})." if sizes else "."
+    size = devices_needed(config, plan_of)
+    if size is not None and one_process:
+        more = dataclasses.replace(config, tensor_parallel_size=size, devices=None)
+        if more.num_devices > len(jax.devices()):
+            text += f" tensor_parallel_size {size} would fit {more.num_devices} such devices."
+    return MemoryPlanError(text, found)
 
 
 _VERSIONS = {
@@ -152,28 +248,6 @@ def _without_lower_tiers(config: EngineConfig) -> EngineConfig:
             f"but KV pages of {jax.process_count()} hosts stay on their devices; leave both out."
         )
     return dataclasses.replace(config, host_kv_bytes=0)
-
-
-def _mesh(config: EngineConfig) -> Mesh | None:
-    """The devices of an engine; None for the first one alone.
-
-    Raises ConfigError when there are not as many as the config asks for.
-    """
-    if config.num_devices == 1 and jax.process_count() == 1:
-        return None
-    try:
-        return make_mesh(
-            stage=config.pipeline_parallel_size,
-            seq=config.sequence_parallel_size,
-            tensor=config.tensor_parallel_size,
-        )
-    except ValueError as error:
-        raise ConfigError(
-            f"tensor_parallel_size {config.tensor_parallel_size} x pipeline_parallel_size "
-            f"{config.pipeline_parallel_size} x sequence_parallel_size "
-            f"{config.sequence_parallel_size} make a mesh of {config.num_devices} devices, and "
-            f"there are {len(jax.devices())}: {error}"
-        ) from error
 
 
 def start(

@@ -11,6 +11,10 @@ import pytest
 from cli_command import CONTEXT, SETTINGS
 from tiny_checkpoints import hf_shapes
 
+from jaxserve.llm import LLM
+from jaxserve.models.loading.checkpoint import open_checkpoint
+from jaxserve.sampling_params import SamplingParams
+
 
 def test_compile_fills_the_cache_once(first_compile, run_here, tiny_model):
     counts = re.search(r"(\d+) programs compiled, 0 already there", first_compile.stdout)
@@ -50,7 +54,39 @@ def test_plan_needs_no_weights(run_here, tiny_model, tmp_path):
     assert all(line.endswith("  cache") for line in programs)
 
 
-def test_plan_says_what_would_fit(run_here, tiny_model):
+@pytest.mark.parametrize("scheduler", ["sarathi", "orca"])
+def test_as_many_requests_run_at_once_as_plan_says(run_here, tiny_model, scheduler):
+    """Twelve pages hold four requests of three, but a policy whose sequences grow keeps a page
+    free when it admits one beside others."""
+    page_size, prompt = 64, 2 * 64 + 1
+    config = open_checkpoint(tiny_model).config
+    settings = {
+        "max_model_len": prompt + page_size,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 6 + 32,
+        "page_size": page_size,
+        "scheduler": scheduler,
+        "kv_cache_memory_bytes": (1 + 12) * page_size * config.kv_bytes_per_token(4),
+    }
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    run = run_here("plan", tiny_model, *flags)
+    rows = dict(re.split(r"  +", line)[:2] for line in run.stdout.splitlines() if "  " in line)
+    promised = int(rows[f"requests of {prompt + page_size} tokens at once"])
+    assert promised == {"sarathi": 3, "orca": 4}[scheduler]
+    params = SamplingParams(temperature=0, max_tokens=page_size, ignore_eos=True)
+    with LLM(tiny_model, **settings) as llm:
+        for first in range(6):
+            llm.engine.add(f"{first}", [3 + first] * prompt, params)
+        running = []
+        while llm.engine.has_work:
+            llm.engine.step()
+            running.append(llm.engine.scheduler.num_running)
+    assert max(running) == promised
+
+
+def test_a_model_that_does_not_fit_gets_its_table_and_what_would_fit(run_here, tiny_model):
     run = run_here("plan", tiny_model, *SETTINGS, "--memory-utilization=1e-7")
-    run.assert_error(f"max_model_len {CONTEXT}", "set max_model_len to at most")
-    assert run.stdout == ""
+    run.assert_error(f"a request of max_model_len {CONTEXT}", "What fits: memory_utilization 0.0")
+    rows = dict(re.split(r"  +", line)[:2] for line in run.stdout.splitlines() if "  " in line)
+    assert {"weights", "program scratch", "total", "missing"} <= set(rows)
+    assert "PROGRAMS" not in run.stdout

@@ -27,6 +27,7 @@ class Accelerator:
 
     num_bytes: int = 1 << 30
     platform: str = "gpu"
+    device_kind: str = "NVIDIA H100 80GB HBM3"
 
     def memory_stats(self):
         return {"bytes_limit": self.num_bytes}
@@ -53,6 +54,13 @@ def test_an_accelerator_gets_as_much_of_the_hosts_memory_as_its_pool():
     assert plan(Accelerator()).host_pages == 50
     assert plan(Accelerator(), host_kv_bytes=0).host_pages == 0
     assert plan(Accelerator(), host_kv_bytes=7 * PAGE_BYTES).host_pages == 7
+
+
+def test_a_pool_of_all_that_is_left_leaves_room_for_the_buffers_of_a_default_tier():
+    memory = plan(Accelerator(40 << 20), kv_cache_memory_bytes=None, max_num_seqs=10_000)
+    assert memory.host_pages and memory.staging_bytes
+    assert memory.num_pages < 10_000 * 128 // PAGE_SIZE
+    assert 0 <= memory.limit_bytes - memory.total_bytes < memory.page_bytes
 
 
 def test_an_accelerator_larger_than_the_host_gets_a_share_of_what_is_free():
@@ -117,7 +125,7 @@ def test_more_than_the_host_has_is_refused():
 def test_what_does_not_fit_says_that_tiers_are_part_of_it():
     memory = plan(Accelerator(num_bytes=1 << 30), host_kv_bytes=1 << 20)
     memory = dataclasses.replace(memory, limit_bytes=memory.fixed_bytes)
-    with pytest.raises(MemoryPlanError, match=r"lower tiers 0\.\d+ GiB.*host_kv_bytes would fit"):
+    with pytest.raises(MemoryPlanError, match=r"lower tiers 0\.\d+ GiB.*host_kv_bytes is needed"):
         memory.check()
 
 

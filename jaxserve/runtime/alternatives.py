@@ -1,0 +1,128 @@
+"""What would fit where the settings asked for do not; each alternative is planned before it is
+offered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from jaxserve.config import EngineConfig
+from jaxserve.runtime.memory import GIB, MemoryPlan
+
+Changes = dict[str, Any]
+PlanOf = Callable[[Changes], MemoryPlan | None]
+"""The memory plan, which may not fit, with these changes of a config; None where they are refused
+for another reason."""
+
+QUANTIZATIONS = ("gguf", "int8", "fp8", "int4")
+_SPARE = 1.02
+"""A larger memory_utilization is offered with so much more, since free memory changes."""
+
+
+def alternatives(config: EngineConfig, plan_of: PlanOf, num_devices: int) -> list[Changes]:
+    """Changes with which the resolved `config` fits, where it does not fit as it is.
+
+    A shorter context (a smaller pool, where its size was given), then what leaves room for a longer
+    one: other quantizations and dtypes, more of the `num_devices` devices there are, fewer
+    sequences, no host tier. Last, a larger share of the memory.
+    """
+    as_it_is = plan_of({})
+    shorter = _fitted(config, {}, plan_of)
+    others: list[Changes | None] = []
+    for quantization in QUANTIZATIONS:
+        if quantization != config.quantization:
+            others.append(_fitted(config, {"quantization": quantization}, plan_of))
+    if config.dtype == "float32":
+        others.append(_fitted(config, {"dtype": "bfloat16"}, plan_of))
+    others.append(_parallel(config, plan_of, num_devices))
+    if config.max_num_seqs > 1:
+        others.append(_fitted(config, {"max_num_seqs": 1}, plan_of))
+    if as_it_is.host_pages:
+        others.append(_fitted(config, {"host_kv_bytes": 0}, plan_of))
+    for changes in _more_memory(config, as_it_is):
+        memory = plan_of(changes)
+        others.append(changes if memory and memory.fits else None)
+    found = [changes for changes in others if changes and _better(changes, shorter)]
+    return [shorter, *found] if shorter else found
+
+
+def _better(changes: Changes, shorter: Changes | None) -> bool:
+    """Whether an alternative has a longer context, or larger pool, than a change of that alone."""
+    return not shorter or all(changes.get(name, math.inf) > shorter[name] for name in shorter)
+
+
+def devices_needed(config: EngineConfig, plan_of: PlanOf, most: int = 1024) -> int | None:
+    """The smallest tensor_parallel_size, a power of two, with which an unquantized `config` fits
+    devices like these; None up to `most`."""
+    size = 2 * config.tensor_parallel_size
+    while size <= most:
+        memory = plan_of({"tensor_parallel_size": size, "devices": None})
+        if memory is not None and memory.fits:
+            return size
+        size *= 2
+    return None
+
+
+def weights_of(plan_of: PlanOf) -> dict[str, int]:
+    """Bytes of the weights on one device by quantization, of those that the model can have."""
+    weights = {}
+    for quantization in QUANTIZATIONS:
+        memory = plan_of({"quantization": quantization})
+        if memory is not None:
+            weights[quantization] = memory.weights_bytes
+    return weights
+
+
+def _fitted(config: EngineConfig, changes: Changes, plan_of: PlanOf) -> Changes | None:
+    """`changes`, and with them the longest context or the largest pool that fits, where they are
+    not enough; None where nothing is."""
+    memory = plan_of(changes)
+    if memory is None or memory.fits:
+        return changes if memory else None
+    pages = memory.room_bytes // memory.page_bytes
+    if config.kv_cache_memory_bytes is not None:
+        changes = changes | {"kv_cache_memory_bytes": pages * memory.page_bytes}
+    else:
+        changes = changes | {"max_model_len": (pages - 1) * memory.page_size}
+    memory = plan_of(changes) if pages >= 2 else None
+    return changes if memory and memory.fits else None
+
+
+def _parallel(config: EngineConfig, plan_of: PlanOf, num_devices: int) -> Changes | None:
+    """The fewest devices of those that there are; as many as possible, where they are not enough
+    for the whole context."""
+    if config.devices is not None:
+        return None
+    others = config.num_devices // config.tensor_parallel_size
+    best = None
+    size = 2 * config.tensor_parallel_size
+    while size * others <= num_devices:
+        best = _fitted(config, {"tensor_parallel_size": size}, plan_of) or best
+        if best == {"tensor_parallel_size": size}:
+            break
+        size *= 2
+    return best
+
+
+def _more_memory(config: EngineConfig, memory: MemoryPlan) -> list[Changes]:
+    """Shares of the memory that are larger, as far as one can be."""
+    found: list[Changes] = []
+    share = config.memory_utilization * memory.total_bytes / max(memory.limit_bytes, 1)
+    share = math.ceil(100 * _SPARE * share) / 100
+    if config.memory_utilization < share <= 1:
+        found.append({"memory_utilization": share})
+    if memory.total_bytes <= memory.limit_bytes:
+        found.append({"kv_cache_memory_bytes": memory.kv_bytes})
+    return found
+
+
+def in_words(found: list[Changes]) -> str:
+    """Alternatives as part of a sentence."""
+    return "; ".join(
+        " with ".join(f"{name} {value}" for name, value in changes.items()) for changes in found
+    )
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"
