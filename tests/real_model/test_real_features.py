@@ -21,6 +21,7 @@ from tiny_engines import Arrival, drive, generate
 from jaxserve.beam_search import BeamSearchParams
 from jaxserve.engine.policies import POLICIES
 from jaxserve.errors import MemoryPlanError
+from jaxserve.sampling import sequence_seed
 from jaxserve.sampling_params import SamplingParams
 
 WHOLE = SamplingParams(temperature=0, max_tokens=48)
@@ -109,12 +110,12 @@ def test_packed_weights(smollm2, quantization):
 # Kinds of requests
 
 
-def test_n_samples_are_n_requests_with_the_seeds_after_the_first(llm):
+def test_n_samples_are_n_requests_with_seeds_of_their_own(llm):
     prompt = golden_prompts("sentence")[0].prompt_token_ids
     several = generate(llm, prompt, dataclasses.replace(SAMPLED, n=4))
     assert len(set(tokens(several))) == 4
     alone = [
-        generate(llm, prompt, dataclasses.replace(SAMPLED, seed=SAMPLED.seed + index))
+        generate(llm, prompt, dataclasses.replace(SAMPLED, seed=sequence_seed(SAMPLED.seed, index)))
         for index in range(4)
     ]
     assert tokens(several) == [tokens(output)[0] for output in alone]
@@ -154,9 +155,7 @@ QUESTION = [{"role": "user", "content": "Which is the largest city of Japan?"}]
     ids=["json", "regex", "choice"],
 )
 def test_grammars(llm, form, fits, temperature):
-    params = SamplingParams(
-        temperature=temperature, seed=2, max_tokens=64, structured_outputs=form
-    )
+    params = SamplingParams(temperature=temperature, seed=2, max_tokens=64, structured_outputs=form)
     (output,) = llm.chat(QUESTION, params, use_tqdm=False)
     assert output.outputs[0].finish_reason == "stop"
     assert fits(output.outputs[0].text)
