@@ -199,7 +199,7 @@ class Compiled:
         with jax.sharding.use_abstract_mesh(geometry.mesh.abstract_mesh):
             name = part_name(part, key)
             (spec,) = (spec for spec in program_specs(geometry) if spec.name == name)
-            compiled = spec.compile()
+            compiled = spec.lower().compile()
         memory = compiled.memory_analysis()
         results = memory.output_size_in_bytes - memory.alias_size_in_bytes
         return cls(

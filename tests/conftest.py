@@ -33,21 +33,21 @@ from jaxserve.models.loading.fetch import default_model_path  # noqa: E402
 
 @pytest.fixture(scope="session", autouse=True)
 def session_cache(tmp_path_factory):
-    """A cache directory for this run: what one test compiles, the next one loads.
+    """The cache directory: what one test compiles, the next one loads.
 
-    Fetched models stay in the user's own, which it links to.
+    It is the one that JAXSERVE_CACHE names, which runs of the tests can share, or else one for this
+    run, that links to the models fetched into the user's own.
     """
+    if "JAXSERVE_CACHE" in os.environ:
+        yield cache_directory()
+        return
     models = cache_directory() / "models"
     models.mkdir(mode=0o700, exist_ok=True)
     directory = tmp_path_factory.mktemp("cache")
     (directory / "models").symlink_to(models)
-    before = os.environ.get("JAXSERVE_CACHE")
     os.environ["JAXSERVE_CACHE"] = str(directory)
     yield directory
-    if before is None:
-        del os.environ["JAXSERVE_CACHE"]
-    else:
-        os.environ["JAXSERVE_CACHE"] = before
+    del os.environ["JAXSERVE_CACHE"]
 
 
 @pytest.fixture(scope="session")

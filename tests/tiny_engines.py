@@ -167,7 +167,8 @@ class TinyModel:
             packed = quantize(param.reshape(spec.matrix), spec.format)
             return dequantize(packed).reshape(spec.shape)
 
-        return dataclasses.replace(self, params=jax.tree.map(rounded, specs, self.params))
+        all_rounded = jax.jit(lambda params: jax.tree.map(rounded, specs, params))
+        return dataclasses.replace(self, params=all_rounded(self.params))
 
     def logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
         """Oracle log probabilities float64 [tokens, vocab] of what follows each of the tokens."""

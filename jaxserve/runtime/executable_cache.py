@@ -2,19 +2,23 @@
 
 An entry is a serialized executable, valid for exactly one digest of everything that shaped it:
 the source files it was made of (program_sources.py), JAX, the devices it is for, the host's
-instruction set, and the caller's description of model and shapes. Loading one runs code, which is
-why the cache directory is private (cache_dir.py).
+instruction set, and the caller's description of model and shapes. A program that is not found that
+way is lowered, and looked up by its StableHLO: other settings often leave most programs as they
+are, and only the rest is compiled. Loading an entry runs code, which is why the cache directory is
+private (cache_dir.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import pickle
 import platform
+import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -26,7 +30,11 @@ from jaxserve.runtime.program_sources import program_sources
 
 
 class ExecutableCache:
-    """Executables of one engine description, by program name."""
+    """Executables of one engine description, by program name.
+
+    A file per program in `directory` is a hard link to the one in `programs/lowered`, which all
+    engine descriptions with the same program share.
+    """
 
     def __init__(self, description: str, devices: Sequence[jax.Device]) -> None:
         """`description` is any text that determines the programs: config, shapes, options.
@@ -34,16 +42,45 @@ class ExecutableCache:
         They are for `devices`, in the order of the mesh. An executable names its devices, so that
         engines on others, be they alike, have entries of their own.
         """
-        parts = (_environment(), _devices(devices), description)
-        digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
-        self.directory = cache_directory() / "programs" / digest
+        programs = cache_directory() / "programs"
+        self.directory = programs / _digest("\n".join((_devices(devices), description)))
+        self._lowered = programs / "lowered"
         self._devices = list(devices)
 
     def load(self, name: str) -> jax.stages.Compiled | None:
         """The executable stored under `name`; None when there is none or it cannot be read."""
+        return self._read(self.directory / name)
+
+    def load_lowered(self, name: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled | None:
+        """The executable that any engine description stored for the same computation, now stored
+        under `name` as well; None when there is none or it cannot be read."""
+        path = self._path(lowered)
+        compiled = self._read(path)
+        if compiled is not None:
+            self._link(path, name)
+        return compiled
+
+    def store(self, name: str, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> None:
+        """Keep `compiled`, which is `lowered` compiled, under `name` and by its computation. A full
+        or read-only disk only costs the next start its head start, so it is not an error."""
+        path = self._path(lowered)
+        try:
+            payload = pickle.dumps(serialize_executable.serialize(compiled))
+            _replace(path, lambda temporary: temporary.write_bytes(payload))
+        except OSError:
+            return
+        self._link(path, name)
+
+    def _path(self, lowered: jax.stages.Lowered) -> Path:
+        # An entry has the trees of arguments and results beside the code, and the code lacks the
+        # arguments that it does not use.
+        parts = (_devices(self._devices), lowered.in_tree, lowered.args_info, lowered.out_tree)
+        return self._lowered / _digest("\n".join((*map(str, parts), lowered.as_text())))
+
+    def _read(self, path: Path) -> jax.stages.Compiled | None:
         try:
             return serialize_executable.deserialize_and_load(
-                *pickle.loads((self.directory / name).read_bytes()),
+                *pickle.loads(path.read_bytes()),
                 backend=self._devices[0].client,
                 execution_devices=self._devices,
             )
@@ -53,18 +90,28 @@ class ExecutableCache:
             # A truncated or foreign entry is as good as none: it is compiled anew and replaced.
             return None
 
-    def store(self, name: str, compiled: jax.stages.Compiled) -> None:
-        """Keep `compiled` under `name`, atomically. A full or read-only disk only costs the
-        next start its head start, so it is not an error."""
-        try:
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            payload = pickle.dumps(serialize_executable.serialize(compiled))
-            handle, temporary = tempfile.mkstemp(dir=self.directory)
-            with os.fdopen(handle, "wb") as file:
-                file.write(payload)
-            os.replace(temporary, self.directory / name)
-        except OSError:
-            return
+    def _link(self, path: Path, name: str) -> None:
+        def link_or_copy(temporary: Path) -> None:
+            try:
+                os.link(path, temporary)
+            except OSError:  # A file system without hard links.
+                shutil.copyfile(path, temporary)
+
+        with contextlib.suppress(OSError):
+            _replace(self.directory / name, link_or_copy)
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Makes the file `path` atomically, of what `write` makes at the path that it is given."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent.parent) as directory:
+        temporary = Path(directory) / path.name
+        write(temporary)
+        os.replace(temporary, path)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(f"{_environment()}\n{text}".encode()).hexdigest()[:32]
 
 
 def _devices(devices: Sequence[jax.Device]) -> str:

@@ -32,8 +32,8 @@ class ProgramSpec:
     donated: tuple[int, ...] = ()
     outputs: Any = None
 
-    def compile(self) -> jax.stages.Compiled:
-        return self._jitted().lower(*self.arguments).compile()
+    def lower(self) -> jax.stages.Lowered:
+        return self._jitted().lower(*self.arguments)
 
     def results(self) -> Any:
         """Shapes of the results."""
@@ -109,10 +109,15 @@ class Compilation:
         compiled = self._cache.load(spec.name) if self._cache else None
         from_cache = compiled is not None
         if compiled is None:
-            with self._timed(spec.name):
-                compiled = spec.compile()
-            if self._cache and not fell_back_for_now():
-                self._cache.store(spec.name, compiled)
+            lowered = spec.lower()
+            cache = None if fell_back_for_now() else self._cache
+            compiled = cache.load_lowered(spec.name, lowered) if cache else None
+            from_cache = compiled is not None
+            if compiled is None:
+                with self._timed(spec.name):
+                    compiled = lowered.compile()
+                if cache:
+                    cache.store(spec.name, lowered, compiled)
         memory = compiled.memory_analysis()
         program = Program(
             name=spec.name,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-from tiny_engines import CONTEXT, LONGEST, NUM_PAGES, Arrival, drive, preemptions
+from tiny_engines import CONTEXT, LONGEST, NUM_PAGES, Arrival, drive, generate, preemptions
 
 from jaxserve.errors import ConfigError, MemoryPlanError
 from jaxserve.runtime.specs import program_specs
@@ -49,20 +49,34 @@ def test_nothing_is_compiled_once_the_engine_is_ready(llama, compiled):
     assert compiled, "the events that should count nothing do count"
 
 
-def test_the_programs_are_the_enumerated_ones(llama, session_cache, compiled):
-    """All of them are compiled by a cold start and kept; a warm one compiles none."""
+def test_the_programs_are_the_enumerated_ones(llama, tmp_path, monkeypatch, compiled):
+    """All of them are compiled by a cold start and kept; a warm one compiles none. One with a
+    larger pool compiles those that take the pool, and the rest is what was kept."""
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "cache"))
     settings = {"page_size": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 16}
     with llama.load(**settings) as cold:
         names = {spec.name for spec in program_specs(cold.plan().geometry)}
         kept = cold.plan().cache.directory
         assert compiled_programs(cold) == len(names)
         assert {path.name for path in kept.iterdir()} == names
-        assert kept.is_relative_to(session_cache)
+        assert kept.is_relative_to(tmp_path)
     compiled.clear()
     with llama.load(**settings) as warm:
         assert compiled_programs(warm) == 0
         assert not [event for event in compiled if "backend_compile" in event]
         drive(warm.engine, [Arrival(llama.prompts[5], SamplingParams(seed=1))])
+        settings["kv_cache_memory_bytes"] = 2 * warm.plan().memory.kv_bytes
+    of_pages = ("layers", "copy", "gather", "scatter")
+    take_the_pool = {name for name in names if name.startswith(of_pages)}
+    with llama.load(**settings) as larger:
+        assert compiled_programs(larger) == len(take_the_pool)
+        kept_too = larger.plan().cache.directory
+        assert {path.name for path in kept_too.iterdir()} == names
+        shared = {name for name in names if (kept_too / name).samefile(kept / name)}
+        assert shared == names - take_the_pool
+        llama.check_greedy(generate(larger, llama.prompts[5], SamplingParams(temperature=0)))
+    with llama.load(**settings) as larger:
+        assert compiled_programs(larger) == 0
 
 
 def compiled_programs(llm):

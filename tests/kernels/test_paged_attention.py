@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unoptimised import UNOPTIMISED
 
 from pallas_kernels.paged_attention import (
     KVPages,
@@ -26,9 +27,8 @@ POISON = np.nan
 """Fills the trash page, unused pages and the unwritten rest of used ones: the least weight given
 to any of it would show. Finite, as all that is ever written is."""
 
-# Tests compile longer than they run: unoptimised code is ready sooner, and means the same.
-UNOPTIMISED = (("xla_backend_optimization_level", 0),)
-AS_SERVED = ()
+AS_SERVED = {}
+"""Compiler options of an engine."""
 
 
 @functools.cache
@@ -97,7 +97,7 @@ class PagedAttentionContract:
 
     def run(self, case, compiler_options=UNOPTIMISED, **options):
         arrays = jax.tree.map(jnp.asarray, (case.q, case.pages, case.batch))
-        jitted = _jit(type(self).implementation, compiler_options)
+        jitted = _jit(type(self).implementation, tuple(compiler_options.items()))
         out, lse = jitted(*arrays, num_decodes=case.num_decodes, scale=SCALE, **options)
         return np.asarray(out), np.asarray(lse)
 

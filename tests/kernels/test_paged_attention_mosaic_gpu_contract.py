@@ -12,7 +12,8 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_paged_attention import UNOPTIMISED, Case, PagedAttentionContract
+from test_paged_attention import Case, PagedAttentionContract
+from unoptimised import UNOPTIMISED
 
 from pallas_kernels.compat import gpu as compat
 from pallas_kernels.paged_attention import KVPages, api, mosaic_gpu, paged_attention

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_paged_attention import SCALE, UNOPTIMISED, Case, PagedAttentionContract
+from test_paged_attention import SCALE, Case, PagedAttentionContract
+from unoptimised import UNOPTIMISED
 
 from pallas_kernels.compat import tpu as compat
 from pallas_kernels.paged_attention import (
@@ -66,7 +67,7 @@ def run(case, window=None, interpret=True, cores=1, **options):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compat, "tpu_cores", lambda: cores)
-        jitted = jax.jit(call, compiler_options=dict(UNOPTIMISED))
+        jitted = jax.jit(call, compiler_options=UNOPTIMISED)
         results = jitted(*jax.tree.map(jnp.asarray, (case.q, case.pages, case.batch)))
         return jax.tree.map(np.asarray, results)
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from unoptimised import UNOPTIMISED
 
 from pallas_kernels.quantized_matmul import (
     FP8,
@@ -74,7 +75,7 @@ class QuantizedMatmulContract:
     @classmethod
     @functools.cache
     def jitted(cls):
-        return jax.jit(cls.implementation)
+        return jax.jit(cls.implementation, compiler_options=UNOPTIMISED)
 
     @pytest.mark.parametrize("shape", [(1, 1), (67, 5)])
     @all_formats

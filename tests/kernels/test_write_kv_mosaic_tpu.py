@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unoptimised import UNOPTIMISED
 
 from pallas_kernels.compat import tpu as compat
 from pallas_kernels.paged_attention import KVPages, PageLayout, mosaic_tpu_write
@@ -30,7 +31,7 @@ ANYWHERE = [-(2**31), -1, 10**6, 2**31 - 1]
 def jitted(cores):
     """Compiled for so many cores that share the heads; unoptimised, which is ready sooner."""
     write = functools.partial(write_kv, interpret=True)
-    return jax.jit(write, compiler_options={"xla_backend_optimization_level": 0})
+    return jax.jit(write, compiler_options=UNOPTIMISED)
 
 
 def random_bits(rng, shape, dtype):

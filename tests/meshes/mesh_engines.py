@@ -11,6 +11,7 @@ import family_members
 from scripts import run_script
 from tiny_checkpoints import CONFIG, hf_shapes, write_hf
 from tiny_engines import CONTEXT, EOS, TinyModel
+from unoptimised import XLA_FLAGS
 
 from jaxserve.llm import LLM
 from jaxserve.models.loading.checkpoint import Checkpoint
@@ -23,13 +24,8 @@ DEGREES = {
 }
 SEQS = 2
 PAGE_SIZE = 8
-# Code that runs for a second is ready three times sooner when little is done to it.
-_XLA_FLAGS = (
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_use_fusion_emitters=false "
-    # On a busy machine the threads of all devices may be long in coming together.
-    "--xla_cpu_collective_call_terminate_timeout_seconds=400"
-)
+# On a busy machine the threads of all devices may be long in coming together.
+_XLA_FLAGS = f"{XLA_FLAGS} --xla_cpu_collective_call_terminate_timeout_seconds=400"
 
 
 def degrees(mesh: str) -> dict[str, int]:
@@ -71,7 +67,6 @@ def load(
         "max_model_len": CONTEXT,
         "max_num_seqs": SEQS,
         "page_size": PAGE_SIZE,
-        "compilation_cache": False,
         "program_scope": "step",
     } | changes
     settings.setdefault("max_num_batched_tokens", settings["max_num_seqs"] + 16)

@@ -109,7 +109,7 @@ def test_every_policy_on_a_mesh(answered):
 
 def check_policies(mesh: str, directory: Path) -> None:
     for scheduler in POLICIES:
-        check_model(mesh, directory / "model", scheduler=scheduler, compilation_cache=True)
+        check_model(mesh, directory / "model", scheduler=scheduler)
 
 
 def test_pages_of_a_mesh_are_swapped_and_their_books_kept(answered):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -19,6 +20,7 @@ def test_an_engine_of_one_device_of_eight_starts_warm():
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     settings = {"page_size": 8, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 16}
     with tempfile.TemporaryDirectory() as directory:
+        os.environ["JAXSERVE_CACHE"] = f"{directory}/cache"
         model = TinyModel.write_llama(Path(directory))
         for compiles in (True, False):
             with model.load(**settings) as llm:

@@ -43,7 +43,7 @@ class Compiled:
 
     def kinds(self, name: str) -> dict[str, int]:
         """Collectives of a program by kind; what it gathers is no weight and no pool."""
-        found = _COLLECTIVE.findall(self._specs[name].compile().as_text())
+        found = _COLLECTIVE.findall(self._specs[name].lower().compile().as_text())
         self._check_sizes(found)
         return dict(collections.Counter(kind for _, kind in found))
 
