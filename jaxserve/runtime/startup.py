@@ -183,14 +183,19 @@ def accept(decided: EnginePlan, hosts: Hosts | None = None) -> EnginePlan:
     if memory.disk_pages:  # Refused now, and not when all else is ready.
         DiskStore(config.disk_kv_dir, memory.disk_pages, memory.image_bytes).close()
     geometry = _with_pool(decided.geometry, memory)
-    if config.attention_backend == "pallas":  # "auto" never refuses, it only warns.
-        check_attention(geometry)
+    _check_backend(geometry)
     return dataclasses.replace(decided, geometry=geometry, memory=memory)
 
 
 def _with_pool(geometry: Geometry, memory: MemoryPlan) -> Geometry:
     moves_pages = bool(memory.host_pages or memory.disk_pages or geometry.config.debug_kv)
     return dataclasses.replace(geometry, num_pages=memory.num_pages, moves_pages=moves_pages)
+
+
+def _check_backend(geometry: Geometry) -> None:
+    """Raises ConfigError for a backend that must do what it cannot; "auto" only warns."""
+    if geometry.config.attention_backend == "pallas":
+        check_attention(geometry)
 
 
 def _refusal(decided: EnginePlan) -> MemoryPlanError:
@@ -201,9 +206,11 @@ def _refusal(decided: EnginePlan) -> MemoryPlanError:
         """On as many devices like this one as it needs, be they there or not."""
         try:
             changed = dataclasses.replace(config, **changes)
-            return decide_on(device, described_mesh(changed), changed, checkpoint).memory
+            other = decide_on(device, described_mesh(changed), changed, checkpoint)
+            _check_backend(other.geometry)
         except (ConfigError, MemoryPlanError):
             return None
+        return other.memory
 
     one_process = jax.process_count() == 1
     found = alternatives(config, plan_of, len(jax.devices()) if one_process else 0)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from mesh_engines import load
-from scripts import on_eight_devices
+from mesh_engines import load, on_mesh
 from tiny_engines import Arrival, TinyModel, drive
 
 from jaxserve.config import EngineConfig
@@ -20,14 +19,19 @@ from jaxserve.runtime.devices import engine_devices
 from jaxserve.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.meshes
+EIGHT = "TP8"
+"""The devices of the process, of which no engine here takes all."""
 
 
 def places(arrays: list[jax.Array]) -> set[int]:
     return {device.id for array in arrays for device in array.sharding.device_set}
 
 
-@on_eight_devices
 def test_engines_side_by_side_keep_to_their_devices():
+    on_mesh(EIGHT, check_side_by_side)
+
+
+def check_side_by_side(_: str) -> None:
     """Each has its arrays on its devices alone. They step in turn; the tokens are the oracle's."""
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         model = TinyModel.write_llama(Path(directory))
@@ -57,8 +61,11 @@ def test_engines_side_by_side_keep_to_their_devices():
             assert list(completion.token_ids) == model.answer(index, 12, ignore_eos=True)
 
 
-@on_eight_devices
 def test_pages_swap_on_a_device_that_is_not_the_first():
+    on_mesh(EIGHT, check_swaps)
+
+
+def check_swaps(_: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     with tempfile.TemporaryDirectory() as directory:
         model = TinyModel.write_llama(Path(directory))
@@ -70,8 +77,11 @@ def test_pages_swap_on_a_device_that_is_not_the_first():
             assert llm.engine.kv.counters.swaps > 0
 
 
-@on_eight_devices
 def test_devices_that_cannot_be_are_refused_by_name():
+    on_mesh(EIGHT, check_refusals)
+
+
+def check_refusals(_: str) -> None:
     def refusal(**settings) -> str:
         with pytest.raises(ConfigError) as error:
             engine_devices(EngineConfig(**settings))
