@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ MESH_TOKENS = 16
 MESH_PREFILL = 32
 MESH_PROMPTS = ("chat_capital", "chat_many_turns", "code_python", "french", "chinese", "emoji")
 GREEDY = SamplingParams(temperature=0, max_tokens=MESH_TOKENS)
+SCORED = dataclasses.replace(GREEDY, logprobs=0)
 SEVERAL = SamplingParams(temperature=0.8, top_p=0.95, seed=7, n=2, max_tokens=12, logprobs=2)
 CHOSEN = SamplingParams(
     temperature=1.0, seed=3, max_tokens=12, structured_outputs={"choice": ["Madrid", "Paris"]}
@@ -51,20 +53,17 @@ def load_alone(path: Path, **changes: Any) -> LLM:
     return LLM(path, **settings)
 
 
-def golden_arrivals(*names: str) -> list[Arrival]:
-    return [Arrival(entry.prompt_token_ids, GREEDY) for entry in golden_prompts(*names)]
-
-
 def answer(mesh: str, path: Path, target: Path, dtype: str, snapshot: Path | None = None) -> None:
-    """Writes to `target` what an engine on `mesh` answers: the golden prompts, sampled requests
-    when that is float32, and what the requests of a snapshot end with."""
+    """Writes to `target` what an engine on `mesh` answers: the golden prompts, scored in bfloat16,
+    sampled requests in float32, and what the requests of a snapshot end with."""
     settings = {"max_num_batched_tokens": 2 + MESH_PREFILL, "pages": MESH_PAGES}
     with load(open_checkpoint(path), mesh, dtype=dtype, program_scope=None, **settings) as llm:
-        answers: dict[str, list[RequestOutput]] = {
-            "greedy": drive(llm.engine, golden_arrivals(*MESH_PROMPTS))
-        }
+        golden = golden_prompts(*MESH_PROMPTS)
+        greedy = GREEDY if dtype == "float32" else SCORED
+        arrivals = [Arrival(entry.prompt_token_ids, greedy) for entry in golden]
+        answers: dict[str, list[RequestOutput]] = {"greedy": drive(llm.engine, arrivals)}
         if dtype == "float32":
-            capital, _, code, *_ = golden_prompts(*MESH_PROMPTS)
+            capital, _, code, *_ = golden
             wishes = [(code, SEVERAL), (capital, CHOSEN)]
             answers["sampled"] = drive(
                 llm.engine, [Arrival(entry.prompt_token_ids, each) for entry, each in wishes]

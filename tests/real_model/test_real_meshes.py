@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import pickle
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,6 @@ from launched import Launched
 from mesh_engines import on_mesh
 from mesh_workload import check_same
 from real_engines import GREEDY, MESH_PROMPTS, MESH_TOKENS, answer
-from tiny_engines import TinyModel
 
 from jaxserve.models.loading.checkpoint import open_checkpoint
 
@@ -103,32 +103,44 @@ def in_bfloat16(smollm2):
     return dataclasses.replace(smollm2, params=params)
 
 
-def check_likeliest(model: TinyModel, logits: np.ndarray, token_ids: list[int]) -> float:
+def check_likeliest(margins: np.ndarray, logits: np.ndarray, token_ids: list[int]) -> None:
     """Each token is the likeliest by the oracle's logits, or falls short by no more than rounding
-    to bfloat16 accounts for. Returns the largest share of that which was used."""
-    shares = shortfalls(logits, token_ids) / bfloat16_margins(logits, model.config.num_layers)
-    place = int(np.argmax(shares))
-    assert shares[place] <= 1, (
-        f"token {place}, {token_ids[place]}, falls short by {shares[place]:.2f} times what "
-        "rounding accounts for"
-    )
-    return shares[place]
+    accounts for."""
+    shares = shortfalls(logits, token_ids) / margins
+    assert shares.max() <= 1, f"tokens fall short by {shares.round(2)} of what rounding allows"
+
+
+def check_scores(
+    margins: np.ndarray, logits: np.ndarray, token_ids: list[int], scores: Sequence[float]
+) -> None:
+    """The log probabilities `scores` of the tokens are the oracle's within rounding."""
+    expected = log_softmax(logits)[np.arange(len(logits)), token_ids]
+    shares = np.abs(np.asarray(scores) - expected) / margins
+    assert shares.max() <= 1, f"scores are off by {shares.round(2)} of what rounding allows"
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    return np.asarray(jax.nn.log_softmax(jnp.asarray(logits), axis=1))
 
 
 @pytest.mark.parametrize("mesh", ["", *MESHES])
 def test_bfloat16_takes_the_likeliest_tokens(answers, in_bfloat16, mesh):
-    """And what differs from one device differs first where rounding can decide."""
+    """With the oracle's log probabilities, within rounding; and what differs from one device
+    differs first where rounding can decide."""
     ours, alone = (answers(name, "bfloat16")["greedy"] for name in (mesh, ""))
     for output, other in zip(ours, alone, strict=True):
-        prompt = output.prompt_token_ids
-        tokens, others = (list(each.outputs[0].token_ids) for each in (output, other))
-        logits = logits_before(in_bfloat16, prompt, tokens)
-        used = check_likeliest(in_bfloat16, logits, tokens)
-        print(f"{mesh or 'one device'}: {used:.2f} of the margin")
+        (completion,), others = output.outputs, list(other.outputs[0].token_ids)
+        tokens = list(completion.token_ids)
+        logits = logits_before(in_bfloat16, output.prompt_token_ids, tokens)
+        margins = bfloat16_margins(logits, in_bfloat16.config.num_layers)
+        scores = [entry[token].logprob for entry, token in zip(completion.logprobs, tokens)]
+        check_likeliest(margins, logits, tokens)
+        check_scores(margins, logits, tokens, scores)
         pairs = zip(tokens, others)
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if tokens != others:  # As far as both have a token there.
-            check_likeliest(in_bfloat16, logits[: same + 1], others[: same + 1])
+        if tokens != others:
+            until = slice(same + 1)
+            check_likeliest(margins[until], logits[until], others[until])
 
 
 def without_a_layer(params):
@@ -149,14 +161,19 @@ def with_another_attention_scale(params):
 
 @pytest.mark.parametrize("broken", [without_a_layer, with_another_attention_scale])
 def test_the_margin_of_bfloat16_finds_a_broken_model(in_bfloat16, broken):
-    """Or else the test above would prove less than it says. The broken model goes on at each place
-    from the golden tokens."""
+    """Or else the test above would prove less than it says: on every prompt, by the log
+    probabilities of the golden tokens."""
     other = dataclasses.replace(in_bfloat16, params=broken(in_bfloat16.params))
     for entry in golden_prompts(*MESH_PROMPTS[1:4]):
-        taken = entry.prompt_token_ids, entry.output_token_ids[:MESH_TOKENS]
-        tokens = logits_before(other, *taken).argmax(axis=1).tolist()
-        with pytest.raises(AssertionError, match="falls short"):
-            check_likeliest(in_bfloat16, logits_before(in_bfloat16, *taken), tokens)
+        token_ids = entry.output_token_ids[:MESH_TOKENS]
+        logits, wrong = (
+            logits_before(model, entry.prompt_token_ids, token_ids)
+            for model in (in_bfloat16, other)
+        )
+        margins = bfloat16_margins(logits, in_bfloat16.config.num_layers)
+        scores = log_softmax(wrong)[np.arange(len(wrong)), token_ids]
+        with pytest.raises(AssertionError, match="scores are off"):
+            check_scores(margins, logits, token_ids, scores)
 
 
 # Two hosts
