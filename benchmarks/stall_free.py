@@ -33,7 +33,6 @@ def main() -> None:
             policy=policy,
             max_num_seqs=ROWS,
             max_num_batched_tokens=BUDGET,
-            max_prefill_chunks=16,
             max_prefill_tokens=BUDGET - ROWS,
             max_model_len=8192,
             target_step_us=bound_us if POLICIES[policy].chunk == "timed" else None,

@@ -61,7 +61,6 @@ class Engine:
                 policy=config.scheduler,
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
-                max_prefill_chunks=plan.geometry.max_chunks,
                 max_prefill_tokens=plan.geometry.buckets.max_prefill_tokens,
                 max_model_len=config.max_model_len,
                 fair_share=config.fair_share,

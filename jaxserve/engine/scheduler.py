@@ -269,9 +269,7 @@ class Scheduler:
             )
             self._share_by_urgency(shares)
         else:
-            shares = Shares(
-                self.policy.chunk, room, config.max_prefill_chunks, config.min_chunk_tokens
-            )
+            shares = Shares(self.policy.chunk, room, config.min_chunk_tokens)
             self._share_by_order(shares)
         return [self._advance(seq, share) for seq, share in shares.taken]
 

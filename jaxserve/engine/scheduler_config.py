@@ -15,7 +15,6 @@ class SchedulerConfig:
 
     max_num_seqs: sequences running at once, R.
     max_num_batched_tokens: token budget of a step, τ.
-    max_prefill_chunks: sequences that can prefill in one step.
     max_prefill_tokens: prefill tokens of the largest program.
     max_model_len: context limit in tokens, prompt and output.
     watermark: share of the pool that an admission leaves free for sequences already running.
@@ -29,7 +28,6 @@ class SchedulerConfig:
     policy: str
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_prefill_chunks: int
     max_prefill_tokens: int
     max_model_len: int
     watermark: float = 0.01
@@ -43,7 +41,7 @@ class SchedulerConfig:
         """Raises ConfigError when a limit is out of range or would starve prefills."""
         if self.policy not in POLICIES:
             raise ConfigError(f"unknown scheduler {self.policy!r}; one of {', '.join(POLICIES)}")
-        for name in ("max_num_seqs", "max_prefill_chunks", "min_chunk_tokens"):
+        for name in ("max_num_seqs", "min_chunk_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.max_model_len < 2:

@@ -19,20 +19,18 @@ class Shares:
         self,
         rule: Literal["whole", "budget", "exact"],
         room: int,
-        max_chunks: int,
         min_chunk_tokens: int,
     ) -> None:
-        """`room` tokens for at most `max_chunks` sequences, none of them with a piece of its prompt
-        below `min_chunk_tokens`, the last one excepted."""
+        """`room` tokens in all. No piece of a prompt is below `min_chunk_tokens`, but for its last.
+        """
         self.taken: list[tuple[Sequence, int]] = []
         self._rule = rule
         self._room = room
-        self._max_chunks = max_chunks
         self._min_chunk_tokens = min_chunk_tokens
 
     @property
     def full(self) -> bool:
-        return not self._room or len(self.taken) == self._max_chunks
+        return not self._room
 
     def take(self, seq: Sequence, left: int) -> bool:
         """Gives a sequence with `left` tokens to prefill its share; False if it gets none."""
@@ -94,8 +92,7 @@ class TimedShares:
 
     @property
     def full(self) -> bool:
-        chunks = self._config.max_prefill_chunks
-        return self._load.prefill_tokens == self._room or len(self.taken) == chunks
+        return self._load.prefill_tokens == self._room
 
     def passes_over(self, seq: Sequence) -> bool:
         """Whether a sequence is long and the step has its long prefill."""

@@ -27,9 +27,6 @@ from pallas_kernels.paged_attention import KVPages, PageLayout
 from pallas_kernels.ring_attention import choose_scheme
 from sharding_rules import ACTIVATIONS, KV, MEGATRON, SEQ, STAGE, TENSOR, Rules, named_sharding
 
-MAX_PREFILL_CHUNKS = 8
-"""Sequences that can prefill in one step: each costs a row of metadata and of logits."""
-
 RING_CHUNKS = 4
 """Contexts whose keys may travel are as long as so many chunks at most: room for the longest is
 taken, and sent, whatever the context is."""
@@ -95,10 +92,6 @@ class Geometry:
         )
 
     @property
-    def max_chunks(self) -> int:
-        return min(MAX_PREFILL_CHUNKS, self.config.max_num_seqs)
-
-    @property
     def trash_slot(self) -> int:
         """The row of per-sequence device state that padding uses; real slots come before it."""
         return self.config.max_num_seqs
@@ -160,16 +153,11 @@ class Geometry:
         return contexts[count - 1] if count else 0
 
     def _layout(self, key: ProgramKey) -> StepLayout:
-        chunks = self.max_chunks if key.prefill_tokens else 0
-        most = min(key.rows + chunks, self.config.max_num_seqs)
-        sample_rows = next(rows for rows in self.buckets.rows if rows >= most)
         return StepLayout(
             key=key,
-            max_chunks=self.max_chunks,
+            max_seqs=self.config.max_num_seqs,
             max_pages=self.max_pages,
             page_size=self.config.page_size,
-            sample_rows=sample_rows,
-            trash_slot=self.trash_slot,
             seq=self.seq,
             ring_pages=-(-self.ring_context(key) // self.config.page_size) if key.ring else 0,
             ring_scheme="pass_kv_both_ways" if self._links_both_ways else "pass_kv",
@@ -245,10 +233,11 @@ class Geometry:
         state = abstract_state(self.trash_slot, self.model.vocab_size)
         return jax.tree.map(lambda array: placed(array, self.sharding()), state)
 
-    @functools.cached_property
-    def sample_rows(self) -> list[int]:
-        """Rows that sampling programs are compiled for, ascending."""
-        return sorted({layout.sample_rows for layout in self.layouts.values()})
+    @property
+    def sample_rows(self) -> tuple[int, ...]:
+        """Rows that sampling programs are compiled for, ascending: a step samples from as many of
+        its hidden states as it needs, whichever program computed them."""
+        return self.buckets.rows
 
     def masks(self, rows: int) -> jax.ShapeDtypeStruct:
         """Shape of the masks of a step that samples `rows`: a bit for each token."""
@@ -317,7 +306,7 @@ class Geometry:
         ):
             del config[irrelevant]
         formats = [spec.format for spec in jax.tree.leaves(self.specs)]
-        return repr((sorted(config.items()), self.model, formats, self.num_pages, self.max_chunks))
+        return repr((sorted(config.items()), self.model, formats, self.num_pages))
 
 
 def placed(array: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:

@@ -273,8 +273,8 @@ class Runner:
     def _sample(
         self, packed: PackedStep, hidden: jax.Array
     ) -> tuple[jax.Array, TokenLogprobs | None]:
-        sampled, bucket = packed.sampled, hidden.shape[1]
-        rows = packed.rows
+        sampled, rows = packed.sampled, packed.rows
+        bucket = _holding(self.geometry.sample_rows, len(sampled))
         if all(row.plain for row in rows):
             slots = np.full(bucket, self.geometry.trash_slot, np.int32)
             slots[: len(sampled)] = [chunk.slot for chunk in sampled]

@@ -43,7 +43,7 @@ def forward(
 
     `kv` holds one KVPages a layer, `last_tokens` [slots] int32 the newest token of every slot.
     Returns the pages with the step's keys and values written, the hidden states to sample from
-    [hidden, sample_rows], and those of the prefill tokens [hidden, prefill_tokens].
+    [hidden, max_seqs], and those of the prefill tokens [hidden, prefill_tokens].
     """
     x, shared, addresses, sampled = begin(family, config, layout, params, last_tokens, metadata)
     kv, x = layers(
@@ -132,9 +132,26 @@ def finish(
     sampled: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """The last part of `forward`: hidden states to sample from, and of the prefill tokens."""
+    picked, of_prefill = _finish(family, config, layout, params, x, sampled)
+    return _for_sampling(layout, picked), of_prefill
+
+
+def _finish(
+    family: Family,
+    config: ModelConfig,
+    layout: StepLayout,
+    params: Params,
+    x: jax.Array,
+    sampled: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     hidden = family.finish(params, config, x)
     picked = hidden[:, sampled] if layout.seq == 1 else DealtTokens(layout).pick(hidden, sampled)
     return picked, hidden[:, layout.key.rows :]
+
+
+def _for_sampling(layout: StepLayout, picked: jax.Array) -> jax.Array:
+    """Hidden states [hidden, sample_rows] in the one shape that sampling programs take."""
+    return jnp.pad(picked, ((0, 0), (0, layout.max_seqs - layout.sample_rows)))
 
 
 def tick(
@@ -166,10 +183,10 @@ def tick(
     own = jax.tree.map(lambda array: array[0], params["layers"])
     kv, x = layers(family, config, layout, config.layer_kinds, own, kv, x, shared, addresses)
     sampled = layout.unpack(metadata[stages - 1]).sampled
-    hidden, of_prefill = finish(family, config, layout, params, x, sampled)
+    hidden, of_prefill = _finish(family, config, layout, params, x, sampled)
     x = lax.ppermute(x, STAGE, [(s, s + 1) for s in range(stages - 1)])
     carry = (carry[0].at[:, :rows].set(x[:, :rows]), carry[1].at[:, :tokens].set(x[:, rows:]))
-    return kv, carry, parallel.of_last_stage(hidden), of_prefill
+    return kv, carry, _for_sampling(layout, parallel.of_last_stage(hidden)), of_prefill
 
 
 def greedy(
@@ -180,11 +197,12 @@ def greedy(
     hidden: jax.Array,
     slots: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """The most likely token int32 [rows] after each of hidden [hidden, rows].
+    """The most likely token int32 [rows] after each of the first of hidden [hidden, max_seqs], for
+    the sequences in `slots` [rows].
 
     Returns `last_tokens` with the tokens in their slots, and the tokens.
     """
-    logits = family.logits(head, config, hidden)
+    logits = family.logits(head, config, hidden[:, : len(slots)])
     token_ids = parallel.likeliest(sample_greedy(logits), jnp.max(logits, axis=0), len(logits))
     return last_tokens.at[slots].set(jnp.maximum(token_ids, 0)), token_ids
 
@@ -201,7 +219,8 @@ def general(
 ) -> tuple[jax.Array, SamplingState, SampleOutput]:
     """One token a row with everything a request may ask for; `rows` as `pack_rows` made them, and
     `masks` int32 [rows, mask_words] of what those with a grammar may sample."""
-    logits = parallel.whole_vocab(family.logits(head, config, hidden), config.vocab_size)
+    logits = family.logits(head, config, hidden[:, : len(rows)])
+    logits = parallel.whole_vocab(logits, config.vocab_size)
     output, state = sample_general(logits, state, rows, masks)
     token_ids = jnp.maximum(output.token_ids, 0)
     return last_tokens.at[rows[:, SLOT]].set(token_ids), state, output

@@ -151,7 +151,6 @@ def make_scheduler(num_pages=21, **changes):
         policy="sarathi",
         max_num_seqs=2,
         max_num_batched_tokens=34,
-        max_prefill_chunks=2,
         max_prefill_tokens=32,
         max_model_len=64,
         min_chunk_tokens=4,

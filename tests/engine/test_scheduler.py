@@ -18,7 +18,6 @@ def make_config(**changes) -> SchedulerConfig:
         "policy": "sarathi",
         "max_num_seqs": 4,
         "max_num_batched_tokens": 36,
-        "max_prefill_chunks": 4,
         "max_prefill_tokens": 32,
         "max_model_len": 64,
         "min_chunk_tokens": 4,
@@ -85,7 +84,6 @@ def test_max_tokens_is_cut_to_the_context():
     [
         ({"policy": "fifo"}, "unknown scheduler 'fifo'; one of static, orca, vllm"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
-        ({"max_prefill_chunks": 0}, "max_prefill_chunks is 0"),
         ({"max_model_len": 1}, "max_model_len is 1"),
         ({"watermark": 1.0}, r"watermark is 1\.0"),
         ({"max_prefill_tokens": 3}, "at least min_chunk_tokens, 4"),

@@ -51,7 +51,6 @@ def configs(draw: st.DrawFn, policy: str) -> SchedulerConfig:
         policy=policy,
         max_num_seqs=rows,
         max_num_batched_tokens=budget,
-        max_prefill_chunks=draw(st.integers(1, 4)),
         max_prefill_tokens=max_prefill,
         max_model_len=CONTEXT,
         **timed,
@@ -78,7 +77,6 @@ def check_limits(scheduler: Scheduler, plan: StepPlan) -> None:
     config = scheduler.config
     assert plan.num_tokens <= config.max_num_batched_tokens
     assert plan.num_prefill_tokens <= config.max_prefill_tokens
-    assert len(plan.prefills) <= config.max_prefill_chunks
     assert len(plan.decodes) <= len(scheduler.running) <= config.max_num_seqs
     if scheduler.policy.prefill == "alone":
         assert not (plan.decodes and plan.prefills)
@@ -156,7 +154,7 @@ def check_work_conserving(scheduler: Scheduler, plan: StepPlan) -> None:
     """Exact fill: a step below the budget has nothing that it could add."""
     config, pool = scheduler.config, scheduler.pool
     most = min(config.max_num_batched_tokens, len(plan.decodes) + config.max_prefill_tokens)
-    if plan.num_tokens == most or len(plan.prefills) == config.max_prefill_chunks:
+    if plan.num_tokens == most:
         return
     assert all(seq.prefilled for seq in scheduler.running)
     if scheduler.waiting:
@@ -214,7 +212,7 @@ def test_every_step_is_sound_and_every_sequence_ends_once(policy, jobs, data, de
 def test_a_pool_that_is_too_small_preempts_and_loses_nothing(policy, prefill, delay):
     jobs = [Job(0, 5, 12, max_tokens=12) for _ in range(6)]
     # A small prefill splits what is recomputed among the generated tokens as well.
-    config = SchedulerConfig(policy, 4, 4 + prefill, 4, prefill, CONTEXT, min_chunk_tokens=3)
+    config = SchedulerConfig(policy, 4, 4 + prefill, prefill, CONTEXT, min_chunk_tokens=3)
     preempted = Counter()
 
     def watch(scheduler: Scheduler, plan: StepPlan) -> None:
