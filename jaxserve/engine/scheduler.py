@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
 from jaxserve.engine.kv_limit import kv_limit
@@ -53,7 +53,7 @@ class Scheduler:
         self.step_time = self._slack = None
         self.waiting: WaitingQueue | FairQueue = WaitingQueue()
         if self.policy.chunk == "timed":
-            self.step_time = StepTime(config.buckets)
+            self.step_time = StepTime(config.buckets, config.num_stages)
             self._slack = RelativeSlack(self.step_time, config.target_step_us)
             self.waiting = SlackQueue(self._slack.urgency)
         if config.fair_share:
@@ -126,12 +126,16 @@ class Scheduler:
         else:
             decodes = self._plan_decodes(preempted)
             prefills = self._plan_prefills(budget - len(decodes), decodes)
-        return StepPlan(tuple(decodes), tuple(prefills), tuple(preempted))
-
-    def took(self, plan: StepPlan, us: int) -> None:
-        """Learns what a step that was planned took, where the next are planned by that."""
+        plan = StepPlan(tuple(decodes), tuple(prefills), tuple(preempted))
         if self.step_time is not None:
-            self.step_time.observe(StepLoad.of(plan), us)
+            self.step_time.dispatched(StepLoad.of(plan))
+        return plan
+
+    def took(self, plans: Iterable[StepPlan], us: int) -> None:
+        """Learns what a dispatch took, where steps are planned by that. It worked on all of these
+        plans at once: one, or in a pipeline one for each stage, some of them empty."""
+        if self.step_time is not None:
+            self.step_time.observe(StepLoad.together(map(StepLoad.of, plans)), us)
 
     def collect(self, chunk: Chunk, token_id: int) -> bool:
         """Appends the token that `chunk` sampled, in dispatch order; True if it was kept.

@@ -71,10 +71,6 @@ class Snapshot:
             ),
         )
 
-    @property
-    def num_prefill_tokens(self) -> int:
-        return sum(len(row.token_ids) for row in self.prefills)
-
 
 def _row(chunk: Chunk, token_ids: list[int]) -> Row:
     stop, pages = chunk.start + chunk.num_tokens, chunk.seq.pages.copy()

@@ -84,12 +84,20 @@ class Geometry:
 
     @functools.cached_property
     def buckets(self) -> Buckets:
-        return Buckets.from_config(
+        buckets = Buckets.from_config(
             self.config.max_num_seqs,
             self.config.max_num_batched_tokens,
             pipelined=self.stages > 1,
             seq=self.seq,
         )
+        page_size, contexts = self.config.page_size, {}
+        for key in buckets.keys():  # noqa: SIM118
+            # Of full chunks alone, since sends that are short wait for each other.
+            if key.prefill_tokens == buckets.max_prefill_tokens and (
+                context := self._ring_context(key)
+            ):
+                contexts[key] = -(-context // page_size) * page_size
+        return dataclasses.replace(buckets, ring_contexts=contexts)
 
     @property
     def trash_slot(self) -> int:
@@ -113,21 +121,14 @@ class Geometry:
 
     @functools.cached_property
     def layouts(self) -> dict[ProgramKey, StepLayout]:
-        return {key: self._layout(key) for key in (*self.buckets.keys(), *self._ring_keys)}
+        return {key: self._layout(key) for key in (*self.buckets.keys(), *self.buckets.ring_keys())}
 
     @property
     def max_pages(self) -> int:
         """Pages of the longest sequence."""
         return -(-self.config.max_model_len // self.config.page_size)
 
-    @property
-    def _ring_keys(self) -> list[ProgramKey]:
-        """Of full chunks alone, since sends that are short wait for each other."""
-        most = self.buckets.max_prefill_tokens
-        full = [key for key in self.buckets.keys() if key.prefill_tokens == most]  # noqa: SIM118
-        return [key._replace(ring=True) for key in full if self.ring_context(key)]
-
-    def ring_context(self, key: ProgramKey) -> int:
+    def _ring_context(self, key: ProgramKey) -> int:
         """Tokens up to which the context of a whole step's one chunk is faster to send around a
         ring than the chunk itself; 0 for never, as where stages work on several chunks at once."""
         if self.seq == 1 or self.stages > 1 or key.prefill_tokens % (2 * self.seq):
@@ -153,13 +154,14 @@ class Geometry:
         return contexts[count - 1] if count else 0
 
     def _layout(self, key: ProgramKey) -> StepLayout:
+        context = self.buckets.ring_contexts.get(key._replace(ring=False), 0)
         return StepLayout(
             key=key,
             max_seqs=self.config.max_num_seqs,
             max_pages=self.max_pages,
             page_size=self.config.page_size,
             seq=self.seq,
-            ring_pages=-(-self.ring_context(key) // self.config.page_size) if key.ring else 0,
+            ring_pages=context // self.config.page_size if key.ring else 0,
             ring_scheme="pass_kv_both_ways" if self._links_both_ways else "pass_kv",
         )
 
