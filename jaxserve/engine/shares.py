@@ -21,8 +21,7 @@ class Shares:
         room: int,
         min_chunk_tokens: int,
     ) -> None:
-        """`room` tokens in all. No piece of a prompt is below `min_chunk_tokens`, but for its last.
-        """
+        """`room` tokens in all. A piece of a prompt has `min_chunk_tokens`, or is its last."""
         self.taken: list[tuple[Sequence, int]] = []
         self._rule = rule
         self._room = room

@@ -119,6 +119,14 @@ def test_splitfuse_fills_every_step_exactly_while_prompts_wait(prompts):
     assert len(run.steps) == -(-sum(prompts) // 32)
 
 
+def test_as_many_short_prompts_prefill_at_once_as_the_budget_holds():
+    jobs = [Job(0, 20, 1, max_tokens=1) for _ in range(64)]
+    run = serve("splitfuse", jobs, rows=64, prefill=512)
+    assert [step.num_tokens for step in run.steps] == [512, 512, 256]
+    singles = [Job(0, 1, 1, max_tokens=1) for _ in range(64)]
+    assert [step.num_tokens for step in serve("sarathi", singles, rows=64).steps] == [32, 32]
+
+
 # Time between tokens
 
 
