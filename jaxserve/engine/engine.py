@@ -49,7 +49,7 @@ class Engine:
         hosts: Hosts | None = None,
     ) -> None:
         """`hosts` are those of a job of several, each of which has such an engine."""
-        config = plan.config
+        config, ageing_s = plan.config, plan.config.priority_ageing_s
         self.plan = plan
         self.tokenizer = tokenizer
         self.log = log
@@ -64,6 +64,7 @@ class Engine:
                 max_prefill_tokens=plan.geometry.buckets.max_prefill_tokens,
                 max_model_len=config.max_model_len,
                 fair_share=config.fair_share,
+                priority_ageing_us=None if ageing_s is None else round(ageing_s * 1e6),
                 num_stages=config.pipeline_parallel_size,
                 target_step_us=config.target_step_us,
                 buckets=plan.geometry.buckets,

@@ -19,7 +19,8 @@ class SchedulerConfig:
     max_model_len: context limit in tokens, prompt and output.
     watermark: share of the pool that an admission leaves free for sequences already running.
     min_chunk_tokens: no prompt is split into pieces below this, its last piece excepted.
-    fair_share: admit the tenant that was served least, instead of whoever came first.
+    fair_share: admit the tenant that was served least, instead of the request that came first.
+    priority_ageing_us: waiting that one level of priority is worth; None for strict levels.
     num_stages: steps that a pipeline works on at once.
     target_step_us: predicted time that prefills keep a step within, for "timed" chunks alone.
     buckets: sizes that steps are padded to, on which their time depends.
@@ -33,6 +34,7 @@ class SchedulerConfig:
     watermark: float = 0.01
     min_chunk_tokens: int = 16
     fair_share: bool = False
+    priority_ageing_us: int | None = None
     num_stages: int = 1
     target_step_us: int | None = None
     buckets: Buckets | None = None
@@ -48,6 +50,11 @@ class SchedulerConfig:
             raise ConfigError(f"max_model_len is {self.max_model_len}; it must be at least 2")
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark is {self.watermark}; it must be in [0, 1)")
+        if self.priority_ageing_us is not None and self.priority_ageing_us < 1:
+            raise ConfigError(
+                f"priority_ageing_us is {self.priority_ageing_us}; it must be at least 1, or None "
+                "for strict levels"
+            )
         timed = POLICIES[self.policy].chunk == "timed"
         if timed != (self.target_step_us is not None) or (timed and self.buckets is None):
             raise ConfigError(

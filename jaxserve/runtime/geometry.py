@@ -299,6 +299,7 @@ class Geometry:
             "kv_cache_memory_bytes",
             "compilation_cache",
             "fair_share",
+            "priority_ageing_s",
             "enable_prefix_caching",
             "host_kv_bytes",
             "disk_kv_dir",

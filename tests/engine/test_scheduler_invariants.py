@@ -27,7 +27,7 @@ jobs_strategy = st.lists(
         prompt_tokens=st.integers(1, 50),
         output_tokens=st.integers(1, 20),
         max_tokens=st.one_of(st.none(), st.integers(1, 20)),
-        priority=st.integers(0, 1),
+        priority=st.integers(0, 2),
         abort_us=st.one_of(st.none(), st.none(), st.integers(200, 1500)),
     ),
     min_size=1,
@@ -56,6 +56,7 @@ def configs(draw: st.DrawFn, policy: str) -> SchedulerConfig:
         **timed,
         watermark=draw(st.sampled_from([0.0, 0.01, 0.3])),
         min_chunk_tokens=floor,
+        priority_ageing_us=draw(st.sampled_from([None, 50])),
     )
 
 
@@ -144,10 +145,34 @@ def check_progress(scheduler: Scheduler, plan: StepPlan) -> None:
     assert scheduler.running == sorted(scheduler.running, key=lambda seq: seq.order)
     if scheduler.policy.chunk == "timed":
         return
-    # Within a class nobody overtakes: whoever runs arrived before everyone who waits.
+    # Within a level none overtakes: those that run arrived before all that wait.
     for first in scheduler.running:
         for second in scheduler.waiting:
             assert first.priority != second.priority or first.order < second.order
+    # In all levels those admitted now go before those that still wait.
+    for seq in admitted(scheduler, plan):
+        assert all(seq.order < other.order for other in scheduler.waiting)
+
+
+def admitted(scheduler: Scheduler, plan: StepPlan) -> list[Sequence]:
+    """Those that join by this step; a batch is formed once for several."""
+    if not scheduler.policy.joins:
+        return []
+    return [chunk.seq for chunk in plan.prefills if not chunk.start]
+
+
+def check_strict(scheduler: Scheduler, plan: StepPlan) -> None:
+    """No level takes anything from a better one."""
+    for victim in plan.preempted:
+        if victim.slot is None and not victim.finished:
+            assert all(seq.priority <= victim.priority for seq in scheduler.running)
+    if scheduler.policy.chunk == "timed":
+        return  # A long prefill may be passed over for one of a worse level.
+    # Those that get no tokens now are of no better level than those that join.
+    planned = {chunk.seq.seq_id for chunk in plan.prefills}
+    idle = [seq for seq in scheduler.running if not seq.prefilled and seq.seq_id not in planned]
+    for seq in admitted(scheduler, plan):
+        assert all(seq.priority <= other.priority for other in (*idle, *scheduler.waiting))
 
 
 def check_work_conserving(scheduler: Scheduler, plan: StepPlan) -> None:
@@ -178,6 +203,8 @@ def check(scheduler: Scheduler, plan: StepPlan) -> None:
     check_pages(scheduler, plan)
     check_chunks(scheduler, plan)
     check_progress(scheduler, plan)
+    if scheduler.config.priority_ageing_us is None:
+        check_strict(scheduler, plan)
     if scheduler.policy.chunk == "exact":
         check_work_conserving(scheduler, plan)
     elif scheduler.policy.chunk == "timed":
