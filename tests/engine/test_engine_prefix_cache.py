@@ -176,7 +176,7 @@ def test_salts_part_the_requests_of_a_tenant(llama, cached):
 
     apart = [("a", "b"), ("b", "a"), ("a", None), (None, "a"), ('a", "b', None), (None, None)]
     assert [run(*names) for names in apart] == [0] * len(apart)
-    assert [run(*names) for names in apart[:2]] == [32] * 2
+    assert [run(*names) for names in apart[-2:]] == [32] * 2
 
 
 @pytest.mark.parametrize("name", ["tenant", "cache_salt"])
