@@ -88,7 +88,6 @@ def serve(jobs: list[Job]) -> Run:
         policy="sarathi",
         max_num_seqs=ROWS,
         max_num_batched_tokens=BUDGET,
-        max_prefill_chunks=16,
         max_prefill_tokens=BUDGET,
         max_model_len=8192,
     )

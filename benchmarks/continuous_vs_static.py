@@ -48,7 +48,6 @@ def main() -> None:
             policy=policy,
             max_num_seqs=ROWS,
             max_num_batched_tokens=budget,
-            max_prefill_chunks=ROWS,
             max_prefill_tokens=ROWS * PROMPT_TOKENS,
             max_model_len=2048,
             target_step_us=1 if POLICIES[policy].chunk == "timed" else None,

@@ -30,7 +30,6 @@ def serve(jobs: list[Job], fair_share: bool) -> Run:
         policy="sarathi",
         max_num_seqs=ROWS,
         max_num_batched_tokens=BUDGET,
-        max_prefill_chunks=16,
         max_prefill_tokens=BUDGET - ROWS,
         max_model_len=8192,
         fair_share=fair_share,

@@ -42,7 +42,6 @@ def main() -> None:
         policy="sarathi",
         max_num_seqs=REQUESTS,
         max_num_batched_tokens=REQUESTS * (PROMPT_TOKENS + 1),
-        max_prefill_chunks=REQUESTS,
         max_prefill_tokens=buckets.max_prefill_tokens,
         max_model_len=1024,
     )

@@ -33,7 +33,6 @@ def serve(jobs: list[Job], policy: str, budget: int) -> Run:
         policy=policy,
         max_num_seqs=ROWS,
         max_num_batched_tokens=budget,
-        max_prefill_chunks=16,
         max_prefill_tokens=buckets.max_prefill_tokens,
         max_model_len=2**21,
         target_step_us=TARGET_US if policy == "medha" else None,

@@ -40,7 +40,6 @@ def serve(jobs: list[Job], num_pages: int, num_host_pages: int) -> tuple[Run, KV
         policy="sarathi",
         max_num_seqs=ROWS,
         max_num_batched_tokens=BUDGET,
-        max_prefill_chunks=16,
         max_prefill_tokens=BUDGET - ROWS,
         max_model_len=8192,
     )

@@ -25,7 +25,6 @@ def serve(policy: str, jobs: list[Job]) -> Run:
         policy=policy,
         max_num_seqs=512,
         max_num_batched_tokens=2560,
-        max_prefill_chunks=64,
         max_prefill_tokens=2048,
         max_model_len=CONTEXT,
     )

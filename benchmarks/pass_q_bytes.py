@@ -58,11 +58,9 @@ def sent_bytes(new: int, cached: int, ring: bool) -> float:
     width = (new + cached) // PAGE_SIZE
     layout = StepLayout(
         key=ProgramKey(0, new, ring),
-        max_chunks=1,
+        max_seqs=1,
         max_pages=width,
         page_size=PAGE_SIZE,
-        sample_rows=1,
-        trash_slot=0,
         seq=RANKS,
         ring_pages=width if ring else 0,
     )

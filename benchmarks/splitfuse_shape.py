@@ -30,7 +30,6 @@ def main() -> None:
             policy=policy,
             max_num_seqs=ROWS,
             max_num_batched_tokens=BUDGET,
-            max_prefill_chunks=16,
             max_prefill_tokens=buckets.max_prefill_tokens,
             max_model_len=8192,
             target_step_us=10 if POLICIES[policy].chunk == "timed" else None,

@@ -129,7 +129,7 @@ def simulate(
 
     def collect() -> None:
         plan, start_us, end_us = in_flight.popleft()
-        scheduler.took(plan, end_us - start_us)
+        scheduler.took((plan,), end_us - start_us)
         for chunk in (*plan.decodes, *plan.prefills):
             if chunk.samples and scheduler.collect(chunk, chunk.output_index):
                 seq = chunk.seq

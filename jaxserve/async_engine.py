@@ -135,9 +135,11 @@ class AsyncEngine:
         priority: int | None = None,
         tenant: str | None = None,
         *,
+        cache_salt: str | None = None,
         wants_deltas: bool = True,
     ) -> Updates:
         """Have the engine take in prompts, all of them or none, and follow what becomes of each.
+        Prompts with different `cache_salt`s share no cached prefix.
 
         Raises RequestError when one of them is refused, EngineClosedError when the engine has
         ended.
@@ -153,7 +155,13 @@ class AsyncEngine:
             try:
                 for prompt, (request_id, listener) in zip(prompts, listeners.items()):
                     self._engine.add(
-                        request_id, prompt, sampling_params, priority, tenant, grammar=grammar
+                        request_id,
+                        prompt,
+                        sampling_params,
+                        priority,
+                        tenant,
+                        grammar=grammar,
+                        cache_salt=cache_salt,
                     )
                     self._listeners[request_id] = listener
             except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,7 +46,10 @@ class EngineConfig:
         scheduler: one of static, orca, vllm, sarathi, splitfuse, medha.
         target_step_us: predicted time that the medha scheduler keeps a step within by the size of
             its prefill chunks; 500,000 on CPUs, else 50,000.
-        fair_share: admit the tenant served least, instead of whoever came first.
+        priority_ageing_s: seconds of waiting that one level of priority is worth, so that no
+            request waits for ever; by default levels are strict, and a request waits for as long as
+            any of a better level do.
+        fair_share: admit the tenant served least, instead of the request that came first.
         enable_prefix_caching: keep the KV of what was computed, for prompts that begin alike.
         host_kv_bytes: host memory for KV pages that the device has no room for; by default as much
             as the pool, at most a quarter of what is free, and none on CPUs, whose pool is itself
@@ -83,6 +87,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     scheduler: str = "sarathi"
     target_step_us: int | None = None
+    priority_ageing_s: float | None = None
     fair_share: bool = False
     enable_prefix_caching: bool = True
     host_kv_bytes: int | None = None
@@ -155,6 +160,14 @@ class EngineConfig:
                 f"{self.sequence_parallel_size} and sequence_parallel_norms "
                 f"{self.sequence_parallel_norms} would split; use tensor_parallel_size or "
                 "pipeline_parallel_size."
+            )
+        ageing_s = self.priority_ageing_s
+        if ageing_s is not None and (
+            type(ageing_s) not in (int, float) or not 1e-6 <= ageing_s < math.inf
+        ):
+            raise ConfigError(
+                f"priority_ageing_s is {ageing_s!r}; it must be a number of seconds above 0, or "
+                "None for strict levels of priority."
             )
         if not isinstance(self.disk_kv_dir, str | Path | None):
             raise ConfigError(f"disk_kv_dir is {self.disk_kv_dir!r}; it must be a directory.")

@@ -35,6 +35,9 @@ from jaxserve.models.config import ModelConfig, RopeConfig
         ({"target_step_us": 5}, "target_step_us is 5, but scheduler 'sarathi'.*medha"),
         ({"target_step_us": 0, "scheduler": "medha"}, "target_step_us is 0.*1 or more"),
         ({"fair_share": "yes"}, "fair_share is 'yes'"),
+        ({"priority_ageing_s": 0}, "priority_ageing_s is 0; it must be a number of seconds"),
+        ({"priority_ageing_s": float("nan")}, "priority_ageing_s is nan"),
+        ({"priority_ageing_s": "30"}, "priority_ageing_s is '30'"),
         ({"enable_prefix_caching": None}, "enable_prefix_caching is None"),
         ({"debug_kv": 1}, "debug_kv is 1"),
         ({"devices": "0,2"}, "devices is '0,2'.*list of device ids"),
@@ -70,7 +73,8 @@ def test_what_is_not_said_is_decided():
     resolved = EngineConfig().resolve(model("default"), "cpu")
     undecided = [name for name, value in vars(resolved).items() if value is None]
     pools = ["kv_cache_memory_bytes", "host_kv_bytes", "disk_kv_dir"]
-    assert sorted(undecided) == sorted(["devices", "quantization", "target_step_us", *pools])
+    settings = ["devices", "quantization", "target_step_us", "priority_ageing_s", *pools]
+    assert sorted(undecided) == sorted(settings)
     assert EngineConfig().resolve(model("default"), "gpu").dtype == "bfloat16"
     assert EngineConfig(scheduler="medha").resolve(model("default"), "gpu").target_step_us == 50_000
 

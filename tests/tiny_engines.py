@@ -186,6 +186,7 @@ class Arrival:
     step: int = 0
     priority: int = 0
     tenant: str | None = None
+    cache_salt: str | None = None
 
 
 _ids = itertools.count()
@@ -206,6 +207,7 @@ def drive(
                     arrival.params,
                     arrival.priority,
                     arrival.tenant,
+                    cache_salt=arrival.cache_salt,
                 )
         if len(requests) == len(arrivals) and not engine.has_work:
             break

@@ -31,9 +31,9 @@ class Serve:
     Attributes:
         host: address to listen at; 0.0.0.0 is every one of this machine's.
         port: port to listen at.
-        api_key: who has not got it is let in to /health alone. Others of this machine can see it
-            in the list of processes: prefer a file.
-        api_key_file: a file with the API key in its first line.
+        api_key: a request must show one of these keys, but for /health. Each key is a tenant.
+            Other users of this machine can see them in the list of processes: prefer a file.
+        api_key_file: a file with an API key in each line.
         served_model_name: names that requests may call the model by; by default as it is called
             here.
         max_queued_requests: sequences that may wait beyond those that run; more get 429.
@@ -49,7 +49,7 @@ class Serve:
     engine: ModelSettings = dataclasses.field(default_factory=ModelSettings)
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_key: tuple[str, ...] = ()
     api_key_file: Path | None = None
     served_model_name: tuple[str, ...] = ()
     max_queued_requests: int = 1024
@@ -71,7 +71,7 @@ class Serve:
 
         logging.basicConfig(format="%(asctime)s %(message)s")
         logging.getLogger("jaxserve").setLevel(logging.INFO)
-        settings = AppSettings(self._key(), self.max_body_bytes, self.log_requests)
+        settings = AppSettings(self._keys(), self.max_body_bytes, self.log_requests)
         if self.checkpoint_dir is not None:
             self._check_checkpoint_dir()
         names = self.served_model_name or (str(self.engine.model),)
@@ -93,22 +93,27 @@ class Serve:
         for name, least in (("max_queued_requests", 0), ("max_body_bytes", 1), ("grace_s", 0)):
             if not getattr(self, name) >= least:  # as no NaN is
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {least} or more.")
-        if self.api_key is not None and self.api_key_file is not None:
+        if self.api_key and self.api_key_file is not None:
             raise ConfigError("there is an api_key and an api_key_file; give one of them.")
         if self.trace_file is not None:
             check_output_file("trace_file", self.trace_file)
 
-    def _key(self) -> str | None:
+    def _keys(self) -> tuple[str, ...]:
         """Raises ConfigError for a key that no header could show, and a file that has none."""
-        key = self.api_key
+        keys = self.api_key
         if self.api_key_file is not None:
+            where = f"api_key_file {str(self.api_key_file)!r}"
             try:
-                key = self.api_key_file.read_text(encoding="ascii").partition("\n")[0].strip()
+                lines = self.api_key_file.read_text(encoding="ascii").splitlines()
             except (OSError, ValueError) as error:
-                raise ConfigError(f"api_key_file {str(self.api_key_file)!r}: {error}.") from None
-        if key is not None and not _KEY.fullmatch(key):
-            raise ConfigError("the API key must be printable ASCII without spaces.")
-        return key
+                raise ConfigError(f"{where}: {error}.") from None
+            keys = tuple(key for line in lines if (key := line.strip()))
+            if not keys:
+                raise ConfigError(f"{where} has no key; write one in each line.")
+        for place, key in enumerate(keys, 1):
+            if not _KEY.fullmatch(key):
+                raise ConfigError(f"API key {place} must be printable ASCII without spaces.")
+        return keys
 
     def _check_checkpoint_dir(self) -> None:
         import jax

@@ -55,6 +55,7 @@ class Addition:
     seed: int
     first_seq_id: int
     prefix: tuple[int, int] | None
+    cache_salt: str | None = None
 
     def to_json(self) -> list[Any]:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

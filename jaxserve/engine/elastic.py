@@ -128,7 +128,7 @@ class Checkpoints:
             if not self._config.enable_prefix_caching:
                 return None
             token_ids = prefix["token_ids"]
-            salt = self._intake.salt_of(prefix["tenant"])
+            salt = prefix["salt"].encode()
             return PageTable(lambda start, stop: token_ids[start:stop], salt)
 
         pages = self._paging.images(self._model.config)

@@ -103,11 +103,13 @@ class Engine:
         tenant: str | None = None,
         shared_prefix: SharedPrefix | None = None,
         grammar: Grammar | None = None,
+        cache_salt: str | None = None,
     ) -> Request:
         """Accept a request. Text is tokenized with the model's special tokens.
 
         Requests of different tenants share no cached prefix, and under `fair_share` the engine.
-        `shared_prefix` is what the prompt is known to share with those of other requests.
+        Those with different `cache_salt`s share no cached prefix either. `shared_prefix` is what
+        the prompt is known to share with those of other requests.
         `grammar` is what `prepare` has made of these params; without it, it is compiled now.
 
         Raises RequestError for anything wrong with it, before anything is changed, and
@@ -118,7 +120,7 @@ class Engine:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request.")
         if grammar is None:
             grammar = self.prepare(params)
-        wishes = priority, tenant, shared_prefix, grammar
+        wishes = priority, tenant, shared_prefix, grammar, cache_salt
         new = self._intake.make(request_id, prompt, params, *wishes)
         with interrupts_held():
             self._steps.accept(new)
@@ -377,6 +379,7 @@ class Engine:
             new.seed,
             first.seq_id,
             self._agreed.number_of(shared_prefix),
+            first.cache_salt,
         )
         self._agreed.note(added.to_json(), first.arrival_us)
 

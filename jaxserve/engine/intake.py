@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import random
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -72,14 +73,16 @@ class Intake:
         tenant: str | None,
         shared_prefix: SharedPrefix | None,
         grammar: Grammar | None,
+        cache_salt: str | None,
     ) -> NewRequest:
         """A request with its sequences, whose output is of a `grammar`, if one is wanted. Raises
         RequestError for anything wrong with it."""
         _check_params(params)
         if priority is not None:
             check_priority(priority)
-        if tenant is not None and (not isinstance(tenant, str) or not tenant):
-            raise RequestError(f"tenant is {tenant!r}; it must be a text that is not empty.")
+        for name, text in (("tenant", tenant), ("cache_salt", cache_salt)):
+            if text is not None and (not isinstance(text, str) or not text):
+                raise RequestError(f"{name} is {text!r}; it must be a text that is not empty.")
         params.check_vocabulary(self._vocab_size)
         if not isinstance(prompt, TokenizedPrompt):
             prompt = self.tokenize(prompt)
@@ -88,7 +91,7 @@ class Intake:
         prefixes = () if shared_prefix is None else (shared_prefix,)
         if params.n > 1:
             prefixes += (SharedPrefix(len(prompt.token_ids)),)
-        salt, arrival_us = self._salt(tenant), self._clock()
+        salt, arrival_us = self._salt(tenant, cache_salt), self._clock()
         sequences = [
             Sequence(
                 seq_id=next(self._seq_ids),
@@ -99,6 +102,7 @@ class Intake:
                 arrival_us=arrival_us,
                 priority=params.priority if priority is None else priority,
                 tenant=tenant,
+                cache_salt=cache_salt,
                 salt=salt,
                 prefixes=prefixes,
             )
@@ -134,6 +138,7 @@ class Intake:
             added.tenant,
             shared_prefix,
             wanted and self._grammars.get(wanted),
+            added.cache_salt,
         )
         return new._replace(seed=added.seed)
 
@@ -142,13 +147,11 @@ class Intake:
         added = dataclasses.replace(added, first_seq_id=next(self._seq_ids))
         return self.make_again(added, shared_prefix)
 
-    def salt_of(self, tenant: str | None) -> bytes:
-        """What prompts of a tenant that begin alike have in common besides."""
-        return (tenant or "").encode(errors="surrogatepass")
-
-    def _salt(self, tenant: str | None) -> bytes:
-        """Tenants share no pages; without a prefix cache only sequences of one request do."""
-        salt = self.salt_of(tenant)
+    def _salt(self, tenant: str | None, cache_salt: str | None) -> bytes:
+        """Requests of other tenants, or with other salts, share no pages; without a prefix cache
+        only sequences of one request do."""
+        parts = [tenant, cache_salt]
+        salt = b"" if parts == [None, None] else json.dumps(parts).encode()
         return salt if self._shares else salt + b"\0%d" % next(self._salts)
 
     def _bad_word_ids(self, params: SamplingParams) -> list[list[int]]:

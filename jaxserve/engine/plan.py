@@ -6,6 +6,7 @@ import dataclasses
 from typing import NamedTuple
 
 from jaxserve.engine.sequence import Sequence
+from jaxserve.runtime.buckets import StepShape
 
 
 class Chunk(NamedTuple):
@@ -25,6 +26,11 @@ class Chunk(NamedTuple):
     """Index among the sequence's output tokens of the token it samples, or will lead to."""
     slot: int
 
+    @property
+    def scored(self) -> bool:
+        """Whether the log probabilities of its prompt were asked for."""
+        return self.seq.params.prompt_logprobs is not None
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepPlan:
@@ -42,6 +48,15 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return len(self.decodes) + self.num_prefill_tokens
+
+    @property
+    def shape(self) -> StepShape:
+        """What decides which program the step runs in."""
+        shape = StepShape(len(self.decodes))
+        for chunk in self.prefills:
+            stop = chunk.start + chunk.num_tokens
+            shape = shape.plus(stop, chunk.num_tokens, scored=chunk.scored)
+        return shape
 
     @property
     def empty(self) -> bool:

@@ -37,9 +37,12 @@ POLICIES: dict[str, Policy] = {
     "orca": Policy(joins=True, pages="reserve", prefill="mixed", chunk="whole"),
     # vLLM (Kwon et al., SOSP 2023): paged KV, prompts before decodes.
     "vllm": Policy(joins=True, pages="grow", prefill="alone", chunk="whole"),
-    # Sarathi-Serve (Agrawal et al., OSDI 2024): chunked prefills that never stall a decode.
+    # Sarathi-Serve (Agrawal et al., OSDI 2024): every decode, then chunks of prompts for the rest
+    # of the token budget, so that no prefill stalls a decode. Here a chunk has a floor.
     "sarathi": Policy(joins=True, pages="grow", prefill="mixed", chunk="budget"),
-    # Dynamic SplitFuse (DeepSpeed-FastGen, 2024): every pass at the same token count.
+    # Dynamic SplitFuse (DeepSpeed-FastGen, 2024): also stall-free. As long as prompts, rows and
+    # pages last, every step prefills exactly as many tokens as the largest program takes, and so
+    # runs that program. Its decodes vary; they have rows of their own there, used or not.
     "splitfuse": Policy(joins=True, pages="grow", prefill="mixed", chunk="exact"),
     # Medha, first called Mnemosyne (Agrawal et al. 2024): steps of even time beside long prompts.
     "medha": Policy(joins=True, pages="grow", prefill="mixed", chunk="timed"),

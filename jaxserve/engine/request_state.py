@@ -64,6 +64,7 @@ class RequestState:
             seed=request.seed,
             first_seq_id=first.seq_id,
             prefix=prefix,
+            cache_salt=first.cache_salt,
         )
         scores = request.prompt_logprobs
         return cls(

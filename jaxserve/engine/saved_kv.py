@@ -44,14 +44,14 @@ class Pages(Protocol):
 class Prefix:
     """Tokens whose KV is known, and where it lies: `places` of a page each, the last part-filled.
 
-    It is a sequence's, by `request_id` and `index`; or `token_ids` of a tenant, of the cache.
+    It is a sequence's, by `request_id` and `index`; or `token_ids` under a salt, of the cache.
     """
 
     num_tokens: int
     places: list[Place]
     request_id: str | None = None
     index: int = 0
-    tenant: str | None = None
+    salt: str = ""
     token_ids: list[int] | None = None
 
 
@@ -75,7 +75,7 @@ def prefixes_of(
             yield Prefix(
                 len(token_ids),
                 [_place(node) for node in path],
-                tenant=path[0].parent.tokens.decode(errors="surrogatepass") or None,
+                salt=path[0].parent.tokens.decode(),
                 token_ids=token_ids,
             )
 

@@ -3,22 +3,27 @@
 One procedure for every policy (`policies.py`): decodes, prefills in progress, then admissions,
 within a token budget. It knows no clock and no device: state and the time in, `StepPlan` out.
 
-Liveness. Running sequences are ordered by arrival, priority counted as so much time, and the victim
-of a preemption is always the last of them. So the first can take every page it needs, `add` has
-checked that all of them fit the pool, and it finishes. Admission stops at the first waiting
-sequence that does not fit. (Those that wait for another to compute their prefix, or for a move, are
-passed over: the other runs, and moves end or are waited for no longer.) A victim returns only when
-its pages and a margin are free, which the page that displaced it rules out until another sequence
-gives pages back; and it displaces in turn only those of a worse priority. Urgency does as order
-does in the end: it has a bound, and those who reached it go by their order (`slack.py`).
+Liveness. Sequences are ordered by priority and then by arrival, or with ageing by arrival, priority
+counted as so much time (`Sequence.order`). The victim of a preemption is always the last that runs.
+So the first can take every page it needs, `add` has checked that each sequence fits the pool, and
+it finishes. Admission stops at the first waiting sequence that does not fit. (Those that wait for
+another to compute their prefix, or for a move, are passed over: the other runs, and moves end or
+are waited for no longer.) A victim returns only when its pages and a margin are free, which the
+page that displaced it rules out until another sequence gives pages back; and it displaces in turn
+only those of a worse priority. Urgency does as order does in the end: it has a bound within a
+level, and those who reached it go by their order (`slack.py`).
+
+So a sequence finishes once no more arrive that are ordered before it. With ageing these are
+finitely many, and no sequence starves. With strict levels a sequence starves for as long as those
+of better levels take all there is: that is what strict means.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
 from jaxserve.engine.admission import AdmissionRule
@@ -54,7 +59,7 @@ class Scheduler:
         self.step_time = self._slack = None
         self.waiting: WaitingQueue | FairQueue = WaitingQueue()
         if self.policy.chunk == "timed":
-            self.step_time = StepTime(config.buckets)
+            self.step_time = StepTime(config.buckets, config.num_stages)
             self._slack = RelativeSlack(self.step_time, config.target_step_us)
             self.waiting = SlackQueue(self._slack.urgency)
         if config.fair_share:
@@ -93,6 +98,8 @@ class Scheduler:
         """
         limit = kv_limit(seq, self.config.max_model_len, self.pool)
         seq.kv_limit = min(seq.kv_limit or limit, limit)  # One that was restored has its own.
+        seq.priority_ageing_us = self.config.priority_ageing_us
+        seq.set_priority(seq.priority)
         self.waiting.add(seq)
         self._unfinished[seq.seq_id] = seq
         for prefix in seq.prefixes:
@@ -126,12 +133,16 @@ class Scheduler:
         else:
             decodes = self._plan_decodes(preempted)
             prefills = self._plan_prefills(budget - len(decodes), decodes)
-        return StepPlan(tuple(decodes), tuple(prefills), tuple(preempted))
-
-    def took(self, plan: StepPlan, us: int) -> None:
-        """Learns what a step that was planned took, where the next are planned by that."""
+        plan = StepPlan(tuple(decodes), tuple(prefills), tuple(preempted))
         if self.step_time is not None:
-            self.step_time.observe(StepLoad.of(plan), us)
+            self.step_time.dispatched(StepLoad.of(plan))
+        return plan
+
+    def took(self, plans: Iterable[StepPlan], us: int) -> None:
+        """Learns what a dispatch took, where steps are planned by that. It worked on all of these
+        plans at once: one, or in a pipeline one for each stage, some of them empty."""
+        if self.step_time is not None:
+            self.step_time.observe(StepLoad.together(map(StepLoad.of, plans)), us)
 
     def collect(self, chunk: Chunk, token_id: int) -> bool:
         """Appends the token that `chunk` sampled, in dispatch order; True if it was kept.
@@ -144,7 +155,7 @@ class Scheduler:
         if seq.finished:
             return False
         seq.output_token_ids.append(token_id)
-        if seq.slot is not None and seq.num_written % self.pool.page_size == 0:
+        if seq.slot is not None:
             self.kv.written(seq.table, seq.num_written)
         return True
 
@@ -210,11 +221,7 @@ class Scheduler:
         first = next(iter(self.waiting), None)
         if first is None or self.policy.pages == "reserve" or first.num_in_flight:
             return preempted
-        displaced = [
-            seq for seq in self.running if seq.priority > first.priority and seq.order > first.order
-        ]
-        if self.config.fair_share:  # Or everyone would claim the best priority there is.
-            displaced = [seq for seq in displaced if seq.tenant == first.tenant]
+        displaced = [seq for seq in self.running if self._outranks(first, seq)]
         if not displaced or any(prefix.keeps_waiting(first) for prefix in first.prefixes):
             return preempted
         held = Counter(page for seq in displaced for page in seq.pages)
@@ -230,6 +237,14 @@ class Scheduler:
             self.preempt(seq)
             preempted.append(seq)
         return preempted
+
+    def _outranks(self, waiting: Sequence, running: Sequence) -> bool:
+        """Whether a waiting sequence goes before a running one: by a better priority that no ageing
+        outweighs. Under `fair_share` it must be of the same tenant, or all tenants would claim the
+        best priority there is."""
+        if self.config.fair_share and waiting.tenant != running.tenant:
+            return False
+        return waiting.priority < running.priority and waiting.order < running.order
 
     # Decodes
 
@@ -269,23 +284,33 @@ class Scheduler:
             )
             self._share_by_urgency(shares)
         else:
-            shares = Shares(
-                self.policy.chunk, room, config.max_prefill_chunks, config.min_chunk_tokens
-            )
+            shares = Shares(self.policy.chunk, room, config.min_chunk_tokens)
             self._share_by_order(shares)
         return [self._advance(seq, share) for seq, share in shares.taken]
 
     def _share_by_order(self, shares: Shares) -> None:
-        """Prefills in progress first, then admissions."""
+        """Prefills in progress first, then admissions, but for those that outrank them."""
         if not self.policy.joins:
             self._admit_batch()
-        for seq in self._in_progress():
-            if shares.full or not shares.take(seq, seq.remaining):
-                break
+        in_progress = deque(self._in_progress())
         if self.policy.joins:
             for seq in self.waiting:
+                self._share_in_progress(shares, in_progress, before=seq)
                 if shares.full or not self._admit_into(shares, seq):
                     break
+        self._share_in_progress(shares, in_progress)
+
+    def _share_in_progress(
+        self, shares: Shares, in_progress: deque[Sequence], before: Sequence | None = None
+    ) -> None:
+        """Gives prefills in progress their shares in turn, up to the first that a waiting sequence
+        outranks, or that gets none."""
+        while in_progress and not shares.full:
+            if before is not None and self._outranks(before, in_progress[0]):
+                return
+            seq = in_progress.popleft()
+            if not shares.take(seq, seq.remaining):
+                in_progress.clear()
 
     def _share_by_urgency(self, shares: TimedShares) -> None:
         """The most urgent first, in progress or admitted for this step."""

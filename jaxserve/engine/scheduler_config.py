@@ -15,12 +15,12 @@ class SchedulerConfig:
 
     max_num_seqs: sequences running at once, R.
     max_num_batched_tokens: token budget of a step, τ.
-    max_prefill_chunks: sequences that can prefill in one step.
     max_prefill_tokens: prefill tokens of the largest program.
     max_model_len: context limit in tokens, prompt and output.
     watermark: share of the pool that an admission leaves free for sequences already running.
     min_chunk_tokens: no prompt is split into pieces below this, its last piece excepted.
-    fair_share: admit the tenant that was served least, instead of whoever came first.
+    fair_share: admit the tenant that was served least, instead of the request that came first.
+    priority_ageing_us: waiting that one level of priority is worth; None for strict levels.
     num_stages: steps that a pipeline works on at once.
     target_step_us: predicted time that prefills keep a step within, for "timed" chunks alone.
     buckets: sizes that steps are padded to, on which their time depends.
@@ -29,12 +29,12 @@ class SchedulerConfig:
     policy: str
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_prefill_chunks: int
     max_prefill_tokens: int
     max_model_len: int
     watermark: float = 0.01
     min_chunk_tokens: int = 16
     fair_share: bool = False
+    priority_ageing_us: int | None = None
     num_stages: int = 1
     target_step_us: int | None = None
     buckets: Buckets | None = None
@@ -43,13 +43,18 @@ class SchedulerConfig:
         """Raises ConfigError when a limit is out of range or would starve prefills."""
         if self.policy not in POLICIES:
             raise ConfigError(f"unknown scheduler {self.policy!r}; one of {', '.join(POLICIES)}")
-        for name in ("max_num_seqs", "max_prefill_chunks", "min_chunk_tokens"):
+        for name in ("max_num_seqs", "min_chunk_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.max_model_len < 2:
             raise ConfigError(f"max_model_len is {self.max_model_len}; it must be at least 2")
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark is {self.watermark}; it must be in [0, 1)")
+        if self.priority_ageing_us is not None and self.priority_ageing_us < 1:
+            raise ConfigError(
+                f"priority_ageing_us is {self.priority_ageing_us}; it must be at least 1, or None "
+                "for strict levels"
+            )
         timed = POLICIES[self.policy].chunk == "timed"
         if timed != (self.target_step_us is not None) or (timed and self.buckets is None):
             raise ConfigError(

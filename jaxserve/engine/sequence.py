@@ -12,10 +12,6 @@ if TYPE_CHECKING:
     from jaxserve.engine.shared_prefix import SharedPrefix
     from jaxserve.sampling_params import SamplingParams
 
-PRIORITY_LEVEL_US = 30_000_000
-"""Waiting that one level of priority is worth. So whoever waits overtakes those of a better
-priority who came long after, and nobody starves."""
-
 
 class Status(enum.Enum):
     """Where a sequence is. RUNNING means that it holds pages and a slot, or has just used them
@@ -44,13 +40,18 @@ class Sequence:
     arrival_us: int
     priority: int = 0
     tenant: str | None = None
+    cache_salt: str | None = None
     salt: bytes = b""
     """Sequences share pages with those of the same salt alone."""
     prefixes: tuple[SharedPrefix, ...] = ()
 
-    order: tuple[int, int] = dataclasses.field(init=False)
-    """Sort key of every queue: when it came, by PRIORITY_LEVEL_US later or earlier for each level
-    of its priority (lower runs first)."""
+    priority_ageing_us: int | None = None
+    """Waiting that one level of priority is worth, set when it is added to a scheduler. None where
+    no waiting outweighs a level."""
+    order: tuple[int, int, int] = dataclasses.field(init=False)
+    """Sort key of every queue: level, time, id. With strict priorities the level is its priority
+    (lower runs first) and the time its arrival; with ageing there is one level, and the time is
+    later by `priority_ageing_us` for each level of its priority."""
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     num_in_flight: int = 0
     num_computed: int = 0
@@ -78,7 +79,11 @@ class Sequence:
     def set_priority(self, priority: int) -> None:
         """Changes its place in every queue; it must be in none."""
         self.priority = priority
-        self.order = (self.arrival_us + priority * PRIORITY_LEVEL_US, self.seq_id)
+        if self.priority_ageing_us is None:
+            self.order = (priority, self.arrival_us, self.seq_id)
+        else:
+            aged_us = self.arrival_us + priority * self.priority_ageing_us
+            self.order = (0, aged_us, self.seq_id)
 
     @property
     def pages(self) -> list[int]:

@@ -19,20 +19,17 @@ class Shares:
         self,
         rule: Literal["whole", "budget", "exact"],
         room: int,
-        max_chunks: int,
         min_chunk_tokens: int,
     ) -> None:
-        """`room` tokens for at most `max_chunks` sequences, none of them with a piece of its prompt
-        below `min_chunk_tokens`, the last one excepted."""
+        """`room` tokens in all. A piece of a prompt has `min_chunk_tokens`, or is its last."""
         self.taken: list[tuple[Sequence, int]] = []
         self._rule = rule
         self._room = room
-        self._max_chunks = max_chunks
         self._min_chunk_tokens = min_chunk_tokens
 
     @property
     def full(self) -> bool:
-        return not self._room or len(self.taken) == self._max_chunks
+        return not self._room
 
     def take(self, seq: Sequence, left: int) -> bool:
         """Gives a sequence with `left` tokens to prefill its share; False if it gets none."""
@@ -94,8 +91,7 @@ class TimedShares:
 
     @property
     def full(self) -> bool:
-        chunks = self._config.max_prefill_chunks
-        return self._load.prefill_tokens == self._room or len(self.taken) == chunks
+        return self._load.prefill_tokens == self._room
 
     def passes_over(self, seq: Sequence) -> bool:
         """Whether a sequence is long and the step has its long prefill."""
@@ -104,11 +100,11 @@ class TimedShares:
     def take(self, seq: Sequence, left: int) -> bool:
         """Gives a sequence with `left` tokens to prefill its share; False if it gets none."""
         floor, limit_us = self._config.min_chunk_tokens, self._config.target_step_us
-        start, is_long = seq.num_tokens - left, self._slack.is_long(seq)
+        is_long = self._slack.is_long(seq)
         if is_long:
             spare_us = limit_us - (self._step_time.predict(self._load) or 0)
             limit_us -= round(max(0, spare_us) * self._slack.yielded(seq))
-        share = self._share(start, left, limit_us, floor)
+        share = self._share(seq, left, limit_us, floor)
         if not share and not self.taken:
             share = min(left, self._room, max(floor, self._config.buckets.prefill_tokens[0]))
         if not share:
@@ -116,7 +112,7 @@ class TimedShares:
         if is_long:
             self._long = len(self.taken), left - share
         self.taken.append((seq, share))
-        self._load = self._load.plus(start, share)
+        self._load = self._with(seq, left, share)
         return True
 
     def give_running(self, before: Sequence | None = None) -> None:
@@ -132,18 +128,25 @@ class TimedShares:
         if self._long is not None:
             index, left = self._long
             seq, share = self.taken[index]
-            more = self._share(seq.num_tokens - left, left, self._config.target_step_us, 1)
+            more = self._share(seq, left, self._config.target_step_us, 1, extends=True)
             self.taken[index] = seq, share + more
 
-    def _share(self, start: int, left: int, limit_us: int, least: int) -> int:
-        """The most tokens from position `start` on that are in time, or 0."""
+    def _with(self, seq: Sequence, left: int, share: int, *, extends: bool = False) -> StepLoad:
+        """The step with a share of what a sequence has left."""
+        scored = seq.params.prompt_logprobs is not None
+        return self._load.plus(seq.num_tokens - left, share, scored=scored, extends=extends)
+
+    def _share(
+        self, seq: Sequence, left: int, limit_us: int, least: int, *, extends: bool = False
+    ) -> int:
+        """The most of the tokens that a sequence has left that are in time, or 0."""
         used = self._load.prefill_tokens
         most = min(left, self._room - used)
         fills = (size - used for size in reversed(self._config.buckets.prefill_tokens))
         for share in (most, *(fill for fill in fills if fill < most)):
             if share <= 0 or share < min(least, left):
                 break
-            predicted_us = self._step_time.predict(self._load.plus(start, share))
+            predicted_us = self._step_time.predict(self._with(seq, left, share, extends=extends))
             if predicted_us is not None and predicted_us <= limit_us:
                 return share
         return 0

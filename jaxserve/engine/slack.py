@@ -26,20 +26,20 @@ _MOST_YIELDED = 0.4
 
 class RelativeSlack:
     """`(arrival + deadline - now - time left) / total time` of a sequence, where times are those of
-    its prefill, predicted, and a level of priority counts as in `Sequence.order`."""
+    its prefill, predicted, and the arrival is the time of `Sequence.order`."""
 
     def __init__(self, step_time: StepTime, target_us: int) -> None:
         self._step_time = step_time
         self._target_us = target_us
         self.now_us = 0
 
-    def urgency(self, seq: Sequence) -> tuple[float, tuple[int, int]]:
-        """Sort key, the most urgent first.
+    def urgency(self, seq: Sequence) -> tuple[int, float, tuple[int, int, int]]:
+        """Sort key, the most urgent first, within a strict level of priority.
 
-        Whoever is late by as much as it was given goes by arrival: its turn comes, however many
-        arrive with less to do.
+        A sequence that is late by as much as it was given goes by its order: its turn comes,
+        however many of its level arrive with less to do.
         """
-        return max(self._slack(seq), -float(DEADLINE)), seq.order
+        return seq.order[0], max(self._slack(seq), -float(DEADLINE)), seq.order
 
     def is_long(self, seq: Sequence) -> bool:
         return self._total_us(seq) > LONG_STEPS * self._target_us
@@ -52,7 +52,7 @@ class RelativeSlack:
     def _slack(self, seq: Sequence) -> float:
         total_us = self._total_us(seq)
         left_us = self._prefill_us(seq.num_computed, seq.num_tokens)
-        due_us = seq.order[0] + DEADLINE * total_us
+        due_us = seq.order[1] + DEADLINE * total_us
         return (due_us - self.now_us - left_us) / total_us
 
     def _total_us(self, seq: Sequence) -> int:

@@ -12,11 +12,13 @@ key that it sees. It has no clock: times are measured by whoever reports them.
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple, Self
 
 from jaxserve.engine.plan import StepPlan
 from jaxserve.kv.rates import causal_pairs
-from jaxserve.runtime.buckets import Buckets, ProgramKey
+from jaxserve.runtime.buckets import Buckets, ProgramKey, StepShape
 
 MEMORY = 32
 """Steps that an estimate rests on: one so many steps old weighs 1/e of the latest."""
@@ -26,28 +28,43 @@ SURPRISE = 2
 
 
 class StepLoad(NamedTuple):
-    """What the time of a step depends on."""
+    """What the time of a step, or of a dispatch of several, depends on."""
 
     num_decodes: int = 0
     context_tokens: int = 0
     prefill_tokens: int = 0
     num_pairs: int = 0
+    lone_stop: int = 0
+    """As of StepShape."""
 
     @classmethod
     def of(cls, plan: StepPlan) -> Self:
-        pairs = (causal_pairs(c.start, c.start + c.num_tokens) for c in plan.prefills)
-        return cls(
-            len(plan.decodes),
-            sum(chunk.start + 1 for chunk in plan.decodes),
-            plan.num_prefill_tokens,
-            sum(pairs),
-        )
+        load = cls(len(plan.decodes), sum(chunk.start + 1 for chunk in plan.decodes))
+        for chunk in plan.prefills:
+            load = load.plus(chunk.start, chunk.num_tokens, scored=chunk.scored)
+        return load
 
-    def plus(self, start: int, num_tokens: int) -> Self:
-        """With one more prefill chunk, of positions `start .. start + num_tokens - 1`."""
+    @classmethod
+    def together(cls, loads: Iterable[Self]) -> Self:
+        """Of a dispatch in which each stage of a pipeline works on one of these steps: all wait for
+        the slowest, so the most of everything."""
+        return cls(*map(max, zip(*loads)))
+
+    @property
+    def shape(self) -> StepShape:
+        return StepShape(self.num_decodes, self.prefill_tokens, self.lone_stop)
+
+    def plus(
+        self, start: int, num_tokens: int, *, scored: bool = False, extends: bool = False
+    ) -> Self:
+        """With one more prefill chunk, of positions `start .. start + num_tokens - 1`; or, if it
+        `extends` the last one, with that longer by these."""
+        stop = start + num_tokens
+        shape = self.shape.plus(stop, num_tokens, scored=scored, extends=extends)
         return self._replace(
-            prefill_tokens=self.prefill_tokens + num_tokens,
-            num_pairs=self.num_pairs + causal_pairs(start, start + num_tokens),
+            prefill_tokens=shape.prefill_tokens,
+            num_pairs=self.num_pairs + causal_pairs(start, stop),
+            lone_stop=shape.lone_stop,
         )
 
 
@@ -82,8 +99,10 @@ class StepTime:
       are those that only decode.
     """
 
-    def __init__(self, buckets: Buckets) -> None:
+    def __init__(self, buckets: Buckets, num_stages: int = 1) -> None:
+        """`num_stages`: steps that a dispatch works on at once."""
         self._buckets = buckets
+        self._in_flight: deque[StepLoad] = deque(maxlen=num_stages - 1)
         self._programs: dict[ProgramKey, _Program] = {}
         self.us_per_context = self.us_per_pair = 0.0
         # Sums over observations, of products of two deviations, in units of the step's time.
@@ -91,13 +110,19 @@ class StepTime:
         # And of squares of what there was, deviation or not.
         self._contexts = self._pairs = 0.0
 
+    def dispatched(self, load: StepLoad) -> None:
+        """Takes a step, or none, as the one that enters the first stage: steps predicted from now
+        on go through the pipeline behind it."""
+        self._in_flight.append(load)
+
     def observe(self, load: StepLoad, us: int) -> None:
-        """Learns that a step took `us`. Raises ProgramMissError when no program holds it."""
-        key = self._key(load)
+        """Learns that a dispatch of this load took `us`. Raises ProgramMissError when no program
+        holds it."""
+        key = self._buckets.program([load.shape])
         program = self._programs.get(key)
         us = max(us, 1)
         if program is None:
-            bound = self.predict(load)
+            bound = self._predict(load)
             us = us if bound is None else min(us, SURPRISE * bound)
             self._programs[key] = _Program(us, load.context_tokens, load.num_pairs)
             return
@@ -112,11 +137,15 @@ class StepTime:
         self._learn(program, load, us)
 
     def predict(self, load: StepLoad) -> int | None:
-        """The microseconds a step should take, none if it is empty; None while no step of its kind
-        was observed. Raises ProgramMissError when no program holds it."""
+        """The microseconds that the dispatch should take which a step enters by, with those that
+        are in flight: 0 if there is nothing to do, None while no step of its kind was observed.
+        Raises ProgramMissError when no program holds it."""
+        return self._predict(StepLoad.together([load, *self._in_flight]))
+
+    def _predict(self, load: StepLoad) -> int | None:
         if load == StepLoad():
             return 0
-        key = self._key(load)
+        key = self._buckets.program([load.shape])
         program = self._programs.get(key)
         cost_us = self._unseen_us(key) if program is None else self._cost_us(program)
         return None if cost_us is None else max(1, round(cost_us + self._attention_us(load)))
@@ -132,9 +161,6 @@ class StepTime:
         if not rates:
             return None
         return round(min(rates) * (stop - start) + self.us_per_pair * causal_pairs(start, stop))
-
-    def _key(self, load: StepLoad) -> ProgramKey:
-        return self._buckets.pick(load.num_decodes, load.prefill_tokens)
 
     def _unseen_us(self, key: ProgramKey) -> float | None:
         """What a program never run should cost without its attention."""

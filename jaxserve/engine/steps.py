@@ -55,7 +55,7 @@ class Steps:
         self._dispatched: collections.deque[int] = collections.deque()
         self._begun_us: dict[int, int] = {}
         """When each dispatch was begun, by its number."""
-        self._read: collections.deque[StepPlan] = collections.deque()
+        self._read: collections.deque[tuple[StepPlan, ...]] = collections.deque()
         self._last_ready_us = 0
         self._step_ids = itertools.count()
         self._admitted: set[int] = set()
@@ -193,9 +193,9 @@ class Steps:
         self._begun_us = {n: us for n, us in self._begun_us.items() if n > step.number}
         if self._agreed is None:
             self._time_prefill(step, took_us)
-            self.scheduler.took(step.plan, took_us)
+            self.scheduler.took(step.together, took_us)
         else:  # The scheduler must hear the same everywhere, so host 0's times, in the next entry.
-            self._read.append(step.plan)
+            self._read.append(step.together)
             self._agreed.took(took_us)
             self._agreed.sampled(results.token_ids)
         self._last_ready_us = ready_us

@@ -60,7 +60,7 @@ class ChatCompletionRequest(GenerationFields):
             model=model,
             prompts=(self.prompt(model, self._shown_tools(model, tool_use)),),
             params=self.sampling(model, defaults, **more),
-            tenant=self.tenant,
+            cache_salt=self.cache_salt or None,
             stream=bool(self.stream),
             include_usage=self.include_usage,
             tool_use=tool_use,

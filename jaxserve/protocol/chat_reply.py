@@ -39,7 +39,7 @@ class Chat:
     model: Model
     prompts: tuple[TokenizedPrompt, ...]
     params: SamplingParams
-    tenant: str | None
+    cache_salt: str | None
     stream: bool
     include_usage: bool
     tool_use: ToolUse | None

@@ -78,7 +78,7 @@ class CompletionRequest(GenerationFields):
             model=model,
             prompts=self.prompts(model),
             params=self.sampling(model, {}, **more),
-            tenant=self.tenant,
+            cache_salt=self.cache_salt or None,
             stream=bool(self.stream),
             include_usage=self.include_usage,
             echo=bool(self.echo),
@@ -98,7 +98,7 @@ class Completion:
     model: Model
     prompts: tuple[TokenizedPrompt, ...]
     params: SamplingParams
-    tenant: str | None
+    cache_salt: str | None
     stream: bool
     include_usage: bool
     echo: bool

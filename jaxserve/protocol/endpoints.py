@@ -27,11 +27,11 @@ class Chunks(Protocol):
 
 
 class Call(Protocol):
-    """A request that was found good: its prompts, how to sample, for whom, and how to answer."""
+    """A request that was found good: its prompts, how to sample, and how to answer."""
 
     prompts: tuple[TokenizedPrompt, ...]
     params: SamplingParams
-    tenant: str | None
+    cache_salt: str | None
     stream: bool
     include_usage: bool
 

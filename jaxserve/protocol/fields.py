@@ -119,7 +119,7 @@ class GenerationFields(Fields):
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="Accepted, and of no effect.")
     cache_salt: str | None = Field(
-        None, description="The tenant: others share no cached prefix with it."
+        None, description="Requests with other salts share no cached prefix with this one."
     )
 
     temperature: StrictFloat | None = None
@@ -151,11 +151,6 @@ class GenerationFields(Fields):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def tenant(self) -> str | None:
-        """As the engine knows it."""
-        return self.cache_salt or None
 
     def check(self, model: Model) -> None:
         """Raises RequestError for a model not served, and for fields that contradict each other."""

@@ -71,10 +71,6 @@ class Snapshot:
             ),
         )
 
-    @property
-    def num_prefill_tokens(self) -> int:
-        return sum(len(row.token_ids) for row in self.prefills)
-
 
 def _row(chunk: Chunk, token_ids: list[int]) -> Row:
     stop, pages = chunk.start + chunk.num_tokens, chunk.seq.pages.copy()
@@ -86,11 +82,9 @@ class StepLayout:
     """Sizes of one program's metadata. A row is a decode or a prefill chunk, decodes first."""
 
     key: ProgramKey
-    max_chunks: int
+    max_seqs: int
     max_pages: int
     page_size: int
-    sample_rows: int
-    trash_slot: int
     seq: int = 1
     """Ranks that share each sequence: a rank has `page_size / seq` tokens of each page."""
     ring_pages: int = 0
@@ -106,12 +100,28 @@ class StepLayout:
 
     @property
     def chunks(self) -> int:
-        """Prefill chunks the program has room for."""
-        return self.max_chunks if self.key.prefill_tokens else 0
+        """Prefill chunks the program has room for: as many as its tokens could be of, since a
+        chunk has at least one, and no more than sequences that run."""
+        return 1 if self.key.ring else min(self.max_seqs, self.key.prefill_tokens)
 
     @property
     def rows(self) -> int:
         return self.key.rows + self.chunks
+
+    @property
+    def sample_rows(self) -> int:
+        """Tokens that can be sampled from: one of each sequence."""
+        return min(self.rows, self.max_seqs)
+
+    @property
+    def sample_width(self) -> int:
+        """Hidden states that every program hands to sampling, some of them padding."""
+        return self.max_seqs + (-self.max_seqs % self.tile if self.tile else 0)
+
+    @property
+    def trash_slot(self) -> int:
+        """The row of per-sequence device state that padding uses; real slots come before it."""
+        return self.max_seqs
 
     @functools.cached_property
     def fields(self) -> dict[str, tuple[slice, tuple[int, ...]]]:

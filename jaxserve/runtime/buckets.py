@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from bisect import bisect_left
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from jaxserve.errors import ConfigError, ProgramMissError
@@ -35,6 +36,28 @@ class ProgramKey(NamedTuple):
         return self.rows + self.prefill_tokens
 
 
+class StepShape(NamedTuple):
+    """What of a step decides which program it runs in.
+
+    `lone_stop` is the position after the step's only prefill chunk; 0 where there is none, or more
+    than one, or one whose prompt is scored and must stay in order.
+    """
+
+    num_decodes: int = 0
+    prefill_tokens: int = 0
+    lone_stop: int = 0
+
+    def plus(
+        self, stop: int, num_tokens: int, *, scored: bool = False, extends: bool = False
+    ) -> StepShape:
+        """With one more prefill chunk, of `num_tokens` up to position `stop`, whose prompt may be
+        `scored`; or, if it `extends` the last one, with that longer by these."""
+        lone = bool(self.lone_stop) if extends else not (self.prefill_tokens or scored)
+        return self._replace(
+            prefill_tokens=self.prefill_tokens + num_tokens, lone_stop=stop if lone else 0
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Buckets:
     """Sizes a step is padded to, each tuple ascending.
@@ -44,11 +67,14 @@ class Buckets:
     mixed_rows: of steps that also prefill, where a padded row is one token among many: none, or as
         many as there could be.
     prefill_tokens: of steps that prefill.
+    ring_contexts: for each program that there is a ring program beside, the longest context of the
+        chunk that the ring program is for.
     """
 
     rows: tuple[int, ...]
     mixed_rows: tuple[int, ...]
     prefill_tokens: tuple[int, ...]
+    ring_contexts: Mapping[ProgramKey, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def from_config(
@@ -95,10 +121,21 @@ class Buckets:
         return self.prefill_tokens[-1]
 
     def keys(self) -> tuple[ProgramKey, ...]:
-        """Every program there is, smallest first."""
+        """Every program there is but for ring programs, smallest first."""
         decode = (ProgramKey(rows, 0) for rows in self.rows)
         mixed = (ProgramKey(rows, n) for rows in self.mixed_rows for n in self.prefill_tokens)
         return tuple(sorted((*decode, *mixed), key=lambda key: (key.num_tokens, key)))
+
+    def ring_keys(self) -> tuple[ProgramKey, ...]:
+        """Every ring program."""
+        return tuple(key._replace(ring=True) for key in self.ring_contexts)
+
+    def program(self, steps: Iterable[StepShape]) -> ProgramKey:
+        """The program that a dispatch runs, which works on all of these steps: one, or in a
+        pipeline one for each stage. Raises ProgramMissError if none holds them."""
+        num_decodes, prefill_tokens, lone_stop = map(max, zip(*steps))
+        key = self.pick(num_decodes, prefill_tokens)
+        return key._replace(ring=0 < lone_stop <= self.ring_contexts.get(key, 0))
 
     def pick(self, num_decodes: int, num_prefill_tokens: int) -> ProgramKey:
         """The smallest program that holds a step. Raises ProgramMissError if there is none."""

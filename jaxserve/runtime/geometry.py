@@ -28,9 +28,6 @@ from pallas_kernels.paged_attention import KVPages, PageLayout
 from pallas_kernels.ring_attention import choose_scheme
 from sharding_rules import ACTIVATIONS, KV, MEGATRON, SEQ, STAGE, TENSOR, Rules, named_sharding
 
-MAX_PREFILL_CHUNKS = 8
-"""Sequences that can prefill in one step: each costs a row of metadata and of logits."""
-
 RING_CHUNKS = 4
 """Contexts whose keys may travel are as long as so many chunks at most: room for the longest is
 taken, and sent, whatever the context is."""
@@ -52,6 +49,7 @@ NOT_OF_PROGRAMS = (
     "kv_cache_memory_bytes",
     "compilation_cache",
     "fair_share",
+    "priority_ageing_s",
     "enable_prefix_caching",
     "host_kv_bytes",
     "disk_kv_dir",
@@ -122,13 +120,21 @@ class Geometry:
 
     @functools.cached_property
     def buckets(self) -> Buckets:
-        return Buckets.from_config(
+        buckets = Buckets.from_config(
             self.config.max_num_seqs,
             self.config.max_num_batched_tokens,
             pipelined=self.stages > 1,
             seq=self.seq,
             tiled=self.config.batch_invariant,
         )
+        page_size, contexts = self.config.page_size, {}
+        for key in buckets.keys():  # noqa: SIM118
+            # Of full chunks alone, since sends that are short wait for each other.
+            if key.prefill_tokens == buckets.max_prefill_tokens and (
+                context := self._ring_context(key)
+            ):
+                contexts[key] = -(-context // page_size) * page_size
+        return dataclasses.replace(buckets, ring_contexts=contexts)
 
     @property
     def tile(self) -> int | None:
@@ -136,10 +142,6 @@ class Geometry:
         if not self.config.batch_invariant:
             return None
         return TILE_TOKENS.get(self.device.platform, DEFAULT_TILE_TOKENS)
-
-    @property
-    def max_chunks(self) -> int:
-        return min(MAX_PREFILL_CHUNKS, self.config.max_num_seqs)
 
     @property
     def trash_slot(self) -> int:
@@ -163,21 +165,14 @@ class Geometry:
 
     @functools.cached_property
     def layouts(self) -> dict[ProgramKey, StepLayout]:
-        return {key: self._layout(key) for key in (*self.buckets.keys(), *self._ring_keys)}
+        return {key: self._layout(key) for key in (*self.buckets.keys(), *self.buckets.ring_keys())}
 
     @property
     def max_pages(self) -> int:
         """Pages of the longest sequence."""
         return -(-self.config.max_model_len // self.config.page_size)
 
-    @property
-    def _ring_keys(self) -> list[ProgramKey]:
-        """Of full chunks alone, since sends that are short wait for each other."""
-        most = self.buckets.max_prefill_tokens
-        full = [key for key in self.buckets.keys() if key.prefill_tokens == most]  # noqa: SIM118
-        return [key._replace(ring=True) for key in full if self.ring_context(key)]
-
-    def ring_context(self, key: ProgramKey) -> int:
+    def _ring_context(self, key: ProgramKey) -> int:
         """Tokens up to which the context of a whole step's one chunk is faster to send around a
         ring than the chunk itself; 0 for never, as where stages work on several chunks at once."""
         if self.seq == 1 or self.stages > 1 or key.prefill_tokens % (2 * self.seq):
@@ -203,19 +198,14 @@ class Geometry:
         return contexts[count - 1] if count else 0
 
     def _layout(self, key: ProgramKey) -> StepLayout:
-        chunks = self.max_chunks if key.prefill_tokens else 0
-        most = min(key.rows + chunks, self.config.max_num_seqs)
-        sample_rows = next(rows for rows in self.buckets.rows if rows >= most)
-        sample_rows += -sample_rows % (self.tile or 1)
+        context = self.buckets.ring_contexts.get(key._replace(ring=False), 0)
         return StepLayout(
             key=key,
-            max_chunks=self.max_chunks,
+            max_seqs=self.config.max_num_seqs,
             max_pages=self.max_pages,
             page_size=self.config.page_size,
-            sample_rows=sample_rows,
-            trash_slot=self.trash_slot,
             seq=self.seq,
-            ring_pages=-(-self.ring_context(key) // self.config.page_size) if key.ring else 0,
+            ring_pages=context // self.config.page_size if key.ring else 0,
             ring_scheme="pass_kv_both_ways" if self._links_both_ways else "pass_kv",
             tile=self.tile,
         )
@@ -295,10 +285,12 @@ class Geometry:
         fields = dataclasses.fields(state)
         return SamplingState(**{f.name: placed(getattr(state, f.name), of(f.name)) for f in fields})
 
-    @functools.cached_property
-    def sample_rows(self) -> list[int]:
-        """Rows that sampling programs are compiled for, ascending."""
-        return sorted({layout.sample_rows for layout in self.layouts.values()})
+    @property
+    def sample_rows(self) -> tuple[int, ...]:
+        """Rows that sampling programs are compiled for, ascending: a step samples from as many of
+        its hidden states as it needs, whichever program computed them."""
+        tile = self.tile or 1
+        return tuple(rows + -rows % tile for rows in self.buckets.rows)
 
     def masks(self, rows: int) -> jax.ShapeDtypeStruct:
         """Shape of the masks of a step that samples `rows`: a bit for each token."""
@@ -351,7 +343,7 @@ class Geometry:
         for name in NOT_OF_PROGRAMS:
             del config[name]
         formats = [spec.format for spec in jax.tree.leaves(self.specs)]
-        return repr((sorted(config.items()), self.model, formats, self.num_pages, self.max_chunks))
+        return repr((sorted(config.items()), self.model, formats, self.num_pages))
 
 
 def placed(array: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:

@@ -113,7 +113,7 @@ class Runner:
         sampled = (*plan.decodes, *(chunk for chunk in plan.prefills if chunk.samples))
         rows = tuple(self._rows[chunk.seq.seq_id] for chunk in sampled)
         snapshot = Snapshot.of(plan)
-        return PackedStep(plan, self._key(plan, snapshot), snapshot, sampled, rows)
+        return PackedStep(plan, self._key(plan), snapshot, sampled, rows)
 
     def dispatch(self, packed: PackedStep) -> None:
         """Call a step's programs; returns before the devices are done.
@@ -123,10 +123,11 @@ class Runner:
         """
         self.num_dispatches += 1
         self._under_way.append(packed)
-        hidden, prefill_hidden = self._forward()
+        key, together = self._key(), tuple(step.plan for step in self._under_way)
+        hidden, prefill_hidden = self._forward(key)
         oldest = self._under_way.popleft()
         if oldest is not NOTHING:
-            self.done.append(self._sampled(oldest, hidden, prefill_hidden))
+            self.done.append(self._sampled(oldest, key, together, hidden, prefill_hidden))
 
     def advance(self) -> None:
         """Let the steps under way go on by a stage, with none to follow."""
@@ -138,7 +139,12 @@ class Runner:
             self.advance()
 
     def _sampled(
-        self, packed: PackedStep, hidden: jax.Array, prefill_hidden: jax.Array
+        self,
+        packed: PackedStep,
+        key: ProgramKey,
+        together: tuple[StepPlan, ...],
+        hidden: jax.Array,
+        prefill_hidden: jax.Array,
     ) -> DispatchedStep:
         token_ids = logprobs = None
         if packed.sampled:
@@ -148,7 +154,8 @@ class Runner:
             array.copy_to_host_async()
         return DispatchedStep(
             packed.plan,
-            packed.key,
+            key,
+            together,
             packed.sampled,
             hidden,
             token_ids,
@@ -225,25 +232,13 @@ class Runner:
             shape = self.geometry.staging(_holding(MOVE_SIZES, len(some)))
             self.scatter(some, _filled(shape, np.nan))
 
-    def _key(self, plan: StepPlan, entering: Snapshot) -> ProgramKey:
-        """The program that holds a step and all that are under way with it."""
-        together = [entering, *(packed.snapshot for packed in self._under_way)]
-        key = self.geometry.buckets.pick(
-            max(len(step.decodes) for step in together),
-            max(step.num_prefill_tokens for step in together),
-        )
-        ring = key._replace(ring=True)
-        layout = self.geometry.layouts.get(ring)
-        if layout is None or len(together) > 1 or len(plan.prefills) != 1:
-            return key
-        (chunk,) = plan.prefills
-        fits = chunk.start + chunk.num_tokens <= layout.ring_pages * layout.page_size
-        return ring if fits and chunk.seq.params.prompt_logprobs is None else key
+    def _key(self, *entering: StepPlan) -> ProgramKey:
+        """The program that holds all steps under way, and those `entering`."""
+        plans = (*entering, *(packed.plan for packed in self._under_way))
+        return self.geometry.buckets.program(plan.shape for plan in plans)
 
-    def _forward(self) -> tuple[jax.Array, jax.Array]:
+    def _forward(self, key: ProgramKey) -> tuple[jax.Array, jax.Array]:
         """Hidden states to sample from and of prefill tokens, of the oldest step under way."""
-        newest = self._under_way[-1]
-        key = newest.key if newest is not NOTHING else self._key(newest.plan, newest.snapshot)
         layout = self.geometry.layouts[key]
         metadata = [layout.pack(packed.snapshot) for packed in reversed(self._under_way)]
         if self.geometry.stages > 1:
@@ -273,8 +268,8 @@ class Runner:
     def _sample(
         self, packed: PackedStep, hidden: jax.Array
     ) -> tuple[jax.Array, TokenLogprobs | None]:
-        sampled, bucket = packed.sampled, hidden.shape[1]
-        rows = packed.rows
+        sampled, rows = packed.sampled, packed.rows
+        bucket = _holding(self.geometry.sample_rows, len(sampled))
         if all(row.plain for row in rows):
             slots = np.full(bucket, self.geometry.trash_slot, np.int32)
             slots[: len(sampled)] = [chunk.slot for chunk in sampled]

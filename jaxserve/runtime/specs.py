@@ -182,12 +182,12 @@ def _between_layers(
 def _sampling_specs(geometry: Geometry) -> Iterator[ProgramSpec]:
     family, model, int32 = geometry.family, geometry.local_model, geometry.int32
     head, last_tokens = outside_layers(geometry.abstract_params), geometry.abstract_last_tokens
-    state = geometry.abstract_state
+    state, hidden = geometry.abstract_state, geometry.hidden(geometry.sample_rows[-1])
     for rows in geometry.sample_rows:
         yield ProgramSpec(
             sample_name("greedy", rows),
             functools.partial(step.greedy, family, model, geometry.tile),
-            (head, last_tokens, geometry.hidden(rows), int32(rows)),
+            (head, last_tokens, hidden, int32(rows)),
             donated=(1,),
             outputs=P(),
         )
@@ -198,7 +198,7 @@ def _sampling_specs(geometry: Geometry) -> Iterator[ProgramSpec]:
                 head,
                 last_tokens,
                 state,
-                geometry.hidden(rows),
+                hidden,
                 int32(rows, NUM_FIELDS),
                 geometry.masks(rows),
             ),

@@ -74,14 +74,15 @@ class EnginePlan:
     def scheduler(self) -> SchedulerConfig:
         """The limits of the engine's scheduler."""
         config, buckets = self.config, self.geometry.buckets
+        ageing_s = config.priority_ageing_s
         return SchedulerConfig(
             policy=config.scheduler,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_prefill_chunks=self.geometry.max_chunks,
             max_prefill_tokens=buckets.max_prefill_tokens,
             max_model_len=config.max_model_len,
             fair_share=config.fair_share,
+            priority_ageing_us=None if ageing_s is None else round(ageing_s * 1e6),
             num_stages=config.pipeline_parallel_size,
             target_step_us=config.target_step_us,
             buckets=buckets,

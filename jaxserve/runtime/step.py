@@ -46,7 +46,7 @@ def forward(
 
     `kv` holds one KVPages a layer, `last_tokens` [slots] int32 the newest token of every slot.
     Returns the pages with the step's keys and values written, the hidden states to sample from
-    [hidden, sample_rows], and those of the prefill tokens [hidden, prefill_tokens].
+    [hidden, sample_width], and those of the prefill tokens [hidden, prefill_tokens].
     """
     x, shared, addresses, sampled = begin(family, config, layout, params, last_tokens, metadata)
     kv, x = layers(
@@ -151,7 +151,18 @@ def finish(
     sampled: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """The last part of `forward`: hidden states to sample from, and of the prefill tokens."""
+    picked, of_prefill = _finish(family, config, layout, params, x, sampled)
+    return _for_sampling(layout, picked), of_prefill
 
+
+def _finish(
+    family: Family,
+    config: ModelConfig,
+    layout: StepLayout,
+    params: Params,
+    x: jax.Array,
+    sampled: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     def norm(carry, x):
         return carry, family.finish(params, config, x)
 
@@ -159,6 +170,11 @@ def finish(
     picked = hidden[:, sampled] if layout.seq == 1 else DealtTokens(layout).pick(hidden, sampled)
     own_prefill = layout.key.prefill_tokens // layout.seq
     return picked, hidden[:, layout.key.rows : layout.key.rows + own_prefill]
+
+
+def _for_sampling(layout: StepLayout, picked: jax.Array) -> jax.Array:
+    """Hidden states [hidden, sample_rows] in the one shape that sampling programs take."""
+    return jnp.pad(picked, ((0, 0), (0, layout.sample_width - layout.sample_rows)))
 
 
 def tick(
@@ -191,13 +207,13 @@ def tick(
     own = jax.tree.map(lambda array: array[0], params["layers"])
     kv, x = layers(family, config, layout, config.layer_kinds, own, kv, x, shared, addresses)
     sampled = layout.unpack(metadata[stages - 1]).sampled
-    hidden, of_prefill = finish(family, config, layout, params, x, sampled)
+    hidden, of_prefill = _finish(family, config, layout, params, x, sampled)
     x = lax.ppermute(x, STAGE, [(s, s + 1) for s in range(stages - 1)])
     carry = (
         carry[0].at[:, :rows].set(x[:, :rows]),
         carry[1].at[:, :tokens].set(x[:, rows : rows + tokens]),
     )
-    return kv, carry, parallel.of_last_stage(hidden), of_prefill
+    return kv, carry, _for_sampling(layout, parallel.of_last_stage(hidden)), of_prefill
 
 
 def greedy(
@@ -209,7 +225,8 @@ def greedy(
     hidden: jax.Array,
     slots: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """The most likely token int32 [rows] after each of hidden [hidden, rows].
+    """The most likely token int32 [rows] for the sequences in `slots` [rows], after the first of
+    hidden [hidden, sample_width].
 
     `tile` as in StepLayout. Returns `last_tokens` with the tokens in their slots, and the tokens.
     """
@@ -217,6 +234,7 @@ def greedy(
     def sample(carry, hidden):
         return carry, sample_greedy(family.logits(head, config, hidden))
 
+    hidden = hidden[:, : len(slots)]
     _, token_ids = scan_tiles(sample, (), hidden, tile, _num_real(last_tokens, slots))
     return last_tokens.at[slots].set(jnp.maximum(token_ids, 0)), token_ids
 
@@ -242,8 +260,9 @@ def general(
         return state, output
 
     slots = rows[:, SLOT]
+    arrays = (hidden[:, : len(rows)].T, rows, masks)
     count = _num_real(last_tokens, slots)
-    state, output = scan_tiles(sample, state, (hidden.T, rows, masks), tile, count, axis=0)
+    state, output = scan_tiles(sample, state, arrays, tile, count, axis=0)
     return last_tokens.at[slots].set(jnp.maximum(output.token_ids, 0)), state, output
 
 

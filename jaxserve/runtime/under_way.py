@@ -48,6 +48,9 @@ class DispatchedStep:
 
     plan: StepPlan
     key: ProgramKey
+    """The program of the dispatch that it was done with."""
+    together: tuple[StepPlan, ...]
+    """The plans that this dispatch worked on: in a pipeline one for each stage."""
     sampled: tuple[Chunk, ...]
     hidden: jax.Array
     """What was sampled from. It is waited for even where nothing was: the host must not run ahead

@@ -72,7 +72,7 @@ class GeneratedAnswer(Response):
     async def _whole(self, notes: RequestNotes, send: Send) -> None:
         call, created = self._call, int(time.time())
         notes.outputs = outputs = [None] * len(call.prompts)
-        async with self._service.follow(call, notes.request_id) as updates:
+        async with self._service.follow(call, notes.request_id, notes.tenant) as updates:
             async for number, update in updates:
                 if isinstance(update, RequestOutput):
                     outputs[number] = update
@@ -89,7 +89,7 @@ class GeneratedAnswer(Response):
         call = self._call
         chunks = call.chunks(notes.request_id, int(time.time()))
         notes.outputs = outputs = [None] * len(call.prompts)
-        async with self._service.follow(call, notes.request_id) as updates:
+        async with self._service.follow(call, notes.request_id, notes.tenant) as updates:
             await send(
                 {"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)}
             )

@@ -15,7 +15,7 @@ from jaxserve.errors import JaxserveError
 from jaxserve.protocol.errors import ErrorReply, field_error_of, reply_to
 from jaxserve.server import generation_routes, model_routes, status_routes
 from jaxserve.server.answers import JsonAnswer, error_answer
-from jaxserve.server.guards import ApiKey, BodyLimit
+from jaxserve.server.guards import ApiKeys, BodyLimit
 from jaxserve.server.request_log import RequestLog
 from jaxserve.server.service import Service
 
@@ -27,12 +27,12 @@ class AppSettings:
     """What the application is told besides the engine.
 
     Attributes:
-        api_key: who has not got it is let in to /health alone; None lets in everybody.
+        api_keys: a request must show one of them, but for /health; with none, all are served.
         max_body_bytes: of one request.
         log_requests: log a line for each request.
     """
 
-    api_key: str | None
+    api_keys: tuple[str, ...]
     max_body_bytes: int
     log_requests: bool
 
@@ -54,8 +54,8 @@ def create_app(service: Service, settings: AppSettings) -> ASGIApp:
     app.add_exception_handler(JaxserveError, _refused)
     app.add_exception_handler(Exception, _refused)
     guarded: ASGIApp = BodyLimit(app, settings.max_body_bytes, BODY_TIMEOUT_S)
-    if settings.api_key is not None:
-        guarded = ApiKey(guarded, settings.api_key)
+    if settings.api_keys:
+        guarded = ApiKeys(guarded, settings.api_keys)
     return RequestLog(guarded, settings.log_requests)
 
 

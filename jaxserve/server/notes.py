@@ -13,9 +13,11 @@ _KEY = "jaxserve.notes"
 
 @dataclasses.dataclass(eq=False)
 class RequestNotes:
-    """`outputs` has an entry for each prompt, None until that has ended."""
+    """`outputs` has an entry for each prompt, None until that has ended. `tenant` stands for the
+    API key that the request has shown, where one is needed."""
 
     request_id: str
+    tenant: str | None = None
     outputs: list[RequestOutput | None] = dataclasses.field(default_factory=list)
     client_gone: bool = False
     error: BaseException | None = None

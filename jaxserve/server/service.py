@@ -72,10 +72,10 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def follow(
-        self, call: Call, request_id: str
+        self, call: Call, request_id: str, tenant: str | None
     ) -> AsyncIterator[AsyncIterable[tuple[int, Update]]]:
         """Have the engine take in a call; within the block, what becomes of its prompts, by their
-        numbers. Leaving the block aborts what has not ended.
+        numbers. Leaving the block aborts what has not ended. `tenant` is who sent it.
 
         The engine knows them by the request's id, or where that is in use, as when a proxy gives
         one to several requests, by one made of it. A request that a checkpoint had under way is
@@ -99,7 +99,8 @@ class Service:
                     [call.prompts[number] for number in anew],
                     call.params,
                     new_ids,
-                    tenant=call.tenant,
+                    tenant=tenant,
+                    cache_salt=call.cache_salt,
                     wants_deltas=call.stream and not restored,
                 )
                 async with await submitted as updates:

@@ -36,7 +36,6 @@ def test_as_many_requests_run_at_once_as_the_rule_says(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=2000,
         max_prefill_tokens=2000,
-        max_prefill_chunks=max_num_seqs,
         max_model_len=tokens,
     )
     rule = AdmissionRule.of(scheduler.config, capacity, page_size)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_engines import CONTEXT, LONGEST, PROMPT_LENGTHS, Arrival, TinyModel, drive, preemptions
 
+from jaxserve.engine.events import Dispatched
 from jaxserve.engine.policies import POLICIES
 from jaxserve.sampling_params import SamplingParams
 
@@ -95,6 +96,16 @@ def test_every_family(tmp_path, name):
         check(model, llm.engine, everything + crowd(60), apart=True)
         if POLICIES[llm.engine.plan.config.scheduler].pages == "grow":
             assert preemptions(llm.engine) > 0
+
+
+def test_as_many_prompts_share_a_step_as_it_has_tokens_for(llama, tmp_path):
+    """A dozen at once, and each of them samples."""
+    changes = {"scheduler": "splitfuse", "max_num_seqs": 12, "max_num_batched_tokens": 12 + 48}
+    with llama.load(**changes, trace_file=tmp_path / "trace.json") as llm:
+        check(llama, llm.engine, [(index % 5, 6, True, 0, 0) for index in range(12)], apart=True)
+        steps = [record for record in llm.engine.log.records if isinstance(record, Dispatched)]
+        assert len(steps[0].prefill) == 12
+        assert not any(step.prefill for step in steps[1:])
 
 
 def test_the_model_as_one_program(llama):

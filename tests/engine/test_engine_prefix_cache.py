@@ -167,10 +167,24 @@ def test_tenants_share_nothing_and_those_without_one_do(llama, cached):
     assert [run(tenant) for tenant in tenants[-3:]] == [32] * 3
 
 
-@pytest.mark.parametrize("tenant", ["", 5, b"a"])
-def test_what_is_no_tenant_is_refused(llama, cached, tenant):
-    with pytest.raises(RequestError, match="tenant"):
-        cached.engine.add("x", llama.prompts[0], GREEDY, tenant=tenant)
+def test_salts_part_the_requests_of_a_tenant(llama, cached):
+    prompt = llama.prompts[PROMPT_LENGTHS.index(33)]
+
+    def run(tenant, salt):
+        arrival = Arrival(prompt, GREEDY, tenant=tenant, cache_salt=salt)
+        (output,) = drive(cached.engine, [arrival])
+        return cached_tokens(output)
+
+    apart = [("a", "b"), ("b", "a"), ("a", None), (None, "a"), ('a", "b', None), (None, None)]
+    assert [run(*names) for names in apart] == [0] * len(apart)
+    assert [run(*names) for names in apart[-2:]] == [32] * 2
+
+
+@pytest.mark.parametrize("name", ["tenant", "cache_salt"])
+@pytest.mark.parametrize("value", ["", 5, b"a"])
+def test_what_is_no_tenant_and_no_salt_is_refused(llama, cached, name, value):
+    with pytest.raises(RequestError, match=name):
+        cached.engine.add("x", llama.prompts[0], GREEDY, **{name: value})
 
 
 def test_without_caching_nothing_is_ever_found(llama, kv_llm_for):

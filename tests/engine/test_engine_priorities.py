@@ -13,7 +13,7 @@ from jaxserve.engine.events import Admitted, Finished, Preempted
 from jaxserve.engine.policies import POLICIES
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.scheduler_config import SchedulerConfig
-from jaxserve.engine.sequence import PRIORITY_LEVEL_US, Sequence, Status
+from jaxserve.engine.sequence import Sequence, Status
 from jaxserve.errors import RequestError
 from jaxserve.kv.books import check_books
 from jaxserve.kv.manager import KVManager
@@ -22,6 +22,8 @@ from jaxserve.sampling_params import SamplingParams
 
 SEEDED = SamplingParams(temperature=0.8, seed=5, max_tokens=LONGEST, ignore_eos=True)
 SHORT = dataclasses.replace(SEEDED, max_tokens=4)
+LEVEL_US = 30_000_000
+"""What a level of priority is worth where it ages."""
 GROWING = [name for name, policy in POLICIES.items() if policy.pages == "grow"]
 
 
@@ -143,7 +145,7 @@ def test_what_is_no_priority_is_refused_and_changes_nothing(llama, alone, engine
     assert token_ids(engine.output(request)) == alone.tokens(prompt_of(llama, 15), SHORT)
 
 
-# Starvation, on a virtual clock
+# Levels, on a virtual clock
 
 
 def make_scheduler(num_pages=21, **changes):
@@ -151,7 +153,6 @@ def make_scheduler(num_pages=21, **changes):
         policy="sarathi",
         max_num_seqs=2,
         max_num_batched_tokens=34,
-        max_prefill_chunks=2,
         max_prefill_tokens=32,
         max_model_len=64,
         min_chunk_tokens=4,
@@ -183,10 +184,55 @@ def step(scheduler):
     return plan
 
 
+def test_strict_levels_starve_the_worse_as_long_as_better_ones_come():
+    scheduler, patient = make_scheduler(), make_sequence(0, 0, priority=1)
+    scheduler.add(make_sequence(1, 0, priority=0))
+    scheduler.add(patient)
+    for seq_id in range(2, 400):
+        scheduler.add(make_sequence(seq_id, 10**9 * seq_id, priority=0))
+        step(scheduler)
+    assert patient.num_output == 0
+    while scheduler.has_work:
+        step(scheduler)
+        if patient.num_output:
+            assert not any(seq.priority < 1 for seq in scheduler.waiting)
+    assert patient.finish_reason == "length"
+
+
+def test_strict_levels_are_served_in_order_whatever_they_arrived_in():
+    """Ten levels at once, the best last: each ends before a worse one gains a token."""
+    scheduler, ended = make_scheduler(), []
+    sequences = [make_sequence(i, i, priority=-i, prompt=30, max_tokens=9) for i in range(10)]
+    for seq in sequences:
+        scheduler.add(seq)
+    while scheduler.has_work:
+        step(scheduler)
+        ended += [seq.seq_id for seq in sequences if seq.finished and seq.seq_id not in ended]
+    assert ended == list(reversed(range(10)))
+
+
+@pytest.mark.parametrize("ages", [False, True])
+def test_a_better_level_prefills_before_a_prompt_in_progress(ages):
+    """There are slots and pages for both, so none is displaced; tokens of a step are short."""
+    scheduler = make_scheduler(num_pages=41, priority_ageing_us=LEVEL_US if ages else None)
+    long = make_sequence(0, 0, priority=1, prompt=60, max_tokens=2)
+    scheduler.add(long)
+    assert [chunk.num_tokens for chunk in step(scheduler).prefills] == [32]
+    # It came so late that with ageing it goes behind.
+    urgent = make_sequence(1, 2 * LEVEL_US, priority=0, prompt=30, max_tokens=2)
+    scheduler.add(urgent)
+    first = step(scheduler).prefills[0]
+    assert first.seq is (long if ages else urgent)
+    assert long.num_preemptions == 0
+    while scheduler.has_work:
+        step(scheduler)
+
+
 @pytest.mark.parametrize("levels", [1, 3])
-def test_an_endless_row_of_urgent_requests_starves_nobody(levels):
-    """Whoever waits PRIORITY_LEVEL_US for each level is older than all that come."""
-    scheduler, now_us, step_us = make_scheduler(), 0, 1_000_000
+def test_with_ageing_an_endless_row_of_urgent_requests_starves_none(levels):
+    """One that waits LEVEL_US for each level is older than all that come."""
+    scheduler = make_scheduler(priority_ageing_us=LEVEL_US)
+    now_us, step_us = 0, 1_000_000
     patient = make_sequence(0, now_us, levels)
     scheduler.add(patient)
     began_us = None
@@ -200,22 +246,22 @@ def test_an_endless_row_of_urgent_requests_starves_nobody(levels):
             began_us = now_us
     assert patient.finished
     # It starts when all who are to go before it have come, and those among them have been served.
-    assert now_us < 12 * levels * PRIORITY_LEVEL_US
+    assert now_us < 12 * levels * LEVEL_US
 
 
 def test_one_that_overtook_by_age_is_not_displaced():
     """Preempting only those who come after it, the urgent one waits: its room is not taken by
     preempting one and not the other."""
-    scheduler = make_scheduler(num_pages=1 + 12)
+    scheduler = make_scheduler(num_pages=1 + 12, priority_ageing_us=LEVEL_US)
     old = make_sequence(1, 0, 2, prompt=16, max_tokens=9)
-    young = make_sequence(2, 3 * PRIORITY_LEVEL_US, 2, prompt=16, max_tokens=9)
+    young = make_sequence(2, 3 * LEVEL_US, 2, prompt=16, max_tokens=9)
     for seq in (old, young):
         scheduler.add(seq)
     for _ in range(3):
         step(scheduler)
     assert scheduler.num_running == 2
     # Later than both came, but of a priority that puts it between the two.
-    urgent = make_sequence(3, 3 * PRIORITY_LEVEL_US, 0, prompt=36, max_tokens=2)
+    urgent = make_sequence(3, 3 * LEVEL_US, 0, prompt=36, max_tokens=2)
     scheduler.add(urgent)
     assert old.order < urgent.order < young.order
     plan = step(scheduler)

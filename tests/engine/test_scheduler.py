@@ -18,7 +18,6 @@ def make_config(**changes) -> SchedulerConfig:
         "policy": "sarathi",
         "max_num_seqs": 4,
         "max_num_batched_tokens": 36,
-        "max_prefill_chunks": 4,
         "max_prefill_tokens": 32,
         "max_model_len": 64,
         "min_chunk_tokens": 4,
@@ -45,6 +44,27 @@ def make_sequence(seq_id: int, prompt: int, max_tokens: int | None = 8, **fields
 
 def ids(chunks) -> list[int]:
     return [chunk.seq.seq_id for chunk in chunks]
+
+
+# Pages
+
+
+@pytest.mark.parametrize("accepted", [1, 2, 3, 7])
+def test_full_pages_are_known_however_many_tokens_a_step_gains(accepted):
+    """Also those whose last token is not the last that the step gained."""
+    scheduler = make_scheduler()
+    seq, page_size = make_sequence(0, prompt=6, max_tokens=30), scheduler.pool.page_size
+    scheduler.add(seq)
+    while seq.num_tokens < 30:
+        plan = scheduler.schedule()
+        (chunk,) = (*plan.decodes, *plan.prefills)
+        if plan.decodes:  # As if it had been of more tokens than one, all of them kept.
+            seq.output_token_ids += [7] * (accepted - 1)
+            seq.num_computed += accepted - 1
+            while len(seq.pages) * page_size < seq.num_computed:
+                assert scheduler.kv.extend(seq.table)
+        assert scheduler.collect(chunk, 7)
+        assert scheduler.kv.num_known(seq.table) == seq.num_written // page_size
 
 
 # Refusals
@@ -84,8 +104,8 @@ def test_max_tokens_is_cut_to_the_context():
     ("changes", "message"),
     [
         ({"policy": "fifo"}, "unknown scheduler 'fifo'; one of static, orca, vllm"),
+        ({"priority_ageing_us": 0}, "priority_ageing_us is 0"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
-        ({"max_prefill_chunks": 0}, "max_prefill_chunks is 0"),
         ({"max_model_len": 1}, "max_model_len is 1"),
         ({"watermark": 1.0}, r"watermark is 1\.0"),
         ({"max_prefill_tokens": 3}, "at least min_chunk_tokens, 4"),

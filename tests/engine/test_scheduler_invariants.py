@@ -27,7 +27,7 @@ jobs_strategy = st.lists(
         prompt_tokens=st.integers(1, 50),
         output_tokens=st.integers(1, 20),
         max_tokens=st.one_of(st.none(), st.integers(1, 20)),
-        priority=st.integers(0, 1),
+        priority=st.integers(0, 2),
         abort_us=st.one_of(st.none(), st.none(), st.integers(200, 1500)),
     ),
     min_size=1,
@@ -51,12 +51,12 @@ def configs(draw: st.DrawFn, policy: str) -> SchedulerConfig:
         policy=policy,
         max_num_seqs=rows,
         max_num_batched_tokens=budget,
-        max_prefill_chunks=draw(st.integers(1, 4)),
         max_prefill_tokens=max_prefill,
         max_model_len=CONTEXT,
         **timed,
         watermark=draw(st.sampled_from([0.0, 0.01, 0.3])),
         min_chunk_tokens=floor,
+        priority_ageing_us=draw(st.sampled_from([None, 50])),
     )
 
 
@@ -78,7 +78,6 @@ def check_limits(scheduler: Scheduler, plan: StepPlan) -> None:
     config = scheduler.config
     assert plan.num_tokens <= config.max_num_batched_tokens
     assert plan.num_prefill_tokens <= config.max_prefill_tokens
-    assert len(plan.prefills) <= config.max_prefill_chunks
     assert len(plan.decodes) <= len(scheduler.running) <= config.max_num_seqs
     if scheduler.policy.prefill == "alone":
         assert not (plan.decodes and plan.prefills)
@@ -146,17 +145,41 @@ def check_progress(scheduler: Scheduler, plan: StepPlan) -> None:
     assert scheduler.running == sorted(scheduler.running, key=lambda seq: seq.order)
     if scheduler.policy.chunk == "timed":
         return
-    # Within a class nobody overtakes: whoever runs arrived before everyone who waits.
+    # Within a level none overtakes: those that run arrived before all that wait.
     for first in scheduler.running:
         for second in scheduler.waiting:
             assert first.priority != second.priority or first.order < second.order
+    # In all levels those admitted now go before those that still wait.
+    for seq in admitted(scheduler, plan):
+        assert all(seq.order < other.order for other in scheduler.waiting)
+
+
+def admitted(scheduler: Scheduler, plan: StepPlan) -> list[Sequence]:
+    """Those that join by this step; a batch is formed once for several."""
+    if not scheduler.policy.joins:
+        return []
+    return [chunk.seq for chunk in plan.prefills if not chunk.start]
+
+
+def check_strict(scheduler: Scheduler, plan: StepPlan) -> None:
+    """No level takes anything from a better one."""
+    for victim in plan.preempted:
+        if victim.slot is None and not victim.finished:
+            assert all(seq.priority <= victim.priority for seq in scheduler.running)
+    if scheduler.policy.chunk == "timed":
+        return  # A long prefill may be passed over for one of a worse level.
+    # Those that get no tokens now are of no better level than those that join.
+    planned = {chunk.seq.seq_id for chunk in plan.prefills}
+    idle = [seq for seq in scheduler.running if not seq.prefilled and seq.seq_id not in planned]
+    for seq in admitted(scheduler, plan):
+        assert all(seq.priority <= other.priority for other in (*idle, *scheduler.waiting))
 
 
 def check_work_conserving(scheduler: Scheduler, plan: StepPlan) -> None:
     """Exact fill: a step below the budget has nothing that it could add."""
     config, pool = scheduler.config, scheduler.pool
     most = min(config.max_num_batched_tokens, len(plan.decodes) + config.max_prefill_tokens)
-    if plan.num_tokens == most or len(plan.prefills) == config.max_prefill_chunks:
+    if plan.num_tokens == most:
         return
     assert all(seq.prefilled for seq in scheduler.running)
     if scheduler.waiting:
@@ -180,6 +203,8 @@ def check(scheduler: Scheduler, plan: StepPlan) -> None:
     check_pages(scheduler, plan)
     check_chunks(scheduler, plan)
     check_progress(scheduler, plan)
+    if scheduler.config.priority_ageing_us is None:
+        check_strict(scheduler, plan)
     if scheduler.policy.chunk == "exact":
         check_work_conserving(scheduler, plan)
     elif scheduler.policy.chunk == "timed":
@@ -214,7 +239,7 @@ def test_every_step_is_sound_and_every_sequence_ends_once(policy, jobs, data, de
 def test_a_pool_that_is_too_small_preempts_and_loses_nothing(policy, prefill, delay):
     jobs = [Job(0, 5, 12, max_tokens=12) for _ in range(6)]
     # A small prefill splits what is recomputed among the generated tokens as well.
-    config = SchedulerConfig(policy, 4, 4 + prefill, 4, prefill, CONTEXT, min_chunk_tokens=3)
+    config = SchedulerConfig(policy, 4, 4 + prefill, prefill, CONTEXT, min_chunk_tokens=3)
     preempted = Counter()
 
     def watch(scheduler: Scheduler, plan: StepPlan) -> None:

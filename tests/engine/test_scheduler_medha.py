@@ -36,7 +36,6 @@ def make_config(policy: str = "medha", **changes) -> SchedulerConfig:
         "policy": policy,
         "max_num_seqs": ROWS,
         "max_num_batched_tokens": ROWS + 512,
-        "max_prefill_chunks": 8,
         "max_prefill_tokens": 512,
         "max_model_len": 1 << 20,
         "target_step_us": TARGET_US if policy == "medha" else None,

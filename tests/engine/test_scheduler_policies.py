@@ -19,12 +19,11 @@ from jaxserve.kv.pages import PagePool
 BASE_US, PER_TOKEN_US = 1000, 10
 
 
-def make_config(policy: str, rows: int = 4, prefill: int = 32, chunks: int = 8) -> SchedulerConfig:
+def make_config(policy: str, rows: int = 4, prefill: int = 32) -> SchedulerConfig:
     return SchedulerConfig(
         policy=policy,
         max_num_seqs=rows,
         max_num_batched_tokens=rows + prefill,
-        max_prefill_chunks=chunks,
         max_prefill_tokens=prefill,
         max_model_len=2048,
         min_chunk_tokens=8,
@@ -115,9 +114,17 @@ def test_the_floor_leaves_a_hole_that_exact_fill_closes_by_splitting_two_prompts
 @given(prompts=st.lists(st.integers(1, 90), min_size=4, max_size=12))
 def test_splitfuse_fills_every_step_exactly_while_prompts_wait(prompts):
     jobs = [Job(0, prompt, 1, max_tokens=1) for prompt in prompts]
-    run = serve("splitfuse", jobs, rows=64, chunks=64)
+    run = serve("splitfuse", jobs, rows=64)
     assert [step.num_tokens for step in run.steps[:-1]] == [32] * (len(run.steps) - 1)
     assert len(run.steps) == -(-sum(prompts) // 32)
+
+
+def test_as_many_short_prompts_prefill_at_once_as_the_budget_holds():
+    jobs = [Job(0, 20, 1, max_tokens=1) for _ in range(64)]
+    run = serve("splitfuse", jobs, rows=64, prefill=512)
+    assert [step.num_tokens for step in run.steps] == [512, 512, 256]
+    singles = [Job(0, 1, 1, max_tokens=1) for _ in range(64)]
+    assert [step.num_tokens for step in serve("sarathi", singles, rows=64).steps] == [32, 32]
 
 
 # Time between tokens
@@ -189,13 +196,13 @@ def fused_iterations(jobs: list[Job], iteration_us: int) -> int:
     )
 )
 def test_fused_iterations_equal_a_slot_by_slot_simulation(jobs):
-    config = make_config("sarathi", rows=10, prefill=40, chunks=10)
+    config = make_config("sarathi", rows=10, prefill=40)
     run = simulate(jobs, config, PagePool(2000, 16), linear_us(10, 0))
     assert len(run.steps) == fused_iterations(jobs, 10)
 
 
 def test_fused_iterations_grow_with_the_gaps_as_in_flovers_experiment():
-    config = make_config("sarathi", rows=32, prefill=256, chunks=32)
+    config = make_config("sarathi", rows=32, prefill=256)
     counts = []
     for gap_ms in MEAN_GAPS_MS[::3]:
         jobs = arrivals(gap_ms, seed=0)

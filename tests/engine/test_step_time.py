@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -9,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.engine.plan import Chunk, StepPlan
+from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.step_time import StepLoad, StepTime
 from jaxserve.errors import ProgramMissError
-from jaxserve.runtime.buckets import Buckets
+from jaxserve.runtime.buckets import Buckets, ProgramKey
+from jaxserve.sampling_params import SamplingParams
 
 BUCKETS = Buckets(rows=(1, 4, 8), mixed_rows=(0, 8), prefill_tokens=(32, 64, 128))
 BASE_US, PER_TOKEN_US, PER_CONTEXT_US, PER_PAIR_US = 4000, 50, 0.5, 0.02
@@ -42,12 +45,54 @@ loads = st.builds(
 )
 
 
+def chunk_of(start: int, num_tokens: int, **params) -> Chunk:
+    seq = Sequence(0, "r0", 0, [7] * (start + num_tokens), SamplingParams(**params), 0)
+    return Chunk(seq, start, num_tokens, True, 0, 0)
+
+
 def test_the_load_of_a_plan_counts_what_is_read():
-    decodes = (Chunk(None, 9, 1, True, 0, 0), Chunk(None, 0, 1, True, 0, 1))
-    prefills = (Chunk(None, 4, 3, False, 0, 2),)
+    decodes, prefills = (chunk_of(9, 1), chunk_of(0, 1)), (chunk_of(4, 3),)
     load = StepLoad.of(StepPlan(decodes, prefills))
-    assert load == StepLoad(2, 10 + 1, 3, 5 + 6 + 7)
+    assert load == StepLoad(2, 10 + 1, 3, 5 + 6 + 7, lone_stop=7)
     assert StepLoad.of(StepPlan(decodes)).plus(4, 3) == load
+    assert StepLoad.of(StepPlan(decodes)).plus(4, 1).plus(5, 2, extends=True) == load
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        StepPlan(),
+        StepPlan((chunk_of(9, 1),)),
+        StepPlan((chunk_of(9, 1),), (chunk_of(4, 3),)),
+        StepPlan((), (chunk_of(4, 3, prompt_logprobs=0),)),
+        StepPlan((), (chunk_of(4, 3), chunk_of(0, 8), chunk_of(0, 1, prompt_logprobs=0))),
+    ],
+)
+def test_a_load_picks_the_program_that_the_plan_runs_in(plan):
+    assert StepLoad.of(plan).shape == plan.shape
+
+
+def test_a_program_is_learnt_from_the_dispatches_that_ran_it():
+    """In a pipeline a decode behind a prefill runs in the program of both."""
+    step_time = StepTime(BUCKETS, num_stages=2)
+    prefill, decode = StepLoad().plus(0, 64), StepLoad(1, 9)
+    step_time.observe(StepLoad.together([decode, prefill]), 900)
+    step_time.observe(decode, 100)
+    assert (step_time.predict(decode), step_time.predict(prefill)) == (100, 900)
+    step_time.dispatched(prefill)
+    assert step_time.predict(StepLoad()) == step_time.predict(decode) == 900
+    step_time.dispatched(StepLoad())
+    assert (step_time.predict(StepLoad()), step_time.predict(decode)) == (0, 100)
+
+
+def test_a_ring_program_is_learnt_apart():
+    ring = dataclasses.replace(BUCKETS, ring_contexts={ProgramKey(0, 128): 256})
+    step_time, lone = StepTime(ring), StepLoad().plus(0, 128)
+    step_time.observe(lone, 500)
+    step_time.observe(StepLoad().plus(0, 64).plus(0, 64), 900)
+    assert step_time.predict(lone) == step_time.predict(StepLoad().plus(128, 128)) == 500
+    for other in (StepLoad().plus(129, 128), StepLoad().plus(0, 128, scored=True)):
+        assert step_time.predict(other) == 900
 
 
 def test_it_knows_nothing_before_a_step_of_the_kind_was_seen():

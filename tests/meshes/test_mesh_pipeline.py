@@ -73,3 +73,42 @@ def check_decodes(model: TinyModel, engine: Engine, stages: int) -> None:
     tokens = GREEDY.max_tokens
     assert False not in calls[stages : stages * (tokens - 1)]
     assert len(calls) <= stages * (tokens + 1)
+
+
+def test_step_times_of_a_pipeline_are_those_of_the_programs_that_ran(answered):
+    on_mesh("PP2", check_step_times, answered)
+
+
+def check_step_times(mesh: str, directory: Path) -> None:
+    """What medha learns a program by are dispatches of that program. A decode is often in one with
+    the prefill of its successor."""
+    model = TinyModel.open(directory / "model")
+    with load(
+        model,
+        mesh,
+        scheduler="medha",
+        max_num_seqs=4,
+        max_num_batched_tokens=4 + CHUNK,
+        pages=80,
+        enable_prefix_caching=False,
+    ) as llm:
+        runner, step_time = llm.engine._runner, llm.engine.scheduler.step_time
+        forward, observe, ran, learnt = runner._forward, step_time.observe, [], []
+
+        def noted(key):
+            ran.append((runner.num_dispatches, key))
+            return forward(key)
+
+        def seen(load, us):
+            learnt.append(step_time._buckets.program([load.shape]))
+            observe(load, us)
+
+        runner._forward, step_time.observe = noted, seen
+        arrivals = [Arrival(prompt, GREEDY, 3 * i) for i, prompt in enumerate(model.prompts)]
+        drive(llm.engine, arrivals)
+        runner._forward, step_time.observe = forward, observe
+        # A dispatch whose oldest step was none tells of nothing.
+        programs = iter(key for _, key in ran)
+        assert all(key in programs for key in learnt), "in the order they ran"
+        assert len(learnt) > 100
+        assert {key.prefill_tokens > 0 for key in learnt} == {True, False}

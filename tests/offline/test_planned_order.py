@@ -72,7 +72,6 @@ def config_for(policy: str) -> SchedulerConfig:
         policy=policy,
         max_num_seqs=ROWS,
         max_num_batched_tokens=ROWS + prefill,
-        max_prefill_chunks=ROWS,
         max_prefill_tokens=prefill,
         max_model_len=CONTEXT,
         min_chunk_tokens=8,

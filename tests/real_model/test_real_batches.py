@@ -12,7 +12,7 @@ import pytest
 from golden_prompts import golden_prompts
 from mesh_engines import load, on_mesh
 from real_engines import load_alone
-from tiny_engines import Arrival, drive, preemptions
+from tiny_engines import Arrival, drive
 
 from jaxserve.llm import LLM
 from jaxserve.models.loading.checkpoint import open_checkpoint
@@ -56,15 +56,9 @@ def ways(llm: LLM) -> dict[str, list[RequestOutput]]:
     found["together"] = drive_afresh(arrivals())
     found["chunked otherwise"] = drive_afresh(arrivals([0, 1, 1, 2, 5, 7]))
 
-    scheduler, steps = llm.engine.scheduler, iter(range(10**6))
-
-    def preempt() -> None:
-        if next(steps) % 6 == 5 and scheduler.running:
-            scheduler.preempt(scheduler.running[-1])
-
-    before = preemptions(llm.engine)
-    found["preempted"] = drive_afresh(arrivals(), between=preempt)
-    assert preemptions(llm.engine) > before + 2
+    preempter = Preempter(llm.engine, seed=4, share=0.3)
+    found["preempted"] = drive_afresh(arrivals(), between=preempter)
+    assert preempter.count > 2
     return found
 
 

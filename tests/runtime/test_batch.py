@@ -18,7 +18,7 @@ PAGE_SIZE, MAX_PAGES, TRASH_SLOT = 4, 8, 9
 
 
 def layout(rows, prefill_tokens):
-    return StepLayout(ProgramKey(rows, prefill_tokens), 3, MAX_PAGES, PAGE_SIZE, 8, TRASH_SLOT)
+    return StepLayout(ProgramKey(rows, prefill_tokens), TRASH_SLOT, MAX_PAGES, PAGE_SIZE)
 
 
 def sequence(slot, prompt_length, first_page):

@@ -46,10 +46,11 @@ def test_defaults_are_the_models_and_then_the_endpoints(model):
     assert null == completion
 
 
-def test_the_cache_salt_is_the_engines_tenant(model):
+def test_the_cache_salt_is_the_engines_and_the_user_is_not(model):
     for endpoint, rest in ((COMPLETIONS, {"prompt": "hi"}), (CHAT, {"messages": MESSAGES})):
-        for salt, tenant in (("alice", "alice"), ("", None), (None, None)):
-            assert endpoint.parse(rest | {"cache_salt": salt, "user": "u"}, model).tenant == tenant
+        for salt, known in (("alice", "alice"), ("", None), (None, None)):
+            call = endpoint.parse(rest | {"cache_salt": salt, "user": "u"}, model)
+            assert call.cache_salt == known
 
 
 def test_every_field_of_sampling_arrives(model):

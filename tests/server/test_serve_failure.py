@@ -19,7 +19,7 @@ ENDLESS = {"prompt": "hi", "max_tokens": 100, "ignore_eos": True}
 
 def test_requests_and_health_tell_of_it(llama, monkeypatch):
     service = Service(["tiny"], max_queued_requests=8)
-    app = create_app(service, AppSettings(None, 1 << 20, log_requests=False))
+    app = create_app(service, AppSettings((), 1 << 20, log_requests=False))
 
     def break_once_both_run(engine):
         read = engine._engine._runner.read
@@ -63,7 +63,7 @@ def test_requests_and_health_tell_of_it(llama, monkeypatch):
 
 def test_the_server_ends_with_its_engine(llama, monkeypatch, caplog):
     """Whoever watches over it then starts another."""
-    settings = AppSettings(None, 1 << 20, log_requests=False)
+    settings = AppSettings((), 1 << 20, log_requests=False)
 
     def broken(step):
         raise RuntimeError("the device fell off the bus")

@@ -60,6 +60,37 @@ def test_a_server_is_there_before_its_model_and_keeps_to_its_key(start, tmp_path
     assert server.stop() == 0
 
 
+def test_a_fair_share_is_of_an_api_key_whatever_salts_are_sent(start, tmp_path):
+    """A client with a backlog gains nothing by a new cache_salt for each request."""
+    keys = tmp_path / "keys"
+    keys.write_text("heavy\nlight\n")
+    server = start(f"--api-key-file={keys}", "--fair-share").wait_ready()
+    heavy, light = ({"authorization": f"Bearer {key}"} for key in ("heavy", "light"))
+    body = LONG | {"max_tokens": 300}
+
+    def num_open():
+        lines = server.client.get("/metrics", headers=light).text.splitlines()
+        (line,) = [line for line in lines if line.startswith("jaxserve:open_sequences{")]
+        return float(line.split()[-1])
+
+    with ThreadPoolExecutor(16) as pool:
+        sent = [
+            pool.submit(server.post, PATH, body | {"cache_salt": f"salt {i}"}, **heavy)
+            for i in range(16)
+        ]
+        while num_open() < 16:
+            time.sleep(0.02)
+        assert server.post(PATH, SHORT, **light).status_code == 200
+        # Four were running, and four more may have begun with it. In the order of arrival it would
+        # have been the last.
+        assert sum(post.done() for post in sent) <= 8
+        assert {post.result().status_code for post in sent} == {200}
+    text = server.text()
+    assert server.post(PATH, SHORT, authorization="Bearer heavylight").status_code == 401
+    assert server.stop() == 0
+    assert "heavy" not in text and "light" not in text
+
+
 def test_a_full_queue_refuses_and_a_stopped_server_lets_requests_end(start):
     server = start("--max-queued-requests=2", "--grace-s=120").wait_ready()
     too_many = server.post(PATH, SHORT | {"n": 7, "temperature": 1})
@@ -132,7 +163,9 @@ def test_what_has_not_ended_is_taken_up_by_the_next_server(start, tmp_path):
         (["--port=99999"], "port 99999"),
         (["--host=nowhere.invalid"], "nowhere.invalid"),
         (["--api-key=a b"], "API key"),
+        (["--api-key", "good", "not good"], "API key 2"),
         (["--api-key-file=/nowhere"], "/nowhere"),
+        (["--api-key-file=/dev/null"], "/dev/null"),
         (["--grace-s=-1"], "grace_s"),
         (["--max-queued-requests=-1"], "max_queued_requests"),
         (["--trace-file=/nowhere/trace.json"], "trace_file"),

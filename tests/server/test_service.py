@@ -22,7 +22,7 @@ def run(llama, scenario, checkpoint=None) -> None:
 
     async def with_client():
         service = Service(["tiny"], max_queued_requests=8)
-        app = create_app(service, AppSettings(None, 1 << 20, log_requests=False))
+        app = create_app(service, AppSettings((), 1 << 20, log_requests=False))
         engine = await asyncio.to_thread(AsyncEngine.load, llama.path, **llama.settings())
         try:
             await service.begin(engine, checkpoint)
