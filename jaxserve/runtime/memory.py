@@ -100,7 +100,7 @@ class MemoryPlan:
         lower = self.fixed_bytes - self.weights_bytes - self.state_bytes - self.scratch_bytes
         raise MemoryPlanError(
             f"needs {_gib(self.total_bytes)} (weights {_gib(self.weights_bytes)}, KV pool "
-            f"{_gib(self.kv_bytes)}, lower tiers {_gib(lower)}, sampling state "
+            f"{_gib(self.kv_bytes)}, lower tiers {_gib(lower)}, page tables and sampling state "
             f"{_gib(self.state_bytes)}, program scratch {_gib(self.scratch_bytes)}), but "
             f"{_gib(self.limit_bytes)} may be used; {way} would fit."
         )
