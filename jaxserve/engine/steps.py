@@ -200,21 +200,21 @@ class Steps:
             self._agreed.sampled(results.token_ids)
         self._last_ready_us = ready_us
         kept = [
-            (row, chunk, token_id)
+            (row, chunk.seq.seq_id, token_id)
             for row, (chunk, token_id) in enumerate(zip(results.sampled, results.token_ids))
             if self.scheduler.collect(chunk, token_id)
         ]
         self.log.collected(
             step_id,
-            [chunk.seq.seq_id for _, chunk, _ in kept],
+            [seq_id for _, seq_id, _ in kept],
             begin_us=begin_us,
             ready_us=ready_us,
         )
         if results.prompt_logprobs is not None:
             self._collect_prompt_logprobs(step.plan, results.prompt_logprobs)
         touched: dict[str, Request] = {}
-        for row, chunk, token_id in kept:
-            request, generation = self._owner[chunk.seq.seq_id]
+        for row, seq_id, token_id in kept:
+            request, generation = self._owner[seq_id]
             touched[request.request_id] = request
             self._append(request, generation, token_id, row, results)
         return list(touched.values())

@@ -147,9 +147,7 @@ class StepLayout:
     @functools.cached_property
     def fields(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
         """Name of each field with its place in the vector and its shape."""
-        updates = table_updates(
-            self.key.rows, self.chunks, self.key.prefill_tokens, self.page_size
-        )
+        updates = table_updates(self.key.rows, self.chunks, self.key.prefill_tokens, self.page_size)
         shapes = {
             "updates": (updates, 3),
             "context": (self.rows,),

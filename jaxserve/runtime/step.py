@@ -1,9 +1,9 @@
 """The functions that become programs: forward a batch, sample a token.
 
 They are pure, their shapes are fixed by a StepLayout, and what they replace (KV pages, page tables,
-last tokens, sampling state) is donated to them. The model is one program, `forward`, or three kinds of
-them, `begin`, `layers` and `finish`, of which the middle one serves every group of layers that are
-alike (docs/decisions/002-programs.md).
+last tokens, sampling state) is donated to them. The model is one program, `forward`, or three kinds
+of them, `begin`, `layers` and `finish`, of which the middle one serves every group of layers that
+are alike (docs/decisions/002-programs.md).
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
@@ -150,10 +151,11 @@ class TablesOfSteps(RuleBasedStateMachine):
     in the later stages of a pipeline, which a step reaches when the host's have changed again."""
 
     STAGES = 3
+    layout = layout(rows=5, prefill_tokens=24)
+    unpack = staticmethod(jax.jit(layout.unpack))
 
     def __init__(self):
         super().__init__()
-        self.layout = layout(rows=5, prefill_tokens=24)
         self.tables = [empty_tables()] * self.STAGES
         self.slots = list(range(TRASH_SLOT))
         self.running: list[Sequence] = []
@@ -225,7 +227,7 @@ class TablesOfSteps(RuleBasedStateMachine):
             row[0, : len(pages)] = pages
             self.tables[stage] = set_tables(1, self.tables[stage], jnp.array([slot]), row)
         vector = jnp.asarray(self.layout.pack(snapshot))
-        self.tables[stage], step = self.layout.unpack(self.tables[stage], vector)
+        self.tables[stage], step = self.unpack(self.tables[stage], vector)
         rows = np.asarray(step.addresses.batch.tables)
         read = [*rows[:num_decodes], *rows[self.layout.key.rows :]]
         for row, pages in itertools.zip_longest(read, expected, fillvalue=[]):
