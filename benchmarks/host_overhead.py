@@ -1,8 +1,15 @@
-"""What the host spends on a step: scheduling, packing and logging, beside the step itself.
+"""CPU time of the host for each token: planning, packing, calling programs, reading, text.
 
-Runs the real engine on SmolLM2 with 64 sequences decoding, and reads the event log. The KV manager,
-with a tier in the host's memory beside the device's, is timed call by call; its time is part of
-scheduling, and of collecting a step's tokens.
+Runs the real engine on a model of one small layer with SmolLM2's vocabulary and tokenizer, all
+sequences decoding, with text, stop strings and end-of-sequence rules on. The parts are the methods
+that a step calls, timed by the CPU time of the engine's thread, so that neither other work on the
+machine nor waiting for the device counts. Of steps in which every sequence decodes the median is
+taken, in a second run of the same requests: a tokenizer spells each token once. Text is a part of
+collecting: the same tokens are pushed through new detokenizers afterwards.
+
+On CPUs, calling a small program can mean running it in the thread that calls, and reading its
+results means waiting, not always asleep. Both, "dispatch" and "read", are therefore kept out of
+"host", which is all else that a step takes.
 
     python benchmarks/host_overhead.py
 """
@@ -11,108 +18,147 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
+import json
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from table import print_table
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.events import Dispatched
-from jaxserve.kv.manager import KVManager
+from jaxserve.models.loading.checkpoint import open_checkpoint
+from jaxserve.text import Detokenizer, Tokenizer
 
-POLLED = ("poll", "operations")
-ASKED = (
-    "match",
-    "fits",
-    "take",
-    "extend",
-    "written",
-    "release",
-    "forsake",
-    "prefers_swap",
-    "evict",
-)
+PROMPT_TOKENS = 16, 80
+"""Prompts are of different lengths, so that some steps begin pages, and others none."""
+PREFILL_TOKENS = 128
+STOP = ("\n\nUser:", "<|end|>")
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "vocab_size": 49152,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+}
 
 
 class Stopwatch:
-    """Times the calls that an engine makes of its KV manager."""
+    """CPU time of this thread in calls of some methods, by step."""
 
-    def __init__(self, kv: KVManager) -> None:
-        self.ns = 0
-        self.num_asked = 0
-        """Calls that a step only makes when it has something for the manager to do."""
-        for name in POLLED + ASKED:
-            setattr(kv, name, self._timed(getattr(kv, name), asked=name in ASKED))
+    def __init__(self) -> None:
+        self.ns: dict[str, int] = {}
 
-    def reset(self) -> None:
-        self.ns = self.num_asked = 0
+    def time(self, part: str, owner: Any, method: str) -> None:
+        call = getattr(owner, method)
 
-    def _timed(self, call: Callable, asked: bool) -> Callable:
         @functools.wraps(call)
         def timed(*arguments, **settings):
-            begin = time.perf_counter_ns()
+            begin = time.thread_time_ns()
             result = call(*arguments, **settings)
-            self.ns += time.perf_counter_ns() - begin
-            self.num_asked += asked
+            self.ns[part] = self.ns.get(part, 0) + time.thread_time_ns() - begin
             return result
 
-        return timed
+        setattr(owner, method, timed)
+
+    def take(self) -> dict[str, int]:
+        """Nanoseconds since the last call, by part."""
+        ns, self.ns = self.ns, {}
+        return ns
 
 
-def manager_us(engine: Engine, sequences: int) -> tuple[list[float], list[float]]:
-    """Microseconds of the manager in each step with all sequences decoding, until the engine has
-    nothing left to do: steps with nothing for it to do, and the others."""
-    watch = Stopwatch(engine.kv)
-    idle, busy = [], []
+def write_model(directory: Path) -> Tokenizer:
+    """A config to make random weights of, and SmolLM2's tokenizer."""
+    tokenizer = open_checkpoint().tokenizer()
+    tokenizer.save(directory)
+    (directory / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    return tokenizer
+
+
+def watched(engine: Engine) -> Stopwatch:
+    """Times the parts of an engine's steps."""
+    watch = Stopwatch()
+    watch.time("schedule", engine.scheduler, "schedule")
+    watch.time("pack", engine._runner, "pack")
+    watch.time("dispatch", engine._runner, "dispatch")
+    watch.time("read", engine._runner, "read")
+    watch.time("collect", engine._steps, "_collect")
+    watch.time("step", engine, "step")
+    return watch
+
+
+def step_times(
+    engine: Engine, watch: Stopwatch, sequences: int, new_tokens: int
+) -> tuple[list[dict[str, int]], list[list[int]]]:
+    """Nanoseconds of each step with all sequences decoding, by part, and the outputs' tokens."""
+    rng, steps = np.random.default_rng(0), []
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, stop=STOP)
+    requests = [
+        engine.add(str(index), rng.integers(1000, 49000, int(length)).tolist(), params)
+        for index, length in enumerate(rng.integers(*PROMPT_TOKENS, sequences))
+    ]
     while engine.has_work:
-        watch.reset()
-        engine.step()
-        last = engine.log.records
-        step = next((r for r in reversed(last) if isinstance(r, Dispatched)), None)
-        if step is not None and step.decode_rows == sequences:
-            (busy if watch.num_asked else idle).append(watch.ns / 1000)
-    return idle, busy
+        touched = engine.step()
+        begin = time.thread_time_ns()
+        for request in touched:
+            request.take_deltas()
+        delivered = time.thread_time_ns() - begin
+        ns = watch.take() | {"deliver": delivered}
+        if len(touched) == sequences and engine.scheduler.num_running == sequences:
+            steps.append(ns)
+    return steps, [list(request.generations[0].seq.output_token_ids) for request in requests]
+
+
+def text_ns(tokenizer: Tokenizer, outputs: list[list[int]]) -> float:
+    """Nanoseconds of CPU time that text takes for a token."""
+    for _ in range(2):  # The second time all tokens have been seen.
+        detokenizers = [Detokenizer(tokenizer, stop=STOP) for _ in outputs]
+        begin = time.thread_time_ns()
+        for detokenizer, output in zip(detokenizers, outputs):
+            for token_id in output:
+                detokenizer.push((token_id,))
+        took = time.thread_time_ns() - begin
+    return took / sum(map(len, outputs))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--new-tokens", type=int, default=160)
     arguments = parser.parse_args()
-    rng = np.random.default_rng(0)
-    # Keeping the events costs what a trace file would.
-    with LLM(
-        max_num_seqs=arguments.sequences, host_kv_bytes=64 << 20, trace_file="/dev/null"
-    ) as llm:
-        engine = llm.engine
-        params = SamplingParams(temperature=0, max_tokens=arguments.new_tokens, ignore_eos=True)
-        # Of different lengths, so that some steps begin pages, and others none.
-        for index, length in enumerate(rng.integers(16, 80, arguments.sequences)):
-            engine.add(str(index), rng.integers(1000, 49000, int(length)).tolist(), params)
-        idle, busy = manager_us(engine, arguments.sequences)
-        steps = [record for record in engine.log.records if isinstance(record, Dispatched)]
-    full = [step for step in steps if step.decode_rows == arguments.sequences]
-    between = [after.time_us - before.time_us for before, after in itertools.pairwise(full)]
-    step_us = statistics.median(between)
-    rows = []
-    for name, values in (
-        ("KV manager, nothing to do", idle),
-        ("KV manager, pages begin or end", busy),
-        ("schedule", [step.schedule_us for step in full]),
-        ("pack", [step.pack_us for step in full]),
-        ("schedule and pack", [step.schedule_us + step.pack_us for step in full]),
-        ("step", between),
-    ):
-        median = statistics.median(values)
-        rows.append((name, len(values), median, max(values), 100 * median / step_us))
+    columns = []
+    with tempfile.TemporaryDirectory() as name:
+        tokenizer = write_model(Path(name))
+        for count in arguments.sequences:
+            settings = {"max_num_seqs": count, "max_num_batched_tokens": count + PREFILL_TOKENS}
+            with LLM(name, load_format="dummy", **settings) as llm:
+                watch = watched(llm.engine)
+                for _ in range(2):  # A served vocabulary has been seen, too.
+                    steps, outputs = step_times(llm.engine, watch, count, arguments.new_tokens)
+            us = {
+                part: statistics.median(step[part] for step in steps) / 1000 / count
+                for part in ("schedule", "pack", "dispatch", "read", "collect", "deliver", "step")
+            }
+            us["text"] = text_ns(tokenizer, outputs) / 1000
+            us["collect"] -= us["text"] + us["read"]
+            us["host"] = us["step"] - us["dispatch"] - us["read"] + us["deliver"]
+            columns.append(us)
+    parts = ("schedule", "pack", "collect", "text", "deliver", "host", "dispatch", "read")
     print_table(
-        f"Host time of a step with {arguments.sequences} sequences decoding",
-        ("part", "steps", "median us", "max us", "% of a step"),
-        rows,
+        "CPU time of the engine's thread, microseconds a token",
+        ("part", *(f"{count} sequences" for count in arguments.sequences)),
+        [(part, *(column[part] for column in columns)) for part in parts],
     )
 
 

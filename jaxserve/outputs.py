@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -76,8 +76,7 @@ class RequestOutput:
     error: str | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):
     """What one sequence of a streamed request gained: text that is now certain, and its tokens.
 
     Text may lag behind the tokens (half a character, the beginning of a stop string). The last

@@ -61,7 +61,7 @@ def _memory(decided: EnginePlan) -> str:
             ("MEMORY" if memory.num_devices == 1 else "MEMORY OF EACH DEVICE", ""),
             ("weights", size(memory.weights_bytes)),
             (f"KV pool, {memory.num_pages:,} pages of {memory.page_size}", size(memory.kv_bytes)),
-            ("sampling state", size(memory.state_bytes)),
+            ("page tables, sampling state", size(memory.state_bytes)),
             ("program scratch", size(memory.scratch_bytes)),
             *_lower_tiers(memory),
             ("total", size(memory.total_bytes)),

@@ -55,8 +55,9 @@ class Generation:
         self.delta: list[Delta] = []
         self._tokenizer = tokenizer
         params = seq.params
-        self._eos = frozenset() if params.ignore_eos else eos_token_ids
-        self._stop_ids = frozenset(params.stop_token_ids)
+        self._stops = {token_id: Stop("stop", token_id) for token_id in params.stop_token_ids}
+        if not params.ignore_eos:
+            self._stops |= dict.fromkeys(eos_token_ids, Stop("stop"))
         self._detokenizer = None
         if tokenizer is not None and params.detokenize:
             self._detokenizer = Detokenizer(
@@ -115,16 +116,10 @@ class Generation:
         if entry is not None:
             self._logprobs.append(entry)
             self._cumulative_logprob += entry[token_id].logprob
-        self.delta.append(
-            Delta(
-                index=self.seq.index,
-                text=text,
-                token_ids=(token_id,),
-                logprobs=None if entry is None else [entry],
-                finish_reason=stop.reason if stop else None,
-                stop_reason=stop.stop_reason if stop else None,
-            )
-        )
+        delta = Delta(self.seq.index, text, (token_id,), None if entry is None else [entry])
+        if stop is not None:
+            delta = delta._replace(finish_reason=stop.reason, stop_reason=stop.stop_reason)
+        self.delta.append(delta)
         return stop
 
     def end(self, reason: FinishReason) -> None:
@@ -147,11 +142,9 @@ class Generation:
     def _stops_at(self, token_id: int) -> Stop | None:
         seq = self.seq
         count = len(seq.output_token_ids)
-        if count >= seq.params.min_tokens:
-            if token_id in self._eos:
-                return Stop("stop")
-            if token_id in self._stop_ids:
-                return Stop("stop", token_id)
+        stop = self._stops.get(token_id)
+        if stop is not None and count >= seq.params.min_tokens:
+            return stop
         return Stop("length") if count >= seq.max_tokens else None
 
     def _entry(self, token_id: int, scores: TokenScores) -> dict[int, Logprob]:

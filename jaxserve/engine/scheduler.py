@@ -152,11 +152,13 @@ class Scheduler:
         """
         seq = chunk.seq
         seq.num_in_flight -= 1
-        if seq.finished:
+        if seq.status is Status.FINISHED:
             return False
         seq.output_token_ids.append(token_id)
         if seq.slot is not None:
-            self.kv.written(seq.table, seq.num_written)
+            num_written = seq.num_written
+            if num_written // self.pool.page_size > len(seq.table.nodes):
+                self.kv.written(seq.table, num_written)
         return True
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
@@ -255,14 +257,15 @@ class Scheduler:
         one part in as many as there are stages, so that every stage has one to work on.
         """
         page_size = self.pool.page_size
-        most = math.ceil(sum(seq.prefilled for seq in self.running) / self.config.num_stages)
+        prefilled = sum(seq.num_computed >= seq.prefill_end for seq in self.running)
+        most = math.ceil(prefilled / self.config.num_stages)
         chunks = []
         for seq in tuple(self.running):
             if seq.slot is None or len(chunks) == most:
                 break  # Preempted by one before it, and so is everyone behind it.
             if seq.num_computed < seq.prefill_end or seq.ready_at > self._num_steps:
                 continue
-            if seq.num_computed == len(seq.pages) * page_size:
+            if seq.num_computed == len(seq.table.pages) * page_size:
                 while seq.slot is not None and not self.kv.extend(seq.table):
                     preempted.append(self.running[-1])
                     self.preempt(self.running[-1])

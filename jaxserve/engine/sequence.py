@@ -122,14 +122,9 @@ class Sequence:
         return self.num_tokens - self.num_computed
 
     @property
-    def prefilled(self) -> bool:
-        """Whether its next token is fed from the device and not from the host."""
-        return self.status is Status.RUNNING and self.num_computed >= self.prefill_end
-
-    @property
     def max_tokens(self) -> int:
         """The most tokens it may sample: `params.max_tokens` within the context limit."""
-        return self.kv_limit - self.num_prompt + 1
+        return self.kv_limit - len(self.prompt_token_ids) + 1
 
     @property
     def finished(self) -> bool:

@@ -113,13 +113,13 @@ class Steps:
         """Plans a step as of `now_us` and dispatches it, then reads what is done before it. Returns
         the requests that gained tokens or ended."""
         planned = self._dispatch(now_us)
-        done, touched = self._runner.done, {}
+        done = self._runner.done
+        touched: dict[str, Request] = {}
         if not planned and not done:
             self._paging.wait()
         ahead = _DISPATCHES_AHEAD if planned else 0
         while done and self._runner.num_dispatches - done[0].number >= ahead:
-            for request in self._collect(self._dispatched.popleft(), done.popleft()):
-                touched[request.request_id] = request
+            self._collect(self._dispatched.popleft(), done.popleft(), touched)
         return list(touched.values())
 
     def _dispatch(self, now_us: int) -> bool:
@@ -183,7 +183,8 @@ class Steps:
 
     # Reading
 
-    def _collect(self, step_id: int, step: DispatchedStep) -> list[Request]:
+    def _collect(self, step_id: int, step: DispatchedStep, touched: dict[str, Request]) -> None:
+        """Read a step, and add the requests that gained tokens by it to `touched`, by id."""
         begin_us = self.log.now()
         results = self._runner.read(step)
         ready_us = self.log.now()
@@ -200,24 +201,22 @@ class Steps:
             self._agreed.sampled(results.token_ids)
         self._last_ready_us = ready_us
         kept = [
-            (row, chunk, token_id)
+            (row, chunk.seq.seq_id, token_id)
             for row, (chunk, token_id) in enumerate(zip(results.sampled, results.token_ids))
             if self.scheduler.collect(chunk, token_id)
         ]
         self.log.collected(
             step_id,
-            [chunk.seq.seq_id for _, chunk, _ in kept],
+            [seq_id for _, seq_id, _ in kept],
             begin_us=begin_us,
             ready_us=ready_us,
         )
         if results.prompt_logprobs is not None:
             self._collect_prompt_logprobs(step.plan, results.prompt_logprobs)
-        touched: dict[str, Request] = {}
-        for row, chunk, token_id in kept:
-            request, generation = self._owner[chunk.seq.seq_id]
+        for row, seq_id, token_id in kept:
+            request, generation = self._owner[seq_id]
             touched[request.request_id] = request
             self._append(request, generation, token_id, row, results)
-        return list(touched.values())
 
     def _time_prefill(self, step: DispatchedStep, us: int) -> None:
         """Has the rates learn from a step that was large, and mostly prefill."""

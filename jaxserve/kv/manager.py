@@ -178,7 +178,7 @@ class KVManager:
                 node = table.nodes[index]
                 node.keep = keep or node.pins > 0 or self.pool.refs(page) > 1
             self._let_go(page, node)
-        table.pages, table.nodes, table.num_cached = [], [], 0
+        table.clear()
 
     def forsake(self, table: PageTable) -> None:
         """Lets go of what a preempted sequence meant to come back to."""
@@ -308,7 +308,7 @@ class KVManager:
             page = table.pages[index]
             self.pool.share(known.device)
             self._file(known)
-            table.pages[index] = known.device
+            table.replace(index, known.device)
             table.nodes.append(known)
             self._let_go(page, own)
         return True

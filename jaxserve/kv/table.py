@@ -28,6 +28,7 @@ class PageTable:
         "fetches",
         "nodes",
         "num_cached",
+        "num_uploaded",
         "pages",
         "pinned",
         "salt",
@@ -44,10 +45,27 @@ class PageTable:
         """Moves into its pages that it waits for."""
         self.num_cached = 0
         """Tokens whose KV it was given when it last took its pages."""
+        self.num_uploaded = 0
+        """First pages that the device's copy of the table has, or is about to have."""
         self.salt = salt
         self._token_ids = token_ids
         self._packed = bytearray()
         self._keys = [salt_key(salt)]
+
+    def replace(self, index: int, page: int) -> None:
+        """Puts another page with the same contents in place of one."""
+        self.pages[index] = page
+        self.num_uploaded = min(self.num_uploaded, index)
+
+    def clear(self) -> None:
+        """Forgets its pages, which others may have from now on."""
+        self.pages, self.nodes, self.num_cached, self.num_uploaded = [], [], 0, 0
+
+    def take_changes(self) -> tuple[int, list[int]]:
+        """The first index whose page the device's copy lacks, and the pages from there on; from
+        now on they count as uploaded."""
+        first, self.num_uploaded = self.num_uploaded, len(self.pages)
+        return first, self.pages[first:]
 
     def tokens(self, start: int, stop: int) -> bytes:
         """The tokens at positions start .. stop - 1, packed. They must be known."""

@@ -2,21 +2,33 @@
 
 The layout of the vector is fixed by the program's key and stated once, in `StepLayout.fields`;
 `pack` fills it on the host and `unpack` slices it on the device.
+
+Page tables stay on the device, int32 [slots + 1, max_pages], a row for each slot and one for
+padding. A step uploads what has changed in the tables of its rows since their last step, and
+`unpack` applies that first. Changes beyond the few pages that a step usually adds, as when a
+sequence is admitted with a long prompt, are whole rows that a program of its own writes before the
+step (`set_tables`). Programs run in the order they were dispatched, so a table, and a slot, may be
+given to another sequence as soon as a step is packed. In a pipeline each stage has its own tables
+and applies a step's changes when that step reaches it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Sequence as SequenceOf
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxserve.engine.plan import Chunk, StepPlan
+from jaxserve.kv.pages import TRASH_PAGE
 from jaxserve.runtime.buckets import ProgramKey
 from pallas_kernels.paged_attention import RaggedBatch
+from sharding_rules import STAGE
 
 
 class Addresses(NamedTuple):
@@ -43,38 +55,64 @@ class StepInputs(NamedTuple):
     addresses: Addresses
 
 
-class Row(NamedTuple):
-    """One chunk of a plan with what the scheduler may change: its pages, and its tokens unless it
-    is a decode, whose one token lies on the device. `stop` is the position after its last."""
+class Prefill(NamedTuple):
+    """One prefill chunk of a plan. `stop` is the position after its last token."""
 
     stop: int
     slot: int
-    pages: list[int]
     token_ids: list[int]
     samples: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """A plan as it is before the next call of `schedule`, decodes first."""
+    """A plan as it is before the next call of `schedule`.
 
-    decodes: tuple[Row, ...] = ()
-    prefills: tuple[Row, ...] = ()
+    `stops` and `slots` are of its decodes. `updates` are the entries of page tables to change, as
+    (slot, index, page), and `tables` the pages of slots of which too many change for that. Taking
+    a snapshot counts both as uploaded: its step must be dispatched.
+    """
+
+    stops: SequenceOf[int] = ()
+    slots: SequenceOf[int] = ()
+    prefills: SequenceOf[Prefill] = ()
+    updates: SequenceOf[tuple[int, int, int]] = ()
+    tables: SequenceOf[tuple[int, list[int]]] = ()
 
     @classmethod
-    def of(cls, plan: StepPlan) -> Snapshot:
+    def of(cls, plan: StepPlan, page_size: int) -> Snapshot:
+        updates, tables = [], []
+        room = table_updates(
+            len(plan.decodes), len(plan.prefills), plan.num_prefill_tokens, page_size
+        )
+        for chunk in (*plan.decodes, *plan.prefills):
+            table = chunk.seq.table
+            if table.num_uploaded == len(table.pages):
+                continue
+            first, pages = table.take_changes()
+            if len(updates) + len(pages) <= room:
+                updates += [(chunk.slot, index, page) for index, page in enumerate(pages, first)]
+            else:
+                tables.append((chunk.slot, table.pages.copy()))
         return cls(
-            tuple(_row(chunk, []) for chunk in plan.decodes),
-            tuple(
-                _row(chunk, chunk.seq.token_ids(chunk.start, chunk.start + chunk.num_tokens))
-                for chunk in plan.prefills
-            ),
+            [chunk.start + 1 for chunk in plan.decodes],
+            [chunk.slot for chunk in plan.decodes],
+            [_prefill(chunk) for chunk in plan.prefills],
+            updates,
+            tables,
         )
 
 
-def _row(chunk: Chunk, token_ids: list[int]) -> Row:
-    stop, pages = chunk.start + chunk.num_tokens, chunk.seq.pages.copy()
-    return Row(stop, chunk.slot, pages, token_ids, chunk.samples)
+def _prefill(chunk: Chunk) -> Prefill:
+    stop = chunk.start + chunk.num_tokens
+    return Prefill(stop, chunk.slot, chunk.seq.token_ids(chunk.start, stop), chunk.samples)
+
+
+def table_updates(decodes: int, chunks: int, prefill_tokens: int, page_size: int) -> int:
+    """Entries of page tables that a step can change: a page for each decode, and those that its
+    chunks fill. It grows with each of the sizes, so what fits a step fits every program that
+    holds the step."""
+    return decodes + chunks + prefill_tokens // page_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,12 +164,13 @@ class StepLayout:
     @functools.cached_property
     def fields(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
         """Name of each field with its place in the vector and its shape."""
+        updates = table_updates(self.key.rows, self.chunks, self.key.prefill_tokens, self.page_size)
         shapes = {
-            "tables": (self.rows, self.max_pages),
+            "updates": (updates, 3),
             "context": (self.rows,),
             "starts": (self.rows,),
             "lengths": (self.rows,),
-            "slots": (self.key.rows,),
+            "slots": (self.rows,),
             "prefill_ids": (self.key.prefill_tokens,),
             "sampled": (self.sample_rows,),
         }
@@ -147,26 +186,36 @@ class StepLayout:
         """Length of the vector in int32 elements."""
         return max(place.stop for place, _ in self.fields.values())
 
-    def pack(self, step: Snapshot) -> np.ndarray:
-        """The vector for `step`."""
+    @functools.cached_property
+    def _padding(self) -> np.ndarray:
+        """The vector of a step without tokens."""
         vector = np.zeros(self.size, np.int32)
-        views = {name: vector[place].reshape(shape) for name, (place, shape) in self.fields.items()}
-        tables, num_decodes = views["tables"], len(step.decodes)
-        for row, decode in enumerate(step.decodes):
-            tables[row, : len(decode.pages)] = decode.pages
-        views["context"][:num_decodes] = [decode.stop for decode in step.decodes]
-        views["starts"][: self.key.rows] = np.arange(self.key.rows)
+        views = self._views(vector)
+        views["updates"][:, 0] = self.trash_slot
+        views["starts"][:] = np.minimum(np.arange(self.rows), self.key.rows)
         views["lengths"][: self.key.rows] = 1
         views["slots"][:] = self.trash_slot
-        views["slots"][:num_decodes] = [decode.slot for decode in step.decodes]
+        return vector
+
+    def _views(self, vector: Any) -> dict[str, Any]:
+        return {name: vector[place].reshape(shape) for name, (place, shape) in self.fields.items()}
+
+    def pack(self, step: Snapshot) -> np.ndarray:
+        """The vector for `step`."""
+        vector = self._padding.copy()
+        views = self._views(vector)
+        if step.updates:
+            views["updates"][: len(step.updates)] = step.updates
+        num_decodes = len(step.slots)
+        views["context"][:num_decodes] = step.stops
+        views["slots"][:num_decodes] = step.slots
         sampled = list(range(num_decodes))
 
         start, ids = self.key.rows, views["prefill_ids"]
         for row, prefill in enumerate(step.prefills, self.key.rows):
             length = len(prefill.token_ids)
-            tables[row, : len(prefill.pages)] = prefill.pages
             views["context"][row], views["lengths"][row] = prefill.stop, length
-            views["starts"][row] = start
+            views["starts"][row], views["slots"][row] = start, prefill.slot
             first = start - self.key.rows
             ids[first : first + length] = prefill.token_ids
             start += length
@@ -176,10 +225,21 @@ class StepLayout:
         views["sampled"][: len(sampled)] = sampled
         return vector
 
-    def unpack(self, vector: jax.Array) -> StepInputs:
-        """The inputs that `vector` holds, positions and write addresses worked out."""
-        raw = {name: vector[place].reshape(shape) for name, (place, shape) in self.fields.items()}
-        batch = RaggedBatch(raw["tables"], raw["context"], raw["starts"], raw["lengths"])
+    def unpack(self, tables: jax.Array, vector: jax.Array) -> tuple[jax.Array, StepInputs]:
+        """`tables` int32 [slots + 1, max_pages] with the changes of `vector`, and the inputs that
+        it holds, positions and write addresses worked out."""
+        raw = self._views(vector)
+        slot, index, page = raw["updates"].T
+        tables = tables.at[slot, index].set(page)
+        # A slot's row has leftovers of longer sequences behind its pages.
+        num_pages = -(-raw["context"] // self.page_size)
+        used = jnp.arange(self.max_pages) < num_pages[:, None]
+        batch = RaggedBatch(
+            jnp.where(used, tables[raw["slots"]], TRASH_PAGE),
+            raw["context"],
+            raw["starts"],
+            raw["lengths"],
+        )
         token = jnp.arange(self.num_tokens)
         if self.chunks:
             ends = batch.starts + batch.lengths
@@ -191,10 +251,17 @@ class StepLayout:
         real = (position >= 0) & (position < batch.context[row]) & (token < self.key.num_tokens)
         position = jnp.where(real, position, 0)
         page = batch.tables[row, position // self.page_size]
-        return StepInputs(
-            slots=raw["slots"],
+        return tables, StepInputs(
+            slots=raw["slots"][: self.key.rows],
             prefill_ids=raw["prefill_ids"],
             positions=position,
             sampled=raw["sampled"],
             addresses=Addresses(jnp.where(real, page, 0), position % self.page_size, batch),
         )
+
+
+def set_tables(stages: int, tables: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
+    """`tables` int32 [slots + 1, max_pages] with one row replaced: in stage s of a pipeline, that
+    of `slots[s]` by `rows[s]`, int32 [stages, max_pages]."""
+    stage = lax.axis_index(STAGE) if stages > 1 else 0
+    return tables.at[slots[stage]].set(rows[stage])

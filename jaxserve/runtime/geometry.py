@@ -250,7 +250,7 @@ class Geometry:
     @property
     def state_bytes(self) -> int:
         """Bytes on one device of what is kept from step to step, beside pages."""
-        state = [self.abstract_state, self.abstract_last_tokens]
+        state = [self.abstract_state, self.abstract_last_tokens, self.abstract_tables]
         state += [self.masks(rows) for rows in self.sample_rows]
         state += [self.masks(self.sample_rows[-1])] * 2  # Of the step under way, and the next.
         if self.stages > 1:
@@ -274,6 +274,12 @@ class Geometry:
     def abstract_last_tokens(self) -> jax.ShapeDtypeStruct:
         """Shape of the newest token of every slot, the trash slot included."""
         return self.int32(self.trash_slot + 1)
+
+    @property
+    def abstract_tables(self) -> jax.ShapeDtypeStruct:
+        """Shape of the page tables of all slots, the trash slot included; every stage has its own,
+        after each other."""
+        return self.int32(self.stages * (self.trash_slot + 1), self.max_pages, spec=(STAGE,))
 
     @property
     def abstract_state(self) -> SamplingState:

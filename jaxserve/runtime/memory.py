@@ -105,8 +105,8 @@ class MemoryPlan:
         lower = self.fixed_bytes - self.weights_bytes - self.state_bytes - self.scratch_bytes
         text = (
             f"needs {_gib(self.total_bytes)} (weights {_gib(self.weights_bytes)}, KV pool "
-            f"{_gib(self.kv_bytes)}, lower tiers {_gib(lower)}, sampling state "
-            f"{_gib(self.state_bytes)}, program scratch {_gib(self.scratch_bytes)})"
+            f"{_gib(self.kv_bytes)}, lower tiers {_gib(lower)}, page tables and sampling "
+            f"state {_gib(self.state_bytes)}, program scratch {_gib(self.scratch_bytes)})"
         )
         if self.total_bytes > self.limit_bytes:
             return f"{text}, but {_gib(self.limit_bytes)} may be used"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -45,7 +46,7 @@ from jaxserve.structured.matcher import Matcher, advance
 
 
 class Runner:
-    """Owns the devices' state: parameters, KV pages, last tokens, sampling state.
+    """Owns the devices' state: parameters, KV pages, page tables, last tokens, sampling state.
 
     With pipeline stages, a step is under way for as many dispatches as there are stages: one stage
     works on it at a time, and each on another step.
@@ -58,6 +59,7 @@ class Runner:
         self._outside_layers = specs.outside_layers(params)
         self._kv = _zeros(geometry.abstract_kv)
         self._carry = _zeros(geometry.abstract_carry) if geometry.stages > 1 else None
+        self._tables = _zeros(geometry.abstract_tables)
         self._last_tokens = _zeros(geometry.abstract_last_tokens)
         self._state = _zeros(geometry.abstract_state)
         self._no_masks = {rows: _zeros(geometry.masks(rows)) for rows in geometry.sample_rows}
@@ -112,7 +114,7 @@ class Runner:
         plan = dataclasses.replace(plan, decodes=tuple(decodes))
         sampled = (*plan.decodes, *(chunk for chunk in plan.prefills if chunk.samples))
         rows = tuple(self._rows[chunk.seq.seq_id] for chunk in sampled)
-        snapshot = Snapshot.of(plan)
+        snapshot = Snapshot.of(plan, self.geometry.config.page_size)
         return PackedStep(plan, self._key(plan), snapshot, sampled, rows)
 
     def dispatch(self, packed: PackedStep) -> None:
@@ -240,18 +242,40 @@ class Runner:
     def _forward(self, key: ProgramKey) -> tuple[jax.Array, jax.Array]:
         """Hidden states to sample from and of prefill tokens, of the oldest step under way."""
         layout = self.geometry.layouts[key]
+        self._set_tables()
         metadata = [layout.pack(packed.snapshot) for packed in reversed(self._under_way)]
         if self.geometry.stages > 1:
             program = self._programs[specs.part_name("tick", key)].call
-            self._kv, self._carry, *hidden = program(
-                self._params, self._kv, self._carry, self._last_tokens, np.stack(metadata)
+            self._kv, self._tables, self._carry, *hidden = program(
+                self._params,
+                self._kv,
+                self._tables,
+                self._carry,
+                self._last_tokens,
+                np.stack(metadata),
             )
             return hidden
         if self.geometry.config.program_scope == "layer":
             return self._forward_by_layer(key, *metadata)
         program = self._programs[specs.part_name("forward", key)].call
-        self._kv, *hidden = program(self._params, self._kv, self._last_tokens, *metadata)
+        self._kv, self._tables, *hidden = program(
+            self._params, self._kv, self._tables, self._last_tokens, *metadata
+        )
         return hidden
+
+    def _set_tables(self) -> None:
+        """Write the page tables of which a step changes too much to say so in its metadata, in the
+        stage that it enters now."""
+        stages, width = self.geometry.stages, self.geometry.max_pages
+        by_stage = (packed.snapshot.tables for packed in reversed(self._under_way))
+        for tables in itertools.zip_longest(*by_stage):
+            slots = np.full(stages, self.geometry.trash_slot, np.int32)
+            rows = np.zeros((stages, width), np.int32)
+            for stage, table in enumerate(tables):
+                if table is not None:
+                    slots[stage], pages = table
+                    rows[stage, : len(pages)] = pages
+            self._tables = self._programs[specs.SET_TABLES].call(self._tables, slots, rows)
 
     def _forward_by_layer(
         self, key: ProgramKey, metadata: np.ndarray
@@ -259,7 +283,9 @@ class Runner:
         kinds, params = self.geometry.model.layer_kinds, self._params["layers"]
         begin = self._programs[specs.part_name("begin", key)].call
         finish = self._programs[specs.part_name("finish", key)].call
-        x, shared, addresses, sampled = begin(self._outside_layers, self._last_tokens, metadata)
+        self._tables, x, shared, addresses, sampled = begin(
+            self._outside_layers, self._tables, self._last_tokens, metadata
+        )
         for group in self.geometry.groups(key):
             layers = self._programs[specs.layers_name(key, kinds[group])].call
             self._kv[group], x = layers(params[group], self._kv[group], x, shared, addresses)

@@ -18,7 +18,7 @@ from jaxserve.models.config import LayerKind
 from jaxserve.models.family import Params
 from jaxserve.models.parallel import tokens_apart
 from jaxserve.runtime import step
-from jaxserve.runtime.batch import StepLayout
+from jaxserve.runtime.batch import StepLayout, set_tables
 from jaxserve.runtime.buckets import ProgramKey
 from jaxserve.runtime.device_rates import device_rates
 from jaxserve.runtime.geometry import Geometry, placed
@@ -40,6 +40,7 @@ COPY_PAGES = 8
 
 ADMIT = "admit"
 COPY = "copy"
+SET_TABLES = "set-tables"
 
 
 def part_name(part: str, key: ProgramKey) -> str:
@@ -112,7 +113,7 @@ def check_attention(geometry: Geometry) -> None:
 
 def _step_specs(geometry: Geometry, layout: StepLayout) -> Iterator[ProgramSpec]:
     """The model as one program."""
-    kv = geometry.abstract_kv
+    kv, tables = geometry.abstract_kv, geometry.abstract_tables
     family, model = geometry.family, geometry.local_model
     params, last_tokens = geometry.abstract_params, geometry.abstract_last_tokens
     if geometry.stages == 1:
@@ -121,18 +122,18 @@ def _step_specs(geometry: Geometry, layout: StepLayout) -> Iterator[ProgramSpec]
             _between_layers(
                 geometry, layout, functools.partial(step.forward, family, model, layout)
             ),
-            (params, kv, last_tokens, geometry.int32(layout.size)),
-            donated=(1,),
-            outputs=(_specs(kv), P(), P(None, SEQ)),
+            (params, kv, tables, last_tokens, geometry.int32(layout.size)),
+            donated=(1, 2),
+            outputs=(_specs(kv), _specs(tables), P(), P(None, SEQ)),
         )
         return
     carry = geometry.abstract_carry
     yield ProgramSpec(
         part_name("tick", layout.key),
         _between_layers(geometry, layout, functools.partial(step.tick, family, model, layout)),
-        (params, kv, carry, last_tokens, geometry.int32(geometry.stages, layout.size)),
-        donated=(1, 2),
-        outputs=(_specs(kv), _specs(carry), P(), P(STAGE, SEQ)),
+        (params, kv, tables, carry, last_tokens, geometry.int32(geometry.stages, layout.size)),
+        donated=(1, 2, 3),
+        outputs=(_specs(kv), _specs(tables), _specs(carry), P(), P(STAGE, SEQ)),
     )
 
 
@@ -144,11 +145,17 @@ def _layer_specs(geometry: Geometry, layout: StepLayout) -> Iterator[ProgramSpec
     begins = ProgramSpec(
         part_name("begin", layout.key),
         begin,
-        (outside, geometry.abstract_last_tokens, geometry.int32(layout.size)),
+        (
+            outside,
+            geometry.abstract_tables,
+            geometry.abstract_last_tokens,
+            geometry.int32(layout.size),
+        ),
+        donated=(1,),
         outputs=P(),
     )
     yield begins
-    x, shared, addresses, sampled = jax.tree.map(
+    _, x, shared, addresses, sampled = jax.tree.map(
         lambda array: placed(array, geometry.sharding()), begins.results()
     )
     alike = {layers_name(layout.key, model.layer_kinds[g]): g for g in geometry.groups(layout.key)}
@@ -230,6 +237,14 @@ def _page_specs(geometry: Geometry) -> Iterator[ProgramSpec]:
     kv, int32 = geometry.abstract_kv, geometry.int32
     of_kv = _specs(kv)
 
+    tables, stages = geometry.abstract_tables, geometry.stages
+    yield ProgramSpec(
+        SET_TABLES,
+        functools.partial(set_tables, stages),
+        (tables, int32(stages), int32(stages, geometry.max_pages)),
+        donated=(0,),
+        outputs=_specs(tables),
+    )
     pages = int32(COPY_PAGES)
     yield ProgramSpec(COPY, copy_pages, (kv, pages, pages), donated=(0,), outputs=of_kv)
     # One layer's, for any layer: for moves that are rare, and programs that are ready at once.

@@ -1,9 +1,9 @@
 """The functions that become programs: forward a batch, sample a token.
 
-They are pure, their shapes are fixed by a StepLayout, and what they replace (KV pages, last
-tokens, sampling state) is donated to them. The model is one program, `forward`, or three kinds of
-them, `begin`, `layers` and `finish`, of which the middle one serves every group of layers that are
-alike (docs/decisions/002-programs.md).
+They are pure, their shapes are fixed by a StepLayout, and what they replace (KV pages, page tables,
+last tokens, sampling state) is donated to them. The model is one program, `forward`, or three kinds
+of them, `begin`, `layers` and `finish`, of which the middle one serves every group of layers that
+are alike (docs/decisions/002-programs.md).
 """
 
 from __future__ import annotations
@@ -39,20 +39,24 @@ def forward(
     layout: StepLayout,
     params: Params,
     kv: list[KVPages],
+    tables: jax.Array,
     last_tokens: jax.Array,
     metadata: jax.Array,
-) -> tuple[list[KVPages], jax.Array, jax.Array]:
+) -> tuple[list[KVPages], jax.Array, jax.Array, jax.Array]:
     """Run the whole model over one packed step.
 
-    `kv` holds one KVPages a layer, `last_tokens` [slots] int32 the newest token of every slot.
-    Returns the pages with the step's keys and values written, the hidden states to sample from
+    `kv` holds one KVPages a layer, `tables` int32 [slots + 1, max_pages] the page table of every
+    slot, `last_tokens` [slots + 1] int32 the newest token of every slot. Returns the pages with the
+    step's keys and values written, the tables with its changes, the hidden states to sample from
     [hidden, sample_width], and those of the prefill tokens [hidden, prefill_tokens].
     """
-    x, shared, addresses, sampled = begin(family, config, layout, params, last_tokens, metadata)
+    tables, x, shared, addresses, sampled = begin(
+        family, config, layout, params, tables, last_tokens, metadata
+    )
     kv, x = layers(
         family, config, layout, config.layer_kinds, params["layers"], kv, x, shared, addresses
     )
-    return kv, *finish(family, config, layout, params, x, sampled)
+    return kv, tables, *finish(family, config, layout, params, x, sampled)
 
 
 def begin(
@@ -60,11 +64,13 @@ def begin(
     config: ModelConfig,
     layout: StepLayout,
     params: Params,
+    tables: jax.Array,
     last_tokens: jax.Array,
     metadata: jax.Array,
-) -> tuple[jax.Array, Any, Addresses, jax.Array]:
-    """The first part of `forward`: activations, what layers share, addresses, sampled tokens."""
-    step = layout.unpack(metadata)
+) -> tuple[jax.Array, jax.Array, Any, Addresses, jax.Array]:
+    """The first part of `forward`: page tables, activations, what layers share, addresses, sampled
+    tokens."""
+    tables, step = layout.unpack(tables, metadata)
     token_ids = jnp.concatenate([last_tokens[step.slots], step.prefill_ids])
     token_ids = jnp.pad(token_ids, (0, layout.num_tokens - len(token_ids)))
     positions = step.positions
@@ -76,7 +82,7 @@ def begin(
 
     count = num_real_tokens(step.addresses.batch)
     _, (x, shared) = scan_tiles(embed, (), (token_ids, positions), layout.tile, count)
-    return x, shared, step.addresses, step.sampled
+    return tables, x, shared, step.addresses, step.sampled
 
 
 def layers(
@@ -183,37 +189,41 @@ def tick(
     layout: StepLayout,
     params: Params,
     kv: list[KVPages],
+    tables: jax.Array,
     carry: tuple[jax.Array, jax.Array],
     last_tokens: jax.Array,
     metadata: jax.Array,
-) -> tuple[list[KVPages], tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
+) -> tuple[list[KVPages], jax.Array, tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
     """What one stage of a pipeline does while as many steps as there are stages are under way.
 
     Stage s has the layers `params["layers"]`, one place of a stack each, and works on the step that
-    `metadata[s]` describes; the newest is the first stage's. `carry` is what it was handed by the
-    stage before, of decodes and of prefill tokens.
+    `metadata[s]` describes; the newest is the first stage's. Its `tables` are as they were planned
+    for that step. `carry` is what it was handed by the stage before, of decodes and of prefill
+    tokens.
 
     Returns what `forward` does, for the oldest step, with what is handed on. The hidden states of
     prefill tokens are the last stage's only.
     """
     stages, stage = lax.axis_size(STAGE), lax.axis_index(STAGE)
     rows, tokens = layout.key.rows, layout.key.prefill_tokens // layout.seq
-    newest, _, _, _ = begin(family, config, layout, params, last_tokens, metadata[0])
-    _, shared, addresses, _ = begin(family, config, layout, params, last_tokens, metadata[stage])
+    _, newest, *_ = begin(family, config, layout, params, tables, last_tokens, metadata[0])
+    _, oldest = layout.unpack(tables, metadata[stages - 1])
+    tables, _, shared, addresses, _ = begin(
+        family, config, layout, params, tables, last_tokens, metadata[stage]
+    )
     handed = jnp.concatenate([carry[0][:, :rows], carry[1][:, :tokens]], axis=1)
     handed = jnp.pad(handed, ((0, 0), (0, newest.shape[1] - handed.shape[1])))
     x = jnp.where(stage == 0, newest, handed)
 
     own = jax.tree.map(lambda array: array[0], params["layers"])
     kv, x = layers(family, config, layout, config.layer_kinds, own, kv, x, shared, addresses)
-    sampled = layout.unpack(metadata[stages - 1]).sampled
-    hidden, of_prefill = _finish(family, config, layout, params, x, sampled)
+    hidden, of_prefill = _finish(family, config, layout, params, x, oldest.sampled)
     x = lax.ppermute(x, STAGE, [(s, s + 1) for s in range(stages - 1)])
     carry = (
         carry[0].at[:, :rows].set(x[:, :rows]),
         carry[1].at[:, :tokens].set(x[:, rows : rows + tokens]),
     )
-    return kv, carry, _for_sampling(layout, parallel.of_last_stage(hidden)), of_prefill
+    return kv, tables, carry, _for_sampling(layout, parallel.of_last_stage(hidden)), of_prefill
 
 
 def greedy(

@@ -43,6 +43,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._stop = tuple(stop)
+        self._first_characters = tuple({text[0] for text in stop})
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -50,8 +51,9 @@ class Detokenizer:
         self._emitted: list[str] = []
 
         tail = self._tail_bytes(prompt_token_ids)
-        self._utf8.decode(tail)
         self._drops_space = tokenizer.strips_leading_space and not tail
+        self._partial = False  # Whether a character waits for the rest of its bytes.
+        self._decode(tail)
 
     @property
     def text(self) -> str:
@@ -65,7 +67,7 @@ class Detokenizer:
             if self.stop_reason is not None:
                 break
             self.tokens_consumed += 1
-            delta += self._advance(self._utf8.decode(self._bytes(token_id)))
+            delta += self._advance(self._text(token_id))
         self._emitted.append(delta)
         return delta
 
@@ -78,14 +80,24 @@ class Detokenizer:
         self._emitted.append(delta)
         return delta
 
-    def _bytes(self, token_id: int) -> bytes:
+    def _text(self, token_id: int) -> str:
+        """The characters that a token completes."""
         if token_id in self._skipped:
-            return b""
+            return ""
+        if not self._partial and not self._drops_space:
+            text = self._tokenizer.whole_text(token_id)
+            if text is not None:
+                return text
         spelled = self._tokenizer.token_bytes(token_id)
         if self._drops_space and spelled:
             self._drops_space = False
-            return spelled.removeprefix(b" ")
-        return spelled
+            spelled = spelled.removeprefix(b" ")
+        return self._decode(spelled)
+
+    def _decode(self, spelled: bytes) -> str:
+        text = self._utf8.decode(spelled)
+        self._partial = bool(self._utf8.getstate()[0])
+        return text
 
     def _tail_bytes(self, prompt_token_ids: Sequence[int]) -> bytes:
         """The end of the prompt, enough to know the character it may have left unfinished."""
@@ -101,6 +113,11 @@ class Detokenizer:
         if not self._stop or self.tokens_consumed <= self._min_tokens:
             return new_text
         pending = self._held + new_text
+        for character in self._first_characters:
+            if character in pending:
+                break
+        else:
+            return pending
         match = self._first_stop(pending)
         if match is None:
             certain = len(pending) - self._unfinished_stop(pending)

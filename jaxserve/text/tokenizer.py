@@ -56,6 +56,7 @@ class Tokenizer:
         self._special_tokens = dict(special_tokens)
         self._chat_templates = dict(chat_templates)
         self._token_bytes: dict[int, bytes] = {}
+        self._whole_texts: dict[int, str | None] = {}
         self.eos_token_ids = tuple(eos_token_ids)
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
@@ -191,6 +192,19 @@ class Tokenizer:
             spelled = b"" if token is None else self._spelling.to_bytes(token)
             self._token_bytes[token_id] = spelled
         return spelled
+
+    def whole_text(self, token_id: int) -> str | None:
+        """The characters one token stands for; None if it has a part of one."""
+        try:
+            return self._whole_texts[token_id]
+        except KeyError:
+            spelled = self.token_bytes(token_id)
+        try:
+            text = spelled.decode("utf-8")
+        except UnicodeDecodeError:
+            text = None
+        self._whole_texts[token_id] = text
+        return text
 
     def token_text(self, token_id: int) -> str:
         """One token alone, leading space included; U+FFFD where it is part of a character."""

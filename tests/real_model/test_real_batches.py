@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from golden_prompts import golden_prompts
+from kv_engines import Preempter
 from mesh_engines import load, on_mesh
 from real_engines import load_alone
 from tiny_engines import Arrival, drive

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from jaxserve.engine.plan import Chunk, StepPlan
 from jaxserve.engine.sequence import Sequence
 from jaxserve.kv.pages import TRASH_PAGE
-from jaxserve.runtime.batch import Snapshot, StepLayout
+from jaxserve.runtime.batch import Snapshot, StepLayout, set_tables
 from jaxserve.runtime.buckets import ProgramKey
 from jaxserve.sampling_params import SamplingParams
 
@@ -36,6 +41,26 @@ def sequence(slot, prompt_length, first_page):
     return seq
 
 
+def empty_tables():
+    return jnp.zeros((TRASH_SLOT + 1, MAX_PAGES), jnp.int32)
+
+
+def upload(where, plan, tables):
+    """The metadata of a plan, and the tables with the rows that it replaces whole."""
+    snapshot = Snapshot.of(plan, PAGE_SIZE)
+    for slot, pages in snapshot.tables:
+        row = np.zeros((1, MAX_PAGES), np.int32)
+        row[0, : len(pages)] = pages
+        tables = set_tables(1, tables, jnp.array([slot]), jnp.asarray(row))
+    return where.pack(snapshot), tables
+
+
+def check_table(row, chunk, context):
+    """The pages of the chunk's context, and the trash page behind them."""
+    used = -(-context // PAGE_SIZE)
+    assert row.tolist() == chunk.seq.pages[:used] + [TRASH_PAGE] * (MAX_PAGES - used)
+
+
 @st.composite
 def plans(draw):
     """Up to 5 decodes and 3 chunks of at most 7 tokens, each of a sequence of its own."""
@@ -56,9 +81,9 @@ def plans(draw):
 @given(plan=plans())
 def test_every_token_is_read_back_where_it_belongs(plan):
     where = layout(rows=5, prefill_tokens=24)
-    vector = where.pack(Snapshot.of(plan))
+    vector, tables = upload(where, plan, empty_tables())
     assert (vector.shape, vector.dtype) == ((where.size,), np.int32)
-    step = where.unpack(jnp.asarray(vector))
+    _, step = where.unpack(tables, jnp.asarray(vector))
     page_ids, offsets = (np.asarray(a) for a in step.addresses[:2])
     positions, batch = np.asarray(step.positions), step.addresses.batch
     owned, last_tokens, rows = set(), [], []
@@ -72,7 +97,7 @@ def test_every_token_is_read_back_where_it_belongs(plan):
         end = chunk.start + chunk.num_tokens
         assert int(batch.context[row]) == end
         assert (int(batch.starts[row]), int(batch.lengths[row])) == (start, chunk.num_tokens)
-        assert batch.tables[row, : len(chunk.seq.pages)].tolist() == chunk.seq.pages
+        check_table(batch.tables[row], chunk, end)
         for place, position in enumerate(range(chunk.start, end), start):
             owned.add(place)
             assert positions[place] == position
@@ -101,7 +126,8 @@ def test_a_step_of_decodes_alone(lengths):
         seq = sequence(slot, length, first_page)
         first_page += len(seq.pages)
         chunks.append(Chunk(seq, length - 1, 1, True, 0, slot))
-    step = where.unpack(jnp.asarray(where.pack(Snapshot.of(StepPlan(decodes=tuple(chunks))))))
+    vector, tables = upload(where, StepPlan(decodes=tuple(chunks)), empty_tables())
+    _, step = where.unpack(tables, jnp.asarray(vector))
     count = len(lengths)
     assert step.positions[:count].tolist() == [length - 1 for length in lengths]
     expected = [chunk.seq.pages[chunk.start // PAGE_SIZE] for chunk in chunks]
@@ -117,3 +143,113 @@ def test_fields_cover_the_vector_without_overlap():
             [np.arange(where.size)[place] for place, _ in where.fields.values()]
         )
         assert places.tolist() == list(range(where.size))
+
+
+class TablesOfSteps(RuleBasedStateMachine):
+    """Sequences that take pages and slots, grow, have pages replaced and leave, with steps of some
+    of them in between: the device's tables are those of the host whenever a step reads them, also
+    in the later stages of a pipeline, which a step reaches when the host's have changed again."""
+
+    STAGES = 3
+    layout = layout(rows=5, prefill_tokens=24)
+    unpack = staticmethod(jax.jit(layout.unpack))
+
+    def __init__(self):
+        super().__init__()
+        self.tables = [empty_tables()] * self.STAGES
+        self.slots = list(range(TRASH_SLOT))
+        self.running: list[Sequence] = []
+        self.in_flight = collections.deque([None] * (self.STAGES - 1))
+        self.pages = itertools.count(1)
+
+    def new_pages(self, count):
+        return list(itertools.islice(self.pages, count))
+
+    @precondition(lambda self: self.slots)
+    @rule(num_pages=st.integers(1, MAX_PAGES))
+    def admit(self, num_pages):
+        seq = sequence(self.slots.pop(), num_pages * PAGE_SIZE, next(self.pages))
+        seq.table.pages = self.new_pages(num_pages)
+        self.running.append(seq)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def extend(self, data):
+        seq = data.draw(st.sampled_from(self.running))
+        if len(seq.pages) < MAX_PAGES:
+            seq.table.pages += self.new_pages(1)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def replace(self, data):
+        seq = data.draw(st.sampled_from(self.running))
+        index = data.draw(st.integers(0, len(seq.pages) - 1))
+        seq.table.replace(index, *self.new_pages(1))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def release(self, data):
+        seq = data.draw(st.sampled_from(self.running))
+        self.running.remove(seq)
+        self.slots.append(seq.slot)
+        seq.table.clear()
+        seq.slot = None
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def step(self, data):
+        some = data.draw(st.lists(st.sampled_from(self.running), max_size=8, unique=True))
+        decodes, prefills = some[:5], some[5:]
+        tokens = [(seq, len(seq.pages) * PAGE_SIZE) for seq in decodes]
+        chunks = [(seq, data.draw(st.integers(1, 4))) for seq in prefills]
+        plan = StepPlan(
+            tuple(Chunk(seq, stop - 1, 1, True, 0, seq.slot) for seq, stop in tokens),
+            tuple(Chunk(seq, 0, count, False, 0, seq.slot) for seq, count in chunks),
+        )
+        expected = [list(seq.pages) for seq, _ in tokens]
+        expected += [seq.pages[: -(-count // PAGE_SIZE)] for seq, count in chunks]
+        self.tick((Snapshot.of(plan, PAGE_SIZE), expected, len(decodes)))
+
+    @rule()
+    def bubble(self):
+        self.tick(None)
+
+    def tick(self, entering):
+        self.in_flight.append(entering)
+        for stage, step in enumerate(reversed(self.in_flight)):
+            if step is not None:
+                self.run(stage, *step)
+        self.in_flight.popleft()
+
+    def run(self, stage, snapshot, expected, num_decodes):
+        for slot, pages in snapshot.tables:
+            row = np.zeros((1, MAX_PAGES), np.int32)
+            row[0, : len(pages)] = pages
+            self.tables[stage] = set_tables(1, self.tables[stage], jnp.array([slot]), row)
+        vector = jnp.asarray(self.layout.pack(snapshot))
+        self.tables[stage], step = self.unpack(self.tables[stage], vector)
+        rows = np.asarray(step.addresses.batch.tables)
+        read = [*rows[:num_decodes], *rows[self.layout.key.rows :]]
+        for row, pages in itertools.zip_longest(read, expected, fillvalue=[]):
+            assert list(row) == pages + [TRASH_PAGE] * (MAX_PAGES - len(pages))
+
+
+TablesOfSteps.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+test_tables_of_steps = TablesOfSteps.TestCase
+
+
+def test_a_step_uploads_changes_of_tables_only():
+    seq = sequence(3, 6, 11)
+
+    def changes():
+        step = Snapshot.of(StepPlan((Chunk(seq, 5, 1, True, 0, 3),)), PAGE_SIZE)
+        return step.updates, step.tables
+
+    assert changes() == ([], [(3, [12, 11])])  # More pages than a decode adds.
+    assert changes() == ([], [])
+    seq.table.pages.append(20)
+    assert changes() == ([(3, 2, 20)], [])
+    seq.table.replace(2, 30)
+    assert changes() == ([(3, 2, 30)], [])
+    seq.table.replace(0, 31)
+    assert changes() == ([], [(3, [31, 11, 30])])

@@ -51,6 +51,7 @@ def test_settings_outside_the_key_change_no_program(model, tmp_path):
         "kv_cache_memory_bytes": pool,
         "compilation_cache": False,
         "fair_share": True,
+        "priority_ageing_s": 5,
         "enable_prefix_caching": False,
         "host_kv_bytes": pool,
         "disk_kv_dir": tmp_path,
