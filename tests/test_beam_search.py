@@ -144,15 +144,17 @@ def test_sampling_params_are_refused(llama, llm):
         llm.beam_search(llama.prompts[4], SamplingParams(), use_tqdm=False)
 
 
-def test_of_several_prompts_a_bad_one_fails_alone(llama, llm):
+def test_of_several_prompts_a_bad_one_fails_alone(llama, llm, next_logprobs):
     params = BeamSearchParams(2, 3)
-    (expected,) = llm.beam_search(llama.prompts[5], params, use_tqdm=False)
+    expected = dense_search(next_logprobs, llama.prompts[5], params)
     mixed = [[999], llama.prompts[5], [], llama.prompts[5], [3] * 500]
     outputs = llm.beam_search(mixed, params, use_tqdm=False)
     assert [output.sequences for output in outputs[::2]] == [[], [], []]
     for part, output in zip(("999", "no tokens", "500"), outputs[::2]):
         assert part in output.error
-    assert outputs[1] == outputs[3] == expected
+    for output in outputs[1::2]:
+        assert output.error is None
+        check_beams(output.sequences, expected, params.length_penalty, len(llama.prompts[5]))
     with pytest.raises(PromptTooLongError, match="500 tokens"):
         llm.beam_search([3] * 500, params, use_tqdm=False)
 
@@ -178,7 +180,7 @@ def test_a_search_refused_midway_leaves_nothing(llama, llm, monkeypatch):
     assert_idle(llm.engine)
 
 
-def test_a_search_that_loses_a_beam_fails_alone(llama, llm, monkeypatch):
+def test_a_search_that_loses_a_beam_fails_alone(llama, llm, next_logprobs, monkeypatch):
     add, added = llm.engine.add, []
 
     def aborting(request_id, *args, **wishes):
@@ -189,11 +191,12 @@ def test_a_search_that_loses_a_beam_fails_alone(llama, llm, monkeypatch):
         return request
 
     params = BeamSearchParams(2, 3)
-    (expected,) = llm.beam_search(llama.prompts[5], params, use_tqdm=False)
+    expected = dense_search(next_logprobs, llama.prompts[5], params)
     monkeypatch.setattr(llm.engine, "add", aborting)
     outputs = llm.beam_search([llama.prompts[5]] * 2, params, use_tqdm=False)
-    assert sorted(output.error or "" for output in outputs) == ["", "the search was aborted"]
-    assert expected in outputs
+    whole, lost = sorted(outputs, key=lambda output: output.error or "")
+    assert (whole.error, lost.error) == (None, "the search was aborted")
+    check_beams(whole.sequences, expected, params.length_penalty, len(llama.prompts[5]))
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])

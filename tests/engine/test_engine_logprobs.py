@@ -10,7 +10,7 @@ from tiny_engines import LONGEST, PROMPT_LENGTHS, Arrival, drive, generate, pree
 
 from jaxserve.sampling_params import SamplingParams
 
-SAMPLED = SamplingParams(temperature=1.0, seed=5, max_tokens=LONGEST, ignore_eos=True, logprobs=3)
+SAMPLED = SamplingParams(temperature=0.6, seed=5, max_tokens=LONGEST, ignore_eos=True, logprobs=3)
 
 
 def check_entry(entry, token, expected, count):

@@ -129,16 +129,20 @@ def check_chunks(scheduler: Scheduler, plan: StepPlan) -> None:
             assert chunk.num_tokens >= scheduler.config.min_chunk_tokens
 
 
+def prefilled(seq: Sequence) -> bool:
+    return seq.num_computed >= seq.prefill_end
+
+
 def check_progress(scheduler: Scheduler, plan: StepPlan) -> None:
     planned = {chunk.seq.seq_id for chunk in (*plan.decodes, *plan.prefills)}
     if scheduler.policy.prefill == "mixed":
         # Stall-free: every sequence that can decode does, or has just been preempted.
-        assert {seq.seq_id for seq in scheduler.running if seq.prefilled} <= planned
-        if any(not seq.prefilled for seq in scheduler.running):
+        assert {seq.seq_id for seq in scheduler.running if prefilled(seq)} <= planned
+        if any(not prefilled(seq) for seq in scheduler.running):
             assert plan.prefills
         if scheduler.running and scheduler.policy.chunk != "timed":
             assert scheduler.running[0].seq_id in planned
-    elif any(not seq.prefilled for seq in scheduler.running):
+    elif any(not prefilled(seq) for seq in scheduler.running):
         assert plan.prefills
     if scheduler.policy.pages == "reserve":
         assert not plan.preempted
@@ -170,7 +174,7 @@ def check_strict(scheduler: Scheduler, plan: StepPlan) -> None:
         return  # A long prefill may be passed over for one of a worse level.
     # Those that get no tokens now are of no better level than those that join.
     planned = {chunk.seq.seq_id for chunk in plan.prefills}
-    idle = [seq for seq in scheduler.running if not seq.prefilled and seq.seq_id not in planned]
+    idle = [seq for seq in scheduler.running if not prefilled(seq) and seq.seq_id not in planned]
     for seq in admitted(scheduler, plan):
         assert all(seq.priority <= other.priority for other in (*idle, *scheduler.waiting))
 
@@ -181,7 +185,7 @@ def check_work_conserving(scheduler: Scheduler, plan: StepPlan) -> None:
     most = min(config.max_num_batched_tokens, len(plan.decodes) + config.max_prefill_tokens)
     if plan.num_tokens == most:
         return
-    assert all(seq.prefilled for seq in scheduler.running)
+    assert all(prefilled(seq) for seq in scheduler.running)
     if scheduler.waiting:
         head: Sequence = next(iter(scheduler.waiting))
         rows_full = scheduler.num_running == config.max_num_seqs

@@ -169,7 +169,8 @@ def test_steps_are_in_time_decodes_never_dropped_and_all_finish(jobs, pages):
         assert plan.num_tokens <= scheduler.config.max_num_batched_tokens
         assert len(scheduler.running) <= ROWS
         decodes = {chunk.seq.seq_id for chunk in plan.decodes}
-        decoding = {s.seq_id for s in scheduler.running if s.prefilled and not reached(s, plan)}
+        prefilled = (s for s in scheduler.running if s.num_computed >= s.prefill_end)
+        decoding = {s.seq_id for s in prefilled if not reached(s, plan)}
         assert decoding <= decodes
         long = [c for c in plan.prefills if is_long(scheduler, c.seq)]
         assert len(long) <= 1
