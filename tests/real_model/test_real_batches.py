@@ -22,14 +22,14 @@ from jaxserve.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.real_model
 
-PROMPTS = ("chat_capital", "code_python", "french", "emoji", "sentence", "code_c")
-TOKENS = 20
+PROMPTS = ("code_python", "french", "emoji", "sentence", "code_c")
+TOKENS = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
 SEEDED = SamplingParams(
     temperature=1.0, seed=11, max_tokens=TOKENS, ignore_eos=True, logprobs=2, prompt_logprobs=1
 )
 NUCLEUS = dataclasses.replace(SEEDED, temperature=1.3, top_p=0.9, top_k=200, prompt_logprobs=None)
-ALL = [GREEDY, SEEDED, NUCLEUS, GREEDY, SEEDED, NUCLEUS]
+ALL = [SEEDED, GREEDY, NUCLEUS, GREEDY, SEEDED]
 ROWS, BUDGET = 4, 4 + 32
 
 
@@ -41,23 +41,19 @@ def arrivals(steps: list[int] | None = None) -> list[Arrival]:
 
 def ways(llm: LLM) -> dict[str, list[RequestOutput]]:
     """What the requests answer in every company that an engine can give them."""
-    found = {}
+    found: dict[str, list[RequestOutput]] = {"alone": [], "after a hit": []}
 
     def drive_afresh(requests: list[Arrival], **between) -> list[RequestOutput]:
         llm.reset_prefix_cache()
         return drive(llm.engine, requests, **between)
 
-    found["alone"] = [drive_afresh([request])[0] for request in arrivals()]
-    found["after a hit"] = []
     for request in arrivals():
-        drive_afresh(
-            [dataclasses.replace(request, params=dataclasses.replace(GREEDY, max_tokens=2))]
-        )
+        found["alone"] += drive_afresh([request])
         found["after a hit"] += drive(llm.engine, [request])
     found["together"] = drive_afresh(arrivals())
-    found["chunked otherwise"] = drive_afresh(arrivals([0, 1, 1, 2, 5, 7]))
+    found["chunked otherwise"] = drive_afresh(arrivals([0, 1, 1, 2, 5]))
 
-    preempter = Preempter(llm.engine, seed=4, share=0.3)
+    preempter = Preempter(llm.engine, seed=4, share=0.5)
     found["preempted"] = drive_afresh(arrivals(), between=preempter)
     assert preempter.count > 2
     return found
@@ -99,7 +95,7 @@ def test_batch_invariant_logprobs_are_bitwise_equal(invariant):
 
 def test_batch_invariant_logprobs_after_recomputation(smollm2_path, invariant):
     """Keys and values that were written by decodes are written again by a prefill."""
-    settings = invariant.engine.config
+    settings = invariant.engine.plan.config
     with load_alone(
         smollm2_path,
         dtype=settings.dtype,
@@ -152,7 +148,7 @@ def check_ties(found: dict[str, list[RequestOutput]], tie: float) -> int:
     return different
 
 
-@pytest.mark.parametrize(("dtype", "tie", "most"), [("float32", 1e-3, 0), ("bfloat16", 0.5, 12)])
+@pytest.mark.parametrize(("dtype", "tie", "most"), [("float32", 1e-3, 0), ("bfloat16", 0.25, 5)])
 def test_tokens_do_not_depend_on_the_batch(smollm2_path, dtype, tie, most):
     """In float32 no prompt here has a tie; in bfloat16 rounding is large enough to make some."""
     sizes = {"max_num_seqs": ROWS, "max_num_batched_tokens": BUDGET, "host_pages": 96}

@@ -19,10 +19,10 @@ def environment(monkeypatch):
     return monkeypatch
 
 
-def test_there_are_more_threads_than_devices(environment):
+def test_there_are_threads_beyond_those_that_devices_can_block(environment):
     environment.setenv("XLA_FLAGS", EIGHT)
     make_room_for_collectives()
-    assert int(os.environ["PJRT_NPROC"]) == 8 + os.cpu_count()
+    assert int(os.environ["PJRT_NPROC"]) == 2 * 8 + os.cpu_count()
 
 
 @pytest.mark.parametrize("name", ["PJRT_NPROC", "NPROC"])
