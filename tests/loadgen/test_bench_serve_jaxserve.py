@@ -73,7 +73,7 @@ def test_a_trace_with_shared_prefixes(bench, tmp_path):
     shared = [0, 1, 2, 3]
     rows = [
         {
-            "timestamp": 150 * place,
+            "timestamp": 1000 * place,
             "input_length": 512 * 5,
             "output_length": 8 * (place + 1),
             "hash_ids": [*shared, 10 + place],
