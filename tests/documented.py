@@ -21,11 +21,13 @@ _HELP_EXAMPLE = re.compile(r"^ *(jaxserve .*?)(?: {3,}.*)?$", re.MULTILINE)
 
 
 class Block(NamedTuple):
-    """A fenced block: its document, relative to the repository, its language and its text."""
+    """A fenced block: its document, relative to the repository, its language, its text, and the
+    number of headings before it."""
 
     document: str
     language: str
     text: str
+    section: int
 
 
 class Line(NamedTuple):
@@ -65,11 +67,13 @@ def _parsed(args: tuple[str, ...]) -> Any:
 
 @functools.cache
 def blocks() -> list[Block]:
-    return [
-        Block(str(document.relative_to(ROOT)), *found)
-        for document in DOCUMENTS
-        for found in _FENCED.findall(document.read_text(encoding="utf-8"))
-    ]
+    found = []
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        for fenced in _FENCED.finditer(text):
+            section = text.count("\n## ", 0, fenced.start())
+            found.append(Block(str(document.relative_to(ROOT)), *fenced.groups(), section))
+    return found
 
 
 @functools.cache

@@ -59,6 +59,7 @@ OTHERS = {
 """Lines of other programs, which are not run here."""
 NOT_PROGRAMS = {
     "docs/adding-a-model.md": "quotations, which tests/test_docs.py compares with the code",
+    "docs/parallel.md": "three engines, as tests/meshes/test_mesh_devices.py has them",
 }
 """Documents whose Python is not to be run."""
 URL = "http://127.0.0.1:8000"
@@ -332,11 +333,14 @@ def test_a_server_answers(line, workplace):
 
 
 def following_output(line: Line) -> str:
-    """The block without a language that comes after a line's own; nothing where there is none."""
+    """The block without a language that comes after a line's own in the same section; nothing where
+    there is none."""
     found = documented.blocks()
     for block, after in itertools.pairwise(found):
         own = block.text.replace("\\\n", " ")
-        if (block.document, after.language) == (line.document, "") and line.text in own:
+        is_own = block.document == line.document and line.text in own
+        together = (block.document, block.section) == (after.document, after.section)
+        if is_own and together and not after.language:
             return after.text
     return ""
 

@@ -88,8 +88,9 @@ def test_a_trace_with_shared_prefixes(bench, tmp_path):
         assert request["prompt_tokens"] == 5 * BLOCK
         assert request["output_tokens"] == len(request["token_us"]) == place + 1
         assert request["token_us"] == sorted(request["token_us"])
-    # The first prompt is known when the last comes, and they share four blocks of five.
-    assert run["requests"][-1]["cached_tokens"] == 4 * BLOCK
+    # The first prompt is known when the last comes. They share four blocks of five, and by chance
+    # the fifth may begin alike.
+    assert 4 * BLOCK <= run["requests"][-1]["cached_tokens"] < 5 * BLOCK
     assert run["requests"][0]["cached_tokens"] == 0
 
 

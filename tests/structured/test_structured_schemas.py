@@ -64,14 +64,14 @@ SCHEMAS = [
     {"allOf": [{"type": "object", "required": ["a"]}, an_object(a=COUNT, b=NAME)]},
 ]
 GENERATIONS = 200
-LONGEST = 400
+LONGEST = 900
 """Tokens: more than any of these schemas can need, whitespace and all."""
 
 
 @pytest.fixture(scope="module")
 def llm(smollm2_path):
     with LLM(
-        smollm2_path, max_model_len=512, max_num_seqs=16, max_num_batched_tokens=16 + 128
+        smollm2_path, max_model_len=1024, max_num_seqs=16, max_num_batched_tokens=16 + 128
     ) as llm:
         yield llm
 
