@@ -47,9 +47,9 @@ def check_ring(mesh: str, directory: Path) -> None:
         runner, ring = llm.engine._runner, []
         forward = runner._forward
 
-        def counted():
-            ring.append(runner._under_way[-1].key.ring)
-            return forward()
+        def counted(key):
+            ring.append(key.ring)
+            return forward(key)
 
         runner._forward = counted
         check_greedy(model, llm.engine)
