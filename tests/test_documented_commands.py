@@ -170,7 +170,7 @@ def serving(line: Line, directory: Path) -> Iterator[Path]:
     log = directory / "log"
     with log.open("wb") as stderr:
         process = subprocess.Popen(
-            ["bash", "-c", f"exec {line.text}"], stderr=stderr, cwd=directory, env=environment()
+            ["bash", "-c", f"exec env {line.text}"], stderr=stderr, cwd=directory, env=environment()
         )
     try:
         deadline = time.monotonic() + RUN_S
