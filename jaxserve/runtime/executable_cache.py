@@ -124,7 +124,7 @@ def _devices(devices: Sequence[jax.Device]) -> str:
 
 @functools.cache
 def _environment() -> str:
-    """What besides the description and the devices an executable depends on."""
+    """What an executable depends on, other than the description and the devices."""
     return "\n".join(
         (
             jax.__version__,

@@ -58,7 +58,7 @@ NOT_OF_PROGRAMS = (
     "debug_kv",
     "devices",
 )
-"""Settings that change no program, or only through sizes that `Geometry.describe` has besides. Any
+"""Settings that change no program, or only through sizes that `Geometry.describe` includes. Any
 other setting is part of the key of the executable cache, a new one too until it is listed here.
 (Devices themselves are in the key, whether they were named or not.)"""
 

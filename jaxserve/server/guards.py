@@ -29,7 +29,7 @@ _UNAUTHORIZED = ErrorReply(
 
 class ApiKeys:
     """Refuses requests that show none of the keys, and notes the tenant of all others: a digest of
-    the key, the same on every server. Comparing takes the same time whatever is shown."""
+    the key, the same on every server. Comparing takes constant time."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
         self._app = app
