@@ -3,6 +3,7 @@ offered."""
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -80,13 +81,19 @@ def _fitted(config: EngineConfig, changes: Changes, plan_of: PlanOf) -> Changes 
     memory = plan_of(changes)
     if memory is None or memory.fits:
         return changes if memory else None
-    pages = memory.room_bytes // memory.page_bytes
-    if config.kv_cache_memory_bytes is not None:
-        changes = changes | {"kv_cache_memory_bytes": pages * memory.page_bytes}
-    else:
-        changes = changes | {"max_model_len": (pages - 1) * memory.page_size}
-    memory = plan_of(changes) if pages >= 2 else None
-    return changes if memory and memory.fits else None
+
+    def with_pages(pages: int) -> Changes:
+        if config.kv_cache_memory_bytes is not None:
+            return changes | {"kv_cache_memory_bytes": pages * memory.page_bytes}
+        return changes | {"max_model_len": (pages - 1) * memory.page_size}
+
+    def too_many(pages: int) -> bool:
+        smaller = plan_of(with_pages(pages))
+        return smaller is None or not smaller.fits
+
+    # More may fit than there is room for now: a shorter context has smaller page tables.
+    pages = bisect.bisect(range(2, memory.num_pages), False, key=too_many) + 1
+    return with_pages(pages) if pages >= 2 else None
 
 
 def _parallel(config: EngineConfig, plan_of: PlanOf, num_devices: int) -> Changes | None:

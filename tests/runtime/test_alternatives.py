@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_memory_tiers import Accelerator
 from tiny_checkpoints import CONFIG
@@ -140,6 +140,15 @@ def test_more_devices_are_offered_where_there_are_any(tmp_path):
     pool=st.one_of(st.none(), st.integers(1, 1 << 22)),
     quantization=st.sampled_from([None, "int8", "int4"]),
     page_size=st.sampled_from([1, 3, 64]),
+)
+@example(  # a page table of a shorter context leaves room for one page more
+    free=283_096,
+    share=1.0,
+    max_num_seqs=2,
+    length=35,
+    pool=None,
+    quantization=None,
+    page_size=1,
 )
 def test_whatever_is_offered_is_accepted(
     tmp_path, monkeypatch, free, share, max_num_seqs, length, pool, quantization, page_size

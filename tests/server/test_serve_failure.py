@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 
 import httpx
@@ -20,12 +21,21 @@ ENDLESS = {"prompt": "hi", "max_tokens": 100, "ignore_eos": True}
 def test_requests_and_health_tell_of_it(llama, monkeypatch):
     service = Service(["tiny"], max_queued_requests=8)
     app = create_app(service, AppSettings((), 1 << 20, log_requests=False))
+    streaming = threading.Event()
+
+    async def watched(scope, receive, send):
+        async def noting(message):
+            if message.get("more_body"):
+                streaming.set()
+            await send(message)
+
+        await app(scope, receive, noting)
 
     def break_once_both_run(engine):
         read = engine._engine._runner.read
 
         def broken(step):
-            if len(engine._listeners) == 2:
+            if len(engine._listeners) == 2 and streaming.is_set():
                 raise RuntimeError("the device fell off the bus")
             time.sleep(0.05)
             return read(step)
@@ -33,7 +43,7 @@ def test_requests_and_health_tell_of_it(llama, monkeypatch):
         monkeypatch.setattr(engine._engine._runner, "read", broken)
 
     async def scenario():
-        transport = httpx.ASGITransport(app)
+        transport = httpx.ASGITransport(watched)
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
             early = await client.get("/health")
             assert (early.status_code, early.json()) == (503, {"status": "starting"})
