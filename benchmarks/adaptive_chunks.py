@@ -1,9 +1,9 @@
 """Time between tokens of running requests while a long prompt prefills, fixed and adaptive chunks.
 
-Runs the real engine on SmolLM2. Attention makes a chunk of fixed size dearer the longer the context
-before it; an adaptive one shrinks so that its step stays within a target (Mnemosyne, published as
-Medha, Agrawal et al. 2024). Both engines first serve a shorter prompt, from which the adaptive one
-learns what steps take here.
+Runs the real engine on SmolLM2. Because of attention, a chunk of fixed size costs more with a
+longer context; an adaptive one shrinks so that its step stays within a target (Mnemosyne, published
+as Medha, Agrawal et al. 2024). Both engines first serve a shorter prompt, to fit the step time
+model of the adaptive one.
 
     python benchmarks/adaptive_chunks.py
 """
@@ -20,7 +20,7 @@ from table import print_table
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.statistics import percentile
+from jaxserve.metrics.statistics import percentile
 
 DECODES = 4
 CHUNK = 512
@@ -48,11 +48,11 @@ def prefill(engine: Engine, rng: np.random.Generator, num_tokens: int) -> Prefil
         return engine.add(f"{name}-{num_tokens}", prompt, answering(answer))
 
     running = [add(f"running {index}", 16, 2000) for index in range(DECODES)]
-    while not all(request.generations[0].seq.num_output > 1 for request in running):
+    while not all(request.sequence_outputs[0].seq.num_output > 1 for request in running):
         engine.step()
     begin = time.monotonic()
     long = add("long", num_tokens, 1)
-    seq, chunks, times = long.generations[0].seq, [0], {r.request_id: [begin] for r in running}
+    seq, chunks, times = long.sequence_outputs[0].seq, [0], {r.request_id: [begin] for r in running}
     while not long.finished:
         for request in engine.step():
             if request.request_id in times:

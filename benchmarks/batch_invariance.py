@@ -1,11 +1,11 @@
-"""What `batch_invariant=True` costs, and how often outputs differ without it, in one run.
+"""Cost of `batch_invariant=True`, and how often outputs differ without it, in one run.
 
     python benchmarks/batch_invariance.py [MODEL] [--dtype float32] [--requests 12]
 
-Two engines answer the same requests, each alone and then all together: greedy ones, and seeded ones
-at temperature 1. Counted are requests whose tokens, and whose logprobs to the last bit, are the
-same both times. Times are of one long prompt, of one stream of decodes and of all requests
-decoding together; rounds of both engines alternate, and the best of each counts.
+Two engines serve the same requests, each alone and then all together: greedy ones, and seeded ones
+at temperature 1. Counts requests whose tokens, and whose logprobs bit for bit, are the same both
+times. Times are of one long prompt, of one decode stream and of all requests decoding together;
+rounds of both engines alternate, and the best of each is reported.
 """
 
 from __future__ import annotations

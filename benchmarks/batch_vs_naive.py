@@ -1,9 +1,9 @@
 """A batch job against a loop of single calls over the same prompts, in one run.
 
-The prompts are questions about a few documents, 1 in 8 about each, in mixed order, as evaluation
-sets have them. The job runs them as `jaxserve batch` does: many at once, those about one document
-together, the results in a file. The loop asks one after the other on the same engine. Both begin
-with an empty cache; the loop has the cache too.
+The prompts are questions about a few documents, 1 in 8 about each, in mixed order, as in evaluation
+sets. The job runs them as `jaxserve batch` does: many concurrently, those about one document
+together, the results in a file. The loop runs them one by one on the same engine. Both begin with
+an empty prefix cache, which the loop uses too.
 
     python benchmarks/batch_vs_naive.py --prompts 64
 """
@@ -45,7 +45,7 @@ def main() -> None:
     options = parser.parse_args()
     params = {"temperature": 0.0, "max_tokens": options.max_tokens, "ignore_eos": True}
     with LLM() as llm, tempfile.TemporaryDirectory() as directory:
-        prompts = prompts_of(options.prompts, llm.plan().geometry.model.vocab_size)
+        prompts = prompts_of(options.prompts, llm.plan().shapes.model.vocab_size)
         lines, output = Path(directory) / "in.jsonl", Path(directory) / "out.jsonl"
         lines.write_text("".join(json.dumps({"prompt": p, **params}) + "\n" for p in prompts))
 

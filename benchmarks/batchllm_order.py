@@ -1,14 +1,14 @@
-"""Prompt tokens computed for a list of prompts that begin alike, in two orders with one small pool.
+"""Prompt tokens computed for prompts with shared prefixes, in two orders, with a small pool.
 
-In the order they came in, a prefix cache evicts what it will need again. The planned order runs
-prompts with a common prefix together (BatchLLM, Zheng et al. 2025), as `LLM.generate` does. Both
-are compared with the optimum of one level of sharing, each prefix computed once, and with a cache
-that forgets nothing. Of contexts within contexts the planned order can save more than one level
-does, for neighbours also share what a page cache still holds.
+In arrival order, a prefix cache evicts pages that it needs again. The planned order runs prompts
+with a common prefix together (BatchLLM, Zheng et al. 2025), as `LLM.generate` does. Both are
+compared with the optimum of one level of sharing, each prefix computed once, and with a cache that
+evicts nothing. With nested prefixes the planned order can save more than one level does, for
+neighbours also share longer cached prefixes.
 
 The first workload has the shape of BatchLLM's microbenchmark, with a tenth of its prompts: 16
 share each context of 2,000 tokens, and have 200 more of their own. A *valley* is a step of less
-than the token budget. Steps take what those of `stall_free` do.
+than the token budget. Steps cost the same as in `stall_free`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from table import print_table
 from virtual_clock import Run, linear_us, simulate
 from workloads import Job
 
-from jaxserve.engine.scheduler import SchedulerConfig
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.pages import PagePool
-from jaxserve.offline import plan_prefix_groups, planned_order, saved_tokens
+from jaxserve.scheduler.planned_order import planned_order
+from jaxserve.scheduler.prefix_groups import plan_prefix_groups, saved_tokens
+from jaxserve.scheduler.scheduler import SchedulerConfig
 
 PAGE_SIZE = 16
 POOL_TOKENS = 32_768

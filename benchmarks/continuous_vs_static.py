@@ -1,8 +1,8 @@
-"""Iterations of the model that a backlog of requests takes, batch by batch or continuously.
+"""Model iterations for a backlog of requests, with static and continuous batching.
 
-Every policy serves the same requests with the same number of rows. Beside the count stands what
-arithmetic says: a static batch lasts as long as its longest member, and no policy can do with
-fewer iterations than tokens over rows.
+Every policy serves the same requests with the same number of rows. The count is compared with
+arithmetic: a static batch lasts as long as its longest member, and no policy needs fewer iterations
+than tokens over rows.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from table import print_table
 from virtual_clock import linear_us, simulate
 from workloads import Job, backlog, from_arguments
 
-from jaxserve.engine.policies import POLICIES
-from jaxserve.engine.scheduler import SchedulerConfig
+from jaxserve.core.buckets import Buckets
 from jaxserve.kv.pages import PagePool
-from jaxserve.runtime.buckets import Buckets
+from jaxserve.scheduler.policies import POLICIES
+from jaxserve.scheduler.scheduler import SchedulerConfig
 
 ROWS = 32
 PROMPT_TOKENS = 8

@@ -1,10 +1,10 @@
 """Time to first token of a light tenant beside a heavy one, on a virtual clock.
 
-The heavy tenant sends more than the machine can serve, the light one a trickle. First come, first
-served has the light one wait behind the other's backlog; with a fair share (VTC, Sheng et al. 2024)
-whoever was served least goes first. The first row has the light tenant alone: the limit. What the
-heavy one pays is the share of its tokens per second, up to the light tenant's last, that it loses.
-A step takes as long as in `stall_free`.
+The heavy tenant sends more than the engine can serve, the light one little. First come, first
+served makes the light one wait behind the other's backlog; with a fair share (VTC, Sheng et al.
+2024) the tenant served least is admitted first. The first row has the light tenant alone: the
+limit. The heavy tenant's cost is its loss of tokens per second, up to the light tenant's last
+token. A step takes as long as in `stall_free`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from table import print_table
 from virtual_clock import Run, linear_us, simulate
 from workloads import Job, conversation
 
-from jaxserve.engine.scheduler import SchedulerConfig
-from jaxserve.engine.statistics import percentile
 from jaxserve.kv.pages import PagePool
+from jaxserve.metrics.statistics import percentile
+from jaxserve.scheduler.scheduler import SchedulerConfig
 
 ROWS = 64
 BUDGET = 640

@@ -1,10 +1,10 @@
-"""Iterations that 32 requests arriving at random take, one by one or fused into one loop.
+"""Iterations for 32 requests arriving at random, one by one or fused into one loop.
 
-Flover's third experiment (Yao et al. 2023) on a virtual clock: 512 tokens each at 11.33 ms an
-iteration, exponential gaps of mean λ. A single draw scatters widely where gaps are long, so the
-fused count is the mean of four seeds. The last column is Flover's memory shuffle in its paged
-form: rows computed when every iteration runs the largest program, over rows computed when it runs
-the smallest program that holds the live ones.
+Flover's third experiment (Yao et al. 2023) on a virtual clock: 512 tokens each at 11.33 ms per
+iteration, exponential gaps of mean λ. A single draw scatters widely for long gaps, so the fused
+count is the mean of four seeds. The last column is Flover's memory shuffle in its paged form: rows
+computed when every iteration runs the largest program, over rows computed when it runs the smallest
+program that fits the live ones.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from table import print_table
 from virtual_clock import linear_us, simulate
 from workloads import Job
 
-from jaxserve.engine.scheduler import SchedulerConfig
+from jaxserve.core.buckets import Buckets
 from jaxserve.kv.pages import PagePool
-from jaxserve.runtime.buckets import Buckets
+from jaxserve.scheduler.scheduler import SchedulerConfig
 
 MEAN_GAPS_MS = (20, 50, 100, 150, 200, 300, 400, 500, 750, 1000, 2000, 3000, 5000)
 PUBLISHED = (557, 616, 748, 888, 911, 1174, 1366, 1537, 2239, None, 5483, 7738, 10694)

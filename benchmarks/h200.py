@@ -1,21 +1,20 @@
-"""Our kernels on an H200: right or wrong, how fast, and how fast that is for the machine.
+"""Correctness and speed of the kernels on an H200, relative to the machine's limits.
 
-In this order: what the machine is, and its real configuration for compilers; the two ceilings, a
-copy and a matrix product; every kernel against exact results and then against the clock, targets
-first; the best of what else there is on the machine; copies to and from the host, dispatches,
-layers unrolled and in a loop; more shapes; and at last as many classes of shapes as there is time
-for, for `pallas_kernels/verified.json`.
+In this order: the machine, and its real configuration for compilers; the two ceilings, a copy and a
+matrix product; every kernel against exact results and then timed, targets first; the best
+alternatives on the machine; copies to and from the host, dispatches, layers unrolled and in a loop;
+more shapes; and last as many shape classes as time allows, for `pallas_kernels/verified.json`.
 
-Parts run in processes of their own, so that a crash or a kernel that hangs costs one case. What
-was found is kept in DIR as it is found: `records.jsonl`, `verified.json` (the committed one, with
-what was found), `h200.txtpb` (the device, for compilers) and `log.txt`. Peers that are not
-installed are listed as absent. Nothing is installed or fetched.
+Parts run in separate processes, so that a crash or a kernel that hangs costs one case. Results are
+written to DIR as they are measured: `records.jsonl`, `verified.json` (the committed one, with the
+new results), `h200.txtpb` (the device, for compilers) and `log.txt`. Peers that are not installed
+are listed as absent. Nothing is installed or fetched.
 
     PYTHONPATH=. python benchmarks/h200.py --out DIR
     PYTHONPATH=. python benchmarks/h200.py --dry
 
-With --dry everything is built as it would be, and compiled for a described H200, for which
-jax-cuda13-plugin must be there; without it programs are only lowered. No device is needed.
+With --dry the same programs are built, and compiled for a described H200, which needs
+jax-cuda13-plugin; without it programs are only lowered. No device is needed.
 """
 
 from __future__ import annotations
@@ -161,11 +160,11 @@ def supervise(part, until, arguments, records) -> bool:
 def write_verified(path: Path, found: list[dict]) -> None:
     from device import classes
 
-    from pallas_kernels import trust
+    from pallas_kernels import self_check
 
     devices = [record["device"] for record in found if "device" in record]
     if devices:
-        verified = classes.verified(trust.verified(), devices[0], found)
+        verified = classes.verified(self_check.verified(), devices[0], found)
         path.write_text(json.dumps(verified, indent=2) + "\n")
 
 

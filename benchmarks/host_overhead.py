@@ -1,15 +1,15 @@
-"""CPU time of the host for each token: planning, packing, calling programs, reading, text.
+"""CPU time of the host per token: planning, packing, calling programs, reading, text.
 
 Runs the real engine on a model of one small layer with SmolLM2's vocabulary and tokenizer, all
 sequences decoding, with text, stop strings and end-of-sequence rules on. The parts are the methods
 that a step calls, timed by the CPU time of the engine's thread, so that neither other work on the
-machine nor waiting for the device counts. Of steps in which every sequence decodes the median is
-taken, in a second run of the same requests: a tokenizer spells each token once. Text is a part of
+machine nor waiting for the device counts. The median is over steps in which every sequence decodes,
+in a second run of the same requests, because a tokenizer decodes each token once. Text is a part of
 collecting: the same tokens are pushed through new detokenizers afterwards.
 
-On CPUs, calling a small program can mean running it in the thread that calls, and reading its
-results means waiting, not always asleep. Both, "dispatch" and "read", are therefore kept out of
-"host", which is all else that a step takes.
+On CPUs, calling a small program can mean running it in the calling thread, and reading its results
+means waiting, sometimes busily. Both, "dispatch" and "read", are therefore excluded from "host",
+which is the rest of a step.
 
     python benchmarks/host_overhead.py
 """
@@ -93,7 +93,7 @@ def watched(engine: Engine) -> Stopwatch:
     watch.time("pack", engine._runner, "pack")
     watch.time("dispatch", engine._runner, "dispatch")
     watch.time("read", engine._runner, "read")
-    watch.time("collect", engine._steps, "_collect")
+    watch.time("update", engine._core, "_update")
     watch.time("step", engine, "step")
     return watch
 
@@ -117,7 +117,7 @@ def step_times(
         ns = watch.take() | {"deliver": delivered}
         if len(touched) == sequences and engine.scheduler.num_running == sequences:
             steps.append(ns)
-    return steps, [list(request.generations[0].seq.output_token_ids) for request in requests]
+    return steps, [list(request.sequence_outputs[0].seq.output_token_ids) for request in requests]
 
 
 def text_ns(tokenizer: Tokenizer, outputs: list[list[int]]) -> float:
@@ -148,13 +148,13 @@ def main() -> None:
                     steps, outputs = step_times(llm.engine, watch, count, arguments.new_tokens)
             us = {
                 part: statistics.median(step[part] for step in steps) / 1000 / count
-                for part in ("schedule", "pack", "dispatch", "read", "collect", "deliver", "step")
+                for part in ("schedule", "pack", "dispatch", "read", "update", "deliver", "step")
             }
             us["text"] = text_ns(tokenizer, outputs) / 1000
-            us["collect"] -= us["text"] + us["read"]
+            us["update"] -= us["text"] + us["read"]
             us["host"] = us["step"] - us["dispatch"] - us["read"] + us["deliver"]
             columns.append(us)
-    parts = ("schedule", "pack", "collect", "text", "deliver", "host", "dispatch", "read")
+    parts = ("schedule", "pack", "update", "text", "deliver", "host", "dispatch", "read")
     print_table(
         "CPU time of the engine's thread, microseconds a token",
         ("part", *(f"{count} sequences" for count in arguments.sequences)),

@@ -1,34 +1,34 @@
-"""A model that recalls, at any distance, what last followed a token. Its weights are constructed.
+"""A model that recalls, at any distance, what last followed a token, with constructed weights.
 
-It is an induction head (2209.11895) as a Qwen2 on disk, of one head in each layer, and no layer is
-trained: whatever follows is written down here. A token is a word of the extended Golay code, 24
+It is an induction head (2209.11895) as a Qwen2 on disk, with one head per layer; no layer is
+trained, and all weights are constructed here. A token is a word of the extended Golay code, 24
 features of +1 and -1, of which any two of the 4,096 differ in at least 8 places: their product is
-24 for the same token and at most 8 for two. The residual stream is made of parts of 24 features:
+24 for the same token and at most 8 for two. The residual stream consists of parts of 24 features:
 
     part 0: the token        part 1: the token before        part 2: what last followed the token
 
-- A layer with a sliding window of 4 attends to the token before and copies it to part 1. Nothing
-  but the distance counts: queries and keys are biases. Their pair of features turns by one radian a
-  token, and they stand one radian apart, so that the score at distance d is 400 cos(d - 1).
+- A layer with a sliding window of 4 attends to the token before and copies it to part 1. Only the
+  distance matters: queries and keys are biases. Their pair of features rotates by one radian per
+  token, and they are one radian apart, so that the score at distance d is 400 cos(d - 1).
 - A layer of full attention looks for positions whose token before is this token, copies the token
-  there to part 2, and of several takes the last. Matching comes by features that (almost) do not
-  turn, recency by a pair that makes a quarter of a turn in the whole context.
+  there to part 2, and of several takes the last. Matching uses features that (almost) do not
+  rotate, recency a pair that makes a quarter turn over the whole context.
 
-The head of the model reads part 2. MLPs are zero.
+The LM head reads part 2. MLPs are zero.
 
 All three speeds of rotation are factors of a "longrope" (LongRoPE, 2402.13753), as the "long" ones
-of a context beyond the original; with the "short" ones everything turns, and nothing is found. Its
-factor on attention, from 1 at 4,096 tokens to 1.7 at a million, makes every score larger.
+of a context beyond the original; with the "short" ones all features rotate, and nothing matches.
+Its factor on attention, from 1 at 4,096 tokens to 1.7 at a million, makes every score larger.
 
-How sharp it is, in nats, for scores as `MATCH` and `RECENCY` set them: a match scores 240 and any
-other token at most 80; recency adds from +57 here to -57 at the far end of the context. So a match
+Margins, in nats, for scores as `MATCH` and `RECENCY` set them: a match scores 240 and any other
+token at most 80; recency adds from +57 here to -57 at the far end of the context. So a match
 anywhere is at least 47 ahead of any other token, which is 33 ahead of a million of them together.
 Of two matches, the later one is ahead by 89 times their distance over the context, or more.
 
 With two hops, there is another pair of layers, which looks up what followed the token that was
-found: variable tracking, in the terms of RULER (2404.06654). Its sliding layer finds everything
-done. What is found is written at a tenth of a code word's size, so that norms hardly depend on how
-clearly it was.
+found: variable tracking, in the terms of RULER (2404.06654). Its sliding layer has nothing left to
+do. Results are written at a tenth of a code word's size, so that norms hardly depend on how
+distinct the match was.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """KV bytes on each device as more of them share every sequence (KV-cache parallelism).
 
-Engines of one model with the same pool, of one sequence as long as the model's context. The formula
-is 2 x layers x KV heads x head_dim x element bytes x tokens / devices; what is held is read off the
-arrays. A pool has one page more than its tokens fill, the trash page.
+Engines of one model with the same pool, for one sequence as long as the model's context. The
+formula is 2 x layers x KV heads x head_dim x element bytes x tokens / devices; the bytes held are
+read from the arrays. A pool has one more page than its tokens fill, the trash page.
 
     python benchmarks/kvp_bytes.py
 """
@@ -30,7 +30,7 @@ def kv_bytes(model: Path, seq: int) -> tuple[int, int, int]:
         max_num_seqs=1,
         max_num_batched_tokens=17,
         page_size=PAGE_SIZE,
-        sequence_parallel_size=seq,
+        context_parallel_size=seq,
     ) as llm:
         plan, held = llm.plan(), dict.fromkeys(jax.devices(), 0)
         for array in jax.tree.leaves(llm.engine._runner._kv):

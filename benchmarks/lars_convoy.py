@@ -1,8 +1,8 @@
 """Time to first token of short requests while very long prompts prefill, on a virtual clock.
 
-First come, first served has the short ones wait until a long prompt is computed: a convoy. By
-relative slack (LARS, of Medha, Agrawal et al. 2024) they share its steps, and their chunks shrink
-as its context grows, so that decodes go on evenly. The first row has the short requests alone: the
+First come, first served makes the short ones wait until a long prompt is computed: a convoy. With
+relative slack (LARS, of Medha, Agrawal et al. 2024) they share its steps, and its chunks shrink as
+its context grows, so that step times stay even. The first row has the short requests alone: the
 limit. A step takes a + b · tokens + c · pairs, the last from Medha's 250 ms for a chunk of 512
 tokens after a million, of Llama-3-8B on 8 H100s.
 """
@@ -15,10 +15,10 @@ from table import print_table
 from virtual_clock import Run, attention_us, simulate
 from workloads import Job, conversation
 
-from jaxserve.engine.scheduler import SchedulerConfig
-from jaxserve.engine.statistics import percentile
+from jaxserve.core.buckets import Buckets
 from jaxserve.kv.pages import PagePool
-from jaxserve.runtime.buckets import Buckets
+from jaxserve.metrics.statistics import percentile
+from jaxserve.scheduler.scheduler import SchedulerConfig
 
 BASE_US, PER_TOKEN_US, PER_PAIR_US = 5_000, 20, 0.48e-3
 TARGET_US = 50_000

@@ -1,9 +1,9 @@
-"""A prompt of a million tokens on eight devices: what it finds, what it takes, how that grows.
+"""A prompt of a million tokens on eight devices: retrieval, cost, and how the cost grows.
 
-A model whose answers are known by construction (benchmarks/induction_model.py) reads a haystack of
-random tokens in chunks, its KV split over the devices. Needles lie in it at even distances: a key
+A model whose answers are known by construction (benchmarks/induction_model.py) prefills a haystack
+of random tokens in chunks, its KV split over the devices. It has needles at equal distances: a key
 and the tokens that follow it. Every key but the first has other tokens after it at the needle
-before, which must not be found, for the later ones replace them. Then each key is asked for by a
+before, which must not be found, because the later ones replace them. Each key is then queried by a
 prompt that is the haystack and the key; all but the first find the haystack's KV in the cache.
 
     python benchmarks/long_context.py
@@ -119,7 +119,7 @@ def run(
             write_induction_model(directory, num_tokens + ANSWER_TOKENS, hops),
             max_num_seqs=1,
             max_num_batched_tokens=1 + chunk_tokens,
-            sequence_parallel_size=seq,
+            context_parallel_size=seq,
             tensor_parallel_size=tensor,
             pipeline_parallel_size=stage,
         )
@@ -128,7 +128,7 @@ def run(
         for needle in needles:
             begin = time.perf_counter()
             request = llm.engine.add(f"{needle.key}", [*hay, needle.key], _GREEDY)
-            (generation,) = request.generations
+            (generation,) = request.sequence_outputs
             while llm.engine.has_work:
                 llm.engine.step()
                 done = generation.seq.num_computed

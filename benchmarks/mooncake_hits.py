@@ -1,12 +1,12 @@
-"""Prefix cache hits on the requests of a real service, as pools get smaller, on a virtual clock.
+"""Prefix cache hits on the requests of a real service, by pool size, on a virtual clock.
 
 Replays Mooncake's conversation trace (Qin et al., FAST 2025; `conversation_trace.jsonl` of its
-release), whose prompts are known as blocks of 512 tokens. To be quick, a block is one page of 16
-tokens here, so all lengths are divided by 32, and a step computes at most 256 tokens. What a model
-answered is not in the trace, so nobody hits it.
+release), whose prompts are given as blocks of 512 tokens. For speed, a block is one page of 16
+tokens here, so all lengths are divided by 32, and a step computes at most 256 tokens. The trace has
+no outputs, so no request hits them.
 
-An infinite cache that has every earlier prompt at once is the bound of the hit rate. The host tier
-is the real one, of tiny images; its moves take no time, so every hit is worth a fetch.
+An infinite cache that has every earlier prompt immediately is the bound of the hit rate. The host
+tier is the real one, with tiny pages; its transfers take no time, so every hit is worth a fetch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from table import print_table
 from virtual_clock import Run, linear_us, simulate
 from workloads import Job, read_block_trace
 
-from jaxserve.engine.scheduler import SchedulerConfig
-from jaxserve.kv.copier import Copier
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.pages import PagePool
 from jaxserve.kv.tiers import HostStore, Tier
+from jaxserve.kv.transfer_worker import TransferWorker
+from jaxserve.scheduler.scheduler import SchedulerConfig
 
 PAGE_SIZE = 16
 ROWS = 128
@@ -47,7 +47,7 @@ def serve(jobs: list[Job], num_pages: int, num_host_pages: int) -> tuple[Run, KV
     if not num_host_pages:
         kv = KVManager(pool)
         return simulate(jobs, config, kv, step_us), kv
-    copier = Copier(
+    transfer_worker = TransferWorker(
         {Tier.HOST: HostStore(num_host_pages, IMAGE_BYTES)},
         download=lambda images: images,
         upload=lambda images: images,
@@ -55,15 +55,15 @@ def serve(jobs: list[Job], num_pages: int, num_host_pages: int) -> tuple[Run, KV
         clock=lambda: 0,
         staging_buffers=1 << 16,
     )
-    with contextlib.closing(copier):
+    with contextlib.closing(transfer_worker):
         kv = KVManager(
             pool,
             preemption="swap",
             tiers={Tier.HOST: num_host_pages},
             page_bytes=IMAGE_BYTES,
-            copier=copier,
+            transfer_worker=transfer_worker,
         )
-        return simulate(jobs, config, kv, step_us, copier=copier), kv
+        return simulate(jobs, config, kv, step_us, transfer_worker=transfer_worker), kv
 
 
 def most_hits(jobs: list[Job]) -> int:
@@ -107,7 +107,7 @@ def main() -> None:
                     100 * hits / total,
                     hits / bound,
                     total / run.num_prefill_tokens,
-                    kv.mover.counters.fetched_pages.get(Tier.HOST, 0),
+                    kv.offload.counters.fetched_pages.get(Tier.HOST, 0),
                     run.num_preemptions,
                 )
             )

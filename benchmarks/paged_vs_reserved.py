@@ -1,4 +1,4 @@
-"""Requests served at once in the same KV memory, reserved up front or paged.
+"""Concurrent requests in the same KV memory, reserved up front or paged.
 
 Orca-max reserves the context limit for every request, Orca-oracle the exact length that it will
 reach (which no server knows), and a paged pool only what has been written.
@@ -12,8 +12,8 @@ from table import print_table
 from virtual_clock import Run, linear_us, simulate
 from workloads import Job, backlog, from_arguments
 
-from jaxserve.engine.scheduler import SchedulerConfig
 from jaxserve.kv.pages import PagePool
+from jaxserve.scheduler.scheduler import SchedulerConfig
 
 POOL_TOKENS = 65_536
 PAGE_SIZE = 16

@@ -1,16 +1,16 @@
-"""Bytes that a rank sends when keys travel and when queries do, and which of them is chosen.
+"""Bytes sent per rank by pass-KV and by pass-Q, and which of them is chosen.
 
 The engine's attention of one layer of Llama-3.1-8B is compiled for eight devices that share a
-sequence, for one chunk after contexts of several lengths, and its collectives are counted. A rank
-sends of n tokens, N ranks, query and KV heads Hq and Hkv of d elements of e bytes:
+sequence, for one chunk after contexts of several lengths, and its collectives are counted. For n
+tokens, N ranks, query and KV heads Hq and Hkv of d elements of e bytes, a rank sends:
 
-    either way  (N - 1) / N * n * 2 Hkv d e            new keys and values, to whom they belong
+    either way  (N - 1) / N * n * 2 Hkv d e            new keys and values, to their owners
     pass-KV     (N - 1) * (n + cached) / N * 2 Hkv d e keys and values around the ring
     pass-Q      (N - 1) / N * n * Hq d e               queries
                 (N - 1) / N * n * Hq (d + 3) * 4       results: outputs, weights, and a maximum
 
-Elements are float32 here, for CPUs send no others. The choice is modelled for an H200 as
-pallas_kernels/ring_attention/choice.py states it: sends that do not hide behind the computing show.
+Elements are float32 here, the only type that CPUs send. The choice is modelled for an H200 as in
+pallas_kernels/ring_attention/choice.py: only sends that compute does not hide count.
 
     python benchmarks/pass_q_bytes.py
 """
@@ -30,9 +30,9 @@ from jax.sharding import PartitionSpec as P
 from table import print_table
 from virtual_devices import make_devices
 
-from jaxserve.runtime import sequence
-from jaxserve.runtime.batch import Addresses, StepLayout
-from jaxserve.runtime.buckets import ProgramKey
+from jaxserve.core.buckets import ProgramKey
+from jaxserve.runtime.programs import context_parallel
+from jaxserve.runtime.programs.step_layout import SlotMapping, StepLayout
 from pallas_kernels.paged_attention import KVPages, RaggedBatch
 from pallas_kernels.ring_attention import choose_scheme
 from sharding_rules import SEQ
@@ -65,8 +65,8 @@ def sent_bytes(new: int, cached: int, ring: bool) -> float:
         ring_pages=width if ring else 0,
     )
 
-    def attend(pages, heads, addresses):
-        return sequence.attend(layout, addresses, pages, *heads, scale=1.0, window=None)
+    def attend(pages, heads, slot_mapping):
+        return context_parallel.attend(layout, slot_mapping, pages, *heads, scale=1.0, window=None)
 
     def array(*shape, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -87,8 +87,8 @@ def sent_bytes(new: int, cached: int, ring: bool) -> float:
         out_specs=(P(SEQ), of_pages),
         check_vma=False,
     )
-    addresses = Addresses(int32(new), int32(new), batch)
-    program = jax.jit(mapped, donate_argnums=0).lower(pages, heads, addresses).compile()
+    slot_mapping = SlotMapping(int32(new), int32(new), batch)
+    program = jax.jit(mapped, donate_argnums=0).lower(pages, heads, slot_mapping).compile()
     return sum(
         _SENT[kind] * (int(bits) // 8) * math.prod(int(size) for size in shape.split(",") if size)
         for result, kind in _COLLECTIVE.findall(program.as_text())

@@ -1,10 +1,10 @@
-"""Us against our peers on a CPU: same model, same prompts, same greedy tokens, one run.
+"""jaxserve against its peers on a CPU: same model, same prompts, same greedy tokens, one run.
 
 Peers are Hugging Face `generate`, one request at a time and padded to a batch, its continuous
 batching `generate_batch`, and llama.cpp. All but llama.cpp, which multiplies the file's 4-bit
-weights, compute in float32. Rounds alternate between the engines and the best of each counts, so
-that a busy neighbour on a shared machine slows nobody's final number alone. The limit is what the
-machine could do if the weights' matrix products were all there is, at rates measured here.
+weights, compute in float32. Rounds alternate between the engines and the best of each is reported,
+so that other load on a shared machine does not penalize a single engine. The limit is the time of
+the weights' matrix products alone, at rates measured here.
 
     pip install -e '.[peers]'
     python benchmarks/peers_cpu.py
@@ -147,7 +147,7 @@ def best_time(call: Callable[[], object], rounds: int = 5) -> float:
 def limit_seconds(llm: LLM, prompts: list[list[int]], new_tokens: int) -> float:
     """Least time for a workload's weight products, all prompts first and then full batches."""
     rate, bandwidth = machine_limits()
-    params = llm.plan().geometry.abstract_params
+    params = llm.plan().shapes.abstract_params
     in_layers = sum(leaf.size for leaf in jax.tree.leaves(params["layers"]))
     head = params["embed"].size
     rows, tokens = len(prompts), sum(map(len, prompts))
@@ -163,7 +163,7 @@ def main() -> None:
     ours, padded = Ours(), HuggingFace()
     engines = [ours, padded, HuggingFaceContinuous(padded), LlamaCpp()]
     rows = []
-    vocab_size = ours.llm.plan().geometry.model.vocab_size
+    vocab_size = ours.llm.plan().shapes.model.vocab_size
     for workload, (prompts, new_tokens) in workloads(vocab_size).items():
         alone = len(prompts) == 1
         taking_part = [e for e in engines if not (alone and isinstance(e, HuggingFaceContinuous))]

@@ -1,7 +1,7 @@
-"""Prompts that begin with the same 1,024 tokens: what is computed, and when the first token comes.
+"""Prompts with the same first 1,024 tokens: tokens computed and time to first token.
 
-Runs the real engine on SmolLM2. Before a cold prompt the cache is emptied; a warm one finds the
-prefix that the cold one left. Rounds alternate between the two.
+Runs the real engine on SmolLM2. Before a cold prompt the cache is cleared; a warm one finds the
+prefix that the cold one cached. Rounds alternate between the two.
 
     python benchmarks/prefix_cache.py
 """

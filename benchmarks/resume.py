@@ -1,8 +1,8 @@
-"""From a checkpoint to the next token of every request: with its KV, and computed again.
+"""Time from a snapshot to the next token of every request, with saved KV and with recomputed KV.
 
-Runs the real engine on SmolLM2. Requests with prompts of so many tokens are written down in the
-midst of generating, and forgotten; then they are taken up, once from a checkpoint with KV and once
-from one without. What a process takes to start is left out: it is the same for both.
+Runs the real engine on SmolLM2. Requests with prompts of so many tokens are saved while generating,
+and aborted; then they are restored, once from a snapshot with KV and once from one without. Process
+startup is excluded: it is the same for both.
 
     python benchmarks/resume.py
 """
@@ -19,7 +19,7 @@ import numpy as np
 from table import print_table
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.engine.events import Dispatched
+from jaxserve.core.events import Dispatched
 from jaxserve.engine.request import Request
 
 SHAPES = ((1, 256), (1, 1024), (4, 512), (16, 128))
@@ -30,7 +30,7 @@ BEFORE, AFTER = 4, 8
 
 def step_until(llm: LLM, requests: list[Request], num_tokens: int) -> None:
     """Until each request has so many output tokens."""
-    sequences = [request.generations[0].seq for request in requests]
+    sequences = [request.sequence_outputs[0].seq for request in requests]
     while any(len(seq.output_token_ids) < num_tokens for seq in sequences):
         llm.engine.step()
 
@@ -55,7 +55,7 @@ def resume(llm: LLM, directory: Path) -> tuple[float, int]:
     before = prefilled(llm)
     begin = time.perf_counter()
     requests = llm.engine.restore(directory)
-    known = max(len(request.generations[0].seq.output_token_ids) for request in requests)
+    known = max(len(request.sequence_outputs[0].seq.output_token_ids) for request in requests)
     step_until(llm, requests, known + 1)
     return time.perf_counter() - begin, prefilled(llm) - before
 
@@ -71,7 +71,7 @@ def measure(llm: LLM, prompts: list[list[int]], rounds: int) -> tuple[object, ..
             for with_kv in (True, False):
                 directory = Path(scratch) / str(with_kv)
                 begin = time.perf_counter()
-                llm.engine.checkpoint(directory, with_kv)
+                llm.engine.snapshot(directory, with_kv)
                 wrote += [time.perf_counter() - begin] * with_kv
             size = sum(file.stat().st_size for file in (Path(scratch) / "True").iterdir())
             for with_kv in (True, False):

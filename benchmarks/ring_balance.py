@@ -1,8 +1,8 @@
-"""How evenly causal attention is divided among ranks, by how sequences are dealt to them.
+"""How evenly causal attention is divided among ranks, by how tokens are assigned to them.
 
-Counts pairs of query and key from the ranges that ring attention gives its kernels. A ring waits
-for its slowest rank at every step, so what its time follows is the sum over steps of the most that
-any rank computes. Contiguous shares come to 2 - 1 / ranks of the mean for long sequences.
+Counts query-key pairs from the ranges that ring attention gives its kernels. A ring waits for its
+slowest rank at every step, so its time follows the sum over steps of the maximum that any rank
+computes. Contiguous shares come to 2 - 1 / ranks of the mean for long sequences.
 """
 
 from __future__ import annotations

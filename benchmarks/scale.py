@@ -1,8 +1,8 @@
-"""What large models take of many devices, by compiling for devices that are not there.
+"""Memory and collectives of large models on many devices, by compiling for described devices.
 
 The engine's own programs, at full size and without weights: a step of decodes and one that also
-prefills. Needs the compiler of the devices alone: `jax[tpu]`, or the CUDA plugin (see
-tests/deviceless), and JAX_PLATFORMS=cpu where there is no such device.
+prefills. Needs only the compiler of the devices: `jax[tpu]`, or the CUDA plugin (see
+tests/deviceless), and JAX_PLATFORMS=cpu if there is no such device.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import numpy as np
 from jax.experimental import topologies
 from table import print_table
 
-from jaxserve.config import EngineConfig
+from jaxserve.core.buckets import ProgramKey
+from jaxserve.core.config import EngineConfig
 from jaxserve.models.partition import partition
 from jaxserve.models.registry import get_family
-from jaxserve.runtime.buckets import ProgramKey
 from jaxserve.runtime.device_rates import device_rates
-from jaxserve.runtime.geometry import Geometry
-from jaxserve.runtime.specs import part_name, program_specs
+from jaxserve.runtime.programs.program_shapes import ProgramShapes
+from jaxserve.runtime.programs.specs import part_name, program_specs
 from sharding_rules import make_mesh
 
 ROOT = Path(__file__).parents[1]
@@ -107,7 +107,7 @@ class Deployment:
     def num_devices(self) -> int:
         return self.tensor * self.stage * self.seq
 
-    def geometry(self) -> Geometry:
+    def shapes(self) -> ProgramShapes:
         """The engine's, with a pool of what the weights leave, at most all that could be used."""
         devices = described(self.devices)
         raw = MODELS[self.model]
@@ -120,7 +120,7 @@ class Deployment:
             max_num_batched_tokens=PREFILL_TOKENS + self.max_num_seqs,
             tensor_parallel_size=self.tensor,
             pipeline_parallel_size=self.stage,
-            sequence_parallel_size=self.seq,
+            context_parallel_size=self.seq,
         )
         model = family.config_from_hf(raw)
         config = config.resolve(model, devices[0].platform)
@@ -133,11 +133,13 @@ class Deployment:
             stages=self.stage,
             vocab=self.tensor * self.stage,
         )
-        geometry = Geometry(config, model, family, specs, num_pages=2, device=devices[0], mesh=mesh)
-        most = self.max_num_seqs * geometry.max_pages + 1
-        room = self.budget_bytes - fixed_bytes(geometry) - SCRATCH_BYTES
-        fitting = room // page_bytes(geometry)
-        return dataclasses.replace(geometry, num_pages=max(2, min(most, fitting)))
+        shapes = ProgramShapes(
+            config, model, family, specs, num_pages=2, device=devices[0], mesh=mesh
+        )
+        most = self.max_num_seqs * shapes.max_pages + 1
+        room = self.budget_bytes - fixed_bytes(shapes) - SCRATCH_BYTES
+        fitting = room // page_bytes(shapes)
+        return dataclasses.replace(shapes, num_pages=max(2, min(most, fitting)))
 
     @property
     def budget_bytes(self) -> int:
@@ -175,14 +177,14 @@ def described(name: str) -> list[jax.Device]:
     return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
 
 
-def fixed_bytes(geometry: Geometry) -> int:
+def fixed_bytes(shapes: ProgramShapes) -> int:
     """Bytes of one device besides its KV pool and scratch."""
-    return geometry.weights_bytes + geometry.state_bytes
+    return shapes.weights_bytes + shapes.state_bytes
 
 
-def page_bytes(geometry: Geometry) -> int:
+def page_bytes(shapes: ProgramShapes) -> int:
     """Bytes on one device of a page of all its layers."""
-    return geometry.pages.page_bytes * geometry.local_model.num_layers
+    return shapes.pages.page_bytes * shapes.local_model.num_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,11 +196,11 @@ class Compiled:
     collectives: collections.Counter[str]
 
     @classmethod
-    def of(cls, geometry: Geometry, key: ProgramKey) -> Compiled:
-        part = "tick" if geometry.stages > 1 else "forward"
-        with jax.sharding.use_abstract_mesh(geometry.mesh.abstract_mesh):
+    def of(cls, shapes: ProgramShapes, key: ProgramKey) -> Compiled:
+        part = "pipeline-step" if shapes.stages > 1 else "forward"
+        with jax.sharding.use_abstract_mesh(shapes.mesh.abstract_mesh):
             name = part_name(part, key)
-            (spec,) = (spec for spec in program_specs(geometry) if spec.name == name)
+            (spec,) = (spec for spec in program_specs(shapes) if spec.name == name)
             compiled = spec.lower().compile()
         memory = compiled.memory_analysis()
         results = memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -221,16 +223,16 @@ def collectives(hlo: str) -> collections.Counter[str]:
 
 def compile_row(deployment: Deployment) -> tuple[object, ...]:
     """A row of the table: bytes of one device, and collectives of each program."""
-    geometry = deployment.geometry()
+    shapes = deployment.shapes()
     rows = deployment.max_num_seqs
     # One sequence never decodes beside its own prefill.
     mixed = ProgramKey(rows if rows > 1 else 0, PREFILL_TOKENS)
-    programs = [Compiled.of(geometry, key) for key in (ProgramKey(rows, 0), mixed)]
+    programs = [Compiled.of(shapes, key) for key in (ProgramKey(rows, 0), mixed)]
     scratch = max(program.scratch_bytes for program in programs)
-    fixed = fixed_bytes(geometry)
-    pool = geometry.num_pages * page_bytes(geometry)
+    fixed = fixed_bytes(shapes)
+    pool = shapes.num_pages * page_bytes(shapes)
     fits = fixed + pool + scratch <= deployment.budget_bytes
-    tokens = (geometry.num_pages - 1) * geometry.config.page_size
+    tokens = (shapes.num_pages - 1) * shapes.config.page_size
     return (
         deployment.model,
         deployment.devices,
@@ -251,47 +253,47 @@ class Prediction:
     what devices say to each other. Attention is counted causal.
     """
 
-    geometry: Geometry
+    shapes: ProgramShapes
     context: int
 
     @property
     def kv_bytes(self) -> int:
         """Of the request, on one device."""
-        pages = -(-self.context // self.geometry.config.page_size)
-        return pages * page_bytes(self.geometry)
+        pages = -(-self.context // self.shapes.config.page_size)
+        return pages * page_bytes(self.shapes)
 
     @property
     def first_token_s(self) -> float:
         starts = np.arange(0, self.context, PREFILL_TOKENS, dtype=np.float64)
         steps = self._step_s(PREFILL_TOKENS, starts)
-        return float(np.sum(steps) + (self.geometry.stages - 1) * steps[-1])
+        return float(np.sum(steps) + (self.shapes.stages - 1) * steps[-1])
 
     @property
     def between_tokens_s(self) -> float:
-        return self.geometry.stages * float(self._step_s(1, np.float64(self.context)))
+        return self.shapes.stages * float(self._step_s(1, np.float64(self.context)))
 
     def _step_s(self, tokens: int, cached: np.ndarray) -> np.ndarray:
         """Of `tokens` after `cached` ones, on one stage. All ranks of `seq` compute a decode."""
-        geometry, model = self.geometry, self.geometry.model
-        rates = device_rates(geometry.mesh.devices.flat[0])
-        size, ranks = geometry.dtype.itemsize, geometry.tensor * geometry.stages
-        own = max(1, tokens // geometry.seq)
+        shapes, model = self.shapes, self.shapes.model
+        rates = device_rates(shapes.mesh.devices.flat[0])
+        size, ranks = shapes.dtype.itemsize, shapes.tensor * shapes.stages
+        own = max(1, tokens // shapes.seq)
         pairs = tokens * cached + tokens * (tokens + 1) / 2
         attention = 4 * model.num_layers * model.num_heads * model.head_dim * pairs
-        flops = 2 * geometry.weights_bytes / size * own + attention / (ranks * geometry.seq)
-        kv_bytes = model.kv_bytes_per_token(size) * cached / (ranks * geometry.seq)
+        flops = 2 * shapes.weights_bytes / size * own + attention / (ranks * shapes.seq)
+        kv_bytes = model.kv_bytes_per_token(size) * cached / (ranks * shapes.seq)
         busy = np.maximum(
             flops / rates.flops_per_s,
-            (geometry.weights_bytes + kv_bytes) / rates.memory_bytes_per_s,
+            (shapes.weights_bytes + kv_bytes) / rates.memory_bytes_per_s,
         )
-        heads = (model.num_heads + 2 * model.num_kv_heads) // geometry.tensor
-        sums = 2 * _ring_s(rates, geometry.tensor, 2 * own * model.hidden_size * size)
+        heads = (model.num_heads + 2 * model.num_kv_heads) // shapes.tensor
+        sums = 2 * _ring_s(rates, shapes.tensor, 2 * own * model.hidden_size * size)
         # Queries go out, and results come back in float32; for decodes there is a maximum too.
-        merged = _ring_s(rates, geometry.seq, tokens * heads * model.head_dim * size)
+        merged = _ring_s(rates, shapes.seq, tokens * heads * model.head_dim * size)
         merged += _ring_s(
-            rates, geometry.seq, 4 * tokens * model.num_heads // geometry.tensor * model.head_dim
+            rates, shapes.seq, 4 * tokens * model.num_heads // shapes.tensor * model.head_dim
         )
-        return busy + geometry.local_model.num_layers * (sums + merged)
+        return busy + shapes.local_model.num_layers * (sums + merged)
 
 
 def _ring_s(rates: Any, ranks: int, size_bytes: int) -> float:
@@ -303,7 +305,7 @@ def _ring_s(rates: Any, ranks: int, size_bytes: int) -> float:
 
 def predict_row(deployment: Deployment) -> tuple[object, ...]:
     """A row of the other table: one request as long as the deployment allows."""
-    predicted = Prediction(deployment.geometry(), deployment.max_model_len)
+    predicted = Prediction(deployment.shapes(), deployment.max_model_len)
     return (
         deployment.model,
         deployment.devices,

@@ -1,8 +1,8 @@
-"""What HTTP costs: the same requests by `LLM.generate`, and by connections to `jaxserve serve`.
+"""HTTP overhead: the same requests by `LLM.generate`, and by connections to `jaxserve serve`.
 
-Both have an engine of equal settings, in processes of their own, of which one works at a time.
-Turns alternate, and the best counts: other work on the machine only ever slows one down. A stream
-is an event a token, and this process, which reads them all, takes its share of the same cores.
+Both have an engine with equal settings, in separate processes, of which one works at a time. Rounds
+alternate, and the best is reported: other work on the machine only slows a round down. A stream is
+an event per token, and this process, which reads them all, shares the same cores.
 
     python benchmarks/serve_overhead.py
 """
@@ -66,7 +66,12 @@ def main() -> None:
         f"{args.requests} requests of 16 to 256 tokens, {args.tokens} new each, {SEQS} at once",
         ("", "seconds", "tokens/s", "of LLM.generate"),
         [
-            (way, took, tokens / took, f"{best['LLM.generate'] / took:.2f}x")
+            (
+                way,
+                took,
+                tokens / took,
+                f"{best['LLM.generate'] / took:.2f}x",
+            )
             for way, took in best.items()
         ],
     )

@@ -1,7 +1,7 @@
-"""Ten thousand requests to one server, of every kind, and what its memory does meanwhile.
+"""Ten thousand requests of every kind to one server, and its memory over time.
 
-Many are hung up on, some are wrong. The slope of the resident memory is that of a least-squares
-line through the second half, when all caches are full, in bytes a request.
+Many clients disconnect, some requests are invalid. The slope of the resident memory is that of a
+least-squares line through the second half, when all caches are full, in bytes per request.
 
     python benchmarks/serve_soak.py MODEL
 """

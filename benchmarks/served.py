@@ -1,4 +1,4 @@
-"""A server process for benchmarks, and a load of many connections at once."""
+"""A server process for benchmarks, and a load of many concurrent connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages in use with several samples of one prompt, and with beams, beside as if nobody shared.
+"""Pages in use with parallel samples of one prompt and with beams, against no sharing.
 
 Runs the real engine on SmolLM2 and counts after each plan: the pages in use, and the pages of all
 running sequences as if each owned its own.
@@ -32,7 +32,7 @@ class PageCount:
     def _count(self):
         plan = self._schedule()
         self.used = max(self.used, self._scheduler.pool.num_used)
-        self.entries = max(self.entries, sum(len(t.pages) for t in self._scheduler.tables()))
+        self.entries = max(self.entries, sum(len(t.pages) for t in self._scheduler.tables.values()))
         return plan
 
     def stop(self) -> None:

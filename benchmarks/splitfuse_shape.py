@@ -1,7 +1,7 @@
-"""How even the steps are, and how many compiled programs they use, while there is a backlog.
+"""How uniform the steps are, and how many compiled programs they use, during a backlog.
 
-Fixed-size passes matter twice to a compiler: no padding, and one program in the steady state.
-Only steps planned while requests wait are counted; the end of the run is not steady.
+Fixed-size steps have two advantages for a compiler: no padding, and one program in the steady
+state. Only steps planned while requests wait are counted; the end of the run is not steady.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from table import print_table
 from virtual_clock import linear_us, simulate
 from workloads import backlog, from_arguments
 
-from jaxserve.engine.policies import POLICIES
-from jaxserve.engine.scheduler import SchedulerConfig
+from jaxserve.core.buckets import Buckets
 from jaxserve.kv.pages import PagePool
-from jaxserve.runtime.buckets import Buckets
+from jaxserve.scheduler.policies import POLICIES
+from jaxserve.scheduler.scheduler import SchedulerConfig
 
 ROWS = 128
 BUDGET = 640

@@ -1,9 +1,9 @@
 """Steps until a prompt's first token, when its chunks follow each other through pipeline stages.
 
-A chunk needs of the one before only what its own stage has computed, so stage s works on chunk c
+A chunk depends only on the previous chunk's results on the same stage, so stage s works on chunk c
 while stage s - 1 works on c + 1 (sequence pipeline parallelism, Medha, 2409.17264): m chunks on p
-stages take m + p - 1 calls of the devices, each of one stage's time. One chunk after the other they
-would take m * p.
+stages take m + p - 1 calls of the devices, each of one stage's time. Sequentially they would take
+m * p.
 
     python benchmarks/spp_steps.py
 """
@@ -34,16 +34,16 @@ def steps_by_chunks(model: Path, stages: int) -> list[int]:
         program_scope="step",
         enable_prefix_caching=False,
     ) as llm:
-        return [_steps(llm.engine, chunks * CHUNK_TOKENS) for chunks in CHUNKS]
+        return [_count_calls(llm.engine, chunks * CHUNK_TOKENS) for chunks in CHUNKS]
 
 
-def _steps(engine: Engine, num_tokens: int) -> int:
+def _count_calls(engine: Engine, num_tokens: int) -> int:
     calls, runner = [], engine._runner
     dispatch = runner.dispatch
 
-    def counted(packed):
+    def counted(packed, *begun_us):
         calls.append(packed)
-        dispatch(packed)
+        dispatch(packed, *begun_us)
 
     runner.dispatch = counted
     prompt = [token % 100 for token in range(num_tokens)]

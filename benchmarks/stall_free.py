@@ -2,11 +2,11 @@
 
 A step takes a + b · tokens, fitted to Sarathi-Serve's published measurements of Yi-34B on two
 A100s: a batch of 4 tokens takes 68.1 ms, one of 1,024 takes 217.2 ms. A stall-free schedule keeps
-every gap between two tokens within a + b · τ; one that puts prompts first does not.
+every gap between two tokens within a + b · τ; one that prioritizes prompts does not.
 
-Sarathi-Serve and SplitFuse are both stall-free. What tells them apart are steps after which prompts
-still wait though a row is free: SplitFuse fills the prefill tokens of each exactly, Sarathi leaves
-those that would make a piece of a prompt below the floor.
+Sarathi-Serve and SplitFuse are both stall-free. They differ in steps after which prompts still wait
+although a row is free: SplitFuse fills the prefill tokens of each exactly, Sarathi does not
+schedule a chunk below its minimum.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from table import print_table
 from virtual_clock import linear_us, simulate
 from workloads import from_arguments
 
-from jaxserve.engine.policies import POLICIES
-from jaxserve.engine.scheduler import SchedulerConfig
-from jaxserve.engine.statistics import percentile
+from jaxserve.core.buckets import Buckets
 from jaxserve.kv.pages import PagePool
-from jaxserve.runtime.buckets import Buckets
+from jaxserve.metrics.statistics import percentile
+from jaxserve.scheduler.policies import POLICIES
+from jaxserve.scheduler.scheduler import SchedulerConfig
 
 BASE_US, PER_TOKEN_US = 67_500, 146
 ROWS = 128

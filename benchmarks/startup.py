@@ -1,7 +1,7 @@
 """Time until ready, cold (every program compiled) and warm (every program loaded).
 
-Each start is a process of its own, as a user's would be; the cold one gets an empty cache of
-programs. The model file is fetched before the clock starts.
+Each start is a new process, as for a user; the cold one gets an empty program cache. The model file
+is fetched before the clock starts.
 
     python benchmarks/startup.py
 """

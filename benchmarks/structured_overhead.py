@@ -1,11 +1,11 @@
-"""What a grammar costs a decode step: the same batch with one and without, in the same run.
+"""Overhead of a grammar in a decode step: the same batch with one and without, in the same run.
 
     python benchmarks/structured_overhead.py [MODEL] [--batch 32]
 
-No form here ever ends, so that every row decodes in every step. Rows that are sampled use the
-same programs with a form and without; greedy rows without one have a program of their own, which
-is faster. Rounds of all cases follow each other, and the best of each counts: other programs may
-run on the machine too, of which the processor time of this one knows less.
+No grammar here ever ends, so that every row decodes in every step. Sampled rows use the same
+programs with and without a grammar; greedy rows without one have a separate program, which is
+faster. Rounds of all cases alternate, and the best of each is reported: other programs may run on
+the machine too, which affects the processor time of this one less.
 """
 
 from __future__ import annotations
@@ -121,23 +121,25 @@ def decode(engine: Engine, params: SamplingParams, batch: int) -> Round:
     """Steps in which all rows decode."""
     prompts = ([*range(100, 100 + PROMPT_TOKENS), 1000 + row] for row in range(batch))
     added = [engine.add(f"row-{row}", prompt, params) for row, prompt in enumerate(prompts)]
-    generations = [request.generations[0] for request in added]
-    while any(len(generation.seq.output_token_ids) < WARM_TOKENS for generation in generations):
+    sequence_outputs = [request.sequence_outputs[0] for request in added]
+    while any(
+        len(generation.seq.output_token_ids) < WARM_TOKENS for generation in sequence_outputs
+    ):
         engine.step()
     with timed_masks() as worked_us:
         begin, begin_processor = time.perf_counter(), time.process_time()
         for _ in range(STEPS):
             engine.step()
-        took_us = (time.perf_counter() - begin) * 1e6
+        step_times_us = (time.perf_counter() - begin) * 1e6
         processor_us = (time.process_time() - begin_processor) * 1e6
-    if not all(request.generations[0].seq.finish_reason is None for request in added):
+    if not all(request.sequence_outputs[0].seq.finish_reason is None for request in added):
         raise SystemExit("a form ended: the cases are not alike")
     for request in added:
         engine.abort(request.request_id)
     while engine.has_work:
         engine.step()
     engine.reset_prefix_cache()
-    return Round(took_us / STEPS, sum(worked_us) / STEPS, processor_us / STEPS)
+    return Round(step_times_us / STEPS, sum(worked_us) / STEPS, processor_us / STEPS)
 
 
 @contextlib.contextmanager

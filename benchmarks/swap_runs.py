@@ -1,13 +1,13 @@
-"""Copies and bytes between the host's memory and staging, for conversations that take turns.
+"""Copies and bytes between the host's memory and staging, for conversations that alternate.
 
 Runs the real engine on SmolLM2 with so few pages that turns preempt each other and every
 conversation leaves the device between two of its turns. Pages with consecutive numbers are copied
-together (block groups), and an image that lies in the host's memory already is not saved again
-(reuse), both after FastSwitch (Shen et al. 2024).
+together (block groups), and a page that the host already holds is not saved again (reuse), both
+after FastSwitch (Shen et al. 2024).
 
-The trace is run twice. First every image is dropped from the host's memory once it is back on the
-device, so that nothing can be reused; page by page, this run would take one copy for each page that
-it moved.
+The trace is run twice. First every host copy is dropped once its page is back on the device, so
+that nothing can be reused; page by page, this run would take one copy for each page that it
+transferred.
 
     python benchmarks/swap_runs.py
 """
@@ -40,13 +40,13 @@ def converse(llm: LLM, conversations: int, turns: int, reuse: bool) -> tuple[lis
             engine.add(f"{reuse} {turn} {index}", context, ANSWER)
             for index, context in enumerate(contexts)
         ]
-        while engine.has_work or kv.mover.num_under_way:
+        while engine.has_work or kv.offload.num_in_flight_transfers:
             if not reuse:
                 for node in [node for node in kv.tree if node.device is not None]:
-                    kv.mover.forget(node)
+                    kv.offload.forget(node)
             engine.step()
         for context, request in zip(contexts, requests):
-            (generation,) = request.generations
+            (generation,) = request.sequence_outputs
             context += generation.seq.output_token_ids
             preempted += generation.seq.num_preemptions
     return contexts, preempted
@@ -60,7 +60,7 @@ def main() -> None:
     rows = []
     with LLM(host_kv_bytes=512 << 20, preemption="swap") as llm:
         kv = llm.engine.kv
-        moves, page_bytes = kv.mover.counters, kv.mover.page_bytes
+        moves, page_bytes = kv.offload.counters, kv.offload.page_bytes
         store = llm.engine._paging._stores[Tier.HOST]
         # Nobody's pages, so that few are left, and the programs are those of any other engine.
         kv.pool.allocate(kv.pool.num_free - POOL_PAGES)

@@ -1,14 +1,14 @@
-"""From losing its pages to the next token: a request whose KV was swapped, or computed again.
+"""Time from a preemption to the next token, for a request whose KV is swapped or recomputed.
 
 Runs the real engine on SmolLM2. A request of each length loses its slot and all its pages, as to a
-newcomer who needs them, several times in turn: with its KV swapped, with it recomputed, and as
-`preemption="auto"` would have it. Each time the host's memory has no image of it from before, so
-that every page is copied out and back.
+new request that needs them, several times in turn: with its KV swapped, with it recomputed, and
+with `preemption="auto"`. Each time the host has no earlier copy, so that every page is copied out
+and back.
 
-On a CPU the host's memory is one copy away and swapping always wins. So the whole is done again
-over a link that is slowed down: every copy between device and host then sleeps for as long as its
-bytes would take at `--link` megabytes a second. The engine times its link at the start, in either
-case, and is told nothing.
+On a CPU a transfer is a memory copy and swapping always wins. So the benchmark is repeated with a
+slowed link: every copy between device and host then sleeps for as long as its bytes would take at
+`--link` megabytes per second. The engine measures its link at startup in either case, and does not
+know which it is.
 
     python benchmarks/swap_vs_recompute.py
 """
@@ -62,9 +62,9 @@ def choose(llm: LLM, mode: str) -> None:
 def preempt(llm: LLM, request: Request) -> float:
     """Takes all a request has, and returns the milliseconds until its next token."""
     engine, kv = llm.engine, llm.engine.kv
-    seq = request.generations[0].seq
+    seq = request.sequence_outputs[0].seq
     for node in list(kv.tree):
-        kv.mover.forget(node)
+        kv.offload.forget(node)
     wanted = len(seq.output_token_ids) + seq.num_in_flight + 1
     time.sleep(0.1)  # The step under way ends: it would delay all three by the same.
     begin = time.perf_counter()
@@ -82,7 +82,7 @@ def measure(llm: LLM, prompt: list[int], rounds: int) -> tuple[dict[str, float],
     request = engine.add(f"{len(prompt)} tokens", prompt, params)
     seen: dict[str, list[float]] = {mode: [] for mode in MODES}
     chosen = []
-    while len(request.generations[0].seq.output_token_ids) < 2:
+    while len(request.sequence_outputs[0].seq.output_token_ids) < 2:
         engine.step()
     for _, mode in itertools.product(range(rounds), MODES):
         choose(llm, mode)

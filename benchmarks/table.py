@@ -1,4 +1,4 @@
-"""Prints the one table of a benchmark."""
+"""Prints a benchmark's table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the real scheduler against a clock that only a cost function moves."""
+"""Runs the real scheduler on a virtual clock advanced by a cost function."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from itertools import pairwise
 import numpy as np
 from workloads import Job
 
-from jaxserve.engine.plan import StepPlan
-from jaxserve.engine.scheduler import Scheduler, SchedulerConfig
-from jaxserve.engine.sequence import Sequence
-from jaxserve.engine.step_time import StepLoad
-from jaxserve.kv.copier import Copier
+from jaxserve.core.buckets import Buckets
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sequence import Sequence
+from jaxserve.core.step_plan import StepPlan
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.pages import PagePool
-from jaxserve.runtime.buckets import Buckets
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.kv.transfer_worker import TransferWorker
+from jaxserve.scheduler.scheduler import Scheduler, SchedulerConfig
+from jaxserve.scheduler.step_time import StepLoad
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ def simulate(
     step_us: Callable[[StepPlan], int],
     delay: int = 1,
     on_step: Callable[[Scheduler, StepPlan], None] | None = None,
-    copier: Copier | None = None,
+    transfer_worker: TransferWorker | None = None,
 ) -> Run:
     """Serves the jobs to the end.
 
@@ -114,8 +114,8 @@ def simulate(
     the engine does. A job's n-th token has the id n. `on_step` sees each plan as it is made.
 
     `memory` is a KV manager, or a pool for one that keeps no prefixes. A manager with tiers comes
-    with the `copier` that it was given, whose clock must stand at 0: a move takes no time and ends
-    before the next step is planned, and what it moves is as long as an image but says nothing.
+    with the `transfer_worker` that it was given, whose clock must stand at 0: a transfer takes no
+    time and ends before the next step is planned, and its bytes mean nothing.
     """
     kv = memory if isinstance(memory, KVManager) else KVManager(memory, prefix_caching=False)
     scheduler = Scheduler(config, kv)
@@ -129,7 +129,7 @@ def simulate(
 
     def collect() -> None:
         plan, start_us, end_us = in_flight.popleft()
-        scheduler.took((plan,), end_us - start_us)
+        scheduler.observe_step_time((plan,), end_us - start_us)
         for chunk in (*plan.decodes, *plan.prefills):
             if chunk.samples and scheduler.collect(chunk, chunk.output_index):
                 seq = chunk.seq
@@ -146,10 +146,10 @@ def simulate(
             scheduler.abort(aborts.popleft()[1])
         while len(in_flight) > delay:
             collect()
-        if copier is not None:
-            _end_moves(kv, copier)
+        if transfer_worker is not None:
+            _end_moves(kv, transfer_worker)
         plan = scheduler.schedule(now)
-        _begin_moves(kv, copier)
+        _begin_moves(kv, transfer_worker)
         for chunk in plan.prefills:
             run.cached_tokens.setdefault(chunk.seq.seq_id, chunk.start)
         if on_step is not None:
@@ -161,7 +161,7 @@ def simulate(
             now = end_us
         elif in_flight:
             collect()
-        elif kv.mover.num_under_way:
+        elif kv.offload.num_in_flight_transfers:
             continue
         elif arrivals:
             now = arrivals[0].arrival_us
@@ -170,19 +170,19 @@ def simulate(
     return run
 
 
-def _begin_moves(kv: KVManager, copier: Copier | None) -> None:
+def _begin_moves(kv: KVManager, transfer_worker: TransferWorker | None) -> None:
     """Does what the engine would do on the device before a step."""
     operations = kv.operations()
     for load in operations.loads:
-        load.ticket.consume()
+        load.handle.consume()
     for save in operations.saves:
-        images = np.zeros((len(save.nodes), kv.mover.page_bytes), np.uint8)
-        kv.begin(save, images if copier.reserve() else None)
+        images = np.zeros((len(save.nodes), kv.offload.page_bytes), np.uint8)
+        kv.begin(save, images if transfer_worker.reserve() else None)
 
 
-def _end_moves(kv: KVManager, copier: Copier) -> None:
-    while kv.mover.num_under_way:
-        copier.wait(timeout_us=1_000_000)
+def _end_moves(kv: KVManager, transfer_worker: TransferWorker) -> None:
+    while kv.offload.num_in_flight_transfers:
+        transfer_worker.wait(timeout_us=1_000_000)
         kv.poll(now_us=0)
 
 

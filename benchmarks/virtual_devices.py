@@ -1,4 +1,4 @@
-"""Work on several virtual devices of the CPU, which show counts and bytes, no speed."""
+"""Runs on several virtual CPU devices, for counts and bytes, not for speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to benchmark with: drawn from a seed, or read from a trace."""
+"""Benchmark workloads: drawn from a seed, or read from a trace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxserve.engine.shared_prefix import SharedPrefix
+from jaxserve.core.sequence import SharedPrefix
 
 _SECOND_US = 1_000_000
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.core.version import __version__
+
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncEngine
     from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from jaxserve.config import EngineConfig
+    from jaxserve.core.config import EngineConfig
+    from jaxserve.core.outputs import CompletionOutput, Delta, Logprob, RequestOutput
+    from jaxserve.core.sampling_params import SamplingParams
     from jaxserve.llm import LLM
-    from jaxserve.outputs import CompletionOutput, Delta, Logprob, RequestOutput
-    from jaxserve.sampling_params import SamplingParams
-
-__version__ = "0.1.0"
 
 __all__ = [
     "LLM",
@@ -28,6 +28,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
+    "__version__",
     "register_family",
     "resumable",
 ]
@@ -38,13 +39,13 @@ _HOMES = {
     "BeamSearchOutput": "beam_search",
     "BeamSearchParams": "beam_search",
     "BeamSearchSequence": "beam_search",
-    "CompletionOutput": "outputs",
-    "Delta": "outputs",
-    "EngineConfig": "config",
-    "Logprob": "outputs",
-    "RequestOutput": "outputs",
-    "SamplingParams": "sampling_params",
-    "StructuredOutputs": "structured.params",
+    "CompletionOutput": "core.outputs",
+    "Delta": "core.outputs",
+    "EngineConfig": "core.config",
+    "Logprob": "core.outputs",
+    "RequestOutput": "core.outputs",
+    "SamplingParams": "core.sampling_params",
+    "StructuredOutputs": "core.structured_outputs",
     "register_family": "models.registry",
     "resumable": "resume",
 }

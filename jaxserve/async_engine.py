@@ -1,4 +1,4 @@
-"""The engine behind an event loop: one thread steps it, any number of coroutines wait on it."""
+"""The engine for asyncio: one thread steps it, any number of coroutines wait for outputs."""
 
 from __future__ import annotations
 
@@ -15,27 +15,32 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from jaxserve.config import EngineConfig
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import EngineClosedError
+from jaxserve.core.outputs import Delta, RequestOutput
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.metrics import Metric
+from jaxserve.engine.output_queue import (
+    OutputDispatcher,
+    OutputQueue,
+    OutputStream,
+    left_output,
+    output_of,
+)
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.request import Request
-from jaxserve.engine.trace import write_trace
-from jaxserve.errors import EngineClosedError
-from jaxserve.mailbox import Mailbox, Outbox
-from jaxserve.outputs import Delta, RequestOutput
+from jaxserve.metrics.metrics import Metric
+from jaxserve.metrics.trace import write_trace
 from jaxserve.runtime.startup import EnginePlan, Progress, no_progress
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.text import Tokenizer
-from jaxserve.updates import Updates, left_output, output_of
 
 _log = logging.getLogger(__name__)
 
 
 class AsyncEngine:
-    """LLM for servers: coroutines in place of calls. Requests of any number of tasks are batched.
+    """LLM for servers, with coroutines. Requests of any number of tasks are batched.
 
-    The loop thread alone changes the engine; everything else reaches it as a command.
+    Only the loop thread changes the engine; everything else sends it commands.
 
     Attributes:
         ended: done when that thread has ended, by `close` or by `failure`.
@@ -47,16 +52,16 @@ class AsyncEngine:
         self._engine = engine
         self._trace_file = trace_file
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._outbox = Outbox()
-        self._listeners: dict[str, tuple[Mailbox, int]] = {}
+        self._dispatcher = OutputDispatcher()
+        self._listeners: dict[str, tuple[OutputQueue, int]] = {}
         self._unclaimed: dict[str, Request] = {}
         self._ids = itertools.count()
         self._closing = False
         self._ended = False
-        self._door = threading.Lock()  # a command is put before the end, or not at all
+        self._door = threading.Lock()  # no command is queued after the end
         self._failure: BaseException | None = None
         self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self.ended.set_running_or_notify_cancel()  # Who waits no longer cancels nothing.
+        self.ended.set_running_or_notify_cancel()  # A cancelled waiter must not cancel it.
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
 
@@ -91,7 +96,7 @@ class AsyncEngine:
         return self._engine.chat_prompt(messages, add_generation_prompt, **template_variables)
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
-        """What the model's generation_config.json recommends, with `overrides`."""
+        """The defaults of the model's generation_config.json, with `overrides`."""
         return self._engine.default_sampling_params(**overrides)
 
     async def generate(
@@ -104,10 +109,10 @@ class AsyncEngine:
     ) -> RequestOutput:
         """The finished output of one prompt. Cancelling the task aborts the request.
 
-        Raises RequestError when the request is refused, EngineClosedError when the engine ends.
+        Raises RequestError when the request is rejected, EngineClosedError when the engine ends.
         """
-        wishes = request_id, priority, tenant
-        async with self._one(prompt, sampling_params, wishes, wants_deltas=False) as updates:
+        options = request_id, priority, tenant
+        async with self._one(prompt, sampling_params, options, wants_deltas=False) as updates:
             return await output_of(updates)
 
     async def stream(
@@ -118,10 +123,10 @@ class AsyncEngine:
         priority: int | None = None,
         tenant: str | None = None,
     ) -> AsyncIterator[Delta]:
-        """Deltas of one prompt as they come; those that come while nobody asks are merged.
+        """Deltas of one prompt as they arrive; those that arrive between reads are merged.
         Leaving the loop early aborts the request."""
-        wishes = request_id, priority, tenant
-        async with self._one(prompt, sampling_params, wishes, wants_deltas=True) as updates:
+        options = request_id, priority, tenant
+        async with self._one(prompt, sampling_params, options, wants_deltas=True) as updates:
             async for _, update in updates:
                 if not isinstance(update, RequestOutput):
                     for delta in update:
@@ -137,19 +142,21 @@ class AsyncEngine:
         *,
         cache_salt: str | None = None,
         wants_deltas: bool = True,
-    ) -> Updates:
-        """Have the engine take in prompts, all of them or none, and follow what becomes of each.
+    ) -> OutputStream:
+        """Add prompts to the engine, all of them or none, and stream the outputs of each.
         Prompts with different `cache_salt`s share no cached prefix.
 
-        Raises RequestError when one of them is refused, EngineClosedError when the engine has
+        Raises RequestError when one of them is rejected, EngineClosedError when the engine has
         ended.
         """
-        # A grammar may take long to compile: not in the loop thread, where all would wait.
+        # Compiling a grammar may take long, so it must not block the loop thread.
         preparation = self._engine.preparation(sampling_params)
         grammar = None if preparation is None else await asyncio.wrap_future(preparation)
-        mailbox = Mailbox(asyncio.get_running_loop(), wants_deltas)
-        listeners = dict(zip(request_ids, ((mailbox, i) for i in range(len(prompts))), strict=True))
-        updates = self._updates(mailbox, listeners)
+        output_queue = OutputQueue(asyncio.get_running_loop(), wants_deltas)
+        listeners = dict(
+            zip(request_ids, ((output_queue, i) for i in range(len(prompts))), strict=True)
+        )
+        updates = self._updates(output_queue, listeners)
 
         def add() -> None:
             try:
@@ -166,14 +173,14 @@ class AsyncEngine:
                     self._listeners[request_id] = listener
             except Exception as error:
                 self._abandon(listeners)
-                self._outbox.put(mailbox, 0, error)
+                self._dispatcher.put(output_queue, 0, error)
             else:
-                self._outbox.put(mailbox, 0, [])
+                self._dispatcher.put(output_queue, 0, [])
 
         if self._closing or not self._command(add):
             raise self._closed()
         try:
-            await mailbox.wait()
+            await output_queue.wait()
         except BaseException:
             updates.leave()
             raise
@@ -184,11 +191,11 @@ class AsyncEngine:
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None,
-        wishes: tuple[str | None, int | None, str | None],
+        options: tuple[str | None, int | None, str | None],
         wants_deltas: bool,
-    ) -> AsyncIterator[Updates]:
-        """One prompt's updates, with what a caller of `generate` need not give."""
-        request_id, priority, tenant = wishes
+    ) -> AsyncIterator[OutputStream]:
+        """One prompt's updates, with defaults for missing arguments of `generate`."""
+        request_id, priority, tenant = options
         params = self.default_sampling_params() if sampling_params is None else sampling_params
         ids = [request_id or self._next_id()]
         async with await self.submit(
@@ -203,36 +210,36 @@ class AsyncEngine:
     async def set_priority(self, request_id: str, priority: int) -> None:
         """Change the priority of a request, lower running first, if it is still running.
 
-        Raises RequestError unless it is an integer, EngineClosedError when the engine has ended.
+        Raises RequestError unless `priority` is an integer, EngineClosedError when the engine has
+        ended.
         """
         await self._result_of(lambda: self._engine.set_priority(request_id, priority))
 
     async def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix."""
+        """Drop every cached prefix."""
         self._command(self._engine.reset_prefix_cache)
 
-    async def checkpoint(
+    async def snapshot(
         self, directory: str | Path, with_kv: bool = True, deadline_s: float | None = None
     ) -> None:
-        """Write down what is unfinished, as LLM.checkpoint does: before closing, when the server is
-        told to stop."""
+        """Save unfinished requests, like LLM.snapshot, before a server shuts down."""
 
-        def checkpoint() -> None:
+        def snapshot() -> None:
             ended = [request for request in self._unclaimed.values() if request.finished]
-            self._engine.checkpoint(directory, with_kv, deadline_s, ended)
+            self._engine.snapshot(directory, with_kv, deadline_s, ended)
 
-        await self._result_of(checkpoint)
+        await self._result_of(snapshot)
 
     async def restore(self, directory: str | Path) -> dict[str, Restored]:
-        """Take up the requests of a checkpoint, by their ids, for whoever comes to ask for them.
-        Cancelling a task aborts the request. Later checkpoints have them too, also when they have
-        ended, until they are claimed. Raises CheckpointError."""
+        """Resume the requests of a snapshot, returned by id. Cancelling a task aborts its request.
+        Later snapshots include them, even finished ones, until they are claimed. Raises
+        SnapshotError."""
         loop = asyncio.get_running_loop()
-        restored: dict[str, tuple[Request, Updates]] = {}
+        restored: dict[str, tuple[Request, OutputStream]] = {}
 
         def restore() -> None:
             for request in self._engine.restore(directory):
-                listener = Mailbox(loop, wants_deltas=False), 0
+                listener = OutputQueue(loop, wants_deltas=False), 0
                 listeners = {request.request_id: listener}
                 updates = self._updates(listener[0], listeners)
                 restored[request.request_id] = request, updates
@@ -251,20 +258,20 @@ class AsyncEngine:
         }
 
     async def claim(self, request_id: str) -> None:
-        """Somebody has the output of a restored request: later checkpoints need not have it."""
+        """Mark the output of a restored request as delivered: later snapshots omit it."""
         self._command(lambda: self._unclaimed.pop(request_id, None))
 
     @property
     def failure(self) -> BaseException | None:
-        """The error that has ended the engine, if one has."""
+        """The error that ended the engine, if any."""
         return self._failure
 
     def get_metrics(self) -> dict[str, Metric]:
-        return self._engine.snapshot()
+        return self._engine.get_metrics()
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Abort what runs, stop the thread, free the device, write the trace file. May be called
-        twice."""
+        """Abort running requests, stop the thread, free the device, write the trace file.
+        Idempotent."""
         self._closing = True
         self._command(lambda: None)
         self._thread.join(timeout_s)
@@ -272,17 +279,19 @@ class AsyncEngine:
             write_trace(self._trace_file, self._engine.log.records)
             self._trace_file = None
 
-    def _updates(self, mailbox: Mailbox, listeners: Mapping[str, tuple[Mailbox, int]]) -> Updates:
+    def _updates(
+        self, output_queue: OutputQueue, listeners: Mapping[str, tuple[OutputQueue, int]]
+    ) -> OutputStream:
         abandon = functools.partial(self._abandon, listeners)
-        return Updates(mailbox, len(listeners), functools.partial(self._command, abandon))
+        return OutputStream(output_queue, len(listeners), functools.partial(self._command, abandon))
 
     def _next_id(self) -> str:
-        """An id that no request under way has; restored ones come with theirs."""
+        """An id that no open request has; restored requests keep theirs."""
         ids = (f"async-{number}" for number in self._ids)
         return next(request_id for request_id in ids if request_id not in self._listeners)
 
     async def _result_of(self, work: Callable[[], object]) -> None:
-        """Have the loop thread do something between steps; raises what that raises."""
+        """Run `work` in the loop thread between steps; raises what it raises."""
         done: concurrent.futures.Future[object] = concurrent.futures.Future()
 
         def command() -> None:
@@ -302,7 +311,7 @@ class AsyncEngine:
         return error
 
     def _command(self, command: Callable[[], object]) -> bool:
-        """Have the loop thread carry out a command; False when that thread has ended."""
+        """Queue a command for the loop thread; False when that thread has ended."""
         with self._door:
             if not self._ended:
                 self._commands.put(command)
@@ -317,16 +326,16 @@ class AsyncEngine:
                 if self._engine.has_work and not self._closing:
                     for request in self._engine.step():
                         self._publish(request)
-                self._outbox.send()
+                self._dispatcher.send()
         except BaseException as error:
             self._failure = error
         finally:
             self._end()
 
     def _obey(self, wait: bool) -> None:
-        """Carry out the commands given so far; with `wait`, at least one.
+        """Run the queued commands; with `wait`, at least one.
 
-        One that fails is told of in the log, and ends nothing: it is but one request's.
+        A command that fails is logged, and the engine continues: it concerns one request only.
         """
         with contextlib.suppress(queue.Empty):
             while True:
@@ -335,29 +344,29 @@ class AsyncEngine:
                 try:
                     command()
                 except Exception:
-                    _log.exception("a command failed, and the engine goes on")
+                    _log.exception("a command failed; the engine continues")
 
     def _abort(self, request_id: str) -> None:
         request = self._engine.abort(request_id)
         if request is not None:
             self._publish(request)
 
-    def _abandon(self, listeners: Mapping[str, tuple[Mailbox, int]]) -> None:
-        """Abort requests that nobody listens to any more, unless their ids have new owners."""
+    def _abandon(self, listeners: Mapping[str, tuple[OutputQueue, int]]) -> None:
+        """Abort requests that have lost their listeners, unless new requests have their ids."""
         for request_id, listener in listeners.items():
             if self._listeners.get(request_id) is listener:
                 self._abort(request_id)
 
     def _publish(self, request: Request) -> None:
-        mailbox, number = self._listeners.get(request.request_id, (None, 0))
-        if mailbox is None:
+        output_queue, number = self._listeners.get(request.request_id, (None, 0))
+        if output_queue is None:
             return
         deltas = request.take_deltas()
-        if deltas and mailbox.wants_deltas:
-            self._outbox.put(mailbox, number, deltas)
+        if deltas and output_queue.wants_deltas:
+            self._dispatcher.put(output_queue, number, deltas)
         if request.finished:
             del self._listeners[request.request_id]
-            self._outbox.put(mailbox, number, self._engine.output(request))
+            self._dispatcher.put(output_queue, number, self._engine.output(request))
 
     def _end(self) -> None:
         with self._door:
@@ -370,16 +379,16 @@ class AsyncEngine:
         while not self._commands.empty():
             with contextlib.suppress(Exception):
                 self._commands.get_nowait()()
-        for mailbox, number in self._listeners.values():
+        for output_queue, number in self._listeners.values():
             error = EngineClosedError(f"the engine was closed{reason}")
-            self._outbox.put(mailbox, number, error)
+            self._dispatcher.put(output_queue, number, error)
         self._listeners.clear()
-        self._outbox.send()
+        self._dispatcher.send()
         self.ended.set_result(None)
 
 
 class Restored(NamedTuple):
-    """A request of a checkpoint: what it was, and what becomes of it."""
+    """A request resumed from a snapshot, and the task of its output."""
 
     prompt_token_ids: list[int]
     params: SamplingParams

@@ -1,10 +1,9 @@
-"""Beam search: the continuations that are likeliest as a whole, not token by token.
+"""Beam search: the most likely continuations as whole sequences, not token by token.
 
-Each step of a beam is a request for one token that reports the likeliest next ones. Beams of one
-prompt share what they have in common through the prefix cache, so such a request computes little
-more than one token; without the cache, all of the beam. Which beams live, how they are scored and
-when the search ends is as in vLLM, but that an end-of-sequence token to be ignored counts towards
-the length as any other token does.
+Each step of a beam is a request for one token that reports the most likely next ones. Beams of one
+prompt share their common prefix through the prefix cache, so such a request computes little more
+than one token; without the cache, the whole beam. Selection, scoring and termination are as in
+vLLM, except that an ignored end-of-sequence token counts towards the length like any other token.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from collections.abc import Sequence as SequenceOf
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
-from jaxserve.errors import RequestError
-from jaxserve.outputs import Logprob
-from jaxserve.sampling_params import MAX_LOGPROBS, SamplingParams
+from jaxserve.core.errors import RequestError
+from jaxserve.core.outputs import Logprob
+from jaxserve.core.sampling_params import MAX_LOGPROBS, SamplingParams
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
@@ -33,9 +32,9 @@ MAX_LENGTH_PENALTY = 10.0
 class BeamSearchParams:
     """Settings of a beam search; any field out of range raises RequestError.
 
-    The best `beam_width` sequences of up to `max_tokens` new tokens are looked for, within the
-    context limit. The larger `length_penalty`, the more long ones are favoured; 0 ranks by
-    probability alone (see BeamSearchSequence.score). With `ignore_eos` no token ends a sequence.
+    A search returns the best `beam_width` sequences of up to `max_tokens` new tokens, within the
+    context limit. A larger `length_penalty` favours longer sequences; 0 ranks by probability alone
+    (see BeamSearchSequence.score). With `ignore_eos` no token ends a sequence.
     """
 
     beam_width: int
@@ -70,13 +69,13 @@ class BeamSearchSequence:
     """One sequence that a search found.
 
     Attributes:
-        tokens: the prompt's and the generated ones, with the end-of-sequence token if it ended.
-        logprobs: for each generated token the candidates for its place, by token id.
+        tokens: prompt and generated tokens, including a final end-of-sequence token.
+        logprobs: for each generated token the candidates at its position, by token id.
         cum_logprob: natural log probability of all generated tokens.
         score: `cum_logprob / length ** length_penalty`, where `length` counts the prompt and the
-            generated tokens but no end-of-sequence token in last place.
+            generated tokens but not a final end-of-sequence token.
         finish_reason: "stop" after an end-of-sequence token, else "length".
-        text: of `tokens`, without special tokens and the one that ended it.
+        text: text of `tokens`, without special tokens and the final end-of-sequence token.
     """
 
     tokens: tuple[int, ...]
@@ -91,7 +90,7 @@ class BeamSearchSequence:
 class BeamSearchOutput:
     """The best sequences of one prompt, at most `beam_width` of them, best first.
 
-    `error` says why there are none.
+    If there are none, `error` is the reason.
     """
 
     sequences: list[BeamSearchSequence]
@@ -107,18 +106,19 @@ def search(
     alone: bool,
     tenant: str | None = None,
 ) -> list[BeamSearchOutput]:
-    """Search for each prompt, in whose order the outputs come; steps the engine until all end.
+    """Search for each prompt; outputs are in the order of the prompts. Steps the engine until all
+    searches end.
 
-    No search waits for another one's tokens. `on_end` is called as each ends. A prompt that is
-    refused gets an output with an `error`, or is raised as RequestError if `alone`. When
-    interrupted, nothing keeps running.
+    No search waits for another one's tokens. `on_end` is called when each ends. A rejected prompt
+    has an output with an `error`, or raises RequestError if `alone`. An interrupt aborts all
+    requests.
     """
     if not isinstance(params, BeamSearchParams):
         raise RequestError(f"params is {params!r:.80}; it must be a BeamSearchParams.")
     searches = [_Search(engine, prompt, params, tenant) for prompt in prompts]
     waiting = collections.deque(searches)
-    # Enough to fill the step that runs and the one planned meanwhile. More would only take turns,
-    # and push each other's pages out of the prefix cache.
+    # Enough to fill the running step and the one planned meanwhile. More would only alternate, and
+    # evict each other's pages from the prefix cache.
     most_open = max(1, 2 * engine.plan.config.max_num_seqs // params.beam_width)
     num_open = 0
     asked: dict[str, _Search] = {}
@@ -139,14 +139,14 @@ def search(
 
 
 def _answered(engine: Engine, asked: dict[str, _Search]) -> list[_Search]:
-    """Make one step; the searches that wait for no more tokens after it."""
+    """Run one engine step; returns the searches that now have all requested tokens."""
     touched = [request.request_id for request in engine.step()]
     owners = [asked.pop(request_id) for request_id in touched if request_id in asked]
     return [owner for owner in dict.fromkeys(owners) if owner.answered]
 
 
 class _Search:
-    """The search of one prompt: beams that live, best first, and sequences that have ended."""
+    """The search of one prompt: live beams, best first, and finished sequences."""
 
     def __init__(
         self, engine: Engine, prompt: Prompt, params: BeamSearchParams, tenant: str | None
@@ -167,14 +167,14 @@ class _Search:
 
     @property
     def answered(self) -> bool:
-        """Whether every live beam's next tokens have come."""
+        """Whether the next tokens of every live beam have arrived."""
         return all(request.finished for request in self._requests)
 
     def go_on(self, request_ids: Iterator[str], asked: dict[str, _Search], alone: bool) -> None:
-        """Continue the beams by the tokens that have come, then ask for the next ones.
+        """Extend the beams by the tokens that have arrived, then request the next ones.
 
-        Requests asked for are entered into `asked`. Raises RequestError if the engine refuses
-        one and the prompt is `alone`.
+        New requests are added to `asked`. Raises RequestError if the engine rejects one and
+        `alone` is set.
         """
         if self._requests:
             self._grow()
@@ -182,7 +182,7 @@ class _Search:
             self._ask(request_ids, asked, alone)
 
     def output(self) -> BeamSearchOutput:
-        """The best of all sequences, whether they ended or came to the limit."""
+        """The best of all sequences, whether they ended or reached the limit."""
         if self._error is not None:
             return BeamSearchOutput([], self._error)
         best = sorted(self._ended + self._live, key=attrgetter("score"), reverse=True)
@@ -194,7 +194,7 @@ class _Search:
         )
 
     def _ask(self, request_ids: Iterator[str], asked: dict[str, _Search], alone: bool) -> None:
-        """One request for each live beam, best first. The prompt itself is the first beam."""
+        """Add one request per live beam, best first. The prompt itself is the first beam."""
         step_params = SamplingParams(
             temperature=0.0, max_tokens=1, logprobs=2 * self._params.beam_width, detokenize=False
         )
@@ -202,7 +202,7 @@ class _Search:
         try:
             for prompt in [beam.tokens for beam in self._live] or [self._prompt]:
                 request_id = next(request_ids)
-                asked[request_id] = self  # First, so that an interrupt finds it.
+                asked[request_id] = self  # First, so that an interrupt aborts it.
                 request = self._engine.add(request_id, prompt, step_params, tenant=self._tenant)
                 self._requests.append(request)
         except RequestError as error:
@@ -213,7 +213,7 @@ class _Search:
             self._fail(str(error))
 
     def _grow(self) -> None:
-        """Of all beams' candidates the best live on, and those that end are kept."""
+        """Select the best candidates of all beams as live beams, and collect those that end."""
         if not self._live:
             prompt = self._requests[0].prompt_token_ids
             self._live = [BeamSearchSequence(tokens=tuple(prompt), logprobs=[])]

@@ -14,21 +14,21 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams, search
-from jaxserve.config import EngineConfig
-from jaxserve.delta_stream import DeltaStream
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import RequestError
+from jaxserve.core.output_file import check_output_file
+from jaxserve.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sequence import SharedPrefix
+from jaxserve.engine.delta_stream import DeltaStream
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.interrupts import interrupts_held
-from jaxserve.engine.metrics import Metric
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.request import Request
-from jaxserve.engine.shared_prefix import SharedPrefix
-from jaxserve.engine.trace import write_trace
-from jaxserve.errors import RequestError
-from jaxserve.offline import planned_order
-from jaxserve.output_file import check_output_file
-from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxserve.metrics.metrics import Metric
+from jaxserve.metrics.trace import write_trace
 from jaxserve.runtime.startup import EnginePlan, Progress, no_progress
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler.planned_order import planned_order
 from jaxserve.text import Tokenizer
 
 Messages = SequenceOf[Mapping[str, Any]]
@@ -52,7 +52,7 @@ class LLM:
     ) -> None:
         """`settings` are the other fields of EngineConfig (dtype, max_model_len, scheduler, ...).
 
-        `progress` is told how startup goes; `trace_file` receives a timeline for Perfetto when
+        `progress` is called during startup; `trace_file` receives a timeline for Perfetto when
         the engine is closed. Raises ConfigError, ModelError or MemoryPlanError.
         """
         if trace_file is not None:
@@ -74,14 +74,13 @@ class LLM:
         priority: SequenceOf[int] | None = None,
         tenant: str | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt; outputs come in the order of the prompts.
+        """Complete each prompt; outputs are in the order of the prompts.
 
-        `sampling_params` is one for all or one for each prompt; None takes the model's own
-        defaults. Lower `priority` runs first; without one, prompts that begin alike run together,
-        so that what they share is computed once. Prompts of one `tenant` share no cache with those
-        of another. Of several prompts a bad one fails alone: its
-        output has finish_reason "error" and says why in `error`. A single bad prompt raises
-        RequestError. When interrupted, nothing keeps running.
+        `sampling_params` is one for all prompts or one per prompt; None means the model's defaults.
+        Lower `priority` runs first; without one, prompts with a common prefix run together, so that
+        the prefix is computed once. Tenants do not share cached prefixes. An invalid prompt in a
+        list fails alone: its output has finish_reason "error" and the reason in `error`. A single
+        invalid prompt raises RequestError. An interrupt aborts all requests of the call.
         """
         single = _is_single(prompts)
         batch = [prompts] if single else list(prompts)
@@ -98,7 +97,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of {"role", "content"} messages.
 
-        Of several conversations a bad one fails alone, as in `generate`.
+        An invalid conversation in a list fails alone, as in `generate`.
         """
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if single else list(messages)
@@ -116,10 +115,11 @@ class LLM:
         use_tqdm: bool = True,
         tenant: str | None = None,
     ) -> list[BeamSearchOutput]:
-        """Find the `beam_width` likeliest continuations of each prompt as a whole.
+        """Find the `beam_width` most likely continuations of each prompt as whole sequences.
 
-        Of several prompts a bad one fails alone: its output has no sequences and says why in
-        `error`. A single bad prompt raises RequestError. When interrupted, nothing keeps running.
+        An invalid prompt in a list fails alone: its output has no sequences and the reason in
+        `error`. A single invalid prompt raises RequestError. An interrupt aborts all requests of
+        the call.
         """
         single = _is_single(prompts)
         batch = [prompts] if single else list(prompts)
@@ -133,7 +133,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         tenant: str | None = None,
     ) -> DeltaStream:
-        """Deltas of one prompt as they come. Leaving the loop early aborts the request."""
+        """Deltas of one prompt as they arrive. Leaving the loop early aborts the request."""
         if sampling_params is None:
             sampling_params = self.default_sampling_params()
         with interrupts_held():
@@ -153,31 +153,30 @@ class LLM:
 
     @property
     def has_work(self) -> bool:
-        """Whether a call of `generate` or a stream is under way."""
+        """Whether a call of `generate` or a stream is open."""
         return bool(self._open)
 
-    def checkpoint(
+    def snapshot(
         self, directory: str | Path, with_kv: bool = True, deadline_s: float | None = None
     ) -> None:
-        """Write down the requests of every `generate` and every stream under way, between steps;
-        `restore` takes them up in another process, on whatever devices that has.
+        """Save the requests of all open `generate` calls and streams, between steps; `restore`
+        resumes them in another process, on any devices.
 
-        `with_kv` also saves what was computed for them, and the prefix cache, for `deadline_s`
-        seconds at most. What is not saved is computed again. Raises CheckpointError.
+        `with_kv` also saves their KV and the prefix cache, for `deadline_s` seconds at most. KV
+        that is not saved is recomputed. Raises SnapshotError.
         """
         ended = [request for request in self._open.values() if request.finished]
-        self.engine.checkpoint(directory, with_kv, deadline_s, ended)
+        self.engine.snapshot(directory, with_kv, deadline_s, ended)
 
-    def check_checkpoint(self, directory: str | Path) -> None:
-        """Raises CheckpointError when `checkpoint` could not write to a directory."""
-        self.engine.check_checkpoint(directory)
+    def check_snapshot(self, directory: str | Path) -> None:
+        """Raises SnapshotError when `snapshot` could not write to a directory."""
+        self.engine.check_snapshot(directory)
 
     def restore(self, directory: str | Path) -> list[DeltaStream]:
-        """Streams of the requests of a checkpoint, in the order of their prompts; each begins with
-        what was generated before, and aborts what is left when dropped. Raises
-        CheckpointError."""
+        """Streams of the requests of a snapshot, in the order of their prompts; each begins with
+        the output generated before, and aborts its request when dropped. Raises SnapshotError."""
         with interrupts_held():
-            # In the order of their numbers: a list of prompts may have been added in another.
+            # By number: a list of prompts may have been added in another order.
             requests = sorted(
                 self.engine.restore(directory),
                 key=lambda request: (len(request.request_id), request.request_id),
@@ -189,11 +188,11 @@ class LLM:
         return self.engine.abort(request_id) is not None
 
     def set_priority(self, request_id: str, priority: int) -> bool:
-        """Change the priority of a request, lower running first; False if it has ended."""
+        """Change the priority of a request, lower running first; False if it has finished."""
         return self.engine.set_priority(request_id, priority)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix, as after a change of what prompts mean."""
+        """Drop every cached prefix."""
         self.engine.reset_prefix_cache()
 
     def chat_prompt(
@@ -203,7 +202,7 @@ class LLM:
         return self.engine.chat_prompt(messages, add_generation_prompt, **template_variables)
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
-        """What the model's generation_config.json recommends, with `overrides`."""
+        """The defaults of the model's generation_config.json, with `overrides`."""
         return self.engine.default_sampling_params(**overrides)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -211,14 +210,14 @@ class LLM:
 
     def get_metrics(self) -> dict[str, Metric]:
         """Counters, gauges and histograms since the start, by exported name."""
-        return self.engine.snapshot()
+        return self.engine.get_metrics()
 
     def plan(self) -> EnginePlan:
         """Sizes, memory and programs of this engine."""
         return self.engine.plan
 
     def close(self) -> None:
-        """End what runs, free the device, write the trace file. May be called twice."""
+        """Abort running requests, free the device, write the trace file. Idempotent."""
         self.engine.close()
         if self._trace_file is not None:
             write_trace(self._trace_file, self.engine.log.records)
@@ -245,7 +244,7 @@ class LLM:
         alone: bool,
         prompt_of: Callable[[Any], Prompt] = lambda prompt: prompt,
     ) -> list[RequestOutput]:
-        """Run the prompts that `prompt_of` makes of the inputs. A bad one is raised if `alone`."""
+        """Run the prompts that `prompt_of` makes of inputs; an invalid one raises if `alone`."""
         params = self._params_for(sampling_params, len(inputs))
         priorities = _matching("priority", priority, len(inputs))
         outputs: dict[str, RequestOutput] = {}
@@ -266,11 +265,11 @@ class LLM:
                 except RequestError as error:
                     refuse(index, error)
             order = list(self._order(prompts, params, planned=priority is None))
-            with interrupts_held():  # A checkpoint has all of them, or none.
+            with interrupts_held():  # A snapshot has all of them or none.
                 for index, shared in order:
-                    wishes = params[index], priorities[index], tenant, shared
+                    options = params[index], priorities[index], tenant, shared
                     try:
-                        request = self.engine.add(ids[index], prompts[index], *wishes)
+                        request = self.engine.add(ids[index], prompts[index], *options)
                     except RequestError as error:
                         refuse(index, error)
                     else:
@@ -279,7 +278,7 @@ class LLM:
             while pending:
                 for request in self.engine.step():
                     if request.request_id not in pending:
-                        continue  # An open stream's, which takes its deltas itself.
+                        continue  # An open stream takes its own deltas.
                     request.take_deltas()
                     if request.finished:
                         pending.remove(request.request_id)
@@ -296,7 +295,7 @@ class LLM:
         return [outputs[request_id] for request_id in ids]
 
     def _next_id(self) -> str:
-        """An id that no request under way has; restored ones come with theirs."""
+        """An id that no open request has; restored requests keep theirs."""
         return next(number for number in map(str, self._ids) if number not in self._open)
 
     def _stream_of(self, request: Request) -> DeltaStream:
@@ -306,7 +305,7 @@ class LLM:
     def _order(
         self, prompts: dict[int, TokenizedPrompt], params: list[SamplingParams], planned: bool
     ) -> Iterator[tuple[int, SharedPrefix | None]]:
-        """The prompts in the order to add them, each with what it shares with others."""
+        """The prompts in the order to add them, each with its shared prefix."""
         config = self.engine.plan.config
         if not planned or not config.enable_prefix_caching or len(prompts) < 2:
             return ((index, None) for index in prompts)
@@ -320,7 +319,7 @@ class LLM:
         return ((indices[place], shared) for place, shared in order)
 
     def _refused(self, request_id: str, given: Any, error: RequestError) -> RequestOutput:
-        """The output of a request that was never accepted."""
+        """The output of a rejected request."""
         return RequestOutput(
             request_id=request_id,
             prompt=given if isinstance(given, str) else None,
@@ -340,7 +339,7 @@ class LLM:
 
 
 class _Bar(tqdm):
-    """A progress bar without tqdm's watching thread, which would outlive it."""
+    """A progress bar without tqdm's monitor thread, which would outlive it."""
 
     monitor_interval = 0
 

@@ -1,4 +1,4 @@
-"""What several operations do to arrays in the same way."""
+"""Array helpers shared by several operations."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ Arrays = TypeVar("Arrays")
 
 
 def ceil_div(numerator, divisor):
-    """For integers that are not negative; jnp's floor division minds signs at some length."""
+    """For non-negative integers; jnp's floor division adds code for signs."""
     return lax.div(numerator + (divisor - 1), divisor)
 
 
 def as_bits(array: jax.Array) -> jax.Array:
-    """The same bits as unsigned integers, which no compiler thinks of rounding.
+    """The same bits as unsigned integers, which no compiler rounds.
 
-    XLA has no small floats on CPUs: even to slice them it converts what they are sliced from.
+    XLA has no small floats on CPUs: even a slice of them converts the whole sliced array.
     """
     return lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
 
 
 def send(arrays: Arrays, hop: int, axis_name: str | tuple[str, ...]) -> Arrays:
-    """What the rank `hop` below this one has of `arrays`; this one's go as far up. Wraps around."""
+    """Send `arrays` `hop` ranks up and receive those of the rank `hop` below. Wraps around."""
     ranks = lax.axis_size(axis_name)
     pairs = [(rank, (rank + hop) % ranks) for rank in range(ranks)]
     return jax.tree.map(lambda array: lax.ppermute(array, axis_name, pairs), arrays)

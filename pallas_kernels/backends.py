@@ -14,15 +14,15 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from pallas_kernels import trust
+from pallas_kernels import self_check
 
 Backend = Literal["auto", "xla", "pallas"]
-"""Who does the work. "pallas": the kernel for the device that is traced for, on CPUs the TPU's
-kernel, interpreted. "xla": no kernel. "auto": the kernel where there is one that can do it and is
-trusted, else XLA, with a warning that says why; on CPUs XLA."""
+"""Implementation to use. "pallas": the kernel for the target device; on CPUs the TPU kernel,
+interpreted. "xla": no kernel. "auto": the kernel where one exists, supports the arguments and
+passed its self-check, else XLA with a warning that gives the reason; on CPUs XLA."""
 
 HOPPER = ("H100", "H200", "H800", "H20")
-"""What the names of GPUs of compute capability 9.0 contain."""
+"""Substrings of the names of GPUs of compute capability 9.0."""
 
 
 _meant_by_auto: contextvars.ContextVar[Backend] = contextvars.ContextVar("auto", default="auto")
@@ -30,9 +30,9 @@ _meant_by_auto: contextvars.ContextVar[Backend] = contextvars.ContextVar("auto",
 
 @contextlib.contextmanager
 def using(backend: Backend) -> Iterator[None]:
-    """Within it, or within functions that it decorates, "auto" means `backend`.
+    """Context manager or decorator within which "auto" means `backend`.
 
-    For a whole program whose parts do not know of backends, while it is traced.
+    Sets the backend while tracing a whole program whose parts take no backend argument.
     """
     token = _meant_by_auto.set(backend)
     try:
@@ -42,7 +42,7 @@ def using(backend: Backend) -> Iterator[None]:
 
 
 class KernelWarning(RuntimeWarning):
-    """XLA does what a kernel was meant to do, and why."""
+    """An operation fell back from a kernel to XLA; the message gives the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,21 +51,20 @@ class Operation:
 
     name: unique, as in `verified.json`.
     xla: the implementation that runs anywhere.
-    kernels: for each platform that has one, the module of its kernel; None where XLA does as well.
-        A module has a function of the same name and arguments as `xla`, with `interpret` besides,
-        and a function `unsupported` of the same arguments that says why they are refused, or
-        returns None. It is imported when it is first needed.
-    shapes_class, trial: what is known of the operation for the sake of trust (`trust.Trial`).
+    kernels: platform -> module of its kernel; None where XLA is as good. A module has a function
+        of the same name and arguments as `xla`, plus `interpret`, and a function `unsupported` of
+        the same arguments that returns why they are refused, or None. Imported on first use.
+    shapes_class, check_case: for the self-check (`self_check.CheckCase`).
     """
 
     name: str
     xla: Callable[..., Any]
     kernels: Mapping[str, str | None]
     shapes_class: Callable[..., str]
-    trial: Callable[..., trust.Trial]
+    check_case: Callable[..., self_check.CheckCase]
 
     def run(self, backend: Backend, *arguments: Any, **options: Any) -> Any:
-        """What the implementation that `choose` gives returns for these arguments.
+        """Call the implementation that `choose` returns for these arguments.
 
         A kernel is traced once for all calls of the same shapes, such as those of unrolled layers.
         """
@@ -75,10 +74,10 @@ class Operation:
         return implementation(*arguments, **options)
 
     def choose(self, backend: Backend, *arguments: Any, **options: Any) -> Callable[..., Any]:
-        """The implementation for arguments like these on the device that is traced for.
+        """The implementation for such arguments on the target device.
 
-        Raises ValueError for a backend there is not, and for "pallas" where there is no kernel,
-        where it refuses the arguments, or where it was found wrong.
+        Raises ValueError for an unknown backend, and for "pallas" where there is no kernel, where
+        the kernel refuses the arguments, or where it failed its self-check.
         """
         if backend not in get_args(Backend):
             raise ValueError(f"backend is {backend!r}; it can be {', '.join(get_args(Backend))}.")
@@ -94,9 +93,11 @@ class Operation:
         reason = self._refusal(platform, device_kind, arguments, options)
         if reason is None and is_here:
             shapes = self.shapes_class(*arguments, **options)
-            trial = functools.partial(self.trial, arguments, options)
+            check_case = functools.partial(self.check_case, arguments, options)
             kernel = self._kernel(platform)
-            reason = trust.why_not(self.name, device_kind, shapes, kernel, self.xla, trial)
+            reason = self_check.why_not(
+                self.name, device_kind, shapes, kernel, self.xla, check_case
+            )
             if reason is not None:
                 _for_now.add(self.name)
         if reason is None:
@@ -107,7 +108,7 @@ class Operation:
         return self.xla
 
     def _refusal(self, platform, device_kind, arguments, options) -> str | None:
-        """Why there is no kernel for these arguments there, None when there is one."""
+        """Why there is no kernel for these arguments on that device, None if there is one."""
         if platform not in self.kernels:
             return f"there is none for {platform}, only for {', '.join(self.kernels)}."
         if platform == "gpu" and not any(name in device_kind for name in HOPPER):
@@ -128,16 +129,16 @@ _for_now: set[str] = set()
 
 
 def fell_back_for_now() -> bool:
-    """Whether XLA does anything for a reason that may be gone when the process starts again: a
-    package that was missing, or a kernel that was tried and failed. Programs made since are not
-    worth keeping."""
+    """Whether any operation fell back to XLA for a reason that may not hold after a restart: a
+    missing package, or a kernel that failed its self-check. Programs compiled since should not be
+    cached."""
     return bool(_for_now)
 
 
 def target() -> tuple[str, str, bool]:
-    """Platform and kind of the device that is traced for, and whether it is there to be tried.
+    """Platform and kind of the target device, and whether it is present to run a self-check.
 
-    One that programs are only compiled for is named by the mesh in use.
+    For ahead-of-time compilation, the mesh in use names the target device.
     """
     described = jax.sharding.get_abstract_mesh().abstract_device
     device = jax.config.jax_default_device
@@ -161,7 +162,7 @@ def _jitted(kernel: Callable[..., Any], options: tuple[str, ...]) -> Callable[..
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    # As if from the line that called this library.
+    # Attribute the warning to the line that called this library.
     level, frame = 1, sys._getframe()
     while frame.f_globals["__name__"].startswith("pallas_kernels") and frame.f_back:
         level, frame = level + 1, frame.f_back

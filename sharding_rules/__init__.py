@@ -1,4 +1,4 @@
-"""Which dimension of an array lies along which axis of a device mesh, by name.
+"""Sharding by name: which dimension of an array is split over which axis of a device mesh.
 
 Parameters, activations and the KV cache name their dimensions (`kv_heads`, `mlp`, `page_tokens`);
 a rule table says which mesh axis each name is split over. Usable without the rest of jaxserve.

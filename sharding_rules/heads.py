@@ -1,4 +1,4 @@
-"""Attention heads on ranks of `tensor` whose number does not divide them: copies and padding."""
+"""Attention heads on `tensor` ranks that do not divide them: replication and padding."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def pad_to(size: int, multiple: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class HeadLayout:
-    """How the heads of an attention layer lie on `tensor` ranks, the same number on each.
+    """How the heads of an attention layer are split over `tensor` ranks, the same number on each.
 
     Query head h of the model reads its KV head `h // (num_heads // num_kv_heads)`. The layout has
-    `kv_heads` KV heads, each read by `group` query heads; rank r holds the r-th part of them. KV
-    heads come in `copies` where there are ranks enough, which share out their queries, and zeros
-    fill what is left. The choice: first the fewest KV heads on a rank, for they are memory and what
-    a decode reads, then the fewest query heads. Where the degree divides the KV heads, the layout
-    is the model's own.
+    `kv_heads` KV heads, each read by `group` query heads; rank r holds the r-th part of them. With
+    enough ranks, KV heads are replicated `copies` times and their query heads split over the
+    copies; zeros pad the rest. The layout has the fewest KV heads per rank, which are memory and
+    what decode reads, and then the fewest query heads. If the degree divides the KV heads, the
+    layout is the model's own.
 
     Raises ValueError when KV heads do not divide the query heads.
     """
@@ -51,7 +51,7 @@ class HeadLayout:
 
     @property
     def copies(self) -> int:
-        """Times that each KV head of the model is there. No rank holds one twice."""
+        """Number of copies of each KV head of the model. No rank holds one twice."""
         return -(-self._queries_per_kv // self.group)
 
     @property
@@ -59,9 +59,9 @@ class HeadLayout:
         return self.num_heads // self.num_kv_heads
 
     def queries(self) -> np.ndarray:
-        """[kv_heads, group] The model's query head that stands there, -1 for zeros.
+        """[kv_heads, group] The model's query head in each place, -1 for zeros.
 
-        Each stands in one place, which reads its KV head.
+        Each query head is in one place, which reads its KV head.
         """
         heads = np.full((self.num_kv_heads, self.copies * self.group), -1)
         per_kv = self._queries_per_kv
@@ -69,7 +69,7 @@ class HeadLayout:
         return self._padded(heads.reshape(-1, self.group))
 
     def keys(self) -> np.ndarray:
-        """[kv_heads] The model's KV head that stands there, -1 for zeros."""
+        """[kv_heads] The model's KV head in each place, -1 for zeros."""
         return self._padded(np.repeat(np.arange(self.num_kv_heads), self.copies))
 
     def _padded(self, rows: np.ndarray) -> np.ndarray:

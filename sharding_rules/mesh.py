@@ -1,4 +1,4 @@
-"""Device meshes: which device stands where, so that those that talk most are nearest."""
+"""Device meshes, ordered so that devices that communicate most are nearest."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def make_mesh(
     tensor: int = 1,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """Mesh of `devices` (all there are, by default) with the axes `MESH_AXES`.
+    """Mesh of `devices` (by default all) with the axes `MESH_AXES`.
 
     Within a slice (TPUs joined by their torus, hosts that are one NVLink domain or one machine)
-    `tensor` gets the nearest. What has to cross from one slice to another is `data` first, then
-    `stage`, then `seq`, and `tensor` last. Raises ValueError when the degrees do not multiply out
-    to the number of devices, when slices differ in size, and when TPUs do not fill a box.
+    `tensor` gets the nearest devices. Across slices goes `data` first, then `stage`, then `seq`,
+    and `tensor` last. Raises ValueError when the product of the degrees is not the number of
+    devices, when slices differ in size, and when TPUs do not fill a box.
     """
     devices = list(jax.devices() if devices is None else devices)
     degrees = {DATA: data, STAGE: stage, SEQ: seq, TENSOR: tensor}
@@ -40,7 +40,7 @@ def make_mesh(
             grid = mesh_utils.create_hybrid_device_mesh(
                 within, across, devices, allow_split_physical_axes=True
             )
-    except AssertionError as error:  # what JAX raises for chips that lie scattered
+    except AssertionError as error:  # raised by JAX for scattered chips
         coordinates = ", ".join(str(tuple(device.coords)) for device in devices)
         raise ValueError(
             f"the chips at {coordinates} do not fill a box; choose devices that do."
@@ -72,13 +72,13 @@ def _check(degrees: dict[str, int], num_devices: int) -> None:
 
 
 def _across_slices(degrees: dict[str, int], devices: Sequence[jax.Device]) -> list[int]:
-    """Of each degree, the factor that lies across slices: outer axes give what they can first."""
-    # JAX numbers the slices where there are several processes, by what it finds out of their hosts.
+    """The factor of each degree that is across slices: outer axes first."""
+    # With several processes, JAX numbers the slices from information about their hosts.
     sizes = collections.Counter(getattr(device, "slice_index", 0) for device in devices)
     if len(set(sizes.values())) > 1:
         each = ", ".join(f"{index}: {size}" for index, size in sorted(sizes.items()))
         raise ValueError(f"slices must have equally many devices; they have {each}.")
-    # Equal slices divide the devices, and so the product of degrees: nothing remains at the end.
+    # Equal slices divide the devices, and so the product of degrees: the remainder ends at 1.
     remaining = len(sizes)
     across = []
     for degree in degrees.values():

@@ -1,4 +1,4 @@
-"""A table of what lands where on a mesh, with bytes per device. It needs no devices."""
+"""Placement of arrays on a mesh, with bytes per device. It needs no devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sharding_rules.rules import KV, MEGATRON, Rules, named_sharding
 
 @dataclasses.dataclass(frozen=True)
 class NamedArray:
-    """Shape and dtype of an array, and what its dimensions are called (None: nothing)."""
+    """Shape, dtype and dimension names of an array (None: unnamed)."""
 
     shape: tuple[int, ...]
     dtype: jax.typing.DTypeLike
@@ -27,7 +27,7 @@ class NamedArray:
 
 @dataclasses.dataclass(frozen=True)
 class PlacedArrays:
-    """Arrays that are alike, as those of the layers of a model, and their sharding."""
+    """Arrays of equal shape and names, such as those of a model's layers, and their sharding."""
 
     name: str
     """Path in the tree, with `*` for an index."""
@@ -37,7 +37,7 @@ class PlacedArrays:
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
-        """What a device holds of each."""
+        """Shape of each array's shard."""
         return self.sharding.shard_shape(self.array.shape)
 
     @property
@@ -52,7 +52,7 @@ class PlacedArrays:
 
     @property
     def split(self) -> str:
-        """Which dimensions are split over which mesh axes, as text; axes of one device are none."""
+        """Dimensions and the mesh axes that split them, as text; axes of one device are omitted."""
         degrees = self.sharding.mesh.shape
         parts = []
         for name, axes in zip(self.array.names, self.sharding.spec, strict=True):
@@ -65,19 +65,19 @@ class PlacedArrays:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """What lands where. `str` of it is the table."""
+    """Placement of arrays on a mesh. `str` of it is the table."""
 
     mesh: Mesh | AbstractMesh
     arrays: tuple[PlacedArrays, ...]
 
     @functools.cached_property
     def bytes_per_device(self) -> int:
-        """The same on every device: whatever is split is split evenly."""
+        """The same on every device: all splits are even."""
         return sum(arrays.bytes_per_device for arrays in self.arrays)
 
     @functools.cached_property
     def global_bytes(self) -> int:
-        """With each array counted once, however many devices hold it."""
+        """Each array counted once, however many devices hold it."""
         return sum(arrays.global_bytes for arrays in self.arrays)
 
     def __str__(self) -> str:
@@ -103,10 +103,10 @@ class Placement:
 
 
 def placement(tree: Any, mesh: Mesh | AbstractMesh, rules: Rules = MEGATRON | KV) -> Placement:
-    """Where `rules` put the arrays of `tree`, whose leaves are `NamedArray`s.
+    """Placement by `rules` of the arrays of `tree`, whose leaves are `NamedArray`s.
 
-    Arrays that differ only by their index in a list (or tuple) are put together. Raises ValueError
-    as `named_sharding` does, with the name of the array.
+    Arrays that differ only by their index in a list (or tuple) are grouped. Raises ValueError as
+    `named_sharding` does, with the name of the array.
     """
     counts: dict[tuple[str, NamedArray], int] = {}
     for path, array in tree_flatten_with_path(tree)[0]:
@@ -133,7 +133,7 @@ def _dimension(name: str | None, size: int) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Lines with aligned columns, the last one and the second, which are numbers, to the right."""
+    """Lines with aligned columns; the second and the last, which are numbers, right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""Rule tables, and the sharding they give an array."""
+"""Rule tables, and the sharding of arrays by them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MeshAxes = str | tuple[str, ...] | None
 Rules = Mapping[str, MeshAxes]
 """Name of a dimension -> mesh axis it is split over, or several, outermost first.
 
-A name without a rule, or whose rule is None, is not split. Tables are plain dicts, to be put
-together and changed as such: `MEGATRON | KV`, `MEGATRON | {"vocab": ("stage", "tensor")}`.
+A name without a rule, or whose rule is None, is not split. Tables are plain dicts and combine as
+such: `MEGATRON | KV`, `MEGATRON | {"vocab": ("stage", "tensor")}`.
 """
 
 MEGATRON: dict[str, MeshAxes] = {
@@ -23,23 +23,23 @@ MEGATRON: dict[str, MeshAxes] = {
     "mlp": TENSOR,
     "vocab": TENSOR,
 }
-"""Parameters. Tensor parallelism with one reduction a sublayer (Megatron-LM, 1909.08053): heads and
-the MLP's inner dimension are split, so that what follows them is summed; the vocabulary is split
-too. Stacked layers lie with their stage."""
+"""Parameters. Tensor parallelism with one reduction per sublayer (Megatron-LM, 1909.08053): heads
+and the MLP's inner dimension are split and the following projection's outputs are summed; the
+vocabulary is split too. Stacked layers are split over stages."""
 
 ACTIVATIONS: dict[str, str | tuple[str, ...] | None] = {"tokens": "seq"}
-"""What layers hand on: features are whole everywhere, and the tokens of a prefill are shared out to
-the ranks of a sequence."""
+"""Activations between layers: features are not split, and the tokens of a prefill are split over
+the `seq` ranks."""
 
 KV: dict[str, MeshAxes] = {"layers": STAGE, "kv_heads": TENSOR, "page_tokens": SEQ}
-"""The KV cache: layers and heads lie where their parameters do, and each rank of `seq` holds its
-part of every page, so that a page table is the same for all."""
+"""The KV cache: layers and heads are placed like their parameters, and each `seq` rank holds its
+part of every page, so all ranks share one page table."""
 
 
 def partition_spec(
     names: Sequence[str | None], rules: Rules, mesh: Mesh | AbstractMesh | None = None
 ) -> PartitionSpec:
-    """PartitionSpec of an array whose dimensions are called `names`; None is not split.
+    """PartitionSpec of an array with dimensions `names`; None is not split.
 
     With a `mesh`, axes that it does not have are left out. Raises ValueError when two dimensions
     claim the same mesh axis.
@@ -60,7 +60,7 @@ def partition_spec(
 
 
 def _mesh_axes(name: str | None, rules: Rules, mesh: Mesh | AbstractMesh | None) -> tuple[str, ...]:
-    """Axes of `mesh` (any, without one) that the dimension `name` is split over."""
+    """Axes of `mesh` (any axes if None) that the dimension `name` is split over."""
     rule = rules.get(name) if name is not None else None
     axes = rule if isinstance(rule, tuple) else () if rule is None else (rule,)
     return axes if mesh is None else tuple(axis for axis in axes if axis in mesh.shape)
@@ -72,10 +72,10 @@ def named_sharding(
     shape: Sequence[int],
     rules: Rules = MEGATRON,
 ) -> NamedSharding:
-    """Sharding of an array of `shape` whose dimensions are called `names`.
+    """Sharding of an array of `shape` with dimensions `names`.
 
-    A mesh axis that `mesh` does not have splits nothing. Raises ValueError when a dimension does
-    not divide by the mesh axes it is to be split over, or two dimensions claim the same one.
+    A mesh axis that `mesh` does not have splits nothing. Raises ValueError when mesh axes do not
+    divide the dimension that they split, or two dimensions claim the same axis.
     """
     for name, size in zip(names, shape, strict=True):
         axes = _mesh_axes(name, rules, mesh)
@@ -84,7 +84,7 @@ def named_sharding(
             over = f"axis {axes[0]!r}" if len(axes) == 1 else f"axes {axes}"
             raise ValueError(
                 f"dimension {name!r} has {size} entries, which do not divide by the "
-                f"{degree} devices of mesh {over}; choose a degree that divides, or pad to "
+                f"{degree} devices of mesh {over}; choose a degree that divides it, or pad to "
                 f"{math.ceil(size / degree) * degree}."
             )
     return NamedSharding(mesh, partition_spec(names, rules, mesh))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,27 +28,35 @@ for helpers in (
 
 import tiny_engines  # noqa: E402  (found by the path above)
 
-from jaxserve.cache_dir import cache_directory  # noqa: E402
+from jaxserve.core.cache_dir import cache_directory  # noqa: E402
 from jaxserve.models.loading.fetch import default_model_path  # noqa: E402
 
 
-@pytest.fixture(scope="session", autouse=True)
-def session_cache(tmp_path_factory):
-    """The cache directory: what one test compiles, the next one loads.
+def pytest_configure(config: pytest.Config) -> None:
+    """Sets the cache directory of all workers: what one test compiles, the next one loads.
 
     It is the one that JAXSERVE_CACHE names, which runs of the tests can share, or else one for this
-    run, that links to the models fetched into the user's own.
+    run, with links to the models in the user's own.
     """
     if "JAXSERVE_CACHE" in os.environ:
-        yield cache_directory()
         return
     models = cache_directory() / "models"
     models.mkdir(mode=0o700, exist_ok=True)
-    directory = tmp_path_factory.mktemp("cache")
-    (directory / "models").symlink_to(models)
-    os.environ["JAXSERVE_CACHE"] = str(directory)
-    yield directory
-    del os.environ["JAXSERVE_CACHE"]
+    scratch = tempfile.TemporaryDirectory(prefix="jaxserve-tests-")
+    Path(scratch.name, "models").symlink_to(models)
+    os.environ["JAXSERVE_CACHE"] = scratch.name
+
+    def clean_up() -> None:
+        del os.environ["JAXSERVE_CACHE"]
+        scratch.cleanup()
+
+    config.add_cleanup(clean_up)
+
+
+@pytest.fixture(scope="session")
+def session_cache() -> Path:
+    """The cache directory of the tests."""
+    return cache_directory()
 
 
 @pytest.fixture(scope="session")

@@ -9,11 +9,11 @@ from typing import Any
 
 from tiny_engines import PAGE_SIZE, TinyModel, generate
 
+from jaxserve.core.events import Dispatched
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sequence import Sequence
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.events import Dispatched
-from jaxserve.engine.sequence import Sequence
 from jaxserve.llm import LLM
-from jaxserve.sampling_params import SamplingParams
 
 STEPS_TO_SETTLE = 500
 
@@ -25,7 +25,7 @@ def bytes_of(model: TinyModel, num_pages: int) -> int:
 
 def count(engine: Engine, name: str, label: str | None = None) -> float:
     """The value of one of the engine's own metrics, 0 for a label not yet seen."""
-    value = engine.snapshot()[f"jaxserve:{name}"].value
+    value = engine.get_metrics()[f"jaxserve:{name}"].value
     return value if label is None else value.get(label, 0)
 
 
@@ -41,7 +41,7 @@ def settle(engine: Engine) -> None:
     """Lets an idle engine's moves end and be passed on, until nothing moves any more."""
     for _ in range(STEPS_TO_SETTLE):
         engine.step()
-        if not engine.kv.mover.transfers():
+        if not engine.kv.offload.transfers():
             return
     raise AssertionError("moves beget moves for ever")
 
@@ -57,7 +57,8 @@ def preemptible(engine: Engine) -> list[Sequence]:
     return [
         seq
         for seq in engine.scheduler.running
-        if not seq.table.fetches and seq.num_computed < seq.kv_limit
+        if not engine.kv.is_fetching(engine.scheduler.tables[seq.seq_id])
+        and seq.num_computed < seq.kv_limit
     ]
 
 

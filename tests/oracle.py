@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.models.config import ModelConfig
+from jaxserve.core.model_config import ModelConfig
 from jaxserve.models.family import Attention, Family, Params, ParamSpec
 from jaxserve.models.registry import get_family
 

@@ -11,8 +11,8 @@ import pytest
 from tiny_engines import LONGEST, assert_idle
 
 from jaxserve.async_engine import AsyncEngine
-from jaxserve.errors import EngineClosedError, RequestError
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.core.errors import EngineClosedError, RequestError
+from jaxserve.core.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)

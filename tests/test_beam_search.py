@@ -10,8 +10,8 @@ from beam_reference import check_beams, dense_search
 from tiny_engines import CONTEXT, EOS, LONGEST, PROMPT_LENGTHS, assert_idle, generate
 
 from jaxserve.beam_search import BeamSearchParams
-from jaxserve.errors import PromptTooLongError, RequestError
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.core.errors import PromptTooLongError, RequestError
+from jaxserve.core.sampling_params import SamplingParams
 
 MAX_TOKENS = 8
 LENGTHS = (1, 5, 15, 17, 100)
@@ -163,11 +163,11 @@ def refuse_after(llm, monkeypatch, count, error):
     """Let the engine refuse every request after the first `count`."""
     add, calls = llm.engine.add, []
 
-    def refusing(*args, **wishes):
+    def refusing(*args, **options):
         calls.append(args)
         if len(calls) > count:
             raise error
-        return add(*args, **wishes)
+        return add(*args, **options)
 
     monkeypatch.setattr(llm.engine, "add", refusing)
 
@@ -183,8 +183,8 @@ def test_a_search_refused_midway_leaves_nothing(llama, llm, monkeypatch):
 def test_a_search_that_loses_a_beam_fails_alone(llama, llm, next_logprobs, monkeypatch):
     add, added = llm.engine.add, []
 
-    def aborting(request_id, *args, **wishes):
-        request = add(request_id, *args, **wishes)
+    def aborting(request_id, *args, **options):
+        request = add(request_id, *args, **options)
         added.append(request_id)
         if len(added) == 4:  # One of two beams; the other prompt's search goes on.
             assert llm.abort(request_id)

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 import jaxserve
-from jaxserve.config import EngineConfig
-from jaxserve.engine.metrics import Metrics
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.metrics.metrics import Metrics
 from jaxserve.protocol.chat import ChatCompletionRequest
 from jaxserve.protocol.completions import CompletionRequest
-from jaxserve.sampling_params import SamplingParams
 
 DOCS = Path(__file__).parents[1] / "docs"
 MIGRATION = (DOCS / "migration-from-vllm.md").read_text(encoding="utf-8")
@@ -75,7 +75,7 @@ def test_fields_of_requests():
 
 
 def test_metrics():
-    known = Metrics().snapshot()
+    known = Metrics().get_metrics()
     vllm = {name for name in known if name.startswith("vllm:")}
     told = section("Metrics")
     table, rest = told.rsplit("|\n", 1)

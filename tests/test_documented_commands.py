@@ -211,7 +211,7 @@ def assert_as_documented(command: Any, run: Run) -> None:
     elif isinstance(command, Plan):
         assert "MEMORY" in run.stdout and "PROGRAMS" in run.stdout
     elif isinstance(command, Compile):
-        assert re.search(r"\d+ programs compiled, \d+ already there", run.stdout)
+        assert re.search(r"\d+ programs compiled, \d+ already cached", run.stdout)
     elif isinstance(command, Offline):
         assert re.search(r"^output tokens/s +[\d.,]+$", run.stdout, re.MULTILINE)
         assert re.search(r"^share of the limit reached +[\d.]+%$", run.stdout, re.MULTILINE)

@@ -1,32 +1,127 @@
-"""Who may know of whom: policies and bookkeeping know no JAX, kernels and rules no jaxserve."""
+"""Who may import whom: the table of docs/architecture.md, checked against every import."""
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("jaxserve", "pallas_kernels", "sharding_rules")
 
 
-def modules(package: str) -> list[str]:
-    paths = sorted((ROOT / package).rglob("*.py"))
-    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
-    return [name.removesuffix(".__init__") for name in names]
+class Room(NamedTuple):
+    paths: tuple[str, ...]
+    allowed: frozenset[str]
+    no_jax: bool
 
 
-HOST_ONLY = [
-    *sorted(set(modules("jaxserve/engine")) - {"jaxserve.engine.engine", "jaxserve.engine.steps"}),
-    *modules("jaxserve/kv"),
-    *modules("jaxserve/loadgen"),
-    *modules("jaxserve/offline"),
-    *modules("jaxserve/structured"),
-    *modules("jaxserve/text"),
-    "jaxserve.sampling_params",
-    "jaxserve.outputs",
-    "jaxserve.errors",
-]
-APART = [*modules("pallas_kernels"), *modules("sharding_rules")]
+def name_of(path: str) -> str:
+    """How the table's last column calls a room: `jaxserve/kv/` is `kv`."""
+    return path.removeprefix("jaxserve/").removesuffix("/").removesuffix(".py")
+
+
+def rooms() -> list[Room]:
+    text = (ROOT / "docs/architecture.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \| ?(.*?) ?\|$", text[text.index("## Rooms") :], re.M)
+    table = [
+        Room(
+            tuple(re.findall(r"`(.+?)`", paths)),
+            frozenset(re.findall(r"`(.+?)`", allowed)),
+            "no JAX" in content,
+        )
+        for paths, content, allowed in rows
+        if paths.startswith(tuple(f"`{package}/" for package in PACKAGES))
+    ]
+    assert len(table) > 15
+    return table
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = modules()
+
+
+def room_of(module: str) -> str:
+    """The name of the room that a module is in, "" for the package itself, which is lazy."""
+    path = MODULES[module].relative_to(ROOT).as_posix()
+    names = [p for room in rooms() for p in room.paths if path == p or path.startswith(p)]
+    assert names or path == "jaxserve/__init__.py", f"{path} is in no room of the table"
+    return name_of(names[0]) if names else ""
+
+
+def imports(module: str) -> Iterator[str]:
+    """Modules of ours that a module imports anywhere in its file, also for type checkers."""
+    for node in ast.walk(ast.parse(MODULES[module].read_bytes())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports relatively"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in MODULES else node.module for name in names]
+        yield from (name for name in names if name in MODULES)
+
+
+def test_rooms_import_only_rooms_above_them():
+    above: set[str] = set()
+    for room in rooms():
+        assert room.allowed <= above, f"{room.paths} names rooms below it"
+        above |= {name_of(path) for path in room.paths}
+
+
+def test_every_import_is_one_that_the_table_allows():
+    allowed = {name_of(path): room for room in rooms() for path in room.paths}
+    used: dict[str, set[str]] = {name: set() for name in allowed}
+    for module in MODULES:
+        here = room_of(module)
+        if not here:
+            continue
+        room = allowed[here]
+        for other in imports(module):
+            there = room_of(other)
+            if there == here or any(name_of(path) == there for path in room.paths):
+                continue
+            assert there in room.allowed, f"{module} imports {other}"
+            used[here].add(there)
+    unused = {
+        (room.paths, name)
+        for room in rooms()
+        for name in room.allowed
+        if not any(name in used[name_of(path)] for path in room.paths)
+    }
+    assert not unused, "arrows of the table that no import uses"
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Packages hand on what their modules define, so that a package and its own do not count."""
+    graph = {module: set(imports(module)) for module in MODULES}
+    for module in graph:
+        graph[module] = {m for m in graph[module] if not module.startswith(f"{m}.")}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path[path.index(module) :], module))
+        if module not in done:
+            for other in sorted(graph[module]):
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
 
 
 def imported_with(names: list[str]) -> set[str]:
@@ -39,16 +134,26 @@ def imported_with(names: list[str]) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_policies_and_bookkeeping_import_no_jax():
-    assert {"jaxserve.engine.scheduler", "jaxserve.kv.pages"} <= set(HOST_ONLY)
-    found = imported_with(HOST_ONLY)
-    assert "jaxserve" in found
-    assert not found & {"jax", "jaxlib", "flax"}
+def test_rooms_without_jax_import_none():
+    names = {name_of(path) for room in rooms() if room.no_jax for path in room.paths}
+    assert {"core", "kv", "scheduler"} <= names
+    host_only = [module for module in MODULES if room_of(module) in names]
+    assert len(host_only) > 60
+    assert not imported_with([*host_only, *OFFLINE]) & {"jax", "jaxlib", "flax"}
 
 
-def test_kernels_and_sharding_rules_import_no_jaxserve():
-    found = imported_with(APART)
-    assert {"jax", "pallas_kernels", "sharding_rules"} <= found
+OFFLINE = [
+    module
+    for module in MODULES
+    if module.startswith("jaxserve.offline.") and module != "jaxserve.offline.run"
+]
+"""All but the file that makes an engine: a batch job is checked before JAX is imported."""
+
+
+@pytest.mark.parametrize("package", ["pallas_kernels", "sharding_rules"])
+def test_kernels_and_sharding_rules_import_no_jaxserve(package):
+    found = imported_with([module for module in MODULES if module.startswith(package)])
+    assert {"jax", package} <= found
     assert "jaxserve" not in found
 
 

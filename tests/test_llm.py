@@ -8,9 +8,9 @@ import pytest
 from golden_prompts import check_golden, golden_prompts
 from tiny_engines import LONGEST, assert_idle, generate
 
-from jaxserve.errors import PromptTooLongError, RequestError
+from jaxserve.core.errors import PromptTooLongError, RequestError
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.llm import LLM
-from jaxserve.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 

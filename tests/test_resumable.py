@@ -24,11 +24,11 @@ SCRIPT = """
     with model.load() as llm, resumable(llm, work, deadline_s=20) as streams:
         runner = llm.engine._runner
         pack, packs = runner.pack, iter(range(1, 1000))
-        def counted(plan):
+        def counted(plan, step_id):
             if next(packs) == stop_at:
                 for name in sys.argv[4:]:
                     os.kill(os.getpid(), getattr(signal, name))
-            return pack(plan)
+            return pack(plan, step_id)
         runner.pack = counted
         outputs = [stream.result() for stream in streams] or llm.generate(
             model.prompts, params, use_tqdm=False
@@ -85,6 +85,6 @@ def test_sigterm_after_all_is_done_is_only_an_end(llama, tmp_path):
 
 
 def test_a_directory_that_cannot_be_used_is_refused_at_the_start(llama, tmp_path):
-    (tmp_path / "letter.txt").write_text("not a checkpoint's")
+    (tmp_path / "letter.txt").write_text("not a snapshot's")
     done = run(llama, tmp_path, 0)
     assert done.returncode == 1 and "letter.txt" in done.stderr and not done.stdout

@@ -16,16 +16,16 @@ import numpy as np
 import oracle
 from tiny_checkpoints import CONFIG, hf_shapes, write_hf
 
+from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.outputs import RequestOutput
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.llm import LLM
-from jaxserve.models.config import ModelConfig
 from jaxserve.models.family import Family, Params, ParamSpec
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.params import load_params
 from jaxserve.models.packing import with_formats
 from jaxserve.models.registry import get_family
-from jaxserve.outputs import RequestOutput
-from jaxserve.sampling_params import SamplingParams
 from pallas_kernels.quantized_matmul import dequantize, quantize
 
 PROMPT_LENGTHS = (1, 2, 3, 4, 5, 15, 16, 17, 32, 33, 60, 100)
@@ -224,7 +224,7 @@ def generate(llm: LLM, prompt: list[int] | str, params: SamplingParams) -> Reque
 
 
 def preemptions(engine: Engine) -> int:
-    return int(engine.snapshot()["vllm:num_preemptions_total"].value)
+    return int(engine.get_metrics()["vllm:num_preemptions_total"].value)
 
 
 def assert_idle(engine: Engine) -> None:

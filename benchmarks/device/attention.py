@@ -11,7 +11,7 @@ import numpy as np
 from device import errors
 from device.problem import Make, Problem
 from pallas_kernels.paged_attention import KVPages, PageLayout, RaggedBatch, paged_attention
-from pallas_kernels.trust import eps
+from pallas_kernels.self_check import eps
 
 
 @dataclasses.dataclass(frozen=True)

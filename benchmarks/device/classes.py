@@ -13,7 +13,7 @@ from device.attention import Attention
 from device.packed_weights import PackedMatmul
 from device.page_moves import PageMove, possible
 from device.problem import Shapes
-from pallas_kernels import trust
+from pallas_kernels import self_check
 from pallas_kernels.quantized_matmul import FP8, GGUF, Format
 
 HEADS = (
@@ -80,7 +80,7 @@ def _attentions(heads: tuple[int, int, int], **options: Any) -> Iterator[Attenti
 
 
 class Asked:
-    """Stands in for `trust.why_not`: notes what was asked for, and trusts.
+    """Stands in for `self_check.why_not`: notes what was asked for, and trusts.
 
     A benchmark looks at results itself, and wants to know how fast even a wrong kernel is.
     """
@@ -88,8 +88,10 @@ class Asked:
     def __init__(self) -> None:
         self._noted: dict[tuple[str, str], Callable[[], str | None]] = {}
 
-    def __call__(self, operation, device_kind, shapes, kernel, xla, trial):
-        self._noted[operation, shapes] = functools.partial(trust.disagreement, kernel, xla, trial)
+    def __call__(self, operation, device_kind, shapes, kernel, xla, check_case):
+        self._noted[operation, shapes] = functools.partial(
+            self_check.disagreement, kernel, xla, check_case
+        )
 
     def take(self) -> dict[tuple[str, str], Callable[[], str | None]]:
         """(operation, class) noted since the last time -> what says if its kernel is wrong."""
@@ -107,10 +109,10 @@ def tried(spec: Attention | PageMove | PackedMatmul) -> dict[str, Any]:
         jax.eval_shape(problem.kernel, problem.carry(make), problem.inputs(make))
     except ValueError as error:
         return {"status": "refused", "why": str(error)}
-    trials = asked.take()
-    against = [why for trial in trials.values() if (why := trial())]
+    check_cases = asked.take()
+    against = [why for check_case in check_cases.values() if (why := check_case())]
     outcome = {"status": "wrong", "why": " ".join(against)} if against else {}
-    return {"classes": [*trials], **outcome}
+    return {"classes": [*check_cases], **outcome}
 
 
 def verified(

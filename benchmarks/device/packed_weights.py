@@ -13,12 +13,12 @@ from device import errors
 from device.problem import Make, Problem
 from pallas_kernels.quantized_matmul import (
     Format,
-    PackedWeight,
+    QuantizedWeight,
     abstract_weight,
     dequantize,
     quantized_matmul,
 )
-from pallas_kernels.trust import eps
+from pallas_kernels.self_check import eps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +36,11 @@ class PackedMatmul:
         return "quantized_matmul"
 
     @property
-    def weight(self) -> PackedWeight:
+    def weight(self) -> QuantizedWeight:
         """Its shapes."""
         return abstract_weight(self.num_outputs, self.num_inputs, self.format)
 
-    def arguments(self, make: Make) -> tuple[PackedWeight, jax.Array]:
+    def arguments(self, make: Make) -> tuple[QuantizedWeight, jax.Array]:
         weight = jax.tree.map(lambda s: make.random(*s.shape, dtype=s.dtype), self.weight)
         return weight, make.random(self.num_inputs, self.tokens, dtype=self.dtype)
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from device import cases, classes, machine, measure, peers_jax
 from device.problem import Arrays
 from device.records import Records
-from pallas_kernels import trust
+from pallas_kernels import self_check
 
 DEVICE_LOST = 3
 """Exit status of a part after which another process should do what is left of it."""
@@ -48,7 +48,7 @@ def run(part: str, settings: Settings) -> None:
     records = Records(settings.out / "records.jsonl")
     begun = {record["key"] for record in records.of(part)}
     # Kernels are looked at here, at their real shapes: their first use need not try them.
-    with mock.patch.object(trust, "why_not", classes.asked):
+    with mock.patch.object(self_check, "why_not", classes.asked):
         for key, task in (PARTS | SHARED_PARTS)[part](settings):
             if key in begun:
                 continue

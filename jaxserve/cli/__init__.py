@@ -1,4 +1,4 @@
-"""The `jaxserve` command. One module a sub-command; each imports JAX only when it runs."""
+"""The `jaxserve` command. One module per subcommand; each imports JAX only when it runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import tyro
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-import jaxserve
 from jaxserve.cli.batch import Batch
 from jaxserve.cli.bench import Bench
 from jaxserve.cli.chat import Chat
@@ -22,19 +21,20 @@ from jaxserve.cli.generate import Generate
 from jaxserve.cli.launch import Launch
 from jaxserve.cli.plan import Plan
 from jaxserve.cli.serve import Serve
-from jaxserve.errors import JaxserveError
+from jaxserve.core.errors import JaxserveError
+from jaxserve.core.version import __version__
 
 _DESCRIPTION = """\
 Generate text with large language models, compiled ahead of time by JAX.
 
 Examples:
-  jaxserve generate "Why is the sky blue?"      a first answer; fetches a small model once
-  jaxserve chat                                 talk with it
-  jaxserve generate "Hi" --model ./my-model     your own: a directory, a .gguf file, or org/name
-  jaxserve plan ./my-model                      does it fit, and how many requests at once?
-  jaxserve bench offline                        how fast is it on this machine?
+  jaxserve generate "Why is the sky blue?"      downloads a small model on first use
+  jaxserve chat                                 chat with the model
+  jaxserve generate "Hi" --model ./my-model     a directory, a .gguf file, or org/name
+  jaxserve plan ./my-model                      memory use and maximum concurrency
+  jaxserve bench offline                        throughput on this machine
 
-Each command explains itself: `jaxserve COMMAND --help`. `jaxserve --version` prints the version.
+See `jaxserve COMMAND --help` for each command. `jaxserve --version` prints the version.
 """
 
 Command = (
@@ -60,8 +60,8 @@ _CONSTRUCTORS = ConstructorRegistry()
 
 @_CONSTRUCTORS.primitive_rule
 def _numbers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[int, ...]] | None:
-    """Integers are one argument, separated by commas: as several they could not be told from the
-    positional arguments that follow."""
+    """Parses integers as one comma-separated argument. As several arguments they would be ambiguous
+    with the positional arguments that follow."""
     if info.type != tuple[int, ...]:
         return None
     return PrimitiveConstructorSpec(
@@ -74,8 +74,8 @@ def _numbers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[int, ...
 
 
 def parse(args: Sequence[str]) -> Command:
-    """The command that `args` spell. Raises SystemExit(2), and tells why, if they spell none, and
-    JaxserveError for values out of range."""
+    """Parse `args` into a command. Raises SystemExit(2), after printing the reason, for invalid
+    arguments, and JaxserveError for values out of range."""
     with _CONSTRUCTORS:
         return tyro.cli(_Arguments, prog="jaxserve", description=_DESCRIPTION, args=args).command
 
@@ -83,12 +83,12 @@ def parse(args: Sequence[str]) -> Command:
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line `args` (the process's own by default) and return its exit status.
 
-    0 is success, 1 an error of jaxserve, told in one line, 130 Ctrl-C, and 141 a reader of stdout
-    that went away. Arguments that cannot be understood raise SystemExit(2).
+    0 is success, 1 a JaxserveError, printed as one line, 130 Ctrl-C, and 141 a broken stdout pipe.
+    Raises SystemExit(2) for arguments that cannot be parsed.
     """
     args = sys.argv[1:] if args is None else list(args)
     if args == ["--version"]:
-        print(f"jaxserve {jaxserve.__version__}")
+        print(f"jaxserve {__version__}")
         return 0
     try:
         status = parse(args).run()
@@ -100,6 +100,6 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The interpreter flushes stdout once more on its way out, and must not meet the pipe.
+        # The interpreter flushes stdout again at exit, which must not hit the broken pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

@@ -1,4 +1,4 @@
-"""`python -m jaxserve.cli`, for where the `jaxserve` script is not on the path."""
+"""`python -m jaxserve.cli`, for when the `jaxserve` script is not on PATH."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`jaxserve batch`: a file of requests, a file of answers, and no line lost or done twice."""
+"""`jaxserve batch`: run a file of requests, writing exactly one result per line."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from jaxserve.cli.batch_progress import BatchProgress
 from jaxserve.cli.follow import follow
 from jaxserve.cli.options import load
 from jaxserve.cli.text import table
-from jaxserve.config import EngineConfig
-from jaxserve.errors import BatchError
-from jaxserve.output_file import check_output_file
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import BatchError
+from jaxserve.core.output_file import check_output_file
 
 if TYPE_CHECKING:
     from jaxserve.offline.job import BatchJob
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Answer every line of a file, and append each answer to another.
+    """Run every request in a file, and append each result to another file.
 
-    A line is one of OpenAI's batch lines (custom_id, url, body), or a body with `prompt` or
-    `messages`. A job that was interrupted or killed goes on when the same command is given again.
+    A line is an OpenAI batch request (custom_id, url, body), or just a body with `prompt` or
+    `messages`. To resume an interrupted or killed job, run the same command again.
 
     Attributes:
         input: a .jsonl, .parquet or .array_record file.
-        output: a .jsonl file; OUTPUT.job beside it says whose it is.
-        report: an .html file for a page about the job, with plots; of several hosts the one that
-            ends last writes it.
-        shard: I/N: this process is host I, from 0, of N that share the work and the output.
-        served_model_name: names by which requests may call the model, instead of its own.
-        trace_file: write a timeline of the run, which opens in ui.perfetto.dev.
+        output: a .jsonl file; OUTPUT.job next to it identifies the job.
+        report: an .html file for a report of the job, with plots; with several hosts, the last to
+            finish writes it.
+        shard: I/N: this process is host I, from 0, of N hosts that share the input and the output.
+        served_model_name: names that requests may use for the model, instead of its own.
+        trace_file: write a trace of the run, to open in ui.perfetto.dev.
     """
 
     input: Annotated[Positional[Path], arg(metavar="INPUT")]
@@ -52,7 +52,7 @@ class Batch:
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
-        """Raises BatchError for a shard that cannot be."""
+        """Raises BatchError for an invalid shard."""
         from jaxserve.offline.shards import Shard
 
         Shard.parse(self.shard)
@@ -64,26 +64,26 @@ class Batch:
 
         if jax.process_count() > 1 and self.engine.num_devices < jax.device_count():
             raise BatchError(
-                f"{jax.process_count()} hosts with {jax.device_count()} devices are one engine, "
-                f"and its settings are for {self.engine.num_devices}. For an engine on each host: "
-                "jaxserve launch --separate ... -- batch ... --shard '{host}/{hosts}'."
+                f"{jax.process_count()} hosts with {jax.device_count()} devices form one engine, "
+                f"but its settings are for {self.engine.num_devices}. For one engine per host: "
+                "jaxserve launch --independent ... -- batch ... --shard '{host}/{hosts}'."
             )
-        if jax.process_index() > 0:  # Host 0 reads and writes for all that share its engine.
+        if jax.process_index() > 0:  # Host 0 reads and writes for all hosts.
             return follow(self.engine)
         with self._job() as job:
             return self._run(job, alone=jax.process_count() == 1)
 
     def _check_report(self) -> None:
-        """Raises BatchError or ConfigError for one that would be written over something else."""
+        """Raises BatchError or ConfigError if the report would overwrite another file."""
         check_output_file("report", self.report)
         if self.report.suffix != ".html" or self.report.resolve() == self.output.resolve():
             raise BatchError(
-                f"report is {str(self.report)!r}; its name must end in .html, and not be that of "
+                f"report is {str(self.report)!r}; its name must end in .html and differ from "
                 "the output."
             )
 
     def _job(self) -> BatchJob:
-        """All that can be refused is refused before the model is loaded."""
+        """Open the job. Raises all validation errors before the model is loaded."""
         import jax
 
         from jaxserve.models.loading.checkpoint import open_checkpoint
@@ -103,9 +103,9 @@ class Batch:
 
         run = BatchRun(job)
         if job.earlier:
-            _say(f"{job.earlier:,} of {len(job.lines):,} lines are done already.")
+            _say(f"{job.earlier:,} of {len(job.lines):,} lines are already done.")
         status = 0
-        # Hosts that share an engine wait for the first, even where nothing is left to do.
+        # Hosts that share an engine wait for host 0, even if no work is left.
         if run.num_left or not alone:
             with _told_to_stop() as told:
                 try:
@@ -116,9 +116,9 @@ class Batch:
         else:
             run.complete = job.end()
         if status:
-            _say("Stopped. Give the same command again to go on.")
+            _say("Stopped. Run the same command again to resume.")
         elif not run.complete:
-            _say("This host's share is done. The host that ends last puts all together.")
+            _say("This host's shard is done. The last host to finish merges the output.")
         if self.report is not None and (run.complete or job.shard.count == 1):
             from jaxserve.offline.report import write_report
 
@@ -151,13 +151,13 @@ def _summary(run: BatchRun) -> str:
 
 
 class _Told(BaseException):
-    """The process was told to stop."""
+    """The process received SIGINT or SIGTERM."""
 
 
 @contextlib.contextmanager
 def _told_to_stop() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM raise _Told, once: what is being written then is finished. The block is
-    given a list, to which the signal's number is added."""
+    """SIGINT and SIGTERM raise _Told, once, so that cleanup is not interrupted. Yields a list, to
+    which the signal's number is appended."""
     told: list[int] = []
 
     def tell(number: int, frame: FrameType | None) -> None:

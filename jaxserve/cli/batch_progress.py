@@ -1,4 +1,4 @@
-"""How a batch job goes, on stderr: a bar, or a line every so often where there is no terminal."""
+"""Progress of a batch job, on stderr: a bar, or periodic lines if stderr is not a terminal."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _LINE_S = 30.0
 
 
 class BatchProgress:
-    """Told of a run after each of its steps. The bar is full when this host has done its share of
-    what was left, and gone when the `with` block ends."""
+    """Called with the run after each step. The bar counts this host's share of the remaining lines,
+    and is removed when the `with` block ends."""
 
     def __init__(self) -> None:
         self._bar = Progress(

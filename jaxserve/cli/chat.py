@@ -8,21 +8,21 @@ from pathlib import Path
 
 from jaxserve.cli.options import Sampling, load, one_at_a_time
 from jaxserve.cli.streaming import print_answer
-from jaxserve.config import EngineConfig
-from jaxserve.errors import ModelError, RequestError
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ModelError, RequestError
 
-_HINT = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
+_HINT = "/reset clears the conversation, /exit or Ctrl-D quits, Ctrl-C stops a response."
 
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
-    """Talk with a model: one line in, one streamed answer out.
+    """Chat with a model: one line in, one streamed response out.
 
-    Type /reset to forget the conversation, /exit or Ctrl-D to leave; Ctrl-C stops an answer.
+    Type /reset to clear the conversation, /exit or Ctrl-D to quit; Ctrl-C stops a response.
 
     Attributes:
-        system: instructions that the model gets before the conversation.
-        trace_file: write a timeline of the run, which opens in ui.perfetto.dev.
+        system: system prompt.
+        trace_file: write a trace of the run, to open in ui.perfetto.dev.
     """
 
     system: str | None = None
@@ -35,8 +35,8 @@ class Chat:
         with load(self.engine, self.trace_file) as llm:
             if llm.get_tokenizer().chat_template is None:
                 raise ModelError(
-                    f"{str(self.engine.model)!r} has no chat template, so it was not made for "
-                    "conversations; use `jaxserve generate --raw`, or an instruct model."
+                    f"{str(self.engine.model)!r} has no chat template, so it cannot chat; "
+                    "use `jaxserve generate --raw`, or an instruct model."
                 )
             params = self.sampling.params(llm)
             messages = list(opening)
@@ -47,14 +47,14 @@ class Chat:
                 if line == "/reset":
                     messages = list(opening)
                 elif line.startswith("/"):
-                    print(f"{line.split()[0]} is no command. {_HINT}", file=sys.stderr)
+                    print(f"{line.split()[0]} is not a command. {_HINT}", file=sys.stderr)
                 elif line:
                     question = {"role": "user", "content": line}
                     try:
                         prompt = llm.chat_prompt([*messages, question])
                         answer = print_answer(llm.stream(prompt, params))
                     except RequestError as error:
-                        # Such as a conversation that has outgrown the context.
+                        # For example, the conversation exceeds the context length.
                         print(f"error: {error}\n{_HINT}", file=sys.stderr)
                         continue
                     messages += [question, {"role": "assistant", "content": answer.text}]
@@ -62,7 +62,7 @@ class Chat:
 
 
 def _read_line() -> str | None:
-    """The next line without surrounding space; None at the end of the input."""
+    """The next line, stripped; None at end of input."""
     if not sys.stdin.isatty():
         line = sys.stdin.readline()
         return line.strip() if line else None

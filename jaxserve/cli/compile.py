@@ -1,4 +1,4 @@
-"""`jaxserve compile`: programs into the cache, so that the next start finds them there."""
+"""`jaxserve compile`: fill the compilation cache ahead of a start."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import time
 
 from jaxserve.cli.options import ModelSettings
 from jaxserve.cli.progress import TerminalProgress
-from jaxserve.errors import ConfigError
+from jaxserve.core.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
 class Compile:
     """Compile all programs of an engine into the cache, so that later starts are fast.
 
-    Programs belong to the settings they were compiled with. Unless --max-num-seqs is given, both
-    sets are made: the one for many requests, and the small one of `generate` and `chat`.
+    Programs are specific to the settings they were compiled with. Without --max-num-seqs, two sets
+    are compiled: the default, and the small one of `generate` and `chat`.
     """
 
     engine: ModelSettings = dataclasses.field(default_factory=ModelSettings)
@@ -25,7 +25,7 @@ class Compile:
 
         if not self.engine.compilation_cache:
             raise ConfigError(
-                "compilation_cache is False, so there is nowhere to compile to; leave it on."
+                "compilation_cache is False, so compiled programs cannot be stored; leave it on."
             )
         configs = [self.engine]
         if self.engine.max_num_seqs is None:
@@ -39,7 +39,7 @@ class Compile:
             found = sum(program.from_cache for program in programs.values())
             print(
                 f"max_num_seqs {decided.config.max_num_seqs}: {len(programs) - found} programs "
-                f"compiled, {found} already there, in {time.monotonic() - begin:.1f} s\n"
+                f"compiled, {found} already cached, in {time.monotonic() - begin:.1f} s\n"
                 f"{decided.cache.directory}"
             )
         return 0

@@ -1,4 +1,4 @@
-"""`jaxserve convert`: any model to a checkpoint that loads by shard."""
+"""`jaxserve convert`: convert any model to a checkpoint that loads by shard."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jaxserve.cli.progress import TerminalProgress
 
 @dataclasses.dataclass(frozen=True)
 class Convert:
-    """Write a model as an Orbax checkpoint, of which each device loads only its share.
+    """Write a model as an Orbax checkpoint, from which each device loads only its shard.
 
     Attributes:
-        source: the model: a .gguf file, a directory, a Hugging Face id, or the default's name.
-        destination: a new directory, which is then a model by itself.
-        dtype: of the stored weights: float32, bfloat16 or float16; by default the one that is
-            fastest on this machine.
+        source: a .gguf file, a directory, a Hugging Face id, or the name of the default model.
+        destination: a new directory, which can then be used as a model.
+        dtype: dtype of the stored weights: float32, bfloat16 or float16; by default the fastest on
+            this machine.
     """
 
     source: Annotated[Positional[str], arg(metavar="SRC")]

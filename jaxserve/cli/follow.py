@@ -1,19 +1,19 @@
-"""What a host does that shares the engine of host 0, and is given no requests itself."""
+"""The follower loop of hosts other than host 0, which receive no requests themselves."""
 
 from __future__ import annotations
 
 import signal
 
 from jaxserve.cli.progress import TerminalProgress
-from jaxserve.config import EngineConfig
+from jaxserve.core.config import EngineConfig
 
 
 def follow(config: EngineConfig) -> int:
-    """Load the engine and make the steps that host 0 makes, until it closes its own; 0, for a
-    process to exit with.
+    """Load the engine and repeat host 0's steps until host 0 closes its engine. Returns exit status
+    0.
 
-    Ctrl-C and SIGTERM are ignored: a launcher sends them to all hosts, and it is host 0 that lets
-    work under way end.
+    Ctrl-C and SIGTERM are ignored: a launcher sends them to all hosts, and host 0 drains the
+    requests in flight.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""`jaxserve generate`: one prompt, one streamed answer."""
+"""`jaxserve generate`: one prompt, one streamed response."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from tyro.conf import Positional, arg
 from jaxserve.cli.options import Sampling, load, one_at_a_time
 from jaxserve.cli.streaming import print_answer
 from jaxserve.cli.text import device_name
-from jaxserve.config import EngineConfig
-from jaxserve.engine.summaries import RunSummary
-from jaxserve.errors import CheckpointError
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import SnapshotError
+from jaxserve.metrics.summaries import RunSummary
 
 if TYPE_CHECKING:
-    from jaxserve.delta_stream import DeltaStream
+    from jaxserve.engine.delta_stream import DeltaStream
     from jaxserve.llm import LLM
 
 
 @dataclasses.dataclass(frozen=True)
 class Generate:
-    """Stream the answer to one prompt to standard output.
+    """Stream the response to one prompt to standard output.
 
     Attributes:
-        prompt: what to answer; "-" reads it from standard input.
-        raw: continue the prompt as it is, without the model's chat template.
-        trace_file: write a timeline of the run, which opens in ui.perfetto.dev.
-        checkpoint_dir: when told to stop by SIGTERM, write down here what is done, and exit with
-            status 75; go on from there when started again.
-        checkpoint_deadline_s: about how long that may take.
+        prompt: the prompt; "-" reads it from standard input.
+        raw: continue the prompt as is, without the model's chat template.
+        trace_file: write a trace of the run, to open in ui.perfetto.dev.
+        snapshot_dir: on SIGTERM, write a snapshot of the request to this directory and exit with
+            status 75; the next run with the same arguments resumes it.
+        snapshot_deadline_s: approximate time limit for writing the snapshot.
     """
 
     prompt: Annotated[Positional[str], arg(metavar="PROMPT")]
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     raw: bool = False
     trace_file: Path | None = None
-    checkpoint_dir: Path | None = None
-    checkpoint_deadline_s: float = 20.0
+    snapshot_dir: Path | None = None
+    snapshot_deadline_s: float = 20.0
     engine: EngineConfig = dataclasses.field(default_factory=one_at_a_time)
 
     def run(self) -> int:
@@ -58,14 +58,14 @@ class Generate:
         return 130 if answer.interrupted else 0
 
     def _resumable(self, llm: LLM) -> contextlib.AbstractContextManager[list[DeltaStream]]:
-        if self.checkpoint_dir is None:
+        if self.snapshot_dir is None:
             return contextlib.nullcontext([])
         from jaxserve.resume import resumable
 
-        return resumable(llm, self.checkpoint_dir, self.checkpoint_deadline_s)
+        return resumable(llm, self.snapshot_dir, self.snapshot_deadline_s)
 
     def _stream(self, llm: LLM, prompt: str | list[int], stopped: list[DeltaStream]) -> DeltaStream:
-        """The answer, or the rest of one. Raises CheckpointError when that is to something else."""
+        """A new stream, or the resumed one. Raises SnapshotError if that is of another request."""
         params = self.sampling.params(llm)
         if not stopped:
             return llm.stream(prompt, params)
@@ -80,16 +80,16 @@ class Generate:
             if theirs[name] != ours[name]
         ]
         if others or differing:
-            raise CheckpointError(
-                f"{self.checkpoint_dir} has {len(stopped)} unfinished, the first with "
-                f"{', '.join(differing) or 'this prompt'}; end what was begun there, or give an "
+            raise SnapshotError(
+                f"snapshot_dir {self.snapshot_dir} has {len(stopped)} unfinished, the first with "
+                f"{', '.join(differing) or 'this prompt'}; finish those first, or give an "
                 "empty directory."
             )
         return stream
 
 
 def _summary(llm: LLM) -> str:
-    """One line about the run: tokens, their pace after the first, the wait for it, the device."""
+    """One line about the run: tokens, tokens/s after the first, time to first token, device."""
     device = device_name(llm.plan().device)
     run = RunSummary.of(llm.engine.metrics.finished())
     if run is None:

@@ -1,7 +1,7 @@
-"""One host of a launched job: joins the others, then runs the command in the same process.
+"""One host of a launched job: joins the other hosts, then runs the command in this process.
 
 `jaxserve launch` starts `python -m jaxserve.cli.host ... -- COMMAND` once for each host. COMMAND is
-one of jaxserve's (`generate ...`), a script (`my_script.py ...`) or a module (`-m my.module ...`).
+a jaxserve command (`generate ...`), a script (`my_script.py ...`) or a module (`-m my.module ...`).
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from pathlib import Path
 import tyro
 from tyro.conf import Positional
 
+from jaxserve.core.errors import ConfigError, JaxserveError
 from jaxserve.distributed.launch.job import is_script
-from jaxserve.errors import ConfigError, JaxserveError
 
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """Join the other hosts and run a command. `jaxserve launch` starts this; people need not.
+    """Join the other hosts and run a command. Started by `jaxserve launch`, not by users.
 
     Attributes:
-        command: what to run, after `--`: a command of jaxserve, a script, or -m and a module.
-        coordinator: host 0's address, name:port; without it JAX finds all of the job.
-        num_hosts: hosts of the job.
-        host: number of this one, from 0.
-        devices: devices of this host; by default all.
-        timeout_s: how long the hosts may take to come together.
-        stdin_grace_s: end when standard input does, and after so many seconds by force.
-        separate: do not join the others.
+        command: what to run, after `--`: a jaxserve command, a script, or -m and a module.
+        coordinator: host 0's address, name:port; without it JAX detects the cluster.
+        num_hosts: number of hosts of the job.
+        host: index of this host, from 0.
+        devices: number of devices of this host; by default all.
+        timeout_s: how long to wait for all hosts to join.
+        stdin_shutdown_timeout: on stdin EOF send SIGTERM, and after this many seconds SIGKILL.
+        independent: do not join the other hosts.
     """
 
     command: Positional[tuple[str, ...]]
@@ -45,16 +45,16 @@ class Host:
     host: int | None = None
     devices: int | None = None
     timeout_s: int = 300
-    stdin_grace_s: float | None = None
-    separate: bool = False
+    stdin_shutdown_timeout: float | None = None
+    independent: bool = False
 
     def run(self) -> int:
-        if self.stdin_grace_s is not None:
-            _end_with_stdin(self.stdin_grace_s)
+        if self.stdin_shutdown_timeout is not None:
+            _end_with_stdin(self.stdin_shutdown_timeout)
         run_command = _command(self.command)
         from jaxserve.distributed.runtime import join, set_cpu_devices
 
-        if self.separate:
+        if self.independent:
             set_cpu_devices(self.devices)
         else:
             join(
@@ -70,8 +70,8 @@ class Host:
 def main(args: Sequence[str]) -> int:
     """Run the command line `args` and return the exit status; does not return if that is not 0.
 
-    A host that fails ends at once: at an ordinary exit JAX would wait for the other hosts, which
-    may be waiting for this one.
+    A host that fails exits without cleanup: on a normal exit JAX would wait for the other hosts,
+    which may be waiting for this one.
     """
     _keep_stdout()
     status = _status_of(args)
@@ -101,9 +101,9 @@ def _status_of(args: Sequence[str]) -> int:
 
 
 def _command(command: tuple[str, ...]) -> Callable[[], int]:
-    """What runs the command and returns its status. Raises ConfigError where there is none."""
+    """A function that runs the command. Raises ConfigError if there is none to run."""
     if not command:
-        raise ConfigError("there is no command to run; give one after --.")
+        raise ConfigError("no command was given; give one after --.")
     name, *arguments = command
     if name == "-m":
         if not arguments:
@@ -111,7 +111,7 @@ def _command(command: tuple[str, ...]) -> Callable[[], int]:
         return lambda: _run_python(runpy.run_module, arguments, alter_sys=True)
     if is_script(command):
         if not Path(name).is_file():
-            raise ConfigError(f"there is no script {name!r} in {os.getcwd()} of this host.")
+            raise ConfigError(f"there is no script {name!r} in {os.getcwd()} on this host.")
         sys.path.insert(0, str(Path(name).resolve().parent))  # as Python does for a script
         return lambda: _run_python(runpy.run_path, command)
     from jaxserve import cli
@@ -120,26 +120,26 @@ def _command(command: tuple[str, ...]) -> Callable[[], int]:
 
 
 def _run_python(run: Callable[..., object], argv: Sequence[str], **settings: bool) -> int:
-    """The script or module argv[0], as Python itself runs one."""
+    """Run the script or module argv[0] as Python itself would."""
     sys.argv = list(argv)
     run(argv[0], run_name="__main__", **settings)
     return 0
 
 
 def _keep_stdout() -> None:
-    """Standard output is for what the command prints; what libraries print in C, as Gloo does when
-    hosts connect, goes to standard error. By lines, for a log must not stop short of a crash."""
+    """Reserve stdout for the command, and redirect what C libraries print there (Gloo, when hosts
+    connect) to stderr. Line-buffered, so that a log is complete up to a crash."""
     encoding = sys.stdout.encoding
     stdout = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(stdout, "w", buffering=1, encoding=encoding)
 
 
-def _end_with_stdin(grace_s: float) -> None:
-    """Take standard input for a line to the launcher: when it is cut, this process has to end.
+def _end_with_stdin(shutdown_timeout: float) -> None:
+    """Use stdin as a liveness pipe to the launcher: at EOF, terminate this process.
 
-    A process learns so on whatever machine it runs, and also when the launcher was killed. The
-    command itself finds standard input empty.
+    This works on any machine, and also when the launcher was killed. The command itself sees an
+    empty stdin.
     """
     line = os.dup(0)
     os.set_inheritable(line, False)
@@ -151,7 +151,7 @@ def _end_with_stdin(grace_s: float) -> None:
         while os.read(line, 4096):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(grace_s)
+        time.sleep(shutdown_timeout)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="launcher-line", daemon=True).start()

@@ -1,4 +1,4 @@
-"""`jaxserve launch`: a command on several hosts at once."""
+"""`jaxserve launch`: run a command on several hosts as one job."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Literal
 
 from tyro.conf import Positional, UseAppendAction
 
+from jaxserve.core.errors import ConfigError
 from jaxserve.distributed.launch.job import Backend, Job, is_script
 from jaxserve.distributed.launch.k8s import Kubernetes
 from jaxserve.distributed.launch.local import Local
 from jaxserve.distributed.launch.slurm import Slurm
 from jaxserve.distributed.launch.ssh import Ssh
 from jaxserve.distributed.launch.tpu_vm import TpuVm
-from jaxserve.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
 class JobSettings(Job):
-    """What to launch. The command comes last, after `--`."""
+    """What to launch. The command goes last, after `--`."""
 
     command: Positional[tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Run a command of jaxserve, or a script, on several hosts as one job.
+    """Run a jaxserve command, or a script, on several hosts as one job.
 
     jaxserve launch --hosts 2 --devices-per-host 4 -- my_script.py
 
     Attributes:
-        backend: what starts the hosts: processes on this machine, or a cluster.
-        dry_run: print what would be run or submitted, and do nothing.
+        backend: how to start the hosts: processes on this machine, or a cluster.
+        dry_run: print what would be run or submitted, without doing it.
     """
 
     job: JobSettings
@@ -52,7 +52,7 @@ class Launch:
         return backend.run(self.job)
 
     def _chosen(self) -> Backend:
-        """Raises ConfigError when another backend was given options: they would be ignored."""
+        """Raises ConfigError for options of other backends, which would be ignored."""
         backends: dict[str, Backend] = {
             "local": Local(),
             "slurm": self.slurm,
@@ -72,9 +72,9 @@ class Launch:
         return chosen
 
     def _check_command(self) -> None:
-        """A command of jaxserve is parsed here, so that a mistake in it waits in no queue.
+        """Parse a jaxserve command before it is submitted, so that errors show before queueing.
 
-        Raises what parsing it raises, and ConfigError for a mesh that is not of all devices.
+        Raises what parsing it raises, and ConfigError for a mesh that does not use all devices.
         """
         command = dataclasses.replace(self.job, hosts=self.job.hosts or 1).command_on(0)
         if command[0] != "-m" and not is_script(command):
@@ -84,15 +84,15 @@ class Launch:
             self._check_mesh(getattr(parsed, "kind", parsed))
 
     def _check_mesh(self, command: object) -> None:
-        """Raises ConfigError when the mesh of a command's engine has not all devices of the job."""
+        """Raises ConfigError when the engine's mesh does not use all devices of the job."""
         engine = getattr(command, "engine", None)
         hosts, devices = self.job.hosts or 1, self.job.devices_per_host
-        if engine is None or self.job.separate or hosts == 1 or devices is None:
+        if engine is None or self.job.independent or hosts == 1 or devices is None:
             return
         if engine.num_devices != hosts * devices:
             raise ConfigError(
-                f"{hosts} hosts of {devices} devices have {hosts * devices}, and the mesh of the "
+                f"{hosts} hosts of {devices} devices have {hosts * devices}, but the mesh of the "
                 f"command's engine has {engine.num_devices}; give the command "
-                f"--tensor-parallel-size {hosts * devices}, or sizes with that product. For an "
-                "engine on each host: jaxserve launch --separate."
+                f"--tensor-parallel-size {hosts * devices}, or sizes with that product. For one "
+                "engine per host: jaxserve launch --independent."
             )

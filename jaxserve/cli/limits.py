@@ -1,7 +1,7 @@
-"""What a machine could do at best: rates measured on it, and the least time of a step by them.
+"""Roofline of a device: measured peak rates, and the lower bound of a step's time at those rates.
 
-A roofline (Williams et al., CACM 2009) of the matrix products with weights alone. Attention, norms
-and sampling are left out, so nothing can reach the limit, and long contexts stay further from it.
+A roofline (Williams et al., CACM 2009) of the matrix products with weights only. Attention, norms
+and sampling are left out, so the bound is unreachable, and looser for long contexts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxserve.engine.events import Dispatched
+from jaxserve.core.events import Dispatched
 from jaxserve.models.loading.params import params_bytes
 from jaxserve.runtime.startup import EnginePlan
 
@@ -22,28 +22,28 @@ _COLUMNS = 512
 
 
 class Limits(NamedTuple):
-    """Rates of one device: a matrix product's arithmetic, and a matrix-vector product's reading."""
+    """Rates of one device: FLOP/s of a matrix product, and bytes/s of a matrix-vector product."""
 
     flops_per_s: float
     bytes_per_s: float
 
     def seconds(self, plan: EnginePlan, step: Dispatched) -> float:
-        """The least time of a step: it multiplies each token with every layer and each sampled row
-        with the vocabulary, and reads every weight once."""
-        model, specs = plan.geometry.model, plan.geometry.specs
+        """Lower bound of a step's time: each token goes through every layer and each sampled row
+        through the LM head, and every weight is read once."""
+        model, specs = plan.shapes.model, plan.shapes.specs
         head = model.vocab_size * model.hidden_size
         layers = sum(spec.size for spec in jax.tree.leaves(specs["layers"]))
         read_bytes = plan.memory.weights_bytes
-        if not model.tie_word_embeddings:  # Of the embeddings only a few rows are read.
-            read_bytes -= params_bytes(specs["embed"], plan.geometry.dtype)
+        if not model.tie_word_embeddings:  # Only a few rows of the embeddings are read.
+            read_bytes -= params_bytes(specs["embed"], plan.shapes.dtype)
         tokens = step.decode_rows + step.prefill_tokens
-        # A chunk that does not end its prompt samples nothing; only decodes are certain to.
+        # Only the last chunk of a prompt samples; count decodes only.
         flops = 2 * (layers * tokens + head * step.decode_rows)
         return max(flops / self.flops_per_s, read_bytes / self.bytes_per_s)
 
 
 def measure(device: jax.Device, dtype: jnp.dtype) -> Limits:
-    """The best of a few runs each, with a matrix too large for any cache."""
+    """Measure both rates: best of a few runs, with a matrix larger than any cache."""
     side = 4096 if device.platform == "cpu" else 16384
     ones = jax.jit(jnp.ones, static_argnums=(0, 1))
     matrix = jax.device_put(ones((side, side), dtype), device)

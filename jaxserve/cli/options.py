@@ -1,4 +1,4 @@
-"""What several commands take from the command line, and how it reaches the library."""
+"""Options shared by several commands, and how they are passed to the library."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg
 
 from jaxserve.cli.progress import TerminalProgress
-from jaxserve.config import EngineConfig
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxserve.llm import LLM
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ModelSettings(EngineConfig):
-    """The model, and settings of the engine. None means: decided from the model and the device."""
+    """The model and engine settings. None: chosen from the model and the device."""
 
     model: Annotated[Positional[str | Path], arg(metavar="MODEL")] = EngineConfig.model
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. None means: as the model's authors recommend.
+    """Sampling parameters. None: the model's recommended value.
 
     Attributes:
-        max_tokens: the answer ends here at the latest.
-        temperature: 0 takes the likeliest token every time; 1 samples as the model was trained.
-        top_p: sample only among the likeliest tokens that together have this probability.
-        top_k: sample only among so many of the likeliest tokens.
-        min_p: sample only tokens at least this likely, relative to the likeliest.
-        repetition_penalty: above 1 makes tokens that were already used less likely.
-        stop: texts that end the answer.
+        max_tokens: maximum number of tokens to generate.
+        temperature: 0 is greedy; 1 samples from the unscaled distribution.
+        top_p: sample only from the most likely tokens with this cumulative probability.
+        top_k: sample only from this many most likely tokens.
+        min_p: sample only tokens with at least this fraction of the highest probability.
+        repetition_penalty: above 1 makes repeated tokens less likely.
+        stop: strings that stop generation.
     """
 
     max_tokens: int = 256
@@ -46,7 +46,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises RequestError at once, and not when the model has been loaded."""
+        """Raises RequestError before the model is loaded."""
         SamplingParams(**self._given())
 
     def params(self, llm: LLM) -> SamplingParams:
@@ -58,12 +58,12 @@ class Sampling:
 
 
 def one_at_a_time() -> EngineConfig:
-    """Defaults of commands with one reader: the fewest programs, so the fastest first start."""
+    """Defaults of single-request commands: the fewest programs, so the fastest first start."""
     return EngineConfig(max_num_seqs=1)
 
 
 def load(config: EngineConfig, trace_file: Path | None = None) -> LLM:
-    """The model ready to generate, with progress shown on the way."""
+    """Load an LLM, showing progress."""
     from jaxserve.llm import LLM
 
     with TerminalProgress() as progress:

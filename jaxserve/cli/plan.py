@@ -1,4 +1,4 @@
-"""`jaxserve plan`: what an engine would take and give, without running it."""
+"""`jaxserve plan`: memory and capacity of an engine, without running it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from jaxserve.cli.progress import TerminalProgress
 from jaxserve.cli.text import device_name, size, table
 
 if TYPE_CHECKING:
-    from jaxserve.runtime.geometry import Geometry
     from jaxserve.runtime.memory import MemoryPlan
-    from jaxserve.runtime.programs import Programs
+    from jaxserve.runtime.programs.executables import Programs
+    from jaxserve.runtime.programs.program_shapes import ProgramShapes
     from jaxserve.runtime.startup import EnginePlan
 
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Plan:
     """Print the exact memory, capacity and programs of an engine, without reading its weights.
 
-    Of a model that does not fit, print what it needs, and settings with which it would fit.
-    The programs are compiled, or taken from the cache, because only the compiler knows how much
+    For a model that does not fit, print what it needs, and settings with which it would fit.
+    The programs are compiled, or loaded from the cache, because only the compiler knows how much
     scratch memory they need.
     """
 
@@ -38,14 +38,14 @@ class Plan:
             programs = decided.compile(progress).result()
         decided = decided.with_programs(programs)
         parts = [_heading(decided), _memory(decided), _capacity(decided)]
-        if decided.geometry.mesh is not None:
-            parts.append(_placement(decided.geometry))
+        if decided.shapes.mesh is not None:
+            parts.append(_placement(decided.shapes))
         print(*parts, _programs(programs), sep="\n\n")
         return 0
 
 
 def _heading(decided: EnginePlan) -> str:
-    config, model, mesh = decided.config, decided.geometry.model, decided.geometry.mesh
+    config, model, mesh = decided.config, decided.shapes.model, decided.shapes.mesh
     several = "" if mesh is None else f"{mesh.size} x "
     return (
         f"{decided.checkpoint.path.name}: {model.architecture}, {config.dtype}, "
@@ -75,10 +75,10 @@ def _memory(decided: EnginePlan) -> str:
 
 
 def _lower_tiers(memory: MemoryPlan) -> list[tuple[str, str]]:
-    """The tiers below the device, in parentheses where they are not in its memory."""
+    """KV tiers below the device, in parentheses if they are not in device memory."""
     rows = []
     if memory.staging_bytes:
-        rows.append(("buffers of moving pages", size(memory.staging_bytes)))
+        rows.append(("transfer buffers", size(memory.staging_bytes)))
     if memory.host_pages:
         host = size(memory.host_bytes)
         label = f"KV pages on the host, {memory.host_pages:,}"
@@ -89,8 +89,8 @@ def _lower_tiers(memory: MemoryPlan) -> list[tuple[str, str]]:
 
 
 def _capacity(decided: EnginePlan) -> str:
-    """Requests of each length that the scheduler admits at once: full length, half of it, and so
-    on, down to the length at which `max_num_seqs` of them run."""
+    """Maximum concurrent requests for each length: `max_model_len`, half of it, and so on, down to
+    the length at which `max_num_seqs` of them run."""
     config, memory = decided.config, decided.memory
     rows = [("CAPACITY", ""), ("tokens in the KV pool", f"{memory.kv_tokens:,}")]
     length = config.max_model_len
@@ -112,24 +112,24 @@ def _capacity(decided: EnginePlan) -> str:
     return table(rows)
 
 
-def _placement(geometry: Geometry) -> str:
-    """What lies where on a mesh: parameters, and the pages of a layer on each stage."""
+def _placement(shapes: ProgramShapes) -> str:
+    """Placement on the mesh: parameters, and the pages of one layer per stage."""
     import jax
 
-    from jaxserve.runtime.geometry import PAGE_NAMES, PAGES, PARAMETERS
+    from jaxserve.runtime.programs.program_shapes import PAGE_NAMES, PAGES, PARAMETERS
     from sharding_rules import NamedArray, placement
 
     params = jax.tree.map(
-        lambda spec: NamedArray(spec.shape, geometry.dtype, spec.axes), geometry.specs
+        lambda spec: NamedArray(spec.shape, shapes.dtype, spec.axes), shapes.specs
     )
     kv = [
         {
             "k": NamedArray(layer.k.shape, layer.k.dtype, PAGE_NAMES.k),
             "v": NamedArray(layer.v.shape, layer.v.dtype, PAGE_NAMES.v),
         }
-        for layer in geometry.abstract_kv
+        for layer in shapes.abstract_kv
     ]
-    return str(placement(params | {"kv": kv}, geometry.mesh, PARAMETERS | PAGES))
+    return str(placement(params | {"kv": kv}, shapes.mesh, PARAMETERS | PAGES))
 
 
 def _programs(programs: Programs) -> str:

@@ -1,4 +1,4 @@
-"""How startup goes, on stderr, so that stdout holds nothing but the answer."""
+"""Startup progress, on stderr, so that stdout holds only the output."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _LABELS = {
 
 
 class TerminalProgress:
-    """Draws a bar for each part of startup; where stderr is no terminal, a line when it is done.
+    """Draws a bar for each part of startup, or prints a line per part if stderr is not a terminal.
 
-    May be called from any thread. Threads that report out of order never move a bar back. The
-    bars are gone when the `with` block ends.
+    Thread-safe. Out-of-order reports never move a bar back. The bars are removed when the `with`
+    block ends.
     """
 
     def __init__(self) -> None:

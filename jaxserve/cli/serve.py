@@ -1,4 +1,4 @@
-"""`jaxserve serve`: OpenAI's HTTP interface."""
+"""`jaxserve serve`: an OpenAI-compatible HTTP server."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from jaxserve.cli.follow import follow
 from jaxserve.cli.options import ModelSettings
 from jaxserve.cli.progress import TerminalProgress
-from jaxserve.errors import ConfigError
-from jaxserve.output_file import check_output_file
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.output_file import check_output_file
 
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncEngine
@@ -23,27 +23,27 @@ _KEY = re.compile("[!-~]+")
 
 @dataclasses.dataclass(frozen=True)
 class Serve:
-    """Serve a model to OpenAI's clients, on this machine alone unless told otherwise.
+    """Serve a model with an OpenAI-compatible HTTP API, on localhost by default.
 
-    Answers from the start: 503 until the model is loaded. SIGTERM and Ctrl-C let requests under
-    way end; a second one does not wait.
+    Returns 503 until the model is loaded. On SIGTERM or Ctrl-C, drains requests in flight; a second
+    signal stops the drain.
 
     Attributes:
-        host: address to listen at; 0.0.0.0 is every one of this machine's.
-        port: port to listen at.
-        api_key: a request must show one of these keys, but for /health. Each key is a tenant.
-            Other users of this machine can see them in the list of processes: prefer a file.
-        api_key_file: a file with an API key in each line.
-        served_model_name: names that requests may call the model by; by default as it is called
+        host: address to listen on; 0.0.0.0 is all interfaces.
+        port: port to listen on.
+        api_key: API keys; a request must send one of them, except to /health. Each key is a tenant.
+            Other users of this machine can see them in the process list: prefer a file.
+        api_key_file: a file with one API key per line.
+        served_model_name: names that requests may use for the model; by default the name given
             here.
         max_queued_requests: sequences that may wait beyond those that run; more get 429.
-        max_body_bytes: of one request.
-        grace_s: how long requests under way may go on when the server is told to stop.
-        checkpoint_dir: what has not ended by then is written here, the exit status is 75, and the
-            next server takes it up: a client that sends its request again under its X-Request-Id
-            gets the answer that was begun. Without it, such requests end with what they have.
-        log_requests: log a line for each request, with times and numbers of tokens.
-        trace_file: write a timeline of everything at the end, which opens in ui.perfetto.dev.
+        max_body_bytes: maximum size of a request body.
+        shutdown_timeout: seconds that requests in flight get to finish at shutdown.
+        snapshot_dir: write a snapshot of the requests unfinished by then and exit with status 75.
+            The next server resumes them: a client that resends its request with the same
+            X-Request-Id gets the response. Without it they end with partial output.
+        log_requests: log a line per request, with times and token counts.
+        trace_file: write a trace at exit, to open in ui.perfetto.dev.
     """
 
     engine: ModelSettings = dataclasses.field(default_factory=ModelSettings)
@@ -54,8 +54,8 @@ class Serve:
     served_model_name: tuple[str, ...] = ()
     max_queued_requests: int = 1024
     max_body_bytes: int = 8 << 20
-    grace_s: float = 20.0
-    checkpoint_dir: Path | None = None
+    shutdown_timeout: float = 20.0
+    snapshot_dir: Path | None = None
     log_requests: bool = False
     trace_file: Path | None = None
 
@@ -72,12 +72,12 @@ class Serve:
         logging.basicConfig(format="%(asctime)s %(message)s")
         logging.getLogger("jaxserve").setLevel(logging.INFO)
         settings = AppSettings(self._keys(), self.max_body_bytes, self.log_requests)
-        if self.checkpoint_dir is not None:
-            self._check_checkpoint_dir()
+        if self.snapshot_dir is not None:
+            self._check_snapshot_dir()
         names = self.served_model_name or (str(self.engine.model),)
         service = Service(names, self.max_queued_requests)
         with listen(self.host, self.port) as listener:
-            stopping = Stopping(self.grace_s, self.checkpoint_dir)
+            stopping = Stopping(self.shutdown_timeout, self.snapshot_dir)
             return asyncio.run(serve(service, settings, listener, self._load, stopping))
 
     def _load(self) -> AsyncEngine:
@@ -89,17 +89,21 @@ class Serve:
             )
 
     def _check(self) -> None:
-        """Raises ConfigError for settings that cannot be, before anything is loaded."""
-        for name, least in (("max_queued_requests", 0), ("max_body_bytes", 1), ("grace_s", 0)):
-            if not getattr(self, name) >= least:  # as no NaN is
+        """Raises ConfigError for invalid settings, before the model is loaded."""
+        for name, least in (
+            ("max_queued_requests", 0),
+            ("max_body_bytes", 1),
+            ("shutdown_timeout", 0),
+        ):
+            if not getattr(self, name) >= least:  # also rejects NaN
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {least} or more.")
         if self.api_key and self.api_key_file is not None:
-            raise ConfigError("there is an api_key and an api_key_file; give one of them.")
+            raise ConfigError("api_key and api_key_file are both given; give one of them.")
         if self.trace_file is not None:
             check_output_file("trace_file", self.trace_file)
 
     def _keys(self) -> tuple[str, ...]:
-        """Raises ConfigError for a key that no header could show, and a file that has none."""
+        """Raises ConfigError for a key that no header can carry, or a file without keys."""
         keys = self.api_key
         if self.api_key_file is not None:
             where = f"api_key_file {str(self.api_key_file)!r}"
@@ -109,17 +113,17 @@ class Serve:
                 raise ConfigError(f"{where}: {error}.") from None
             keys = tuple(key for line in lines if (key := line.strip()))
             if not keys:
-                raise ConfigError(f"{where} has no key; write one in each line.")
+                raise ConfigError(f"{where} has no key; write one per line.")
         for place, key in enumerate(keys, 1):
             if not _KEY.fullmatch(key):
                 raise ConfigError(f"API key {place} must be printable ASCII without spaces.")
         return keys
 
-    def _check_checkpoint_dir(self) -> None:
+    def _check_snapshot_dir(self) -> None:
         import jax
 
-        from jaxserve.engine.checkpoint import check_writable
+        from jaxserve.engine.snapshot_files import check_writable
 
         if jax.distributed.is_initialized():
-            raise ConfigError("checkpoint_dir is for one host; leave it out for a job of several.")
-        check_writable(self.checkpoint_dir)
+            raise ConfigError("snapshot_dir is for single-host jobs; leave it out with several.")
+        check_writable(self.snapshot_dir)

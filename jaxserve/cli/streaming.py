@@ -1,4 +1,4 @@
-"""An answer on stdout as it comes, and what Ctrl-C does meanwhile."""
+"""Print a response to stdout as it is generated, and handle Ctrl-C meanwhile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from jaxserve.delta_stream import DeltaStream
+    from jaxserve.engine.delta_stream import DeltaStream
 
 
 class Answer(NamedTuple):
@@ -19,7 +19,7 @@ class Answer(NamedTuple):
 
 
 def print_answer(stream: DeltaStream) -> Answer:
-    """Print the answer as it is generated, until it ends or the user presses Ctrl-C."""
+    """Print the response as it is generated, until it ends or the user presses Ctrl-C."""
     pieces = []
     with _deferred_interrupt() as interrupt, contextlib.closing(stream) as deltas:
         for delta in deltas:
@@ -33,9 +33,9 @@ def print_answer(stream: DeltaStream) -> Answer:
 
 @contextlib.contextmanager
 def _deferred_interrupt() -> Iterator[threading.Event]:
-    """An event that Ctrl-C sets, so that it never cuts a step of the engine in two.
+    """An event that Ctrl-C sets, so that it never interrupts an engine step.
 
-    Pressing it again raises KeyboardInterrupt as usual, for a step that takes too long.
+    A second Ctrl-C raises KeyboardInterrupt as usual, for a step that takes too long.
     """
     pressed = threading.Event()
 

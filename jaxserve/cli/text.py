@@ -1,4 +1,4 @@
-"""Numbers and tables as people read them."""
+"""Format numbers and tables for people."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Lines with aligned columns: the first to the left, the others to the right."""
+    """Lines with aligned columns: the first left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for first, *others in rows:
@@ -36,7 +36,7 @@ def milliseconds(us: float) -> str:
 
 
 def device_name(device: jax.Device) -> str:
-    """Name of the device's kind, and on CPUs of how many cores this process may use."""
+    """The device kind, and on CPUs the number of cores this process may use."""
     if device.platform != "cpu":
         return device.device_kind
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

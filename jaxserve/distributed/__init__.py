@@ -1,1 +1,1 @@
-"""Several hosts as one: joining JAX's distributed runtime, and starting the hosts' processes."""
+"""Multi-host jobs: join JAX's distributed runtime, and launch the hosts' processes."""

@@ -1,15 +1,15 @@
-"""Joining the other hosts: one call, before anything else is asked of JAX."""
+"""Join the other hosts, before JAX is used for anything else."""
 
 from __future__ import annotations
 
 import jax
 
-import jaxserve
-from jaxserve.distributed import roll_call
-from jaxserve.errors import DistributedError
+from jaxserve.core.errors import DistributedError
+from jaxserve.core.version import __version__
+from jaxserve.distributed import rendezvous
 from jaxserve.runtime.cpu_threads import make_room_for_collectives
 
-# How long a host may be silent before JAX takes it for dead and ends the others.
+# How long a host may miss heartbeats before JAX terminates the other hosts.
 _HEARTBEAT_TIMEOUT_S = 30
 
 
@@ -23,26 +23,26 @@ def join(
 ) -> None:
     """Make this process one host of a job, so that `jax.devices()` are those of all hosts.
 
-    Without `coordinator`, `num_hosts` and `host` JAX finds them: under Slurm, Open MPI, Kubernetes
-    and on Cloud TPUs. A host is a process; several may share a machine. SIGTERM ends the process
-    as usual, which JAX's preemption service would prevent, so it is not used.
+    Without `coordinator`, `num_hosts` and `host` JAX detects them: under Slurm, Open MPI,
+    Kubernetes and on Cloud TPUs. A host is a process; several may share a machine. JAX's preemption
+    service is disabled, because it would keep SIGTERM from ending the process.
 
     Args:
-        coordinator: where the others reach host 0, as `name:port`.
-        num_hosts: hosts of the job.
-        host: this one's number, from 0.
-        devices: how many devices this host has. CPUs are given that many virtual ones; of GPUs
-            that JAX finds under Slurm, which by default are one for each host, the first so many.
-        timeout_s: how long all hosts together may take to come.
+        coordinator: host 0's address, as `name:port`.
+        num_hosts: number of hosts of the job.
+        host: index of this host, from 0.
+        devices: number of devices of this host: virtual devices on CPUs; under Slurm the first
+            so many GPUs, where JAX by default uses one per host.
+        timeout_s: how long to wait for all hosts to join.
 
     Raises:
-        DistributedError: the hosts do not come together, and why: a coordinator out of reach, a
-            port that is taken, a host that is missing, there twice, or of another version.
+        DistributedError: the hosts cannot join: the coordinator is unreachable, its port is in
+            use, or a host is missing, duplicated, or has another version.
     """
     if jax.distributed.is_initialized():
         raise DistributedError(
-            "this process has joined the other hosts already; it can do so once. Under `jaxserve "
-            "launch` a script need not join."
+            "this process has already joined the other hosts; it can join only once. Under "
+            "`jaxserve launch` a script need not join."
         )
     if (coordinator, num_hosts, host) == (None, None, None):
         set_cpu_devices(devices)
@@ -52,22 +52,22 @@ def join(
     if coordinator is None or num_hosts is None or host is None:
         raise DistributedError(
             f"coordinator is {coordinator!r}, num_hosts {num_hosts} and host {host}; give all "
-            "three, or none where JAX finds them."
+            "three, or none if JAX can detect them."
         )
     if not 0 <= host < num_hosts:
         raise DistributedError(
-            f"host is {host} and num_hosts {num_hosts}; hosts are numbered from 0 to num_hosts - 1."
+            f"host is {host} and num_hosts {num_hosts}; host must be from 0 to num_hosts - 1."
         )
-    address = roll_call.Address.parse(coordinator)
+    address = rendezvous.Address.parse(coordinator)
     set_cpu_devices(devices)
-    versions = {"version of jaxserve": jaxserve.__version__, "version of JAX": jax.__version__}
-    me = roll_call.Attendee(host, num_hosts, versions)
-    (roll_call.call if host == 0 else roll_call.answer)(address, me, timeout_s)
+    versions = {"version of jaxserve": __version__, "version of JAX": jax.__version__}
+    me = rendezvous.Participant(host, num_hosts, versions)
+    (rendezvous.call if host == 0 else rendezvous.answer)(address, me, timeout_s)
     _initialize(
         coordinator_address=str(address),
         num_processes=num_hosts,
         process_id=host,
-        # Or else JAX would still look around for what it may add.
+        # Otherwise JAX would still run cluster detection.
         cluster_detection_method="deactivate",
         initialization_timeout=timeout_s,
         coordinator_bind_address=address.bind,
@@ -75,7 +75,7 @@ def join(
 
 
 def set_cpu_devices(devices: int | None) -> None:
-    """Have CPUs be so many virtual devices. Raises DistributedError when they are used already."""
+    """Set the number of virtual CPU devices. Raises DistributedError if JAX is already in use."""
     if devices is None:
         return
     try:
@@ -86,7 +86,7 @@ def set_cpu_devices(devices: int | None) -> None:
 
 
 def _initialize(**settings: object) -> None:
-    # SIGTERM is to end the process, and this service's handler would only note it.
+    # SIGTERM must end the process; the handler of this service would only record it.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_S, **settings)
@@ -96,12 +96,12 @@ def _initialize(**settings: object) -> None:
         raise DistributedError(f"JAX's distributed runtime did not start: {error}") from error
     except ValueError as error:
         raise DistributedError(
-            f"JAX found no job to join here ({error}): this is no task of Slurm or Open MPI, no "
-            "Kubernetes pod and no Cloud TPU. Give coordinator, num_hosts and host."
+            f"JAX found no job to join ({error}): this is not a Slurm or Open MPI task, a "
+            "Kubernetes pod or a Cloud TPU. Give coordinator, num_hosts and host."
         ) from error
 
 
 def _too_late() -> DistributedError:
     return DistributedError(
-        "JAX has devices already; join the other hosts before the first array or jax.devices()."
+        "JAX is already initialized; join the other hosts before the first array or jax.devices()."
     )

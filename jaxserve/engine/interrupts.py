@@ -1,4 +1,4 @@
-"""Ctrl-C and termination between steps instead of within one."""
+"""Defers Ctrl-C and SIGTERM to the end of a step."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM wait for the end of the block; a second Ctrl-C does not wait.
+    """Defer Ctrl-C and SIGTERM to the end of the block; a second Ctrl-C is not deferred.
 
-    A program's arguments are donated: an interrupt after it was called and before its results are
-    stored would lose the device's state. Signals reach the main thread only, so elsewhere, and
-    where nobody handles them, there is nothing to hold.
+    A program's arguments are donated: an interrupt between its call and the storing of its results
+    would lose the device state. Signals reach the main thread only, so in other threads, and
+    without a signal handler, there is nothing to defer.
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
@@ -36,6 +36,6 @@ def interrupts_held() -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         if held:
-            # Whoever was told to stop saves its work; Ctrl-C beside it would cut that short.
+            # The SIGTERM handler saves the work; a KeyboardInterrupt would cut that short.
             number, frame = max(held, key=lambda signalled: signalled[0] == signal.SIGTERM)
             handlers[number](number, frame)

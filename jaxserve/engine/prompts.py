@@ -1,4 +1,4 @@
-"""What a caller may give as a prompt, and the token ids that it becomes."""
+"""Prompt types and tokenization."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
-from jaxserve.errors import RequestError
+from jaxserve.core.errors import RequestError
 from jaxserve.text import Tokenizer
 
 Prompt = str | SequenceOf[int] | Mapping[str, SequenceOf[int]]
@@ -17,21 +17,21 @@ Prompt = str | SequenceOf[int] | Mapping[str, SequenceOf[int]]
 
 @dataclasses.dataclass(frozen=True)
 class TokenizedPrompt:
-    """A prompt that was found good: its text, where it was one, and its token ids."""
+    """A validated prompt: its token ids, and its text if it was given as text."""
 
     text: str | None
     token_ids: list[int]
 
 
 def tokenize_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> TokenizedPrompt:
-    """Token ids of a prompt; text is given the model's special tokens.
+    """Token ids of a prompt; text gets the model's special tokens.
 
-    Raises RequestError for what is not a prompt, and for ids that are not in the vocabulary.
+    Raises RequestError for a wrong type, and for ids outside the vocabulary.
     """
     if isinstance(prompt, Mapping):
         if set(prompt) != {"prompt_token_ids"}:
             raise RequestError(
-                "a prompt given as a dict has the one key 'prompt_token_ids', not "
+                "a prompt given as a dict must have the single key 'prompt_token_ids', not "
                 f"{sorted(prompt)}."
             )
         prompt = prompt["prompt_token_ids"]

@@ -1,4 +1,4 @@
-"""A request: its sequences, what has been generated for each, and when each must stop."""
+"""A request: its sequences, their outputs, and stop conditions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
-from jaxserve.engine.sequence import Sequence
-from jaxserve.outputs import (
+from jaxserve.core.outputs import (
     CompletionOutput,
     Delta,
     FinishReason,
@@ -15,11 +14,12 @@ from jaxserve.outputs import (
     RequestMetrics,
     RequestOutput,
 )
+from jaxserve.core.sequence import Sequence
 from jaxserve.structured.matcher import Matcher, advance
 from jaxserve.text import Detokenizer, Tokenizer
 
 if TYPE_CHECKING:
-    from jaxserve.sampling_params import SamplingParams
+    from jaxserve.core.sampling_params import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +32,15 @@ class Stop:
 
 @dataclasses.dataclass(frozen=True)
 class TokenScores:
-    """Log probabilities at one position, as numbers: the token's own and the most likely ones."""
+    """Log probabilities at one position: of the token itself and of the most likely ones."""
 
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...]
 
 
-class Generation:
-    """What one sequence has produced so far: text, logprobs, and what is not yet streamed."""
+class SequenceOutput:
+    """The output of one sequence so far: text, logprobs, and deltas not yet streamed."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Generation:
         eos_token_ids: frozenset[int],
         matcher: Matcher | None = None,
     ) -> None:
-        """`matcher` says what form the output must have, and is where it begins."""
+        """`matcher`: of the output's grammar, in its initial state."""
         self.seq = seq
         self.matcher = matcher
         self.delta: list[Delta] = []
@@ -72,7 +72,7 @@ class Generation:
         self._cumulative_logprob = 0.0
 
     def append(self, token_id: int, scores: TokenScores | None) -> Stop | None:
-        """Take in the token just added to the sequence's output; says whether it is the last."""
+        """Process the token just added to the sequence; returns the Stop if it is the last."""
         entry = None
         if self._logprobs is not None and scores is not None:
             entry = self._entry(token_id, scores)
@@ -80,7 +80,7 @@ class Generation:
 
     @property
     def error(self) -> str | None:
-        """Why the output cannot go on, though nothing has stopped it."""
+        """Why generation failed, if it did."""
         if self.matcher is None:
             return None
         error = self.matcher.error(len(self.seq.output_token_ids))
@@ -89,9 +89,9 @@ class Generation:
     def replay(
         self, token_ids: SequenceOf[int], logprobs: SequenceOf[dict[int, Logprob]] | None
     ) -> None:
-        """Take in an output that was generated before, elsewhere; all of it is yet to be streamed.
+        """Append an output that another engine generated; all of it is streamed again.
 
-        `seq.kv_limit` must be what it was there.
+        `seq.kv_limit` must be the same as in that engine.
         """
         for place, token_id in enumerate(token_ids):
             self.seq.output_token_ids.append(token_id)
@@ -123,7 +123,7 @@ class Generation:
         return stop
 
     def end(self, reason: FinishReason) -> None:
-        """Note an end that no token brought about; flushes the text held back."""
+        """Add the last delta of a sequence ended without a token; flushes the text held back."""
         text = self._detokenizer.finish() if self._detokenizer is not None else ""
         self.delta.append(Delta(self.seq.index, text, (), finish_reason=reason))
 
@@ -152,7 +152,7 @@ class Generation:
 
 
 class Request:
-    """One user's request, from acceptance to its one end."""
+    """One user's request."""
 
     def __init__(
         self,
@@ -160,28 +160,35 @@ class Request:
         prompt: str | None,
         prompt_token_ids: list[int],
         params: SamplingParams,
-        generations: SequenceOf[Generation],
+        sequence_outputs: SequenceOf[SequenceOutput],
         tokenizer: Tokenizer | None,
+        seed: int = 0,
+        bad_word_ids: SequenceOf[SequenceOf[int]] = (),
     ) -> None:
+        """`seed`: of sampling. `bad_word_ids`: the bad words as token ids."""
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.params = params
-        self.generations = tuple(generations)
+        self.sequence_outputs = tuple(sequence_outputs)
         self.error: str | None = None
-        self.seed: int | None = None
-        """Of its sampling, once it was accepted."""
+        self.seed = seed
+        self.bad_word_ids = bad_word_ids
         self._tokenizer = tokenizer
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = (
             None if params.prompt_logprobs is None else [None] * len(prompt_token_ids)
         )
 
     @property
+    def unfinished(self) -> list[SequenceOutput]:
+        return [output for output in self.sequence_outputs if not output.seq.finished]
+
+    @property
     def finished(self) -> bool:
-        return all(generation.seq.finished for generation in self.generations)
+        return all(sequence_output.seq.finished for sequence_output in self.sequence_outputs)
 
     def add_prompt_scores(self, start: int, scores: SequenceOf[TokenScores]) -> None:
-        """Scores of the prompt tokens at positions `start`, `start + 1` and so on."""
+        """Add scores of the prompt tokens from position `start` on."""
         for position, token_scores in enumerate(scores, start):
             token_id = self.prompt_token_ids[position]
             self.prompt_logprobs[position] = logprob_entry(
@@ -189,11 +196,11 @@ class Request:
             )
 
     def take_deltas(self) -> list[Delta]:
-        """What was generated since the last call."""
+        """The deltas since the last call."""
         deltas = []
-        for generation in self.generations:
-            deltas += generation.delta
-            generation.delta = []
+        for sequence_output in self.sequence_outputs:
+            deltas += sequence_output.delta
+            sequence_output.delta = []
         return deltas
 
     def output(self, metrics: RequestMetrics) -> RequestOutput:
@@ -201,7 +208,7 @@ class Request:
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=tuple(self.prompt_token_ids),
-            outputs=[generation.output() for generation in self.generations],
+            outputs=[sequence_output.output() for sequence_output in self.sequence_outputs],
             finished=self.finished,
             metrics=metrics,
             prompt_logprobs=self.prompt_logprobs,
@@ -212,7 +219,7 @@ class Request:
 def logprob_entry(
     tokenizer: Tokenizer | None, token_id: int, scores: TokenScores, count: int
 ) -> dict[int, Logprob]:
-    """The `count` most likely tokens and the one taken, which may be one of them."""
+    """The `count` most likely tokens and the sampled one, which may be one of them."""
 
     def text(token: int) -> str | None:
         return None if tokenizer is None else tokenizer.token_text(token)

@@ -1,17 +1,17 @@
-"""Who owns which KV page, what is remembered of pages nobody owns, and what moves between tiers.
+"""KV cache manager: page ownership, prefix caching, eviction and transfers between tiers.
 
-One mechanism serves all sharing and all swapping: the prefix tree. Sequences that begin alike share
-the pages of their beginning, whether they are samples of one prompt, beams, turns of a conversation
-or strangers. What a sequence leaves behind (it ended, or it was preempted) stays in the tree until
-its pages are needed; then its images move to the host's memory and on to a disk, where there are
-such tiers, or are forgotten. On admission, whatever is still known of a sequence's tokens need not
-be computed: a preempted sequence whose pages were moved away and back has been swapped (as in vLLM,
-Kwon et al. 2023, and FastSwitch, Shen et al. 2024), one whose pages were forgotten is recomputed.
+The prefix tree implements all sharing and all swapping. Sequences with a common prefix share its
+pages, whether they are samples of one prompt, beams, turns of a conversation or unrelated requests.
+Pages of a finished or preempted sequence stay in the tree until they are evicted; evicted pages
+are offloaded to host memory and then to disk, if these tiers are configured, or dropped. On
+admission, a sequence's tokens with cached KV are not recomputed: a preempted sequence whose pages
+were offloaded and fetched back has been swapped (as in vLLM, Kwon et al. 2023, and FastSwitch, Shen
+et al. 2024), one whose pages were dropped is recomputed.
 
-The manager plans; it touches no device. `operations` lists what must be done on the device before
-the next step, in an order that makes it safe to give a page to another in the very plan that saves
-its image: programs run in the order they were dispatched, and a copier thread sees only staged
-images. A move that fails, or takes twice as long as recomputing, only makes a prefix shorter.
+The manager only plans; it touches no device. `operations` lists the device work to do before the
+next step, in an order that makes it safe to reuse a page in the same plan that saves it: programs
+run in dispatch order, and a transfer thread sees only staging arrays. A transfer that fails, or
+takes twice as long as recomputing, only shortens the cached prefix.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxserve.kv.copier import Copier, Ticket
-from jaxserve.kv.match import Match, Matcher, Preemption
-from jaxserve.kv.mover import Mover
+from jaxserve.kv.match import Match, Preemption, PrefixMatcher
+from jaxserve.kv.offload_manager import OffloadManager
+from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.pages import PagePool
 from jaxserve.kv.prefix_tree import Node, PrefixTree
 from jaxserve.kv.rates import Rates
-from jaxserve.kv.table import PageTable
 from jaxserve.kv.tiers import Tier
+from jaxserve.kv.transfer_worker import TransferHandle, TransferWorker
 from jaxserve.kv.transfers import Operations, Transfer
 
 
 @dataclasses.dataclass
 class KVCounters:
-    """What has happened to pages on the device: copied for a second writer, taken from nobody, and
-    taken with the only image there was; and how preempted sequences were treated."""
+    """Device pages copied on write, evicted, and evicted without a copy on a lower tier; and
+    preemptions by swap or recompute."""
 
     copied_pages: int = 0
     evicted_pages: int = 0
@@ -45,7 +45,7 @@ class KVCounters:
 
 
 class KVManager:
-    """The pages of every sequence, on every tier. Not thread-safe: for the engine's thread."""
+    """Manages the pages of all sequences on all tiers. Not thread-safe: engine thread only."""
 
     def __init__(
         self,
@@ -55,86 +55,95 @@ class KVManager:
         preemption: Preemption = "auto",
         tiers: Mapping[Tier, int] | None = None,
         page_bytes: int = 0,
-        copier: Copier | None = None,
+        transfer_worker: TransferWorker | None = None,
         rates: Rates | None = None,
     ) -> None:
-        """`tiers` gives the pages of each tier below the device, from the top down; with any,
-        `copier` moves images of `page_bytes` bytes, and `rates` learns what that costs. Without
-        `prefix_caching`, pages are remembered only for those who mean to come back to them."""
+        """`tiers` gives the number of pages of each tier below the device, from the top down; with
+        any, `transfer_worker` copies pages of `page_bytes` bytes and `rates` learns their cost.
+        Without `prefix_caching`, only pinned pages stay cached when no sequence uses them."""
         self.pool = pool
         self.tree = PrefixTree(pool.page_size)
         self.rates = rates or Rates()
         self.counters = KVCounters()
-        self.mover = Mover(
-            tiers or {}, copier, page_bytes, pool.page_size, self.rates, settled=self._file
+        self.offload = OffloadManager(
+            tiers or {},
+            transfer_worker,
+            page_bytes,
+            pool.page_size,
+            self.rates,
+            settled=self._update_lru,
         )
         self._retain = prefix_caching
         self._preemption = preemption
-        self._kept: OrderedDict[Node, None] = OrderedDict()
-        self._kept_pinned: OrderedDict[Node, None] = OrderedDict()
+        self._evictable: OrderedDict[Node, None] = OrderedDict()
+        self._evictable_pinned: OrderedDict[Node, None] = OrderedDict()
         self._copies: list[tuple[int, int]] = []
         self._freed: list[int] = []
-        self._matcher = Matcher(self.tree, pool, self.rates, page_bytes, preemption)
+        self._matcher = PrefixMatcher(self.tree, pool, self.rates, page_bytes, preemption)
 
     @property
     def num_evictable(self) -> int:
-        """Pages on the device that are kept and that no sequence uses."""
-        return len(self._kept) + len(self._kept_pinned)
+        """Cached pages on the device that no sequence uses."""
+        return len(self._evictable) + len(self._evictable_pinned)
 
     # Admission
 
     def match(self, table: PageTable, num_tokens: int) -> Match:
-        """Looks up the first `num_tokens` tokens of a sequence that has no pages."""
+        """Matches the first `num_tokens` tokens of a sequence without pages against the cache."""
         return self._matcher.match(table, num_tokens)
 
     def fits(self, match: Match, num_pages: int, margin: int) -> bool:
-        """Whether a table of `num_pages`, the match's among them, leaves `margin` pages."""
+        """Whether `margin` pages stay available after allocating `num_pages`, match included."""
         return self.pool.num_available - (num_pages - match.num_in_use) >= margin
 
-    def take(self, table: PageTable, match: Match, num_pages: int) -> None:
-        """Gives a table without pages the match's pages and more, `num_pages` in all.
+    def allocate(self, table: PageTable, match: Match, num_pages: int) -> None:
+        """Allocates `num_pages` pages to an empty table, the match's pages first.
 
-        `table.num_cached` tokens need not be computed, once `table.fetches` is empty; a move that
-        fails until then makes them fewer.
+        Once `is_fetching` is false, the first `table.num_cached` tokens need not be computed; a
+        transfer that fails before then lowers that number.
         """
         for node in match.shared:
             self._share(table, node)
         fetched, partial = list(match.fetched), match.partial
         if partial is not None and partial.device is None:
             fetched.append(partial)
-        fetches = self.mover.fetch(fetched, len(match.fetched))
+        fetches = self.offload.fetch(fetched, len(match.fetched))
         if partial is not None and partial.device is not None:
             self._share_part(table, partial, match.partial_tokens)
-        self.forsake(table)
+        self.unpin_table(table)
         table.pages += self._allocate(num_pages - len(table.pages), table.pages)
         table.num_cached = match.num_tokens
-        self.mover.begin_fetches(fetches, table, len(match.shared))
+        self.offload.begin_fetches(fetches, table, len(match.shared))
 
-    def extend(self, table: PageTable) -> bool:
+    def is_fetching(self, table: PageTable) -> bool:
+        """Whether KV is being copied from a lower tier to pages of a table."""
+        return bool(self.offload.fetches(table))
+
+    def append_page(self, table: PageTable) -> bool:
         """Adds one page to a table; False when every page is in use."""
         if not self.pool.num_available:
             return False
         table.pages += self._allocate(1, table.pages)
         return True
 
-    # What is known
+    # Prefix cache
 
     def num_known(self, table: PageTable) -> int:
-        """Full pages of a table that the tree knows."""
+        """Number of full pages of a table that are in the tree."""
         nodes = table.nodes
         return len(nodes) - (bool(nodes) and nodes[-1].num_tokens < self.pool.page_size)
 
     def known(self, table: PageTable, num_tokens: int) -> tuple[list[Node], int]:
-        """Nodes with images of the first `num_tokens` tokens of a sequence, as far as there are
-        any, and how many tokens those are."""
+        """The nodes that cache the first `num_tokens` tokens of a sequence on any tier, up to the
+        first miss, and how many tokens they cover."""
         return self._matcher.known(table, num_tokens)
 
     def cached(self) -> Iterator[list[Node]]:
-        """Prefixes that lie on the device and that no sequence uses, each by its nodes; the one
-        used last first."""
-        for last in reversed((*self._kept, *self._kept_pinned)):
+        """Cached prefixes on the device that no sequence uses, each as its list of nodes; most
+        recently used first."""
+        for last in reversed((*self._evictable, *self._evictable_pinned)):
             if any(node.device is not None for node in last.children):
-                continue  # It is part of a longer one.
+                continue  # Part of a longer cached prefix.
             path, node = [], last
             while node.parent is not None:
                 path.append(node)
@@ -142,9 +151,9 @@ class KVManager:
             if all(node.device is not None for node in path):
                 yield path[::-1]
 
-    def written(self, table: PageTable, num_tokens: int, partial: bool = False) -> None:
-        """Enters in the tree the full pages of a sequence's first `num_tokens` tokens; with
-        `partial` also what of them the page after holds.
+    def cache_pages(self, table: PageTable, num_tokens: int, partial: bool = False) -> None:
+        """Inserts the full pages of a sequence's first `num_tokens` tokens into the tree; with
+        `partial` also the partly filled page after them.
 
         The tokens must be known, and their KV written by steps already dispatched.
         """
@@ -159,19 +168,19 @@ class KVManager:
     def release(
         self, table: PageTable, num_tokens: int, *, pin: bool = False, keep: bool = True
     ) -> None:
-        """Takes the pages of a sequence, the KV of whose first `num_tokens` tokens is written.
+        """Releases the pages of a sequence; the KV of its first `num_tokens` tokens is written.
 
-        `pin` holds what is known of them until the sequence takes pages again, or `forsake`.
-        Without `keep` they are not worth a copy on a lower tier.
+        `pin` pins its nodes until the sequence takes pages again, or until `unpin_table`. Without
+        `keep`, evicted pages are not saved to a lower tier.
         """
-        arriving = [node for fetch in table.fetches for node in fetch.nodes]
-        self.mover.abandon_fetches(table, 0)
-        self.written(table, num_tokens, partial=True)
+        arriving = [node for fetch in self.offload.fetches(table) for node in fetch.nodes]
+        self.offload.abandon_fetches(table, 0)
+        self.cache_pages(table, num_tokens, partial=True)
         if pin:
             table.pinned = table.nodes + arriving
             for node in table.pinned:
                 node.pins += 1
-        # Tails go first, so that of all that is kept a prefix's head is given up last.
+        # Release tails first, so that the head of a prefix is evicted last.
         for index in reversed(range(len(table.pages))):
             page, node = table.pages[index], None
             if index < len(table.nodes):
@@ -180,22 +189,22 @@ class KVManager:
             self._let_go(page, node)
         table.clear()
 
-    def forsake(self, table: PageTable) -> None:
-        """Lets go of what a preempted sequence meant to come back to."""
+    def unpin_table(self, table: PageTable) -> None:
+        """Unpins the nodes that a preempted sequence left pinned."""
         self.unpin(table.pinned)
         table.pinned = []
 
     def prefers_swap(self, table: PageTable, num_tokens: int) -> bool:
-        """Whether a sequence about to lose its pages had better come back to them, on a lower
-        tier, than compute its first `num_tokens` tokens again."""
-        swap = bool(self.mover.shelves) and self._preemption != "recompute"
-        # What is being fetched was found worth it.
-        if swap and self._preemption == "auto" and not table.fetches:
-            below = self.mover.shelves[0].tier
+        """Whether to swap a sequence that is being preempted to a lower tier, rather than
+        recompute its first `num_tokens` tokens."""
+        swap = bool(self.offload.tier_pools) and self._preemption != "recompute"
+        # An ongoing fetch was already judged cheaper than recomputing.
+        if swap and self._preemption == "auto" and not self.is_fetching(table):
+            below = self.offload.tier_pools[0].tier
             num_pages = self.pool.pages_for(num_tokens)
             saved = sum(node.saved for node in table.nodes)
-            out_bytes = self.mover.staged_bytes(max(0, num_pages - saved))
-            back_bytes = self.mover.staged_bytes(num_pages)
+            out_bytes = self.offload.staged_bytes(max(0, num_pages - saved))
+            back_bytes = self.offload.staged_bytes(num_pages)
             swap = self.rates.prefers_swap(
                 0, num_tokens, [(Tier.DEVICE, below, out_bytes), (below, Tier.DEVICE, back_bytes)]
             )
@@ -204,79 +213,79 @@ class KVManager:
         return swap
 
     def pin(self, nodes: Iterable[Node]) -> None:
-        """Has these nodes given up only when nothing else can be."""
+        """Pins nodes: their pages are evicted only when no unpinned page is left."""
         for node in nodes:
             node.pins += 1
-            self._file(node)
+            self._update_lru(node)
 
     def unpin(self, nodes: Sequence[Node]) -> None:
-        """Takes back `pin`."""
+        """Undoes one `pin` of each node."""
         for node in reversed(nodes):
             node.pins -= 1
-            self._file(node)
+            self._update_lru(node)
 
     def reset(self) -> None:
-        """Forgets every prefix. Sequences keep the pages they have, and share them no more."""
+        """Clears the prefix cache. Sequences keep their pages, which new ones cannot share."""
         for node in self.tree.clear():
-            self._file(node)
+            self._update_lru(node)
 
     def evict(self, count: int) -> int:
-        """Frees up to `count` pages that no sequence uses, and says how many."""
+        """Evicts up to `count` pages that no sequence uses; returns how many."""
         for done in range(count):
-            order = self._kept or self._kept_pinned
+            order = self._evictable or self._evictable_pinned
             if not order:
                 return done
             self._evict(next(iter(order)))
         return count
 
-    # Moves
+    # Transfers
 
-    def poll(self, now_us: int) -> list[Ticket]:
-        """Takes in what has moved; call it before a step is planned. Returns the moves ended."""
-        return self.mover.poll(now_us)
+    def poll(self, now_us: int) -> list[TransferHandle]:
+        """Processes ended transfers and returns their handles; call before planning a step."""
+        return self.offload.poll(now_us)
 
     def operations(self) -> Operations:
-        """What must be done on the device before the step just planned."""
+        """The device operations to run before the step just planned."""
         copies, self._copies = self._copies, []
         freed, self._freed = self._freed, []
         copied = {target for _, target in copies}
         return Operations(
-            loads=self.mover.take_loads(),
-            saves=self.mover.take_saves(),
+            loads=self.offload.take_loads(),
+            saves=self.offload.take_saves(),
             copies=copies,
             freed=[page for page in freed if page not in copied],
         )
 
     def begin(self, save: Transfer, staging: Any) -> None:
-        """Goes on with a save whose source pages were gathered into `staging`; None gives it up."""
+        """Starts a save whose source pages were gathered into `staging`; None cancels it."""
         if staging is None:
-            self.mover.refuse_save(save)
+            self.offload.refuse_save(save)
         else:
-            self.mover.begin_save(save, staging)
+            self.offload.begin_save(save, staging)
 
-    # Inside
+    # Internals
 
     def _share(self, table: PageTable, node: Node) -> None:
         self.pool.share(node.device)
         node.keep = True
-        self._file(node)
+        self._update_lru(node)
         table.pages.append(node.device)
         table.nodes.append(node)
 
     def _share_part(self, table: PageTable, node: Node, num_tokens: int) -> None:
-        """Gives a table a page that begins with this node's first tokens, to write on after them:
-        its very page where that harms nobody, else a copy."""
+        """Appends a page that holds this node's first `num_tokens` tokens, writable after them:
+        the node's own page if it matches whole and no sequence uses it, else a copy."""
         if num_tokens == node.num_tokens < self.pool.page_size and not self._used(node):
             self._share(table, node)
             return
-        # Should this very page be evicted for its copy, it is read before it is written.
+        # Allocating the copy may evict the source page: it is read before it is written.
         source = node.device
         table.pages += self._allocate(1, table.pages)
         self._copies.append((source, table.pages[-1]))
         self.counters.copied_pages += 1
 
     def _enter(self, table: PageTable, index: int, stop: int) -> bool:
-        """Has the tree know page `index` of a table up to token `stop`; False if it cannot."""
+        """Inserts page `index` of a table, up to token `stop`; False if that is not possible."""
         page_size = self.pool.page_size
         parent = table.nodes[index - 1] if index else self.tree.root(table.salt)
         own = table.nodes[index] if index < len(table.nodes) else None
@@ -288,26 +297,26 @@ class KVManager:
         else:
             known, common = self.tree.closest(parent, tokens)
             if common == stop - index * page_size:
-                return known is own  # As much is known already.
+                return known is own  # Already in the tree.
             known = None
         if known is None:
             self._enter_new(table, index, parent, own, tokens)
             return True
-        if known.transfer is not None:
+        if known.in_transfer:
             return False
         if own is not None:
             table.nodes.pop()
         if known.device is None:
             if own is not None:
                 own.device = None
-                self._file(own)
+                self._update_lru(own)
             known.device = table.pages[index]
             table.nodes.append(known)
-            self._file(known)
-        else:  # Computed twice: one of the two will do.
+            self._update_lru(known)
+        else:  # Computed twice: drop the duplicate page.
             page = table.pages[index]
             self.pool.share(known.device)
-            self._file(known)
+            self._update_lru(known)
             table.replace(index, known.device)
             table.nodes.append(known)
             self._let_go(page, own)
@@ -324,16 +333,16 @@ class KVManager:
             self.tree.grow(own, tokens)
 
     def _let_go(self, page: int, node: Node | None) -> None:
-        """Takes a reference from a page, and keeps it for its node if it has one."""
+        """Drops a reference to a page; without any it is cached if it has a node, else freed."""
         if self.pool.drop(page):
             return
         if node is None:
             self._free(page)
         else:
-            self._file(node)
+            self._update_lru(node)
 
     def _allocate(self, count: int, pages: Sequence[int]) -> list[int]:
-        """Free pages that continue `pages`, at the cost of what is kept."""
+        """Allocates pages to follow `pages`, evicting cached ones if needed."""
         if count <= 0:
             return []
         self.evict(count - self.pool.num_free)
@@ -341,11 +350,11 @@ class KVManager:
 
     def _evict(self, node: Node) -> None:
         page = node.device
-        saved = node.saved or (node.keep and node.transfer is None and self.mover.save(node, page))
+        saved = node.saved or (node.keep and not node.in_transfer and self.offload.save(node, page))
         self.counters.evicted_pages += 1
         self.counters.lost_pages += not saved
         self._free_device(node)
-        self._file(node)
+        self._update_lru(node)
 
     def _free_device(self, node: Node) -> None:
         if node.device is not None:
@@ -359,20 +368,20 @@ class KVManager:
     def _used(self, node: Node) -> bool:
         return node.device is not None and self.pool.refs(node.device) > 0
 
-    def _file(self, node: Node) -> None:
-        """Puts a node where its state says: among those that may give way, or out of the tree."""
+    def _update_lru(self, node: Node) -> None:
+        """Applies a node's state: puts it in its eviction order, frees pages, prunes the tree."""
         order = None
         if node.device is not None and not self._used(node):
             if not node.attached or not (self._retain or node.pins):
                 self._free_device(node)
             else:
-                order = self._kept_pinned if node.pins else self._kept
-        for other in (self._kept, self._kept_pinned):
+                order = self._evictable_pinned if node.pins else self._evictable
+        for other in (self._evictable, self._evictable_pinned):
             if other is not order:
                 other.pop(node, None)
         if order is not None:
-            order.setdefault(node)  # In its place if it has one: prefixes stay behind their tails.
+            order.setdefault(node)  # Keep an existing place: heads stay behind their tails.
         if not self._retain and not node.pins and node.device is None:
-            self.mover.forget(node)
-        self.mover.file(node)
+            self.offload.forget(node)
+        self.offload.update_lru(node)
         self.tree.prune(node)

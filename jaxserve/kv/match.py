@@ -1,15 +1,16 @@
-"""What of a sequence's tokens is kept, and whether bringing it to the device is worth the while."""
+"""Prefix matching: which tokens of a sequence are cached, and which are worth fetching."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 from typing import Literal
 
+from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.pages import PagePool
 from jaxserve.kv.prefix_tree import Node, PrefixTree
 from jaxserve.kv.rates import Rates
-from jaxserve.kv.table import PageTable
 from jaxserve.kv.tiers import Tier
 from jaxserve.kv.transfers import staged_pages
 
@@ -18,14 +19,14 @@ Preemption = Literal["auto", "swap", "recompute"]
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """What is kept of a sequence's first tokens.
+    """The cached prefix of a sequence.
 
     shared: nodes on the device, from the first page on.
-    fetched: nodes that follow, on lower tiers.
+    fetched: the nodes after them, on lower tiers.
     partial: a node that begins with the next `partial_tokens` tokens.
-    num_tokens: tokens in all whose KV need not be computed.
-    num_in_use: shared pages that other sequences use too, and so cost nothing.
-    arriving: what follows is on the move, and worth waiting for.
+    num_tokens: total number of tokens whose KV need not be computed.
+    num_in_use: shared pages that are also in use by other sequences, and so cost no free page.
+    arriving: the next page is in transfer, and worth waiting for.
     """
 
     shared: tuple[Node, ...] = ()
@@ -38,12 +39,12 @@ class Match:
 
     @property
     def must_fetch(self) -> bool:
-        """Whether something must be brought to the device first."""
+        """Whether pages must be fetched to the device first."""
         return bool(self.fetched) or (self.partial is not None and self.partial.device is None)
 
 
-class Matcher:
-    """Looks tokens up in the prefix tree."""
+class PrefixMatcher:
+    """Matches token sequences against the prefix tree."""
 
     def __init__(
         self,
@@ -58,24 +59,16 @@ class Matcher:
         self._rates = rates
         self._page_bytes = page_bytes
         self._preemption = preemption
-        # To copy a page for fewer tokens costs more than to compute them beside a step.
+        # Copying a page for fewer tokens costs more than computing them within a step.
         self._min_partial_tokens = max(1, pool.page_size // 8)
 
     def match(self, table: PageTable, num_tokens: int) -> Match:
-        """What is kept of the first `num_tokens` tokens of a sequence: full pages as far as they
-        follow one another, then the page that has most in common with what comes next."""
+        """Matches the first `num_tokens` tokens of a sequence: consecutive full pages, then the
+        page with the longest common prefix with the tokens after them."""
         page_size = self._pool.page_size
-        parent = self._tree.root(table.salt)
-        path: list[Node] = []
-        for index in range(num_tokens // page_size):
-            tokens = table.tokens(index * page_size, (index + 1) * page_size)
-            node = self._tree.full(parent, tokens, table.key(index, page_size))
-            if node is None or not node.readable:
-                if node is not None and node.arriving:
-                    return Match(arriving=True)
-                break
-            path.append(node)
-            parent = node
+        path, parent, missed = self._full_pages(table, num_tokens, lambda node: node.readable)
+        if missed is not None and missed.arriving:
+            return Match(arriving=True)
         start = len(path) * page_size
         tail = table.tokens(start, min(start + page_size, num_tokens))
         partial, common = self._tree.closest(parent, tail)
@@ -88,30 +81,41 @@ class Matcher:
         return self._worthwhile(path, partial, common)
 
     def known(self, table: PageTable, num_tokens: int) -> tuple[list[Node], int]:
-        """The nodes that have images of a sequence's first tokens, on whatever tier, up to
-        `num_tokens`; and how many tokens those are."""
+        """The nodes that cache the first `num_tokens` tokens of a sequence on any tier, up to the
+        first miss, and how many tokens they cover."""
+        page_size = self._pool.page_size
+        path, parent, _ = self._full_pages(table, num_tokens, lambda node: node.cached)
+        if len(path) < num_tokens // page_size:
+            return path, len(path) * page_size
+        start = len(path) * page_size
+        last, common = self._tree.closest(parent, table.tokens(start, num_tokens))
+        if last is None or not last.cached:
+            return path, start
+        return [*path, last], start + common
+
+    def _full_pages(
+        self, table: PageTable, num_tokens: int, usable: Callable[[Node], bool]
+    ) -> tuple[list[Node], Node, Node | None]:
+        """Nodes of the first full pages, up to the first that is not usable; the last of them, or
+        the root; and the node that is not usable, if there is one."""
         page_size = self._pool.page_size
         parent = self._tree.root(table.salt)
         path: list[Node] = []
         for index in range(num_tokens // page_size):
             tokens = table.tokens(index * page_size, (index + 1) * page_size)
             node = self._tree.full(parent, tokens, table.key(index, page_size))
-            if node is None or not (node.device is not None or node.saved):
-                return path, len(path) * page_size
+            if node is None or not usable(node):
+                return path, parent, node
             path.append(node)
             parent = node
-        start = len(path) * page_size
-        last, common = self._tree.closest(parent, table.tokens(start, num_tokens))
-        if last is None or not (last.device is not None or last.saved):
-            return path, start
-        return [*path, last], start + common
+        return path, parent, None
 
     def _worthwhile(self, path: list[Node], partial: Node | None, common: int) -> Match:
-        """The match of a path of full pages, without what is sooner computed than fetched."""
+        """The match of a path of full pages, without those cheaper to compute than to fetch."""
         page_size = self._pool.page_size
         split = next((i for i, node in enumerate(path) if node.device is None), len(path))
         shared, fetched = path[:split], path[split:]
-        # Rare, and not worth a way of its own: what lies on the device after what does not.
+        # Device pages after lower-tier pages are rare, and are not matched.
         back = next((i for i, node in enumerate(fetched) if node.device is not None), None)
         if back is not None or (fetched and partial is not None and partial.device is not None):
             fetched, partial, common = fetched[:back], None, 0

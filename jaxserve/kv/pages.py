@@ -1,14 +1,14 @@
-"""The pool of KV pages on the device: which are free, which are in use, which are kept.
+"""The device's pool of KV pages: each page is free, in use or cached.
 
 Paged KV after vLLM (Kwon et al. 2023): every sequence owns a list of fixed-size pages instead of
-one contiguous buffer, so at most `page_size - 1` tokens' worth of a sequence is ever wasted. Pages
-are counted references: sequences that begin alike share the pages of their beginning.
+one contiguous buffer, so a sequence wastes at most `page_size - 1` tokens' worth of memory. Pages
+are reference counted: sequences with a common prefix share its pages.
 """
 
 from __future__ import annotations
 
-from jaxserve.errors import ConfigError, JaxserveError
-from jaxserve.kv.runs import RunAllocator
+from jaxserve.core.errors import ConfigError, JaxserveError
+from jaxserve.kv.extents import ExtentAllocator
 
 TRASH_PAGE = 0
 
@@ -20,9 +20,9 @@ class PageError(JaxserveError):
 class PagePool:
     """Counts references to pages `1 .. num_pages - 1`; page 0 is the trash page.
 
-    The trash page takes the writes of padding and belongs to nobody. Any other page is free, in
-    use (one reference or more) or kept (none, but its content is remembered; the prefix tree knows
-    for what).
+    Writes of padding go to the trash page, which is never allocated. Any other page is free, in
+    use (one reference or more) or cached (no reference, but the prefix tree has a node for its
+    content).
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -33,24 +33,24 @@ class PagePool:
             raise ConfigError(f"page_size is {page_size} tokens; it must be at least 1")
         self.num_pages = num_pages
         self.page_size = page_size
-        self.num_kept = 0
-        self._runs = RunAllocator(TRASH_PAGE + 1, num_pages)
+        self.num_cached = 0
+        self._extents = ExtentAllocator(TRASH_PAGE + 1, num_pages)
         self._refs = [0] * num_pages
         self._taken = bytearray(num_pages)
 
     @property
     def capacity(self) -> int:
-        """Pages that can be in use at once."""
+        """Maximum number of pages in use at the same time."""
         return self.num_pages - 1
 
     @property
     def num_free(self) -> int:
-        return self._runs.num_free
+        return self._extents.num_free
 
     @property
     def num_available(self) -> int:
-        """Pages that are free or could be made so: those that no sequence uses."""
-        return self._runs.num_free + self.num_kept
+        """Pages that no sequence uses: free or cached."""
+        return self._extents.num_free + self.num_cached
 
     @property
     def num_used(self) -> int:
@@ -60,48 +60,48 @@ class PagePool:
         return self._refs[page]
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold `num_tokens` tokens of one sequence."""
+        """Pages needed for `num_tokens` tokens of one sequence."""
         return -(-num_tokens // self.page_size)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Takes `count` free pages, one reference each, in the order they will fill; those that
-        follow `after` where they are free.
+        """Allocates `count` free pages with one reference each, in the order they will be filled;
+        pages that follow `after` come first if they are free.
 
-        Raises PageError when fewer are free, having taken none: look at `num_free` first.
+        Raises PageError, and allocates nothing, when fewer are free: check `num_free` first.
         """
         if count > self.num_free:
-            raise PageError(f"{count} pages asked for, {self.num_free} free of {self.capacity}")
-        pages = self._runs.allocate(count, after)
+            raise PageError(f"{count} pages requested, {self.num_free} free of {self.capacity}")
+        pages = self._extents.allocate(count, after)
         for page in pages:
             self._refs[page] = self._taken[page] = 1
         return pages
 
     def share(self, page: int) -> None:
-        """Adds a reference to a page that is in use or kept. Raises PageError for another."""
+        """Adds a reference to a page in use or cached. Raises PageError for any other page."""
         self._check_taken(page)
-        self.num_kept -= not self._refs[page]
+        self.num_cached -= not self._refs[page]
         self._refs[page] += 1
 
     def drop(self, page: int) -> int:
-        """Takes a reference away; a page without any is kept until it is freed or shared.
+        """Drops a reference; a page without any stays cached until it is freed or shared.
 
-        Returns how many are left. Raises PageError when there was none.
+        Returns the remaining references. Raises PageError when there was none.
         """
         self._check_taken(page)
         if not self._refs[page]:
-            raise PageError(f"page {page} has no reference to take away")
+            raise PageError(f"page {page} has no reference to drop")
         self._refs[page] -= 1
-        self.num_kept += not self._refs[page]
+        self.num_cached += not self._refs[page]
         return self._refs[page]
 
     def free(self, page: int) -> None:
-        """Makes a kept page free. Raises PageError when it is in use, or free already."""
+        """Frees a cached page. Raises PageError when it is in use or already free."""
         self._check_taken(page)
         if self._refs[page]:
-            raise PageError(f"page {page} is in use, {self._refs[page]} times, and cannot be freed")
-        self.num_kept -= 1
+            raise PageError(f"page {page} is in use, {self._refs[page]} times; it cannot be freed")
+        self.num_cached -= 1
         self._taken[page] = 0
-        self._runs.free((page,))
+        self._extents.free((page,))
 
     def _check_taken(self, page: int) -> None:
         if not 0 < page < self.num_pages or not self._taken[page]:

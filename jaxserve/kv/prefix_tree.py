@@ -1,57 +1,65 @@
-"""What is known of each prefix: a tree whose nodes are pages of tokens.
+"""The prefix tree: an index of cached KV whose nodes are pages of tokens.
 
-A node stands for up to one page of tokens after a given prefix, and knows where images of its KV
-lie. Full pages are found by a 128-bit hash of all tokens up to their end (the hash chain of vLLM's
-prefix cache) and compared token by token; a page that is known in part is found among its siblings
-by the longest common prefix (what a radix tree does at its edges). The chain begins with a salt, so
-that those with different salts share nothing.
+A node stands for up to one page of tokens after a given prefix, and records which pages hold its
+KV. Full pages are found by a 128-bit hash of all tokens up to their end (the hash chain of vLLM's
+prefix cache) and compared token by token; a partial page is found among its siblings by the longest
+common prefix (as on the edges of a radix tree). The hash chain begins with a salt, so that
+sequences with different salts share nothing.
 """
 
 from __future__ import annotations
 
+import enum
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from hashlib import blake2b
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from jaxserve.kv.transfers import Transfer
 
 _TOKEN_BYTES = 4
 _tokens = attrgetter("tokens")
 
 
 def pack_tokens(token_ids: list[int]) -> bytes:
-    """Token ids as bytes, which compare as the ids do."""
+    """Packs token ids into bytes that sort as the ids do."""
     return np.asarray(token_ids, ">u4").tobytes()
 
 
 def unpack_tokens(tokens: bytes) -> list[int]:
-    """The token ids that `pack_tokens` made bytes of."""
+    """The inverse of `pack_tokens`."""
     return np.frombuffer(tokens, ">u4").tolist()
 
 
 def salt_key(salt: bytes) -> bytes:
-    """The 16 bytes that name the empty prefix of a salt."""
+    """The 16-byte hash of the empty prefix of a salt."""
     return blake2b(salt, digest_size=16).digest()
 
 
 def chain_key(parent_key: bytes, tokens: bytes) -> bytes:
-    """The 16 bytes that name a page of tokens after the prefix that `parent_key` names."""
+    """The 16-byte hash of a page of tokens after the prefix with hash `parent_key`."""
     return blake2b(tokens, digest_size=16, key=parent_key).digest()
 
 
-class Node:
-    """Tokens after a prefix, and where their KV lies: a page number for each tier, or None.
+class DeviceTransfer(enum.Enum):
+    """Whether a node's KV is being copied to or from the device.
 
-    `tokens` are packed, at most a page of them (of a root, the salt); only a root and a full page
-    have children. `pins` counts those who mean to come back to it. `transfer` is the move to the
-    device or from it that it takes part in, if any; `passing` one that copies its image from a
-    lower tier to the next. A node no longer `attached` is found by nobody, and its pages are freed
-    by whoever uses them last.
+    AWAITED: yes, and matching sequences should wait for it. ABANDONED: the copy is still in flight
+    and its pages are in use, but sequences no longer wait for it.
+    """
+
+    NONE = enum.auto()
+    AWAITED = enum.auto()
+    ABANDONED = enum.auto()
+
+
+class Node:
+    """Tokens after a prefix, and the location of their KV: a page number per tier, or None.
+
+    `tokens` are packed, at most one page of them (a root has the salt instead); only roots and full
+    pages have children. `pins` counts holders that will use the node again. `spilling`: its KV is
+    being copied from one lower tier to the next. A node that is not `attached` cannot be matched,
+    and its pages are freed by their last user.
     """
 
     __slots__ = (
@@ -63,8 +71,8 @@ class Node:
         "keep",
         "key",
         "parent",
-        "passing",
         "pins",
+        "spilling",
         "tokens",
         "transfer",
     )
@@ -78,10 +86,10 @@ class Node:
         self.host: int | None = None
         self.disk: int | None = None
         self.pins = 0
-        self.transfer: Transfer | None = None
-        self.passing: Transfer | None = None
+        self.transfer = DeviceTransfer.NONE
+        self.spilling = False
         self.keep = True
-        """Whether it is worth a copy in a lower tier when the device needs its page."""
+        """Whether to save it to a lower tier when its device page is evicted."""
         self.attached = True
 
     @property
@@ -90,32 +98,42 @@ class Node:
 
     @property
     def moving(self) -> bool:
-        """Whether a copier may read its images on lower tiers."""
-        return self.transfer is not None or self.passing is not None
+        """Whether a transfer worker may be reading its pages on lower tiers."""
+        return self.in_transfer or self.spilling
+
+    @property
+    def in_transfer(self) -> bool:
+        """Whether its KV is being copied to or from the device."""
+        return self.transfer is not DeviceTransfer.NONE
 
     @property
     def saved(self) -> bool:
-        """Whether a lower tier has an image of it."""
+        """Whether a lower tier holds its KV."""
         return self.host is not None or self.disk is not None
 
     @property
+    def cached(self) -> bool:
+        """Whether any tier has its KV."""
+        return self.device is not None or self.saved
+
+    @property
     def readable(self) -> bool:
-        """Whether its image can be shared or fetched now."""
-        return self.device is not None or (self.saved and self.transfer is None)
+        """Whether its KV can be shared or fetched now."""
+        return self.device is not None or (self.saved and not self.in_transfer)
 
     @property
     def arriving(self) -> bool:
-        """Whether its image will be readable soon."""
-        return self.transfer is not None and self.transfer.awaited
+        """Whether its KV will be readable soon."""
+        return self.transfer is DeviceTransfer.AWAITED
 
     @property
-    def homeless(self) -> bool:
-        """Whether no image of it exists, or is on its way."""
-        return self.device is None and not self.saved and self.transfer is None
+    def without_kv(self) -> bool:
+        """Whether no tier holds its KV and no transfer to or from the device is in flight."""
+        return not (self.device is not None or self.saved or self.in_transfer)
 
 
 class PrefixTree:
-    """The nodes of every salt. Knows nothing of pools; the manager says what lies where."""
+    """The nodes of all salts. Independent of the page pools: the manager sets page numbers."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
@@ -125,7 +143,7 @@ class PrefixTree:
         self._size = 0
 
     def __iter__(self) -> Iterator[Node]:
-        """Every node that stands for tokens, parents before children."""
+        """Every node except the roots, parents before children."""
         pending = list(self._roots.values())
         while pending:
             node = pending.pop()
@@ -136,18 +154,18 @@ class PrefixTree:
         return self._size
 
     def root(self, salt: bytes) -> Node:
-        """The empty prefix of a salt; remembered once it has a child."""
+        """The root node of a salt; stored once it has a child."""
         return self._roots.get(salt) or Node(None, salt, salt_key(salt))
 
     def full(self, parent: Node, tokens: bytes, key: bytes) -> Node | None:
-        """The child of `parent` that is this full page."""
+        """The child of `parent` that is exactly this full page, or None."""
         node = self._full.get(key)
         return node if node and node.parent is parent and node.tokens == tokens else None
 
     def closest(self, parent: Node, tokens: bytes) -> tuple[Node | None, int]:
-        """The child that begins most like `tokens`, and how many tokens they have in common.
+        """The child with the longest common prefix with `tokens`, and that prefix's length.
 
-        Among sorted siblings it is one of the two that `tokens` would stand between.
+        Siblings are sorted, so it is one of the two neighbours of the insertion point.
         """
         place = bisect_left(parent.children, tokens, key=_tokens)
         best, most = None, 0
@@ -158,22 +176,22 @@ class PrefixTree:
         return best, most
 
     def add(self, parent: Node, tokens: bytes) -> Node:
-        """A new child, for which `full` and `closest` found nothing that says as much."""
+        """Adds a child of `parent`; the caller has found no equivalent by `full` or `closest`."""
         node = Node(parent, tokens, chain_key(parent.key, tokens))
         self._insert(node)
         self._size += 1
         return node
 
     def grow(self, node: Node, tokens: bytes) -> None:
-        """Lets a node that knew part of a page stand for more of it."""
+        """Extends a partial node to more tokens of its page."""
         self._take_out(node)
         node.tokens = tokens
         node.key = chain_key(node.parent.key, tokens)
         self._insert(node)
 
     def prune(self, node: Node) -> None:
-        """Takes out a node that has no image and no descendant, and what that leaves so."""
-        while node.parent is not None and node.attached and node.homeless and not node.children:
+        """Removes a node without KV and children, then its ancestors that have neither."""
+        while node.parent is not None and node.attached and node.without_kv and not node.children:
             self._take_out(node)
             self._size -= 1
             node.attached = False
@@ -202,7 +220,7 @@ class PrefixTree:
     def _take_out(self, node: Node) -> None:
         siblings = node.parent.children
         place = bisect_left(siblings, node.tokens, key=_tokens)
-        while siblings[place] is not node:  # Had its key met another's, it may have a twin.
+        while siblings[place] is not node:  # After a hash collision there may be duplicates.
             place += 1
         del siblings[place]
         if self._full.get(node.key) is node:
@@ -210,7 +228,7 @@ class PrefixTree:
 
 
 def _common_tokens(a: bytes, b: bytes) -> int:
-    """Tokens at the start of both."""
+    """Length of the common prefix, in tokens."""
     size = min(len(a), len(b))
     differing = int.from_bytes(a[:size]) ^ int.from_bytes(b[:size])
     return (size - (differing.bit_length() + 7) // 8) // _TOKEN_BYTES

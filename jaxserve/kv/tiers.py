@@ -1,9 +1,9 @@
-"""The tiers below the device: a block of host memory, and a file on disk.
+"""The stores of the tiers below the device: host memory, and a file on disk.
 
-An *image* is the bytes of one page: all layers, keys then values. A store keeps images under page
-numbers of its own, `0 .. num_pages - 1`, and knows nothing of what they mean. Pages with
-consecutive numbers are copied together as one *run* (the block groups of FastSwitch, Shen et al.
-2024), so the fewer runs a sequence's pages make, the fewer and larger the copies.
+A store holds page bytes (`images`: all layers, keys then values) under its own page numbers
+`0 .. num_pages - 1`, and is independent of their content. Pages with consecutive numbers are copied
+together as one *run* (the block groups of FastSwitch, Shen et al. 2024), so the fewer runs a
+sequence's pages form, the fewer and larger the copies.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxserve.errors import ConfigError, JaxserveError
+from jaxserve.core.errors import ConfigError, JaxserveError
 
 
 class Tier(enum.Enum):
-    """Where an image of a page can lie, nearest first."""
+    """Memory tiers that can hold a page, nearest first."""
 
     DEVICE = "device"
     HOST = "host"
@@ -33,19 +33,19 @@ class Tier(enum.Enum):
 
 
 class PageCorruptError(JaxserveError):
-    """Images that are not what was written: never wholly written, or changed since."""
+    """Page bytes differ from what was written: never fully written, or changed since."""
 
     def __init__(self, pages: Sequence[int]) -> None:
         self.pages = tuple(pages)
         named = ", ".join(map(str, self.pages))
-        super().__init__(f"pages {named} fail their checksum or were never wholly written")
+        super().__init__(f"pages {named} failed their checksum or were never fully written")
 
 
 class Store(Protocol):
-    """Images of pages, by page number.
+    """Page bytes by page number.
 
-    Two threads may use a store at once as long as no page is written while another thread reads
-    or writes it.
+    Two threads may use a store concurrently as long as no page is written while the other thread
+    reads or writes it.
     """
 
     num_pages: int
@@ -54,27 +54,27 @@ class Store(Protocol):
     """Runs read and written so far."""
 
     def write(self, pages: Sequence[int], images: np.ndarray) -> None:
-        """Keeps `images[i]` as the image of `pages[i]`.
+        """Writes `images[i]` to `pages[i]`.
 
         `images` is C-contiguous, of any dtype, `[rows, ...]` with rows of `page_bytes` bytes; rows
-        beyond `len(pages)` are padding. Raises OSError when the medium refuses, and then the
-        pages hold no image.
+        beyond `len(pages)` are padding. Raises OSError when the write fails; the pages then have
+        no valid content.
         """
 
     def read(self, pages: Sequence[int]) -> np.ndarray:
-        """Copies of the images, uint8 `[len(pages), page_bytes]`, in memory nobody else writes.
+        """Copies of the page bytes, uint8 `[len(pages), page_bytes]`, in a new array.
 
-        Raises PageCorruptError when the store can tell that an image is not what was written.
+        Raises PageCorruptError when the store detects that a page differs from what was written.
         """
 
     def close(self) -> None:
-        """Gives the room back. Call it once no thread reads or writes; again does nothing."""
+        """Frees the storage; idempotent. No thread may be reading or writing."""
 
 
 def page_runs(pages: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """Cuts `pages` where a number does not follow the one before it.
+    """Splits `pages` into runs of consecutive numbers.
 
-    Yields each run twice: as positions in `pages`, and as page numbers.
+    Yields each run as a slice of positions in `pages` and as a slice of page numbers.
     """
     start = 0
     for end in range(1, len(pages) + 1):
@@ -84,7 +84,7 @@ def page_runs(pages: Sequence[int]) -> Iterator[tuple[slice, slice]]:
 
 
 class _PagedStore:
-    """What the stores share: a fixed number of pages, cut into runs."""
+    """Base of the stores: a fixed number of pages, accessed in runs."""
 
     closed = False
 
@@ -92,7 +92,7 @@ class _PagedStore:
         if num_pages < 1:
             raise ConfigError(
                 f"the {tier.value} budget of the KV cache holds {num_pages} pages; "
-                f"one page takes {page_bytes} bytes: give at least that, or leave this tier out"
+                f"one page takes {page_bytes} bytes: give at least that, or disable this tier"
             )
         self.num_pages = num_pages
         self.page_bytes = page_bytes
@@ -100,9 +100,9 @@ class _PagedStore:
         self._counting = threading.Lock()
 
     def _runs(self, pages: Sequence[int]) -> list[tuple[slice, slice]]:
-        """The runs of `pages`, counted. Raises IndexError for a page outside the store."""
+        """Counts and returns the runs of `pages`. Raises IndexError for a page out of range."""
         if self.closed:
-            raise ValueError("this store was closed")
+            raise ValueError("this store is closed")
         for page in pages:
             if not 0 <= page < self.num_pages:
                 raise IndexError(f"page {page} is not in 0 .. {self.num_pages - 1}")
@@ -123,13 +123,13 @@ class _PagedStore:
 
 
 class HostStore(_PagedStore):
-    """Images in one block of host memory, page aligned, that never grows.
+    """Pages in one fixed-size, page-aligned block of host memory.
 
-    The system hands memory out as pages are first written, so an idle tier costs little.
+    The operating system commits memory as pages are first written, so an idle tier costs little.
     """
 
     def __init__(self, num_pages: int, page_bytes: int) -> None:
-        """Raises ConfigError for less than a page, or more than the system will promise."""
+        """Raises ConfigError for less than a page, or more than the system can allocate."""
         super().__init__(Tier.HOST, num_pages, page_bytes)
         num_bytes = num_pages * page_bytes
         try:
@@ -138,7 +138,7 @@ class HostStore(_PagedStore):
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"the host budget of the KV cache is {num_bytes} bytes, "
-                f"which the system refuses ({error}); give less"
+                f"which cannot be allocated ({error}); set a smaller budget"
             ) from error
         self._memory = memory
         self._pages = np.frombuffer(memory, np.uint8).reshape(num_pages, page_bytes)
@@ -157,21 +157,21 @@ class HostStore(_PagedStore):
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self._pages = None  # a map cannot be closed under an array that looks into it
+            self._pages = None  # a memory map cannot be closed while an array views it
             self._memory.close()
 
 
 class DiskStore(_PagedStore):
-    """Images in a file without a name: a process that is killed leaves nothing behind.
+    """Pages in an unnamed file, which a killed process does not leave behind.
 
-    The file is sparse, and takes room on the disk as pages are first written. It is written and
-    read by system calls and not through a memory map: a full disk, or one that fails, is then an
-    OSError, where through a map it would be a signal that kills the process. The checksums stay in
-    memory, and every read verifies them.
+    The file is sparse, and takes disk space as pages are first written. It is accessed by system
+    calls and not through a memory map: a full or failing disk then raises OSError, where with a map
+    it would raise a signal that kills the process. Checksums are kept in memory and verified on
+    every read.
     """
 
     def __init__(self, directory: str | Path, num_pages: int, page_bytes: int) -> None:
-        """Raises ConfigError for less than a page, or a directory that cannot take the file."""
+        """Raises ConfigError for less than a page, or a directory that cannot hold the file."""
         super().__init__(Tier.DISK, num_pages, page_bytes)
         num_bytes = num_pages * page_bytes
         try:
@@ -190,7 +190,7 @@ class DiskStore(_PagedStore):
             self._file.close()
             raise ConfigError(
                 f"the disk budget of the KV cache is {num_bytes} bytes, too much for "
-                f"a file in {str(directory)!r} ({error}); give less, or name another directory"
+                f"a file in {str(directory)!r} ({error}); set a smaller budget or another directory"
             ) from error
         self._checksums: list[int | None] = [None] * num_pages
 
@@ -198,7 +198,7 @@ class DiskStore(_PagedStore):
         images = self._as_rows(images, len(pages))
         runs = self._runs(pages)
         for page in pages:
-            self._checksums[page] = None  # until all of them are written
+            self._checksums[page] = None  # invalid until all pages are written
         for rows, run in runs:
             self._write_at(run.start * self.page_bytes, memoryview(images[rows]).cast("B"))
         for page, image in zip(pages, images):
@@ -220,15 +220,15 @@ class DiskStore(_PagedStore):
         self._file.close()
 
     def _read_at(self, offset_bytes: int, data: memoryview) -> None:
-        """Fills `data`, or as much of it as the file has: the checksum tells."""
+        """Fills `data`, or as much as the file has; the checksum detects a short read."""
         while data and (num_read := os.preadv(self._file.fileno(), [data], offset_bytes)):
             offset_bytes += num_read
             data = data[num_read:]
 
     def _write_at(self, offset_bytes: int, data: memoryview) -> None:
-        """Writes all of `data`, in one call where the system takes it at once.
+        """Writes all of `data`, in several calls if needed.
 
-        A disk that fills up takes a part, and says why only when asked to take the rest.
+        A full disk writes a part, and reports the error only on the next call.
         """
         while data:
             written = os.pwrite(self._file.fileno(), data, offset_bytes)

@@ -1,33 +1,33 @@
-"""Moves of images between tiers as the manager sees them, and what the engine must do for them."""
+"""Planned page transfers between tiers, and the device operations that the engine runs for them."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from jaxserve.kv.copier import Ticket
-from jaxserve.kv.prefix_tree import Node
-from jaxserve.kv.table import PageTable
+from jaxserve.kv.page_table import PageTable
+from jaxserve.kv.prefix_tree import DeviceTransfer, Node
 from jaxserve.kv.tiers import Tier
+from jaxserve.kv.transfer_worker import TransferHandle
 
 MOVE_SIZES = (1, 4, 16)
-"""Numbers of images in a staging array, for each of which programs gather and scatter them."""
+"""Staging array sizes in pages; gather and scatter programs exist for each size."""
 
 MOVE_PAGES = MOVE_SIZES[-1]
-"""The most pages that one transfer moves, and one staging buffer holds."""
+"""Maximum pages per transfer and per staging buffer."""
 
 
 def staged_pages(count: int) -> int:
-    """Images that are moved to move `count` pages: staging arrays are padded to MOVE_SIZES."""
+    """Pages copied to transfer `count` pages: staging arrays are padded to MOVE_SIZES."""
     whole, rest = divmod(count, MOVE_PAGES)
     return whole * MOVE_PAGES + (rest and next(size for size in MOVE_SIZES if size >= rest))
 
 
 @dataclasses.dataclass(eq=False)
 class Transfer:
-    """Images of some nodes on their way from one tier to another, at most MOVE_PAGES of them.
+    """A transfer of the pages of at most MOVE_PAGES nodes from one tier to another.
 
-    One to the device goes into pages of `table`, from its page `first` on. All its nodes but a last
-    one that is only copied from (so `num_shared` of them) lie on those pages when it has landed.
+    A transfer to the device fills pages of `table`, from its page `first` on. When it has landed,
+    the first `num_shared` nodes own those pages; a last node beyond them is only copied from.
     """
 
     source: Tier
@@ -38,20 +38,27 @@ class Transfer:
     num_shared: int = 0
     table: PageTable | None = None
     first: int = 0
-    ticket: Ticket | None = None
+    handle: TransferHandle | None = None
     deadline_us: int | None = None
     awaited: bool = True
-    """Whether it is worth waiting for; its pages are let go of when its ticket ends either way."""
+    """Whether it is worth waiting for; its pages are released when its handle ends either way."""
+
+    def stop_waiting(self) -> None:
+        """Marks that no sequence waits for it any more."""
+        self.awaited = False
+        if Tier.DEVICE in (self.source, self.target):
+            for node in self.nodes:
+                node.transfer = DeviceTransfer.ABANDONED
 
 
 @dataclasses.dataclass
 class Operations:
-    """What must be done on the device before a step, in this order.
+    """Device operations to run before a step, in this order.
 
-    loads: transfers that have landed, whose staged images go to their target pages.
+    loads: landed transfers, whose staged pages are scattered to their target pages.
     saves: transfers whose source pages are to be gathered.
-    copies: (source, target) pages, all sources being read before any target is written.
-    freed: pages that nobody may read again before they are written.
+    copies: (source, target) pages; all sources are read before any target is written.
+    freed: pages that must not be read again before they are written.
     """
 
     loads: list[Transfer] = dataclasses.field(default_factory=list)

@@ -1,1 +1,1 @@
-"""A load for any OpenAI endpoint: sent at its own times, and what it met with, as numbers."""
+"""Open-loop load generator for any OpenAI endpoint, and statistics of the results."""

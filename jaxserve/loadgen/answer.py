@@ -1,4 +1,4 @@
-"""What comes of one request, and the clock that it is measured by."""
+"""The measured response to one request, and the clock for it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Answer:
-    """A streamed answer, or as much of it as came. Times are microseconds since it was asked for.
+    """A streamed response, complete or partial. Times are microseconds since the request was sent.
 
-    `prompt_tokens`, `cached_tokens` and `output_tokens` are the server's own counts, None where it
-    gave none. `failure` is None for an answer that was streamed to its end, else a few words that
-    are the same for all failures of a kind; `detail` is what is known besides.
+    `prompt_tokens`, `cached_tokens` and `output_tokens` are the server's own counts, None if it
+    sent none. `failure` is None for a complete response, else a short category of the failure;
+    `detail` has the specifics.
     """
 
     token_us: tuple[int, ...]
@@ -25,5 +25,5 @@ class Answer:
 
 
 def now_us() -> int:
-    """Whole microseconds of a clock that never steps."""
+    """Monotonic time in whole microseconds."""
     return time.monotonic_ns() // 1000

@@ -1,4 +1,4 @@
-"""One streamed request to an OpenAI endpoint, and when each of its tokens came."""
+"""Stream one request to an OpenAI endpoint, recording the arrival time of each token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DETAIL_CHARACTERS = 500
 
 
 def open_session(api_key: str | None, timeout_s: float) -> aiohttp.ClientSession:
-    """As many connections as there are requests, each of which may take `timeout_s` in all."""
+    """A session without connection limit, with a total timeout of `timeout_s` per request."""
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     if api_key is not None:
         headers["Authorization"] = f"Bearer {api_key}"
@@ -29,7 +29,7 @@ def open_session(api_key: str | None, timeout_s: float) -> aiohttp.ClientSession
 
 
 async def stream(http: aiohttp.ClientSession, url: str, body: bytes) -> Answer:
-    """Send one request and read its answer to the end. Failures are told in the answer."""
+    """Send one request and read the whole response. Failures are reported in the Answer."""
     begin_us = now_us()
     reading = _Reading()
     failure = detail = None
@@ -52,7 +52,7 @@ async def stream(http: aiohttp.ClientSession, url: str, body: bytes) -> Answer:
         detail = str(error) or type(error).__name__
     except _BadEvent as error:
         failure, detail = error.args
-    # Once all was said it does not matter how the connection ends.
+    # After a complete response, connection errors do not matter.
     if reading.done:
         failure = detail = None
     elif failure is None:
@@ -70,21 +70,21 @@ async def stream(http: aiohttp.ClientSession, url: str, body: bytes) -> Answer:
 
 
 class _BadEvent(Exception):
-    """What is wrong with an event: the kind of failure, and the details."""
+    """An invalid event. Args: the kind of failure, and details."""
 
 
 @dataclass
 class _Reading:
-    """What was read of an answer so far."""
+    """State of a response being read."""
 
     begun: bool = False
     done: bool = False
     done_us: int = 0
     usage: dict[str, int | None] = field(default_factory=dict)
     _by_id: list[tuple[int, int]] = field(default_factory=list)
-    """(time, token ids) of events that have ids."""
+    """(time, number of token ids) of events with ids."""
     _by_text: list[int] = field(default_factory=list)
-    """The times of events that have text."""
+    """Times of events with text."""
 
     def take(self, event: bytes, arrival_us: int) -> None:
         if event == b"[DONE]":
@@ -105,7 +105,7 @@ class _Reading:
         if token_ids := choice.get("token_ids"):
             self._by_id.append((arrival_us, len(token_ids)))
         said = choice.get("delta") or choice
-        # Reasoning models stream their thoughts under either of these names.
+        # Reasoning models stream their reasoning under either of the last two names.
         texts = (said.get(name) for name in ("text", "content", "reasoning", "reasoning_content"))
         if any(texts):
             self._by_text.append(arrival_us)
@@ -121,17 +121,17 @@ class _Reading:
         }
 
     def token_us(self) -> tuple[int, ...]:
-        """When each token came: exactly where the server gave ids, else by the events with text."""
+        """Arrival time of each token: exact if the server sent ids, else from text events."""
         if self._by_id:
             return tuple(us for us, count in self._by_id for _ in range(count))
         return spread(self._by_text, self.usage.get("output_tokens") or len(self._by_text))
 
 
 def spread(event_us: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-    """When `num_tokens` tokens came, of which only the events that brought their text are known.
+    """Estimate arrival times of `num_tokens` tokens from the times of events with text.
 
-    Servers put several tokens into one event, and none into it while a character is incomplete.
-    The tokens are dealt out evenly, so with as many events as tokens each came with its own.
+    Servers may put several tokens into one event, and send none while a character is incomplete.
+    Tokens are spread evenly over the events; with as many events as tokens, each has its own.
     """
     if not event_us:
         return ()

@@ -1,4 +1,4 @@
-"""What an OpenAI endpoint serves and which extensions it knows, found out by asking."""
+"""Probe an OpenAI endpoint for its model and the extensions it supports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import aiohttp
 
-from jaxserve.errors import ConfigError, EndpointError
+from jaxserve.core.errors import ConfigError, EndpointError
 from jaxserve.loadgen.answer import Answer
 from jaxserve.loadgen.client import stream
 from jaxserve.loadgen.prompts import WORDS, TextLength
@@ -22,18 +22,18 @@ PromptFormat = Literal["auto", "text", "token_ids"]
 _USAGE = {"temperature": 0.0, "stream_options": {"include_usage": True}}
 _FULL_LENGTH = {**_USAGE, "ignore_eos": True}
 _FIELDS = ({**_FULL_LENGTH, "return_token_ids": True}, _FULL_LENGTH, _USAGE, {})
-"""What is asked for besides, the most useful first; the first that is not refused is taken."""
+"""Extra request fields in order of preference; the first set that the server accepts is used."""
 _LIMIT_NAMES = {"completions": ("max_tokens",), "chat": ("max_tokens", "max_completion_tokens")}
 _FEW, _MANY = 8, len(WORDS)
-"""Words of the probes that measure how many tokens a word is."""
+"""Words in the two probes that measure tokens per word."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """How requests are put to one endpoint.
+    """How to send requests to one endpoint.
 
-    `token_ids` are ordinary tokens to make prompts of; None where prompts are text, of the length
-    that `text_length` tells.
+    `token_ids` are ordinary tokens to build prompts from; None for text prompts, whose length in
+    tokens is estimated by `text_length`.
     """
 
     base_url: str
@@ -67,13 +67,13 @@ async def find_out(
     model: str | None,
     prompt_format: PromptFormat,
 ) -> Endpoint:
-    """Ask the server at `base_url`, which ends before `/completions`.
+    """Probe the server at `base_url`, to which `/completions` is appended.
 
-    `model` None takes the one it serves. Sends a few requests for one token each. Raises
-    EndpointError when none succeeds, and ConfigError for token ids in a chat.
+    `model` None selects the one it serves. Sends a few requests for one token each. Raises
+    EndpointError if none succeeds, and ConfigError for token ids with chat.
     """
     if kind == "chat" and prompt_format == "token_ids":
-        raise ConfigError("a chat takes no token ids; use --endpoint completions.")
+        raise ConfigError("chat does not support token ids; use --endpoint completions.")
     base_url = base_url.rstrip("/")
     if model is None:
         model = await _served_model(http, base_url)
@@ -82,7 +82,7 @@ async def find_out(
         token_ids = await _ordinary_tokens(http, base_url, model)
         if token_ids is None and prompt_format == "token_ids":
             raise EndpointError(
-                f"{base_url} has no /tokenize to learn token ids from; use --prompt-format text."
+                f"{base_url} has no /tokenize, needed for token ids; use --prompt-format text."
             )
     formats = (token_ids,) if prompt_format == "token_ids" else dict.fromkeys((token_ids, None))
     for ids, limit_name, fields in itertools.product(formats, _LIMIT_NAMES[kind], _FIELDS):
@@ -94,7 +94,7 @@ async def find_out(
             raise _unreachable(base_url, answer.detail)
     else:
         raise EndpointError(
-            f"{base_url} refuses a request for one token of {model!r}: {answer.failure}, "
+            f"{base_url} rejected a request for one token of {model!r}: {answer.failure}, "
             f"{answer.detail}"
         )
     if endpoint.token_ids is not None:
@@ -107,7 +107,7 @@ async def find_out(
 
 
 async def _probe(http: aiohttp.ClientSession, endpoint: Endpoint, length: int) -> Answer:
-    """Ask for one token after a prompt of so many words or tokens."""
+    """Request one token after a prompt of `length` words or tokens."""
     ids = endpoint.token_ids
     prompt = "".join(WORDS[:length]).lstrip() if ids is None else list(ids[:length])
     return await stream(http, endpoint.url, endpoint.body(prompt, 1))
@@ -123,16 +123,16 @@ async def _served_model(http: aiohttp.ClientSession, base_url: str) -> str:
         return json.loads(text)["data"][0]["id"]
     except (IndexError, KeyError, TypeError, ValueError):
         raise EndpointError(
-            f"{base_url}/models does not tell what is served (HTTP {response.status}: "
-            f"{text[:200]}); name it by --model-name, and see whether --base-url, which usually "
-            "ends in /v1, and --api-key are right."
+            f"{base_url}/models does not list a model (HTTP {response.status}: "
+            f"{text[:200]}); set --model-name, and check --base-url, which usually "
+            "ends in /v1, and --api-key."
         ) from None
 
 
 async def _ordinary_tokens(
     http: aiohttp.ClientSession, base_url: str, model: str
 ) -> tuple[int, ...] | None:
-    """Ids of tokens of plain words; None where the server cannot tell."""
+    """Token ids of common words; None if the server cannot tokenize."""
     asked = {"model": model, "prompt": "".join(WORDS), "add_special_tokens": False}
     try:
         async with http.post(f"{base_url.removesuffix('/v1')}/tokenize", json=asked) as response:
@@ -145,4 +145,4 @@ async def _ordinary_tokens(
 
 
 def _unreachable(base_url: str, reason: object) -> EndpointError:
-    return EndpointError(f"{base_url} cannot be reached ({reason}); is the server running there?")
+    return EndpointError(f"{base_url} cannot be reached ({reason}); is the server running?")

@@ -1,4 +1,4 @@
-"""Pictures of a load: latencies as distributions, and the run over time."""
+"""Plots of a load: latency distributions, and the run over time."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from jaxserve.engine.fluidity import Deadlines
 from jaxserve.loadgen.results import Objectives, RequestResult
 from jaxserve.loadgen.series import Curve, distribution, in_flight, thinned, token_rate
-from jaxserve.svg_page import LETTERS, html_page, svg_element
+from jaxserve.metrics.fluidity import Deadlines
+from jaxserve.metrics.svg_page import LETTERS, html_page, svg_element
 
 _COLOR, _LIMIT_COLOR = "#2563eb", "#dc2626"
 _STYLE = """
@@ -33,7 +33,7 @@ def write_plot(
     title: str,
     report: str,
 ) -> None:
-    """Draw a load into an .html, .svg or .png file; the page also has the `report`.
+    """Plot a load to an .html, .svg or .png file; .html also includes the `report`.
 
     Raises OSError.
     """
@@ -60,7 +60,7 @@ def draw(results: Sequence[RequestResult], objectives: Objectives, deadlines: De
     ttfts = distribution(_ms(result.ttft_us for result in done))
     _share(ttft, ttfts, "Time to first token [ms]", objectives.ttft_us, "objective")
     gaps = distribution(_ms(gap for result in done for gap in result.between_us))
-    _share(between, gaps, "Time between tokens [ms]", objectives.tbt_us, "objective")
+    _share(between, gaps, "Time between tokens [ms]", objectives.itl_us, "objective")
     least = [result.fluid_decode_us(deadlines) for result in done]
     paces = distribution(_ms(us for us in least if us is not None), total=max(1, len(done)))
     _share(pace, paces, "Deadline per token [ms]", deadlines.decode_us, "as set")
@@ -83,13 +83,13 @@ def _ms(times_us: Sequence[int]) -> list[float]:
 
 
 def _share(axes: Axes, curve: Curve, label: str, limit_us: int | None, limit: str) -> None:
-    """A distribution, and the limit that was set for it."""
+    """Plot a distribution, and its limit."""
     axes.step(*thinned(curve), where="post", color=_COLOR)
     axes.set(xlabel=label, ylabel="share", ylim=(0, 1.02))
     if limit_us is not None:
         axes.axvline(limit_us / 1000, color=_LIMIT_COLOR, linestyle="--", label=limit)
         axes.legend(loc="best", frameon=False)
-    # Few wait much longer than most. Tokens that came together did not wait: no logarithm for that.
+    # Latencies have long tails: log scale, or symlog if some are 0 (tokens that arrived together).
     if min(curve[0], default=0) >= 1:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))

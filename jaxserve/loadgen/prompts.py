@@ -1,7 +1,7 @@
-"""Prompts of given lengths, for which nobody's text is needed: random words, or random tokens.
+"""Synthetic prompts of given lengths: random words, or random tokens.
 
-Requests whose block ids are equal get equal prefixes, so that a server's prefix cache meets with
-what it would meet in the traced service.
+Requests with equal block ids get equal prefixes, so that a server's prefix cache gets the same hits
+as in the traced service.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ over much down after first good men own never most old shall day where those cam
 work life without go make well through
 """
 WORDS = tuple(f" {word}" for word in _WORDS.split())
-"""Frequent English words, each of which is one token to most tokenizers."""
+"""Frequent English words, each a single token in most tokenizers."""
 
 
 @dataclass(frozen=True)
 class TextLength:
-    """How many tokens a server counts in a text of WORDS: `fixed` and `per_word` for each."""
+    """Tokens a server counts in a text of WORDS: `fixed` plus `per_word` for each word."""
 
     fixed: float = 0.0
     per_word: float = 1.0
 
     @classmethod
     def measured(cls, counts: Sequence[tuple[int, int]]) -> TextLength:
-        """From (words, tokens) of two texts. Where the counts make no sense, a word is a token."""
+        """From (words, tokens) of two texts. One token per word if the counts are invalid."""
         (few, few_tokens), (many, many_tokens) = counts
         per_word = (many_tokens - few_tokens) / (many - few)
         return cls(few_tokens - few * per_word, per_word) if per_word > 0 else cls()
 
     def words(self, num_tokens: int) -> int:
-        """Words of a text of about so many tokens, at least one."""
+        """Number of words for a text of about `num_tokens` tokens, at least one."""
         return max(1, round((num_tokens - self.fixed) / self.per_word))
 
     def block_words(self, block_tokens: int) -> int:
-        """Words of a block within a text."""
+        """Number of words for a block within a text."""
         return max(1, round(block_tokens / self.per_word))
 
 
 class PromptMaker(Generic[Unit]):
-    """Draws prompts out of `vocabulary`, words or token ids; the same for the same seed."""
+    """Draws prompts from `vocabulary`, words or token ids; deterministic for a seed."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class PromptMaker(Generic[Unit]):
         self._vocabulary = vocabulary
         self._seed = seed
         self._length = length
-        # Prompts that arrive close to one another are those that share blocks.
+        # Prompts that share blocks mostly arrive close together.
         self._block = functools.lru_cache(maxsize=4096)(self._draw)
 
     def units(self, index: int, request: TraceRequest) -> list[Unit]:
-        """The words or token ids of a request's prompt; `index` tells the request from others."""
+        """The words or token ids of a request's prompt; `index` identifies the request."""
         wanted = self._length.words(request.prompt_tokens)
         block_words = self._length.block_words(request.block_tokens)
         units: list[Unit] = []
@@ -85,7 +85,7 @@ class PromptMaker(Generic[Unit]):
 def prompt_maker(
     seed: int, token_ids: Sequence[int] | None, length: TextLength
 ) -> Callable[[int, TraceRequest], str | list[int]]:
-    """Prompts as ids out of `token_ids`, or as text where there are none."""
+    """Makes prompts of ids from `token_ids`, or of text if that is None."""
     if token_ids is not None:
         return PromptMaker(token_ids, seed).units
     words = PromptMaker(WORDS, seed, length)

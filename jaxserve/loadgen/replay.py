@@ -1,7 +1,7 @@
-"""Sending a load open-loop: each request at its own time, whatever became of those before it.
+"""Replay a load open-loop: each request is sent at its arrival time, regardless of earlier ones.
 
-A closed loop, which waits for answers before it asks again, slows down with the server and so
-hides what its users would have met.
+A closed loop, which waits for responses before it sends more, slows down with the server and so
+hides the queueing delay.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ async def replay(
     send: Callable[[Body], Awaitable[Answer]],
     progress: Callable[[int, int], None],
 ) -> list[RequestResult]:
-    """Send every request at its arrival time, and wait for all answers.
+    """Send every request at its arrival time, and wait for all responses.
 
-    `body` makes what is sent, from the request's place and the request; `progress` is told how
-    many of all are done. Being cancelled ends the load early: the results are then those of the
-    requests that were done.
+    `body` builds the body from the request's index and the request; `progress` is called with the
+    number of requests done and the total. Cancelling ends the load early and returns the results
+    of the requests that are done.
     """
     results: list[RequestResult] = []
 
@@ -41,11 +41,11 @@ async def replay(
     try:
         async with asyncio.TaskGroup() as group:
             for place, request in enumerate(requests):
-                # Made before its time has come, so that it costs none then.
+                # Build the body ahead of time, so that the request is not sent late.
                 made = body(place, request)
                 await asyncio.sleep(max(0, request.arrival_us - (now_us() - begin_us)) / 1e6)
                 group.create_task(run(place, request, made))
     except asyncio.CancelledError:
-        # Ctrl-C: what was measured so far is worth telling.
+        # Ctrl-C: return the results so far.
         pass
     return sorted(results, key=lambda result: result.place)

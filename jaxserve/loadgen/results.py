@@ -1,4 +1,4 @@
-"""What a load met with: latencies, throughput, goodput, fluidity. Arithmetic alone."""
+"""Results of a load: latencies, throughput, goodput, fluidity. Pure computation."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.engine.fluidity import (
+from jaxserve.loadgen.answer import Answer
+from jaxserve.loadgen.trace import TraceRequest
+from jaxserve.metrics.fluidity import (
     Deadlines,
     Fluidity,
     fluid_decode_us,
     fluid_token_rate,
     fluidity,
 )
-from jaxserve.engine.statistics import percentile
-from jaxserve.engine.summaries import Percentiles
-from jaxserve.loadgen.answer import Answer
-from jaxserve.loadgen.trace import TraceRequest
+from jaxserve.metrics.statistics import percentile
+from jaxserve.metrics.summaries import Percentiles
 
 FLUID = 0.9
-"""A request is called fluid when its fluidity index is at least this (Agrawal et al., 2024)."""
+"""Fluidity index from which a request counts as fluid (Agrawal et al., 2024)."""
 
 
 @dataclass(frozen=True)
 class RequestResult:
-    """One request of a load, when it was sent [us since the load began], and what came of it."""
+    """One request of a load, when it was sent [us since the load began], and its response."""
 
     place: int
     request: TraceRequest
@@ -36,7 +36,7 @@ class RequestResult:
 
     @property
     def lag_us(self) -> int:
-        """How late the generator itself was. Latencies do not contain it."""
+        """How late the generator sent the request. Not included in latencies."""
         return self.sent_us - self.request.arrival_us
 
     @property
@@ -45,29 +45,29 @@ class RequestResult:
 
     @property
     def end_us(self) -> int:
-        """When the answer had ended, since the load began."""
+        """End of the response, since the load began."""
         return self.sent_us + self.answer.end_us
 
     @property
     def prompt_tokens(self) -> int:
-        """As the server counted, or else as was asked for."""
+        """As counted by the server, or else as requested."""
         counted = self.answer.prompt_tokens
         return self.request.prompt_tokens if counted is None else counted
 
     @property
     def ttft_us(self) -> int | None:
-        """From sending to the first token."""
+        """Time to first token, from sending."""
         return self.answer.token_us[0] if self.answer.token_us else None
 
     @property
     def between_us(self) -> tuple[int, ...]:
-        """The times between tokens; 0 between those that came together."""
+        """Inter-token latencies; 0 between tokens that arrived together."""
         times = self.answer.token_us
         return tuple(later - earlier for earlier, later in itertools.pairwise(times))
 
     @property
     def tpot_us(self) -> int | None:
-        """The mean time per token after the first; None for answers of one token."""
+        """Mean time per output token after the first; None for a single token."""
         times = self.answer.token_us
         return (times[-1] - times[0]) // (len(times) - 1) if len(times) > 1 else None
 
@@ -76,11 +76,11 @@ class RequestResult:
         return fluidity(0, self.answer.token_us, prefill_us, deadlines.decode_us)
 
     def fluid_decode_us(self, deadlines: Deadlines) -> int | None:
-        """The shortest time per token at which this answer is fluid; None if none would do."""
+        """The shortest time per token at which this response is fluid; None if there is none."""
         return fluid_decode_us(0, self.answer.token_us, deadlines.prefill_us(self.prompt_tokens))
 
     def as_json(self) -> dict[str, Any]:
-        """Every time of this request, in whole microseconds; those of tokens since `sent_us`."""
+        """All times of this request, in whole microseconds; token times are since `sent_us`."""
         return {
             "place": self.place,
             "arrival_us": self.request.arrival_us,
@@ -95,11 +95,11 @@ class RequestResult:
 class Objectives:
     """Service level objectives of one request, in microseconds; None sets no limit.
 
-    `tbt_us` holds for every pair of neighbouring tokens, `tpot_us` for their mean.
+    `itl_us` applies to every inter-token latency, `tpot_us` to their mean.
     """
 
     ttft_us: int | None = None
-    tbt_us: int | None = None
+    itl_us: int | None = None
     tpot_us: int | None = None
     e2e_us: int | None = None
 
@@ -107,11 +107,11 @@ class Objectives:
         return any(limit is not None for limit in self.limits_us())
 
     def limits_us(self) -> tuple[int | None, ...]:
-        """For TTFT, TBT, TPOT and the whole answer."""
-        return (self.ttft_us, self.tbt_us, self.tpot_us, self.e2e_us)
+        """For TTFT, TBT, TPOT and end-to-end latency."""
+        return (self.ttft_us, self.itl_us, self.tpot_us, self.e2e_us)
 
     def met_by(self, result: RequestResult) -> bool:
-        """Whether a request kept to all of them. One that failed did not."""
+        """Whether a request met all objectives. A failed request did not."""
         longest_us = max(result.between_us, default=None)
         times = (result.ttft_us, longest_us, result.tpot_us, result.answer.end_us)
         return result.completed and all(
@@ -121,12 +121,12 @@ class Objectives:
 
 @dataclass(frozen=True)
 class Summary:
-    """A load in numbers. Rates are per second of `elapsed_us`, from the first request sent to the
-    last answer; tokens, latencies and fluidity are those of completed requests, None where none has
-    any. `asked_` are the tokens that the load had for them.
+    """Statistics of a load. Rates are per second of `elapsed_us`, from sending the first request to
+    the end of the last response; tokens, latencies and fluidity are those of completed requests,
+    None if none has any. `asked_` are the token counts that the load requested for them.
 
-    `between_us` is over all gaps of all answers, `tpot_us` over the means of the answers.
-    `goodput` counts requests that met the objectives, None where there are none.
+    `between_us` is over all gaps of all responses, `tpot_us` over the means of the responses.
+    `goodput` counts requests that met the objectives, None without objectives.
     """
 
     requests: int
@@ -153,7 +153,7 @@ class Summary:
     def of(
         cls, results: Sequence[RequestResult], objectives: Objectives, deadlines: Deadlines
     ) -> Summary:
-        """Raises ValueError for no results at all."""
+        """Raises ValueError for empty results."""
         done = [result for result in results if result.completed]
         failures = [result.answer.failure for result in results if not result.completed]
         counts = (result.answer.cached_tokens for result in done)

@@ -1,4 +1,4 @@
-"""Curves of a load: how latencies are distributed, and what went on at each moment."""
+"""Curves of a load: latency distributions and time series."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from itertools import accumulate
 from jaxserve.loadgen.results import RequestResult
 
 Curve = tuple[list[float], list[float]]
-"""Points by their x and y."""
+"""The x and y values of points."""
 
 
 def distribution(values: Iterable[float], total: int | None = None) -> Curve:
-    """Each value, and the share of `total` (by default of all values) at or below it.
+    """Cumulative distribution: each value, and the share of `total` (default all) at or below it.
 
-    Begins with the least value once more, at 0, where the curve rises from.
+    Starts with the smallest value at 0, where the curve rises from.
     """
     ordered = sorted(values)
     total = len(ordered) if total is None else total
@@ -23,7 +23,7 @@ def distribution(values: Iterable[float], total: int | None = None) -> Curve:
 
 
 def in_flight(results: Iterable[RequestResult]) -> Curve:
-    """Seconds since the load began, and the requests under way from each on."""
+    """Seconds since the load began, and requests in flight from each on."""
     changes: dict[int, int] = {0: 0}
     for result in results:
         changes[result.sent_us] = changes.get(result.sent_us, 0) + 1
@@ -35,7 +35,7 @@ def in_flight(results: Iterable[RequestResult]) -> Curve:
 def token_rate(results: Sequence[RequestResult], bin_us: int) -> Curve:
     """Seconds since the load began, one point every `bin_us`, and tokens per second from each on.
 
-    Tokens of answers that failed later are counted too: the server made them.
+    Tokens of responses that failed later count too, since the server generated them.
     """
     end_us = max(result.end_us for result in results)
     counts = [0] * (end_us // bin_us + 1)
@@ -48,7 +48,7 @@ def token_rate(results: Sequence[RequestResult], bin_us: int) -> Curve:
 
 
 def thinned(curve: Curve, most: int = 2000) -> Curve:
-    """At most about `most` of its points, evenly chosen, with the first and the last: more than a
-    picture has room for."""
+    """Subsample to at most about `most` points, evenly, with the first and the last: more than a
+    plot can resolve."""
     step = -(-len(curve[0]) // most) or 1
     return tuple([*values[:-1:step], *values[-1:]] for values in curve)

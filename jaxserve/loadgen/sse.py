@@ -1,10 +1,10 @@
-"""Server-sent events out of a stream of bytes, as the WHATWG's specification has them."""
+"""Decode server-sent events from a byte stream, as in the WHATWG specification."""
 
 from __future__ import annotations
 
 
 class EventDecoder:
-    """Finds the data of events, however the bytes are cut."""
+    """Extracts the data of events, however the bytes are chunked."""
 
     def __init__(self) -> None:
         self._rest = b""

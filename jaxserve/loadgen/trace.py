@@ -1,4 +1,4 @@
-"""When requests arrive and how long they are: read from a trace, or drawn at random."""
+"""Arrival times and lengths of requests: read from a trace, or drawn at random."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from jaxserve.errors import ConfigError
+from jaxserve.core.errors import ConfigError
 
 _CSV_COLUMNS = ("arrived_at", "num_prefill_tokens", "num_decode_tokens")
 _BLOCK_TOKENS = 512
@@ -19,10 +19,10 @@ _BLOCK_TOKENS = 512
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a load; `arrival_us` counts from the beginning of the load.
+    """One request of a load; `arrival_us` is relative to the start of the load.
 
-    `block_ids` names the prompt's leading blocks of `block_tokens` tokens each: prompts are alike
-    as far as their ids are. What no id covers is like no other prompt.
+    `block_ids` identify the prompt's leading blocks of `block_tokens` tokens each: prompts with
+    equal leading ids share that prefix. The rest of a prompt is unique.
     """
 
     arrival_us: int
@@ -33,12 +33,12 @@ class TraceRequest:
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """The requests of a trace in the order of their arrival, the first at 0.
+    """The requests of a trace in order of arrival, the first at 0.
 
-    Two formats are known by their first character. CSV with a header: `arrived_at` (seconds),
-    `num_prefill_tokens`, `num_decode_tokens` (Azure's traces as Vidur has them). JSON lines:
+    The first character selects one of two formats. CSV with a header: `arrived_at` (seconds),
+    `num_prefill_tokens`, `num_decode_tokens` (Azure's traces as in Vidur). JSON lines:
     `timestamp` (milliseconds), `input_length`, `output_length`, and `hash_ids`, one for each block
-    of 512 prompt tokens (Mooncake, Qin et al., FAST 2025). Raises ConfigError, with the line.
+    of 512 prompt tokens (Mooncake, Qin et al., FAST 2025). Raises ConfigError, naming the line.
     """
     try:
         with path.open(encoding="utf-8", newline="") as lines:
@@ -62,7 +62,7 @@ def read_trace(path: Path) -> list[TraceRequest]:
 def poisson(
     rate_per_s: float, prompt_tokens: int, output_tokens: int, seed: int
 ) -> Iterator[TraceRequest]:
-    """Requests without end, of one length, at random times: `rate_per_s` of them on average."""
+    """Endless Poisson arrivals, `rate_per_s` on average, of requests of equal length."""
     draw = random.Random(seed)
     arrival_s = 0.0
     while True:
@@ -72,11 +72,12 @@ def poisson(
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """How a load is made to fit a server.
+    """Scales a load to a server.
 
-    Arrivals come `rate_scale` times as fast. Lengths, and the blocks that prompts share, are
-    multiplied by `length_scale`, and then cut at `max_prompt_tokens` and `max_output_tokens`. The
-    load ends after `num_requests`, or with the last arrival before `duration_us`.
+    Arrivals are `rate_scale` times as fast. Lengths, and the blocks that prompts share, are
+    multiplied by `length_scale`, then lengths are capped at `max_prompt_tokens` and
+    `max_output_tokens`. The load ends after `num_requests`, or with the last arrival before
+    `duration_us`.
     """
 
     rate_scale: float = 1.0
@@ -104,7 +105,7 @@ class Fit:
         )
 
     def _scaled(self, num_tokens: int) -> int:
-        # Rounded up, so that the blocks of a prompt still cover all that they covered.
+        # Rounded up, so that the blocks of a prompt still cover the same part of it.
         return max(1, math.ceil(num_tokens * self.length_scale))
 
 
@@ -137,7 +138,7 @@ def _read_json_lines(path: Path, lines: Iterable[str]) -> Iterator[TraceRequest]
             blocks = tuple(map(int, row.get("hash_ids", ())))
             yield _request(float(row["timestamp"]) * 1e3, length, output, blocks)
         except KeyError as error:
-            raise ConfigError(f"{path}, line {number}: there is no {error}") from error
+            raise ConfigError(f"{path}, line {number}: missing {error}") from error
         except (AttributeError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"{path}, line {number}: {error}") from error
 
@@ -145,8 +146,8 @@ def _read_json_lines(path: Path, lines: Iterable[str]) -> Iterator[TraceRequest]
 def _request(
     arrival_us: float, prompt_tokens: int, output_tokens: int, block_ids: tuple[int, ...] = ()
 ) -> TraceRequest:
-    """Raises ValueError or OverflowError for what can be no request."""
+    """Raises ValueError or OverflowError for an invalid request."""
     if prompt_tokens < 0 or output_tokens < 0:
         raise ValueError(f"a length is negative: {min(prompt_tokens, output_tokens)}")
-    # Traces have empty prompts and answers here and there, which no endpoint takes.
+    # Traces contain some empty prompts and outputs, which no endpoint accepts.
     return TraceRequest(round(arrival_us), max(1, prompt_tokens), max(1, output_tokens), block_ids)

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.models.config import LayerKind, ModelConfig
-from pallas_kernels.quantized_matmul import Format, PackedWeight, abstract_weight
+from jaxserve.core.model_config import LayerKind, ModelConfig
+from pallas_kernels.quantized_matmul import Format, QuantizedWeight, abstract_weight
 
 Params = dict[str, Any]
 Init = Literal["normal", "ones", "zeros"]
@@ -36,8 +36,8 @@ class ParamSpec:
 
     `axes` names each dimension for the sharding rules. The parameter is its `parts` concatenated
     along `concat_axis`; a single part needs no axis. The last `num_inputs` dimensions are those
-    that a linear layer contracts; 0 for what is no matrix. With a `format` the parameter is a
-    PackedWeight [outputs, inputs] (models/packing.py).
+    that a linear layer contracts; 0 for other parameters. With a `format` the parameter is a
+    QuantizedWeight [outputs, inputs] (models/packing.py).
     """
 
     shape: tuple[int, ...]
@@ -57,11 +57,11 @@ class ParamSpec:
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """Outputs and inputs, of what is a matrix."""
+        """Outputs and inputs of a matrix."""
         inputs = math.prod(self.shape[-self.num_inputs :])
         return self.size // inputs, inputs
 
-    def abstract(self, dtype: jnp.dtype) -> jax.ShapeDtypeStruct | PackedWeight:
+    def abstract(self, dtype: jnp.dtype) -> jax.ShapeDtypeStruct | QuantizedWeight:
         """Shape and dtype of the parameter in a model of `dtype`."""
         if self.format is None:
             return jax.ShapeDtypeStruct(self.shape, dtype)
@@ -70,10 +70,10 @@ class ParamSpec:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rearranged:
-    """A parameter whose entries stand in another order, more than once, or beside zeros.
+    """A parameter whose entries are reordered, replicated or padded with zeros.
 
-    `rows`, integers of any shape, takes the place of as many dimensions of `source`, from `first`
-    on. Its entries are indices into those dimensions taken as one; -1 is for zeros.
+    `rows`, integers of any shape, replaces as many dimensions of `source`, starting at `first`. Its
+    entries are indices into those dimensions flattened; -1 is for zeros.
     """
 
     source: ParamSpec
@@ -107,7 +107,7 @@ class Rearranged:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stacked:
-    """Parameters of equal shapes as one with a new first dimension, called "layers"."""
+    """Parameters of equal shapes, stacked along a new first dimension "layers"."""
 
     specs: tuple[ParamSpec | Rearranged, ...]
 
@@ -136,8 +136,8 @@ class Stacked:
 
 
 AnySpec = ParamSpec | Rearranged | Stacked
-"""What a leaf of a tree of specs may be: a parameter as its family states it, or as a mesh needs
-it (models/partition.py)."""
+"""A leaf of a tree of specs: a parameter as its family defines it, or partitioned for a mesh
+(models/partition.py)."""
 
 
 def one_tensor(
@@ -152,7 +152,7 @@ def one_tensor(
 
 
 class Attention(Protocol):
-    """Attention of one layer as the runtime supplies it: paged in the engine, dense in an oracle.
+    """Attention of one layer, from the runtime: paged in the engine, dense in a reference.
 
     `q` [tokens, query_heads, head_dim], `k` and `v` [tokens, kv_heads, head_dim], rotated; returns
     [tokens, query_heads, head_dim]. Query head h reads KV head h // queries_per_kv.
@@ -164,7 +164,7 @@ class Attention(Protocol):
 
 
 class LayeredAttention(Protocol):
-    """Attention of a whole model: as `Attention`, and told which layer asks."""
+    """Attention of a whole model: like `Attention`, with the index of the layer."""
 
     def __call__(
         self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None
@@ -173,26 +173,26 @@ class LayeredAttention(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One architecture: how to read its config, where its weights are, and what it computes.
+    """One architecture: reads its config, locates its weights, computes its layers.
 
     config_from_hf(raw): the ModelConfig of a parsed `config.json`.
     param_specs(config): a tree of ParamSpec with the structure of the parameters; its "layers" is
-        a list with an entry for each layer.
-    begin(params, config, token_ids, positions): activations [hidden, tokens] before the first
-        layer, and whatever all layers share (rotations), of int32 [tokens] ids and positions.
+        a list with one entry per layer.
+    embed(params, config, token_ids, positions): activations [hidden, tokens] before the first
+        layer, and data that all layers share (rotations), for int32 [tokens] ids and positions.
     layer(p, config, kind, x, shared, attention): the activations after one layer with the
         parameters `p`, an entry of "layers".
-    finish(params, config, x): the final hidden states [hidden, tokens].
+    final_norm(params, config, x): the final hidden states [hidden, tokens].
     logits(params, config, hidden): float32 [vocab, rows] of hidden states [hidden, rows].
 
-    Only `layer` reads "layers"; the others may be given the parameters without them.
+    Only `layer` reads "layers"; the other functions may get the parameters without them.
     """
 
     config_from_hf: Callable[[dict[str, Any]], ModelConfig]
     param_specs: Callable[[ModelConfig], Params]
-    begin: Callable[[Params, ModelConfig, jax.Array, jax.Array], tuple[jax.Array, Any]]
+    embed: Callable[[Params, ModelConfig, jax.Array, jax.Array], tuple[jax.Array, Any]]
     layer: Callable[[Params, ModelConfig, LayerKind, jax.Array, Any, Attention], jax.Array]
-    finish: Callable[[Params, ModelConfig, jax.Array], jax.Array]
+    final_norm: Callable[[Params, ModelConfig, jax.Array], jax.Array]
     logits: Callable[[Params, ModelConfig, jax.Array], jax.Array]
 
     def forward(
@@ -208,7 +208,7 @@ class Family:
         Layers are unrolled: a loop over stacked weights copies every slice on CPUs and GPUs
         (docs/decisions/002-programs.md).
         """
-        x, shared = self.begin(params, config, token_ids, positions)
+        x, shared = self.embed(params, config, token_ids, positions)
         for index, (p, kind) in enumerate(zip(params["layers"], config.layer_kinds)):
             x = self.layer(p, config, kind, x, shared, functools.partial(attention, index))
-        return self.finish(params, config, x)
+        return self.final_norm(params, config, x)

@@ -6,8 +6,8 @@ import math
 import sys
 from typing import Any
 
-from jaxserve.errors import ModelError, UnsupportedModelError
-from jaxserve.models.config import ModelConfig, RopeConfig
+from jaxserve.core.errors import ModelError, UnsupportedModelError
+from jaxserve.core.model_config import ModelConfig, RopeConfig
 from jaxserve.models.rope import frequencies
 
 _ATTENTION_KINDS = ("full_attention", "sliding_attention")
@@ -15,7 +15,7 @@ _REQUIRED: Any = object()
 
 
 def common_config(raw: dict[str, Any], **family_fields: Any) -> ModelConfig:
-    """ModelConfig from `raw`, with what the family knows better given by name.
+    """ModelConfig from `raw`, with family-specific fields given by name.
 
     Raises ModelError for a field of the wrong type or out of range, UnsupportedModelError when a
     required field is absent, the weights are quantized or the activation is not SiLU.
@@ -31,7 +31,7 @@ def common_config(raw: dict[str, Any], **family_fields: Any) -> ModelConfig:
             f"hidden_act {raw['hidden_act']!r} is not implemented for {architecture}; "
             "only 'silu' is."
         )
-    # Of these, and only these, null means what absence means.
+    # For these fields only, null means absent.
     optional = ("head_dim", "num_key_value_heads", "bos_token_id", "pad_token_id")
     raw = {name: value for name, value in raw.items() if value is not None or name not in optional}
     vocab_size, num_heads = _integer(raw, "vocab_size"), _integer(raw, "num_attention_heads")
@@ -75,7 +75,7 @@ def eos_token_ids(
 
 
 def sliding_windows(raw: dict[str, Any]) -> tuple[int | None, ...]:
-    """Attention window per layer, in tokens; None where a layer attends to everything."""
+    """Attention window per layer, in tokens; None for full attention."""
     layers, kinds = _integer(raw, "num_hidden_layers"), raw.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != layers:
@@ -135,9 +135,9 @@ def rope_config(raw: dict[str, Any], head_dim: int) -> RopeConfig:
         required = f"above low_freq_factor {rope.low_freq_factor}"
         raise malformed("high_freq_factor", rope.high_freq_factor, required)
     try:
-        frequencies(rope, trained)  # refuses here what would fail only once programs are traced
+        frequencies(rope, trained)  # fails here rather than when programs are traced
     except ArithmeticError as error:
-        raise ModelError(f"config.json asks for {rope}, which has no value: {error}.") from error
+        raise ModelError(f"config.json asks for {rope}, which is undefined: {error}.") from error
     return rope
 
 
@@ -150,7 +150,7 @@ def _head_dim(raw: dict[str, Any], num_heads: int) -> int:
 
 
 def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
-    """All that is said about rotation, without nulls: the newer place wins over the older."""
+    """All fields about rotation, without nulls: the newer location overrides the older."""
     names = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
     fields = {name: raw.get(name) for name in names}
     for place in ("rope_scaling", "rope_parameters"):

@@ -1,7 +1,7 @@
-"""The layers that families are built of: pure functions of feature-major activations.
+"""Layers that model families share: pure functions of feature-major activations.
 
 An activation is [features, tokens] and a weight is [out, in], as checkpoints store it, so a linear
-layer is `weight @ x`. CPUs multiply a few tokens up to 1.9 times faster this way round
+layer is `weight @ x`. CPUs multiply a few tokens up to 1.9 times faster in this layout
 (docs/decisions/001-feature-major.md).
 """
 
@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models import parallel
-from pallas_kernels.quantized_matmul import PackedWeight, dequantize, quantized_matmul
+from pallas_kernels.quantized_matmul import QuantizedWeight, dequantize, quantized_matmul
 
-Weight = jax.Array | PackedWeight
+Weight = jax.Array | QuantizedWeight
 
 
 def embed(table: Weight, token_ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -21,7 +21,7 @@ def embed(table: Weight, token_ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
     def rows(ids: jax.Array) -> jax.Array:
         found = jax.tree.map(lambda plane: plane.at[ids].get(mode="clip"), table)
-        return dequantize(found) if isinstance(found, PackedWeight) else found
+        return dequantize(found) if isinstance(found, QuantizedWeight) else found
 
     return parallel.look_up(rows, token_ids, table.shape[0]).astype(dtype).T
 
@@ -29,24 +29,24 @@ def embed(table: Weight, token_ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def column_parallel(weight: Weight, x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """`weight` [out..., in...] times x [in, tokens], plus bias [out...]: [prod(out), tokens].
 
-    Each rank of a mesh has its own outputs. The trailing dimensions of `weight` that multiply out
-    to `in` are contracted, so that a parameter may keep its heads apart for the sharding rules; a
-    packed one has two.
+    Each rank of a mesh has its own outputs. The trailing dimensions of `weight` whose product is
+    `in` are contracted, so that a parameter can have a dimension of heads for the sharding rules; a
+    quantized one has two dimensions.
     """
     return _plus(parallel.column_parallel(_product, _matrix(weight, x), x), bias)
 
 
 def row_parallel(weight: Weight, x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """As `column_parallel`, where each rank of a mesh has its own inputs: results are summed."""
+    """Like `column_parallel`, but each rank of a mesh has its own inputs: results are summed."""
     return _plus(parallel.row_parallel(_product, _matrix(weight, x), x), bias)
 
 
 def _matrix(weight: Weight, x: jax.Array) -> Weight:
-    return weight if isinstance(weight, PackedWeight) else weight.reshape(-1, x.shape[0])
+    return weight if isinstance(weight, QuantizedWeight) else weight.reshape(-1, x.shape[0])
 
 
 def _product(weight: Weight, x: jax.Array) -> jax.Array:
-    return quantized_matmul(weight, x) if isinstance(weight, PackedWeight) else weight @ x
+    return quantized_matmul(weight, x) if isinstance(weight, QuantizedWeight) else weight @ x
 
 
 def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -77,7 +77,7 @@ def tied_or_own_logits(head: Weight, hidden: jax.Array, vocab_size: int) -> jax.
 
     On a mesh, of each rank's part of the vocabulary.
     """
-    if isinstance(head, PackedWeight):
+    if isinstance(head, QuantizedWeight):
         logits = quantized_matmul(head, hidden, jnp.float32)
     else:
         logits = jax.lax.dot_general(

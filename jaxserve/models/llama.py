@@ -1,7 +1,7 @@
 """The Llama family: Llama 2 and 3, SmolLM2 and 3, Mistral, Qwen2 and 2.5, Qwen3.
 
-Pre-norm blocks of rotary grouped-query attention and a SwiGLU MLP. The members differ in what the
-config says: biases, per-head norms on queries and keys, sliding windows, layers without rotation.
+Pre-norm blocks of rotary grouped-query attention and a SwiGLU MLP. The config selects the
+differences: biases, per-head norms on queries and keys, sliding windows, layers without rotation.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 
+from jaxserve.core.model_config import LayerKind, ModelConfig
 from jaxserve.models import layers, rope
-from jaxserve.models.config import LayerKind, ModelConfig
 from jaxserve.models.family import Attention, Family, Params, ParamSpec, Part, one_tensor
 from jaxserve.models.hf_config import common_config
 
-# What a config.json may leave out because it is the default of the transformers class.
+# Defaults of the transformers classes, which a config.json may leave out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": {"use_sliding_window": False, "max_window_layers": 28},
     "Qwen3ForCausalLM": {"use_sliding_window": False, "max_window_layers": 28, "head_dim": 128},
@@ -134,7 +134,7 @@ def _layer_specs(config: ModelConfig, prefix: str) -> dict[str, ParamSpec]:
 Rotations = tuple[jax.Array, jax.Array]
 
 
-def begin(
+def embed(
     params: Params, config: ModelConfig, token_ids: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, Rotations]:
     """Embeddings [hidden, tokens] and the rotations of int32 token_ids and positions [tokens]."""
@@ -164,7 +164,7 @@ def layer(
     )
 
 
-def finish(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
+def final_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
     """Normed final hidden states [hidden, tokens]."""
     return layers.rms_norm(x, params["final_norm"], config.rms_norm_eps)
 
@@ -186,9 +186,9 @@ def attend(
     rotations: Rotations,
     attention: Attention,
 ) -> jax.Array:
-    """Attention of one layer over what `project_qkv` gave: [heads * dim, tokens].
+    """Attention of one layer over the result of `project_qkv`: [heads * dim, tokens].
 
-    Rotates queries and keys first, where the layer does.
+    Rotates queries and keys first, if the layer does.
     """
     q, k, v = heads
     if kind.rotates:
@@ -208,8 +208,8 @@ def logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
 FAMILY = Family(
     config_from_hf=config_from_hf,
     param_specs=param_specs,
-    begin=begin,
+    embed=embed,
     layer=layer,
-    finish=finish,
+    final_norm=final_norm,
     logits=logits,
 )

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxserve.core.model_config import LayerKind, ModelConfig
 from jaxserve.models import layers, llama, parallel
-from jaxserve.models.config import LayerKind, ModelConfig
 from jaxserve.models.family import Attention, Params, ParamSpec, one_tensor
 from jaxserve.models.hf_config import common_config
 
@@ -25,7 +25,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
 
 
 def param_specs(config: ModelConfig) -> Params:
-    """Llama's parameters, with the norms that OLMo 2 has instead."""
+    """Llama's parameters, with OLMo 2's norms."""
     specs = llama.param_specs(config)
     for index, layer_specs in enumerate(specs["layers"]):
         layer_specs |= _norm_specs(config, f"model.layers.{index}.")
@@ -68,9 +68,9 @@ def layer(
 
 
 def _norm_all_heads(x: jax.Array, weight: jax.Array, eps: float, num_heads: int) -> jax.Array:
-    """Root-mean-square norm of x [..., head_dim, tokens] over every head, not each by itself.
+    """Root-mean-square norm of x [..., head_dim, tokens] over all heads together.
 
-    `num_heads` are those of all ranks. Padding beside them has nothing to add.
+    `num_heads` are those of all ranks, without padding, which is zero.
     """
     wide = x.astype(jnp.float32)
     squares = jnp.sum(wide * wide, axis=tuple(range(x.ndim - 1)))

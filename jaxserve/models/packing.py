@@ -1,8 +1,8 @@
-"""Weights that stay packed on the device: which, and in what format.
+"""Weights that are quantized on the device, and their formats.
 
-A weight is packed as it loads, or is packed already in its GGUF file and stays as it is there, to
-the last bit. Norms and biases never are; embeddings and the head only where their file has them
-packed, for they are what rounding harms most.
+A weight is quantized while it loads, or keeps the blocks of its GGUF file, bit for bit. Norms and
+biases are never quantized; embeddings and the head only if their file has them quantized, since
+rounding harms them most.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.errors import ConfigError
+from jaxserve.core.errors import ConfigError
 from jaxserve.models.family import Params, ParamSpec
-from pallas_kernels.quantized_matmul import FP8, GGUF, Format, PackedWeight
+from pallas_kernels.quantized_matmul import FP8, GGUF, Format, QuantizedWeight
 
 AS_STORED = "gguf"
 FORMATS = {
@@ -24,19 +24,17 @@ FORMATS = {
     "int4": Format("int4", 32, minimum=True, scale_dtype="float16"),
     "fp8": FP8,
 }
-"""Of weights that are rounded as they load, by the names of `EngineConfig.quantization`."""
-
-_TABLES = ("embed", "lm_head")
+"""Of weights that are quantized while they load, by value of `EngineConfig.quantization`."""
 
 
 def with_formats(
     specs: Params, quantization: str | None, stored_kind: Callable[[str], str | None]
 ) -> Params:
-    """`specs` with the format of every parameter that is to be packed.
+    """`specs` with the format of every parameter that is to be quantized.
 
     quantization: a key of FORMATS, AS_STORED, or None for none. stored_kind(tensor) is the GGUF
-    name of the blocks that a checkpoint's tensor consists of, or None where it has none. Raises
-    ConfigError when nothing can be packed, or a layer's inputs are not whole groups.
+    name of the block type of a checkpoint's tensor, or None if it has no blocks. Raises ConfigError
+    when nothing can be quantized, or a layer's inputs are not whole groups.
     """
     if quantization is None:
         return specs
@@ -66,12 +64,12 @@ def _rounded(spec: ParamSpec, format: Format) -> ParamSpec:
     try:
         format.num_groups(spec.matrix[1])
     except ValueError as error:
-        raise ConfigError(f"{spec.parts[0].tensor} cannot be packed: {error}") from error
+        raise ConfigError(f"{spec.parts[0].tensor} cannot be quantized: {error}") from error
     return dataclasses.replace(spec, format=format)
 
 
-def stack(spec: ParamSpec, parts: list[PackedWeight]) -> PackedWeight:
-    """The parameter of a spec whose parts are these tensors, all packed as `spec.format` says."""
+def stack(spec: ParamSpec, parts: list[QuantizedWeight]) -> QuantizedWeight:
+    """The parameter of a spec whose parts are these tensors, all in `spec.format`."""
 
     def plane(*planes: Any) -> np.ndarray:
         apart = [

@@ -1,13 +1,13 @@
-"""What ranks of a mesh have to say to each other within a model (Megatron-LM, 1909.08053).
+"""Communication between the ranks of a mesh within a model (Megatron-LM, 1909.08053).
 
-Inside `jax.shard_map` a rank of `tensor` has its heads and its part of the MLP, and of the
-vocabulary. A linear layer is column-parallel when its outputs are a rank's own, and row-parallel
-when its inputs are; the latter's results are parts of a sum. Outside of a mesh there is one rank,
-which has everything, and nothing here does anything.
+Inside `jax.shard_map` a rank of `tensor` has its heads and its part of the MLP and of the
+vocabulary. A linear layer is column-parallel when its outputs are split over ranks, and
+row-parallel when its inputs are; the latter's results are partial sums. Without a mesh there is one
+rank, and the collectives here do nothing.
 
-Between sublayers every rank has all tokens. With `tokens_apart` (2205.05198) it has its share of
-them: norms and residuals are not done n times over, and the sum of a row-parallel layer is
-delivered in shares, which the next column-parallel layer gathers.
+Between sublayers every rank has all tokens. With `sequence_parallel` (2205.05198) it has its share
+of them: norms and residuals are not computed n times, and the sum of a row-parallel layer is
+reduce-scattered, then gathered by the next column-parallel layer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.collective_matmul import Rates, all_gather_matmul, matmul_reduce_scatter
+from pallas_kernels.collective_matmul import DeviceRates, all_gather_matmul, matmul_reduce_scatter
 from sharding_rules import STAGE, TENSOR
 
 VOCAB = (STAGE, TENSOR)
@@ -30,14 +30,16 @@ VOCAB = (STAGE, TENSOR)
 Product = Callable[[Any, jax.Array], jax.Array]
 """weight [out, in], x [in, tokens] -> [out, tokens]."""
 
-_apart: contextvars.ContextVar[Rates | bool | None] = contextvars.ContextVar("apart", default=False)
+_apart: contextvars.ContextVar[DeviceRates | bool | None] = contextvars.ContextVar(
+    "apart", default=False
+)
 
 
 @contextlib.contextmanager
-def tokens_apart(rates: Rates | None) -> Iterator[None]:
-    """Traces layers between which each rank of `tensor` has its share of the tokens.
+def sequence_parallel(rates: DeviceRates | None) -> Iterator[None]:
+    """Traces layers with sequence parallelism: each rank of `tensor` has its share of the tokens.
 
-    `rates` of the devices decide whether products and collectives take turns.
+    `rates` of the devices decide whether products and collectives overlap.
     """
     token = _apart.set(rates)
     try:
@@ -47,13 +49,13 @@ def tokens_apart(rates: Rates | None) -> Iterator[None]:
 
 
 def bound(*axes: str) -> tuple[str, ...]:
-    """Those of the mesh axes that the code being traced is one of several ranks of."""
+    """Those of the mesh axes over which the code being traced runs on several ranks."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(axis for axis in axes if axis in mesh.manual_axes and mesh.shape[axis] > 1)
 
 
 def column_parallel(product: Product, weight: Any, x: jax.Array) -> jax.Array:
-    """This rank's outputs: `product(weight, x)` for all tokens, of which x may be a share."""
+    """This rank's outputs, `product(weight, x)`, for all tokens; x may hold a share of them."""
     rates = _apart.get()
     if rates is False or not bound(TENSOR):
         return product(weight, x)
@@ -71,7 +73,7 @@ def row_parallel(product: Product, weight: Any, x: jax.Array) -> jax.Array:
 
 
 def enter_layers(x: jax.Array) -> jax.Array:
-    """What a rank has of x [features, tokens] between layers: its share, where they are apart."""
+    """x [features, tokens] as a rank has it between layers: its share with sequence parallelism."""
     if _apart.get() is False or not bound(TENSOR):
         return x
     count = x.shape[1] // lax.axis_size(TENSOR)
@@ -79,19 +81,19 @@ def enter_layers(x: jax.Array) -> jax.Array:
 
 
 def leave_layers(x: jax.Array) -> jax.Array:
-    """All tokens of x, again on every rank."""
+    """All tokens of x, on every rank."""
     if _apart.get() is False or not bound(TENSOR):
         return x
     return lax.all_gather(x, TENSOR, axis=1, tiled=True)
 
 
 def sum_over_heads(x: jax.Array) -> jax.Array:
-    """The sum over all ranks of what each has of its own heads."""
+    """The sum over all ranks of x, which each computes from its own heads."""
     return lax.psum(x, TENSOR) if bound(TENSOR) else x
 
 
 def look_up(rows: Callable[[jax.Array], jax.Array], token_ids: jax.Array, count: int) -> jax.Array:
-    """Rows of a table of token ids, of which each rank has `count`: `rows(ids)` are a rank's own.
+    """Rows of a vocabulary table, of which each rank has `count`: `rows(ids)` are a rank's own.
 
     token_ids int32 [tokens]; rows [tokens, ...].
     """
@@ -105,7 +107,7 @@ def look_up(rows: Callable[[jax.Array], jax.Array], token_ids: jax.Array, count:
 
 
 def mask_vocab(logits: jax.Array, vocab_size: int) -> jax.Array:
-    """Logits [part of the vocabulary, rows] with -inf where padding stands for a token."""
+    """Logits [part of the vocabulary, rows] with -inf for padding."""
     axes = bound(*VOCAB)
     if not axes or logits.shape[0] * lax.axis_size(axes) == vocab_size:
         return logits
@@ -126,28 +128,28 @@ def first_of_vocab(count: int) -> jax.Array | int:
 
 
 def max_over_vocab(x: jax.Array) -> jax.Array:
-    """The largest of what the ranks of the vocabulary have for x."""
+    """The maximum of x over the ranks of the vocabulary."""
     axes = bound(*VOCAB)
     return lax.pmax(x, axes) if axes else x
 
 
 def sum_over_vocab(x: jax.Array) -> jax.Array:
-    """The sum of what the ranks of the vocabulary have for x."""
+    """The sum of x over the ranks of the vocabulary."""
     axes = bound(*VOCAB)
     return lax.psum(x, axes) if axes else x
 
 
 def gather_over_vocab(x: jax.Array) -> jax.Array:
-    """x [rows, n] of all ranks of the vocabulary, side by side: [rows, ranks * n]."""
+    """x [rows, n] of all ranks of the vocabulary, concatenated: [rows, ranks * n]."""
     axes = bound(*VOCAB)
     return lax.all_gather(x, axes, axis=1, tiled=True) if axes else x
 
 
 def vocab_parallel_argmax(places: jax.Array, values: jax.Array, count: int) -> jax.Array:
-    """Token ids int32 [rows] of the largest values, the lowest id of equals.
+    """Token ids int32 [rows] of the largest values, the lowest id on ties.
 
     Each rank has found its largest `values` [rows] at `places` int32 [rows] among its `count`
-    tokens; -1 stands for none, and is the result where no rank found any.
+    tokens; -1 means none, and is the result if no rank found any.
     """
     axes = bound(*VOCAB)
     if not axes:
@@ -159,7 +161,7 @@ def vocab_parallel_argmax(places: jax.Array, values: jax.Array, count: int) -> j
 
 
 def of_last_stage(x: jax.Array) -> jax.Array:
-    """What the last stage has for x, on every stage."""
+    """The last stage's x, on every stage."""
     if not bound(STAGE):
         return x
     return lax.psum(jnp.where(lax.axis_index(STAGE) == lax.axis_size(STAGE) - 1, x, 0), STAGE)

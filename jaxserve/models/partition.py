@@ -1,12 +1,12 @@
-"""A model as a mesh needs it: heads that divide, widths that divide, layers by stage.
+"""Partitioning of a model for a mesh: heads and widths that divide, layers stacked by stage.
 
-Every rank of a program does the same work on its own share, so shares must be equal. KV heads that
-are fewer than the ranks are copied, with their queries dealt among the copies; what still does not
-divide is padded with zeros, which add nothing (sharding_rules/heads.py). The layers that stand at
-the same place of each pipeline stage become one parameter, stacked.
+Every rank runs the same program on its own share, so shares must be equal. If there are fewer KV
+heads than ranks, they are replicated and their queries split among the copies; dimensions that
+still do not divide are padded with zeros, which add nothing (sharding_rules/heads.py). The layers
+at the same position of each pipeline stage are stacked into one parameter.
 
-Nothing else knows of it: the result is a config and specs like any others, and programs compute
-with each rank's share of them (`local`).
+The rest of the engine is unaffected: the result is an ordinary config and specs, and programs
+compute with each rank's share of them (`local`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import functools
 import jax
 import numpy as np
 
-from jaxserve.errors import ConfigError
-from jaxserve.models.config import ModelConfig
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.model_config import ModelConfig
 from jaxserve.models.family import AnySpec, Params, ParamSpec, Rearranged, Stacked
 from sharding_rules import HeadLayout, pad_to
 
@@ -28,9 +28,9 @@ def partition(
 ) -> tuple[ModelConfig, Params]:
     """`config` and `specs` of a model split over `tensor` ranks and `stages`.
 
-    `vocab`: ranks that the vocabulary is split over. The config's heads are those that `specs` then
-    have. Raises ConfigError when stages do not divide the layers, or would have layers of different
-    kinds at the same place.
+    `vocab`: ranks that the vocabulary is split over. The returned config has the heads of the
+    returned specs. Raises ConfigError when stages do not divide the layers, or would have layers of
+    different kinds at the same position.
     """
     heads = HeadLayout(config.num_heads, config.num_kv_heads, tensor)
     fit = functools.partial(_fit, heads=heads, tensor=tensor, vocab=vocab)
@@ -47,7 +47,7 @@ def partition(
 
 
 def local(config: ModelConfig, *, tensor: int, stages: int) -> ModelConfig:
-    """What one rank computes of a partitioned `config`: its heads, and the layers of a stage."""
+    """One rank's part of a partitioned `config`: its heads, and the layers of a stage."""
     count = config.num_layers // stages
     return dataclasses.replace(
         config,
@@ -80,8 +80,8 @@ def _fit(spec: ParamSpec, heads: HeadLayout, tensor: int, vocab: int) -> ParamSp
 
 
 def _qkv_rows(heads: HeadLayout) -> np.ndarray:
-    """[kv_heads, group + 2] Where a head's queries, key and value stand in the family's order,
-    which is that of each KV head's queries, then its key and value."""
+    """[kv_heads, group + 2] Indices of a head's queries, key and value in the family's order, which
+    is each KV head's queries, then its key and value."""
     per_kv = heads.num_heads // heads.num_kv_heads
     queries, keys = heads.queries(), heads.keys()[:, None]
     queries = queries // per_kv * (per_kv + 2) + queries % per_kv
@@ -95,7 +95,7 @@ def _padded(rows: np.ndarray, size: int) -> np.ndarray:
 
 
 def _arranged(spec: ParamSpec, first: int, rows: np.ndarray) -> ParamSpec | Rearranged:
-    """The parameter with these rows, which may be those that it has."""
+    """The parameter with these rows; unchanged if it has them already."""
     same = rows.shape == spec.shape[first : first + rows.ndim]
     if same and np.array_equal(rows.reshape(-1), np.arange(rows.size)):
         return spec
@@ -103,7 +103,7 @@ def _arranged(spec: ParamSpec, first: int, rows: np.ndarray) -> ParamSpec | Rear
 
 
 def _by_stage(config: ModelConfig, layers: list[Params], stages: int) -> list[Params]:
-    """Layers at the same place of each stage, stacked: as many as one stage has."""
+    """Layers at the same position of each stage, stacked: as many as one stage has."""
     if config.num_layers % stages:
         raise ConfigError(
             f"pipeline_parallel_size is {stages}, but the model has {config.num_layers} layers; "

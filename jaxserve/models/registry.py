@@ -1,11 +1,11 @@
-"""Which family implements which architecture. A new family of our own is one file and one line
-here; one that lives elsewhere is registered."""
+"""Model families by architecture. A new built-in family is one file and one line here; an external
+one is registered."""
 
 from __future__ import annotations
 
-from jaxserve.errors import ConfigError, UnsupportedModelError
+from jaxserve.core.errors import ConfigError, UnsupportedModelError
+from jaxserve.core.model_config import ModelConfig
 from jaxserve.models import llama, olmo2
-from jaxserve.models.config import ModelConfig
 from jaxserve.models.family import Family, Params
 
 ARCHITECTURES: dict[str, Family] = {
@@ -21,28 +21,27 @@ _registered: dict[str, Family] = {}
 
 
 def register_family(architecture: str, family: Family) -> None:
-    """Make models whose config.json names `architecture` be of `family`, in this process.
+    """Use `family` for models whose config.json names `architecture`, in this process.
 
     Registering again replaces the family, for engines loaded from then on. On several hosts each
-    process has to do it. Programs of such models are compiled at every start: the cache of
-    programs knows no code but jaxserve's own. Raises ConfigError for one of jaxserve's own
-    architectures.
+    process must register it. Programs of such models are compiled at every start: the program cache
+    tracks only jaxserve's own code. Raises ConfigError for a built-in architecture.
     """
     if architecture in ARCHITECTURES:
         raise ConfigError(
-            f"architecture {architecture!r} is one of jaxserve's own; give yours another name, "
-            "here and in the config.json of its models."
+            f"architecture {architecture!r} is built into jaxserve; use another name, here and in "
+            "the config.json of its models."
         )
     _registered[architecture] = family
 
 
 def is_registered(architecture: str) -> bool:
-    """Whether the family of an architecture lives outside of jaxserve."""
+    """Whether the family of an architecture is external to jaxserve."""
     return architecture in _registered
 
 
 def get_family(architecture: str) -> Family:
-    """The family of a Hugging Face architecture name; UnsupportedModelError names those known."""
+    """The family of a Hugging Face architecture name; UnsupportedModelError lists known ones."""
     families = ARCHITECTURES | _registered
     try:
         return families[architecture]

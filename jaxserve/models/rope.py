@@ -1,10 +1,9 @@
-"""Rotary position embedding and every way the field has found to stretch it.
+"""Rotary position embedding and its methods for longer contexts.
 
-A rotation is fixed by inverse frequencies, computed once in float64 while a program is traced, and
-by a factor on the attention logits that some methods ask for. Keys are cached after rotation, so
-the frequencies may depend on the context the engine is configured for, never on how long a request
-happens to be: the two methods that Hugging Face switches at run time (`dynamic`, `longrope`) are
-decided by `context` here.
+A rotation is defined by inverse frequencies, computed once in float64 while a program is traced,
+and by a factor on the attention logits that some methods need. Keys are cached after rotation, so
+the frequencies may depend on the engine's configured context, never on a request's length: the two
+methods that Hugging Face switches at run time (`dynamic`, `longrope`) depend on `context` here.
 
 Sources: RoFormer (2104.09864), position interpolation (2306.15595), NTK-aware scaling,
 YaRN (2309.00071), LongRoPE (2402.13753), Llama 3.1's frequency bands.
@@ -18,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.errors import UnsupportedModelError
-from jaxserve.models.config import RopeConfig
+from jaxserve.core.errors import UnsupportedModelError
+from jaxserve.core.model_config import RopeConfig
 
 
 def frequencies(rope: RopeConfig, context: int) -> tuple[np.ndarray, float]:

@@ -1,4 +1,4 @@
-"""What the lines of a job are called, and which of them is called as another one is."""
+"""Custom ids of a job's lines, and which lines duplicate an earlier one's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from array import array
 
 import numpy as np
 
-from jaxserve.errors import RequestError
+from jaxserve.core.errors import RequestError
 from jaxserve.offline.lines import Lines, Record
 from jaxserve.protocol.errors import FieldError
 
@@ -15,28 +15,28 @@ MAX_CUSTOM_ID_CHARS = 512
 
 
 def custom_id_of(record: Record, number: int) -> str:
-    """A line's `custom_id`, or else a name made of its number. Raises RequestError."""
+    """A line's `custom_id`, or else an id derived from its number. Raises RequestError."""
     custom_id = record.get("custom_id")
     if custom_id is None:
         return implied_id(number)
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID_CHARS:
         raise FieldError(
             "custom_id",
-            f"is {custom_id!r:.80}; it must be text of 1..{MAX_CUSTOM_ID_CHARS} characters.",
+            f"is {custom_id!r:.80}; it must be a string of 1..{MAX_CUSTOM_ID_CHARS} characters.",
         )
     return custom_id
 
 
 def implied_id(number: int) -> str:
-    """The id of a line that gives none."""
+    """The id of a line without a custom_id."""
     return f"line-{number}"
 
 
 def duplicates(lines: Lines) -> dict[int, int]:
-    """The indices of lines whose id an earlier line has, each with that line's index.
+    """Map the index of each line with a duplicate id to the index of the first line with that id.
 
-    Reads all lines once. What is kept of each is a hash of eight bytes; lines of one hash are read
-    again and compared.
+    Reads all lines once, and keeps an 8-byte hash of each; lines with equal hashes are read again
+    and compared.
     """
     hashes = array("Q")
     for index in range(len(lines)):
@@ -57,7 +57,7 @@ def duplicates(lines: Lines) -> dict[int, int]:
 
 
 def seed_of(custom_id: str, place: int, job_seed: int) -> int:
-    """The seed of a line's `place`-th prompt: the same in whatever order, and wherever, it runs."""
+    """The seed of a line's `place`-th prompt, independent of execution order and host."""
     key = f"{job_seed} {place} {custom_id}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 

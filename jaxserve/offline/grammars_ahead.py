@@ -1,4 +1,4 @@
-"""Prompts with their grammars, which are compiled while the prompts before them run."""
+"""Compile grammars of upcoming prompts in the background while earlier prompts run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from jaxserve.errors import RequestError
+from jaxserve.core.errors import RequestError
 from jaxserve.offline.windows import Prompt
 
 if TYPE_CHECKING:
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from jaxserve.structured.grammar import Grammar
 
 AHEAD = 16
-"""Prompts whose grammars are compiled or wait for it. Fewer than an engine has wait at once; and
-few, for a job may have a grammar in each line, and they are large."""
+"""Prompts whose grammars are compiled ahead. Below the engine's limit of waiting grammars, and
+small, since every line of a job may have its own large grammar."""
 
 
 def with_grammars(
     engine: Engine, prompts: Iterable[Prompt]
 ) -> Iterator[tuple[Prompt, Future[Grammar] | None]]:
-    """Prompts in their order, each with its grammar to be, if it wants one. The future raises what
+    """Prompts in order, each with a future of its grammar, if it has one. The future raises what
     `Engine.prepare` raises."""
     ahead: collections.deque[tuple[Prompt, Future[Grammar] | None]] = collections.deque()
     for prompt in prompts:

@@ -1,4 +1,4 @@
-"""A batch job: whose output a file is, what is done of it, and what is left for this host."""
+"""A batch job: ownership of its output, completed lines, and lines left for this host."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import jaxserve
-from jaxserve.errors import BatchError
+from jaxserve.core.errors import BatchError
+from jaxserve.core.output_file import sync_directory
+from jaxserve.core.version import __version__
 from jaxserve.offline.custom_ids import duplicates
 from jaxserve.offline.journal import Journal, Result, lock, read_results
 from jaxserve.offline.lines import open_lines
 from jaxserve.offline.shards import Shard, merge, parts_of, results_so_far
 from jaxserve.offline.totals import Totals
-from jaxserve.output_file import sync_directory
 
 if TYPE_CHECKING:
-    from jaxserve.config import EngineConfig
+    from jaxserve.core.config import EngineConfig
     from jaxserve.text import Tokenizer
 
 WINDOW_LINES = 2048
-"""Lines that are read, tokenized and put in order together."""
+"""Lines that are read, tokenized and reordered together."""
 
 _VERSION = 1
 
@@ -32,11 +32,11 @@ _VERSION = 1
 def settings_of(
     config: EngineConfig, fingerprint: str, tokenizer: Tokenizer, names: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """What answers depend on besides their requests: a resolved `config`, the `fingerprint` of its
-    checkpoint, its tokenizer and chat templates, the names the model is served by if not its own,
-    and this version of the program."""
+    """Everything outputs depend on besides the requests: a resolved `config`, the `fingerprint` of
+    its checkpoint, its tokenizer and chat templates, served model names other than its own, and the
+    version of jaxserve."""
     return {
-        "jaxserve": jaxserve.__version__,
+        "jaxserve": __version__,
         "model": fingerprint,
         "tokenizer": tokenizer.digest,
         "model_names": list(names) or [str(config.model)],
@@ -48,12 +48,12 @@ def settings_of(
 
 
 class BatchJob:
-    """An input and its output, which is locked and known to be this job's. Close it, or use it in
-    a `with`.
+    """An input and its output, locked and verified to belong to this job. Close it, or use it as a
+    context manager.
 
-    `totals` count what is in the output, those of other hosts as they were when it was opened.
-    `earlier` is how many lines that were. `created` is when the job was first started, in
-    seconds since 1970, which all its answers carry.
+    `totals` count the results in the output, those of other hosts as of when it was opened.
+    `earlier` is the number of lines done at that time. `created` is when the job was first started,
+    as a Unix timestamp, which all its results carry.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class BatchJob:
         shard: Shard = Shard(),  # noqa: B008  (it is frozen)
         window_lines: int = WINDOW_LINES,
     ) -> None:
-        """`settings` are those of `settings_of`. With a `shard`, this host has a part of the work
-        to do. Raises BatchError when the input cannot be read, or the output not be written, or is
-        another job's."""
+        """`settings` are those of `settings_of`. With a `shard`, this host does a part of the work.
+        Raises BatchError if the input cannot be read, or the output cannot be written or belongs to
+        another job."""
         self.input, self.output = Path(input), Path(output).absolute()
         self.settings, self.shard = dict(settings), shard
         self.lines = open_lines(self.input)
@@ -77,7 +77,7 @@ class BatchJob:
             "lines": len(self.lines),
             **settings,
         }
-        # Before anything else is written: nothing is left beside a file that is refused.
+        # Claim before anything is written, so that a rejected output leaves no files behind.
         self.created = _claim(self.output, identity, str(self.input))
         self.journal = Journal(shard.file(self.output))
         try:
@@ -91,25 +91,25 @@ class BatchJob:
 
     @property
     def finished(self) -> bool:
-        """Whether every line has its result, as far as this host knows."""
+        """Whether every line has a result, as far as this host knows."""
         return self.totals.lines == len(self.lines)
 
     @property
     def num_windows(self) -> int:
-        """Windows of all hosts; this one has every `shard.count`-th, from `shard.index` on."""
+        """Windows of all hosts; this host has every `shard.count`-th, from `shard.index` on."""
         return math.ceil(len(self.lines) / self.window_lines)
 
     def window(self, index: int) -> range:
-        """Indices of the lines of a window."""
+        """Line indices of a window."""
         first = index * self.window_lines
         return range(first, min(first + self.window_lines, len(self.lines)))
 
     def left_in(self, window: range) -> Iterator[int]:
-        """Indices of a window's lines that have no result yet."""
+        """Indices of a window's lines without a result."""
         return (index for index in window if not self._done[self.lines.number(index)])
 
     def num_left(self) -> int:
-        """Lines that this host has to do."""
+        """Lines left for this host."""
         mine = range(self.shard.index, self.num_windows, self.shard.count)
         return sum(map(self.num_left_in, mine))
 
@@ -117,19 +117,19 @@ class BatchJob:
         return sum(1 for _ in self.left_in(self.window(window)))
 
     def append(self, results: Sequence[Result]) -> None:
-        """Write results of lines that are done. Raises BatchError."""
+        """Append results of completed lines. Raises BatchError."""
         self.journal.append(results)
         for result in results:
             self.totals.add(result)
 
     def sync_if_due(self) -> None:
-        """Have results on the disk two seconds after they were appended, if called so often.
-        Raises BatchError."""
+        """Sync results to disk if any were appended two seconds ago or earlier. Raises
+        BatchError."""
         self.journal.sync_if_due()
 
     def end(self) -> bool:
-        """Put the parts of all hosts together if they are all there; whether the job is done.
-        Nothing can be appended any more. When it is done, `totals` are those of all hosts."""
+        """Close the job, and merge the parts of all hosts if they are complete. Returns whether the
+        job is done; if so, `totals` are those of all hosts."""
         self.journal.sync()
         self.close()
         if self.shard.count == 1 and not parts_of(self.output):
@@ -140,18 +140,18 @@ class BatchJob:
         return True
 
     def _noted(self, results: Iterable[Result]) -> Iterator[Result]:
-        """The results, whose lines are done. Raises BatchError for one of a line there is not."""
+        """Mark lines of results as done. Raises BatchError for a line number out of range."""
         for result in results:
             if result.number >= len(self._done):
                 raise BatchError(
-                    f"{self.output} or a part of it has an answer to line {result.number}, but "
-                    f"{self.input} ends with line {len(self._done) - 1}; remove that answer."
+                    f"{self.output} or a part of it has a result for line {result.number}, but "
+                    f"{self.input} ends with line {len(self._done) - 1}; remove that result."
                 )
             self._done[result.number] = 1
             yield result
 
     def close(self) -> None:
-        """Let others write to the output. May be called twice."""
+        """Release the lock on the output. Idempotent."""
         self.journal.close()
 
     def __enter__(self) -> Self:
@@ -162,14 +162,14 @@ class BatchJob:
 
 
 def job_file(output: Path) -> Path:
-    """Where it is written whose output a file is."""
+    """The file that identifies the job an output belongs to."""
     return output.with_name(output.name + ".job")
 
 
 def _claim(output: Path, identity: dict[str, Any], name: str) -> int:
-    """Makes an output a job's, or finds that it is; when it first was.
+    """Claim an output for a job, or verify the existing claim. Returns the time of the first claim.
 
-    Raises BatchError for an output of another job, or of none.
+    Raises BatchError for an output of another job, or of no job.
     """
     path = job_file(output)
     try:
@@ -180,12 +180,12 @@ def _claim(output: Path, identity: dict[str, Any], name: str) -> int:
             "exists and that you can write to."
         ) from error
     with file:
-        lock(file.fileno(), path)  # Hosts may start at once.
+        lock(file.fileno(), path)  # Hosts may start concurrently.
         text = file.read()
         known = _parse(text)
         if known is None:
             try:
-                _check_nobodys(output, path)
+                _check_output_is_free(output, path)
             except BatchError:
                 if not text:
                     path.unlink()
@@ -205,14 +205,14 @@ def _claim(output: Path, identity: dict[str, Any], name: str) -> int:
         )
         raise BatchError(
             f"{output} belongs to another job, of {known.get('input_file')!r}: {shown}. Give "
-            "another output; or that job's input and settings, to go on with it; or delete "
-            f"{', '.join(file.name for file in (output, *parts_of(output), path))}, to start anew."
+            "another output; or give that job's input and settings, to resume it; or delete "
+            f"{', '.join(file.name for file in (output, *parts_of(output), path))}, to start over."
         )
     return known["created"]
 
 
 def _parse(text: bytes) -> dict[str, Any] | None:
-    """None for a file that is new, or that a process was killed while writing."""
+    """None for a file that is new, or truncated by a kill during writing."""
     try:
         known = json.loads(text)
     except ValueError:
@@ -220,13 +220,13 @@ def _parse(text: bytes) -> dict[str, Any] | None:
     return known if isinstance(known, dict) and isinstance(known.get("created"), int) else None
 
 
-def _check_nobodys(output: Path, path: Path) -> None:
+def _check_output_is_free(output: Path, path: Path) -> None:
     if output.is_dir():
         raise BatchError(f"{output} is a directory; give a file as the output.")
     taken = [file.name for file in (output, *parts_of(output)) if _has_content(file)]
     if taken:
         raise BatchError(
-            f"{output} is no output of a batch job: there is no good {path.name} beside it. Give "
+            f"{output} is not the output of a batch job: it has no valid {path.name}. Give "
             f"another output, or move {', '.join(taken)} away."
         )
 
@@ -236,6 +236,6 @@ def _has_content(path: Path) -> bool:
 
 
 def _window_lines(num_lines: int, count: int, most: int) -> int:
-    """Lines of a window, such that the hosts have about equally many windows and lines."""
+    """Lines per window, such that windows and lines are balanced over hosts."""
     rounds = math.ceil(num_lines / (most * count))
     return math.ceil(num_lines / (rounds * count))

@@ -1,4 +1,4 @@
-"""A file of results that is its own journal: what is in it is done, whatever happens next."""
+"""An append-only file of results that is also the journal of completed lines."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from jaxserve.errors import BatchError
+from jaxserve.core.errors import BatchError
 
 SYNC_S = 2.0
-"""Results are on the disk after so long and a step; of a process that is killed, all that it wrote
-are."""
+"""Interval of syncs to disk, checked after each step. A killed process loses nothing it wrote."""
 
 _ID = re.compile(r"batch_req_([1-9][0-9]*)")
 
 
 class Result(NamedTuple):
-    """A line of the output: the input's line number, its content, and how it is written."""
+    """A line of the output: the input's line number, the content, and its serialized form."""
 
     number: int
     content: dict[str, Any]
@@ -36,8 +35,8 @@ class Result(NamedTuple):
 
     @classmethod
     def parse(cls, text: bytes) -> Self | None:
-        """None for what is no whole line of a result. Raises BatchError for a line with the id of
-        one that does not say what came of its request."""
+        """Parse a line; None if it is not a complete result. Raises BatchError for a line with the
+        id of a result but without a valid error or response."""
         if not text.endswith(b"\n"):
             return None
         try:
@@ -54,13 +53,13 @@ class Result(NamedTuple):
         if not sound:
             raise BatchError(
                 f"{content['id']} has neither an error with code and message, nor a response with "
-                "usage; remove that line to have its request done again."
+                "usage; remove that line to run its request again."
             )
         return cls(int(number[1]), content, text)
 
 
 def _is_sound(content: dict[str, Any]) -> bool:
-    """Whether a result has what is counted of it. Raises KeyError or TypeError if it has not."""
+    """Whether a result has the fields that totals count. May raise KeyError or TypeError if not."""
     error = content["error"]
     if error is not None:
         return isinstance(error["code"], str) and isinstance(error["message"], str)
@@ -69,12 +68,12 @@ def _is_sound(content: dict[str, Any]) -> bool:
 
 
 class Journal:
-    """A file to which results are appended by one process at a time."""
+    """A file of results with a single writer."""
 
     def __init__(self, path: Path, wait: bool = False) -> None:
-        """Opens a file, makes it if need be, and locks it; `wait`s for another process to end.
+        """Open and lock the file, creating it if needed; with `wait`, wait for the lock.
 
-        Raises BatchError when it cannot be written, or another process writes to it.
+        Raises BatchError if it cannot be written, or if another process holds the lock.
         """
         self.path = path
         try:
@@ -93,8 +92,8 @@ class Journal:
         self._unsynced_since: float | None = None
 
     def results(self) -> Iterator[Result]:
-        """What is in the file, and what a process that was killed left unfinished at its end is
-        cut off. Raises BatchError where the file is damaged before its end."""
+        """The results in the file. Truncates an incomplete line at its end, left by a killed
+        process. Raises BatchError if the file is damaged before its end."""
         good_bytes = 0
         for result in _scan(self.path):
             good_bytes += len(result.text)
@@ -103,10 +102,10 @@ class Journal:
             self._cut(good_bytes)
 
     def append(self, results: Sequence[Result]) -> None:
-        """Write whole lines at once. They survive this process from now on, and the machine's
-        failure from the next sync on.
+        """Append whole lines in one write. They survive a process crash from now on, and a machine
+        crash from the next sync on.
 
-        Raises BatchError, with the file as it was, when there is no room.
+        Raises BatchError, and restores the file, if the disk is full.
         """
         text = b"".join(result.text for result in results)
         written = 0
@@ -117,7 +116,7 @@ class Journal:
             with contextlib.suppress(OSError):
                 self._cut(self._size)
             raise BatchError(
-                f"{self.path} cannot be written any more: {error.strerror}. What is in it is safe; "
+                f"{self.path} can no longer be written: {error.strerror}. Its results are safe; "
                 "make room and run the same command again."
             ) from error
         self._size += len(text)
@@ -125,13 +124,13 @@ class Journal:
             self._unsynced_since = time.monotonic()
 
     def sync_if_due(self) -> None:
-        """`sync` when something was appended two seconds ago or earlier. Raises BatchError."""
+        """Call `sync` if anything was appended two seconds ago or earlier. Raises BatchError."""
         since = self._unsynced_since
         if since is not None and time.monotonic() - since >= SYNC_S:
             self.sync()
 
     def sync(self) -> None:
-        """Have everything on the disk. Raises BatchError."""
+        """Sync all results to disk. Raises BatchError."""
         try:
             os.fsync(self._file)
         except OSError as error:
@@ -139,7 +138,7 @@ class Journal:
         self._unsynced_since = None
 
     def close(self) -> None:
-        """Give up the lock. May be called twice."""
+        """Release the lock. Idempotent."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -150,9 +149,9 @@ class Journal:
 
 
 def lock(file: int, path: Path, wait: bool = True) -> None:
-    """Lock an open file, whose `path` errors name; `wait`s for another process to unlock it.
+    """Lock an open file; `path` is for error messages. With `wait`, wait for the lock.
 
-    Raises BatchError when it cannot be locked, or another process has locked it.
+    Raises BatchError if it cannot be locked, or if another process holds the lock.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -163,18 +162,18 @@ def lock(file: int, path: Path, wait: bool = True) -> None:
     except OSError as error:
         raise BatchError(
             f"{path} cannot be locked: {error.strerror}. Give an output on a file system that "
-            "has locks (flock)."
+            "supports locks (flock)."
         ) from error
 
 
 def read_results(path: Path) -> Iterator[Result]:
-    """What is in a file that another process may be writing; nothing where there is none."""
+    """Results of a file that another process may be writing; none if it does not exist."""
     with contextlib.suppress(FileNotFoundError):
         yield from _scan(path)
 
 
 def in_use(path: Path) -> bool:
-    """Whether a process writes to a file now."""
+    """Whether another process holds the lock of a file."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -186,8 +185,8 @@ def in_use(path: Path) -> bool:
 
 
 def _scan(path: Path) -> Iterator[Result]:
-    """Results up to the first line that is none. Raises BatchError for one after that,
-    and for a line that is of a result but has another shape."""
+    """Results up to the first line that is not one. Raises BatchError for a result after that line,
+    and for a malformed result."""
     damaged = None
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
@@ -200,7 +199,7 @@ def _scan(path: Path) -> Iterator[Result]:
             elif damaged:
                 raise BatchError(
                     f"line {damaged} of {path} is damaged, and results follow; remove that line "
-                    "to have its request done again."
+                    "to run its request again."
                 )
             else:
                 yield result

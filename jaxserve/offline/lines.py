@@ -1,4 +1,4 @@
-"""The lines of a batch job's input, one by one and in any order: JSONL, Parquet or ArrayRecord."""
+"""Random access to the lines of a batch input: JSONL, Parquet or ArrayRecord."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxserve.errors import BatchError, RequestError
+from jaxserve.core.errors import BatchError, RequestError
 
 _READ_BYTES = 1 << 20
 
@@ -20,10 +20,9 @@ Record = Mapping[str, Any]
 
 
 class Lines(Protocol):
-    """Records by index: a source with random access, as Grain reads them. Nothing but their
-    places is held in memory.
+    """Records by index: a Grain random access data source. Only their offsets are held in memory.
 
-    `digest` is that of the file's bytes.
+    `digest` is a hash of the file's bytes.
     """
 
     digest: str
@@ -34,13 +33,13 @@ class Lines(Protocol):
         """Raises RequestError for a line that is not a JSON object."""
 
     def number(self, index: int) -> int:
-        """The line's number in the file, from 1; a line that is blank has a number too."""
+        """The line's number in the file, from 1; blank lines count."""
 
 
 def open_lines(path: Path) -> Lines:
-    """The lines of a file, which its name's ending says the format of.
+    """The lines of a file, whose format is given by its suffix.
 
-    Raises BatchError when it cannot be read, is of no known format, or has no lines.
+    Raises BatchError if it cannot be read, has an unknown format, or has no lines.
     """
     kind = _KINDS.get(path.suffix)
     if kind is None:
@@ -48,15 +47,15 @@ def open_lines(path: Path) -> Lines:
             f"the input is {str(path)!r}; its name must end in one of {', '.join(_KINDS)}."
         )
     if not path.is_file():
-        raise BatchError(f"there is no file {str(path)!r} to read lines from.")
+        raise BatchError(f"the input {str(path)!r} does not exist or is not a file.")
     try:
         lines = kind(path)
     except OSError as error:
         raise BatchError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (ValueError, RuntimeError) as error:  # pyarrow's and array_record's
-        raise BatchError(f"{path} is not what its name says: {error}") from error
+        raise BatchError(f"{path} does not have the format of its suffix: {error}") from error
     if not len(lines):
-        raise BatchError(f"{path} has no lines; there is nothing to do.")
+        raise BatchError(f"{path} has no lines.")
     return lines
 
 
@@ -91,7 +90,7 @@ class JsonLines:
 
 class ParquetRows:
     """A Parquet file with a column for each key. Nulls count as absent; a column `body` may hold
-    JSON as text. The row group read last is held in memory."""
+    JSON as text. The last row group read is held in memory."""
 
     def __init__(self, path: Path) -> None:
         from pyarrow.parquet import ParquetFile
@@ -125,7 +124,7 @@ class ArrayRecords:
     """An ArrayRecord file whose records are JSON objects."""
 
     def __init__(self, path: Path) -> None:
-        from grain.sources import ArrayRecordDataSource  # It brings JAX, which takes a second.
+        from grain.sources import ArrayRecordDataSource  # imports JAX, which takes a second
 
         self.digest = _digest(path)
         self._source = ArrayRecordDataSource(str(path))
@@ -162,7 +161,7 @@ def _record(text: bytes) -> dict[str, Any]:
         record = json.loads(text)
     except json.JSONDecodeError as error:
         raise RequestError(f"not JSON: {error.msg} at character {error.pos + 1}.") from None
-    except (ValueError, RecursionError) as error:  # bytes that are no UTF-8, numbers too long
+    except (ValueError, RecursionError) as error:  # invalid UTF-8, numbers too long
         raise RequestError(f"not JSON: {error}.") from None
     if not isinstance(record, dict):
         shown = text[:60].decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Plots as SVG that is part of a page: it has the page's font, and follows its colours."""
+"""Plots as inline SVG that uses the page's font and colours."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from jaxserve.metrics.svg_page import svg_element
 from jaxserve.offline.timeline import Sample
-from jaxserve.svg_page import svg_element
 
-# Colours that no plot has, each of which stands for one of the page's.
+# Placeholder colours, each replaced by one of the page's.
 _INK, _GRID, _FIRST, _SECOND = "#010203", "#010204", "#010205", "#010206"
 _OF_THE_PAGE = {
     _INK: "currentColor",
@@ -43,7 +43,7 @@ _PERIODS = 80
 
 
 def throughput(samples: Sequence[Sample], name: str) -> str:
-    """Prompt and output tokens a second over the time of a run, one above the other."""
+    """Prompt and output tokens per second over a run, stacked."""
     with matplotlib.rc_context(_STYLE):
         figure, axes = _axes(9.0, 2.6)
         times, prompt, output = np.array(
@@ -66,7 +66,7 @@ def throughput(samples: Sequence[Sample], name: str) -> str:
 
 
 def histogram(values: Sequence[float], label: str, name: str) -> str:
-    """How many of the values are how large. Whole numbers have bins of whole numbers."""
+    """Histogram of values. Integers have integer bins."""
     with matplotlib.rc_context(_STYLE):
         figure, axes = _axes(4.4, 2.2)
         numbers = np.asarray(values)
@@ -92,7 +92,7 @@ def _axes(width_inches: float, height_inches: float) -> tuple[Figure, Axes]:
 
 
 def _svg(figure: Figure, name: str) -> str:
-    """The figure as an element, in the page's colours."""
+    """The figure as an SVG element, in the page's colours."""
     text = svg_element(figure, name)
     for ours, pages in _OF_THE_PAGE.items():
         text = text.replace(ours, pages)

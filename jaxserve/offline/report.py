@@ -1,4 +1,4 @@
-"""A batch job as one page of HTML that needs nothing beside it."""
+"""Report of a batch job as a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxserve.engine.statistics import percentile
-from jaxserve.errors import BatchError
+from jaxserve.core.errors import BatchError
+from jaxserve.metrics.statistics import percentile
+from jaxserve.metrics.svg_page import html_page
 from jaxserve.offline.plots import histogram, throughput
 from jaxserve.offline.run import BatchRun
 from jaxserve.offline.timeline import duration
-from jaxserve.svg_page import html_page
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #fff; --ink: #1d2733; --quiet: #5b6875; --grid: #d9dee4;
@@ -42,7 +42,7 @@ th { color: var(--quiet); white-space: nowrap; } td:last-child { width: 99%; }
 
 
 def write_report(path: Path, run: BatchRun) -> None:
-    """Write the page to a file. Raises BatchError when it cannot be."""
+    """Write the report to a file. Raises BatchError if that fails."""
     try:
         path.write_text(report(run), encoding="utf-8")
     except OSError as error:
@@ -50,7 +50,7 @@ def write_report(path: Path, run: BatchRun) -> None:
 
 
 def report(run: BatchRun) -> str:
-    """The page: what was done, how fast, how long prompts and answers were, and what failed."""
+    """The report: progress, throughput, lengths of prompts and outputs, latencies and errors."""
     job, totals = run.job, run.totals
     title = f"{job.input.name} → {job.output.name}"
     left = len(job.lines) - totals.lines

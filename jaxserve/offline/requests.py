@@ -1,4 +1,4 @@
-"""What a line of a batch file asks for, or why it cannot be answered."""
+"""Parse lines of a batch file into requests, or into error results."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from jaxserve.core.outputs import RequestOutput
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.offline.custom_ids import custom_id_of, seed_of
 from jaxserve.offline.journal import Result
 from jaxserve.offline.lines import Record
-from jaxserve.outputs import RequestOutput
-from jaxserve.protocol.endpoints import ENDPOINTS, Call
+from jaxserve.protocol.endpoints import ENDPOINTS, ParsedRequest
 from jaxserve.protocol.errors import FieldError, GenerationFailedError, check_generated, reply_to
 from jaxserve.protocol.model import Model
-from jaxserve.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -24,11 +24,11 @@ _ENVELOPE = {"custom_id", "method", "url", "body"}
 
 @dataclasses.dataclass(frozen=True)
 class BatchRequest:
-    """A line that was found good."""
+    """A valid line."""
 
     number: int
     custom_id: str
-    call: Call
+    call: ParsedRequest
     seed: int
 
     @property
@@ -36,14 +36,14 @@ class BatchRequest:
         return self.call.prompts
 
     def params(self, place: int) -> SamplingParams:
-        """How to sample after prompt `place`: by a seed that depends on the line alone."""
+        """Sampling parameters of prompt `place`, with a seed that depends on the line alone."""
         params = self.call.params
         if params.seed is not None:
             return params
         return dataclasses.replace(params, seed=seed_of(self.custom_id, place, self.seed))
 
     def result(self, outputs: list[RequestOutput], created: int) -> Result:
-        """The output's line, in which nothing depends on when or beside whom it was run."""
+        """The result, which does not depend on timing or on other requests."""
         try:
             check_generated(outputs)
         except GenerationFailedError as error:
@@ -51,17 +51,17 @@ class BatchRequest:
         name = f"batch_req_{self.number}"
         try:
             body = self.call.response(outputs, name, created)
-        except Exception as error:  # A mistake of ours stops one line, and not the job.
-            _log.exception("the answer to line %d could not be written.", self.number)
+        except Exception as error:  # A bug fails one line, not the job.
+            _log.exception("the result of line %d could not be created.", self.number)
             return refused(self.number, self.custom_id, error, "internal_error")
-        body["usage"].pop("prompt_tokens_details")  # What was cached depends on the others.
+        body["usage"].pop("prompt_tokens_details")  # Cache hits depend on other requests.
         response = {"status_code": 200, "request_id": name, "body": body}
         return Result.of(self.number, custom_id=self.custom_id, response=response, error=None)
 
 
 def parse(record: Record, number: int, model: Model, seed: int) -> BatchRequest:
-    """What a line asks for: OpenAI's envelope around a body, or a body with `prompt` or
-    `messages`. A line that seeds nothing itself is seeded by its custom_id and the job's `seed`.
+    """Parse a line: a body in OpenAI's batch format, or just a body with `prompt` or `messages`. A
+    line without a seed is seeded from its custom_id and the job's `seed`.
 
     Raises RequestError.
     """
@@ -72,12 +72,12 @@ def parse(record: Record, number: int, model: Model, seed: int) -> BatchRequest:
         raise FieldError("url", f"is {url!r:.80}; it must be one of {', '.join(ENDPOINTS)}.")
     call = endpoint.parse(body, model)
     if call.stream:
-        raise FieldError("stream", "is true, but a batch has nobody to stream to; leave it out.")
+        raise FieldError("stream", "is true, but batch jobs cannot stream; leave it out.")
     return BatchRequest(number, custom_id, call, seed)
 
 
 def refused(number: int, custom_id: str, error: Exception, code: str | None = None) -> Result:
-    """The output's line for a line of the input that has no answer but an error."""
+    """The result of a line that failed with `error`."""
     reply = reply_to(error)
     code = code or reply.code or (f"invalid_{reply.param}" if reply.param else "invalid_request")
     return _error(number, custom_id, reply.status, reply.body, code, reply.message)
@@ -92,7 +92,7 @@ def _url_and_body(record: Record) -> tuple[Any, Any]:
             raise FieldError("method", f"is {method!r:.80}; it must be POST.")
         for name in ("url", "body"):
             if name not in record:
-                raise FieldError(name, "is missing; a batch line has custom_id, url and body.")
+                raise FieldError(name, "is missing; a batch line needs custom_id, url and body.")
         return record["url"], record["body"]
     body = {name: value for name, value in record.items() if name != "custom_id"}
     match "prompt" in body, "messages" in body:
@@ -101,8 +101,8 @@ def _url_and_body(record: Record) -> tuple[Any, Any]:
         case False, True:
             return "/v1/chat/completions", body
         case True, True:
-            raise FieldError("prompt", "and messages contradict; give one of them.")
-    raise FieldError("prompt", "is missing; a line has url and body, or prompt, or messages.")
+            raise FieldError("prompt", "and messages conflict; give one of them.")
+    raise FieldError("prompt", "is missing; a line needs url and body, or prompt, or messages.")
 
 
 def _error(

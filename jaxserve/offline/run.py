@@ -1,4 +1,4 @@
-"""Running a batch job on an engine that is never left without work."""
+"""Run a batch job on an engine, keeping its waiting queue full."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxserve.core.errors import RequestError
+from jaxserve.core.outputs import RequestOutput
 from jaxserve.engine.interrupts import interrupts_held
-from jaxserve.errors import RequestError
 from jaxserve.offline.grammars_ahead import with_grammars
 from jaxserve.offline.job import BatchJob, settings_of
 from jaxserve.offline.journal import Result
@@ -18,7 +19,6 @@ from jaxserve.offline.requests import BatchRequest, refused
 from jaxserve.offline.timeline import Timeline
 from jaxserve.offline.totals import Totals
 from jaxserve.offline.windows import Prompt, Window, windows
-from jaxserve.outputs import RequestOutput
 from jaxserve.protocol.model import Model
 
 if TYPE_CHECKING:
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 class BatchRun:
-    """What this process does of a job, and how fast.
+    """This process's part of a job, and its statistics.
 
     `totals` count the whole output as far as this host knows it, `done` and `cached_tokens` the
-    lines of this run. Of each request `latency_us` has the time from its first step to its last,
-    and `token_us`, if there are several, the mean time between its tokens. `complete` says
-    that no line is left, here or on another host.
+    lines of this run. For each request `latency_us` has the time from its first step to its last,
+    and `token_us`, if it has several tokens, the mean time between them. `complete` means that no
+    line is left, here or on another host.
     """
 
     def __init__(self, job: BatchJob) -> None:
@@ -56,7 +56,7 @@ class BatchRun:
 
     @property
     def left_s(self) -> float | None:
-        """Time left, by the tokens that lines took so far; None when that is not known."""
+        """Estimated time left, from the tokens per line so far; None if unknown."""
         tokens, rate = self.timeline.tokens, self.timeline.tokens_per_s
         if not self.done or not rate:
             return None
@@ -64,7 +64,7 @@ class BatchRun:
 
     @property
     def cached_share(self) -> float:
-        """Of the prompt tokens of this run, those whose keys and values were in the cache."""
+        """Fraction of this run's prompt tokens that hit the prefix cache."""
         return self.cached_tokens / max(1, self.timeline.samples[-1].prompt_tokens)
 
     def run(
@@ -73,10 +73,10 @@ class BatchRun:
         names: Sequence[str] = (),
         progress: Callable[[BatchRun], None] = lambda run: None,
     ) -> None:
-        """Do what is left. `names` are the model's, and `progress` is told after every step.
+        """Run the remaining lines. `names` are the model's; `progress` is called after every step.
 
-        However it ends, what has finished is in the output, and nothing is left in the engine.
-        Raises BatchError when the output cannot be written, and what `Engine.step` raises.
+        On any exit, finished lines are in the output, and all requests have left the engine.
+        Raises BatchError if the output cannot be written, and what `Engine.step` raises.
         """
         model = Model.of(engine.plan, engine.tokenizer, names)
         self.timeline = Timeline()
@@ -84,7 +84,7 @@ class BatchRun:
             with windows(self.job, model, engine.plan.config.page_size) as read:
                 prompts = with_grammars(engine, self._prompts(read))
                 while self._feed(engine, prompts) or self._running:
-                    with interrupts_held():  # What a step has finished is written.
+                    with interrupts_held():  # Results of a finished step are always written.
                         self._take(engine, engine.step())
                     self.job.sync_if_due()
                     progress(self)
@@ -102,8 +102,8 @@ class BatchRun:
     def _feed(
         self, engine: Engine, prompts: Iterator[tuple[Prompt, Future[Grammar] | None]]
     ) -> bool:
-        """Add prompts until as many sequences wait as can run at once, or the next one's grammar is
-        not compiled and others run; False when all were added."""
+        """Add prompts until as many sequences wait as can run at once, or until the next prompt's
+        grammar is still compiling while others run. False once all are added."""
         while engine.scheduler.num_waiting < engine.plan.config.max_num_seqs:
             self._next = self._next or next(prompts, None)
             if self._next is None:
@@ -147,13 +147,13 @@ class BatchRun:
             self._running[request_id] = _Running(line, place, added)
 
     def _take(self, engine: Engine, touched: Sequence[Request]) -> None:
-        """Count the new tokens of requests, and write the lines that are finished with them."""
+        """Count the new tokens of requests, and write the lines that they finish."""
         results = []
         for request in touched:
             deltas = request.take_deltas()
             running = self._running.get(request.request_id)
             if running is None or running.request is not request:
-                continue  # One that was aborted, or that is not of this run at all.
+                continue  # Aborted, or not a request of this run.
             prompt_tokens = 0 if running.started else len(request.prompt_token_ids)
             running.started = True
             self.timeline.add(prompt_tokens, sum(len(delta.token_ids) for delta in deltas))
@@ -184,8 +184,8 @@ class BatchRun:
 
 @dataclasses.dataclass
 class _Line:
-    """A line under way, with the outputs of those of its prompts that are done, by place. `to_come`
-    counts those of its prompts that are not in the engine yet."""
+    """A line in flight, with the outputs of its finished prompts by place. `to_come` counts its
+    prompts that are not yet in the engine."""
 
     request: BatchRequest
     to_come: int
@@ -198,7 +198,7 @@ class _Line:
 
 @dataclasses.dataclass
 class _Running:
-    """A prompt of a line in the engine; `started` when it has its first token."""
+    """A prompt of a line in the engine; `started` once its first token is counted."""
 
     line: _Line
     place: int
@@ -212,16 +212,16 @@ def run_batch(
     output: str | Path,
     progress: Callable[[BatchRun], None] = lambda run: None,
 ) -> BatchRun:
-    """Answer every line of `input`, and append the answers to `output` as they come.
+    """Run every request in `input`, and append each result to `output` when it finishes.
 
-    When it is interrupted or killed, call it again: it goes on where it was. Lines that seed
-    nothing themselves are seeded by the engine's `seed` and their custom_id. Returns what was done.
+    To resume an interrupted or killed job, call it again. Lines without a seed are seeded from the
+    engine's `seed` and their custom_id. Returns the finished run, with its statistics.
 
     >>> with LLM() as llm:
     ...     run = run_batch(llm, "questions.jsonl", "answers.jsonl")
 
-    Raises BatchError when the input cannot be read, or the output cannot be written or is another
-    job's. A bad line is told of in the output, and stops nothing.
+    Raises BatchError if the input cannot be read, or the output cannot be written or belongs to
+    another job. An invalid line gets an error result and does not stop the job.
     """
     plan = llm.engine.plan
     settings = settings_of(plan.config, plan.checkpoint.fingerprint, llm.engine.tokenizer)

@@ -1,4 +1,4 @@
-"""A job divided among hosts: what each writes, and how that becomes one output again."""
+"""Shards of a job over several hosts: the part each host writes, and merging the parts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxserve.errors import BatchError
+from jaxserve.core.errors import BatchError
 from jaxserve.offline.journal import Journal, Result, in_use, read_results
 
 _APPEND_RESULTS = 1024
@@ -16,13 +16,13 @@ _APPEND_RESULTS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """One of `count` equal parts of a job, numbered from 0. The only one is the whole job."""
+    """One of `count` equal parts of a job, numbered from 0. 0/1 is the whole job."""
 
     index: int = 0
     count: int = 1
 
     def __post_init__(self) -> None:
-        """Raises BatchError for a part that there is not."""
+        """Raises BatchError for an index out of range."""
         if not 0 <= self.index < self.count:
             raise BatchError(
                 f"the shard is {self.index}/{self.count}; give I/N with I from 0 to N - 1."
@@ -30,7 +30,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """Of `I/N`. Raises BatchError for anything else."""
+        """Parse `I/N`. Raises BatchError for anything else."""
         found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text, re.ASCII)
         if found is None:
             raise BatchError(f"the shard is {text!r}; give I/N, such as 0/4 for the first of four.")
@@ -40,17 +40,17 @@ class Shard:
         return f"{self.index}/{self.count}"
 
     def file(self, output: Path) -> Path:
-        """Where this part's results go: the output itself where there is one part."""
+        """The file for this part's results: the output itself if there is one part."""
         if self.count == 1:
             return output
         return output.with_name(f"{output.name}.part-{self.index:05}-of-{self.count:05}")
 
 
 def results_so_far(output: Path, own: Journal) -> Iterator[Result]:
-    """All that is done, by whatever number of hosts, each line once. What was cut off when this
-    host was killed is taken out of its own file.
+    """All results so far, for any number of hosts, each line once. Truncates an incomplete line in
+    this host's own file.
 
-    Raises BatchError when a job divided otherwise is under way.
+    Raises BatchError if the job is running with another number of hosts.
     """
     done: set[int] = set()
     count = _count(own.path)
@@ -60,8 +60,8 @@ def results_so_far(output: Path, own: Journal) -> Iterator[Result]:
         else:
             if _count(path) != count and in_use(path):
                 raise BatchError(
-                    f"another process is writing to {path}; all hosts must agree on how many they "
-                    "are. End the others, and start as many as you mean to have."
+                    f"another process is writing to {path}; all hosts must use the same number of "
+                    "shards. Stop the others, and start all with the same N."
                 )
             results = read_results(path)
         for result in results:
@@ -71,9 +71,9 @@ def results_so_far(output: Path, own: Journal) -> Iterator[Result]:
 
 
 def merge(output: Path, num_lines: int) -> bool:
-    """Bring all parts into the output, if they are all there now; whether they are.
+    """Merge all parts into the output if all lines are done. Returns whether they are.
 
-    May be called by several hosts at once and again after a kill, for the output is a journal too.
+    Safe to call from several hosts concurrently and again after a kill, as the output is a journal.
     """
     with contextlib.closing(Journal(output, wait=True)) as journal:
         done = {result.number for result in journal.results()}
@@ -98,12 +98,12 @@ def merge(output: Path, num_lines: int) -> bool:
 
 
 def parts_of(output: Path) -> list[Path]:
-    """The files that hosts have written beside an output, of whatever number of hosts."""
+    """The part files next to an output, for any number of hosts."""
     pattern = re.compile(re.escape(output.name) + r"\.part-[0-9]{5,}-of-[0-9]{5,}")
     return sorted(path for path in output.parent.iterdir() if pattern.fullmatch(path.name))
 
 
 def _count(path: Path) -> int:
-    """How many parts a file is one of."""
+    """The number of parts that a file is one of."""
     found = re.search(r"\.part-[0-9]+-of-([0-9]+)$", path.name)
     return 1 if found is None else int(found[1])

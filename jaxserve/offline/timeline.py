@@ -1,4 +1,4 @@
-"""Tokens over the time of a run, in bounded memory."""
+"""Token counts over the time of a run, in bounded memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 MAX_SAMPLES = 400
 RECENT = 30
-"""Of the latest samples a rate is made."""
+"""Latest samples, from which the current rate is computed."""
 _FIRST_PERIOD_S = 0.25
 
 
 class Sample(NamedTuple):
-    """Tokens that were computed or found in the cache until a time since the beginning."""
+    """Tokens computed or found in the cache up to a time since the start of the run."""
 
     elapsed_s: float
     prompt_tokens: int
@@ -26,8 +26,8 @@ class Sample(NamedTuple):
 
 
 class Timeline:
-    """Counts tokens, and keeps a sample of the counts every so often: each time there are
-    more than MAX_SAMPLES every second one is dropped, and they come half as often from then on."""
+    """Counts tokens and samples the counts periodically. Above MAX_SAMPLES, every second sample is
+    dropped and the period doubles."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -48,7 +48,7 @@ class Timeline:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of late."""
+        """Rate over the latest samples."""
         earlier, elapsed_s = self._recent[0], self.elapsed_s
         return (self.tokens - earlier.tokens) / max(1e-9, elapsed_s - earlier.elapsed_s)
 
@@ -59,7 +59,7 @@ class Timeline:
             self.sample()
 
     def sample(self) -> None:
-        """Keep the counts as they are now."""
+        """Record a sample of the current counts."""
         sample = Sample(self.elapsed_s, self._prompt_tokens, self._output_tokens)
         self.samples.append(sample)
         self._recent.append(sample)
@@ -69,7 +69,7 @@ class Timeline:
 
 
 def duration(seconds: float) -> str:
-    """As people say it: `3.2 s`, `12:05`, `1:02:03`."""
+    """Formatted as `3.2 s`, `12:05` or `1:02:03`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""What a batch job has done, as numbers."""
+"""Counts over the results of a batch job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _ints() -> array[int]:
 
 @dataclasses.dataclass
 class Totals:
-    """Counts over results. `errors` counts by code, and `examples` has a message for each."""
+    """Counts over results. `errors` counts by code, and `examples` has one message per code."""
 
     lines: int = 0
     prompt_tokens: array[int] = dataclasses.field(default_factory=_ints)

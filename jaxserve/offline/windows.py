@@ -1,4 +1,4 @@
-"""The input in windows: each is read, tokenized and put in order while the last one still runs."""
+"""Windows of the input: each is read, tokenized and ordered while the previous one runs."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 
-from jaxserve.engine.shared_prefix import SharedPrefix
-from jaxserve.errors import RequestError
+from jaxserve.core.errors import RequestError
+from jaxserve.core.sequence import SharedPrefix
 from jaxserve.offline.custom_ids import custom_id_of, implied_id
 from jaxserve.offline.job import BatchJob
 from jaxserve.offline.journal import Result
-from jaxserve.offline.planned_order import planned_order
 from jaxserve.offline.requests import BatchRequest, parse, refused
 from jaxserve.protocol.model import Model
+from jaxserve.scheduler.planned_order import planned_order
 
 _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One prompt of a request, of which a request may have several."""
+    """One of the prompts of a request."""
 
     request: BatchRequest
     place: int
@@ -30,7 +30,7 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Lines that were refused, and the prompts of the others in the order to run them."""
+    """Results of invalid lines, and the prompts of the others in execution order."""
 
     refused: list[Result]
     prompts: list[Prompt]
@@ -38,13 +38,13 @@ class Window:
 
 @contextlib.contextmanager
 def windows(job: BatchJob, model: Model, page_size: int) -> Iterator[Iterator[Window]]:
-    """What this host has left to do. A thread reads one window ahead.
+    """The windows left for this host. A thread reads one window ahead.
 
-    Grain divides the windows among the hosts and reads ahead. What its iterators keep of their
-    place is used to go past windows that are done; which lines are done is for the journal to say,
-    since they end in another order than they are read in.
+    Grain shards the windows over hosts and prefetches. Its iterator state is used to skip windows
+    that are done; the journal tracks which lines are done, since lines finish in another order than
+    they are read.
     """
-    import grain  # It brings JAX, which takes a second.
+    import grain  # imports JAX, which takes a second
 
     def read(indices: list[int]) -> Window:
         return _read(job, model, page_size, range(indices[0], indices[-1] + 1))
@@ -93,13 +93,13 @@ def _request(job: BatchJob, model: Model, index: int) -> BatchRequest | Result:
         if index in job.duplicates:
             earlier = job.lines.number(job.duplicates[index])
             duplicate = RequestError(
-                f"custom_id {custom_id!r:.80} is that of line {earlier} too; each needs its own."
+                f"custom_id {custom_id!r:.80} is already used by line {earlier}; give each its own."
             )
             return refused(number, custom_id, duplicate, "duplicate_custom_id")
         return parse(record, number, model, job.settings["seed"])
     except RequestError as error:
         return refused(number, custom_id, error)
-    except Exception as error:  # A mistake of ours stops one line, and not the job.
+    except Exception as error:  # A bug fails one line, not the job.
         _log.exception("line %d could not be read.", number)
         return refused(number, custom_id, error, "internal_error")
 

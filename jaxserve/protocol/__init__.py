@@ -1,1 +1,1 @@
-"""OpenAI's requests and answers as data: no HTTP here, so that batch files use them too."""
+"""OpenAI requests and responses as data, without HTTP, so that batch jobs can use them too."""

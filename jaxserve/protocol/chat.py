@@ -19,24 +19,24 @@ Choice = Literal["none", "auto", "required"] | ChosenTool
 
 
 class ChatCompletionRequest(GenerationFields):
-    """The body of a request: OpenAI's fields, and vLLM's."""
+    """The request body: OpenAI's fields, and vLLM's extensions."""
 
     messages: ListOf[Message]
-    max_completion_tokens: StrictInt | None = Field(None, description="The same as max_tokens.")
+    max_completion_tokens: StrictInt | None = Field(None, description="Alias of max_tokens.")
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = None
     tools: ListOf[Tool] | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: StrictBool | None = None
     add_generation_prompt: StrictBool | None = Field(
-        None, description="Whether the prompt ends with the opening of the assistant's turn."
+        None, description="Whether to end the prompt with the start of the assistant's turn."
     )
     chat_template_kwargs: JsonObject | None = Field(
-        None, description="More for the chat template to read, such as enable_thinking."
+        None, description="Extra variables for the chat template, such as enable_thinking."
     )
 
     def call(self, model: Model) -> Chat:
-        """What the engine is to do, and how to tell of it. Raises RequestError."""
+        """Convert the body to a request for the engine. Raises RequestError."""
         self.check(model)
         if self.top_logprobs is not None and not self.logprobs:
             raise FieldError("top_logprobs", "needs logprobs to be true.")
@@ -51,10 +51,10 @@ class ChatCompletionRequest(GenerationFields):
         if tool_use is not None and tool_use.schema is not None:
             if self.constraint() is not None:
                 raise FieldError(
-                    "tool_choice", "forces a call, which no response_format can apply to."
+                    "tool_choice", "forces a call, so the response format cannot be set too."
                 )
             more["structured_outputs"] = {"json": tool_use.schema}
-        # An answer goes on to the context limit, unless the model's authors recommend another.
+        # Without max_tokens, generate up to the context limit, unless the model's config sets one.
         defaults = {} if model.default_sampling.get("max_new_tokens") else {"max_tokens": None}
         return Chat(
             model=model,
@@ -69,13 +69,13 @@ class ChatCompletionRequest(GenerationFields):
         )
 
     def prompt(self, model: Model, tools: list[dict[str, Any]] | None) -> TokenizedPrompt:
-        """The conversation as the model's chat template lays it out. Raises RequestError."""
+        """The conversation rendered by the chat template. Raises RequestError."""
         messages = [message.for_template() for message in self.messages]
         prompt = model.chat_prompt(
             messages, tools, self.chat_template_kwargs, self.add_generation_prompt is not False
         )
         if not prompt.token_ids:
-            raise FieldError("messages", "make an empty prompt.")
+            raise FieldError("messages", "render to an empty prompt.")
         return prompt
 
     def _tool_use(self, model: Model) -> ToolUse | None:
@@ -90,7 +90,7 @@ class ChatCompletionRequest(GenerationFields):
             template = model.tokenizer.tool_template
             how = format_of(template) if knows_tools(template) else None
             if how is None:
-                lack = "has calls of an unknown format" if knows_tools(template) else "has no tools"
+                lack = "has an unknown tool format" if knows_tools(template) else "has no tools"
                 raise FieldError(
                     "tool_choice",
                     f"is auto, but this model's chat template {lack}; "
@@ -104,7 +104,7 @@ class ChatCompletionRequest(GenerationFields):
         return ToolUse((tool,), "named", False, schema)
 
     def _shown_tools(self, model: Model, tool_use: ToolUse | None) -> list[dict[str, Any]] | None:
-        """The tools as the template shows them to the model, where it does."""
+        """The tools for the chat template, if it supports tools."""
         if tool_use is None or not knows_tools(model.tokenizer.tool_template):
             return None
         return [tool.model_dump(exclude_none=True) for tool in self.tools]

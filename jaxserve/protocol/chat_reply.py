@@ -1,4 +1,4 @@
-"""The answer to a chat request: whole, or in chunks."""
+"""The response to a chat request: whole, or streamed in chunks."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+from jaxserve.core.outputs import CompletionOutput, Delta, RequestOutput
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.prompts import TokenizedPrompt
-from jaxserve.outputs import CompletionOutput, Delta, RequestOutput
 from jaxserve.protocol.logprobs import chat_logprobs, prompt_logprobs
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.tool_calls import Format, ToolCall, ToolReader
 from jaxserve.protocol.tools import Tool
 from jaxserve.protocol.usage import usage
-from jaxserve.sampling_params import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
 class ToolUse:
-    """The tools that may be called, and how calls are told from text.
+    """The tools that may be called, and how calls are parsed from text.
 
-    `schema` is what a forced call is written by.
+    `schema` constrains the output when a call is forced.
     """
 
     tools: tuple[Tool, ...]
@@ -34,7 +34,7 @@ class ToolUse:
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
-    """A request of one prompt; choice i is its sequence i."""
+    """A chat request, with one prompt; choice i is its sequence i."""
 
     model: Model
     prompts: tuple[TokenizedPrompt, ...]
@@ -49,7 +49,7 @@ class Chat:
     def response(
         self, outputs: Sequence[RequestOutput], request_id: str, created: int
     ) -> dict[str, Any]:
-        """The answer, made of the one output there is."""
+        """The response body, from the single output."""
         (output,) = outputs
         body = {
             **self.head(request_id, created, "chat.completion"),
@@ -63,7 +63,7 @@ class Chat:
         return body
 
     def chunks(self, request_id: str, created: int) -> ChatChunks:
-        """The answer piece by piece."""
+        """The response in streamed chunks."""
         return ChatChunks(self, request_id, created)
 
     def head(self, request_id: str, created: int, kind: str) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Chat:
         }
 
     def scores(self, source: CompletionOutput | Delta) -> dict[str, Any] | None:
-        """The log probabilities of what was generated, where they are wanted."""
+        """Log probabilities of the generated tokens, if requested."""
         if self.params.logprobs is None or source.logprobs is None:
             return None
         return chat_logprobs(
@@ -106,7 +106,7 @@ class Chat:
 
 
 class ChatChunks:
-    """Chunks of a streamed answer: the role, pieces of content, calls, the reason of the end."""
+    """Chunks of a streamed response: role, content deltas, tool calls, finish reason."""
 
     def __init__(self, call: Chat, request_id: str, created: int) -> None:
         self._call = call
@@ -125,7 +125,7 @@ class ChatChunks:
             yield chunk
 
     def add(self, number: int, deltas: Sequence[Delta]) -> Iterator[dict[str, Any]]:
-        """What the sequences gained; `number` is that of the one prompt."""
+        """Chunks for new deltas; `number` is the index of the single prompt."""
         for delta in deltas:
             text, calls = delta.text, ()
             if reader := self._readers.get(delta.index):
@@ -151,7 +151,7 @@ class ChatChunks:
                 yield chunk
 
     def end(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
-        """What follows when the output is there."""
+        """The final chunks, once the output is complete."""
         if self._call.include_usage:
             yield {**self._head, "choices": [], "usage": usage(outputs)}
 
@@ -161,7 +161,7 @@ class ChatChunks:
 
 
 def call_bodies(calls: Sequence[ToolCall], request_id: str, index: int) -> list[dict[str, Any]]:
-    """Calls with ids that are the same whenever the request is made again under its id."""
+    """Tool calls, with ids that are stable if the request is resent under the same id."""
     return [call.body(f"call-{request_id}-{index}-{number}") for number, call in enumerate(calls)]
 
 

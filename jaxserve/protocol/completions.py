@@ -1,4 +1,4 @@
-"""`/v1/completions`: texts or token ids continued."""
+"""`/v1/completions`: complete prompts given as text or token ids."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any
 
 from pydantic import Field, StrictBool, StrictInt, field_validator
 
+from jaxserve.core.errors import RequestError
+from jaxserve.core.outputs import CompletionOutput, Delta, RequestOutput
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.prompts import TokenizedPrompt
-from jaxserve.errors import RequestError
-from jaxserve.outputs import CompletionOutput, Delta, RequestOutput
 from jaxserve.protocol.errors import FieldError
 from jaxserve.protocol.fields import GenerationFields, ListOf
 from jaxserve.protocol.logprobs import TextOffsets, completion_logprobs, prompt_logprobs
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.usage import usage
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.detokenizer import Detokenizer
 
 MAX_PROMPTS = 2048
 
 
 class CompletionRequest(GenerationFields):
-    """The body of a request: OpenAI's fields, and vLLM's."""
+    """The request body: OpenAI's fields, and vLLM's extensions."""
 
     prompt: str | ListOf[str] | ListOf[StrictInt] | ListOf[ListOf[StrictInt]] = Field(
         description="Text or token ids, or a list of either.", examples=["The sky is"]
     )
-    best_of: StrictInt | None = Field(None, description="Must be n, where it is given.")
+    best_of: StrictInt | None = Field(None, description="Must equal n if given.")
     echo: StrictBool | None = None
     logprobs: StrictInt | None = None
     suffix: None = Field(None, description="Not supported.")
@@ -36,14 +36,14 @@ class CompletionRequest(GenerationFields):
     @field_validator("prompt", mode="before")
     @classmethod
     def _of_one_kind(cls, given: Any) -> Any:
-        """One message for all that a prompt may be; with the union's each branch has its own."""
+        """One error message for a bad prompt, instead of one per branch of the union."""
         kinds = {type(part) for part in given} if isinstance(given, list) else None
         if not isinstance(given, str) and kinds not in (set(), {str}, {int}, {list}):
             raise ValueError("must be text, token ids, or a list of either")
         return given
 
     def prompts(self, model: Model) -> tuple[TokenizedPrompt, ...]:
-        """Raises RequestError for none, too many, or a bad one."""
+        """Raises RequestError for no prompts, too many, or an invalid one."""
         given = self.prompt
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             given = [given]
@@ -58,22 +58,22 @@ class CompletionRequest(GenerationFields):
         return prompts
 
     def call(self, model: Model) -> Completion:
-        """What the engine is to do, and how to tell of it. Raises RequestError."""
+        """Convert the body to a request for the engine. Raises RequestError."""
         self.check(model)
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise FieldError("best_of", f"is {self.best_of}; only n itself is supported.")
+            raise FieldError("best_of", f"is {self.best_of}; it must equal n.")
         if self.echo and self.logprobs is not None and self.stream:
             raise FieldError("logprobs", "of an echoed prompt cannot be streamed.")
         more: dict[str, Any] = {"logprobs": self.logprobs}
         if self.echo and self.logprobs is not None:
             if self.prompt_logprobs not in (None, self.logprobs):
-                raise FieldError("prompt_logprobs", "must be logprobs, for the prompt is echoed.")
+                raise FieldError("prompt_logprobs", "must equal logprobs, since echo is true.")
             more["prompt_logprobs"] = self.logprobs
         scores_only = self.max_tokens == 0
         if scores_only:
             if not self.echo:
-                raise FieldError("max_tokens", "is 0, which leaves nothing to answer without echo.")
-            more["max_tokens"] = 1  # The engine samples one, which is dropped.
+                raise FieldError("max_tokens", "is 0, which needs echo; set echo to true.")
+            more["max_tokens"] = 1  # The engine samples one token, which is dropped.
         return Completion(
             model=model,
             prompts=self.prompts(model),
@@ -92,7 +92,7 @@ class CompletionRequest(GenerationFields):
 class Completion:
     """A request of one or more prompts; choice p * n + i is sequence i of prompt p.
 
-    `scores_only` drops what is generated, for max_tokens 0.
+    `scores_only` drops the generated token, for max_tokens 0.
     """
 
     model: Model
@@ -109,7 +109,7 @@ class Completion:
     def response(
         self, outputs: Sequence[RequestOutput], request_id: str, created: int
     ) -> dict[str, Any]:
-        """The answer, made of each prompt's output."""
+        """The response body, from each prompt's output."""
         return {
             **self.head(request_id, created),
             "choices": [
@@ -121,7 +121,7 @@ class Completion:
         }
 
     def chunks(self, request_id: str, created: int) -> CompletionChunks:
-        """The answer piece by piece."""
+        """The response in streamed chunks."""
         return CompletionChunks(self, self.head(request_id, created))
 
     def head(self, request_id: str, created: int) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class Completion:
         return self.model.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
 
     def offsets(self, number: int) -> TextOffsets:
-        """Of what is generated after a prompt, which comes first if it is echoed."""
+        """Text offsets of tokens generated after a prompt, which is counted if echoed."""
         detokenizer = Detokenizer(
             self.model.tokenizer,
             prompt_token_ids=self.prompts[number].token_ids,
@@ -196,7 +196,7 @@ class CompletionChunks:
                 yield self._chunk(choice)
 
     def add(self, number: int, deltas: Sequence[Delta]) -> Iterator[dict[str, Any]]:
-        """What the sequences of prompt `number` gained."""
+        """Chunks for new deltas of prompt `number`."""
         call = self._call
         for delta in deltas:
             index = number * call.params.n + delta.index
@@ -218,7 +218,7 @@ class CompletionChunks:
                 yield self._chunk(choice)
 
     def end(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
-        """What follows when every prompt has its output."""
+        """The final chunks, once every prompt has its output."""
         if self._call.include_usage:
             counted = usage(outputs, dropped=self._call.scores_only)
             yield {**self._head, "choices": [], "usage": counted}

@@ -1,4 +1,4 @@
-"""The endpoints that generate, by path: from a body to what the engine is to do, and back."""
+"""The generation endpoints, by path: parse a body into a request for the engine."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any, NamedTuple, Protocol
 
 from pydantic import BaseModel, ValidationError
 
+from jaxserve.core.outputs import Delta, RequestOutput
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.prompts import TokenizedPrompt
-from jaxserve.outputs import Delta, RequestOutput
 from jaxserve.protocol.chat import ChatCompletionRequest
 from jaxserve.protocol.completions import CompletionRequest
 from jaxserve.protocol.errors import FieldError, field_error, shown
 from jaxserve.protocol.model import Model
-from jaxserve.sampling_params import SamplingParams
 
 
 class Chunks(Protocol):
-    """A streamed answer: `begin`, then `add` as prompts gain tokens, then `end`."""
+    """A streamed response: `begin`, then `add` for each update of a prompt, then `end`."""
 
     def begin(self) -> Iterator[dict[str, Any]]: ...
 
@@ -26,8 +26,8 @@ class Chunks(Protocol):
     def end(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]: ...
 
 
-class Call(Protocol):
-    """A request that was found good: its prompts, how to sample, and how to answer."""
+class ParsedRequest(Protocol):
+    """A validated request: its prompts, sampling parameters, and response format."""
 
     prompts: tuple[TokenizedPrompt, ...]
     params: SamplingParams
@@ -43,12 +43,12 @@ class Call(Protocol):
 
 
 class Endpoint(NamedTuple):
-    """What is sent to one path."""
+    """The request type of one path."""
 
     request: type[BaseModel]
 
-    def parse(self, body: Mapping[str, Any], model: Model) -> Call:
-        """Raises RequestError, naming the field that is wrong."""
+    def parse(self, body: Mapping[str, Any], model: Model) -> ParsedRequest:
+        """Raises RequestError, naming the invalid field."""
         if not isinstance(body, Mapping):
             raise FieldError("body", f"must be a JSON object, got {shown(body)}.")
         try:

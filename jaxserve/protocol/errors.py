@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them: a status code and an `{"error": ...}` body."""
+"""Errors in OpenAI's format: a status code and an `{"error": ...}` body."""
 
 from __future__ import annotations
 
@@ -10,48 +10,48 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from jaxserve.errors import (
+from jaxserve.core.errors import (
     EngineClosedError,
     JaxserveError,
     OverloadedError,
     PromptTooLongError,
     RequestError,
 )
-from jaxserve.outputs import RequestOutput
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.core.outputs import RequestOutput
+from jaxserve.core.sampling_params import SamplingParams
 
 _PARAM = re.compile(r"(?:a token id of )?([a-z_]+)")
 _PARAMS = {"prompt", "messages", *(field.name for field in dataclasses.fields(SamplingParams))}
 _UNION_TAG = re.compile(r"[a-z-]+\[.*\]|str|int|float|bool|dict|none|[A-Z]\w*")
 MAX_SHOWN_CHARS = 80
-_SHORT = reprlib.Repr()  # It does not spell out what it then leaves out.
+_SHORT = reprlib.Repr()  # It never formats the part that it leaves out.
 _SHORT.maxstring = _SHORT.maxother = MAX_SHOWN_CHARS
 
 
 class FieldError(RequestError):
-    """A field of a request's body is missing, unknown, or not what it must be."""
+    """A field of a request body is missing, unknown, or invalid."""
 
     def __init__(self, field: str, message: str) -> None:
-        """`field` is the path to it, such as `messages[0].role`."""
+        """`field` is the path to the field, such as `messages[0].role`."""
         super().__init__(f"{field} {message}")
         self.field = field
 
 
 class ModelNotFoundError(RequestError):
-    """The request names a model that is not served here."""
+    """The request names a model that this server does not serve."""
 
 
 class GenerationFailedError(RequestError):
-    """A request that was found good could not be generated to its end."""
+    """Generation failed for a valid request."""
 
 
 class UnavailableError(JaxserveError):
-    """The server is starting, or about to end, and takes no requests."""
+    """The server is starting, draining or failed, and accepts no requests."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ErrorReply:
-    """What is answered in place of a result; `retry_after_s` is a header's value."""
+    """An error response; `retry_after_s` is the Retry-After header."""
 
     status: int
     message: str
@@ -67,9 +67,9 @@ class ErrorReply:
 
 
 def reply_to(error: BaseException) -> ErrorReply:
-    """What to answer when a request ended by an error.
+    """The error response for an exception.
 
-    What is no JaxserveError is a mistake of ours: 500, and nothing of it is shown.
+    An exception that is not a JaxserveError is a bug: status 500, without details.
     """
     message = str(error)
     match error:
@@ -88,11 +88,11 @@ def reply_to(error: BaseException) -> ErrorReply:
             return _invalid(message, found[1] if found and found[1] in _PARAMS else None)
         case UnavailableError() | EngineClosedError():
             return ErrorReply(503, message, "service_unavailable_error", None, "unavailable", 5)
-    return ErrorReply(500, "the server made a mistake; its log has more.", "server_error")
+    return ErrorReply(500, "internal server error; see the server log.", "server_error")
 
 
 def check_generated(outputs: Sequence[RequestOutput]) -> None:
-    """Raises GenerationFailedError when one of a request's outputs ended by an error."""
+    """Raises GenerationFailedError if one of a request's outputs has an error."""
     for output in outputs:
         if output.error is not None:
             raise GenerationFailedError(output.error)
@@ -103,19 +103,19 @@ def _invalid(message: str, param: str | None, code: str | None = None) -> ErrorR
 
 
 def field_error(error: ValidationError) -> FieldError:
-    """What is wrong with a body, in terms of the first field that is."""
+    """The error of the first invalid field of a body."""
     return field_error_of(error.errors(include_url=False, include_context=False))
 
 
 def field_error_of(errors: Sequence[dict[str, Any]]) -> FieldError:
-    """As `field_error`, of the list that pydantic makes of its findings."""
+    """Like `field_error`, from pydantic's list of errors."""
     first = errors[0]
     name = first["loc"][0] if first["loc"] else "body"
-    # Of the branches of a union the one that got furthest was meant.
+    # For a union, report the branch that matched deepest.
     found = max((e for e in errors if (e["loc"] or ("body",))[0] == name), key=_depth)
     path = _path(found["loc"])
     if found["type"] == "extra_forbidden":
-        return FieldError(path, "is not a field that is known here; leave it out.")
+        return FieldError(path, "is not a field of this request; leave it out.")
     if found["type"] == "missing":
         return FieldError(path, "is missing; it is required.")
     message = found["msg"].removeprefix("Value error, ")
@@ -125,7 +125,7 @@ def field_error_of(errors: Sequence[dict[str, Any]]) -> FieldError:
 
 
 def shown(value: Any) -> str:
-    """A value that was sent, as much of it as a message has room for."""
+    """The repr of a value from the client, truncated for an error message."""
     text = _SHORT.repr(value)
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
 
@@ -135,12 +135,12 @@ def _depth(error: dict[str, Any]) -> int:
 
 
 def _path(loc: Sequence[int | str]) -> str:
-    """`messages[0].role`, without the names of types that pydantic puts in for unions."""
+    """`messages[0].role`, without the type names that pydantic inserts for unions."""
     path = ""
     for place, part in enumerate(loc):
         if isinstance(part, int):
             path += f"[{part}]"
         elif place == 0 or not _UNION_TAG.fullmatch(part):
             path += f".{part}" if path else part
-    # A field's own name is the sender's to choose: not all of it need be repeated, nor be text.
+    # The client chooses the names of unknown fields: truncate them, and escape invalid Unicode.
     return (path or "body")[:MAX_SHOWN_CHARS].encode("utf-8", "backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""Fields that requests of both endpoints have, with OpenAI's names or else vLLM's."""
+"""Request fields shared by both endpoints, with OpenAI's names or else vLLM's."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from pydantic import (
     model_validator,
 )
 
+from jaxserve.core.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from jaxserve.protocol.errors import FieldError
 from jaxserve.protocol.model import Model
-from jaxserve.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 
 _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)} - {"logprobs"}
 
 T = TypeVar("T")
 
-# A body may hold a million things that are wrong, and one is told of: what follows has pydantic
-# look for no more than a few.
+# A body may contain a million errors, of which one is reported: the types below make pydantic stop
+# after a few.
 ListOf = Annotated[list[T], Field(fail_fast=True)]
 
 
@@ -50,14 +50,14 @@ LogitBias = Annotated[dict[str, StrictFloat], BeforeValidator(_not_too_many)]
 
 
 class Fields(BaseModel):
-    """A part of a request; null means absent, and a field that is not known is refused."""
+    """A part of a request; null means absent, and unknown fields are rejected."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True, serialize_by_alias=True)
 
     @model_validator(mode="before")
     @classmethod
     def _one_unknown_field(cls, given: Any) -> Any:
-        """A body without its unknown fields but the first, which it is refused for."""
+        """Keep only the first unknown field, which the request is rejected for."""
         if not isinstance(given, Mapping) or len(given) <= len(cls.model_fields):
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -66,13 +66,13 @@ class Fields(BaseModel):
 
 
 class StreamOptions(Fields):
-    """`include_usage` has a stream end with a chunk that counts its tokens."""
+    """`include_usage` appends a chunk with token usage to the stream."""
 
     include_usage: StrictBool | None = None
 
 
 class JsonSchema(Fields):
-    """A named JSON schema. It is always kept to, whatever `strict` says."""
+    """A named JSON schema. It is always enforced, whatever `strict` says."""
 
     name: str
     description: str | None = None
@@ -81,17 +81,17 @@ class JsonSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    """What the answer must be: any text, any JSON object, or JSON that fits a schema."""
+    """The output format: any text, any JSON object, or JSON that matches a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
     @property
     def constraint(self) -> dict[str, Any] | None:
-        """As fields of `structured_outputs`. Raises FieldError when there is no schema."""
+        """As fields of `structured_outputs`. Raises FieldError if the schema is missing."""
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise FieldError(
-                "response_format", "has a json_schema when, and only when, its type says so."
+                "response_format", "must have a json_schema exactly if its type is json_schema."
             )
         if self.type == "json_schema":
             if self.json_schema.schema_ is None:
@@ -101,7 +101,7 @@ class ResponseFormat(Fields):
 
 
 class StructuredFields(Fields):
-    """One of them constrains the answer, as in vLLM."""
+    """One of these constrains the output, as in vLLM."""
 
     json_: JsonObject | str | None = Field(None, alias="json")
     regex: str | None = None
@@ -111,15 +111,15 @@ class StructuredFields(Fields):
 
 
 class GenerationFields(Fields):
-    """How to sample, when to stop, and what to send back. Ranges are those of SamplingParams."""
+    """Sampling, stopping and output fields. SamplingParams defines their ranges."""
 
     model: str | None = None
     n: StrictInt | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description="Accepted, and of no effect.")
+    user: str | None = Field(None, description="Accepted and ignored.")
     cache_salt: str | None = Field(
-        None, description="Requests with other salts share no cached prefix with this one."
+        None, description="Only requests with the same salt share cached prefixes."
     )
 
     temperature: StrictFloat | None = None
@@ -153,27 +153,27 @@ class GenerationFields(Fields):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def check(self, model: Model) -> None:
-        """Raises RequestError for a model not served, and for fields that contradict each other."""
+        """Raises RequestError for a model that is not served, and for conflicting fields."""
         model.check_name(self.model)
         if self.stream_options is not None and not self.stream:
-            raise FieldError("stream_options", "is for streams; set stream to true.")
+            raise FieldError("stream_options", "needs a stream; set stream to true.")
         if self.stream and self.prompt_logprobs is not None:
             raise FieldError("prompt_logprobs", "cannot be streamed; set stream to false.")
 
     def constraint(self) -> dict[str, Any] | None:
-        """What the answer must look like, as SamplingParams takes it. Raises FieldError."""
+        """The output constraint in the form of SamplingParams. Raises FieldError."""
         wanted = None if self.response_format is None else self.response_format.constraint
         if self.structured_outputs is not None:
             if wanted is not None:
                 raise FieldError(
-                    "structured_outputs", "and response_format contradict; give one of them."
+                    "structured_outputs", "and response_format conflict; give one of them."
                 )
             wanted = self.structured_outputs.model_dump(by_alias=True, exclude_none=True)
         return wanted
 
     def sampling(self, model: Model, defaults: dict[str, Any], **more: Any) -> SamplingParams:
-        """What is given, and `more` where it is not None, over the endpoint's `defaults`, over what
-        the model recommends. Raises RequestError."""
+        """Sampling parameters, by precedence: values of `more` that are not None, request fields,
+        the endpoint's `defaults`, the model's recommendation. Raises RequestError."""
         given = {name: getattr(self, name, None) for name in _SAMPLING}
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_id(t): bias for t, bias in self.logit_bias.items()}

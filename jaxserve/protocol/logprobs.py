@@ -1,31 +1,31 @@
-"""Log probabilities in OpenAI's two shapes, and in vLLM's for prompts."""
+"""Log probabilities in OpenAI's two formats, and in vLLM's for prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.outputs import Logprob
+from jaxserve.core.outputs import Logprob
 from jaxserve.text import Tokenizer
 from jaxserve.text.detokenizer import Detokenizer
 
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
+"""Stands for minus infinity, which JSON cannot represent."""
 
 Entry = dict[int, Logprob]
 
 
 class TextOffsets:
-    """Where in a text its tokens begin, in characters. Tokens that are parts of one character
-    begin where it does."""
+    """Character offsets of tokens in a text. Tokens that are parts of one character share its
+    offset."""
 
     def __init__(self, detokenizer: Detokenizer, begin: int = 0) -> None:
-        """`detokenizer` makes the text, which begins at `begin`."""
+        """`detokenizer` decodes the text, which starts at offset `begin`."""
         self._detokenizer = detokenizer
         self._end = begin
 
     def of(self, token_ids: Sequence[int]) -> list[int]:
-        """Those of the next tokens."""
+        """Offsets of the next tokens."""
         offsets = []
         for token_id in token_ids:
             offsets.append(self._end)
@@ -39,11 +39,11 @@ def completion_logprobs(
     tokenizer: Tokenizer,
     offsets: Sequence[int],
 ) -> dict[str, Any]:
-    """The legacy shape, of `/v1/completions`: parallel lists, one entry a token.
+    """The legacy format of `/v1/completions`: parallel lists, one entry per token.
 
-    An entry is None for a prompt's first token, which nothing precedes. `offsets` are those of
-    `TextOffsets`. `top_logprobs` has one more token than was
-    asked for where the one taken is not among the likeliest.
+    An entry is None for a prompt's first token, which nothing precedes. `offsets` are from
+    `TextOffsets`. `top_logprobs` has one token more than requested if the sampled token is not
+    among the top ones.
     """
     return {
         "tokens": [tokenizer.token_text(token_id) for token_id in token_ids],
@@ -61,7 +61,7 @@ def completion_logprobs(
 def chat_logprobs(
     token_ids: Sequence[int], entries: Sequence[Entry], top: int, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """The shape of `/v1/chat/completions`: a list of tokens, each with its `top` likeliest."""
+    """The format of `/v1/chat/completions`: a list of tokens, each with its `top` most likely."""
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
         likeliest = sorted(entry.items(), key=_rank)[:top]
@@ -73,7 +73,7 @@ def chat_logprobs(
 
 
 def prompt_logprobs(entries: Sequence[Entry | None]) -> list[dict[str, Any] | None]:
-    """vLLM's shape: by token id, with ranks."""
+    """vLLM's format: by token id, with ranks."""
     return [
         entry
         and {
@@ -97,7 +97,7 @@ def _token(token_id: int, logprob: Logprob, tokenizer: Tokenizer) -> dict[str, A
 
 
 def _by_text(entry: Entry, tokenizer: Tokenizer) -> dict[str, float]:
-    """The likeliest first; of tokens that read alike, as parts of characters do, the likelier."""
+    """Most likely first; of tokens with equal text, such as parts of characters, the likelier."""
     texts: dict[str, float] = {}
     for token_id, logprob in sorted(entry.items(), key=_rank):
         texts.setdefault(tokenizer.token_text(token_id), _number(logprob))

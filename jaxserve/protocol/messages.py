@@ -1,4 +1,4 @@
-"""Messages of a conversation, as requests hold them."""
+"""Messages of a conversation, as given in requests."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from jaxserve.protocol.tools import CalledTool
 
 
 class TextPart(Fields):
-    """A piece of a message. Pictures and sound are not supported."""
+    """A text part of a message. Images and audio are not supported."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(Fields):
-    """One turn. A chat template says which roles there are; the usual ones are system, user,
-    assistant and tool."""
+    """One turn. The chat template defines the roles; the usual ones are system, user, assistant and
+    tool."""
 
     role: str = Field(examples=["user"])
     content: str | ListOf[TextPart] | None = Field(None, examples=["Hi!"])
@@ -28,7 +28,7 @@ class Message(Fields):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
-    # Clients send an answer's message back with all its fields; these hold nothing here.
+    # Clients send a response message back with all its fields; these are always empty here.
     refusal: None = None
     annotations: ListOf[None] | None = Field(None, max_length=0)
     audio: None = None

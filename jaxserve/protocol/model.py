@@ -1,4 +1,4 @@
-"""What the protocol needs to know of the model that answers."""
+"""The protocol's view of the served model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _OURS = frozenset({"messages", "tools", "add_generation_prompt", "documents"})
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A served model: its names, the first of which answers carry, its tokenizer and limits.
+    """A served model: its names (responses carry the first), its tokenizer and limits.
 
-    `default_sampling` is what its generation_config.json recommends.
+    `default_sampling` comes from its generation_config.json.
     """
 
     names: tuple[str, ...]
@@ -31,8 +31,8 @@ class Model:
 
     @classmethod
     def of(cls, plan: EnginePlan, tokenizer: Tokenizer, names: Sequence[str] = ()) -> Self:
-        """The model of an engine; its name is that of the settings unless there are others."""
-        model = plan.geometry.model
+        """The model of an engine; without `names` its name is the `model` setting."""
+        model = plan.shapes.model
         return cls(
             names=tuple(names) or (str(plan.config.model),),
             tokenizer=tokenizer,
@@ -46,14 +46,14 @@ class Model:
         return self.names[0]
 
     def check_name(self, name: str | None) -> None:
-        """Raises ModelNotFoundError for a name that is none of the model's; None is."""
+        """Raises ModelNotFoundError unless `name` is None or one of the model's names."""
         if name is not None and name not in self.names:
             raise ModelNotFoundError(
-                f"there is no model {name!r:.200} here; {', '.join(map(repr, self.names))} is."
+                f"model {name!r:.200} is not served here; use {', '.join(map(repr, self.names))}."
             )
 
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
-        """Raises RequestError for a bad prompt."""
+        """Raises RequestError for an invalid prompt."""
         return tokenize_prompt(prompt, self.tokenizer, self.vocab_size)
 
     def chat_prompt(
@@ -63,13 +63,13 @@ class Model:
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> TokenizedPrompt:
-        """A conversation laid out by the chat template, for which `variables` are more to read.
+        """A conversation rendered by the chat template, with `variables` as extra variables.
 
-        Raises RequestError for messages that the template does not take.
+        Raises RequestError for messages that the template rejects.
         """
         variables = variables or {}
         if taken := sorted(_OURS & set(variables)):
-            raise FieldError("chat_template_kwargs", f"may not set {taken[0]!r}.")
+            raise FieldError("chat_template_kwargs", f"must not set {taken[0]!r}.")
         text = self.tokenizer.apply_chat_template(
             messages, add_generation_prompt, tools, **variables
         )

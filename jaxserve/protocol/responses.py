@@ -1,5 +1,5 @@
-"""What answers look like, for the OpenAPI document. Answers themselves are plain dicts, which cost
-less to make at every token."""
+"""Response schemas, for the OpenAPI document only. Responses themselves are plain dicts, which are
+cheaper to build for every token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 class ErrorDetail(BaseModel):
     message: str
     type: str
-    param: str | None = Field(description="The field that is wrong.")
+    param: str | None = Field(description="The invalid field.")
     code: str | None
 
 

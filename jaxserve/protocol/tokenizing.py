@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize` and `/tokenizer_info`, as vLLM has them."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, as in vLLM."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field, StrictBool, StrictInt
 
-from jaxserve.errors import RequestError
+from jaxserve.core.errors import RequestError
 from jaxserve.protocol.errors import FieldError
 from jaxserve.protocol.fields import Fields, JsonObject, ListOf
 from jaxserve.protocol.messages import Message
@@ -20,7 +20,7 @@ class TokenizeRequest(Fields):
     model: str | None = None
     prompt: str | None = Field(None, examples=["The sky is"])
     add_special_tokens: StrictBool | None = Field(
-        None, description="True if not given for a text, as its completion would have them."
+        None, description="For texts; true by default, as in completions."
     )
     return_token_strs: StrictBool | None = None
     messages: ListOf[Message] | None = None
@@ -32,7 +32,7 @@ class TokenizeRequest(Fields):
         """Raises RequestError."""
         model.check_name(self.model)
         if (self.prompt is None) == (self.messages is None):
-            raise FieldError("prompt", "or messages must be given, and not both.")
+            raise FieldError("prompt", "or messages must be given, but not both.")
         token_ids = self._text(model) if self.messages is None else self._conversation(model)
         text = model.tokenizer.token_text
         return {
@@ -45,12 +45,12 @@ class TokenizeRequest(Fields):
     def _text(self, model: Model) -> list[int]:
         for name in ("tools", "add_generation_prompt", "chat_template_kwargs"):
             if getattr(self, name) is not None:
-                raise FieldError(name, "is for messages.")
+                raise FieldError(name, "is only for messages.")
         return model.tokenizer.encode(self.prompt, self.add_special_tokens is not False)
 
     def _conversation(self, model: Model) -> list[int]:
         if self.add_special_tokens:
-            raise FieldError("add_special_tokens", "is for texts; a chat template has its own.")
+            raise FieldError("add_special_tokens", "is only for prompt; templates add their own.")
         messages = [message.for_template() for message in self.messages]
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or []] or None
         variables = self.chat_template_kwargs
@@ -59,24 +59,24 @@ class TokenizeRequest(Fields):
 
 
 class DetokenizeRequest(Fields):
-    """Token ids to be read as text."""
+    """Token ids to decode."""
 
     model: str | None = None
     tokens: ListOf[StrictInt] = Field(examples=[[1, 2, 3]])
 
     def answer(self, model: Model) -> dict[str, Any]:
-        """Special tokens are spelled out. Raises RequestError for ids there are not."""
+        """Includes special tokens. Raises RequestError for ids out of range."""
         model.check_name(self.model)
         for token_id in self.tokens:
             if not 0 <= token_id < model.vocab_size:
                 raise RequestError(
-                    f"tokens has the id {token_id}, but this model's are 0..{model.vocab_size - 1}."
+                    f"tokens has the id {token_id}; this model's ids are 0..{model.vocab_size - 1}."
                 )
         return {"prompt": model.tokenizer.decode(self.tokens, skip_special_tokens=False)}
 
 
 def tokenizer_info(model: Model) -> dict[str, Any]:
-    """What clients that tokenize need to know, under the names of a tokenizer_config.json."""
+    """Tokenizer settings for clients, under the names of tokenizer_config.json."""
     tokenizer = model.tokenizer
     return {
         **{f"{name}_token": None for name in ("bos", "eos", "unk", "pad")},

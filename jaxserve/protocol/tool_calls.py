@@ -1,8 +1,8 @@
-"""Calls of tools, found in what a model writes.
+"""Parse tool calls from generated text.
 
-Models write calls in a format of their own, which the chat template shows: Hermes' and Qwen's
-`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, or Llama 3's bare JSON. A call counts
-when its function is there and its arguments fit the schema; else it is text like any other.
+The chat template determines the format of calls: `<tool_call>{"name": ..., "arguments":
+{...}}</tool_call>` for Hermes and Qwen, or bare JSON for Llama 3. A call is valid if its function
+exists and its arguments match the schema; otherwise it stays text.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _READS_TOOLS = re.compile(r"\btools\b")
 
 
 def knows_tools(template: str | None) -> bool:
-    """Whether a chat template tells the model of tools."""
+    """Whether a chat template supports tools."""
     return template is not None and bool(_READS_TOOLS.search(template))
 
 
 def format_of(template: str) -> Format | None:
-    """The format of calls that a chat template teaches; None for one that is not known here."""
+    """The tool call format of a chat template; None if it is unknown."""
     if _OPEN in template:
         return "hermes"
     return "llama" if '"parameters"' in template or "<|python_tag|>" in template else None
@@ -47,9 +47,9 @@ class ToolCall:
 
 
 class ToolReader:
-    """Tells text from calls in what one sequence writes, as it comes.
+    """Incrementally separates text from tool calls in the output of one sequence.
 
-    What may be a call is held back until the end of the answer.
+    Text that may be part of a call is held back until the end of the output.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class ToolReader:
         how: Format | Literal["named", "required"],
         parallel: bool,
     ) -> None:
-        """`how` is the model's format, or the forced one of `forced_schema`, of which "named" is
-        that of one tool, the only one in `tools`."""
+        """`how` is the model's format, or that of `forced_schema`: "required", or "named" for the
+        single tool in `tools`."""
         self._tools = tools
         self._how = how
         self._most = len(tools) * 64 if parallel else 1
@@ -67,7 +67,7 @@ class ToolReader:
         self._plain = False
 
     def push(self, text: str) -> str:
-        """Takes in more text; returns what is certain to be no call."""
+        """Add text; returns the text that is certainly not part of a call."""
         if self._plain:
             return text
         self._held += text
@@ -101,7 +101,7 @@ class ToolReader:
             calls += [call] if call else []
             place = end
         rest += held[place:]
-        # Between calls, and after them, models put line ends that mean nothing.
+        # Models put insignificant newlines between and after calls.
         return rest if rest.strip() or not calls else "", tuple(calls[: self._most])
 
     def _named(self, held: str) -> list[ToolCall]:
@@ -110,7 +110,7 @@ class ToolReader:
         return [] if call is None else [call]
 
     def _listed(self, held: str) -> list[ToolCall]:
-        """Calls as a JSON list, or as objects one after another; all of them good, or none."""
+        """Calls as a JSON list, or as consecutive objects; none unless all are valid."""
         objects = _json_objects(held.strip().removeprefix("<|python_tag|>"))
         calls = [self._call(found) for found in objects]
         return [] if None in calls else calls
@@ -126,7 +126,7 @@ class ToolReader:
 
 
 def _place_of(text: str, tag: str) -> int:
-    """Where a tag, or the beginning of one at the end of the text, is; its length if nowhere."""
+    """Index of a tag, or of a prefix of it that ends the text; len(text) if not found."""
     found = text.find(tag)
     if found >= 0:
         return found
@@ -137,8 +137,8 @@ def _place_of(text: str, tag: str) -> int:
 
 
 def _block(text: str, begin: int) -> tuple[Any, int]:
-    """The JSON of a call that begins after its tag, and where the call ends, at its closing tag or
-    with the text; None, and the beginning, for what is no such thing."""
+    """The JSON of a call after its opening tag, and the end of the call, at its closing tag or the
+    end of the text; (None, begin) if it is not a call."""
     try:
         value, end = json.JSONDecoder().raw_decode(text, _SPACE.match(text, begin).end())
     except (ValueError, RecursionError):
@@ -157,7 +157,7 @@ def _json(text: str) -> Any:
 
 
 def _json_objects(text: str) -> list[Any]:
-    """What JSON is in a text of it alone, values being divided by space or semicolons."""
+    """The JSON values of a text, separated by whitespace or semicolons; [] if it has other text."""
     decoder, found = json.JSONDecoder(), []
     try:
         while text:

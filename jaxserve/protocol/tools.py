@@ -1,4 +1,4 @@
-"""Tools: functions that a model may call, as a chat request describes them."""
+"""Tools: functions that a model may call, as defined in a chat request."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ MAX_TOOLS = 128
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 MAX_KEYWORDS = 20_000
-"""Of a function's schema, that are looked at for one request, each as often as it is: about 0.2 s
-of work."""
+"""Limit on evaluations of a function's schema keywords per request: about 0.2 s of work."""
 
-# A sender's pattern could keep Python's regular expressions busy for ever. What is unevaluated is
-# found by walks over the schema that nobody counts.
+# A client's pattern could make Python's regular expressions run forever. `unevaluated*` keywords
+# walk the schema in ways that MAX_KEYWORDS does not count.
 _LEFT_OUT = {"pattern", "patternProperties", "unevaluatedItems", "unevaluatedProperties"}
 _NO_REMOTE_SCHEMAS = referencing.Registry()
 
 
 class _TooLongError(Exception):
-    """A schema has more to look at than is allowed."""
+    """Validation exceeded MAX_KEYWORDS."""
 
 
 class Function(Fields):
-    """A function's name, what it is for, and a JSON schema of its arguments."""
+    """A function's name, description, and JSON schema of its arguments."""
 
     name: Name
     description: str | None = None
@@ -42,7 +41,7 @@ class Function(Fields):
     _keywords_left: int = PrivateAttr(MAX_KEYWORDS)
 
     def check(self, where: str) -> None:
-        """Raises FieldError when `parameters` is no JSON schema."""
+        """Raises FieldError if `parameters` is not a JSON schema."""
         try:
             Draft202012Validator.check_schema(self.schema_of_arguments)
         except jsonschema.SchemaError as error:
@@ -57,9 +56,8 @@ class Function(Fields):
         return {"type": "object"} if self.parameters is None else self.parameters
 
     def accepts(self, arguments: Any) -> bool:
-        """Whether arguments are an object that is found to fit the schema. Patterns, and what
-        depends on what other keywords have evaluated, are not looked at. Nothing is found to fit
-        once MAX_KEYWORDS have been looked at for this request."""
+        """Whether arguments are an object that matches the schema. Patterns and `unevaluated*`
+        keywords are ignored. False once this request has evaluated MAX_KEYWORDS keywords."""
         if not isinstance(arguments, dict):
             return False
         try:
@@ -69,8 +67,8 @@ class Function(Fields):
             return False
 
     def _validator(self) -> type[Draft202012Validator]:
-        """A validator that gives up: a few references that fan out, one after another, would keep
-        it busy for ever."""
+        """A bounded validator: a short chain of references that fan out could otherwise run
+        forever."""
 
         def bounded(keyword: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
             def look(*args: Any) -> Iterator[Any]:
@@ -87,7 +85,7 @@ class Function(Fields):
 
 
 class Tool(Fields):
-    """A function is the one kind of tool."""
+    """A tool. Functions are the only kind."""
 
     type: Literal["function"]
     function: Function
@@ -98,14 +96,14 @@ class ChosenName(Fields):
 
 
 class ChosenTool(Fields):
-    """The one function that must be called."""
+    """The function that must be called."""
 
     type: Literal["function"]
     function: ChosenName
 
 
 class CalledFunction(Fields):
-    """A function with arguments as JSON text, as messages hold it."""
+    """A called function, with its arguments as JSON text."""
 
     name: str
     arguments: str
@@ -120,7 +118,7 @@ class CalledTool(Fields):
     index: int | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Chat templates write the arguments as JSON themselves."""
+        """Parse the arguments, since chat templates serialize them themselves."""
         arguments: Any = self.function.arguments
         try:
             parsed = json.loads(arguments)
@@ -133,7 +131,7 @@ class CalledTool(Fields):
 
 
 def check_tools(tools: Sequence[Tool], chosen: str | ChosenTool | None) -> None:
-    """Raises FieldError for a bad tool, for equal names, or a choice that is none of them."""
+    """Raises FieldError for an invalid tool, duplicate names, or a choice that is not a tool."""
     if len(tools) > MAX_TOOLS:
         raise FieldError("tools", f"has {len(tools)} entries; at most {MAX_TOOLS} are allowed.")
     names: set[str] = set()
@@ -141,24 +139,24 @@ def check_tools(tools: Sequence[Tool], chosen: str | ChosenTool | None) -> None:
         where = f"tools[{place}].function"
         tool.function.check(where)
         if tool.function.name in names:
-            raise FieldError(f"{where}.name", f"is {tool.function.name!r} once more.")
+            raise FieldError(f"{where}.name", f"is {tool.function.name!r}, which is a duplicate.")
         names.add(tool.function.name)
     if chosen not in (None, "none") and not tools:
         raise FieldError("tool_choice", "needs tools to choose from.")
     if isinstance(chosen, ChosenTool) and chosen.function.name not in names:
-        raise FieldError("tool_choice", f"names {chosen.function.name!r:.80}, which is no tool.")
+        raise FieldError("tool_choice", f"names {chosen.function.name!r:.80}, which is not a tool.")
 
 
 def forced_schema(tools: Sequence[Tool], chosen: str | ChosenTool, parallel: bool) -> dict:
-    """A JSON schema of what the model has to write: the arguments of the one function chosen, or a
-    list of calls of any. Raises FieldError when the tools' definitions clash."""
+    """JSON schema of a forced call: the arguments of the chosen function, or a list of calls of any
+    function. Raises FieldError if the tools' $defs conflict."""
     if isinstance(chosen, ChosenTool):
         return function_named(tools, chosen.function.name).schema_of_arguments
     definitions: dict[str, Any] = {}
     calls = []
     for place, tool in enumerate(tools):
         schema = dict(tool.function.schema_of_arguments)
-        # References are from the root of a schema, which these definitions have to stay at.
+        # References start at the root of the schema, so $defs must stay there.
         for name, definition in dict(schema.pop("$defs", {})).items():
             if definitions.setdefault(name, definition) != definition:
                 raise FieldError(

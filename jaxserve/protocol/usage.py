@@ -1,17 +1,17 @@
-"""How many tokens an answer took."""
+"""Token usage of a response."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.outputs import RequestOutput
+from jaxserve.core.outputs import RequestOutput
 
 
 def usage(outputs: Sequence[RequestOutput], dropped: bool = False) -> dict[str, Any]:
-    """OpenAI's `usage` of the requests that an answer is made of.
+    """OpenAI's `usage`, over the outputs of a response.
 
-    `dropped` says that what was generated is not part of the answer.
+    `dropped` means that generated tokens are not part of the response.
     """
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     generated = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)

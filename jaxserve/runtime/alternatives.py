@@ -1,5 +1,4 @@
-"""What would fit where the settings asked for do not; each alternative is planned before it is
-offered."""
+"""Alternatives for settings that do not fit; each is planned before it is offered."""
 
 from __future__ import annotations
 
@@ -8,24 +7,24 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from jaxserve.config import EngineConfig
+from jaxserve.core.config import EngineConfig
 from jaxserve.runtime.memory import GIB, MemoryPlan
 
 Changes = dict[str, Any]
 PlanOf = Callable[[Changes], MemoryPlan | None]
-"""The memory plan, which may not fit, with these changes of a config; None where they are refused
-for another reason."""
+"""The memory plan, whether it fits or not, of a config with these changes; None if the changes are
+invalid for another reason."""
 
 QUANTIZATIONS = ("gguf", "int8", "fp8", "int4")
 _SPARE = 1.02
-"""A larger memory_utilization is offered with so much more, since free memory changes."""
+"""Margin of an offered memory_utilization, since free memory changes."""
 
 
 def alternatives(config: EngineConfig, plan_of: PlanOf, num_devices: int) -> list[Changes]:
-    """Changes with which the resolved `config` fits, where it does not fit as it is.
+    """Changes that make a resolved `config` fit that does not.
 
-    A shorter context (a smaller pool, where its size was given), then what leaves room for a longer
-    one: other quantizations and dtypes, more of the `num_devices` devices there are, fewer
+    First a shorter context (a smaller pool, if its size was set), then changes that allow a longer
+    one: other quantizations and dtypes, more of the `num_devices` available devices, fewer
     sequences, no host tier. Last, a larger share of the memory.
     """
     as_it_is = plan_of({})
@@ -49,13 +48,13 @@ def alternatives(config: EngineConfig, plan_of: PlanOf, num_devices: int) -> lis
 
 
 def _better(changes: Changes, shorter: Changes | None) -> bool:
-    """Whether an alternative has a longer context, or larger pool, than a change of that alone."""
+    """Whether an alternative allows a longer context, or larger pool, than `shorter`."""
     return not shorter or all(changes.get(name, math.inf) > shorter[name] for name in shorter)
 
 
 def devices_needed(config: EngineConfig, plan_of: PlanOf, most: int = 1024) -> int | None:
     """The smallest tensor_parallel_size, a power of two, with which an unquantized `config` fits
-    devices like these; None up to `most`."""
+    devices like these; None if there is none up to `most`."""
     size = 2 * config.tensor_parallel_size
     while size <= most:
         memory = plan_of({"tensor_parallel_size": size, "devices": None})
@@ -66,7 +65,7 @@ def devices_needed(config: EngineConfig, plan_of: PlanOf, most: int = 1024) -> i
 
 
 def weights_of(plan_of: PlanOf) -> dict[str, int]:
-    """Bytes of the weights on one device by quantization, of those that the model can have."""
+    """Bytes of the weights on one device, for each quantization that the model supports."""
     weights = {}
     for quantization in QUANTIZATIONS:
         memory = plan_of({"quantization": quantization})
@@ -76,8 +75,8 @@ def weights_of(plan_of: PlanOf) -> dict[str, int]:
 
 
 def _fitted(config: EngineConfig, changes: Changes, plan_of: PlanOf) -> Changes | None:
-    """`changes`, and with them the longest context or the largest pool that fits, where they are
-    not enough; None where nothing is."""
+    """`changes`, plus the longest context or largest pool that fits if they do not suffice; None if
+    nothing fits."""
     memory = plan_of(changes)
     if memory is None or memory.fits:
         return changes if memory else None
@@ -91,14 +90,13 @@ def _fitted(config: EngineConfig, changes: Changes, plan_of: PlanOf) -> Changes 
         smaller = plan_of(with_pages(pages))
         return smaller is None or not smaller.fits
 
-    # More may fit than there is room for now: a shorter context has smaller page tables.
+    # More pages may fit than room_bytes says: a shorter context has smaller page tables.
     pages = bisect.bisect(range(2, memory.num_pages), False, key=too_many) + 1
     return with_pages(pages) if pages >= 2 else None
 
 
 def _parallel(config: EngineConfig, plan_of: PlanOf, num_devices: int) -> Changes | None:
-    """The fewest devices of those that there are; as many as possible, where they are not enough
-    for the whole context."""
+    """The fewest available devices that fit the whole context; if none do, as many as possible."""
     if config.devices is not None:
         return None
     others = config.num_devices // config.tensor_parallel_size
@@ -113,7 +111,7 @@ def _parallel(config: EngineConfig, plan_of: PlanOf, num_devices: int) -> Change
 
 
 def _more_memory(config: EngineConfig, memory: MemoryPlan) -> list[Changes]:
-    """Shares of the memory that are larger, as far as one can be."""
+    """Larger shares of the memory, if possible."""
     found: list[Changes] = []
     share = config.memory_utilization * memory.total_bytes / max(memory.limit_bytes, 1)
     share = math.ceil(100 * _SPARE * share) / 100

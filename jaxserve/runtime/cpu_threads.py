@@ -1,10 +1,10 @@
-"""Threads for several CPU devices in one process.
+"""Thread pool size for several CPU devices in one process.
 
 XLA runs all CPU devices of a process in one pool, of as many threads as there are cores or devices.
-A device that waits in a collective blocks its thread, and so does the launch of its next program
-when as many as it may have are in flight. A device that multiplies large matrices shares the
-product out to other threads and waits for them. With no more than two threads for each device, none
-may be left to compute: XLA aborts the process after 40 seconds.
+A device that waits in a collective blocks its thread, and so does launching its next program when
+its limit of programs in flight is reached. A device that multiplies large matrices splits the
+product over other threads and waits for them. With at most two threads per device, all may block:
+XLA aborts the process after 40 seconds.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import re
 import jax
 
 _VARIABLES = ("PJRT_NPROC", "NPROC")
-"""What XLA reads the size of its pool from, the first one first, when it makes its CPU devices."""
+"""Variables from which XLA reads its pool size, in this order, when it creates CPU devices."""
 _FLAG = re.compile(r"--?xla_force_host_platform_device_count=(\d+)")
 
 
 def make_room_for_collectives() -> None:
-    """Have XLA's pool hold a thread for each core beyond two for each virtual CPU device.
+    """Size XLA's pool to one thread per core plus two per virtual CPU device.
 
-    Must come before the first array or `jax.devices()`; later it has no effect. A size that is set
-    in the environment is left alone.
+    Call it before the first array or `jax.devices()`; later it has no effect. A size set in the
+    environment is kept.
     """
     devices = jax.config.jax_num_cpu_devices
     if devices < 1:  # Not set.

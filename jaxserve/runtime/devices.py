@@ -1,12 +1,12 @@
-"""Which devices an engine runs on, and the mesh that they make."""
+"""Selects an engine's devices and builds their mesh."""
 
 from __future__ import annotations
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jaxserve.config import EngineConfig
-from jaxserve.errors import ConfigError
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ConfigError
 from sharding_rules import MESH_AXES, make_mesh
 
 
@@ -14,7 +14,7 @@ def engine_devices(config: EngineConfig) -> list[jax.Device]:
     """The devices of an engine: those that `config.devices` names, in that order, or the first of
     this process, as many as the engine needs. An engine of several processes has all devices.
 
-    Raises ConfigError for a device that is not there, and when there are too few.
+    Raises ConfigError for an unknown device, and when there are too few.
     """
     devices = jax.devices()
     if jax.process_count() > 1:
@@ -50,7 +50,7 @@ def engine_mesh(config: EngineConfig, devices: list[jax.Device]) -> Mesh | None:
     try:
         return make_mesh(
             stage=config.pipeline_parallel_size,
-            seq=config.sequence_parallel_size,
+            seq=config.context_parallel_size,
             tensor=config.tensor_parallel_size,
             devices=devices,
         )
@@ -61,14 +61,14 @@ def engine_mesh(config: EngineConfig, devices: list[jax.Device]) -> Mesh | None:
 
 
 def described_mesh(config: EngineConfig) -> AbstractMesh | None:
-    """A mesh of as many devices as the config asks for, of which only the shape is known."""
+    """An abstract mesh of the config's sizes; None for one device of one process."""
     if config.num_devices == 1 and jax.process_count() == 1:
         return None
     return AbstractMesh(
         (
             1,
             config.pipeline_parallel_size,
-            config.sequence_parallel_size,
+            config.context_parallel_size,
             config.tensor_parallel_size,
         ),
         MESH_AXES,

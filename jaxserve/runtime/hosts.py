@@ -1,6 +1,6 @@
-"""The other hosts of a job: what they are told, whether they are alive, whether they are alike.
+"""Coordination of a job's hosts: step log, heartbeats, comparison of settings.
 
-All of it goes through the key-value store of JAX's coordination service, which host 0 keeps.
+All of it uses the key-value store of JAX's coordination service, which host 0 runs.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import Any
 import jax
 from jax._src import distributed  # The store has no public name; Orbax takes it from here too.
 
-from jaxserve.errors import DistributedError
+from jaxserve.core.errors import DistributedError
 
 _BEAT_S = 1.0
 _SILENCE_S = 12.0
-"""A host that says nothing for so long is lost."""
+"""A host without a heartbeat for this long is lost."""
 _LAST_WORDS_S = 5.0
-"""How long the engine has to end by itself when a host is lost."""
+"""Time for the engine to shut down when a host is lost, before the process exits."""
 _PATIENCE_S = 300.0
-"""How long a host waits for another at a step."""
+"""Timeout for another host at a step."""
 _START_PATIENCE_S = 3600.0
-"""The same before the first: another may have a model to fetch, or programs to compile."""
+"""Timeout before the first step: another host may be fetching a model or compiling programs."""
 _KEPT_ENTRIES = 64
 _LEFT = "left"
-"""The last beat of a host; what follows it is the reason."""
+"""Prefix of a host's last heartbeat; the rest is the reason."""
 
 _numbers = itertools.count()
 
@@ -46,15 +46,15 @@ class Hosts:
         self._prefix = f"jaxserve/{next(_numbers)}"
         self._lost: str | None = None
         self._closed = threading.Event()
-        self._door = threading.Lock()  # nothing is said after the last beat
+        self._door = threading.Lock()  # no heartbeat follows the last one
         self._since: float | None = None
         self._patience_s = _START_PATIENCE_S
         self._watch = threading.Thread(target=self._keep_watch, name="jaxserve-hosts", daemon=True)
         self._watch.start()
 
     def compare(self, about: str, facts: Mapping[str, Any]) -> None:
-        """Raises DistributedError, with both values, when a fact is another on another host.
-        `about` is told from what else is compared."""
+        """Raises DistributedError, with both values, when a fact differs on another host.
+        `about` identifies this comparison among others."""
         facts = json.loads(json.dumps(dict(facts), default=str))
         self._store.key_value_set(f"{self._prefix}/{about}/{self.host}", json.dumps(facts))
         for other in range(self.num_hosts):
@@ -67,7 +67,7 @@ class Hosts:
                     )
 
     def least(self, name: str, value: int) -> int:
-        """The least of all hosts' values. Raises DistributedError when one of them is missing."""
+        """The minimum over all hosts. Raises DistributedError when a host's value is missing."""
         self._store.key_value_set(f"{self._prefix}/{name}/{self.host}", str(value))
         return min(
             int(self._get(f"{name}/{other}", f"host {other} to start"))
@@ -75,13 +75,13 @@ class Hosts:
         )
 
     def all_ready(self) -> None:
-        """Wait for the last host to be ready for steps."""
+        """Wait until all hosts are ready for steps."""
         self.least("ready", 0)
         self._patience_s = _PATIENCE_S
 
     def publish(self, number: int, entry: bytes) -> None:
         self._store.key_value_set_bytes(f"{self._prefix}/log/{number}", entry)
-        if number >= _KEPT_ENTRIES:  # No host is so far behind: steps need all of them.
+        if number >= _KEPT_ENTRIES:  # No host lags this far: steps need all hosts.
             self._store.key_value_delete(f"{self._prefix}/log/{number - _KEPT_ENTRIES}")
 
     def receive(self, number: int, wait: bool) -> bytes:
@@ -89,8 +89,7 @@ class Hosts:
 
     @contextlib.contextmanager
     def bounded(self) -> Iterator[None]:
-        """For a block in which other hosts are waited for: if it takes too long, something hangs,
-        and this process ends."""
+        """For a block that waits for other hosts: if it takes too long, this process exits."""
         self._since = time.monotonic()
         try:
             yield
@@ -98,22 +97,22 @@ class Hosts:
             self._since = None
 
     def blame(self, error: BaseException) -> DistributedError | None:
-        """The host whose loss is the reason for a step's error, if it is one."""
+        """The error that names the lost host, if that loss caused a step's error."""
         deadline = time.monotonic() + _SILENCE_S + 2 * _BEAT_S
         while self._lost is None and time.monotonic() < deadline:
             time.sleep(_BEAT_S / 4)
         return None if self._lost is None else DistributedError(f"{self._lost} ({error!s:.80})")
 
     def close(self) -> None:
-        """Leave, with the reason if a host was lost; the others must not wait for this host any
-        more. May be called twice."""
+        """Leave, with the reason if a host was lost, so that the others stop waiting for this host.
+        Idempotent."""
         with self._door:
             if not self._closed.is_set():
                 self._closed.set()
                 self._beat(_LEFT + (self._lost or ""))
 
     def _get(self, key: str, what: str, wait: bool = False) -> bytes:
-        """A value that another host sets. Raises DistributedError when it does not come."""
+        """A value that another host sets. Raises DistributedError when it does not arrive."""
         begin = time.monotonic()
         self._since = None if wait else begin
         try:
@@ -167,7 +166,7 @@ class Hosts:
                 return
 
     def _beats(self) -> dict[int, str]:
-        """The newest beat of each host that has begun."""
+        """The newest heartbeat of each host that has started."""
         try:
             found = self._store.key_value_dir_get(f"{self._prefix}/beats/")
         except jax.errors.JaxRuntimeError:
@@ -175,7 +174,7 @@ class Hosts:
         return {int(key.rpartition("/")[2]): beat for key, beat in found}
 
     def _give_up(self) -> None:
-        """End this process, which may hang in a step that waits for a host that is no more."""
+        """Exit this process, which may hang in a step that waits for a lost host."""
         if self._closed.wait(_LAST_WORDS_S):
             return
         print(f"jaxserve: host {self.host} ends: {self._lost}", file=sys.stderr, flush=True)
@@ -184,10 +183,10 @@ class Hosts:
 
 
 def lost_one(heard: Mapping[int, tuple[str, float]], now: float, waited_s: float) -> str | None:
-    """Which host was lost, or left while it is waited for; of several reasons the first one.
+    """Why a host counts as lost, or left while others wait for it; None if none is.
 
-    `heard` has each host's latest beat, and when it came. Hosts see a silence at different times,
-    and leave when they do: what such a host says comes before the fact that it has left.
+    `heard` has each host's latest heartbeat and its time. Hosts detect a silent host at different
+    times and then leave: the reason such a host gives takes precedence over its leaving.
     """
     for beat, _ in heard.values():
         if beat.startswith(_LEFT) and beat != _LEFT:

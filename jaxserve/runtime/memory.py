@@ -1,4 +1,4 @@
-"""What the engine will take of a device's memory, added up before any of it is taken."""
+"""Memory plan: what the engine allocates on a device, computed before any allocation."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import os
 import jax
 import jax.numpy as jnp
 
-from jaxserve.config import EngineConfig
-from jaxserve.errors import MemoryPlanError
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import MemoryPlanError
+from jaxserve.core.model_config import ModelConfig
 from jaxserve.kv.transfers import MOVE_PAGES
-from jaxserve.models.config import ModelConfig
 
 _CPU_KV_BYTES = 2 << 30
 _HOST_SHARE = 4
-"""By default, lower KV tiers take no more of the host's free memory than one part in this many."""
+"""By default, lower KV tiers take at most 1 / _HOST_SHARE of the host's free memory."""
 STAGING_BUFFERS = 2
-"""Moves that can hold device memory at once, to lower tiers, and as many from them."""
+"""Concurrent transfers that may hold device memory, in each direction."""
 GIB = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on one device by purpose. `scratch_bytes` is the hungriest program's temporaries and
-    results, as XLA states them; a guess until the programs are compiled.
+    """Bytes on one device by purpose. `scratch_bytes` is the largest program's temporaries and
+    results, as XLA reports them; an estimate until the programs are compiled.
 
-    A page lies on `num_devices` in equal parts, of `page_bytes` each. `host_pages` and `disk_pages`
-    are those of the tiers below the devices, where pages lie whole; on CPUs the host's are taken
-    from the same memory as all else. `pool_limit_bytes` is what the pool may take of the memory, 0
-    for all of it. The plan may be of more than there is: look at `fits`.
+    A page is split over `num_devices` into equal parts of `page_bytes` each. `host_pages` and
+    `disk_pages` are whole pages of the lower tiers; on CPUs the host tier uses the same memory as
+    everything else. `pool_limit_bytes` limits the pool, 0 for no limit. The plan may exceed the
+    available memory: check `fits`.
     """
 
     limit_bytes: int
@@ -64,14 +64,14 @@ class MemoryPlan:
 
     @property
     def staging_bytes(self) -> int:
-        """Buffers for pages on their way between the device and other tiers."""
+        """Buffers for page transfers between the device and other tiers."""
         if not self.host_pages and not self.disk_pages:
             return 0
         return 2 * STAGING_BUFFERS * MOVE_PAGES * self.page_bytes
 
     @property
     def fixed_bytes(self) -> int:
-        """All but the KV pool."""
+        """Everything but the KV pool."""
         host_bytes = self.host_bytes // self.num_devices if self.host_is_device else 0
         return (
             self.weights_bytes
@@ -92,7 +92,7 @@ class MemoryPlan:
 
     @property
     def room_bytes(self) -> int:
-        """What a KV pool may take; negative where even the rest does not fit."""
+        """Bytes available to a KV pool; negative if even the rest does not fit."""
         room = self.limit_bytes - self.fixed_bytes
         return min(room, self.pool_limit_bytes) if self.pool_limit_bytes else room
 
@@ -101,7 +101,7 @@ class MemoryPlan:
         return self.kv_bytes <= self.room_bytes
 
     def needs(self) -> str:
-        """What is needed, and of what, where that is more than there is."""
+        """The memory needed by purpose, and the limit that it exceeds."""
         lower = self.fixed_bytes - self.weights_bytes - self.state_bytes - self.scratch_bytes
         text = (
             f"needs {_gib(self.total_bytes)} (weights {_gib(self.weights_bytes)}, KV pool "
@@ -113,7 +113,7 @@ class MemoryPlan:
         return f"{text}, but a KV pool may take {_gib(self.pool_limit_bytes)} by default"
 
     def check(self) -> None:
-        """Raises MemoryPlanError unless everything fits, with the largest pool that would."""
+        """Raises MemoryPlanError, with the largest pool that fits, unless everything fits."""
         if self.fits:
             return
         pages = self.room_bytes // self.page_bytes
@@ -132,9 +132,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Decide the KV pool of a resolved config, before programs are compiled.
 
-    Where `kv_cache_memory_bytes` does not say, the pool has at least the pages of one request of
-    max_model_len; whether they fit is for the caller to see. Raises MemoryPlanError for settings
-    of pools that contradict themselves or the host's memory.
+    Unless `kv_cache_memory_bytes` is set, the pool has at least the pages of one request of
+    max_model_len; the caller checks whether they fit. Raises MemoryPlanError for pool settings
+    that contradict each other or exceed the host's memory.
     """
     itemsize = jnp.dtype(config.dtype).itemsize
     num_devices = config.num_devices
@@ -193,17 +193,17 @@ def plan_memory(
 
 
 def _lower_pages(setting: str, num_bytes: int, page_bytes: int) -> int:
-    """Pages of a tier below the device. Raises MemoryPlanError for a budget of less than one."""
+    """Pages of a lower tier. Raises MemoryPlanError for a budget of less than one page."""
     if 0 < num_bytes < page_bytes:
         raise MemoryPlanError(
-            f"{setting} is {num_bytes}, less than one page of {page_bytes} bytes; give it at "
-            "least that, or 0 for none."
+            f"{setting} is {num_bytes}, less than one page of {page_bytes} bytes; set it to at "
+            "least that, or to 0 for no such tier."
         )
     return num_bytes // page_bytes
 
 
 def device_memory(device: jax.Device) -> int:
-    """Bytes of memory that could be used on `device`; on a CPU, those free on the host now."""
+    """Bytes of memory usable on `device`; on a CPU, those free on the host now."""
     stats = device.memory_stats() or {}
     return stats.get("bytes_limit") or host_memory()
 

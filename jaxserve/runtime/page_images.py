@@ -1,10 +1,10 @@
-"""KV of tokens as the model has it, and as it lies on pages: the one to the other and back.
+"""Conversion between page bytes and the KV of tokens.
 
-An image is the bytes of a page as one engine lays them out: the parts of all its devices in turn
-(those of a stage, then of its share of a page's tokens, then of its heads), in each all layers of
-the stage, keys `[heads, head_dim, tokens]` before values `[heads, tokens, head_dim]`. Heads may
-come in copies, or be padding. None of that is left in the KV of a token, `[layers, 2, kv_heads,
-head_dim]`, keys before values: it is the same for engines of any page size and any mesh.
+The layout of page bytes depends on the engine: the parts of all its devices in turn (by stage, then
+by share of the page's tokens, then by heads), each with all layers of the stage, keys `[heads,
+head_dim, tokens]` before values `[heads, tokens, head_dim]`. Heads may be replicated, or padding.
+The KV of a token, `[layers, 2, kv_heads, head_dim]`, keys before values, is the same for engines of
+any page size and any mesh.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jaxserve.core.model_config import ModelConfig
 from jaxserve.kv.tiers import Store, Tier
-from jaxserve.models.config import ModelConfig
-from jaxserve.runtime.geometry import Geometry
+from jaxserve.runtime.programs.program_shapes import ProgramShapes
 from jaxserve.runtime.runner import Runner
 from sharding_rules import HeadLayout
 
 
 class ImageLayout:
-    """Where the KV of each token is in an image."""
+    """Location of each token's KV in the bytes of a page."""
 
-    def __init__(self, geometry: Geometry, model: ModelConfig) -> None:
-        """`model` as it is in its files, and not as `geometry` has it partitioned."""
-        self.dtype = np.dtype(geometry.dtype)
-        self.page_tokens = geometry.config.page_size
+    def __init__(self, shapes: ProgramShapes, model: ModelConfig) -> None:
+        """`model` is the config of the checkpoint, not the partitioned one of `shapes`."""
+        self.dtype = np.dtype(shapes.dtype)
+        self.page_tokens = shapes.config.page_size
         self.token_shape = (model.num_layers, 2, model.num_kv_heads, model.head_dim)
-        self._mesh = (geometry.stages, geometry.seq, geometry.tensor)
-        self._local = (geometry.local_model.num_layers, 2, geometry.local_model.num_kv_heads)
+        self._mesh = (shapes.stages, shapes.seq, shapes.tensor)
+        self._local = (shapes.local_model.num_layers, 2, shapes.local_model.num_kv_heads)
         self._head_dim = model.head_dim
-        # [heads of the mesh] The model's head that lies there, -1 for none.
-        self._heads = HeadLayout(model.num_heads, model.num_kv_heads, geometry.tensor).keys()
+        # [heads of the mesh] Index of the model's head, -1 for padding.
+        self._heads = HeadLayout(model.num_heads, model.num_kv_heads, shapes.tensor).keys()
 
     def tokens(self, images: np.ndarray) -> np.ndarray:
-        """KV [pages, page_tokens, layers, 2, kv_heads, head_dim] of images uint8 [pages, bytes]."""
+        """KV [pages, page_tokens, layers, 2, kv_heads, head_dim] of page bytes [pages, bytes]."""
         count, dim, share = len(images), self._head_dim, self.page_tokens // self._mesh[1]
         parts = images.view(self.dtype).reshape(count, *self._mesh, *self._local, -1)
         k = parts[..., 0, :, :].reshape(*parts.shape[:5], -1, dim, share).swapaxes(-1, -2)
@@ -47,7 +47,7 @@ class ImageLayout:
         return whole[..., first[-self.token_shape[2] :], :]
 
     def images(self, tokens: np.ndarray) -> np.ndarray:
-        """Images of whole pages, as `tokens` returns them."""
+        """Page bytes uint8 [pages, bytes] of KV in the shape that `tokens` returns."""
         (stages, shares, ranks), (layers, _, heads) = self._mesh, self._local
         there = (self._heads >= 0)[:, None]
         whole = np.where(there, tokens[..., self._heads, :], np.zeros((), self.dtype))
@@ -60,7 +60,7 @@ class ImageLayout:
 
 
 class PageImages:
-    """The pages of an engine on every tier, read and written as KV of tokens."""
+    """Reads an engine's pages on any tier, and writes those of the device, as KV of tokens."""
 
     def __init__(self, layout: ImageLayout, runner: Runner, stores: Mapping[Tier, Store]) -> None:
         self.layout = layout
@@ -77,5 +77,5 @@ class PageImages:
         return self.layout.tokens(images)
 
     def write(self, pages: Sequence[int], tokens: np.ndarray) -> None:
-        """Puts KV of whole pages on up to MOVE_PAGES pages of the device."""
+        """Writes KV of whole pages to up to MOVE_PAGES pages of the device."""
         self._runner.write_pages(pages, self.layout.images(tokens))

@@ -1,14 +1,13 @@
-"""Runs plans on the device: packs, calls executables, and reads results when asked.
+"""Runs plans on the device: packs, calls executables, and reads results.
 
-Nothing here waits for the device but `read`, and a step whose rows have grammars: between its
-forward and its sampling it waits for the tokens before. Programs are dispatched one after another,
-each taking over the buffers of the one before, so the device sees the steps in plan order.
+Only reads wait for the device, and steps with grammars: between forward and sampling they wait for
+the previous tokens. Programs are dispatched one after another, each reusing the donated buffers of
+the previous one, so the device runs the steps in plan order.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
@@ -17,22 +16,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.engine.plan import Chunk, StepPlan
-from jaxserve.engine.sequence import Sequence
+from jaxserve.core.buckets import ProgramKey
+from jaxserve.core.sequence import Sequence
+from jaxserve.core.step_plan import ScheduledChunk, StepPlan
 from jaxserve.kv.transfers import MOVE_PAGES, MOVE_SIZES
 from jaxserve.models.family import Params
-from jaxserve.runtime import specs
-from jaxserve.runtime.batch import Snapshot
-from jaxserve.runtime.buckets import ProgramKey
-from jaxserve.runtime.geometry import Geometry
-from jaxserve.runtime.programs import Programs
-from jaxserve.runtime.under_way import (
-    NOTHING,
+from jaxserve.runtime.in_flight import (
+    BUBBLE,
     DispatchedStep,
     PackedStep,
     SamplingRow,
     StepResults,
 )
+from jaxserve.runtime.programs import specs
+from jaxserve.runtime.programs.executables import Programs
+from jaxserve.runtime.programs.program_shapes import ProgramShapes
+from jaxserve.runtime.programs.step_layout import FrozenPlan
 from jaxserve.sampling import (
     NO_TOKEN,
     SampleOutput,
@@ -48,31 +47,31 @@ from jaxserve.structured.matcher import Matcher, advance
 class Runner:
     """Owns the devices' state: parameters, KV pages, page tables, last tokens, sampling state.
 
-    With pipeline stages, a step is under way for as many dispatches as there are stages: one stage
-    works on it at a time, and each on another step.
+    With pipeline stages, a step takes as many dispatches as there are stages: one stage works on it
+    at a time, and each stage on a different step.
     """
 
-    def __init__(self, geometry: Geometry, params: Params, programs: Programs) -> None:
-        self.geometry = geometry
+    def __init__(self, shapes: ProgramShapes, params: Params, programs: Programs) -> None:
+        self.shapes = shapes
         self._programs = programs
         self._params = params
         self._outside_layers = specs.outside_layers(params)
-        self._kv = _zeros(geometry.abstract_kv)
-        self._carry = _zeros(geometry.abstract_carry) if geometry.stages > 1 else None
-        self._tables = _zeros(geometry.abstract_tables)
-        self._last_tokens = _zeros(geometry.abstract_last_tokens)
-        self._state = _zeros(geometry.abstract_state)
-        self._no_masks = {rows: _zeros(geometry.masks(rows)) for rows in geometry.sample_rows}
+        self._kv = _zeros(shapes.abstract_kv)
+        self._carry = _zeros(shapes.abstract_carry) if shapes.stages > 1 else None
+        self._tables = _zeros(shapes.abstract_tables)
+        self._last_tokens = _zeros(shapes.abstract_last_tokens)
+        self._state = _zeros(shapes.abstract_state)
+        self._no_masks = {rows: _zeros(shapes.masks(rows)) for rows in shapes.sample_rows}
         self._rows: dict[int, SamplingRow] = {}
-        self._under_way = collections.deque([NOTHING] * (geometry.stages - 1))
+        self._stages = collections.deque([BUBBLE] * (shapes.stages - 1))
         self.num_dispatches = 0
-        self.done: collections.deque[DispatchedStep] = collections.deque()
+        self.in_flight: collections.deque[DispatchedStep] = collections.deque()
         jax.block_until_ready((self._kv, self._carry, self._last_tokens, self._state))
 
     @property
     def busy(self) -> bool:
-        """Whether a step that was dispatched is still under way, and not done."""
-        return any(packed is not NOTHING for packed in self._under_way)
+        """Whether a dispatched step is still in the pipeline."""
+        return any(packed is not BUBBLE for packed in self._stages)
 
     def register(
         self,
@@ -82,7 +81,7 @@ class Runner:
         eos_token_ids: tuple[int, ...],
         matcher: Matcher | None,
     ) -> None:
-        """Make a sequence known before its first step. `matcher` is where its output stands.
+        """Register a sequence before its first step. `matcher` is its grammar state.
 
         Raises RequestError when its bad words have too many or too long token sequences.
         """
@@ -99,44 +98,41 @@ class Runner:
             eos_token_ids=() if params.ignore_eos else eos_token_ids,
         )
         if stateful:
-            self._admission(seq, row)  # raises now what would be wrong later
+            self._admission(seq, row)  # validates early
         self._rows[seq.seq_id] = row
 
     def forget(self, seq: Sequence) -> None:
         self._rows.pop(seq.seq_id, None)
 
-    def pack(self, plan: StepPlan) -> PackedStep:
-        """Fix a plan's uploads. Raises ProgramMissError when no program holds it.
-
-        Decodes go longest context first: attention takes neighbours as far as the longest of them.
-        """
-        decodes = sorted(plan.decodes, key=lambda chunk: chunk.start, reverse=True)
-        plan = dataclasses.replace(plan, decodes=tuple(decodes))
+    def pack(self, plan: StepPlan, step_id: int) -> PackedStep:
+        """Fixes a plan's uploads. Raises ProgramMissError when no program holds it."""
         sampled = (*plan.decodes, *(chunk for chunk in plan.prefills if chunk.samples))
         rows = tuple(self._rows[chunk.seq.seq_id] for chunk in sampled)
-        snapshot = Snapshot.of(plan, self.geometry.config.page_size)
-        return PackedStep(plan, self._key(plan), snapshot, sampled, rows)
+        frozen = FrozenPlan.of(plan, self.shapes.config.page_size)
+        return PackedStep(step_id, plan, self._key(plan), frozen, sampled, rows)
 
-    def dispatch(self, packed: PackedStep) -> None:
-        """Call a step's programs; returns before the devices are done.
+    def dispatch(self, packed: PackedStep, begun_us: int | None) -> None:
+        """Calls a step's programs; returns before the devices are done.
 
-        In a pipeline the step enters the first stage, all others go on by one, and the oldest is
-        done. `done` has those whose results can be read.
+        In a pipeline the step enters the first stage, all others advance by one, and the oldest is
+        completed and joins `in_flight`.
         """
         self.num_dispatches += 1
-        self._under_way.append(packed)
-        key, together = self._key(), tuple(step.plan for step in self._under_way)
+        self._stages.append(packed)
+        key, together = self._key(), tuple(step.plan for step in self._stages)
         hidden, prefill_hidden = self._forward(key)
-        oldest = self._under_way.popleft()
-        if oldest is not NOTHING:
-            self.done.append(self._sampled(oldest, key, together, hidden, prefill_hidden))
+        oldest = self._stages.popleft()
+        if oldest is not BUBBLE:
+            self.in_flight.append(
+                self._sampled(oldest, key, together, begun_us, hidden, prefill_hidden)
+            )
 
-    def advance(self) -> None:
-        """Let the steps under way go on by a stage, with none to follow."""
-        self.dispatch(NOTHING)
+    def advance(self, begun_us: int | None = None) -> None:
+        """Moves the pipeline on by one stage, with no step entering."""
+        self.dispatch(BUBBLE, begun_us)
 
     def _drain(self) -> None:
-        """Let every step under way run to its end: pages are moved for all stages at once."""
+        """Completes every step in the pipeline: page operations apply to all stages at once."""
         while self.busy:
             self.advance()
 
@@ -145,6 +141,7 @@ class Runner:
         packed: PackedStep,
         key: ProgramKey,
         together: tuple[StepPlan, ...],
+        begun_us: int | None,
         hidden: jax.Array,
         prefill_hidden: jax.Array,
     ) -> DispatchedStep:
@@ -155,6 +152,9 @@ class Runner:
         for array in jax.tree.leaves((token_ids, logprobs, prompt_logprobs)):
             array.copy_to_host_async()
         return DispatchedStep(
+            packed.step_id,
+            self.num_dispatches,
+            begun_us,
             packed.plan,
             key,
             together,
@@ -163,7 +163,6 @@ class Runner:
             token_ids,
             logprobs,
             prompt_logprobs,
-            self.num_dispatches,
         )
 
     def read(self, step: DispatchedStep) -> StepResults:
@@ -178,22 +177,22 @@ class Runner:
         )
 
     def gather(self, pages: SequenceOf[int]) -> jax.Array:
-        """Images [at least pages, elements] of up to MOVE_PAGES pages, in a staging array."""
+        """A staging array [at least pages, elements] with up to MOVE_PAGES pages."""
         self._drain()
         size = _holding(MOVE_SIZES, len(pages))
         program = self._programs[specs.page_name("gather", size)].call
         return program(self._kv, _padded(pages, size))
 
     def scatter(self, pages: SequenceOf[int], staging: jax.Array) -> None:
-        """Write the first images of a staging array to pages."""
+        """Write the first rows of a staging array to pages."""
         self._drain()
         size = staging.shape[0]
         program = self._programs[specs.page_name("scatter", size)].call
         self._kv = program(self._kv, _padded(pages, size), staging)
 
     def read_pages(self, pages: SequenceOf[int]) -> np.ndarray:
-        """Images of up to MOVE_PAGES pages in the host's memory, uint8 [pages, bytes], layer by
-        layer; waits for them."""
+        """Copy up to MOVE_PAGES pages to the host, uint8 [pages, bytes], layer by layer; waits for
+        the device."""
         self._drain()
         program = self._programs[specs.page_name("gather-layer", MOVE_PAGES)].call
         padded = _padded(pages, MOVE_PAGES)
@@ -205,7 +204,7 @@ class Runner:
         """Write up to MOVE_PAGES pages, given as `read_pages` returns them."""
         self._drain()
         program = self._programs[specs.page_name("scatter-layer", MOVE_PAGES)].call
-        padded, place = _padded(pages, MOVE_PAGES), self.geometry.staging(MOVE_PAGES, 1)
+        padded, place = _padded(pages, MOVE_PAGES), self.shapes.staging(MOVE_PAGES, 1)
         parts = self._by_device(images.view(place.dtype))
         parts = parts.reshape(*parts.shape[:2], len(self._kv), -1)
         for index in range(len(self._kv)):
@@ -215,12 +214,12 @@ class Runner:
             self._kv[index : index + 1] = program(self._kv[index : index + 1], padded, staged)
 
     def _by_device(self, images: np.ndarray) -> np.ndarray:
-        """Images [pages, elements] as [pages, devices, elements of each]."""
-        return images.reshape(len(images), self.geometry.config.num_devices, -1)
+        """Pages [pages, elements] as [pages, devices, elements of each]."""
+        return images.reshape(len(images), self.shapes.config.num_devices, -1)
 
     def copy(self, pairs: SequenceOf[tuple[int, int]]) -> None:
-        """Copy pages, given as (source, target); every source is read before its turn as target
-        of a later pair."""
+        """Copy pages, given as (source, target); every source is read before a later pair
+        overwrites it."""
         self._drain()
         program, most = self._programs[specs.COPY].call, specs.COPY_PAGES
         for first in range(0, len(pairs), most):
@@ -228,24 +227,24 @@ class Runner:
             self._kv = program(self._kv, _padded(sources, most), _padded(targets, most))
 
     def poison(self, pages: SequenceOf[int]) -> None:
-        """Fill pages with NaN, so that whoever reads them before they are written is found out."""
+        """Fill pages with NaN, to expose reads before writes."""
         for first in range(0, len(pages), MOVE_SIZES[-1]):
             some = pages[first : first + MOVE_SIZES[-1]]
-            shape = self.geometry.staging(_holding(MOVE_SIZES, len(some)))
+            shape = self.shapes.staging(_holding(MOVE_SIZES, len(some)))
             self.scatter(some, _filled(shape, np.nan))
 
     def _key(self, *entering: StepPlan) -> ProgramKey:
-        """The program that holds all steps under way, and those `entering`."""
-        plans = (*entering, *(packed.plan for packed in self._under_way))
-        return self.geometry.buckets.program(plan.shape for plan in plans)
+        """The program that holds all steps in the pipeline, and those `entering`."""
+        plans = (*entering, *(packed.plan for packed in self._stages))
+        return self.shapes.buckets.program(plan.shape for plan in plans)
 
     def _forward(self, key: ProgramKey) -> tuple[jax.Array, jax.Array]:
-        """Hidden states to sample from and of prefill tokens, of the oldest step under way."""
-        layout = self.geometry.layouts[key]
+        """Hidden states of the oldest step in the pipeline: sampled ones, and of prefill tokens."""
+        layout = self.shapes.layouts[key]
         self._set_tables()
-        metadata = [layout.pack(packed.snapshot) for packed in reversed(self._under_way)]
-        if self.geometry.stages > 1:
-            program = self._programs[specs.part_name("tick", key)].call
+        metadata = [layout.pack(packed.frozen) for packed in reversed(self._stages)]
+        if self.shapes.stages > 1:
+            program = self._programs[specs.part_name("pipeline-step", key)].call
             self._kv, self._tables, self._carry, *hidden = program(
                 self._params,
                 self._kv,
@@ -255,7 +254,7 @@ class Runner:
                 np.stack(metadata),
             )
             return hidden
-        if self.geometry.config.program_scope == "layer":
+        if self.shapes.config.program_scope == "layer":
             return self._forward_by_layer(key, *metadata)
         program = self._programs[specs.part_name("forward", key)].call
         self._kv, self._tables, *hidden = program(
@@ -264,12 +263,12 @@ class Runner:
         return hidden
 
     def _set_tables(self) -> None:
-        """Write the page tables of which a step changes too much to say so in its metadata, in the
-        stage that it enters now."""
-        stages, width = self.geometry.stages, self.geometry.max_pages
-        by_stage = (packed.snapshot.tables for packed in reversed(self._under_way))
+        """Write the whole page tables of a step, those with too many changes for its metadata, on
+        the stage that it enters now."""
+        stages, width = self.shapes.stages, self.shapes.max_pages
+        by_stage = (packed.frozen.tables for packed in reversed(self._stages))
         for tables in itertools.zip_longest(*by_stage):
-            slots = np.full(stages, self.geometry.trash_slot, np.int32)
+            slots = np.full(stages, self.shapes.trash_slot, np.int32)
             rows = np.zeros((stages, width), np.int32)
             for stage, table in enumerate(tables):
                 if table is not None:
@@ -280,24 +279,24 @@ class Runner:
     def _forward_by_layer(
         self, key: ProgramKey, metadata: np.ndarray
     ) -> tuple[jax.Array, jax.Array]:
-        kinds, params = self.geometry.model.layer_kinds, self._params["layers"]
-        begin = self._programs[specs.part_name("begin", key)].call
-        finish = self._programs[specs.part_name("finish", key)].call
-        self._tables, x, shared, addresses, sampled = begin(
+        kinds, params = self.shapes.model.layer_kinds, self._params["layers"]
+        embed = self._programs[specs.part_name("embed", key)].call
+        final_norm = self._programs[specs.part_name("final-norm", key)].call
+        self._tables, x, shared, slot_mapping, sampled = embed(
             self._outside_layers, self._tables, self._last_tokens, metadata
         )
-        for group in self.geometry.groups(key):
+        for group in self.shapes.groups(key):
             layers = self._programs[specs.layers_name(key, kinds[group])].call
-            self._kv[group], x = layers(params[group], self._kv[group], x, shared, addresses)
-        return finish(self._outside_layers, x, sampled)
+            self._kv[group], x = layers(params[group], self._kv[group], x, shared, slot_mapping)
+        return final_norm(self._outside_layers, x, sampled)
 
     def _sample(
         self, packed: PackedStep, hidden: jax.Array
     ) -> tuple[jax.Array, TokenLogprobs | None]:
         sampled, rows = packed.sampled, packed.rows
-        bucket = _holding(self.geometry.sample_rows, len(sampled))
+        bucket = _holding(self.shapes.sample_rows, len(sampled))
         if all(row.plain for row in rows):
-            slots = np.full(bucket, self.geometry.trash_slot, np.int32)
+            slots = np.full(bucket, self.shapes.trash_slot, np.int32)
             slots[: len(sampled)] = [chunk.slot for chunk in sampled]
             program = self._programs[specs.sample_name("greedy", bucket)].call
             self._last_tokens, token_ids = program(
@@ -312,7 +311,7 @@ class Runner:
             [chunk.slot for chunk in sampled],
             [chunk.output_index for chunk in sampled],
             bucket,
-            self.geometry.trash_slot,
+            self.shapes.trash_slot,
         )
         program = self._programs[specs.sample_name("general", bucket)].call
         output: SampleOutput
@@ -328,8 +327,8 @@ class Runner:
         return output.token_ids, output.logprobs if wanted else None
 
     def _masks(self, packed: PackedStep, bucket: int) -> np.ndarray | jax.Array:
-        """What each row may sample. A row with a matcher needs its tokens up to now for that, so
-        the host waits for those while the devices compute what is to be sampled from."""
+        """Grammar masks of the rows. A matcher needs all previous tokens of its row, so the host
+        waits for those while the devices run the forward pass."""
         nothing = self._no_masks[bucket]
         matched = [
             (place, row.matcher, chunk)
@@ -339,7 +338,7 @@ class Runner:
         if not matched:
             return nothing
         if any(matcher.num_tokens < chunk.output_index for _, matcher, chunk in matched):
-            for step in self.done:
+            for step in self.in_flight:
                 advance(self._matched_tokens(step))
         masks = np.zeros(nothing.shape, np.int32)
         for place, matcher, _ in matched:
@@ -347,7 +346,7 @@ class Runner:
         return masks
 
     def _matched_tokens(self, step: DispatchedStep) -> Iterator[tuple[Matcher, int, int]]:
-        """What a step has sampled for sequences with a matcher, which has it yet to take in."""
+        """Tokens that a step sampled for sequences with a matcher, as input to `advance`."""
         if step.token_ids is None:
             return
         for chunk, token_id in zip(step.sampled, np.asarray(step.token_ids).tolist()):
@@ -356,7 +355,7 @@ class Runner:
                 yield row.matcher, chunk.output_index, token_id
 
     def _score_prompts(self, packed: PackedStep, hidden: jax.Array) -> TokenLogprobs | None:
-        """Scores of the tokens that follow each prefill token, when a request asks for them."""
+        """Log probabilities of the token after each prefill token, if a request asks for them."""
         prefills = packed.plan.prefills
         if all(chunk.seq.params.prompt_logprobs is None for chunk in prefills):
             return None
@@ -370,7 +369,7 @@ class Runner:
         program = self._programs[specs.prompt_logprobs_name(tokens)].call
         return program(self._outside_layers, hidden, targets)
 
-    def _admit(self, chunk: Chunk, row: SamplingRow) -> None:
+    def _admit(self, chunk: ScheduledChunk, row: SamplingRow) -> None:
         """Fill the sequence's row of sampling state, which another sequence may have used."""
         program = self._programs[specs.ADMIT].call
         self._state = program(self._state, np.int32(chunk.slot), self._admission(chunk.seq, row))
@@ -378,12 +377,12 @@ class Runner:
     def _admission(self, seq: Sequence, row: SamplingRow) -> np.ndarray:
         return pack_admission(
             seq.params,
-            self.geometry.model.vocab_size,
+            self.shapes.model.vocab_size,
             seq.prompt_token_ids,
             seq.output_token_ids,
             eos_token_ids=row.eos_token_ids,
             bad_word_ids=row.bad_word_ids,
-            ranks=self.geometry.vocab_ranks,
+            ranks=self.shapes.vocab_ranks,
         )
 
 
@@ -393,7 +392,7 @@ def _holding(sizes: SequenceOf[int], count: int) -> int:
 
 
 def _padded(pages: SequenceOf[int], size: int) -> np.ndarray:
-    """Page numbers int32 [size]; those missing are of no page, and nothing is done for them."""
+    """Page ids int32 [size], padded with -1, which programs skip."""
     padded = np.full(size, -1, np.int32)
     padded[: len(pages)] = pages
     return padded
@@ -404,8 +403,8 @@ def _zeros(shapes: Any) -> Any:
 
 
 def _filled(array: jax.ShapeDtypeStruct, value: float) -> jax.Array:
-    """An array of one value where its shape says. From the host, since filling by XLA would compile
-    a program for every shape."""
+    """A constant array with the given sharding, filled on the host: filling by XLA would compile a
+    program for every shape."""
 
     def shard(index: tuple[slice, ...]) -> np.ndarray:
         sizes = (part.indices(size) for part, size in zip(index, array.shape))

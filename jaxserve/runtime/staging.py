@@ -1,4 +1,4 @@
-"""Images of KV pages between the devices' memory and the host's."""
+"""Copies of KV pages between device memory and host memory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from jaxserve.kv.transfers import MOVE_SIZES
 
 
 class Staging:
-    """Takes staging arrays to the host and back; for any thread, and for none of them compiles.
+    """Copies staging arrays to the host and back, from any thread, without compiling.
 
-    On accelerators images pass through pinned host memory, from which the device copies by itself.
+    On accelerators pages pass through pinned host memory, which the device accesses by DMA.
     """
 
     def __init__(self, image: jax.ShapeDtypeStruct) -> None:
-        """`image`: shape of a staging array of one image, and where it lies."""
+        """`image`: shape and sharding of a staging array of one page."""
         self._place = image.sharding
         self._dtype = image.dtype
         self._pinned = None
@@ -23,14 +23,14 @@ class Staging:
             self._pinned = image.sharding.with_memory_kind("pinned_host")
 
     def download(self, staging: jax.Array) -> np.ndarray:
-        """The images [rows, elements] of a gather, when it is done; not to be written to."""
+        """Waits for a gather and returns its pages [rows, elements], read-only."""
         if self._pinned is not None:
             staging = jax.device_put(staging, self._pinned)
         return np.asarray(staging)
 
     def upload(self, images: np.ndarray) -> jax.Array:
-        """A staging array of images uint8 [rows, bytes], with rows for the program that scatters
-        them; waits until it is there."""
+        """A staging array of pages uint8 [rows, bytes], padded to the rows of a scatter program;
+        waits until it is on the device."""
         size = next(size for size in MOVE_SIZES if size >= len(images))
         padded = np.zeros((size, images.shape[1]), np.uint8)
         padded[: len(images)] = images

@@ -1,4 +1,4 @@
-"""From a config to a model that is ready: open, plan, then compile and load side by side."""
+"""Engine startup: open the checkpoint, plan, then compile programs while loading weights."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-import jaxserve
-from jaxserve.config import EngineConfig
-from jaxserve.engine.admission import AdmissionRule
-from jaxserve.engine.events import EventLog
-from jaxserve.engine.scheduler_config import SchedulerConfig
-from jaxserve.errors import ConfigError, MemoryPlanError
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ConfigError, MemoryPlanError
+from jaxserve.core.events import EventLog
+from jaxserve.core.version import __version__
 from jaxserve.kv.tiers import DiskStore
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.params import load_params
@@ -32,24 +30,26 @@ from jaxserve.runtime.alternatives import (
 )
 from jaxserve.runtime.cpu_threads import make_room_for_collectives
 from jaxserve.runtime.devices import described_mesh, engine_devices, engine_mesh
-from jaxserve.runtime.executable_cache import ExecutableCache
-from jaxserve.runtime.geometry import Geometry
 from jaxserve.runtime.hosts import Hosts
 from jaxserve.runtime.memory import MemoryPlan, plan_memory
-from jaxserve.runtime.programs import Compilation, Program, Programs
+from jaxserve.runtime.programs.executable_cache import ExecutableCache
+from jaxserve.runtime.programs.executables import Compilation, Program, Programs
+from jaxserve.runtime.programs.program_shapes import ProgramShapes
+from jaxserve.runtime.programs.specs import check_attention, program_specs
 from jaxserve.runtime.runner import Runner
-from jaxserve.runtime.specs import check_attention, program_specs
+from jaxserve.scheduler.admission import AdmissionRule
+from jaxserve.scheduler.config import SchedulerConfig
 from jaxserve.text import Tokenizer
 
 
 class Progress(Protocol):
-    """Told how startup goes, from any thread: a part's name, how much is done, of how much."""
+    """Callback for startup progress, called from any thread: part name, amount done, total."""
 
     def __call__(self, part: str, done: int, total: int) -> None: ...
 
 
 def no_progress(part: str, done: int, total: int) -> None:
-    """Progress for nobody."""
+    """Ignores progress."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,22 +58,22 @@ class EnginePlan:
 
     config: EngineConfig
     checkpoint: Checkpoint
-    geometry: Geometry
+    shapes: ProgramShapes
     memory: MemoryPlan
     device: jax.Device
 
     @property
     def cache(self) -> ExecutableCache | None:
-        """Where this plan's executables are kept; None when the config says not to, or when their
-        code is not all jaxserve's, of which alone the cache notices that it has changed."""
-        if not self.config.compilation_cache or is_registered(self.geometry.model.architecture):
+        """Cache of this plan's executables; None when disabled, or for a registered model family:
+        the cache notices changes of jaxserve's own sources only."""
+        if not self.config.compilation_cache or is_registered(self.shapes.model.architecture):
             return None
-        return ExecutableCache(self.geometry.describe(), self.geometry.devices)
+        return ExecutableCache(self.shapes.describe(), self.shapes.devices)
 
     @property
     def scheduler(self) -> SchedulerConfig:
         """The limits of the engine's scheduler."""
-        config, buckets = self.config, self.geometry.buckets
+        config, buckets = self.config, self.shapes.buckets
         ageing_s = config.priority_ageing_s
         return SchedulerConfig(
             policy=config.scheduler,
@@ -90,12 +90,12 @@ class EnginePlan:
 
     @property
     def admission(self) -> AdmissionRule:
-        """The scheduler's rule for the planned pool."""
+        """The scheduler's admission rule for the planned pool."""
         return AdmissionRule.of(self.scheduler, self.memory.num_pages - 1, self.memory.page_size)
 
     def compile(self, progress: Progress = no_progress, log: EventLog | None = None) -> Compilation:
-        """Begin to load or compile every program."""
-        all_specs = program_specs(self.geometry)
+        """Start to load or compile every program."""
+        all_specs = program_specs(self.shapes)
         done: list[str] = []
 
         def on_done(program: Program) -> None:
@@ -108,9 +108,9 @@ class EnginePlan:
         return Compilation(all_specs, self.cache, on_done, timed)
 
     def with_programs(self, programs: Programs) -> EnginePlan:
-        """The plan with scratch memory as the compiled programs state it.
+        """The plan with the scratch memory that the compiled programs report.
 
-        Raises MemoryPlanError when that no longer fits.
+        Raises MemoryPlanError when the plan no longer fits.
         """
         memory = dataclasses.replace(self.memory, scratch_bytes=programs.temp_bytes)
         memory.check()
@@ -118,18 +118,18 @@ class EnginePlan:
 
 
 def plan(config: EngineConfig, hosts: Hosts | None = None) -> EnginePlan:
-    """Decide what an engine of `config` will be. Reads the model's header, no weights.
+    """Plan an engine of `config`. Reads the model's header, no weights.
 
-    Of several `hosts` the one with the least memory decides on the pool. Raises ModelError,
-    ConfigError, or MemoryPlanError when it cannot fit, which has alternatives that do.
+    Of several `hosts` the one with the least memory determines the pool. Raises ModelError,
+    ConfigError, or, when it does not fit, MemoryPlanError with alternatives that do.
     """
     return accept(decide(config), hosts)
 
 
 def decide(config: EngineConfig) -> EnginePlan:
-    """A plan that may need more memory than there is (`memory.fits`), as for a table of it.
+    """A plan that may exceed the available memory (`memory.fits`), e.g. to print its memory use.
 
-    Raises ModelError, ConfigError, or MemoryPlanError for settings of pools that no memory suits.
+    Raises ModelError, ConfigError, or MemoryPlanError for contradictory pool settings.
     """
     make_room_for_collectives()
     devices = engine_devices(config)
@@ -147,14 +147,14 @@ def decide_on(
     config: EngineConfig,
     checkpoint: Checkpoint,
 ) -> EnginePlan:
-    """As `decide`, of a resolved config, on a mesh of devices like `device`, or on it alone."""
-    # Rotary frequencies that depend on the context are laid out for the one that is served.
+    """Like `decide`, for a resolved config on a mesh of devices like `device`, or on `device`."""
+    # Context-dependent rotary frequencies are computed for the served context length.
     model = dataclasses.replace(checkpoint.config, max_position_embeddings=config.max_model_len)
     family = get_family(model.architecture)
     if config.quantization is not None and config.num_devices > 1:
         raise ConfigError(
-            f"quantization is {config.quantization!r}, but packed weights are of one device, and "
-            f"the config is for {config.num_devices}; leave quantization out."
+            f"quantization is {config.quantization!r}, but quantized weights run on one device "
+            f"only, and the config asks for {config.num_devices}; leave quantization out."
         )
     specs = with_formats(family.param_specs(model), config.quantization, checkpoint.packed_kind)
     if mesh is not None:
@@ -165,50 +165,50 @@ def decide_on(
             stages=config.pipeline_parallel_size,
             vocab=config.tensor_parallel_size * config.pipeline_parallel_size,
         )
-    geometry = Geometry(config, model, family, specs, num_pages=0, device=device, mesh=mesh)
-    memory = plan_memory(config, model, geometry.weights_bytes, geometry.state_bytes, device)
-    return EnginePlan(config, checkpoint, _with_pool(geometry, memory), memory, device)
+    shapes = ProgramShapes(config, model, family, specs, num_pages=0, device=device, mesh=mesh)
+    memory = plan_memory(config, model, shapes.weights_bytes, shapes.state_bytes, device)
+    return EnginePlan(config, checkpoint, _with_pool(shapes, memory), memory, device)
 
 
 def accept(decided: EnginePlan, hosts: Hosts | None = None) -> EnginePlan:
-    """The plan, agreed on with all `hosts`, when an engine can be made of it.
+    """The plan, agreed on with all `hosts`, if it is feasible.
 
-    Raises MemoryPlanError when it does not fit, ConfigError when its disk or its attention backend
-    cannot be used.
+    Raises MemoryPlanError when it does not fit, ConfigError when its disk tier or its attention
+    backend cannot be used.
     """
     config, memory = decided.config, decided.memory
     if not memory.fits:
         raise _refusal(decided)
     if hosts is not None:
         memory = dataclasses.replace(memory, num_pages=hosts.least("pages", memory.num_pages))
-    if memory.disk_pages:  # Refused now, and not when all else is ready.
+    if memory.disk_pages:  # Fail now, not after loading.
         DiskStore(config.disk_kv_dir, memory.disk_pages, memory.image_bytes).close()
-    geometry = _with_pool(decided.geometry, memory)
-    _check_backend(geometry)
-    return dataclasses.replace(decided, geometry=geometry, memory=memory)
+    shapes = _with_pool(decided.shapes, memory)
+    _check_backend(shapes)
+    return dataclasses.replace(decided, shapes=shapes, memory=memory)
 
 
-def _with_pool(geometry: Geometry, memory: MemoryPlan) -> Geometry:
-    moves_pages = bool(memory.host_pages or memory.disk_pages or geometry.config.debug_kv)
-    return dataclasses.replace(geometry, num_pages=memory.num_pages, moves_pages=moves_pages)
+def _with_pool(shapes: ProgramShapes, memory: MemoryPlan) -> ProgramShapes:
+    moves_pages = bool(memory.host_pages or memory.disk_pages or shapes.config.debug_kv)
+    return dataclasses.replace(shapes, num_pages=memory.num_pages, moves_pages=moves_pages)
 
 
-def _check_backend(geometry: Geometry) -> None:
-    """Raises ConfigError for a backend that must do what it cannot; "auto" only warns."""
-    if geometry.config.attention_backend == "pallas":
-        check_attention(geometry)
+def _check_backend(shapes: ProgramShapes) -> None:
+    """Raises ConfigError for an explicit backend without support; "auto" only warns."""
+    if shapes.config.attention_backend == "pallas":
+        check_attention(shapes)
 
 
 def _refusal(decided: EnginePlan) -> MemoryPlanError:
-    """Why a plan does not fit, and what does."""
+    """The error for a plan that does not fit, with alternatives that do."""
     config, device, checkpoint = decided.config, decided.device, decided.checkpoint
 
     def plan_of(changes: Changes) -> MemoryPlan | None:
-        """On as many devices like this one as it needs, be they there or not."""
+        """The plan on as many devices like this one as it needs, whether they exist or not."""
         try:
             changed = dataclasses.replace(config, **changes)
             other = decide_on(device, described_mesh(changed), changed, checkpoint)
-            _check_backend(other.geometry)
+            _check_backend(other.shapes)
         except (ConfigError, MemoryPlanError):
             return None
         return other.memory
@@ -234,26 +234,26 @@ def _refusal(decided: EnginePlan) -> MemoryPlanError:
 
 
 _VERSIONS = {
-    "the version of jaxserve": jaxserve.__version__,
+    "the version of jaxserve": __version__,
     "the version of JAX": jax.__version__,
 }
 
 
 def _common(config: EngineConfig) -> dict[str, Any]:
-    """Settings that must be the same on all hosts. A path may be another on each."""
+    """Settings that must be equal on all hosts. Paths may differ."""
     settings = dataclasses.asdict(config)
     return {name: settings[name] for name in settings if name not in ("model", "disk_kv_dir")}
 
 
 def _without_lower_tiers(config: EngineConfig) -> EngineConfig:
-    """Moves between tiers end when they end, on each host at another time.
+    """The config without lower tiers, whose transfers finish at different times on each host.
 
-    Raises ConfigError when lower tiers are asked for.
+    Raises ConfigError when lower tiers are configured.
     """
     if config.host_kv_bytes or config.disk_kv_bytes:
         raise ConfigError(
             f"host_kv_bytes is {config.host_kv_bytes} and disk_kv_bytes {config.disk_kv_bytes}, "
-            f"but KV pages of {jax.process_count()} hosts stay on their devices; leave both out."
+            f"but {jax.process_count()} hosts cannot offload KV pages; leave both out."
         )
     return dataclasses.replace(config, host_kv_bytes=0)
 
@@ -264,9 +264,9 @@ def start(
     progress: Progress = no_progress,
     hosts: Hosts | None = None,
 ) -> tuple[EnginePlan, Tokenizer, Runner]:
-    """Make a model ready to run: programs compile in threads while the weights stream in.
+    """Make a model ready to run: programs compile in threads while weights load.
 
-    Raises DistributedError when several `hosts` are not about to do the same.
+    Raises DistributedError when `hosts` differ in versions, settings or weights.
     """
     with log.phase("startup", "plan"):
         if hosts is not None:
@@ -281,9 +281,9 @@ def start(
         with log.phase("startup", "weights"):
             params = load_params(
                 decided.checkpoint,
-                decided.geometry.specs,
+                decided.shapes.specs,
                 dtype=decided.config.dtype,
-                shardings=decided.geometry.param_shardings,
+                shardings=decided.shapes.param_shardings,
                 progress=functools.partial(progress, "weights"),
             )
     except BaseException:
@@ -293,7 +293,7 @@ def start(
         programs = compilation.result()
     decided = decided.with_programs(programs)
     with log.phase("startup", "memory"):
-        runner = Runner(decided.geometry, params, programs)
+        runner = Runner(decided.shapes, params, programs)
     if hosts is not None:
         hosts.all_ready()
     return decided, tokenizer, runner

@@ -1,8 +1,8 @@
 """Choosing the next token on the device: pure functions of static shape, compiled ahead of time.
 
-`greedy` is the program for batches that only want the most likely token. `general` does
-everything else and skips, at run time, what no row of the batch asked for. `SamplingState` holds
-what a sequence's past contributes (counts, bans), one row a slot.
+`greedy` is the program for batches that only need the most likely token. `general` does
+everything else and skips, at run time, what no row of the batch requested. `SamplingState` holds
+per-sequence history (counts, bans), one row per slot.
 """
 
 from jaxserve.sampling.logprobs import TOP_LOGPROBS, TokenLogprobs, token_logprobs

@@ -1,4 +1,4 @@
-"""Log probabilities of the raw distribution: of chosen tokens, their rank, and the top ones."""
+"""Log probabilities of the raw distribution: given tokens, their ranks, and the top tokens."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.core.sampling_params import MAX_LOGPROBS as TOP_LOGPROBS
 from jaxserve.models import parallel
 from jaxserve.sampling.vocabulary import ordered_sum
-from jaxserve.sampling_params import MAX_LOGPROBS as TOP_LOGPROBS
 
 
 @flax.struct.dataclass
@@ -17,7 +17,7 @@ class TokenLogprobs:
     """`logprobs` float32 [n] and `ranks` int32 [n] of given tokens, 1 being the most likely.
 
     `top_ids` int32 and `top_logprobs` float32 [n, 20] are the most likely tokens, best first,
-    lower ids first among equals.
+    lower ids first on ties.
     """
 
     logprobs: jax.Array
@@ -27,7 +27,7 @@ class TokenLogprobs:
 
 
 def no_logprobs(rows: int) -> TokenLogprobs:
-    """Zeros, in place of what nobody asked for."""
+    """Zeros, for rows that did not request logprobs."""
     return TokenLogprobs(
         logprobs=jnp.zeros((rows,), jnp.float32),
         ranks=jnp.zeros((rows,), jnp.int32),
@@ -37,10 +37,10 @@ def no_logprobs(rows: int) -> TokenLogprobs:
 
 
 def token_logprobs(logits: jax.Array, token_ids: jax.Array, with_top: jax.Array) -> TokenLogprobs:
-    """Of raw `logits` [vocab, rows], this rank's part of the vocabulary, and `token_ids` [rows];
-    top ones if the scalar is set.
+    """Logprobs of `token_ids` [rows] from raw `logits` [vocab, rows], this rank's part of the
+    vocabulary; also the top ones if the scalar `with_top` is set.
 
-    A vocabulary smaller than 20 fills the rest of the top places with -inf.
+    With a vocabulary smaller than 20, the remaining top entries are -inf.
     """
     count, rows = logits.shape
     first = parallel.first_of_vocab(count)
@@ -48,7 +48,7 @@ def token_logprobs(logits: jax.Array, token_ids: jax.Array, with_top: jax.Array)
     normalizer = best + jnp.log(
         parallel.sum_over_vocab(ordered_sum(jnp.exp(logits - best), axis=0))
     )
-    # A row that sampled no token has a negative id; any token will do for it.
+    # A row that sampled no token has a negative id; its logprob is not used.
     place = jnp.maximum(token_ids, 0) - first
     here = (place >= 0) & (place < count)
     own = logits.at[jnp.clip(place, 0, count - 1), jnp.arange(rows)].get()

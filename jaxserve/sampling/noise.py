@@ -1,9 +1,9 @@
-"""The noise of sampling: a function of (seed, output position, token id) and of nothing else.
+"""Sampling noise: a function of (seed, output position, token id) only.
 
 A token is drawn as the winner of a race: with E independent and exponential, the token with the
-largest weight / E is drawn with probability proportional to its weight. It is the Gumbel-max trick
-without its second logarithm (argmax of log(weight) + g, where g = -log(E)). Unlike an inverse CDF
-it has no sums over the vocabulary, so that rounding elsewhere moves no boundary: a token changes
+largest weight / E is drawn with probability proportional to its weight. This is the Gumbel-max
+trick without its second logarithm (argmax of log(weight) + g, where g = -log(E)). Unlike an inverse
+CDF it needs no sums over the vocabulary, so rounding elsewhere moves no boundary: a token changes
 only when two tokens tie within rounding. On a mesh each rank races its own part of the vocabulary.
 A drafter that uses the same noise is accepted at least (1 - d) / (1 + d) of the time, d being the
 total variation distance (Daliri, Musco and Suresh, "Coupling without Communication", 2024).
@@ -21,13 +21,13 @@ _LARGEST = 1 - 2.0**-24
 def exponentials(seed_words: jax.Array, positions: jax.Array, token_ids: jax.Array) -> jax.Array:
     """Exponential variates float32 [rows, n], finite and above 0.
 
-    `seed_words` uint32 [rows, 2] and `positions` int32 [rows] are those of each row, `token_ids`
-    int32 [n] are the same for all. Threefry makes one key for a row; two rounds of an integer hash
-    make the variates of its tokens, which cost less than Threefry would for each token.
+    `seed_words` uint32 [rows, 2] and `positions` int32 [rows] are per row, `token_ids` int32 [n]
+    are shared. Threefry makes one key per row; two rounds of an integer hash make the variates of
+    its tokens, which is cheaper than Threefry per token.
     """
 
     def key_of(words: jax.Array, position: jax.Array) -> jax.Array:
-        # Named, so that neither JAX's default generator nor its settings change anything.
+        # Explicit, so that JAX's default generator and its settings do not matter.
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
         return jax.random.key_data(jax.random.fold_in(key, position))
 
@@ -35,7 +35,7 @@ def exponentials(seed_words: jax.Array, positions: jax.Array, token_ids: jax.Arr
     bits = _mix(token_ids.astype(jnp.uint32)[None, :] + keys[:, :1])
     bits = _mix(bits ^ keys[:, 1:])
     uniform = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, _LARGEST)
-    # -log(1 - u). Small variates win races; of these the logarithm would keep too few digits.
+    # -log(1 - u). Small variates win races, and the logarithm would keep too few of their digits.
     series = uniform + 0.5 * uniform * uniform
     return jnp.where(uniform < _SERIES_BELOW, series, -jnp.log(1 - uniform))
 

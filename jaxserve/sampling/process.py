@@ -1,4 +1,4 @@
-"""What turns raw logits into the ones sampled from: masks and bias, bans, penalties.
+"""Logits processing before sampling: masks and bias, bans, penalties.
 
 The order is vLLM's: grammar masks, allowed ids, bad words, min_tokens and bias first, then
 penalties. Logits are [rows, padded vocab] here, of this rank's `count` tokens and padding.
@@ -25,9 +25,9 @@ def when(
 ) -> jax.Array:
     """stage(logits, upload) if the bool scalar `flag` is set, else the logits untouched.
 
-    A loop of zero or one trips, which unlike a conditional need not copy what it leaves alone.
-    The barrier ties `upload` to the trip: otherwise XLA would see that what the stage makes of it
-    is the same on every trip, and make it ahead of the loop, wanted or not.
+    A loop of zero or one trips, which unlike a conditional does not copy logits that it leaves
+    unchanged. The barrier ties `upload` to the trip: otherwise XLA would hoist loop-invariant work
+    on it out of the loop and always run it.
     """
 
     def trip(index: jax.Array, logits: jax.Array) -> jax.Array:
@@ -64,7 +64,7 @@ def ban_tokens(
     with_bad_words: jax.Array,
     count: int,
 ) -> jax.Array:
-    """-inf for stop tokens before min_tokens, and for what would complete a bad word.
+    """-inf for stop tokens before min_tokens, and for tokens that would complete a bad word.
 
     Both flags are bool [rows]. Bad words are matched against the output, not the prompt.
     """
@@ -89,7 +89,7 @@ def penalize(
     """Repetition penalty over prompt and output (CTRL, Keskar et al. 2019), then the other two.
 
     `penalties` are presence, frequency and repetition, float32 [rows] each; 0, 0 and 1 leave a
-    row as it is, bit for bit, whatever its slot.
+    row bit-identical, whatever its slot.
     """
     presence, frequency, repetition = penalties
     seen = state.seen[slots]

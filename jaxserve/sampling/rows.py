@@ -1,7 +1,7 @@
-"""The one small upload of a sampling step: an int32 array [rows, NUM_FIELDS].
+"""The upload of a sampling step: an int32 array [rows, NUM_FIELDS].
 
-The fields below are its columns; floats travel as their bits. Everything but SLOT and POSITION
-is constant over a sequence's life, so it is built once (`row_constants`) and copied each step.
+The fields below are its columns; floats are stored as their bits. Everything but SLOT and POSITION
+is constant for a sequence, so it is built once (`row_constants`) and copied each step.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.core.sampling_params import SamplingParams
 
 SLOT = 0  # row of the per-sequence state; padded rows use the trash slot, the last one
 POSITION = 1  # output tokens sampled before this one, read by the host or not
@@ -31,9 +31,9 @@ FLAG_BIAS = 1  # adds its slot's bias row
 FLAG_PENALTY = 2
 FLAG_BAD_WORDS = 4  # has bad words of several tokens
 FLAG_TRACK = 8  # sampled tokens are recorded in its slot
-FLAG_LOGPROBS = 16  # wants the sampled token's logprob and rank
+FLAG_LOGPROBS = 16  # needs the sampled token's logprob and rank
 FLAG_TOP_LOGPROBS = 32  # and the most likely tokens
-FLAG_MASK = 64  # samples what its row of the step's masks allows, and nothing else
+FLAG_MASK = 64  # samples only what its row of the step's masks allows
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio, as in SplitMix64
 
@@ -41,8 +41,8 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio, as in Sp
 def sequence_seed(seed: int, index: int) -> int:
     """Seed of sequence `index` of a request with n > 1, in -2**63..2**63-1 as all seeds are.
 
-    The first has the request's own. The others are far from those of requests with other seeds:
-    with `seed + index`, sample 1 of seed 7 would be sample 0 of seed 8.
+    The first has the request's own seed. The others are far from the seeds of other requests: with
+    `seed + index`, sample 1 of seed 7 would be sample 0 of seed 8.
     """
     return (seed + index * _SEED_STRIDE + 2**63) % 2**64 - 2**63
 

@@ -18,7 +18,7 @@ from jaxserve.sampling.state import SamplingState, record
 from jaxserve.sampling.threshold import weight_floor
 from jaxserve.sampling.vocabulary import CELL, largest, padded
 
-# In place of a token id when a row's logits are NaN throughout or leave nothing to sample.
+# Token id of a row whose logits are all NaN or leave nothing to sample.
 NO_TOKEN = -1
 
 
@@ -31,7 +31,7 @@ class SampleOutput:
 
 
 def greedy(logits: jax.Array) -> jax.Array:
-    """Most likely token int32 [rows], the lowest id of equals.
+    """Most likely token int32 [rows], the lowest id on ties.
 
     `logits` float32 [vocab, rows], of this rank's part of the vocabulary.
     """
@@ -51,14 +51,13 @@ def greedy(logits: jax.Array) -> jax.Array:
 def general(
     logits: jax.Array, state: SamplingState, meta: jax.Array, masks: jax.Array
 ) -> tuple[SampleOutput, SamplingState]:
-    """Samples one token a row with everything SamplingParams offers.
+    """Samples one token per row with all of SamplingParams.
 
     `logits` float32 [vocab, rows], of this rank's part of the vocabulary; `meta` int32
-    [rows, NUM_FIELDS] from `pack_rows`; real rows have slots of their own. `masks` int32
+    [rows, NUM_FIELDS] from `pack_rows`; real rows have distinct slots. `masks` int32
     [rows, mask_words] has a bit for each token of the whole vocabulary that a row with FLAG_MASK
-    may sample; the rows of the others are not read. Returns the state with the tokens recorded
-    where they will be needed. A row's token depends on its logits, its state, its fields, its mask,
-    and nothing else in the batch.
+    may sample; other rows of `masks` are not read. Returns the state with the tokens recorded where
+    they are needed. A row's token depends only on its own logits, state, fields and mask.
     """
     count = len(logits)
     floats = lax.bitcast_convert_type(meta, jnp.float32)
@@ -92,8 +91,8 @@ def _processed(
 ) -> jax.Array:
     """Scores [rows, padded vocab]: logits with mask, bias, bans and penalties; -inf in the padding.
 
-    Rows are made contiguous first. It costs one pass and makes all later ones, and the gathers of
-    state, run along memory.
+    Rows are made contiguous first: one extra pass, after which all later passes and the gathers of
+    state access memory sequentially.
     """
     count = len(logits)
     slots, flags = meta[:, row.SLOT], meta[:, row.FLAGS]
@@ -134,7 +133,7 @@ def _weights(scores: jax.Array, best: jax.Array, temperature: jax.Array) -> jax.
 
 
 def _noise(meta: jax.Array, temperature: jax.Array, count: int, width: int) -> jax.Array:
-    """What each token's weight is divided by [rows, width]; 1 for greedy rows."""
+    """Divisor of each token's weight [rows, width]; 1 for greedy rows."""
     seeds = lax.bitcast_convert_type(meta[:, row.SEED_HIGH : row.SEED_LOW + 1], jnp.uint32)
     token_ids = parallel.first_of_vocab(count) + jnp.arange(width, dtype=jnp.int32)
     noise = exponentials(seeds, meta[:, row.POSITION], token_ids)

@@ -1,4 +1,4 @@
-"""What a sequence's past and its options contribute to sampling, kept on the device by slot.
+"""Per-sequence sampling state on the device, by slot: history and options.
 
 Only sequences that need it (`needs_state`) are admitted; the rows of the others are never read.
 On a mesh each rank has the columns of its part of the vocabulary.
@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxserve.errors import RequestError
+from jaxserve.core.errors import RequestError
+from jaxserve.core.sampling_params import MAX_BAD_WORDS, MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxserve.models import parallel
 from jaxserve.sampling.vocabulary import padded
-from jaxserve.sampling_params import MAX_BAD_WORDS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 MAX_BAD_WORD_TOKENS = 8
 MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS  # each word with and without a leading space
@@ -32,14 +32,14 @@ BY_TOKEN = ("seen", "bias")
 
 @flax.struct.dataclass
 class SamplingState:
-    """Per-sequence arrays, one row a slot; the last row is the trash slot of padded rows.
+    """Per-sequence arrays, one row per slot; the last row is the trash slot of padded rows.
 
-    Columns of the vocabulary are padded to whole cells on each rank, like the logits they meet.
-    `seen` int32 [slots + 1, vocab]: bit 0 tells whether the prompt has the token, the bits above
+    Columns of the vocabulary are padded to whole cells on each rank, like the logits.
+    `seen` int32 [slots + 1, vocab]: bit 0 is set if the prompt has the token, the bits above
     count it in the output. `bias` float32 [slots + 1, vocab] is added to the logits, -inf where a
     token is never allowed. `recent` int32 [slots + 1, 7] holds the last output tokens, newest
     last. `bad_words` int32 [slots + 1, 64, 8] are banned sequences, aligned right.
-    `stop_ids` int32 [slots + 1, 64] are banned until min_tokens. -1 marks an empty place.
+    `stop_ids` int32 [slots + 1, 64] are banned until min_tokens. -1 marks an unused entry.
     """
 
     seen: jax.Array
@@ -54,7 +54,7 @@ class SamplingState:
 
 
 def needs_state(params: SamplingParams) -> bool:
-    """Whether a sequence with these params has to be admitted to a slot before it is sampled."""
+    """Whether a sequence with these params must be admitted to a slot before it is sampled."""
     return bool(
         params.presence_penalty
         or params.frequency_penalty
@@ -68,7 +68,7 @@ def needs_state(params: SamplingParams) -> bool:
 
 def abstract_state(num_slots: int, vocab_size: int, ranks: int = 1) -> SamplingState:
     """Shapes of the state of `num_slots` empty slots and the trash slot, whose row index is
-    `num_slots`, for a vocabulary that is split over `ranks`. It begins with zeros."""
+    `num_slots`, for a vocabulary that is split over `ranks`. The initial state is zeros."""
     rows, width = num_slots + 1, ranks * padded(_count(vocab_size, ranks))
     return SamplingState(
         seen=jax.ShapeDtypeStruct((rows, width), jnp.int32),
@@ -80,12 +80,12 @@ def abstract_state(num_slots: int, vocab_size: int, ranks: int = 1) -> SamplingS
 
 
 def _count(vocab_size: int, ranks: int) -> int:
-    """Tokens of the vocabulary that each of `ranks` has, the last ones perhaps fewer."""
+    """Tokens of the vocabulary per rank, of which the last ranks may have fewer."""
     return -(-vocab_size // ranks)
 
 
 def _columns(by_token: np.ndarray, ranks: int) -> np.ndarray:
-    """What each token has, int32 [vocab], in the order and with the padding of the state."""
+    """Per-token values int32 [vocab] in the order and with the padding of the state."""
     count = _count(len(by_token), ranks)
     parts = np.zeros((ranks, padded(count)), by_token.dtype)
     whole = np.zeros(ranks * count, by_token.dtype)
@@ -106,10 +106,10 @@ def pack_admission(
 ) -> np.ndarray:
     """One sequence's rows of every state array, end to end as int32, for `admit`.
 
-    `output_token_ids` is what a resumed sequence has generated already, all of it.
-    `bad_word_ids` are the tokenizations of `params.bad_words`; `eos_token_ids` those that would
-    end this sequence. `ranks` as in `abstract_state`. Raises RequestError when one is too long,
-    there are too many, or an id is outside the vocabulary.
+    `output_token_ids` are all tokens that a resumed sequence has generated. `bad_word_ids` are the
+    tokenizations of `params.bad_words`; `eos_token_ids` those that would end this sequence. `ranks`
+    as in `abstract_state`. Raises RequestError when a bad word is too long, there are too many
+    words or stop ids, or an id is outside the vocabulary.
     """
     params.check_vocabulary(vocab_size)
     _check_bad_words(bad_word_ids, vocab_size)
@@ -164,9 +164,9 @@ def _check_bad_words(bad_word_ids: Sequence[Sequence[int]], vocab_size: int) -> 
 
 
 def admit(state: SamplingState, slot: jax.Array, admission: jax.Array) -> SamplingState:
-    """State with every array's row `slot` (int32 scalar) replaced by what `pack_admission` made.
+    """State with every array's row `slot` (int32 scalar) replaced by a packed `admission`.
 
-    One shape serves prompts and outputs of any length. The state is meant to be donated.
+    One shape serves prompts and outputs of any length. The state should be donated.
     """
     ranks = parallel.num_vocab_ranks()
     rows = []
@@ -174,7 +174,7 @@ def admit(state: SamplingState, slot: jax.Array, admission: jax.Array) -> Sampli
     for field in dataclasses.fields(state):
         array = getattr(state, field.name)
         size, of_all = array[0].size, ranks if field.name in BY_TOKEN else 1
-        # Every rank is given the columns of all, and takes its own.
+        # Every rank receives all columns and takes its own.
         own = start + parallel.first_of_vocab(size) if of_all > 1 else start
         row = lax.dynamic_slice_in_dim(admission, own, size).reshape(array.shape[1:])
         start += of_all * size
@@ -193,8 +193,8 @@ def record(
     count: int,
     tracked: jax.Array,
 ) -> SamplingState:
-    """State after the rows with `tracked` bool [rows] appended `token_ids` int32 [rows], each rank
-    having `count` tokens of the vocabulary.
+    """State after the rows with `tracked` bool [rows] appended `token_ids` int32 [rows]; each rank
+    has `count` tokens of the vocabulary.
 
     The other rows write to the trash slot, and so do rows that sampled no token (a negative id).
     """

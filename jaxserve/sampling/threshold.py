@@ -6,7 +6,7 @@ and is exact: the k-th largest weight, or the largest weight at which the nucleu
 al., "The Curious Case of Neural Text Degeneration", 2020) is heavy enough. Tokens of equal weight
 are kept or dropped together.
 
-On a mesh each rank has the weights of its part of the vocabulary, and all find the same floor.
+On a mesh each rank has the weights of its part of the vocabulary, and all compute the same floor.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def weight_floor(
     """Floor [rows] that applies min_p, then top_k, then top_p, in vLLM's order.
 
     `weights` is float32 [rows, n * CELL], with a largest weight of 1 in each row (of all ranks) and
-    0 for what may not be sampled. `top_p` is relative to the mass that top_k and min_p leave over.
-    Off are top_k = 0, top_p = 1, min_p = 0. The floor is positive, so zero weights never pass.
+    0 for tokens that must not be sampled. `top_p` is relative to the mass that top_k and min_p
+    keep. Off: top_k = 0, top_p = 1, min_p = 0. The floor is positive, so zero weights never pass.
     """
     floor = jnp.maximum(min_p, _SMALLEST)
     filters = jnp.any((top_k > 0) | (top_p < 1))
@@ -73,7 +73,7 @@ def _filtered_floor(
         far = _bisect(overall, weights, target, low, jnp.where(active & ~enough, start, 0))
         return jnp.where(active, _float(jnp.where(enough, near, far)), floor)
 
-    # One loop body serves both rounds, which halves what there is to compile.
+    # One loop body serves both rounds, which halves the code to compile.
     return lax.fori_loop(0, 2, filter_once, floor)
 
 
@@ -82,15 +82,15 @@ def _heaviest(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     candidate.
 
     They are the cells whose heaviest tokens are the largest; the last cell taken gives the bound.
-    Most floors lie above it, and are then found without another look at the whole vocabulary.
+    Most floors lie above it and need no further pass over the whole vocabulary.
     """
     rows, width = weights.shape
     most = max(CANDIDATE_CELLS // parallel.num_vocab_ranks(), _LEAST_CELLS_OF_RANK)
     if width // CELL <= most:
         return parallel.gather_over_vocab(weights), jnp.zeros(rows, weights.dtype)
     cell_max = jnp.max(weights.reshape(rows, -1, CELL), axis=2)
-    # Without a barrier XLA sees through the slice, and sorts instead of selecting. One on each
-    # array: around the tuple, XLA for CPUs aborts where the program is of several devices.
+    # Without a barrier XLA sees through the slice, and sorts instead of selecting. One per array:
+    # around the tuple, XLA for CPUs aborts in programs of several devices.
     heaviest, cells = map(lax.optimization_barrier, lax.top_k(cell_max, most))
     candidates = parallel.gather_over_vocab(take_cells(weights, cells))
     return candidates, parallel.max_over_vocab(heaviest[:, -1])
@@ -99,9 +99,9 @@ def _heaviest(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _bisect(
     measure: Measure, weights: jax.Array, target: jax.Array, low: jax.Array, high: jax.Array
 ) -> jax.Array:
-    """Bits in [low, high) of the largest floor with measure >= target, taking low to have it.
+    """Bits in [low, high) of the largest floor with measure >= target; low must satisfy it.
 
-    Rows with high <= low + 1 stay at low; when no row is open, nothing is measured at all.
+    Rows with high <= low + 1 stay at low; when no row is open, nothing is measured.
     """
 
     def is_open(bounds: tuple[jax.Array, ...]) -> jax.Array:
@@ -119,7 +119,7 @@ def _bisect(
     def halfway(low: jax.Array, high: jax.Array) -> jax.Array:
         return jnp.where(high - low > 1, low + (high - low) // 2, low)
 
-    # The next middle is carried along, or XLA would compute it anew for every weight it meets.
+    # The next middle is carried, or XLA would recompute it for every weight.
     return lax.while_loop(is_open, halve, (low, high, halfway(low, high)))[0]
 
 

@@ -1,10 +1,10 @@
-"""How the vocabulary lies in memory, and sums over it in a fixed order.
+"""Memory layout of the vocabulary, and sums over it in a fixed order.
 
 A rank of a mesh has `count` consecutive tokens of the vocabulary (models/parallel.py); arrays over
-the vocabulary are padded to whole cells of CELL tokens on each rank. Sums are halvings written out
-as additions of contiguous runs, which vectorize on every backend (on CPUs faster than a reduction)
-and whose order is fixed: a reduction left to the compiler may round differently for another number
-of rows, and then a token would depend on the size of the batch.
+the vocabulary are padded to whole cells of CELL tokens on each rank. Sums are pairwise halvings,
+written as additions of contiguous runs, which vectorize on every backend (on CPUs faster than a
+reduction) and have a fixed order: a compiler's reduction may round differently for another number
+of rows, and a token would then depend on the batch size.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 CELL = 64
-"""Consecutive tokens that searches look at together."""
+"""Consecutive tokens that searches handle together."""
 
 
 def padded(count: int) -> int:
@@ -22,7 +22,7 @@ def padded(count: int) -> int:
 
 
 def ordered_sum(x: jax.Array, axis: int = -1) -> jax.Array:
-    """Sum over an axis by pairwise halving, in an order fixed by the length of the axis alone."""
+    """Sum over an axis by pairwise halving, in an order that depends only on the axis length."""
     while (length := x.shape[axis]) > 1:
         half = length // 2
         first, second, rest = jnp.split(x, [half, 2 * half], axis)
@@ -42,11 +42,11 @@ def take_cells(x: jax.Array, cells: jax.Array) -> jax.Array:
 
 
 def largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The largest value of each row of x [rows, n * CELL], and its place int32 [rows], the lowest
-    of equals.
+    """The largest value of each row of x [rows, n * CELL], and its index int32 [rows], the lowest
+    on ties.
 
-    Finds the best cell first and then the place in it: XLA's argmax, which carries an index along
-    with every value, is two to five times slower on CPUs.
+    Finds the best cell first, then the index in it: XLA's argmax, which carries an index with every
+    value, is two to five times slower on CPUs.
     """
     cell_max = jnp.max(x.reshape(x.shape[0], -1, CELL), axis=2)
     cell = jnp.argmax(cell_max, axis=1).astype(jnp.int32)

@@ -1,1 +1,1 @@
-"""`jaxserve serve`: OpenAI's HTTP interface to an engine."""
+"""`jaxserve serve`: an OpenAI-compatible HTTP server for an engine."""

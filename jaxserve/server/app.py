@@ -1,4 +1,4 @@
-"""The HTTP application: routes, errors, and the guards before them."""
+"""The ASGI application: routes, error handlers and middleware."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-import jaxserve
-from jaxserve.errors import JaxserveError
+from jaxserve.core.errors import JaxserveError
+from jaxserve.core.version import __version__
 from jaxserve.protocol.errors import ErrorReply, field_error_of, reply_to
 from jaxserve.server import generation_routes, model_routes, status_routes
-from jaxserve.server.answers import JsonAnswer, error_answer
-from jaxserve.server.guards import ApiKeys, BodyLimit
+from jaxserve.server.middleware import ApiKeys, BodyLimit
 from jaxserve.server.request_log import RequestLog
+from jaxserve.server.responses import JsonResponse, error_response
 from jaxserve.server.service import Service
 
 BODY_TIMEOUT_S = 60.0
@@ -24,12 +24,12 @@ BODY_TIMEOUT_S = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class AppSettings:
-    """What the application is told besides the engine.
+    """Settings of the HTTP application.
 
     Attributes:
-        api_keys: a request must show one of them, but for /health; with none, all are served.
-        max_body_bytes: of one request.
-        log_requests: log a line for each request.
+        api_keys: a request must send one of them, except to /health; empty disables the check.
+        max_body_bytes: maximum size of a request body.
+        log_requests: log a line per request.
     """
 
     api_keys: tuple[str, ...]
@@ -38,12 +38,12 @@ class AppSettings:
 
 
 def create_app(service: Service, settings: AppSettings) -> ASGIApp:
-    """The application of a service, which may be starting still."""
+    """The ASGI application for a service, which may still be starting."""
     app = FastAPI(
         title="jaxserve",
-        version=jaxserve.__version__,
-        default_response_class=JsonAnswer,
-        docs_url=None,  # These pages load scripts from elsewhere.
+        version=__version__,
+        default_response_class=JsonResponse,
+        docs_url=None,  # These pages load third-party scripts.
         redoc_url=None,
     )
     app.state.service = service
@@ -59,25 +59,25 @@ def create_app(service: Service, settings: AppSettings) -> ASGIApp:
     return RequestLog(guarded, settings.log_requests)
 
 
-async def _bad_body(request: Request, error: RequestValidationError) -> JsonAnswer:
-    # The first part of a location is "body" here, which is what senders write.
+async def _bad_body(request: Request, error: RequestValidationError) -> JsonResponse:
+    # FastAPI prefixes each location with "body", which clients do not write.
     found = [{**each, "loc": each["loc"][1:]} for each in error.errors()]
     if found[0]["type"] == "json_invalid":
         reason = found[0].get("ctx", {}).get("error", "")
         message = f"the body is not JSON: {reason} at character {found[0]['loc'][0]}."
-        return error_answer(ErrorReply(400, message, "invalid_request_error"))
+        return error_response(ErrorReply(400, message, "invalid_request_error"))
     if isinstance(found[0]["input"], bytes):
         message = "the body must be JSON, and the header Content-Type application/json."
-        return error_answer(ErrorReply(400, message, "invalid_request_error"))
-    return error_answer(reply_to(field_error_of(found)))
+        return error_response(ErrorReply(400, message, "invalid_request_error"))
+    return error_response(reply_to(field_error_of(found)))
 
 
-async def _bad_route(request: Request, error: HTTPException) -> JsonAnswer:
+async def _bad_route(request: Request, error: HTTPException) -> JsonResponse:
     message = f"{request.method} {request.url.path!r:.80}: {error.detail}."
-    answer = error_answer(ErrorReply(error.status_code, message, "invalid_request_error"))
+    answer = error_response(ErrorReply(error.status_code, message, "invalid_request_error"))
     answer.headers.update(error.headers or {})
     return answer
 
 
-async def _refused(request: Request, error: Exception) -> JsonAnswer:
-    return error_answer(reply_to(error))
+async def _refused(request: Request, error: Exception) -> JsonResponse:
+    return error_response(reply_to(error))

@@ -1,4 +1,4 @@
-"""Clients that hang up before they have their answer."""
+"""Clients that disconnect before they have their response."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from starlette.types import Receive
 
 
 class ClientGoneError(Exception):
-    """The client has closed its connection; nobody is left to tell."""
+    """The client closed its connection; no response can be sent."""
 
 
 async def unless_hung_up(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Do some work for a client whose request has been read, and cancel it when the client hangs
-    up. Raises what the work raises, or ClientGoneError."""
+    """Run `work` for a client whose request has been read, and cancel it if the client disconnects.
+    Raises what the work raises, or ClientGoneError."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_hung_up(receive))
     try:

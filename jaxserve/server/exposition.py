@@ -13,16 +13,16 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from jaxserve.engine.metrics import Metric
-from jaxserve.engine.statistics import HistogramValue
+from jaxserve.metrics.metrics import Metric
+from jaxserve.metrics.statistics import HistogramValue
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 class Exposition:
-    """Text for a scraper: what `metrics` returns at the time, and the process's own figures.
+    """Prometheus exposition of what `metrics` returns at scrape time, and of process metrics.
 
-    Each metric has the label model_name, as vLLM's have, whose dashboards count on it.
+    Each metric has the label model_name, as in vLLM, whose dashboards rely on it.
     """
 
     def __init__(self, metrics: Callable[[], Mapping[str, Metric]], model_name: str) -> None:
@@ -40,7 +40,7 @@ class _Metrics(Collector):
         self._model_name = model_name
 
     def describe(self) -> Iterable[Family]:
-        return ()  # Else registering would ask for them all.
+        return ()  # Otherwise register() would call collect().
 
     def collect(self) -> Iterable[Family]:
         for name, metric in self._metrics().items():

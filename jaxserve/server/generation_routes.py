@@ -9,26 +9,28 @@ from fastapi import APIRouter, Request, Response
 from jaxserve.protocol.chat import ChatCompletionRequest
 from jaxserve.protocol.completions import CompletionRequest
 from jaxserve.protocol.responses import ChatCompletion, Completion
-from jaxserve.server.answers import GeneratedAnswer
-from jaxserve.server.documented import ERRORS, answered
+from jaxserve.server.openapi import ERRORS, documented_responses
+from jaxserve.server.responses import GeneratedResponse
 
 router = APIRouter()
 
 
-@router.post("/v1/completions", responses=answered(Completion, stream=True) | ERRORS)
+@router.post("/v1/completions", responses=documented_responses(Completion, stream=True) | ERRORS)
 async def completions(body: CompletionRequest, request: Request) -> Response:
-    """Continue a text, or token ids, or several."""
+    """Complete a prompt, given as text or token ids, or several prompts."""
     return await _generated(body, request)
 
 
-@router.post("/v1/chat/completions", responses=answered(ChatCompletion, stream=True) | ERRORS)
+@router.post(
+    "/v1/chat/completions", responses=documented_responses(ChatCompletion, stream=True) | ERRORS
+)
 async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
-    """Answer a conversation."""
+    """Generate the next message of a conversation."""
     return await _generated(body, request)
 
 
 async def _generated(body: CompletionRequest | ChatCompletionRequest, request: Request) -> Response:
     service = request.app.state.service
-    # Templates and tokenizers take their time with long texts, in which streams must go on.
+    # Templates and tokenizers are slow on long texts; keep the event loop free for streams.
     call = await asyncio.to_thread(body.call, service.model)
-    return GeneratedAnswer(service, call)
+    return GeneratedResponse(service, call)

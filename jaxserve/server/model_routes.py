@@ -1,4 +1,4 @@
-"""The model that is served, and its tokenizer."""
+"""Routes of the served model and its tokenizer."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ from jaxserve.protocol.responses import (
     TokenizerInfo,
 )
 from jaxserve.protocol.tokenizing import DetokenizeRequest, TokenizeRequest, tokenizer_info
-from jaxserve.server.answers import JsonAnswer
-from jaxserve.server.documented import ERRORS, answered
+from jaxserve.server.openapi import ERRORS, documented_responses
+from jaxserve.server.responses import JsonResponse
 
 router = APIRouter()
 _STARTED = int(time.time())
 
 
-@router.get("/v1/models", responses=answered(ModelList) | ERRORS)
-async def models(request: Request) -> JsonAnswer:
-    """The one model there is, under each of its names."""
+@router.get("/v1/models", responses=documented_responses(ModelList) | ERRORS)
+async def models(request: Request) -> JsonResponse:
+    """List the served model, under each of its names."""
     model = request.app.state.service.model
-    return JsonAnswer({"object": "list", "data": [_card(model, name) for name in model.names]})
+    return JsonResponse({"object": "list", "data": [_card(model, name) for name in model.names]})
 
 
-@router.get("/v1/models/{name:path}", responses=answered(ModelCard) | ERRORS)
-async def model(name: str, request: Request) -> JsonAnswer:
-    """One of the names."""
+@router.get("/v1/models/{name:path}", responses=documented_responses(ModelCard) | ERRORS)
+async def model(name: str, request: Request) -> JsonResponse:
+    """The served model, by one of its names."""
     model = request.app.state.service.model
     model.check_name(name)
-    return JsonAnswer(_card(model, name))
+    return JsonResponse(_card(model, name))
 
 
-@router.post("/tokenize", responses=answered(Tokenized) | ERRORS)
-async def tokenize(body: TokenizeRequest, request: Request) -> JsonAnswer:
+@router.post("/tokenize", responses=documented_responses(Tokenized) | ERRORS)
+async def tokenize(body: TokenizeRequest, request: Request) -> JsonResponse:
     """Token ids of a text or a conversation."""
-    return JsonAnswer(await asyncio.to_thread(body.answer, request.app.state.service.model))
+    return JsonResponse(await asyncio.to_thread(body.answer, request.app.state.service.model))
 
 
-@router.post("/detokenize", responses=answered(Detokenized) | ERRORS)
-async def detokenize(body: DetokenizeRequest, request: Request) -> JsonAnswer:
+@router.post("/detokenize", responses=documented_responses(Detokenized) | ERRORS)
+async def detokenize(body: DetokenizeRequest, request: Request) -> JsonResponse:
     """The text of token ids."""
-    return JsonAnswer(await asyncio.to_thread(body.answer, request.app.state.service.model))
+    return JsonResponse(await asyncio.to_thread(body.answer, request.app.state.service.model))
 
 
-@router.get("/tokenizer_info", responses=answered(TokenizerInfo) | ERRORS)
-async def info(request: Request) -> JsonAnswer:
+@router.get("/tokenizer_info", responses=documented_responses(TokenizerInfo) | ERRORS)
+async def info(request: Request) -> JsonResponse:
     """Special tokens and the chat template."""
-    return JsonAnswer(tokenizer_info(request.app.state.service.model))
+    return JsonResponse(tokenizer_info(request.app.state.service.model))
 
 
 def _card(model: Model, name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Request ids, and a line for each request in the log."""
+"""Request ids, and one log line per request."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.outputs import RequestOutput
+from jaxserve.core.outputs import RequestOutput
 from jaxserve.protocol.errors import FieldError, reply_to
-from jaxserve.server.answers import error_answer
-from jaxserve.server.notes import RequestNotes, note
+from jaxserve.server.request_state import RequestState, note
+from jaxserve.server.responses import error_response
 
 HEADER = b"x-request-id"
 CLIENT_GONE = 499
-"""The status that the log has where nothing was answered, as nginx's has."""
+"""The logged status of a request without a response, as in nginx."""
 
 _POLLED = ("/health", "/metrics")
 _VALID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -24,10 +24,10 @@ _log = logging.getLogger("jaxserve.server")
 
 
 class RequestLog:
-    """Gives each request an id, its own X-Request-Id or else a new one, which the answer carries.
+    """Gives each request an id, its X-Request-Id or else a new one, which the response carries.
 
-    With `log_requests` a line tells of each request what it took, and nothing of its contents.
-    What machines ask for every few seconds has none.
+    With `log_requests`, logs one line per request, with timing and token counts but no contents.
+    Polled endpoints (/health, /metrics) are not logged.
     """
 
     def __init__(self, app: ASGIApp, log_requests: bool) -> None:
@@ -38,7 +38,7 @@ class RequestLog:
         given = dict(scope["headers"]).get(HEADER)
         valid = given is not None and _VALID.fullmatch(given)
         request_id = given.decode() if valid else uuid.uuid4().hex
-        notes = note(scope, request_id)
+        request_state = note(scope, request_id)
         begin_s, status = time.monotonic(), CLIENT_GONE
 
         async def send_with_id(message: Message) -> None:
@@ -53,25 +53,25 @@ class RequestLog:
                 await self._app(scope, receive, send_with_id)
             else:
                 error = FieldError("X-Request-Id", "must be 1 to 128 of A-Z a-z 0-9 . _ : -")
-                await error_answer(reply_to(error))(scope, receive, send_with_id)
+                await error_response(reply_to(error))(scope, receive, send_with_id)
         except Exception:
             _log.exception("id=%s failed", request_id)
-            if status == CLIENT_GONE:  # Nothing has been answered yet.
+            if status == CLIENT_GONE:  # No response has been started.
                 raise
         finally:
             if self._log_requests and scope["path"] not in _POLLED:
                 spent_s = time.monotonic() - begin_s
-                _log.info("%s", _line(scope, notes, status, spent_s))
+                _log.info("%s", _line(scope, request_state, status, spent_s))
 
 
-def _line(scope: Scope, notes: RequestNotes, status: int, spent_s: float) -> str:
-    parts = [f"id={notes.request_id}", scope["method"], f"{scope['path']!r:.80}"]
+def _line(scope: Scope, request_state: RequestState, status: int, spent_s: float) -> str:
+    parts = [f"id={request_state.request_id}", scope["method"], f"{scope['path']!r:.80}"]
     parts += [f"status={status}", f"e2e_s={spent_s:.3f}"]
-    if notes.client_gone:
+    if request_state.client_gone:
         parts.append("client=gone")
-    if notes.error is not None:
-        parts.append(f"error={type(notes.error).__name__}")
-    if outputs := [output for output in notes.outputs if output is not None]:
+    if request_state.error is not None:
+        parts.append(f"error={type(request_state.error).__name__}")
+    if outputs := [output for output in request_state.outputs if output is not None]:
         parts += _of_outputs(outputs)
     return " ".join(parts)
 

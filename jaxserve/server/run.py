@@ -1,4 +1,4 @@
-"""A server's life: the port first, then the engine, then requests until it is told to stop."""
+"""Server lifecycle: bind the port, load the engine, serve requests until shutdown."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pathlib import Path
 import uvicorn
 
 from jaxserve.async_engine import AsyncEngine
-from jaxserve.engine.checkpoint import discard
-from jaxserve.errors import ConfigError
+from jaxserve.core.errors import ConfigError
+from jaxserve.engine.snapshot_files import discard
 from jaxserve.resume import STOPPED
 from jaxserve.server.app import AppSettings, create_app
 from jaxserve.server.service import Service
@@ -25,10 +25,10 @@ from jaxserve.server.service import Service
 MAX_HEADER_BYTES = 1 << 16
 MAX_CONNECTIONS = 4096
 LAST_WORDS_S = 5
-"""How long clients have to read their last bytes."""
+"""How long clients have to read the rest of their responses."""
 
-CHECKPOINT_S = 8
-"""How long KV is added to a checkpoint: with the grace, less than Kubernetes' half a minute."""
+SNAPSHOT_S = 8
+"""Time limit for writing KV to a snapshot: with shutdown_timeout, below Kubernetes' 30 s."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _log = logging.getLogger("jaxserve.server")
@@ -36,20 +36,20 @@ _log = logging.getLogger("jaxserve.server")
 
 @dataclasses.dataclass(frozen=True)
 class Stopping:
-    """What is done when the server is told to stop.
+    """What the server does at shutdown.
 
     Attributes:
-        grace_s: how long requests under way have to end.
-        checkpoint_dir: where those that have not ended are written down, to be taken up by the
-            next server; without one they are aborted.
+        shutdown_timeout: seconds that requests in flight get to finish.
+        snapshot_dir: where a snapshot of unfinished requests is written, to be resumed by the next
+            server; without one they are aborted.
     """
 
-    grace_s: float
-    checkpoint_dir: Path | None
+    shutdown_timeout: float
+    snapshot_dir: Path | None
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket for a server. Raises ConfigError when there is no such address, or it is taken."""
+    """A listening socket. Raises ConfigError if the address does not exist or is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -71,10 +71,10 @@ async def serve(
 ) -> int:
     """Serve until SIGTERM or SIGINT, and return the exit status.
 
-    Answers at once, with 503 until `load`, which runs in a thread of its own, returns the engine.
-    Told to stop, it takes no more requests and gives those under way their time. Being told again
-    ends that at once. An engine that fails ends the server with status 1, for whoever watches over
-    it to start another. Raises what `load` raises.
+    Returns 503 until `load`, which runs in its own thread, returns the engine. The first signal
+    stops admission and drains requests in flight; a second one stops the drain. If the engine
+    fails, the server exits with status 1, for a supervisor to restart it. Raises what `load`
+    raises.
     """
     server = _Server(
         uvicorn.Config(
@@ -100,7 +100,7 @@ async def serve(
         await serving
         raise
     try:
-        await service.begin(engine, stopping.checkpoint_dir)
+        await service.begin(engine, stopping.snapshot_dir)
         _log.info("ready")
         told = asyncio.create_task(stop.told.wait())
         ended = asyncio.wrap_future(engine.ended)
@@ -120,8 +120,8 @@ async def serve(
 
 
 async def _loaded(load: Callable[[], AsyncEngine], stop: _Stop) -> AsyncEngine:
-    """The engine. A process told to stop meanwhile ends here: there is nothing to lose, and no way
-    to call back the threads that compile."""
+    """The engine. On a signal while it loads the process exits here: no request is lost, and
+    compilation threads cannot be cancelled."""
     loop = asyncio.get_running_loop()
     loading: asyncio.Future[AsyncEngine] = loop.create_future()
 
@@ -142,29 +142,31 @@ async def _loaded(load: Callable[[], AsyncEngine], stop: _Stop) -> AsyncEngine:
 
 
 async def _drain(service: Service, engine: AsyncEngine, stop: _Stop, stopping: Stopping) -> int:
-    """Let requests end, and return the exit status."""
-    _log.info("stopping: %d sequences have %g s", service.num_sequences, stopping.grace_s)
-    draining = asyncio.create_task(service.drain(stopping.grace_s))
+    """Drain requests, and return the exit status."""
+    _log.info(
+        "draining %d sequences for up to %g s", service.num_sequences, stopping.shutdown_timeout
+    )
+    draining = asyncio.create_task(service.drain(stopping.shutdown_timeout))
     told_again = asyncio.create_task(stop.told_again.wait())
     await asyncio.wait({draining, told_again}, return_when=asyncio.FIRST_COMPLETED)
     told_again.cancel()
     if draining.done() and draining.result() and not service.holds_unclaimed:
-        if stopping.checkpoint_dir is not None and engine.failure is None:
-            discard(stopping.checkpoint_dir)
+        if stopping.snapshot_dir is not None and engine.failure is None:
+            discard(stopping.snapshot_dir)
         return 0
     draining.cancel()
     status = 0
-    if stopping.checkpoint_dir is not None and engine.failure is None:
-        await engine.checkpoint(stopping.checkpoint_dir, deadline_s=CHECKPOINT_S)
+    if stopping.snapshot_dir is not None and engine.failure is None:
+        await engine.snapshot(stopping.snapshot_dir, deadline_s=SNAPSHOT_S)
         status = STOPPED
-        _log.info("written to %s, for the next server to take up", stopping.checkpoint_dir)
+        _log.info("snapshot written to %s, for the next server to resume", stopping.snapshot_dir)
     await service.abort_all()
     await service.drain(LAST_WORDS_S)
     return status
 
 
 class _Stop:
-    """SIGTERM and SIGINT: `told`, and `told_again`."""
+    """Events of the first (`told`) and second (`told_again`) SIGTERM or SIGINT."""
 
     def __init__(self) -> None:
         self.told = asyncio.Event()
@@ -179,7 +181,7 @@ class _Stop:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own handling of signals, which would not wait for requests to end."""
+    """uvicorn without its own signal handlers, which would not drain requests."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

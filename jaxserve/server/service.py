@@ -1,4 +1,4 @@
-"""The engine as the server's routes see it: who may come in, and what becomes of them."""
+"""The engine behind the routes: admission, streaming of updates, drain and resume."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Literal
 
 from jaxserve.async_engine import AsyncEngine, Restored
-from jaxserve.engine.checkpoint import exists
-from jaxserve.engine.metrics import Metric
-from jaxserve.errors import RequestError
-from jaxserve.mailbox import Update
-from jaxserve.outputs import CompletionOutput, Delta
-from jaxserve.protocol.endpoints import Call
+from jaxserve.core.errors import RequestError
+from jaxserve.core.outputs import CompletionOutput, Delta
+from jaxserve.engine.output_queue import Update
+from jaxserve.engine.snapshot_files import exists
+from jaxserve.metrics.metrics import Metric
+from jaxserve.protocol.endpoints import ParsedRequest
 from jaxserve.protocol.errors import FieldError, OverloadedError, UnavailableError
 from jaxserve.protocol.model import Model
 from jaxserve.server.exposition import Exposition
@@ -28,8 +28,8 @@ class Service:
     """One engine, while it loads, serves and drains. For one event loop.
 
     Attributes:
-        num_sequences: of requests that have been let in and not yet answered.
-        exposition: the metrics, of which there are few before the engine is ready.
+        num_sequences: sequences of requests admitted and not yet answered.
+        exposition: the metrics; only the server's own before the engine is ready.
     """
 
     def __init__(self, model_names: Sequence[str], max_queued_requests: int) -> None:
@@ -53,9 +53,11 @@ class Service:
 
     @property
     def engine(self) -> AsyncEngine:
-        """Raises UnavailableError while there is none that takes requests."""
+        """Raises UnavailableError unless the engine is ready."""
         if self.state != "ready":
-            raise UnavailableError(f"the server is {self.state}; try again later, or elsewhere.")
+            raise UnavailableError(
+                f"the server is {self.state}; retry later, or on another server."
+            )
         return self._engine
 
     @property
@@ -63,23 +65,23 @@ class Service:
         """Raises UnavailableError as `engine` does."""
         return Model.of(self.engine.plan(), self.engine.get_tokenizer(), self._model_names)
 
-    async def begin(self, engine: AsyncEngine, checkpoint_dir: Path | None) -> None:
-        """Take requests from now on, and take up those of a checkpoint if there is one. Raises
-        CheckpointError."""
-        if checkpoint_dir is not None and exists(checkpoint_dir):
-            self._restored = await engine.restore(checkpoint_dir)
+    async def begin(self, engine: AsyncEngine, snapshot_dir: Path | None) -> None:
+        """Start accepting requests, and resume those of a snapshot if there is one. Raises
+        SnapshotError."""
+        if snapshot_dir is not None and exists(snapshot_dir):
+            self._restored = await engine.restore(snapshot_dir)
         self._engine = engine
 
     @contextlib.asynccontextmanager
     async def follow(
-        self, call: Call, request_id: str, tenant: str | None
+        self, call: ParsedRequest, request_id: str, tenant: str | None
     ) -> AsyncIterator[AsyncIterable[tuple[int, Update]]]:
-        """Have the engine take in a call; within the block, what becomes of its prompts, by their
-        numbers. Leaving the block aborts what has not ended. `tenant` is who sent it.
+        """Submit a request to the engine, and iterate over updates with the index of their prompt.
+        Leaving the block aborts prompts that have not finished. `tenant` is the sender.
 
-        The engine knows them by the request's id, or where that is in use, as when a proxy gives
-        one to several requests, by one made of it. A request that a checkpoint had under way is
-        taken up by sending it again under its id.
+        Prompts get the request's id in the engine, or one derived from it if that is in use, as
+        when a proxy gives one id to several requests. A request in a restored snapshot is claimed
+        by sending it again under its id.
 
         Raises RequestError, OverloadedError when the queue is full, UnavailableError.
         """
@@ -104,7 +106,7 @@ class Service:
                     wants_deltas=call.stream and not restored,
                 )
                 async with await submitted as updates:
-                    if self._aborted:  # It was being taken in, and is told of like the others.
+                    if self._aborted:  # abort_all() ran while this one was being submitted.
                         await self.abort_all()
                     yield self._taken_up(ids, restored, anew, updates) if restored else updates
             finally:
@@ -112,19 +114,19 @@ class Service:
 
     @property
     def holds_unclaimed(self) -> bool:
-        """Whether nobody has asked yet for some request of a checkpoint."""
+        """Whether some request of a restored snapshot has not been claimed yet."""
         return bool(self._restored)
 
-    async def drain(self, grace_s: float) -> bool:
-        """Take no more requests, and let those under way end; False if some have not in time."""
+    async def drain(self, shutdown_timeout: float) -> bool:
+        """Stop admission and drain requests in flight; False if some did not finish in time."""
         self._draining = True
-        give_up = asyncio.get_running_loop().time() + grace_s
+        give_up = asyncio.get_running_loop().time() + shutdown_timeout
         while self.num_sequences and asyncio.get_running_loop().time() < give_up:
             await asyncio.sleep(0.05)
         return not self.num_sequences
 
     async def abort_all(self) -> None:
-        """End what is still under way, with what there is of it."""
+        """Abort all requests in flight, which return their partial output."""
         self._aborted = True
         for request_id in list(self._running):
             await self._engine.abort(request_id)
@@ -139,11 +141,11 @@ class Service:
         room = self._engine.plan().config.max_num_seqs + self._max_queued
         if num_sequences > room:
             raise RequestError(
-                f"prompt and n make {num_sequences} sequences; this server takes {room} at once."
+                f"prompt and n make {num_sequences} sequences; this server accepts at most {room}."
             )
         if self.num_sequences + num_sequences > room:
             raise OverloadedError(
-                f"{self.num_sequences} sequences are being served or wait, of {room}; try again."
+                f"{self.num_sequences} of at most {room} sequences run or wait; retry later."
             )
         self.num_sequences += num_sequences
         try:
@@ -152,7 +154,7 @@ class Service:
             self.num_sequences -= num_sequences
 
     def _ids(self, request_id: str, count: int) -> list[str]:
-        """The ids of a request's prompts, of which none is in use."""
+        """Engine ids for a request's prompts, none of them in use."""
         ids = [request_id] if count == 1 else [f"{request_id}-{i}" for i in range(count)]
         if self._running.isdisjoint(ids):
             return ids
@@ -165,8 +167,8 @@ class Service:
         anew: Sequence[int],
         updates: AsyncIterable[tuple[int, Update]],
     ) -> AsyncIterator[tuple[int, Update]]:
-        """What became of a checkpoint's requests, and of those that it had not: all of it at once,
-        for until then the next checkpoint must have them."""
+        """Updates of a request with restored prompts, `restored`, and new ones, `anew`. Yields only
+        when all have finished, because until then the next snapshot must contain them."""
         outputs = {anew[place]: output async for place, output in updates}
         for number, request in restored.items():
             outputs[number] = await asyncio.shield(request.output)
@@ -178,10 +180,10 @@ class Service:
             yield number, output
 
 
-def _check_same(request: Restored, call: Call, number: int, request_id: str) -> None:
-    """Raises RequestError when a request of a checkpoint was not the same as prompt `number`."""
+def _check_same(request: Restored, call: ParsedRequest, number: int, request_id: str) -> None:
+    """Raises RequestError if a restored request differs from prompt `number`."""
     if list(request.prompt_token_ids) != list(call.prompts[number].token_ids):
-        raise RequestError(f"request_id {request_id!r} was that of another prompt.")
+        raise RequestError(f"request_id {request_id!r} was used for another prompt.")
     for field in dataclasses.fields(call.params):
         was, now = getattr(request.params, field.name), getattr(call.params, field.name)
         if was != now and field.name != "priority":

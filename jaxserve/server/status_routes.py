@@ -1,34 +1,34 @@
-"""How the server is: for load balancers, scrapers and people."""
+"""Health, version and metrics routes."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-import jaxserve
+from jaxserve.core.version import __version__
 from jaxserve.protocol.responses import Health, Version
-from jaxserve.server.answers import JsonAnswer
-from jaxserve.server.documented import ERRORS, answered
+from jaxserve.server.openapi import ERRORS, documented_responses
+from jaxserve.server.responses import JsonResponse
 
 router = APIRouter()
 
 
 @router.get(
     "/health",
-    responses=answered(Health)
+    responses=documented_responses(Health)
     | ERRORS
-    | {503: {"model": Health, "description": "It takes no requests: starting, draining, failed."}},
+    | {503: {"model": Health, "description": "Not ready: starting, draining or failed."}},
 )
-async def health(request: Request) -> JsonAnswer:
-    """Whether to send requests here."""
+async def health(request: Request) -> JsonResponse:
+    """Whether the server accepts requests."""
     state = request.app.state.service.state
-    return JsonAnswer({"status": state}, 200 if state == "ready" else 503)
+    return JsonResponse({"status": state}, 200 if state == "ready" else 503)
 
 
-@router.get("/version", responses=answered(Version) | ERRORS)
-async def version() -> JsonAnswer:
+@router.get("/version", responses=documented_responses(Version) | ERRORS)
+async def version() -> JsonResponse:
     """The version of jaxserve."""
-    return JsonAnswer({"version": jaxserve.__version__})
+    return JsonResponse({"version": __version__})
 
 
 @router.get(
@@ -38,6 +38,6 @@ async def version() -> JsonAnswer:
     | {200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Metrics."}},
 )
 async def metrics(request: Request) -> Response:
-    """Counters, gauges and histograms, in Prometheus' format."""
+    """Counters, gauges and histograms, in Prometheus text format."""
     text = request.app.state.service.exposition.text()
     return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -1,5 +1,5 @@
-"""Output of a given form: JSON of a schema, a regex, a choice, a grammar. No JAX in here."""
+"""Structured outputs: JSON schema, regex, choice or grammar. Imports no JAX."""
 
-from jaxserve.structured.params import StructuredOutputs
+from jaxserve.core.structured_outputs import StructuredOutputs
 
 __all__ = ["StructuredOutputs"]

@@ -1,6 +1,6 @@
-"""How a set of tokens is laid out in bits: the same on the host and on the device.
+"""Bitmask layout of a set of tokens, on the host and on the device.
 
-Token t is bit t % 32, the lowest first, of int32 word t // 32.
+Token t is bit t % 32, lowest bit first, of int32 word t // 32.
 """
 
 from __future__ import annotations
@@ -9,5 +9,5 @@ WORD_BITS = 32
 
 
 def mask_words(vocab_size: int) -> int:
-    """Words that hold a bit for each token."""
+    """Number of int32 words for one bit per token."""
     return -(-vocab_size // WORD_BITS)

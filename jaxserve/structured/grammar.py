@@ -1,4 +1,4 @@
-"""From what a request asks for to a compiled grammar, within limits of size."""
+"""Compiles the structured outputs of a request to a grammar, within size limits."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import llguidance.numpy
 import numpy as np
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from jaxserve.errors import RequestError
+from jaxserve.core.errors import RequestError
+from jaxserve.core.structured_outputs import StructuredOutputs
 from jaxserve.structured.matcher import Matcher, error_of
-from jaxserve.structured.params import StructuredOutputs
 from jaxserve.structured.vocabulary import Vocabulary
 
 JSON_WHITESPACE = r"[ \t\n\r]{1,40}"
-"""Between the parts of JSON. Bounded, so that output of a bounded schema ends; wide enough for
+"""Whitespace between JSON tokens. Bounded, so that output of a bounded schema ends; wide enough for
 indentation."""
 
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
@@ -31,7 +31,7 @@ LIMITS = {
     "max_grammar_size": 500_000,
     "verbose_errors": False,
 }
-"""What llguidance may spend. They count work and not time, so that a grammar ends the same on any
+"""Limits of llguidance. They count work, not time, so that a grammar behaves the same on every
 machine."""
 
 
@@ -39,7 +39,7 @@ class Grammar:
     """A compiled grammar, for any number of sequences."""
 
     def __init__(self, vocabulary: Vocabulary, spec: StructuredOutputs) -> None:
-        """Raises RequestError for one that is invalid, too large, or allows no text."""
+        """Raises RequestError for a grammar that is invalid, too large, or allows no text."""
         self._vocabulary = vocabulary
         self._matcher = llguidance.LLMatcher(
             vocabulary.tokenizer, _source(spec), limits=_limits(), log_level=0
@@ -53,13 +53,13 @@ class Grammar:
             raise RequestError(f"structured_outputs.{spec.kind} allows no text but the empty one.")
 
     def matcher(self, *, ignore_eos: bool) -> Matcher:
-        """One at the beginning. With `ignore_eos` it does not end while it need not."""
+        """A new matcher in the initial state. With `ignore_eos` it masks end-of-text tokens."""
         matcher = self._matcher.deep_copy()
         return Matcher(self._vocabulary, matcher, self._mask[0], ignore_eos=ignore_eos)
 
 
 def _source(spec: StructuredOutputs) -> str:
-    """A grammar in llguidance's own terms. Raises RequestError where there can be none."""
+    """Converts a spec to llguidance's grammar format. Raises RequestError if that fails."""
     compiler = llguidance.LLMatcher
     match spec.kind:
         case "json":
@@ -81,11 +81,11 @@ def _source(spec: StructuredOutputs) -> str:
 
 
 def _source_of_schema(schema: str) -> str:
-    """Of JSON with bounded whitespace, unless the schema has its own wish, in llguidance's
-    `x-guidance`."""
+    """Grammar of a JSON schema with bounded whitespace, unless the schema sets its own whitespace
+    in llguidance's `x-guidance`."""
     own = json.loads(schema).get("x-guidance")
-    wishes = isinstance(own, dict) and any(name.startswith("whitespace") for name in own)
-    defaults = {} if wishes else {"whitespace_pattern": JSON_WHITESPACE}
+    options = isinstance(own, dict) and any(name.startswith("whitespace") for name in own)
+    defaults = {} if options else {"whitespace_pattern": JSON_WHITESPACE}
     try:
         return llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=defaults)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""An engine's grammars: each compiled once, beside the engine, and kept while it is asked for."""
+"""Compiles and caches an engine's grammars in background threads."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, InvalidStateError
 
-from jaxserve.errors import OverloadedError, RequestError
+from jaxserve.core.errors import OverloadedError, RequestError
+from jaxserve.core.structured_outputs import StructuredOutputs
 from jaxserve.structured.grammar import Grammar
-from jaxserve.structured.params import StructuredOutputs
 from jaxserve.structured.vocabulary import Vocabulary
 from jaxserve.text import Tokenizer
 
 COMPILE_S = 10.0
-"""A grammar that takes longer to compile is refused. Waiting for its turn does not count."""
+"""Compile timeout of a grammar, without its time in the queue."""
 
 WAIT_S = 30.0
-"""One that has waited so long for its turn is refused."""
+"""Timeout in the compile queue."""
 
 MAX_WAITING = 32
-"""Grammars that wait for their turn. Whoever asks for one more is told to come later."""
+"""Maximum length of the compile queue. Further requests are rejected as overload."""
 
 COMPILERS = 2
-"""Threads that compile: none of them can be stopped in what it does."""
+"""Number of compiler threads. A running compilation cannot be stopped."""
 
 COMPILER_STACK_BYTES = 256 << 20
-"""Of address space. A chain of as many rules as MAX_GRAMMAR_BYTES has room for recurses deeper than
-an ordinary stack, whose overflow would end the process."""
+"""Stack of a compiler thread, as address space. A chain of as many rules as fit MAX_GRAMMAR_BYTES
+would overflow a default stack, which would kill the process."""
 
 CACHED_GRAMMARS = 64
-"""Kept compiled, those asked for last."""
+"""Maximum number of cached grammars (LRU)."""
 
 CACHED_BYTES = 1 << 20
-"""Of what those were compiled from. They take some hundred times as much, most of them less."""
+"""Total source size of cached grammars. Compiled, they take some 100 times as much, most less."""
 
 
 class Grammars:
-    """An engine's grammars, compiled when they are first asked for. For any number of threads."""
+    """An engine's grammars, compiled on first request. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        """Nothing is done until somebody asks for a grammar."""
+        """Builds nothing until the first grammar is requested."""
         self._make_vocabulary = functools.partial(Vocabulary, tokenizer, vocab_size, eos_token_ids)
         self._vocabulary: Vocabulary | None = None
         self._making = threading.Lock()
@@ -54,15 +54,15 @@ class Grammars:
         self._compiling = 0
 
     def submit(self, spec: StructuredOutputs) -> Future[Grammar]:
-        """The grammar of `spec`, when it is compiled. Whoever waits no longer may cancel it.
+        """A future of the compiled grammar of `spec`. Cancelling it affects no other caller.
 
-        Raises OverloadedError when too many wait already. The future raises RequestError as Grammar
-        does, and when compiling takes too long, and OverloadedError when its turn does not come.
+        Raises OverloadedError when the queue is full. The future raises RequestError as Grammar
+        does, and on a compile timeout, and OverloadedError on a timeout in the queue.
         """
         return _own(self._compilation(spec, MAX_WAITING).in_time)
 
     def get(self, spec: StructuredOutputs) -> Grammar:
-        """The grammar of `spec`, which another engine has accepted: however long it takes.
+        """The grammar of `spec`, without timeouts: another engine has already accepted it.
 
         Raises RequestError as Grammar does.
         """
@@ -84,15 +84,15 @@ class Grammars:
         return compilation
 
     def _make_room(self) -> None:
-        """Forget those asked for longest ago. Who waits for one gets it all the same."""
+        """Evicts least recently requested grammars. Callers that wait for one still get it."""
         num_bytes = sum(compilation.num_bytes for compilation in self._cached.values())
         while len(self._cached) > CACHED_GRAMMARS or num_bytes > CACHED_BYTES:
             _, forgotten = self._cached.popitem(last=False)
             num_bytes -= forgotten.num_bytes
 
     def _start_compiler(self) -> None:
-        """One more thread, if there may be. It ends when nothing waits, and never holds up the end
-        of the process, since what it does cannot be stopped."""
+        """Starts another compiler thread, if allowed. It ends when the queue is empty, and is a
+        daemon, since a compilation cannot be stopped."""
         if self._compiling == COMPILERS:
             return
         self._compiling += 1
@@ -120,8 +120,8 @@ class Grammars:
 
 
 class _Compilation:
-    """A grammar to be. `done` when it is there or refused for what it is; `in_time` ends earlier
-    for one that takes too long, which is there later for those who ask again."""
+    """A grammar being compiled. `done` has the grammar or its error; `in_time` fails earlier on a
+    timeout, while compilation continues for later requests."""
 
     def __init__(self, spec: StructuredOutputs) -> None:
         self.spec = spec
@@ -140,7 +140,7 @@ class _Compilation:
         return self.done if self.done.done() else self._early
 
     def begin(self) -> None:
-        """Its turn has come."""
+        """Marks the start of compilation."""
         self._alarm.cancel()
         self._refuse_after(
             COMPILE_S,
@@ -162,7 +162,7 @@ class _Compilation:
 
 
 def _settle(future: Future[Grammar], outcome: Grammar | Exception) -> None:
-    """Gives a future its outcome, unless it has one or was given up."""
+    """Sets the outcome of a future, unless it is done or cancelled."""
     with contextlib.suppress(InvalidStateError):
         if isinstance(outcome, Exception):
             future.set_exception(outcome)
@@ -171,8 +171,8 @@ def _settle(future: Future[Grammar], outcome: Grammar | Exception) -> None:
 
 
 def _own(shared: Future[Grammar]) -> Future[Grammar]:
-    """A future of one caller, to be cancelled as he likes. An error is his own too: whoever raises
-    one hangs his stack on it."""
+    """A caller's own copy of a shared future: cancelling it does not cancel `shared`. The error is
+    copied too, since raising it attaches the caller's traceback."""
     own: Future[Grammar] = Future()
 
     def copy(shared: Future[Grammar]) -> None:

@@ -1,4 +1,4 @@
-"""Where an output stands in its grammar, and which tokens may come next."""
+"""Grammar state of a sequence, and the mask of tokens allowed next."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jaxserve.structured.vocabulary import Vocabulary
 
 
 class Matcher:
-    """One sequence's place in a grammar: a function of the tokens it has taken in, `num_tokens`,
-    and of them alone. `mask` int32 [words] has a bit for each token that may come next.
+    """The state of one sequence in a grammar, determined by the `num_tokens` tokens consumed so
+    far. `mask` int32 [words] has a bit set for each token allowed next.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class Matcher:
         *,
         ignore_eos: bool,
     ) -> None:
-        """`matcher` is nobody else's, and has taken in nothing; `mask` is what it then allows."""
+        """`matcher` is not shared and in its initial state; `mask` is what that state allows."""
         self.num_tokens = 0
         self._vocabulary = vocabulary
         self._matcher = matcher
@@ -36,16 +36,16 @@ class Matcher:
         self._allow(mask, text_mask, bool(text_mask.any()))
 
     def complete(self, num_tokens: int) -> bool:
-        """Whether nothing but the end may follow the first `num_tokens`, which it has taken in."""
+        """Whether only an end-of-text token may follow the first `num_tokens`, all consumed."""
         return self._complete and num_tokens == self.num_tokens
 
     def error(self, num_tokens: int) -> str | None:
-        """Why there is no telling what may follow the first `num_tokens`, which it has taken in:
-        the grammar has grown too large."""
+        """The error that prevents a mask after the first `num_tokens`, all consumed: the grammar
+        has exceeded its limits."""
         return self._error if num_tokens == self.num_tokens else None
 
     def _takes(self, place: int, token_id: int) -> bool:
-        """Whether the token at a place of the output is news, and goes on with the text."""
+        """Whether the token at this position is new and does not end the text."""
         if place != self.num_tokens or self._ended:
             return False
         self._ended = token_id in self._vocabulary.eos_token_ids
@@ -56,8 +56,8 @@ class Matcher:
         self._allow(mask, text_mask, goes_on)
 
     def _allow(self, mask: np.ndarray, text_mask: np.ndarray, goes_on: bool) -> None:
-        """Takes over a mask. `text_mask` is the part of it that does not end the text, and
-        `goes_on` says whether there is any."""
+        """Sets the mask. `text_mask` is the mask without end-of-text tokens, and `goes_on` is
+        whether it has any token."""
         self.mask = text_mask if self._ignore_eos else mask
         if self._matcher.is_error():
             self._error = error_of(self._matcher)
@@ -66,10 +66,10 @@ class Matcher:
 
 
 def advance(taken: Iterable[tuple[Matcher, int, int]]) -> None:
-    """Have matchers of one vocabulary take in tokens: each a matcher, the token's place in the
-    output, and its id. Those that have it already, or want no more, are left as they are.
+    """Advances matchers of one vocabulary by tokens: each a matcher, the token's position in the
+    output, and its id. Matchers that have consumed it already, or have ended, are not changed.
 
-    Masks are computed on several threads, none of which holds Python's lock.
+    Masks are computed on several threads without the GIL.
     """
     news = [(matcher, token) for matcher, place, token in taken if matcher._takes(place, token)]
     if not news:
@@ -87,7 +87,7 @@ def advance(taken: Iterable[tuple[Matcher, int, int]]) -> None:
 
 
 def error_of(matcher: llguidance.LLMatcher) -> str:
-    """What llguidance says is wrong, without its drawings of where."""
+    """llguidance's error message, without its source excerpts."""
     first, *others = matcher.get_error().splitlines()
     if first.startswith("NoExtension"):
         return "no text fits it"
@@ -96,5 +96,5 @@ def error_of(matcher: llguidance.LLMatcher) -> str:
 
 @functools.cache
 def _executor() -> llguidance.LLExecutor:
-    """The threads of this process on which masks are computed."""
+    """The process-wide thread pool for masks."""
     return llguidance.LLExecutor()

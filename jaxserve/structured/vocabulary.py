@@ -1,4 +1,4 @@
-"""A tokenizer as llguidance sees it: the bytes of every token, and which ones end a text."""
+"""Adapts a tokenizer for llguidance: the bytes of every token, and the end-of-text tokens."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterable, Sequence
 import llguidance
 import numpy as np
 
-from jaxserve.errors import RequestError
+from jaxserve.core.errors import RequestError
 from jaxserve.structured.bitmask import WORD_BITS, mask_words
 from jaxserve.text import Tokenizer
 
 
 class Vocabulary:
-    """The tokens that a model can sample, of which grammars allow some."""
+    """The tokens that a model can sample, as the vocabulary of grammars."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         """`vocab_size` is the model's, which may be larger or smaller than the tokenizer's. Takes
         some tenths of a second.
 
-        Raises RequestError where no token ends a text: then none can be complete.
+        Raises RequestError if there is no end-of-text token, as no output could be complete.
         """
         self.words = mask_words(vocab_size)
         self.eos_token_ids = frozenset(token for token in eos_token_ids if token < vocab_size)
@@ -35,28 +35,28 @@ class Vocabulary:
         text[:vocab_size] = True
         text[eos] = False
         self.text_mask = np.packbits(text, bitorder="little").view(np.int32)
-        """Of every token that does not end a text."""
+        """Mask of all tokens except end-of-text tokens."""
 
 
 class _Tokens:
-    """What llguidance asks of a tokenizer."""
+    """The tokenizer interface that llguidance requires."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> None:
-        """A token that ends a text spells nothing, whether or not the tokenizer says so."""
+        """End-of-text tokens count as special, even if they are not special in the tokenizer."""
         special = {token for token in tokenizer.special_token_ids if token < vocab_size}
         self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
         self.special_token_ids = sorted(special.union(eos))
         self.eos_token_id = eos[0]
         self.bos_token_id = tokenizer.bos_token_id
         self.longest_first: Callable[[str], list[int]] | None = None
-        """Another way to spell any text, known when llguidance has read all this."""
+        """Greedy tokenization of any text, set once llguidance has built its tokenizer."""
         self._tokenizer = tokenizer
         self._special = frozenset(self.special_token_ids)
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens by which text that must come is spelled, where the grammar leaves no choice:
-        the model's own, for they are what it has learned to go on from. Unless they would be
-        special ones that the text happens to name, have a space before, or be none of the model's.
+        """Tokenizes text that the grammar forces: with the model's tokenizer, as in its training
+        data, unless that gives special tokens that the text happens to name, adds a leading space,
+        or gives ids outside the model's vocabulary.
         """
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)
         known = max(token_ids, default=0) < len(self.tokens)

@@ -1,4 +1,4 @@
-"""Text in, text out: tokenizers, chat templates and incremental detokenization. Imports no JAX."""
+"""Tokenizers, chat templates and incremental detokenization. Imports no JAX."""
 
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.tokenizer import Tokenizer

@@ -1,7 +1,7 @@
-"""Chat templates: messages to the prompt text a model was trained on.
+"""Chat templates: messages to the prompt format that a model was trained on.
 
-Templates are Jinja programs that come with a model, so they run in a sandbox. The environment is
-the one Hugging Face's `apply_chat_template` gives them, and templates count on its details.
+Templates are Jinja programs from the model's files, so they run in a sandbox. The environment is
+that of Hugging Face's `apply_chat_template`, since templates depend on its details.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jaxserve.errors import RequestError
+from jaxserve.core.errors import RequestError
 
 
 def render_chat(
@@ -38,10 +38,10 @@ def render_chat(
             `tool_calls` needs no content.
         add_generation_prompt: end with the opening of the assistant's turn.
         tools: JSON schemas of the functions the model may call.
-        variables: what else the template may read, such as `bos_token`.
+        variables: further variables of the template, such as `bos_token`.
 
     Raises:
-        RequestError: a message is malformed, or the template is missing, invalid, or refuses the
+        RequestError: a message is malformed, or the template is missing, invalid, or rejects the
             conversation.
     """
     if template is None:
@@ -98,7 +98,7 @@ def _part_text(part: Any, where: str) -> str:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's text for training; here only its body counts."""
+    """`{% generation %}` marks the assistant's text for training; here only its body is used."""
 
     tags: ClassVar[set[str]] = {"generation"}
 

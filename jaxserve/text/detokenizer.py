@@ -1,4 +1,4 @@
-"""Token ids to text as they arrive, never showing what a later token could change."""
+"""Incremental detokenization, which emits only text that no later token can change."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Sequence
 from jaxserve.text.tokenizer import Tokenizer
 
 _LONGEST_PARTIAL_CHARACTER = 3
-"""Bytes of a UTF-8 character that can be waiting for the rest."""
+"""Maximum bytes of an incomplete UTF-8 character."""
 
 
 class Detokenizer:
     """The text of one sequence, token by token, cut at its first stop string.
 
-    Two things are held back: bytes that do not yet make a character, and text that is the
-    beginning of a stop string. Without a stop string all deltas joined equal
-    `tokenizer.decode(token_ids)`; after a prompt, they equal what the tokens add to the prompt's
-    text. Work per token does not grow with the length of the output.
+    Two things are held back: bytes of an incomplete character, and text that may be the beginning
+    of a stop string. Without a stop string all deltas joined equal `tokenizer.decode(token_ids)`;
+    after a prompt, they equal what the tokens add to the prompt's text. The work per token is
+    independent of the length of the output.
 
-    Of several stop strings, the one that completes first counts, and of those that complete at
+    Of several stop strings, the one that completes first is used, and of those that complete at
     the same character the longest.
 
     Attributes:
         stop_reason: the stop string found, after which every further token is ignored.
-        tokens_consumed: tokens that went into the text, through the one completing a stop string.
+        tokens_consumed: tokens decoded so far, up to the one that completes a stop string.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Detokenizer:
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        """`stop` has no empty strings; it is not looked for in the first `min_tokens` tokens."""
+        """`stop` has no empty strings; it is ignored in the first `min_tokens` tokens."""
         self.stop_reason: str | None = None
         self.tokens_consumed = 0
         self._tokenizer = tokenizer
@@ -52,7 +52,7 @@ class Detokenizer:
 
         tail = self._tail_bytes(prompt_token_ids)
         self._drops_space = tokenizer.strips_leading_space and not tail
-        self._partial = False  # Whether a character waits for the rest of its bytes.
+        self._partial = False  # Whether the last character is incomplete.
         self._decode(tail)
 
     @property
@@ -61,7 +61,7 @@ class Detokenizer:
         return "".join(self._emitted)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Takes the next tokens; returns the text that is now certain."""
+        """Adds the next tokens; returns the new text that is final."""
         delta = ""
         for token_id in token_ids:
             if self.stop_reason is not None:
@@ -72,7 +72,7 @@ class Detokenizer:
         return delta
 
     def finish(self) -> str:
-        """Returns the text held back: no token will follow."""
+        """Ends the sequence; returns the text held back."""
         delta = ""
         if self.stop_reason is None:
             delta = self._advance(self._utf8.decode(b"", final=True)) + self._held
@@ -100,7 +100,7 @@ class Detokenizer:
         return text
 
     def _tail_bytes(self, prompt_token_ids: Sequence[int]) -> bytes:
-        """The end of the prompt, enough to know the character it may have left unfinished."""
+        """The last bytes of the prompt, enough for the character that may be incomplete."""
         tail = b""
         for token_id in reversed(prompt_token_ids):
             if len(tail) >= _LONGEST_PARTIAL_CHARACTER:
@@ -137,7 +137,7 @@ class Detokenizer:
         return min(matches, default=None)
 
     def _unfinished_stop(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Length of the longest suffix of `text` that is a prefix of a stop string."""
         longest = 0
         for stop in self._stop:
             start = text.find(stop[0], max(0, len(text) - len(stop) + 1))

@@ -1,8 +1,8 @@
-"""Tokenizers out of GGUF metadata.
+"""Builds tokenizers from GGUF metadata.
 
-A GGUF file holds the vocabulary and the merges but only the *name* of the pre-tokenizer
-(`tokenizer.ggml.pre`). What such a name means is written here the way the models' own
-`tokenizer.json` files have it, so that ids are those of the original tokenizer.
+A GGUF file has the vocabulary and the merges but only the *name* of the pre-tokenizer
+(`tokenizer.ggml.pre`). Each name is defined here as in the models' own `tokenizer.json` files, so
+that ids equal those of the original tokenizer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from jaxserve.errors import ModelError
+from jaxserve.core.errors import ModelError
 from jaxserve.text.token_bytes import SPACE_MARK
 
 Metadata = Mapping[str, Any]
@@ -44,16 +44,16 @@ _TEKKEN_SPLIT = (
 
 @dataclass(frozen=True)
 class _BytePairs:
-    """What byte-level BPE models differ in besides their vocabulary."""
+    """Differences between byte-level BPE tokenizers besides the vocabulary."""
 
     split: str | None = None
     """Words are the matches of this pattern; None for GPT-2's own pattern."""
     single_digits: bool = False
     nfc: bool = False
     ignore_merges: bool = False
-    """A word that is a token as a whole is taken as it is, without merging."""
+    """A word that is a single token is used as is, without merging."""
     adds_bos: bool = False
-    """Used where the file has no `add_bos_token`."""
+    """Default if the file has no `add_bos_token`."""
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.split is None)
@@ -80,7 +80,7 @@ _BYTE_PAIRS = {
 
 
 def build_backend(metadata: Metadata) -> tokenizers.Tokenizer:
-    """The tokenizer a GGUF file describes.
+    """Builds the tokenizer that a GGUF file describes.
 
     Args:
         metadata: GGUF keys to plain values; `tokenizer.ggml.*` is read.
@@ -91,7 +91,7 @@ def build_backend(metadata: Metadata) -> tokenizers.Tokenizer:
     kind = _required(metadata, "tokenizer.ggml.model")
     builders = {"gpt2": _build_byte_level, "llama": _build_sentencepiece}
     if kind not in builders:
-        raise ModelError(f"GGUF tokenizer {kind!r} is not supported; known: {sorted(builders)}")
+        raise ModelError(f"GGUF tokenizer {kind!r} is not supported; use one of {sorted(builders)}")
     try:
         backend = builders[kind](metadata)
     except ModelError:
@@ -103,7 +103,7 @@ def build_backend(metadata: Metadata) -> tokenizers.Tokenizer:
 
 
 def special_tokens(metadata: Metadata) -> dict[str, str]:
-    """Names as chat templates know them (`bos_token`, ...) to token texts."""
+    """Names in chat templates (`bos_token`, ...) to token texts."""
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     found = {f"{name}_token": _token_at(metadata, key) for name, key in names.items()}
     return {name: token for name, token in found.items() if token is not None}
@@ -131,8 +131,8 @@ def _build_byte_level(metadata: Metadata) -> tokenizers.Tokenizer:
     name = metadata.get("tokenizer.ggml.pre", "default")
     if name not in _BYTE_PAIRS:
         raise ModelError(
-            f"GGUF pre-tokenizer {name!r} is not supported; known: {sorted(_BYTE_PAIRS)}. "
-            "The model's Hugging Face directory, which has a tokenizer.json, works instead"
+            f"GGUF pre-tokenizer {name!r} is not supported; supported: {sorted(_BYTE_PAIRS)}. "
+            "Use the model's Hugging Face directory, which has a tokenizer.json, instead"
         )
     pairs = _BYTE_PAIRS[name]
     merges = [tuple(merge.split(" ", 1)) for merge in _required(metadata, "tokenizer.ggml.merges")]
@@ -147,7 +147,7 @@ def _build_byte_level(metadata: Metadata) -> tokenizers.Tokenizer:
 
 
 def _build_sentencepiece(metadata: Metadata) -> tokenizers.Tokenizer:
-    """SentencePiece BPE the way `tokenizer.json` of Llama 2 and Mistral has it."""
+    """SentencePiece BPE as in `tokenizer.json` of Llama 2 and Mistral."""
     vocabulary = _vocabulary(metadata)
     if "tokenizer.ggml.merges" in metadata:
         merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
@@ -170,10 +170,10 @@ def _build_sentencepiece(metadata: Metadata) -> tokenizers.Tokenizer:
 
 
 def _merges_from_scores(vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """The merges SentencePiece implies: any two pieces that make a third, best score first.
+    """The merges implied by SentencePiece: any two pieces that form a third, best score first.
 
-    Equal scores are ordered as Hugging Face's converter does, longer left halves first, since the
-    place in this list decides between overlapping merges.
+    Equal scores are ordered as in Hugging Face's converter, longer left halves first, since the
+    position in this list decides between overlapping merges.
     """
     ranked = []
     for piece, token_id in vocabulary.items():
@@ -186,13 +186,13 @@ def _merges_from_scores(vocabulary: dict[str, int], scores: list[float]) -> list
 
 
 def _vocabulary(metadata: Metadata) -> dict[str, int]:
-    """Token text to id, without the fillers that pad a file's tokens to the embedding's size."""
+    """Token text to id, without the `[PAD...]` tokens that pad the file to the embedding's size."""
     tokens = _required(metadata, "tokenizer.ggml.tokens")
     return {token: i for i, token in enumerate(tokens) if token != f"[PAD{i}]"}
 
 
 def _add_special_tokens(backend: tokenizers.Tokenizer, metadata: Metadata) -> None:
-    """Tokens that are matched whole in the text, before any splitting."""
+    """Adds the tokens that are matched whole in the text, before any splitting."""
     ends = {metadata.get("tokenizer.ggml.bos_token_id"), *eos_token_ids(metadata)}
     special, plain = [], []
     types = metadata.get("tokenizer.ggml.token_type", ())
@@ -208,7 +208,7 @@ def _add_special_tokens(backend: tokenizers.Tokenizer, metadata: Metadata) -> No
 
 
 def _add_template(backend: tokenizers.Tokenizer, metadata: Metadata, *, adds_bos: bool) -> None:
-    """Puts the tokens around a text that `add_bos_token` and `add_eos_token` ask for."""
+    """Adds BOS and EOS around a text as set by `add_bos_token` and `add_eos_token`."""
     bos = eos = None
     if metadata.get("tokenizer.ggml.add_bos_token", adds_bos):
         bos = _token_at(metadata, "bos")
@@ -236,5 +236,5 @@ def _token_at(metadata: Metadata, key: str) -> str | None:
 
 def _required(metadata: Metadata, key: str) -> Any:
     if key not in metadata:
-        raise ModelError(f"the GGUF metadata has no {key!r}, without which there is no tokenizer")
+        raise ModelError(f"the GGUF metadata has no {key!r}, which the tokenizer requires")
     return metadata[key]

@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""Tokenizers: text to token ids and back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from jaxserve.errors import ModelError, RequestError
+from jaxserve.core.errors import ModelError, RequestError
 from jaxserve.text import gguf_vocab
 from jaxserve.text.chat import render_chat
 from jaxserve.text.token_bytes import Spelling
@@ -23,12 +23,12 @@ class Tokenizer:
     """A model's vocabulary, its special tokens and its chat template.
 
     `encode` gives the ids of the model's own Hugging Face tokenizer. `decode` joins the bytes of
-    the tokens and reads them as UTF-8; what is not UTF-8 becomes U+FFFD. The clean-up of spaces
-    that some old configs ask for is not applied: it cannot be streamed.
+    the tokens and decodes them as UTF-8; invalid bytes become U+FFFD. The clean-up of spaces that
+    some old configs request is not applied: it cannot be streamed.
 
     Attributes:
         eos_token_ids: tokens that end an answer.
-        special_token_ids: tokens left out of decoded text unless asked for.
+        special_token_ids: tokens omitted from decoded text unless requested.
         strips_leading_space: whether decoding drops the first space, as SentencePiece models do.
     """
 
@@ -43,11 +43,11 @@ class Tokenizer:
         """Prefer `from_directory` or `from_gguf`.
 
         Args:
-            backend: the tokenizer proper.
-            special_tokens: names as chat templates know them (`bos_token`, ...) to token texts.
+            backend: the Hugging Face tokenizer.
+            special_tokens: names in chat templates (`bos_token`, ...) to token texts.
             eos_token_ids: tokens that end an answer.
             chat_templates: template name to Jinja source; `default` is the usual one, `tool_use`
-                is taken for conversations with tools.
+                is used for conversations with tools.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -64,7 +64,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Tokenizer:
-        """Reads a Hugging Face model directory. Raises `ModelError` if it cannot be understood."""
+        """Reads a Hugging Face model directory. Raises `ModelError` if that fails."""
         directory = Path(path)
         file = directory / "tokenizer.json"
         if not file.is_file():
@@ -100,9 +100,9 @@ class Tokenizer:
         )
 
     def save(self, directory: str | Path) -> None:
-        """Writes files from which `from_directory` makes an equal tokenizer.
+        """Writes files from which `from_directory` loads an equal tokenizer.
 
-        Other fields of a `generation_config.json` already there are kept.
+        Other fields of an existing `generation_config.json` are preserved.
         """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ class Tokenizer:
 
     @cached_property
     def digest(self) -> str:
-        """Changes with anything that texts, token ids or rendered conversations depend on."""
+        """Hash of everything that texts, token ids and rendered conversations depend on."""
         parts = (
             self._backend.to_str(),
             self._special_tokens,
@@ -146,7 +146,7 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """Special tokens by the names that chat templates know them by, such as `bos_token`."""
+        """Special tokens by their names in chat templates, such as `bos_token`."""
         return dict(self._special_tokens)
 
     @property
@@ -163,9 +163,9 @@ class Tokenizer:
         """Token ids of `text`.
 
         Special tokens spelled out in the text are recognised. `add_special_tokens` adds those
-        around a text (such as the first `<s>`); a chat template writes its own, so leave them out
+        around a text (such as the first `<s>`); a chat template writes its own, so pass False
         when encoding its result. Raises `RequestError` for text with lone surrogates, which JSON
-        can carry but UTF-8 cannot.
+        can represent but UTF-8 cannot.
         """
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -175,7 +175,7 @@ class Tokenizer:
             ) from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`; ids outside the vocabulary stand for nothing."""
+        """The text of `token_ids`; ids outside the vocabulary are ignored."""
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
         spelled = b"".join(self.token_bytes(i) for i in token_ids if i not in skipped)
         if self.strips_leading_space:
@@ -194,7 +194,7 @@ class Tokenizer:
         return spelled
 
     def whole_text(self, token_id: int) -> str | None:
-        """The characters one token stands for; None if it has a part of one."""
+        """The characters of one token; None if it has an incomplete one."""
         try:
             return self._whole_texts[token_id]
         except KeyError:
@@ -207,13 +207,13 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """One token alone, leading space included; U+FFFD where it is part of a character."""
+        """The text of one token, leading space included; U+FFFD for an incomplete character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
-        /,  # A template's variable may have any name, that of a parameter here too.
+        /,  # Positional only: a template variable may have the same name.
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
@@ -232,7 +232,7 @@ class Tokenizer:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Configs hold a special token as text, as a dict with `content`, or as null."""
+    """Reads special tokens from a config: text, a dict with `content`, or null."""
     found = {}
     for name in _SPECIAL_NAMES:
         token = config.get(name)
@@ -246,7 +246,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _eos_token_ids(
     directory: Path, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str]
 ) -> tuple[int, ...]:
-    """The tokenizer's own end token and those generation is configured to stop at."""
+    """The tokenizer's own end token and the stop tokens of the generation config."""
     listed = _read_json(directory / "generation_config.json").get("eos_token_id")
     if listed is None:
         listed = _read_json(directory / "config.json").get("eos_token_id")
@@ -256,7 +256,7 @@ def _eos_token_ids(
 
 
 def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Name to template: a string or a list of named ones in the config, or files beside it."""
+    """Name to template: a string or a list of named ones in the config, or separate files."""
     configured = config.get("chat_template")
     if isinstance(configured, str):
         configured = [{"name": "default", "template": configured}]
@@ -270,7 +270,7 @@ def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The object in `file`, empty if there is no such file."""
+    """The object in `file`, or an empty one if there is no such file."""
     if not file.is_file():
         return {}
     try:

@@ -1,18 +1,18 @@
-"""The signatures of products between which tokens are split over a mesh axis.
+"""Signatures of collective matmuls: products with tokens split over a mesh axis.
 
 Tensor parallelism splits a layer's first weight by outputs and its second by inputs; sequence
-parallelism (2205.05198) splits by tokens what lies between layers, so that norms are computed once:
+parallelism (2205.05198) splits activations between layers by tokens, so each norm is computed once:
 
     x [in, tokens / n]  --all_gather_matmul-->  [out / n, tokens]     weight [out / n, in]
     x [in / n, tokens]  --matmul_reduce_scatter-->  [out, tokens / n] weight [out, in / n]
 
-Collectives and products need not take turns: a collective is n - 1 hops along a ring, and while
-tokens make a hop those that are here are multiplied (the collective matmul of Wang et al., ASPLOS
-2023, in software what T3, 2401.16677, does in hardware). It costs n products of 1/n of the tokens
-for one of all, so `worth_it` decides.
+Collectives and products can overlap: a collective is n - 1 hops along a ring, and each hop is sent
+while the tokens already received are multiplied (the collective matmul of Wang et al., ASPLOS 2023;
+T3, 2401.16677, does the same in hardware). It replaces one product of all tokens by n products of
+1/n of them, so `worth_it` decides.
 
-For use inside `jax.shard_map`. The weight is never cut: it may be anything that `product` takes,
-such as a packed weight.
+For use inside `jax.shard_map`. The weight is never split further: it may be anything that `product`
+takes, such as a quantized weight.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any, Protocol
 import jax
 
 from pallas_kernels.collective_matmul import xla
-from pallas_kernels.collective_matmul.choice import Rates, worth_it
+from pallas_kernels.collective_matmul.choice import DeviceRates, worth_it
 
 
 class Weight(Protocol):
-    """An array or a packed weight: a pytree of arrays with the shape of what they mean."""
+    """An array or a quantized weight: a pytree of arrays with the logical weight's shape."""
 
     shape: tuple[int, int]
 
@@ -42,16 +42,16 @@ def all_gather_matmul(
     axis_name: str,
     *,
     num_tokens: int | None = None,
-    rates: Rates | None = None,
+    rates: DeviceRates | None = None,
     product: Product = xla.dot,
 ) -> jax.Array:
-    """This rank's outputs of all ranks' tokens: [out / n, num_tokens] in the dtype of x.
+    """This rank's outputs for all ranks' tokens: [out / n, num_tokens] in the dtype of x.
 
     weight [out / n, in] and x [in, tokens / n] are this rank's; tokens are in the order of ranks.
-    num_tokens: how many of them there are when the last ones are padding, which is left out.
-    rates: of the devices, as measured. Without, tokens are gathered before one product.
+    num_tokens: number of real tokens; padding after them is dropped.
+    rates: measured device rates. Without them, tokens are gathered before one product.
 
-    Raises ValueError for shapes that do not belong together.
+    Raises ValueError for mismatched shapes.
     """
     _check(weight, x)
     tokens = jax.lax.axis_size(axis_name) * x.shape[1]
@@ -69,21 +69,21 @@ def matmul_reduce_scatter(
     x: jax.Array,
     axis_name: str,
     *,
-    rates: Rates | None = None,
+    rates: DeviceRates | None = None,
     product: Product = xla.dot,
 ) -> jax.Array:
     """This rank's tokens of the sum of all ranks' products: [out, tokens / n] in the dtype of x.
 
-    weight [out, in / n] and x [in / n, tokens] are this rank's. Tokens are in the order of ranks;
-    where they are not n times a whole number, zeros follow.
-    rates: of the devices, as measured. Without, one product is made before it is summed.
+    weight [out, in / n] and x [in / n, tokens] are this rank's. Tokens are in the order of ranks,
+    padded with zeros to a multiple of n.
+    rates: measured device rates. Without them, one product is computed and then summed.
 
     Every rank's product is rounded to the dtype of x. Along a ring, those for the tokens of rank r
     are added in the order r + 1, r + 2, ..., r - 1, r, and every sum is rounded; both ways, the
-    second half of r's tokens in the order r - 1, r - 2, ..., r + 1, r. So the result is the same
-    each time, and may in its last bits differ from that of another n or of one product.
+    second half of r's tokens in the order r - 1, r - 2, ..., r + 1, r. The result is deterministic,
+    but its last bits may differ from those of another n or of one product.
 
-    Raises ValueError for shapes that do not belong together.
+    Raises ValueError for mismatched shapes.
     """
     _check(weight, x)
     ranks = jax.lax.axis_size(axis_name)

@@ -1,4 +1,4 @@
-"""Whether tokens should be multiplied while others are sent.
+"""Whether to overlap products with communication.
 
 n ranks hold t tokens each. With C FLOP/s, B bytes/s of memory and W bytes/s of a link,
 
@@ -8,11 +8,11 @@ n ranks hold t tokens each. With C FLOP/s, B bytes/s of memory and W bytes/s of 
     ring       = product(t) + (n - 1) max(product(t), hop)
 
 since collectives too are n - 1 hops. A ring pays where a product hides a hop, product(t) >= hop,
-and where to cut it costs less than is hidden, n product(t) < product(n t) + (n - 1) hop.
+and where splitting costs less than it hides, n product(t) < product(n t) + (n - 1) hop.
 
-For many tokens, product is proportional to t, the second always holds and the first decides. For
-few, as in decoding, products take as long as the weight is read: the second then asks for
-product(t) < hop, which the first excludes, and no ring is worth it.
+For many tokens, product is proportional to t: the second condition always holds and the first
+decides. For few, as in decode, a product takes as long as reading the weight: the second condition
+becomes product(t) < hop, which contradicts the first, so no ring pays.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Rates(NamedTuple):
-    """What devices were measured to do.
+class DeviceRates(NamedTuple):
+    """Measured rates of the devices.
 
-    flops_per_s: of products like these, on one device.
+    flops_per_s: of such products, on one device.
     memory_bytes_per_s: of one device, reading.
     link_bytes_per_s: from one device to its neighbour, one way.
-    hop_latency_us: of a message of no length, what starts it included.
-    both_ways: whether a device has a link to each of its two neighbours, as along an axis of a
-        TPU's torus, and not one for all, as at a switch between GPUs.
+    hop_latency_us: of an empty message, launch included.
+    both_ways: whether a device has a separate link to each of its two neighbours, as along an axis
+        of a TPU's torus, and not one link for all, as at a switch between GPUs.
     """
 
     flops_per_s: float
@@ -39,7 +39,7 @@ class Rates(NamedTuple):
 
 
 def worth_it(
-    rates: Rates,
+    rates: DeviceRates,
     *,
     ranks: int,
     tokens: int,
@@ -50,7 +50,7 @@ def worth_it(
     """Whether a ring of products is faster than one product before or after a collective.
 
     tokens: of one rank. weight_shape: [out, in] of one rank's weight, which has `weight_bytes`.
-    message_bytes: of what a rank sends in each hop, halves of it each way where there are two.
+    message_bytes: bytes a rank sends in each hop; half of it each way with links both ways.
     """
     num_outputs, num_inputs = weight_shape
 

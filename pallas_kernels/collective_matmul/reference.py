@@ -1,4 +1,4 @@
-"""What collective products mean, in float64 numpy, for all ranks at once."""
+"""Reference collective matmuls in float64 numpy, for all ranks together."""
 
 from __future__ import annotations
 

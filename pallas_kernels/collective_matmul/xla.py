@@ -1,10 +1,10 @@
-"""Collective products by `lax.ppermute`, for whatever XLA compiles to.
+"""Collective matmuls by `lax.ppermute`, for every XLA backend.
 
-A step sends what the next one needs before the product that does not wait for it, in an unrolled
-loop: compilers that make collectives asynchronous, as for TPUs and GPUs, put the product between
-the start of a hop and its end. Both ways, the first halves of all chunks of tokens go up the ring
-and the second halves down. Two halves are multiplied at once, for one product of a chunk is faster
-than two of a half.
+Each step of an unrolled loop starts the send for the next step before a product that does not
+depend on it: compilers with asynchronous collectives, as for TPUs and GPUs, put the product between
+the start and the end of a hop. Both ways, the first halves of all chunks of tokens go up the ring
+and the second halves down. Both halves are multiplied in one product, which is faster than two of
+half the size.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def plain_matmul_reduce_scatter(weight, x, axis_name, product):
 
 
 def ring_all_gather_matmul(weight, x, axis_name, product, both_ways):
-    """In step s, what came from s ranks away is multiplied, and sent on."""
+    """In step s, tokens from s ranks away are multiplied and sent on."""
     ranks, tokens = lax.axis_size(axis_name), x.shape[1]
     parts = _parts(tokens, both_ways)
     held = [x[:, first:last] for first, last, _ in parts]
@@ -56,7 +56,7 @@ def ring_all_gather_matmul(weight, x, axis_name, product, both_ways):
 
 
 def ring_matmul_reduce_scatter(weight, x, axis_name, product, both_ways):
-    """In step s, the product for the rank s + 1 behind is added to the sum that goes there.
+    """In step s, the product for the rank s + 1 behind is added to that rank's running sum.
 
     x [in, tokens] of a multiple of the ranks.
     """
@@ -78,10 +78,10 @@ def ring_matmul_reduce_scatter(weight, x, axis_name, product, both_ways):
 
 
 def _product(weight, parts, product):
-    """Of the parts of one chunk, in their dtype, and of nothing else.
+    """Product of the parts of one chunk, in their dtype, isolated from all others.
 
-    Left to themselves, compilers undo the overlap: XLA makes one product of all that share an
-    operand, on GPUs, and fuses a product with the addition that waits for a hop, on TPUs.
+    Without barriers compilers undo the overlap: XLA merges products that share an operand, on GPUs,
+    and fuses a product with the addition that waits for a hop, on TPUs.
     """
     weight, parts = lax.optimization_barrier((weight, parts))
     result = product(weight, jnp.concatenate(parts, axis=1)).astype(parts[0].dtype)

@@ -1,4 +1,4 @@
-"""Everything that depends on the version of JAX, apart for GPUs, which need absl-py, and TPUs."""
+"""Code that depends on the JAX version; GPUs, which need absl-py, and TPUs in separate modules."""
 
 import jax
 

@@ -1,9 +1,9 @@
-"""What differs among JAX 0.10.2 to 0.12, and between a GPU and its interpreter.
+"""Differences among JAX 0.10.2 to 0.12, and between a GPU and its interpreter.
 
 The Mosaic GPU interpreter runs a kernel on the host, warpgroup by warpgroup, with memories, copies
-and barriers simulated. It knows no layouts of registers and, of products, only those of two
-operands in shared memory. The functions below that take `interpret` are what a kernel calls
-instead; with anything but None they compute the same values by plain JAX.
+and barriers simulated. It supports no register layouts, and products only of two operands in shared
+memory. Kernels call the functions below that take `interpret` instead; with anything but None they
+compute the same values in plain JAX.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ except ImportError:  # not public before 0.11
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 HOPPER_SMS = 132
-"""Streaming multiprocessors of an H100 or H200 of the SXM kind."""
+"""Streaming multiprocessors of an H100 or H200 SXM."""
 
 
 def num_sms() -> int:
-    """Streaming multiprocessors of the device traced for, HOPPER_SMS where nothing says."""
+    """Streaming multiprocessors of the target device, HOPPER_SMS if unknown."""
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None and described.num_cores:
         return described.num_cores
@@ -45,11 +45,11 @@ def gpu_interpreter(*, detect_races: bool = True) -> Iterator[Any]:
     """What to pass as `interpret` to run Mosaic GPU kernels on the host.
 
     Uninitialised memory holds NaNs. Raises RuntimeError at the end when a race was found; until
-    0.12 the interpreter itself only prints it. Not for several threads of Python at once. The
-    programs must have run when the block ends.
+    0.12 the interpreter itself only prints it. Not thread-safe. The programs must have finished
+    when the block ends.
     """
-    # A simulated warpgroup that waits for another one occupies a thread, of which the CPU's pool
-    # may have fewer than a kernel has warpgroups: without the pool each has its own.
+    # A simulated warpgroup that waits for another occupies a thread, and the CPU's thread pool can
+    # be smaller than a kernel's number of warpgroups: without the pool each has its own thread.
     asynchronous = jax.config.values["jax_cpu_enable_async_dispatch"]
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     run_warpgroup, _threads._run_jaxpr = _threads._run_jaxpr, _run_warpgroup
@@ -57,7 +57,7 @@ def gpu_interpreter(*, detect_races: bool = True) -> Iterator[Any]:
         yield InterpretGPUParams(detect_races=detect_races, uninitialized_memory="nan")
         races = _interpreter.get_races()
         if detect_races and races is not None and races.races_found:
-            raise RuntimeError("The interpreter found a race; see what it printed.")
+            raise RuntimeError("The interpreter found a race; see its output.")
     except BaseException:
         _interpreter.reset_gpu_interpret_mode_state()
         raise
@@ -72,8 +72,8 @@ _compiling = threading.Lock()
 
 
 def _run_warpgroup(jaxpr, consts, *arguments):
-    """What the interpreter does for each warpgroup of each block, but compiled only once for all of
-    them, and for the latest of programs that are run again."""
+    """Replace the interpreter's function for each warpgroup of each block: compile once for all of
+    them and cache the last `_MOST_PROGRAMS` programs."""
 
     def run(consts, *arguments):
         jax.core.eval_jaxpr(jaxpr, consts, *arguments)
@@ -88,12 +88,12 @@ def _run_warpgroup(jaxpr, consts, *arguments):
 
 
 def in_layout(array: jax.Array, layout: Any, interpret: Any) -> jax.Array:
-    """`array`, on a device in registers of that layout."""
+    """`array`, on a device in registers of layout `layout`."""
     return array if interpret else plgpu.layout_cast(array, layout)
 
 
 def load_gmem(ref: Any, layout: Any, interpret: Any) -> jax.Array:
-    """What a reference to the device's memory refers to, in registers of that layout."""
+    """Load a reference to device memory into registers of layout `layout`."""
     if interpret:
         return ref[...]
     indexed = {"idx": ()} if jax.__version_info__ < (0, 11) else {}
@@ -101,7 +101,7 @@ def load_gmem(ref: Any, layout: Any, interpret: Any) -> jax.Array:
 
 
 def positions(shape: tuple[int, ...], axis: int, layout: Any, interpret: Any) -> jax.Array:
-    """int32 `shape`: each element's index along `axis`, in registers of that layout."""
+    """int32 `shape`: each element's index along `axis`, in registers of layout `layout`."""
     return in_layout(lax.broadcasted_iota(jnp.int32, shape, axis), layout, interpret)
 
 
@@ -126,9 +126,9 @@ def product_of_rows(a: Any, b: Any, interpret: Any) -> jax.Array:
 
 
 def side_by_side(parts: Sequence[jax.Array], layout: Any, interpret: Any) -> jax.Array:
-    """`parts` [rows, columns each] next to one another, in registers of that layout.
+    """Concatenate `parts` [rows, columns each] along columns, in registers of layout `layout`.
 
-    Columns of each are a multiple of the layout's tiles; nothing moves between threads.
+    The columns of each are a multiple of the layout's tiles; no data moves between threads.
     """
     if len(parts) == 1:
         return parts[0]
@@ -158,7 +158,7 @@ def add_products(
     if interpret:
         for left, right in zip(lefts, rights):
             total += jnp.dot(left.astype(jnp.float32), right[...].astype(jnp.float32))
-        # The reads were not the tensor cores': a copy that overwrites must come after them.
+        # Plain reads, not the tensor cores': a copy that overwrites must come after them.
         plgpu.commit_smem()
         return total
 

@@ -1,4 +1,4 @@
-"""What differs among JAX 0.10.2 to 0.12, and between a TPU and its interpreter."""
+"""Differences among JAX 0.10.2 to 0.12, and between a TPU and its interpreter."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 
 def tpu_cores() -> int:
-    """Tensor cores that the device traced for shares a kernel's grid among, 1 where nothing says.
+    """Tensor cores of the target device that share a kernel's grid, 1 if unknown.
 
-    Two on TPUs v4 and v5p, where both of a chip's are one device.
+    Two on TPUs v4 and v5p, where both cores of a chip are one device.
     """
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None and described.platform == "tpu":
@@ -27,10 +27,10 @@ def tpu_interpreter(*, cores: int = 1) -> Iterator[Any]:
     """What to pass as `interpret` to run Mosaic TPU kernels on the host, with races detected.
 
     Uninitialised memory holds NaNs. Raises RuntimeError at the end when a race was found; until
-    0.12 the interpreter itself only prints it. Not for several threads of Python at once. Passing
-    True instead compiles a kernel to XLA, which is fast and detects nothing.
+    0.12 the interpreter itself only prints it. Not thread-safe. Passing True instead compiles a
+    kernel to XLA, which is fast and detects nothing.
 
-    cores: those that share the grid of a kernel.
+    cores: number of cores that share a kernel's grid.
     """
     try:
         yield pltpu.InterpretParams(
@@ -38,7 +38,7 @@ def tpu_interpreter(*, cores: int = 1) -> Iterator[Any]:
         )
         races = _interpreter.races
         if races is not None and races.races_found:
-            raise RuntimeError("The interpreter found a race; see what it printed.")
+            raise RuntimeError("The interpreter found a race; see its output.")
     except BaseException:
         pltpu.reset_tpu_interpret_mode_state()
         raise

@@ -1,4 +1,4 @@
-"""Attention over parts of the keys, put together to attention over all of them."""
+"""Merging of partial attention results over disjoint keys."""
 
 from pallas_kernels.merge.api import empty_partial, merge, merge_over, merge_scattered, merge_two
 

@@ -1,4 +1,4 @@
-"""What merging means, in float64 numpy: a softmax over partials, one query and head at a time."""
+"""Reference merge in float64 numpy: a softmax over partials, one query and head at a time."""
 
 from __future__ import annotations
 

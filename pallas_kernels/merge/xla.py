@@ -1,4 +1,4 @@
-"""Merging in plain XLA. It reads every partial once and fuses with whatever made them."""
+"""Merging in plain XLA. It reads every partial once and fuses with its producers."""
 
 from __future__ import annotations
 

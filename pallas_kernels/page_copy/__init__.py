@@ -1,4 +1,4 @@
-"""Whole pages, of all layers at once, moved within the pool and in and out of it."""
+"""Copies of whole pages, of all layers together, within the pool and in and out of it."""
 
 from pallas_kernels.page_copy.api import copy_pages, gather_pages, image_elements, scatter_pages
 

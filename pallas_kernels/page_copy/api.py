@@ -1,11 +1,11 @@
-"""The signatures of moving pages, and what they mean.
+"""Signatures and semantics of page copies.
 
-The image of a page is everything that the pool holds under one page id: layer by layer, keys
+A staged page holds everything that the pool has under one page id: layer by layer, keys
 [kv_heads, head_dim, page_size] then values [kv_heads, page_size, head_dim], without gaps. Staging
-[n, image_elements] is a row of images, in one array that no step touches: what moves between
-device and host, while the pool itself goes on being donated from step to step.
+[n, image_elements] is an array of staged pages that no step reads or writes: it is transferred
+between device and host while the pool itself is donated from step to step.
 
-Images are moved bit for bit, whatever the dtype and whatever NaNs they hold.
+Copies are bit-exact, whatever the dtype and whatever NaNs the pages hold.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import jax.numpy as jnp
 
 from pallas_kernels import backends
 from pallas_kernels.compat import GPU_KERNELS_WRITE_IN_PLACE
-from pallas_kernels.page_copy import trial, xla
+from pallas_kernels.page_copy import check_case, xla
 from pallas_kernels.paged_attention import KVPages
 
 _GPU, _TPU = "pallas_kernels.page_copy.mosaic_gpu", "pallas_kernels.page_copy.mosaic_tpu"
 _GATHER, _SCATTER = (
-    backends.Operation(path.__name__, path, kernels, trial.shapes_class, trial.trial)
+    backends.Operation(path.__name__, path, kernels, check_case.shapes_class, check_case.check_case)
     for path, kernels in (
         (xla.gather_pages, {"gpu": _GPU, "tpu": _TPU}),
         (xla.scatter_pages, {"gpu": _GPU if GPU_KERNELS_WRITE_IN_PLACE else None, "tpu": _TPU}),
@@ -32,20 +32,20 @@ _GATHER, _SCATTER = (
 
 
 def image_elements(layers: Sequence[KVPages]) -> int:
-    """Elements of one page's image; `layers` may be arrays or only their shapes."""
+    """Elements of one staged page; `layers` may be arrays or only their shapes."""
     return sum(math.prod(array.shape[1:]) for pages in layers for array in pages)
 
 
 def gather_pages(
     layers: Sequence[KVPages], page_ids: jax.Array, *, backend: backends.Backend = "auto"
 ) -> jax.Array:
-    """Staging [n, image_elements], of the pages' dtype: image i is that of page_ids[i].
+    """Staging [n, image_elements], of the pages' dtype: row i is page page_ids[i].
 
     layers: the KVPages of each layer, all with the same number of pages and the same dtype.
     page_ids [n] int32, n at least 1; ids may repeat. An id outside the pool, negative ones
-    included, gives an image of zeros. backend: see `backends.Backend`; with "pallas", raises
-    ValueError for what the kernel cannot move. Raises ValueError, too, without layers or ids, and
-    for layers that differ in dtype or number of pages.
+    included, gives zeros. backend: see `backends.Backend`; with "pallas", raises ValueError for
+    what the kernel cannot copy. Raises ValueError, too, without layers or ids, and for layers that
+    differ in dtype or number of pages.
     """
     _check(layers, page_ids)
     return _GATHER.run(backend, layers, page_ids)
@@ -58,12 +58,12 @@ def scatter_pages(
     *,
     backend: backends.Backend = "auto",
 ) -> list[KVPages]:
-    """The layers with image i of staging [n, image_elements] as page page_ids[i] [n] int32.
+    """The layers with row i of staging [n, image_elements] written to page page_ids[i], int32 [n].
 
     In place when the layers are donated. An id outside the pool, negative ones included, writes
-    nothing. An id given twice ends with one of its images, unspecified which: only the trash page
-    should be. Raises ValueError when staging has another shape or dtype than `gather_pages` of as
-    many ids would give, and as that does.
+    nothing. A repeated id ends with one of its rows, unspecified which: only the trash page should
+    be repeated. Raises ValueError when staging has another shape or dtype than `gather_pages` of as
+    many ids returns, and as `gather_pages` does.
     """
     _check(layers, page_ids)
     expected = (page_ids.shape[0], image_elements(layers))
@@ -84,13 +84,13 @@ def copy_pages(
     *,
     backend: backends.Backend = "auto",
 ) -> list[KVPages]:
-    """The layers with page targets[i] made equal to what page sources[i] was; int32 [n] each.
+    """The layers with page sources[i] copied to page targets[i]; int32 [n] each.
 
     All sources are read before any target is written, so a page may be both. In place when the
-    layers are donated, but for n images of temporary memory. A pair with an id outside the pool
-    on either side, negative ones included, copies nothing. A target given twice ends as one of its
-    sources, unspecified which: only the trash page should be. Raises ValueError when there are
-    not as many sources as targets, and as `gather_pages` does.
+    layers are donated, with n staged pages of temporary memory. A pair with an id outside the pool
+    on either side, negative ones included, copies nothing. A repeated target ends as one of its
+    sources, unspecified which: only the trash page should be repeated. Raises ValueError when the
+    numbers of sources and targets differ, and as `gather_pages` does.
     """
     if sources.shape != targets.shape:
         raise ValueError(

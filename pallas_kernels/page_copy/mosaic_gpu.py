@@ -1,28 +1,28 @@
-"""Moving pages on Hopper GPUs: one launch for the arrays of all layers, in Mosaic GPU.
+"""Page copies on Hopper GPUs: one launch for the arrays of all layers, in Mosaic GPU.
 
-Pages and images are cut into slabs of at most SLAB_BYTES, contiguous in memory on either side. A
-slab is copied into shared memory and out of it by the copy engine (bulk copies of TMA). No element
-passes through a register, so nothing can round it. One block of threads a multiprocessor takes
-every n-th slab of all images, with one warpgroup, which does nothing but issue copies. Which array
-a slab belongs to is known only then: a switch, with a branch for each, that ends as a choice among
+Pages are cut into slabs of at most SLAB_BYTES, contiguous in memory on either side. The copy engine
+copies a slab into shared memory and out of it (bulk copies of TMA). No element passes through a
+register, so nothing can round it. One thread block per multiprocessor takes every n-th slab of all
+staged pages, with one warpgroup, which only issues copies. The array that a slab belongs to is
+known only at run time: a switch with a branch for each array, which compiles to a select among
 addresses.
 
-Loads walk a ring in shared memory, and stores follow LOADS slabs behind. A load needs the store
-that last read its place to be done, which is known by counting: stores are done in order, and at
-most RING - LOADS - 1 later ones have begun. What belongs to no page is not loaded. Gathered, it is
-stored from a place that holds zeros. Scattered, it is a store less to count by, so all that have
-begun are waited for instead.
+Loads walk a ring in shared memory, and stores follow LOADS slabs behind. A load must wait for the
+store that last read its slot, which is tracked by counting: stores complete in order, and at most
+RING - LOADS - 1 later ones have been issued. Slabs outside the pool are not loaded. A gather stores
+zeros for them from a slot of zeros. A scatter skips their store, which breaks the count, so it
+waits for all issued stores instead.
 
-Scattering writes where the arrays lie, through JAX's mutable references: no copy is made of arrays
-that are donated. Kernels take those references from JAX 0.11 on.
+Scatter writes the arrays in place, through JAX's mutable references: donated arrays are not copied.
+Kernels take those references from JAX 0.11 on.
 
 Arithmetic behind the sizes (not measurements), for an H200 (132 multiprocessors, 4.8 TB/s): copying
-at full speed, a multiprocessor reads 18 KB in a microsecond and writes as many. At a latency of 2
-us under load, 36 KB must be on their way in and 36 KB out. A ring of 8 slabs of 16 KiB has 64 KiB
-of loads and at least 48 KiB of stores on their way. One slab takes 0.9 us or 1600 cycles, in which
-some 500 go by to issue it. An image of 32 layers with 8 KV heads, head_dim 128 and pages of 64
-tokens in bfloat16 is 8 MiB: 512 slabs, four a multiprocessor. A launch for each of its 64 arrays
-would copy 8 slabs, in less time than it takes to begin.
+at full speed, a multiprocessor reads 18 KB per microsecond and writes as much. At a latency of 2 us
+under load, 36 KB of loads and 36 KB of stores must be in flight. A ring of 8 slabs of 16 KiB keeps
+64 KiB of loads and at least 48 KiB of stores in flight. One slab takes 0.9 us or 1600 cycles, of
+which some 500 go to issuing it. A page of 64 tokens of 32 layers with 8 KV heads and head_dim 128
+in bfloat16 is 8 MiB: 512 slabs, four per multiprocessor. A separate launch for each of its 64
+arrays would copy 8 slabs, in less time than the launch takes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ RING = 8
 LOADS = 4
 
 _UNIT_BYTES = 1024
-"""What slabs are multiples of: as much as 128 threads fill with zeros at once."""
+"""Slabs are multiples of this: the bytes that 128 threads fill with zeros in one store."""
 
 
 def unsupported(
@@ -166,10 +166,10 @@ def scatter_pages(
 
 
 class _Cut(NamedTuple):
-    """How `arrays` arrays of `num_pages` pages, and `images` images of them, are cut into slabs.
+    """How `arrays` arrays of `num_pages` pages, and `images` staged pages, are cut into slabs.
 
-    A page of an array is `per_page` slabs of `slab_size` elements; an image is one page of each
-    array in turn.
+    A page of an array is `per_page` slabs of `slab_size` elements; a staged page is one page of
+    each array in turn.
     """
 
     num_pages: int
@@ -192,7 +192,7 @@ class _Cut(NamedTuple):
 
     @property
     def num_slabs(self):
-        """Of all images."""
+        """Of all staged pages."""
         return self.images * self.arrays * self.per_page
 
     def slabs(self, array):
@@ -200,7 +200,7 @@ class _Cut(NamedTuple):
         return array.reshape(-1, self.slab_size)
 
     def locate(self, slab, page_ids):
-        """Whether slab `slab` of the images is of a page; and of which array, and which of its."""
+        """For slab `slab` of staging: whether its page is in the pool, its array and slab there."""
         part, place = lax.div(slab, self.per_page), lax.rem(slab, self.per_page)
         image, array = lax.div(part, self.arrays), lax.rem(part, self.arrays)
         page = page_ids[image]
@@ -228,7 +228,7 @@ class _Cut(NamedTuple):
         plgpu.wait_smem_to_gmem(0)
 
     def kernel(self, body, *, places, out_type, interpret):
-        """`body` with a ring of so many places and its barriers, on every multiprocessor."""
+        """`body` with a ring of `places` slots and its barriers, on every multiprocessor."""
         return plgpu.kernel(
             body,
             out_type=out_type,
@@ -246,7 +246,7 @@ class _Cut(NamedTuple):
 
 
 def _load(source, slot, ring, full):
-    # Of what may lie outside, this compiler makes copies by descriptors, one for each array.
+    # For possibly out-of-bounds sources the compiler emits descriptor copies, one per array.
     inside = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
     plgpu.copy_gmem_to_smem(source, ring.at[slot], full.at[slot], oob_mode=inside)
 

@@ -1,18 +1,19 @@
-"""Moving pages on TPUs: one kernel for the arrays of all layers, which only issues copies.
+"""Page copies on TPUs: one kernel for the arrays of all layers, which only issues copies.
 
-Pages are copied whole, memory to memory, by the DMA engines. The copies of an image begin together,
-one for each array, and those of the image before are waited for only then, so that the engines
-always have some. Page ids are in scalar memory before the kernel begins. What belongs to no page is
-skipped.
+The DMA engines copy whole pages, memory to memory. The copies of one staged page are started
+together, one for each array, before waiting for those of the previous page, so the engines always
+have copies in flight. Page ids are in scalar memory before the kernel begins. Ids outside the pool
+are skipped.
 
-TPUs keep an array in tiles of its last two dimensions, and staging in other tiles than pages. The
-kernel therefore gathers into, and scatters from, arrays [images, *page], one for each of the pool,
-and XLA rearranges those in a pass over the images alone. An array whose last dimension is not whole
-tiles wide is kept with the last two swapped, so that is how the kernel asks for it: nothing moves.
+TPUs store an array in tiles of its last two dimensions, and staging is tiled differently from
+pages. The kernel therefore gathers into, and scatters from, arrays [n, *page], one for each array
+of the pool, and XLA rearranges those in a pass over the staged pages alone. An array whose last
+dimension is not whole tiles wide is stored with the last two swapped, so the kernel takes it in
+that order and nothing is transposed.
 
-Arithmetic behind having two images on their way (not a measurement): one of 32 layers with 8 KV
-heads, head_dim 128 and pages of 128 tokens in bfloat16 has 64 copies of 256 KiB, 16 MiB. A chip of
-1.6 TB/s reads and writes that in 21 us, ten times the latency of a copy.
+Arithmetic behind having two staged pages in flight (not a measurement): a page of 128 tokens of 32
+layers with 8 KV heads and head_dim 128 in bfloat16 has 64 copies of 256 KiB, 16 MiB. A chip of 1.6
+TB/s reads and writes that in 21 us, ten times the latency of a copy.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ LANES = 128
 """Elements along the last dimension of a tile."""
 
 ROWS = 32
-"""Elements along its other dimension, for the smallest of dtypes."""
+"""Elements along its other dimension, for the smallest dtypes."""
 
 
 def unsupported(
@@ -76,7 +77,7 @@ def gather_pages(
         num_pages=num_pages,
         interpret=interpret,
     )
-    # As integers, which no compiler thinks of rounding. What was skipped may be anything.
+    # As integers, which no compiler rounds. Skipped rows are uninitialised.
     inside = (page_ids >= 0) & (page_ids < num_pages)
     parts = [
         _turned(as_bits(part), array).reshape(images, -1)
@@ -117,9 +118,9 @@ def scatter_pages(
 
 
 def _copy(page_ids, *, sources, targets, pair, num_pages, interpret):
-    """The targets after a copy for each image of a page, and each array.
+    """The targets after one copy for each staged page and each array.
 
-    pair(source, target, image, page): references to what is copied, and to where. Targets that are
+    pair(source, target, image, page): source and target references of one copy. Targets that are
     arrays and not only shapes are written in place.
     """
     images, arrays = len(page_ids), len(sources)
@@ -169,15 +170,15 @@ def _arrays(layers):
 
 
 def _stored(layers, interpret):
-    """The arrays in the order of dimensions that a TPU keeps them in. XLA on the host has no
-    bfloat16 and rounds when it copies, so there they are integers; on a TPU that would copy all of
-    them, and a copy rounds nothing."""
+    """The arrays in the dimension order in which a TPU stores them. XLA on the host has no bfloat16
+    and rounds when it copies, so there they are integers; on a TPU copies round nothing and the
+    conversion would copy the whole pool."""
     arrays = [_turned(array, array) for array in _arrays(layers)]
     return [as_bits(array) for array in arrays] if interpret else arrays
 
 
 def _turned(array, of):
-    """`array`, pages of `of`, from one order of dimensions to the other where there are two."""
+    """`array`, pages of `of`, switched between logical and stored dimension order."""
     return array.swapaxes(2, 3) if of.shape[3] % LANES else array
 
 

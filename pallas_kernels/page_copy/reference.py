@@ -1,4 +1,4 @@
-"""What moving pages means, in numpy and plain loops. Returns new arrays, changes none."""
+"""Reference page copies in numpy and plain loops. Returns new arrays, changes none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def gather_pages(layers, page_ids):
 
 
 def scatter_pages(layers, page_ids, staging):
-    """Same as `api.scatter_pages`; of the images of a page given twice, the last stays."""
+    """Same as `api.scatter_pages`; the last row of a repeated page id wins."""
     layers = [KVPages(*(array.copy() for array in kv)) for kv in layers]
     for page, image in zip(page_ids, staging):
         if not 0 <= page < len(layers[0].k):
@@ -31,7 +31,7 @@ def scatter_pages(layers, page_ids, staging):
 
 
 def copy_pages(layers, sources, targets):
-    """Same as `api.copy_pages`; of the sources of a target given twice, the last stays."""
+    """Same as `api.copy_pages`; the last source of a repeated target wins."""
     copied = [KVPages(*(array.copy() for array in kv)) for kv in layers]
     num_pages = len(layers[0].k)
     for source, target in zip(sources, targets):

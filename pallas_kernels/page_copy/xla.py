@@ -1,17 +1,17 @@
-"""Moving pages in plain XLA: one formulation for CPUs, one for everything else.
+"""Page copies in plain XLA: one formulation for CPUs, one for all other devices.
 
 On CPUs, page by page: a loop over the ids whose body takes one slice of every array and updates in
-place, with no temporary memory but one image. For 16 pages of 30 layers, `array.at[ids].set` takes
-three times as long or more and needs room for all images. In bfloat16 it takes sixty times as long,
-for XLA has no bfloat16 on CPUs: it computes in float32 and back, which here means converting the
-*whole pool*, and quietens signalling NaNs besides. Even a slice, an update or a `jnp.where` of
-bfloat16 is such a computation. Hence slices and updates are of the bits, reinterpreted right where
-they are used (once for the whole pool would copy it), and an id outside the pool is skipped by a
-conditional and not masked. Gathered parts meet in one image before it is put into staging, because
-a chain of reinterpreted updates is not done in place. Gathering by array is as fast or faster for
-four pages in float32, but takes up to four times the images' size in bfloat16.
+place, with one staged page of temporary memory. For 16 pages of 30 layers, `array.at[ids].set`
+takes three times as long or more and needs memory for all staged pages. In bfloat16 it takes sixty
+times as long: XLA has no bfloat16 on CPUs and converts to float32 and back, which here converts the
+*whole pool* and also quietens signalling NaNs. Even a slice, an update or a `jnp.where` of bfloat16
+converts. Hence slices and updates are of the bits, reinterpreted right where they are used
+(reinterpreting the whole pool once would copy it), and an id outside the pool is skipped by a
+conditional and not masked. Gathered parts are joined into one staged page before it is written to
+staging, because a chain of reinterpreted updates is not done in place. Gathering by array is as
+fast or faster for four pages in float32, but takes up to four times the pages' size in bfloat16.
 
-Elsewhere, array by array, chosen by reasoning and not by measurement: one gather or scatter an
+Elsewhere, array by array, chosen by reasoning and not by measurement: one gather or scatter per
 array keeps the number of kernels independent of the number of pages, and no conditional makes a GPU
 wait for its host.
 """
@@ -68,7 +68,7 @@ def gather_by_page(arrays, page_ids):
 
 
 def scatter_by_page(arrays, page_ids, staging):
-    """Arrays [pages, ...] with the images of staging [n, image_elements] written."""
+    """Arrays [pages, ...] with the rows of staging [n, image_elements] written."""
     bounds = [*itertools.pairwise(_offsets(arrays))]
 
     def write_image(index, arrays):
@@ -107,7 +107,7 @@ def scatter_by_array(arrays, page_ids, staging):
 
 
 def _offsets(arrays):
-    """Where in an image each array's part starts, and last the size of an image."""
+    """Offset of each array's part in a staged page, then the size of a staged page."""
     sizes = [math.prod(array.shape[1:]) for array in arrays]
     return [*itertools.accumulate(sizes, initial=0)]
 
@@ -121,7 +121,7 @@ def _unchanged(carry):
 
 
 def _slice(array, start, sizes):
-    """No index is ever negative here: JAX's code for counting from the end is left out."""
+    """No index is negative here, so JAX's handling of negative indices is left out."""
     return lax.dynamic_slice(array, start, sizes, allow_negative_indices=False)
 
 

@@ -1,8 +1,8 @@
-"""The one signature of paged attention, and of the partial attention that others build on.
+"""Signatures of paged attention, partial attention and KV writes.
 
-Whatever can be said as data or done to a partial result is taken care of here, once, so that a
-kernel has little to know: masks become ranges of positions (`Visible`), scales of quantized pages
-are folded into queries and results, a speculation tree's own part and sinks are merged in.
+Everything that can be expressed as data or applied to a partial result is handled here, once, which
+keeps kernels simple: masks become ranges of positions (`Visible`), scales of quantized pages are
+folded into queries and results, attention within speculation trees and sinks are merged in.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import jax.numpy as jnp
 
 from pallas_kernels import backends
 from pallas_kernels.merge import empty_partial, merge_two
-from pallas_kernels.paged_attention import masks, trial, write_trial, xla
+from pallas_kernels.paged_attention import check_case, masks, write_check_case, xla
 from pallas_kernels.paged_attention.layout import KVPages, RaggedBatch, Visible
 from pallas_kernels.paged_attention.tree import attend_within_trees
 
 PAGE_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
-"""Of pages. The last two are quantized: a value is scale * element."""
+"""Dtypes of pages. The last two are quantized: a value is scale * element."""
 
 _ATTEND = backends.Operation(
     name="paged_attention",
@@ -26,16 +26,16 @@ _ATTEND = backends.Operation(
         "gpu": "pallas_kernels.paged_attention.mosaic_gpu",
         "tpu": "pallas_kernels.paged_attention.mosaic_tpu",
     },
-    shapes_class=trial.shapes_class,
-    trial=trial.trial,
+    shapes_class=check_case.shapes_class,
+    check_case=check_case.check_case,
 )
 
 _WRITE = backends.Operation(
     name="write_kv",
     xla=xla.write_kv,
     kernels={"gpu": None, "tpu": "pallas_kernels.paged_attention.mosaic_tpu_write"},
-    shapes_class=write_trial.shapes_class,
-    trial=write_trial.trial,
+    shapes_class=write_check_case.shapes_class,
+    check_case=write_check_case.check_case,
 )
 
 
@@ -61,21 +61,20 @@ def paged_attention(
     values of the batch's own tokens must have been written (`write_kv`).
 
     soft_cap: scores become soft_cap * tanh(score / soft_cap) (Gemma 2, 2408.00118).
-    sinks: float32 [query_heads], logits that take part in each softmax without a value
-        (2309.17453, as trained in gpt-oss).
-    tree_mask: bool [tokens, width]. The tokens of a row after the decodes that has at most `width`
-        of them are a tree, parents before children and in order of depth: token t sees the
-        committed context and token j of its own row where tree_mask[t, j], itself included. Its
-        position is that of the context's end plus its depth. Longer rows are chunks, as without.
-    k_scale, v_scale: float32 [kv_heads], what an element of quantized pages is multiplied by; 1
-        by default.
+    sinks: float32 [query_heads], logits in each softmax without a value (2309.17453, as trained in
+        gpt-oss).
+    tree_mask: bool [tokens, width]. A row after the decodes with at most `width` tokens is a tree,
+        parents before children and in order of depth: token t sees the committed context and token
+        j of its own row where tree_mask[t, j], itself included. Its position is the end of the
+        context plus its depth. Longer rows are prefill chunks, as without a mask.
+    k_scale, v_scale: float32 [kv_heads], factor of an element of quantized pages; 1 by default.
     backend: see `backends.Backend`.
 
     Returns out [tokens, query_heads, head_dim] and lse [tokens, query_heads] float32, the
     log-sum-exp of the scaled scores, by which partial results merge. Tokens of no row, and rows
-    with no context, get out = 0 and lse = -inf, whatever the sinks. What a row gets does not depend
-    on the others. Raises ValueError for shapes or dtypes that do not belong together, and where
-    `backend` is "pallas" for what the device's kernel cannot do.
+    with no context, get out = 0 and lse = -inf, whatever the sinks. A row's result does not depend
+    on the other rows. Raises ValueError for inconsistent shapes or dtypes, and where `backend` is
+    "pallas" for what the device's kernel does not support.
     """
     _check(q, pages, batch, num_decodes, scale)
     if window is not None and window < 1:
@@ -100,7 +99,7 @@ def paged_attention(
     if len(batch.tables) == 0:
         return empty_partial(q, q.dtype)
     if len(batch.tables) == num_decodes or (tree_mask is not None and tree_mask.shape[1] == 0):
-        tree_mask = None  # There are no rows that could be trees.
+        tree_mask = None  # no row can be a tree
 
     dtype = q.dtype
     if k_scale is not None:
@@ -150,13 +149,13 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Partial attention of each token to any range of its row's positions.
 
-    As `paged_attention`, with `visible` in the place of every mask. `batch.context` is not read,
-    and `batch.starts` and `batch.lengths` only of rows that are not decodes. Elements of quantized
-    pages count as they are. Beyond the pages that a table has room for there is nothing to see.
+    As `paged_attention`, with `visible` in place of every mask. `batch.context` is not read, and
+    `batch.starts` and `batch.lengths` only for rows that are not decodes. Elements of quantized
+    pages are used unscaled. Visible ranges are limited to the capacity of a row's page table.
     """
     _check(q, pages, batch, num_decodes, scale)
     rows, max_pages = batch.tables.shape
-    # Where all rows are decodes, the tokens after them are nobody's.
+    # If all rows are decodes, the tokens after them belong to no row.
     served = num_decodes if rows == num_decodes else len(q)
     if served == 0 or max_pages == 0:
         return empty_partial(q, q.dtype)
@@ -187,15 +186,15 @@ def write_kv(
     v_scale: jax.Array | None = None,
     backend: backends.Backend = "auto",
 ) -> KVPages:
-    """Write k, v [tokens, kv_heads, head_dim] to (page_ids, offsets), int32 [tokens] each.
+    """Write k, v [tokens, kv_heads, head_dim] to slots (page_ids, offsets), int32 [tokens] each.
 
     In place when the pages are donated. An id outside the pool or an offset outside the page,
-    negative ones included, writes nothing, and page 0 need not keep what is written to it. Into
-    quantized pages, values are divided by their scale, float32 [kv_heads] and 1 by default, rounded
-    to nearest and limited to what the dtype holds. backend: see `backends.Backend`.
+    negative ones included, writes nothing, and writes to page 0 may be dropped. For quantized
+    pages, values are divided by their scale, float32 [kv_heads] and 1 by default, rounded to
+    nearest and clipped to the range of the dtype. backend: see `backends.Backend`.
 
-    Raises ValueError for shapes that do not belong together, and where `backend` is "pallas" for
-    what the device's kernel cannot do.
+    Raises ValueError for inconsistent shapes, and where `backend` is "pallas" for what the device's
+    kernel does not support.
     """
     _check_pages(pages)
     _, kv_heads, dim, page_size = pages.k.shape
@@ -217,7 +216,7 @@ def _check(q, pages, batch, num_decodes, scale):
     tokens, heads, dim = q.shape
     _, kv_heads, k_dim, _ = pages.k.shape
     if not jnp.issubdtype(q.dtype, jnp.floating):
-        raise ValueError(f"Queries are {q.dtype}; they are of a floating dtype.")
+        raise ValueError(f"Queries are {q.dtype}; they must be of a floating dtype.")
     if dim != k_dim:
         raise ValueError(f"Queries have head_dim {dim} and keys {k_dim}.")
     if heads % kv_heads:

@@ -1,10 +1,10 @@
-"""How decode attention is cut into pieces that can be computed side by side (split-KV).
+"""Split-KV: how decode attention is split into pieces that are computed in parallel.
 
 A row's visible context is tiles of TILE tokens. They are cut into splits, and the splits of all
-rows, in order, are numbered through: these numbers are entries of a work list that is never written
-down. Only `ends` is, the number at which each row's entries end. What else there is to know of an
-entry follows from it, wherever it is needed: its row by bisection, and its tiles by the same
-arithmetic on scalars that counted them for all rows at once.
+rows are numbered in order: these numbers are entries of a work list that is never materialized.
+Only `ends` is, the number at which each row's entries end. Kernels derive the rest of an entry from
+its number: its row by bisection, and its tiles by scalar arithmetic, the same that counted them for
+all rows.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from jax import lax
 from pallas_kernels.arrays import ceil_div
 
 TILE = 64
-"""Tokens that are attended to at once; a tile begins at a multiple of it."""
+"""Tokens that are attended to together; a tile begins at a multiple of it."""
 
 
 class Cut(NamedTuple):
-    """Of a row: its first tile, how many it has, how many of them a split has, and its splits."""
+    """Per row: first tile, number of tiles, tiles per split, number of splits."""
 
     first_tile: jax.Array
     tiles: jax.Array
@@ -33,7 +33,7 @@ class Cut(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A split of a row: the tiles it has, and the positions since <= position < until to see."""
+    """A split of a row: its tiles, and the visible positions since <= position < until."""
 
     row: jax.Array
     split: jax.Array
@@ -47,8 +47,8 @@ class Entry(NamedTuple):
 class Cutting:
     """How rows are cut: into splits of `split_tiles`, doubled until there are at most `splits`.
 
-    The last split of a row may have fewer tiles. What a row is cut into depends on what it sees
-    alone, and not even on how many `tokens` its pages could hold.
+    The last split of a row may have fewer tiles. The splits of a row depend only on its visible
+    range, not on `tokens`, the capacity of its page table.
     """
 
     tokens: int
@@ -57,17 +57,17 @@ class Cutting:
 
     @classmethod
     def of(cls, tokens: int, split_tokens: int, max_splits: int) -> Cutting:
-        """Of rows of up to `tokens` into at most `max_splits`, or as many as could be."""
+        """For rows of up to `tokens`, with at most `max_splits` splits, or fewer if all fit."""
         return cls(tokens, split_tokens // TILE, min(-(-tokens // split_tokens), max_splits))
 
     def limits(self, since: Any, until: Any) -> tuple[Any, Any]:
-        """What can be seen of positions since <= position < until."""
+        """Positions since <= position < until, limited to the capacity."""
         return jnp.maximum(since, 0), jnp.minimum(until, self.tokens)
 
     def cut(self, since: Any, until: Any) -> Cut:
-        """For int32 of any shape. Where since >= until there are no tiles and no splits.
+        """For int32 of any shape. If since >= until there are no tiles and no splits.
 
-        No tile is wholly invisible.
+        Every tile has a visible position.
         """
         since, until = self.limits(since, until)
         first_tile = lax.div(since, TILE)
@@ -79,16 +79,16 @@ class Cutting:
         return Cut(first_tile, tiles, size, ceil_div(tiles, size))
 
     def ends(self, since: jax.Array, until: jax.Array) -> jax.Array:
-        """Entries of each row and those before it, int32 [rows], of int32 [rows] each."""
+        """Cumulative number of entries of the rows, int32 [rows], from int32 [rows] each."""
         counts = self.cut(since, until).splits
-        # Rows are few: comparing all with all is one kernel, and a cumulative sum several.
+        # Rows are few: an all-pairs comparison is one kernel, a cumulative sum several.
         rows = jnp.arange(len(counts))
         return jnp.sum(jnp.where(rows <= rows[:, None], counts, 0), axis=1, dtype=jnp.int32)
 
     def entry(self, number: jax.Array, ends: Any, since: Any, until: Any, rows: int) -> Entry:
         """Entry `number`, which must be less than the last of `ends`.
 
-        ends, since, until: int32 [rows], or references to such memory, read here and there.
+        ends, since, until: int32 [rows], or references to such memory, read by element.
         """
         row = before = jnp.int32(0)
         for step in reversed(range(rows.bit_length())):

@@ -1,6 +1,6 @@
-"""What the Hopper kernels of paged attention share: steps of the online softmax.
+"""Online softmax steps shared by the Hopper kernels of paged attention.
 
-It works in powers of two, for exp2 is what the hardware has.
+They use powers of two, because the hardware has exp2.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ LOG2E = math.log2(math.e)
 def soft_capped(products: jax.Array, scale: float, soft_cap: float, unit: float = 1.0) -> jax.Array:
     """soft_cap * tanh(scale * products / soft_cap), times `unit`.
 
-    tanh from exp2, whose error is a few units of the last place; the hardware's own tanh is right
-    to eleven bits.
+    tanh from exp2, with an error of a few units in the last place; the hardware's tanh has eleven
+    correct bits.
     """
     growth = jnp.exp2(products * (2 * scale * LOG2E / soft_cap))
     return (1 - 2 / (growth + 1)) * (soft_cap * unit)

@@ -1,4 +1,4 @@
-"""What paged attention reads: pages, and which tokens belong to which row of a ragged batch."""
+"""Inputs of paged attention: pages, and which tokens belong to which row of a ragged batch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import jax.numpy as jnp
 class KVPages(NamedTuple):
     """Pages of one layer: k [pages, kv_heads, head_dim, page_size], v with the last two swapped.
 
-    Both orders put the dimension that a vector unit should run along last: positions when scores
-    are made of keys, features when outputs are made of values. Page 0 is trash: padding writes
-    there and nothing reads it.
+    Both orders put the dimension that should be vectorized last: positions when computing scores
+    from keys, features when computing outputs from values. Page 0 is the trash page: padding is
+    written there and nothing reads it.
     """
 
     k: jax.Array
@@ -23,7 +23,7 @@ class KVPages(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PageLayout:
-    """Everything needed to make the pages of one layer."""
+    """Shape and dtype of the pages of one layer."""
 
     num_pages: int
     page_size: int
@@ -46,13 +46,13 @@ class PageLayout:
 
 
 class RaggedBatch(NamedTuple):
-    """Which tokens belong to which row, and where each row's context lies.
+    """Which tokens belong to which row, and the pages of each row's context.
 
     Rows are sequences. The first `num_decodes` of them (static, given at the call) have exactly
     one token each, at the same index; the others own tokens `starts[r]` to `starts[r] + lengths[r]`
     of the flat batch, in increasing order of start. A padding row has context length 0.
 
-    tables [rows, max_pages] int32: the pages of each row, in order; unused entries are 0.
+    tables [rows, max_pages] int32: page table, the pages of each row in order; unused entries 0.
     context [rows] int32: tokens the row can see, its own new tokens included.
     starts [rows] int32, lengths [rows] int32: the row's tokens in the flat batch.
     """
@@ -64,10 +64,10 @@ class RaggedBatch(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """What each token sees: positions since <= position < until of its row, int32 [tokens] each.
+    """Visible range of each token: since <= position < until of its row, int32 [tokens] each.
 
-    Neither decreases from one token of a row to the next. Where since >= until, nothing is seen;
-    tokens of no row have until = 0.
+    Neither limit decreases from one token of a row to the next. If since >= until, the range is
+    empty; tokens of no row have until = 0.
     """
 
     since: jax.Array

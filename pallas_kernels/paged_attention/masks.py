@@ -1,4 +1,4 @@
-"""From masks to ranges: which positions each token of a ragged batch sees."""
+"""Masks as ranges: which positions each token of a ragged batch sees."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pallas_kernels.paged_attention.layout import RaggedBatch, Visible
 
 
 class Owners(NamedTuple):
-    """Whose each token is, [tokens] each: its row (0 when nobody's), its index among the row's
-    tokens, and whether it is anybody's."""
+    """Owner of each token, [tokens] each: its row (0 if none), its index among the row's tokens,
+    and whether it belongs to a row."""
 
     row: jax.Array
     index: jax.Array
@@ -36,9 +36,9 @@ def causal(
 ) -> Visible:
     """A token at position p sees (p - window, p], or [0, p] without a window.
 
-    A tree's tokens see what was committed before it, of the window before their own place.
+    Tokens of a tree see the committed context, within the window before their own position.
     """
-    # Of decodes no owner need be looked for, and programs of decodes alone are the shortest.
+    # Decodes need no owner lookup, which keeps decode-only programs short.
     seen = [(batch.context[:num_decodes] - 1, batch.context[:num_decodes])]
     if num_tokens > num_decodes:
         row, index, owned = (field[num_decodes:] for field in owners(batch, num_tokens))
@@ -55,11 +55,11 @@ def causal(
 
 
 def is_tree(batch: RaggedBatch, num_decodes: int, tree_mask: jax.Array) -> jax.Array:
-    """bool [rows]: rows whose tokens are a tree, those of few enough tokens for the mask."""
+    """bool [rows]: rows that are a tree, those with no more tokens than the mask's width."""
     few = batch.lengths <= tree_mask.shape[1]
     return few & (jnp.arange(len(batch.lengths)) >= num_decodes)
 
 
 def depths(tree_mask: jax.Array) -> jax.Array:
-    """int32 [tokens]: how many ancestors a tree's token has within the tree."""
+    """int32 [tokens]: number of ancestors of a token within its tree."""
     return jnp.sum(tree_mask, axis=1, dtype=jnp.int32) - 1

@@ -1,11 +1,10 @@
-"""Paged attention on Hopper GPUs: rows of one token by one kernel, the others by another.
+"""Paged attention on Hopper GPUs: one kernel for decode rows, another for prefill chunks.
 
-Each is made for its kind: with one token a row there is little to compute and the pages must come
-as fast as memory gives them, with many tokens the tensor cores must not wait. A program whose
-batches are of one kind contains only that kind's kernel.
+Decode does little compute and must read pages at full memory bandwidth; prefill must keep the
+tensor cores busy. A program whose batches are of one kind contains only that kernel.
 
-The kernel for many tokens cannot unpack quantized pages of head_dim 256. Beside decodes XLA attends
-for it, so that in steps which mix the two decodes keep their kernel.
+The prefill kernel cannot dequantize pages of head_dim 256. In mixed steps XLA computes the prefill
+chunks instead, so that decodes keep their kernel.
 """
 
 from __future__ import annotations

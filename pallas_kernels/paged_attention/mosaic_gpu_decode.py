@@ -1,35 +1,36 @@
 """Decode attention over pages on Hopper GPUs: split-KV (Flash-Decoding) in Mosaic GPU.
 
-A row's context is cut into splits (`decode_work`). A work list of all rows' splits, times KV heads,
-is dealt out: one block of threads per multiprocessor takes every n-th of it. Partial results are
-merged by log-sum-exp in a second kernel (`mosaic_gpu_merge`). How a row is cut depends on what it
-sees alone, so its result does not depend on the batch. Outside the two kernels there is one sum,
-the same for every layer of a step: where layers are unrolled, XLA computes it once.
+A row's context is cut into splits (`decode_work`). The work list is all rows' splits, times KV
+heads: one thread block per multiprocessor takes every n-th entry. Partial results are merged by
+log-sum-exp in a second kernel (`mosaic_gpu_merge`). The splits of a row depend only on its visible
+range, so its result does not depend on the batch. Outside the two kernels there is one sum, the
+same for every layer of a step: if layers are unrolled, XLA computes it once.
 
-In one block, two streams work side by side, each on entries of its own: a warpgroup that loads and
-one that computes (`mosaic_gpu_pages`). The loader walks its entries without a pause, so the first
-pages of an entry arrive while the previous one is being finished.
+A block runs two streams in parallel, each with its own entries: a warpgroup that loads and one that
+computes (`mosaic_gpu_pages`). The loader walks its entries without pausing, so the first pages of
+an entry arrive while the previous one is being finished.
 
 Arithmetic behind the sizes (not measurements), for head_dim 128 and 2-byte elements, on an H200
 (132 multiprocessors, 1.755 GHz, 4.8 TB/s, thus 20.7 bytes per cycle and multiprocessor):
 
-- Bytes in flight: at a latency of 1 us under load, 4.8 TB/s needs 36 KiB per multiprocessor on
-  their way. A tile of 64 tokens is 16 KiB of keys and 16 KiB of values; two streams of two tiles
-  are 128 KiB, of which at most half is being computed on: at least 64 KiB are on their way.
+- Bytes in flight: at a latency of 1 us under load, 4.8 TB/s needs 36 KiB per multiprocessor in
+  flight. A tile of 64 tokens is 16 KiB of keys and 16 KiB of values; two streams of two tiles are
+  128 KiB, of which at most half is being computed on: at least 64 KiB are in flight.
 - Shared memory: that ring of 128 KiB, two tiles of queries padded to 64 rows (32 KiB) and two
   float32 tiles of results (64 KiB) make 224 of the 227 KiB a block may have.
 - Computation: a tile takes 32 KiB / 20.7 = 1580 cycles to load at full speed. Its two products,
   padded to the 64 rows of a wgmma, take 2 * 256 cycles of tensor core, its 4096 exponentials 256
-  cycles, and some ten other operations on scores about 320. That is one after the other some 1100
-  cycles and latencies: one stream could just keep up, two have time to spare.
-- Registers: 4 warpgroups share 65,536, so 128 a thread at launch; loaders give theirs up (40) and
-  the others take them (208): 64 for the output, 32 for scores, 16 for weights, the rest in passing.
+  cycles, and some ten other operations on scores about 320. In sequence that is some 1100 cycles
+  plus latencies: one stream could just keep up, two have slack.
+- Registers: 4 warpgroups share 65,536, so 128 per thread at launch; loaders release theirs (40) and
+  the others take them (208): 64 for the output, 32 for scores, 16 for weights, the rest temporary.
 - Partial results: 4 query heads write 4 * 129 * 4 bytes for each 512 tokens of 256 KiB, and twice
   as many are read, as rows of a tile come in eights: 2.4 % of the traffic.
-- Packed pages: a tile is 16 KiB, which take 790 cycles to load. Shared memory moves 128 bytes a
-  cycle, and 112 KiB for each tile: 16 from the copy, 16 and 32 to unpack it, 48 to the products.
-  That is 900 cycles: packed pages are read at 88 % of the full speed at best. Of 128 KiB as above,
-  half holds two unpacked tiles and half four packed ones, of which at least two are on their way.
+- Quantized pages: a tile is 16 KiB, which takes 790 cycles to load. Shared memory has 128 bytes per
+  cycle, and moves 112 KiB per tile: 16 from the copy, 16 and 32 to dequantize it, 48 to the
+  products. That is 900 cycles: quantized pages are read at 88 % of full speed at best. Of 128 KiB
+  as above, half holds two dequantized tiles and half four quantized ones, of which at least two are
+  in flight.
 
 With head_dim 256 an output takes 128 registers and a stream 224 KiB of shared memory, so there is
 one stream. With pages of 16 or 32 tokens a tile is loaded and multiplied in pieces.
@@ -57,10 +58,10 @@ if TYPE_CHECKING:
     from pallas_kernels.paged_attention.layout import KVPages, RaggedBatch, Visible
 
 MAX_GROUP = 64
-"""Query heads of a KV head: the rows of a wgmma."""
+"""Query heads per KV head: the rows of a wgmma."""
 
 MAX_SPLITS = 256
-"""Splits of a row times KV heads: about two for each multiprocessor when a row is alone."""
+"""Splits of a row times KV heads: about two per multiprocessor for a batch of one row."""
 
 _ROWS = MAX_GROUP
 _SMEM_BYTES = 225 * 1024  # of the 227 KiB a block may have, for barriers and log-sum-exps
@@ -96,11 +97,10 @@ def paged_decode(
     """`api.attend` for the first `num_decodes` rows, which have one token each.
 
     A row is cut into splits of `split_tokens`, a multiple of 64, doubled until there are at most
-    MAX_SPLITS / kv_heads of them. num_sms: blocks of threads, those of the device unless given.
+    MAX_SPLITS / kv_heads of them. num_sms: thread blocks, by default the device's multiprocessors.
     interpret: what `compat.gpu_interpreter` gives, to run on the host.
 
-    A page id outside the pool is taken for the nearest one inside, and of a row that claims to see
-    more than its row of the tables could hold, only that much is seen.
+    Page ids are clipped to the pool, and a row's visible range to the capacity of its page table.
 
     Returns out [num_decodes, query_heads, head_dim] and lse [num_decodes, query_heads] float32; 0
     and -inf for a row that sees nothing. Raises ValueError for what `unsupported` names, for
@@ -142,9 +142,9 @@ def paged_decode(
 
 
 def _kernel(q, pages, *, cutting, rows, group, scale, soft_cap, blocks, interpret):
-    """From q [at least rows, kv_heads, padded group, dim], k, v, tables, since, until and where the
-    entries of rows end to partial out [splits, rows, kv_heads, padded group, dim] and lse [splits,
-    rows, kv_heads, padded group], of which only what belongs to an entry is written."""
+    """From q [at least rows, kv_heads, padded group, dim], k, v, tables, since, until and `ends` to
+    partial out [splits, rows, kv_heads, padded group, dim] and lse [splits, rows, kv_heads, padded
+    group], of which only the entries' parts are written."""
     _, kv_heads, padded, dim = q.shape
     packed = pages.k.dtype != q.dtype
     streams = 1 if dim == 256 else 2
@@ -153,7 +153,7 @@ def _kernel(q, pages, *, cutting, rows, group, scale, soft_cap, blocks, interpre
     room = _SMEM_BYTES - streams * _ROWS * dim * (q.dtype.itemsize + 4)
     stages, landings = min(4, room // tile_bytes), 0
     if packed:
-        # One tile for the tensor cores, and as many as there is room for before it.
+        # One dequantized tile for the tensor cores, and as many quantized ones as fit.
         stages, packed_bytes = 1, tile_bytes // q.dtype.itemsize
         landings = min(4, (room - tile_bytes) // packed_bytes)
     num_pages, _, _, page_size = pages.k.shape
@@ -193,7 +193,7 @@ def _kernel(q, pages, *, cutting, rows, group, scale, soft_cap, blocks, interpre
             ring.free_all(places, stream)
 
             def load_queries(head, entry):
-                # The tile's other rows are never set, and their results never used.
+                # The tile's other rows are uninitialised, and their results are not used.
                 target = q_tile.at[stream, pl.ds(0, padded)]
                 plgpu.copy_gmem_to_smem(q.at[entry.row, head], target, q_full.at[stream])
 
@@ -301,8 +301,8 @@ def _kernel(q, pages, *, cutting, rows, group, scale, soft_cap, blocks, interpre
         num_threads=2 * streams,
         thread_name="warpgroup",
         scratch_types=(
-            # Operands of a wgmma share one swizzle, and keys lie along tokens: a copy's width
-            # decides.
+            # Operands of a wgmma share one swizzle, which the width of a copy of keys, contiguous
+            # along tokens, decides.
             matrix(streams, _ROWS, dim, columns=piece, dtype=q.dtype),
             ring.scratch,
             plgpu.SMEM((streams, _ROWS, dim), jnp.float32),

@@ -1,11 +1,11 @@
-"""Puts the splits of decode rows together on Hopper GPUs.
+"""Merges the splits of decode rows on Hopper GPUs.
 
-The same sums as those of `merge`, over only what was written: how many splits a row has is known on
-the device alone, and where tables are wide and contexts short it is a small part of what could be.
+The same sums as `merge`, over only the splits that were written: their number is known only on the
+device, and with wide tables and short contexts it is a small part of the maximum.
 
-A block of threads, one warpgroup, merges 8 query heads of one KV head of one row. It loads their
-parts straight into registers, AT_ONCE splits on their way together, 8 rows by head_dim: a warp has
-two of the rows, a thread four columns in every 64.
+A thread block, one warpgroup, merges 8 query heads of one KV head of one row. It loads their parts
+straight into registers, with AT_ONCE splits in flight, 8 rows by head_dim: a warp has two of the
+rows, a thread four columns in every 64.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pallas_kernels.paged_attention.decode_work import Cutting
 from pallas_kernels.paged_attention.hopper import across
 
 AT_ONCE = 8
-"""Splits. At head_dim 128, 8 * 4 KiB are on their way to a block and take 64 registers a thread."""
+"""Splits in flight. At head_dim 128, 8 * 4 KiB per block, in 64 registers per thread."""
 
 _ROWS = 8
 _EMPTY = -1e30
@@ -50,9 +50,9 @@ def merge_splits(
     """Attention of each row over all of its splits.
 
     outs [splits, rows, kv_heads, padded, head_dim] and lses [splits, rows, kv_heads, padded], both
-    float32: padded is a multiple of 8, of which the first `group` count, and of a row's splits the
-    first as many as `cutting` makes of what it sees, positions since <= position < until, int32
-    [at least rows] each. The rest is not looked at.
+    float32: padded is a multiple of 8, of which the first `group` are used. Of a row's splits, the
+    number that `cutting` gives for its visible positions since <= position < until, int32 [at least
+    rows] each, is used. The rest is not read.
 
     Returns out [rows, kv_heads * group, head_dim] of `dtype` and lse [rows, kv_heads * group]
     float32; 0 and -inf for a row without splits.
@@ -74,7 +74,7 @@ def merge_splits(
                 split = chunk * AT_ONCE + n
                 part = jnp.minimum(split, splits - 1), row, head, pl.ds(eight * _ROWS, _ROWS)
                 part_outs.append(load(outs.at[part], _LAYOUT))
-                # One that there is not is the last one again, without weight.
+                # Past the last split, read the last one again, with zero weight.
                 absent = jnp.where(split < splits, jnp.float32(0), jnp.float32(_EMPTY))
                 part_lses.append(load(lses.at[part], per_row) + absent)
             new_peak = functools.reduce(jnp.maximum, part_lses, peak)

@@ -1,16 +1,16 @@
-"""Keys and values on their way from pages to Hopper's tensor cores.
+"""Loading of keys and values from pages for Hopper's tensor cores.
 
-They come in tiles of as many positions as are attended to at once, through a ring in shared memory.
-A warpgroup that does nothing else, the loader, fills it; keys and values signal arrival and release
-separately. Positions of a page are contiguous, so a tile of smaller pages comes in pieces.
+They are loaded in tiles of as many positions as are attended to together, through a ring in shared
+memory. A dedicated warpgroup, the loader, fills it; keys and values signal arrival and release
+separately. Positions of a page are contiguous, so a tile of smaller pages is loaded in pieces.
 
-Packed pages (int8, float8) land in a ring of their own, as they are. The tensor cores need both
-operands in one dtype, so the loader, which is idle but for issuing, turns what has landed into the
-queries' dtype, keys and values in turn. It follows its own copies at a distance of all the landing
-places, and refills each as soon as it has read it, without asking anybody.
+Quantized pages (int8, float8) are first copied, still quantized, into a landing ring. The tensor
+cores need both operands in one dtype, so the loader, otherwise idle between copies, converts landed
+tiles to the queries' dtype, keys and values in turn. It converts as many tiles behind its copies as
+the landing ring has slots, and refills each slot as soon as it has read it, without a barrier.
 
-What is beyond a row's pages may be anything. It has no weight, but nothing times NaN would still be
-NaN: values that are not seen are overwritten with zeros, by the loader or by who multiplies them.
+Memory beyond a row's pages is undefined. Its weight is 0, but 0 times NaN is NaN: the loader, or
+the warpgroup that multiplies them, overwrites values that are not visible with zeros.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PAGE_SIZES = (16, 32, 64, 128)
 
 
 def unsupported(q: jax.Array, pages: Any) -> str | None:
-    """Why tiles cannot be made of pages of these shapes and dtypes, None if they can.
+    """Why pages of these shapes and dtypes cannot be loaded, None if they can.
 
     q [.., .., head_dim]; pages as `layout.KVPages`.
     """
@@ -54,8 +54,7 @@ def unsupported(q: jax.Array, pages: Any) -> str | None:
 
 
 def matrix(*shape: int, columns: int, dtype: Any) -> Any:
-    """Shared memory in the order that copies and tensor cores know, in tiles of up to so many
-    columns."""
+    """Shared memory in the layout of copies and tensor cores, tiles of up to `columns` columns."""
     row_bytes = min(columns * jnp.dtype(dtype).itemsize, 128)
     if row_bytes < 32:
         return plgpu.SMEM(shape, dtype)
@@ -64,7 +63,7 @@ def matrix(*shape: int, columns: int, dtype: Any) -> Any:
 
 
 class Seen(NamedTuple):
-    """Of a tile, positions since <= position < until are seen, counted from its first."""
+    """Visible positions since <= position < until of a tile, counted from its first."""
 
     since: jax.Array
     until: jax.Array
@@ -73,9 +72,9 @@ class Seen(NamedTuple):
 class Places(NamedTuple):
     """References to a ring's memory and barriers.
 
-    k [stages, pieces, head_dim, piece], v [stages, tile, head_dim]: tiles to multiply. `full` once
-    they may be, `free` once they have been. landed: where packed tiles land, and what they signal.
-    arrived: what copies of values signal that must be blanked before they are full.
+    k [stages, pieces, head_dim, piece], v [stages, tile, head_dim]: tiles to multiply. `full`:
+    ready to multiply, `free`: multiplied. landed: the landing ring of quantized tiles and its
+    barriers. arrived: barrier of copies of values that must be blanked before they are full.
     """
 
     k: Any
@@ -90,13 +89,13 @@ class Places(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """A ring for each of `streams` of tiles, that each have a loader of their own.
+    """A ring for each of `streams` streams of tiles, each with its own loader.
 
     num_pages, page_size, head_dim and stored: shape and dtype of the pages. dtype: of tiles. tile:
-    positions of one. stages: tiles of a stream that can be full. landings: packed ones on their
-    way, 0 where pages are not packed. readers: warpgroups that multiply each tile. value_columns:
-    features of values that lie side by side. blanks: whether the loader blanks what is not seen;
-    with packed pages there must be one landing place then.
+    positions per tile. stages: tiles of a stream that can be full. landings: quantized tiles in
+    flight, 0 for unquantized pages. readers: warpgroups that multiply each tile. value_columns:
+    contiguous features of values. blanks: whether the loader blanks positions that are not visible;
+    with quantized pages this requires exactly one landing slot.
     """
 
     num_pages: int
@@ -127,7 +126,7 @@ class Ring:
 
     @property
     def scratch(self) -> Places:
-        """What a kernel must ask for to be given a ring's references."""
+        """Scratch types of a ring's references, for the kernel call."""
         tiles = self.streams * self.stages
         keys, values = (self.pieces, self.head_dim, self.piece), (self.tile, self.head_dim)
 
@@ -160,25 +159,25 @@ class Ring:
         )
 
     def slot(self, number: jax.Array, stream: jax.Array | int = 0) -> jax.Array:
-        """Where tile `number` of a stream is, counted from the first that was ever loaded."""
+        """Slot of tile `number` of a stream, counted from its first tile."""
         return stream * self.stages + _place(number, self.stages)
 
     def free_all(self, places: Places, stream: jax.Array | int = 0) -> None:
-        """To begin with; every reader must."""
+        """Every reader must call this first."""
         for stage in range(self.stages):
             plgpu.barrier_arrive(places.k_free.at[stream * self.stages + stage])
             plgpu.barrier_arrive(places.v_free.at[stream * self.stages + stage])
 
 
 def _place(number, places):
-    # Of one place, the compiler must not know that it is number 0: it would keep what tells the
-    # tensor cores where operands lie in more registers than there are.
+    # The compiler must not know that a single slot is number 0: it would keep the tensor cores'
+    # operand descriptors in registers, and spill.
     return lax.rem(number, places) if places > 1 else lax.shift_right_logical(number, 30)
 
 
 @dataclasses.dataclass(frozen=True)
 class Loader:
-    """What the loader of a stream does. k, v, tables: references to device memory."""
+    """The loader of a stream. k, v, tables: references to device memory."""
 
     ring: Ring
     places: Places
@@ -197,10 +196,10 @@ class Loader:
         seen: Seen,
         landed: Seen | None = None,
     ) -> None:
-        """Tile `number` of the stream: of a KV head of a row, from position `start` on.
+        """Load tile `number` of the stream: a KV head of a row, from position `start` on.
 
-        landed: of the tile before, where packed ones are blanked. Beyond the last page that is
-        seen, that page again is loaded: what it brings is masked.
+        landed: visible range of the previous tile, if quantized tiles are blanked. Beyond the last
+        visible page, that page is loaded again and masked.
         """
         ring, places = self.ring, self.places
         offset = pl.multiple_of(lax.rem(start, ring.page_size), ring.piece)
@@ -252,7 +251,7 @@ class Loader:
                 plgpu.barrier_arrive(places.v_full.at[slot])
 
     def finish(self, tiles: Any, landed: Seen | None = None) -> None:
-        """After the last of `tiles`; returns when all that were loaded have been multiplied."""
+        """Call after the last of `tiles`; returns when all loaded tiles have been multiplied."""
         ring, places = self.ring, self.places
         if ring.packed:
 
@@ -316,7 +315,7 @@ class Loader:
 
 
 def blank(values: Any, seen: Seen, interpret: Any) -> None:
-    """Overwrite what is not seen of a tile of values, a reference [tile, head_dim], with zeros."""
+    """Zero positions of a tile of values, a reference [tile, head_dim], that are not visible."""
     rows, columns = (size // 64 for size in values.shape)
 
     def blank_part(part, _):
@@ -336,8 +335,8 @@ def blank(values: Any, seen: Seen, interpret: Any) -> None:
 def _widened(values, dtype):
     """int8 or float8 as `dtype`, exactly.
 
-    The hardware turns pairs of float8 into float16, and the compiler knows a short way from int8 to
-    bfloat16. From there the way to the other half precision leads through float32.
+    The hardware converts pairs of float8 to float16, and the compiler has a short conversion from
+    int8 to bfloat16. The other half precision is reached from there through float32.
     """
     first = jnp.bfloat16 if values.dtype == jnp.int8 else jnp.float16
     values = values.astype(first)

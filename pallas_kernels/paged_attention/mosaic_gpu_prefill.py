@@ -1,53 +1,53 @@
 """Prefill attention over pages on Hopper GPUs: FlashAttention-3 on ragged rows, in Mosaic GPU.
 
-A unit of work is a block of consecutive tokens of one row and as many query heads of one KV head as
+A work unit is a block of consecutive tokens of one row and as many query heads of one KV head as
 fill the rows of two wgmmas with them: both read the same keys and values. `prefill_work` lists the
-blocks, longest first, the same for all layers of a step; one block of threads per multiprocessor
-takes every n-th unit, in turns from the front and from the back, so that all end together.
+blocks, longest first, the same for all layers of a step; one thread block per multiprocessor takes
+every n-th unit, alternating direction from round to round, so that all finish together.
 
-Three warpgroups work side by side (FlashAttention-3, 2407.08608). One loads: queries, and the keys
+Three warpgroups run in parallel (FlashAttention-3, 2407.08608). One loads: queries, and the keys
 and values of the row's pages, tile by tile into a ring in shared memory, units ahead of time. Two
-compute, 64 rows of queries each, and take turns on the tensor cores: in its turn, one hands over
+compute, 64 rows of queries each, and take turns on the tensor cores: in its turn, one issues
 
-    scores = queries @ keys of this tile,    values += weights @ values of the tile before
+    scores = queries @ keys of this tile,    values += weights @ values of the previous tile
 
 and passes the turn on, so that the other's products are queued behind its own while it waits; then
-it makes weights of the scores while the other's are computed. The online softmax (1805.02867) works
-in powers of two. Only tiles that some token of the block does not see in full are masked.
+it computes weights from the scores while the other's products run. The online softmax (1805.02867)
+uses powers of two. Only tiles that some token of the block does not see in full are masked.
 
-The loader, of `mosaic_gpu_pages`, unpacks packed pages and overwrites values that no token of the
+The loader, of `mosaic_gpu_pages`, dequantizes pages and overwrites values that no token of the
 block sees with zeros.
 
-The tokens of a row begin anywhere, and a block with some of them at a multiple of 8, as copies to
-shared memory must. Results are written by block, whole, and XLA picks each token's from there: it
-writes them once more anyway, to join them with those of decodes and to blank those of no row.
+The tokens of a row begin anywhere, but a block begins at a multiple of 8, as copies to shared
+memory require. Whole blocks of results are written, and XLA gathers each token's: it rewrites them
+anyway, to join them with those of decodes and to zero those of no row.
 
 Arithmetic behind the sizes (not measurements), for head_dim 128 and 2-byte elements, on an H200,
 whose multiprocessors have 2048 multiply-adds a cycle in tensor cores and 16 exponentials:
 
 - Rows: a unit has 128, so a tile of 128 positions takes 2 * 128 * 128 * 128 / 2048 = 2048 cycles
-  and 64 KiB of loads, from the L2 cache mostly: 32 bytes a cycle. 64 rows would need 64.
+  and 64 KiB of loads, from the L2 cache mostly: 32 bytes per cycle. 64 rows would need 64.
 - Tokens: with 4 query heads for each KV head, 128 rows are 32 tokens, so that short rows waste
-  little. Heads that are packed are a power of two up to 8, which leaves 8 tokens to a copy.
+  little. The packed heads are a power of two up to 8, which leaves 8 tokens per copy.
 - Turns: one takes 1024 cycles. Between two, a warpgroup takes 512 cycles of exponentials and some
   360 of other operations on the 64 scores of each thread, which overlap in part.
-- Registers: 64 for values, 64 for scores, 32 for weights and the rest in passing, of 216; 72 are
+- Registers: 64 for values, 64 for scores, 32 for weights and the rest temporary, of 216; 72 are
   left for the loader. With head_dim 256 a tile is 64 positions, and it is 128, 32 and 16 of 224:
-  too many to leave the loader what it needs to unpack pages.
+  too many to leave the loader what it needs to dequantize pages.
 - Shared memory: two stages of the ring are 128 KiB, queries and results 32 KiB each; of 227. With
   head_dim 256, results replace the queries.
 - Operands: a wgmma's left operand from shared memory is 2 KiB for every 16 features, its right one
-  32 bytes for each position. At 128 bytes a cycle, pages of 128 positions keep up with ease (48
-  cycles of 64), pages of 64 just so (32 of 32), and scores take 1.5 times as long with pages of 32
+  32 bytes for each position. At 128 bytes per cycle, pages of 128 positions keep up easily (48
+  cycles of 64), pages of 64 barely (32 of 32), and scores take 1.5 times as long with pages of 32
   and 2.5 times with pages of 16.
 
-- Packed pages: a tile takes a third place of 32 KiB, where it lands. The loader has some 500
-  operations a thread for it, which fit beside those of the others. Shared memory moves more: 32
-  KiB from copies, 32 and 64 to unpack them, 192 to the products: 2560 cycles with pages of 64, for
+- Quantized pages: a tile needs a third slot of 32 KiB, where it lands. The loader executes some 500
+  operations per thread for it, which fit beside those of the others. Shared memory moves more: 32
+  KiB from copies, 32 and 64 to dequantize, 192 to the products: 2560 cycles with pages of 64, for
   what takes the tensor cores 2048.
 
-A short chunk of a very long row is one unit for each KV head, however long the row: few
-multiprocessors work on it.
+A short chunk of a very long row is one unit per KV head, however long the row: few multiprocessors
+work on it.
 """
 
 from __future__ import annotations
@@ -98,18 +98,18 @@ def paged_prefill(
     num_sms: int | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Partial attention of the tokens of all rows of `batch`, each to what is `visible` to it.
+    """Partial attention of the tokens of all rows of `batch`, each over its `visible` range.
 
     q [tokens, query_heads, head_dim]; query head h reads KV head h // (query_heads / kv_heads).
-    soft_cap: scores become soft_cap * tanh(scores / soft_cap). num_sms: blocks of threads, those
-    of the device unless given. interpret: what `compat.gpu_interpreter` gives, to run on the host.
+    soft_cap: scores become soft_cap * tanh(scores / soft_cap). num_sms: thread blocks, by default
+    the device's multiprocessors. interpret: what `compat.gpu_interpreter` gives, to run on the
+    host.
 
-    A page id outside the pool is taken for the nearest one inside, and what is visible ends where
-    the row's table does. Every position from the first that some token of a row sees to the last
-    must have been written.
+    Page ids are clipped to the pool, and visible ranges to the capacity of a row's page table.
+    Every position from the first to the last that any token of a row sees must have been written.
 
     Returns out [tokens, query_heads, head_dim] and lse [tokens, query_heads] float32; 0 and -inf
-    for tokens that see nothing and for those of no row. A row's do not depend on the other rows.
+    for tokens that see nothing and those of no row. A row's result does not depend on other rows.
     Raises ValueError for what `unsupported` names and for a scale that is not positive.
     """
     if reason := unsupported(q, pages):
@@ -158,7 +158,7 @@ def paged_prefill(
 
 
 def _tile_size(head_dim):
-    """Positions that are attended to at once."""
+    """Positions that are attended to together."""
     return 64 if head_dim == 256 else 128
 
 
@@ -183,8 +183,8 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
         readers=_CONSUMERS,
         blanks=True,
     )
-    separate = dim < 256  # results have memory of their own, and else replace the queries
-    # Found with the compiler: the most that the loader can spare without spilling.
+    separate = dim < 256  # results have their own memory; otherwise they replace the queries
+    # Found by compiling: the most that the loader can release without spilling.
     registers = (208, 88) if ring.packed else (224, 56) if dim == 256 else (216, 72)
     in_layout = functools.partial(compat.in_layout, interpret=interpret)
     positions = functools.partial(compat.positions, layout=_WGMMA, interpret=interpret)
@@ -196,7 +196,7 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
         worker = lax.axis_index("block")
 
         def place(index):
-            """This worker's in a round: every other round is dealt out backwards."""
+            """This worker's position in a round: every other round is assigned in reverse."""
             return jnp.where(lax.rem(index, 2) == 0, worker, blocks - 1 - worker)
 
         def own_units():
@@ -225,7 +225,7 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
                 number, group, block = unit_of(index)
 
                 def weigh(tile, scores, peak, total):
-                    """One step of the online softmax, in octaves: its state and new weights."""
+                    """One step of the online softmax, in base 2: its state and new weights."""
 
                     def masked(scores):
                         own = limit_tile.at[warpgroup]
@@ -243,7 +243,7 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
 
                         @pl.when(tile + 1 == block.tiles)
                         def _():
-                            plgpu.commit_smem()  # The limits were read, and TMA writes the next.
+                            plgpu.commit_smem()  # limits are read; TMA may overwrite them
                             plgpu.barrier_arrive(q_free)
 
                     unit = LOG2E if soft_cap is not None else scale * LOG2E
@@ -358,8 +358,8 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
                     number = tiles_before + tile
                     loader.load(number, block.row, kv_head, start, seen, latest)
                     if ring.packed:
-                        # Not before: until the previous unit's last tile has been unpacked, that
-                        # unit needs its queries.
+                        # Not before: the previous unit needs its queries until its last tile has
+                        # been dequantized.
                         pl.when(tile == 0)(lambda: load_queries(index))
                     return seen if ring.packed else None
 
@@ -382,7 +382,7 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
         num_threads=_CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types=(
-            # Operands of a wgmma share one swizzle, and keys lie along tokens.
+            # Operands of a wgmma share one swizzle, and keys are contiguous along tokens.
             matrix(_CONSUMERS, _ROWS, dim, columns=ring.piece, dtype=q.dtype),
             ring.scratch,
             plgpu.SMEM((_CONSUMERS, _ROWS), jnp.float32),

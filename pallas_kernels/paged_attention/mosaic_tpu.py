@@ -1,38 +1,38 @@
 """Ragged paged attention on TPUs: one Mosaic TPU kernel for decodes and for chunks.
 
-Tokens are laid out in tiles that lie on a fixed grid: a decode's tile is its one token, a chunk's
-holds as many as its rows have on average. For each KV head, the tokens of a tile times the query
-heads that share the head are the rows of the kernel's matrix products. A work list says which tile
-meets which row's pages (`tpu_work`), and the kernel walks it (`mosaic_tpu_kernel`). Tokens of other
-rows in the same tile are computed along and masked, so nothing is sorted or padded row by row. Only
-queries and results change their order, in XLA, next to the projections that make and read them.
+Tokens are arranged in tiles on a fixed grid: a decode's tile is its one token, a chunk's holds as
+many as the rows have on average. For each KV head, the tokens of a tile times the query heads that
+share the KV head are the rows of the kernel's matrix products. A work list says which tile attends
+to which row's pages (`tpu_work`), and the kernel walks it (`mosaic_tpu_kernel`). Tokens of other
+rows in the same tile are also computed, and masked, so nothing is sorted or padded row by row. Only
+queries and results are reordered, in XLA, next to the projections that write and read them.
 
-The core's scalar memory (SMEM, 1 MiB) must hold the work list and the tables. Where the tables of
-all rows are too large, rows are attended to a few at a time: 8192 pages of 128 tokens, a context
-of a million, are 32 KiB of ids, so 16 such rows go together and nothing is refused.
+The core's scalar memory (SMEM, 1 MiB) must hold the work list and the page tables. If the tables of
+all rows are too large, rows are processed in groups: 8192 pages of 128 tokens, a context of a
+million, are 32 KiB of ids, so a group has 16 such rows and nothing is refused.
 
 On TPUs v4 and v5p, whose two cores are one device, each core takes one half of the KV heads: the
-work is even whatever the rows are, one long row included.
+work is balanced whatever the rows are, one long row included.
 
 Arithmetic behind the sizes (not measurements), for 8 KV heads of head_dim 128 in bfloat16, 4 query
 heads each:
 
-- A page of 128 tokens is 256 KiB of keys and 256 KiB of values, each in one piece and one copy.
-- A block of 512 tokens is 2 MiB, and the ring of 8 MiB holds four, of which three are on their way.
-  To keep memory busy through 1 us of latency takes 0.8 MB on v5e, 1.6 on v6e, 2.8 on v5p and 3.7 on
-  tpu7x for each of its cores.
+- A page of 128 tokens is 256 KiB of keys and 256 KiB of values, each contiguous and one copy.
+- A block of 512 tokens is 2 MiB, and the ring of 8 MiB holds four, of which three are in flight.
+  Hiding 1 us of memory latency takes 0.8 MB on v5e, 1.6 on v6e, 2.8 on v5p and 3.7 on tpu7x for
+  each of its cores.
 - With one KV head, as in tensor parallelism over 8 devices, a block has 2048 tokens, 1 MiB.
 - A decode's block takes 1.28 us to arrive at the 1.64 TB/s of v6e, some 2200 cycles at 1.75 GHz.
   Compiled for v6e, its products and softmax are 713 instructions and its four copies some 120.
 - A chunk's tile of 128 tokens makes 512 rows for each KV head. Against a block of 512 tokens that
   is 134 million operations, 646 instructions compiled for v6e: 40 % of its peak, of which products
-  over a head_dim of 128 can reach one half, for a matrix unit is 256 deep.
+  over a head_dim of 128 can reach one half, because a matrix unit is 256 deep.
 - VMEM: the ring 8 MiB, queries and results twice each 4 MiB, running values 2 MiB, running peaks
   and totals 4 MiB, scores and weights of one head 1 MiB each: 20 of the 64 MiB that a core has at
   least (v5p, tpu7x). The limit of 48 MiB leaves room for float32, large pages and large groups.
 
-Written after Ragged Paged Attention as in jax.experimental.pallas.ops.tpu and tpu-inference, from
-which it differs in the layout of pages, the tiles, and the one list that everything follows.
+Modelled on Ragged Paged Attention of jax.experimental.pallas.ops.tpu and tpu-inference, from which
+it differs in the layout of pages, the tiles, and the single work list.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MAX_GROUP = 128
 """Query heads of a KV head."""
 
 MAX_TABLE = 128 * 1024
-"""Page ids that go into SMEM, 512 of its 1024 KiB."""
+"""Page ids in SMEM, 512 of its 1024 KiB."""
 
 _MIN_QUERIES = 16  # a tile of bfloat16 has 16 rows
 
@@ -75,9 +75,8 @@ def unsupported(
 ) -> str | None:
     """Why `paged_attention` refuses arrays of these shapes and dtypes, None if it does not.
 
-    Interpreted it refuses nothing: what is asked of shapes here is how a TPU lays out arrays. The
-    last dimension of a page of keys is its tokens, which a copy can only take from where tiles of
-    128 begin.
+    When interpreted it refuses nothing: the constraints on shapes come from a TPU's array layout.
+    The last dimension of a page of keys is its tokens, and copies must begin at tiles of 128.
     """
     heads, head_dim = q.shape[1:]
     kv_heads, page_size = pages.k.shape[1], pages.k.shape[3]
@@ -123,7 +122,7 @@ def paged_attention(
     interpret: None on TPUs. Elsewhere True, which compiles to XLA, or what
         `compat.tpu_interpreter` gives.
 
-    Raises ValueError for what `unsupported` says.
+    Raises ValueError for what `unsupported` names.
     """
     reason = unsupported(
         q,
@@ -160,7 +159,7 @@ def paged_attention(
             starts = jnp.where(lengths > 0, batch.starts[few] - num_decodes, tokens)
             begins = jnp.concatenate([jnp.arange(0, tokens, queries, dtype=jnp.int32), starts])
             part = attend(q, limits, batch.tables[few], starts, lengths, jnp.sort(begins), queries)
-            # A token is of one row, and all others leave it (0, -inf).
+            # A token belongs to one row; all other groups give it (0, -inf).
             out, lse = out + part[0], jnp.maximum(lse, part[1])
         parts.append((out, lse))
     out, lse = zip(*parts)
@@ -168,7 +167,7 @@ def paged_attention(
 
 
 def _queries(tokens, rows, group):
-    """Tokens of a tile: as many as a row has on average, within limits."""
+    """Tokens per tile: the average of a row, within limits."""
     queries = _MIN_QUERIES
     while queries * rows < tokens and 2 * queries * group <= kernel.QUERY_ROWS:
         queries *= 2
@@ -178,7 +177,7 @@ def _queries(tokens, rows, group):
 def _attend(
     q, limits, tables, starts, lengths, begins, queries, *, pages, scale, soft_cap, interpret
 ):
-    """The kernel, with tokens laid out in tiles of `queries` and back."""
+    """Arrange tokens in tiles of `queries`, call the kernel, and undo the arrangement."""
     tokens, heads, dim = q.shape
     kv_heads = pages.k.shape[1]
     tiles = -(-tokens // queries)

@@ -1,20 +1,19 @@
-"""The TPU kernel: tiles of queries against blocks of pages that are copied while others are used.
+"""The TPU kernel: tiles of queries attend to blocks of pages, with copies overlapped.
 
-A program walks a work list (`tpu_work`). A tile of queries lies in VMEM for as long as its items
-last, together with the state of its online softmax (1805.02867). Pages are copied whole, block
-after block, into a ring of slots in VMEM. What to copy next is a place in the work list that runs
-ahead of the computation by as many blocks as the ring has slots to spare, from item to item and
-row to row, so the first pages of a row arrive while the previous rows are being computed.
+A program walks a work list (`tpu_work`). A tile of queries stays in VMEM while its items are
+processed, together with the state of its online softmax (1805.02867). Whole pages are copied, block
+after block, into a ring of slots in VMEM. A copy cursor in the work list runs ahead of the
+computation by as many blocks as the ring has spare slots, from item to item and row to row, so the
+first pages of a row arrive while the previous rows are being computed.
 
-A KV head at a time, the queries that share it are the rows of two matrix products with a block of
-keys [head_dim, span] and of values [span, head_dim]. Blocks that every token of the tile sees
-entirely are not masked. In the others a score that is not seen is -1e30, and so is the peak before
-anything was seen: what such scores leave behind is multiplied by exp(-1e30 - peak) = 0 when the
-first real score comes. A block that a token does not see thus changes nothing to the last bit.
+For one KV head at a time, the queries that share it are the rows of two matrix products with a
+block of keys [head_dim, span] and of values [span, head_dim]. Blocks that every token of the tile
+sees in full are not masked. In the others an invisible score is -1e30, and so is the initial peak:
+contributions of such scores are multiplied by exp(-1e30 - peak) = 0 at the first visible score. A
+block that a token does not see thus leaves its result bit-identical.
 
-Scores run along lanes. The running peak is kept as `lanes` equal columns and the running total as
-`lanes` partial sums, so that no value has to be spread over lanes and none summed across them
-before the end.
+Scores run along lanes. The running peak is stored as `lanes` equal columns and the running total as
+`lanes` partial sums, so no value is broadcast over lanes or summed across them before the end.
 """
 
 from __future__ import annotations
@@ -37,20 +36,20 @@ if TYPE_CHECKING:
     from pallas_kernels.paged_attention.layout import KVPages
 
 LANES = 128
-"""Of a vector register, and columns of a tile of any array in memory."""
+"""Lanes of a vector register, and columns of a tile of any array in memory."""
 
 QUERY_ROWS = 512
-"""Rows of the matrix products that a tile of queries should make for each KV head."""
+"""Target rows of the matrix products of a tile of queries, per KV head."""
 
 DECODE_SPAN, CHUNK_SPAN = 2048, 512
-"""Positions of a block at most, and of a chunk's block also at least while its pages are small.
-Scores of a chunk's block, QUERY_ROWS each, are 1 MiB for each KV head."""
+"""Maximum positions of a block; for chunks with small pages also the minimum. Scores of a chunk's
+block, QUERY_ROWS each, are 1 MiB per KV head."""
 
 BLOCK_BYTES = 2 * 2**20
-"""Of keys and values, what a decode's block should have."""
+"""Target bytes of keys and values of a decode's block."""
 
 RING_BYTES, MAX_SLOTS = 8 * 2**20, 8
-"""What the ring may take while it has more than two slots, and how many slots it has at most."""
+"""Maximum bytes of a ring of more than two slots, and maximum number of slots."""
 
 _TILE_ELEMENTS = QUERY_ROWS * 1024
 _VMEM_BYTES = 48 * 2**20
@@ -59,8 +58,8 @@ _LOG2E = math.log2(math.e)
 
 
 class _Sizes(NamedTuple):
-    """heads: KV heads of a program, of which a core takes all in turn. pages, span: pages and
-    positions of a block. slots: blocks that the ring holds. lanes: columns of the running state.
+    """heads: KV heads per program, which a core processes in turn. pages, span: pages and positions
+    of a block. slots: blocks that the ring holds. lanes: columns of the running state.
     """
 
     heads: int
@@ -71,7 +70,7 @@ class _Sizes(NamedTuple):
 
 
 def _sizes(q, pages, queries) -> _Sizes:
-    """What a row's blocks are depends on nothing that differs between batches."""
+    """A row's blocks do not depend on the batch."""
     _, kv_heads, rows, dim = q.shape
     page_size, cores = pages.k.shape[3], compat.tpu_cores()
     share = kv_heads // cores if kv_heads % cores == 0 else kv_heads
@@ -103,7 +102,7 @@ def attend(
 
     q [tiles, kv_heads, group * queries, head_dim]: tokens of a tile run fastest.
     limits [tiles, queries, 2] int32: since and until of each token.
-    tables [rows, max_pages] int32, items and following as of `work_list`.
+    tables [rows, max_pages] int32; items and following as returned by `work_list`.
 
     Returns out, shaped as q, and lse [tiles, kv_heads, 1, group * queries] float32.
     """
@@ -113,12 +112,12 @@ def attend(
     queries = limits.shape[1]
     sizes = _sizes(q, pages, queries)
     heads, span, slots = sizes.heads, sizes.span, sizes.slots
-    # One array, for each is a copy to wait for. Its parts begin at multiples of a tile.
+    # One array, because each array is a copy to wait for. Its parts begin at multiples of a tile.
     stride = math.ceil(num_items / LANES) * LANES
     work = jnp.concatenate([jnp.pad(field, (0, stride - num_items)) for field in items])
     # The default layout of an array on a TPU does not pad its last dimension to all lanes if it can
-    # pad less with another one last, so values of a small head_dim lie as keys do. Swapping the
-    # dimensions says so, and moves nothing.
+    # pad less with another one last, so values of a small head_dim are stored like keys. Swapping
+    # the dimensions declares this and moves no data.
     turned = dim < LANES
     v = pages.v.swapaxes(2, 3) if turned else pages.v
 
@@ -143,7 +142,7 @@ def attend(
             return lax.div(items.since[item], span)
 
         def for_each_page(item, block, slot, act):
-            """Copies of those pages of a block that hold something seen."""
+            """Call `act` with the copies of a block's pages that have visible positions."""
             begin = jnp.maximum(block * sizes.pages, lax.div(items.since[item], page_size))
             end = jnp.minimum((block + 1) * sizes.pages, ceil_div(items.until[item], page_size))
 
@@ -164,7 +163,7 @@ def attend(
             ahead[1] = first_block(jnp.minimum(item, num_items - 1))
 
         def copy_next():
-            """Start to copy the block that is next ahead, if there is one."""
+            """Start the copies of the next block, if any."""
             item, block = ahead[0], ahead[1]
 
             @pl.when(item < num_items)
@@ -222,8 +221,8 @@ def attend(
                 added = product(weights.astype(q.dtype), block_values, turned)
                 values[head] = values[head] * _across(shrink, dim) + added
 
-            # The products of a decode's head wait for each other longer than they take: heads side
-            # by side fill the gaps. A chunk's fill them alone, and the registers as well.
+            # A decode head's products have latencies longer than their work: unrolled heads fill
+            # the gaps. A chunk's products fill them alone, and the registers as well.
             lax.fori_loop(0, heads, fold_head, None, unroll=queries == 1)
 
         def attend_to(block, _):
@@ -297,7 +296,7 @@ def attend(
 
 
 def _in_octaves(products, scale, soft_cap):
-    """Scores times log2(e), for exp2 is what the hardware has."""
+    """Scores times log2(e), because the hardware has exp2."""
     if soft_cap is None:
         return products * (scale * _LOG2E)
     return jnp.tanh(products * (scale / soft_cap)) * (soft_cap * _LOG2E)

@@ -1,33 +1,33 @@
-"""Writing keys and values on TPUs: tiles of the pool are read, merged with new tokens and put back.
+"""KV writes on TPUs: tiles of the pool are read, merged with new tokens and written back.
 
 A token's key is one lane of its page, [head_dim, page_size], and no copy can write less than 128
-lanes. So a work list is made of runs: consecutive tokens whose places follow one another within
-128 positions of one page. A decode is a run of one token, a chunk has one for each 128 positions it
-touches. A program reads the tile of keys [kv_heads, head_dim, 128] that a run lies in into VMEM, a
-slot of a ring, replaces the run's lanes and copies the tile back. Values are rows of their page:
-of them only those groups of 32 are read and written that the run touches. While a run is merged,
-half of the ring is being read and the other half written, across all runs of the batch.
+lanes. So the work list consists of runs: consecutive tokens with consecutive slots within 128
+positions of one page. A decode is a run of one token, a chunk has one run for each 128 positions it
+touches. A program reads the tile of keys [kv_heads, head_dim, 128] of a run into VMEM, a slot of a
+ring, replaces the run's lanes and copies the tile back. Values are rows of their page: only the
+groups of 32 rows that the run touches are read and written. While a run is merged, half of the ring
+is being read and the other half written, across all runs of the batch.
 
-New tokens come in blocks of 128, the runs that begin in a block with it, and the block after it
-along: what a run needs of both is put together by a mask and rotated to where it belongs. All this
-is done to words of 32 bits, which hold neighbouring rows of smaller elements, so that every dtype
-is the same and nothing is rounded. In keys rows are features, and tokens stay whole. In values rows
-are tokens, which a rotation moves by whole words only. Values are therefore given once for each
-place that a token can have in a word, each time one row further down.
+New tokens are loaded in blocks of 128, each with the next block and the runs that begin in it: a
+mask combines what a run needs of both blocks, and a rotation aligns it. This works on words of 32
+bits, which hold neighbouring rows of smaller elements, so that all dtypes are handled alike and
+nothing is rounded. In keys, rows are features, and tokens stay whole. In values, rows are tokens,
+which a rotation moves by whole words only. Values are therefore passed once for each row of a word
+that a token can have, each time shifted down by one row.
 
-What is written to page 0 is dropped, for nothing reads it: padding costs nothing. No tile is read
-before what was written to it is there: a run that shares its tile with another one in the ring
-waits until the ring is empty. That is slow, and does not happen where each sequence's tokens follow
-one another and no two of them share a page that is written.
+Writes to page 0 are dropped, since nothing reads it: padding costs nothing. No tile is read before
+earlier writes to it have completed: a run that shares its tile with another one in the ring waits
+until the ring is empty. That is slow, and does not happen if each sequence's tokens are consecutive
+and no two sequences write to the same page.
 
 Arithmetic behind the sizes (not measurements), for 8 KV heads of head_dim 128 in bfloat16:
 
 - A tile of keys is 256 KiB, a decode's group of values 64 KiB. Reading and writing both are 640 KiB
-  a decode, 0.4 us at the 1.64 TB/s of v6e: 64 decodes take 26 us a layer, the time in which
+  per decode, 0.4 us at the 1.64 TB/s of v6e: 64 decodes take 26 us per layer, the time in which
   attention reads 160 positions of each.
 - A chunk of 1024 tokens reads and writes 4 to 4.5 MiB each, 6 us.
-- A slot is 512 KiB, so the ring of 4 MiB has eight: up to 1 MiB of keys on their way in and as much
-  on its way out, what keeps the memory of v6e busy through 1 us of latency.
+- A slot is 512 KiB, so the ring of 4 MiB has eight: up to 1 MiB of keys in flight in either
+  direction, which hides 1 us of memory latency on v6e.
 - VMEM: the ring 4 MiB, the blocks of new tokens 3 MiB; of int8 with 16 heads, 5 MiB.
 """
 
@@ -52,13 +52,13 @@ LANES = 128
 """Elements along the last dimension of a tile, and positions that are read and written together."""
 
 MAX_TOKENS = 16 * 1024
-"""Of a call: its work list has 20 bytes of scalar memory (SMEM, 1 MiB) for each."""
+"""Maximum per call: the work list takes 20 bytes of scalar memory (SMEM, 1 MiB) per token."""
 
 ROWS = 32
-"""Of values that are copied together, a whole tile of any dtype."""
+"""Rows of values that are copied together, a whole tile of any dtype."""
 
 TILE_BYTES = 512 * 1024
-"""What a program's KV heads may have of a tile of keys, where one head alone does not have more."""
+"""Maximum bytes of a tile of keys of a program's KV heads, unless one head alone has more."""
 
 RING_BYTES, MIN_SLOTS, MAX_SLOTS = 4 * 2**20, 4, 16
 
@@ -66,10 +66,10 @@ _VMEM_BYTES = 32 * 2**20
 
 
 class Runs(NamedTuple):
-    """Tokens whose places follow one another within a tile, int32 [tokens] each; most are absent.
+    """Tokens with consecutive slots within a tile, int32 [tokens] each; most are absent.
 
-    token, length: the run's tokens are token <= t < token + length. page, offset: where the first
-    of them goes. waits: 1 where one of the `depth - 1` runs before has the same tile.
+    token, length: the run's tokens are token <= t < token + length. page, offset: slot of the first
+    of them. waits: 1 if one of the `depth - 1` previous runs has the same tile.
     """
 
     token: jax.Array
@@ -88,11 +88,11 @@ def find_runs(
     span: int,
     depth: int,
 ) -> tuple[Runs, jax.Array]:
-    """The runs among tokens that go to pages 0 < page < num_pages, in order, then absent ones.
+    """The runs of tokens written to pages 0 < page < num_pages, in order, then absent ones.
 
     page_ids, offsets: int32 [tokens]. span: positions of a tile. Absent runs have no tokens.
 
-    Also returns how many runs begin in each `span` of tokens and those before, int32 [blocks].
+    Also returns the cumulative number of runs that begin in each `span` of tokens, int32 [blocks].
     """
     tokens = len(page_ids)
     index = jnp.arange(tokens, dtype=jnp.int32)
@@ -156,21 +156,21 @@ def write_kv(
     *,
     interpret: Any = None,
 ) -> KVPages:
-    """`xla.write_kv`, but that nothing is written to page 0; in place when the pages are donated.
+    """`xla.write_kv`, except that page 0 is not written; in place when the pages are donated.
 
     interpret: None on TPUs. Elsewhere True, which compiles to XLA, or what
         `compat.tpu_interpreter` gives.
 
-    Raises ValueError for what `unsupported` says.
+    Raises ValueError for what `unsupported` names.
     """
     reason = unsupported(pages, k, v, page_ids, offsets, interpret=interpret)
     if reason is not None:
         raise ValueError(reason)
     num_pages, kv_heads, dim, page_size = pages.k.shape
     dtypes = pages.k.dtype, pages.v.dtype
-    if interpret:  # XLA on the host would compute with some dtypes in others, and round
+    if interpret:  # XLA on the host would convert some dtypes, and round
         pages, k, v = jax.tree.map(as_bits, (pages, k, v))
-    # As in `mosaic_tpu_kernel`: values of a small head_dim lie in memory as keys do.
+    # As in `mosaic_tpu_kernel`: values of a small head_dim are stored like keys.
     turned = dim < LANES
     pool = pages.k, pages.v.swapaxes(2, 3) if turned else pages.v
     span = math.gcd(page_size, LANES)
@@ -188,9 +188,9 @@ def write_kv(
 
 
 class _Array:
-    """Keys or values of the pool, [pages, kv_heads, rows, columns], and how tokens lie in them.
+    """Keys or values of the pool, [pages, kv_heads, rows, columns], and their token layout.
 
-    by_rows: a token is a row, of which a word has `per_word`; else it is a column, and whole.
+    by_rows: a token is a row, and a word has `per_word` rows; otherwise it is a whole column.
     """
 
     def __init__(self, pool, span, by_rows):
@@ -201,9 +201,9 @@ class _Array:
         """Positions that are copied together."""
 
     def source(self, new):
-        """New elements [per_word, kv_heads, *], of the n-th each token is n rows further down.
+        """New elements [per_word, kv_heads, *]; in the n-th, tokens are shifted down by n rows.
 
-        There is a block after the last, which holds the rows that drop out of its end.
+        An extra block at the end holds the rows that are shifted out of the last one.
         """
         new = new.swapaxes(0, 1)
         padding = self.span + -new.shape[1] % self.span
@@ -213,7 +213,7 @@ class _Array:
         return jnp.stack([jnp.pad(new, ((0, 0), (n, padding - n), (0, 0))) for n in down])
 
     def source_spec(self, heads, after):
-        """Of the block of new tokens that belongs to a program, or of the one `after`."""
+        """BlockSpec of a program's block of new tokens, or of the next one if `after` is 1."""
 
         def place(group, block, *_):
             return (0, group, block + after, 0) if self.by_rows else (0, group, 0, block + after)
@@ -221,7 +221,7 @@ class _Array:
         return pl.BlockSpec((self.per_word, heads, *self.tile), place)
 
     def copies(self, pool, slot, page, heads, offset, length):
-        """For each group of a tile: whether any of the run is in it, its part of pool and slot."""
+        """For each group of a tile: whether the run touches it, its parts of pool and slot."""
         first = offset & (self.span - 1)
         for begin in range(0, self.span, self.group):
             group = pl.ds(pl.multiple_of(offset - first + begin, self.group), self.group)
@@ -232,7 +232,7 @@ class _Array:
                 yield touched, pool.at[page, heads, :, group], slot
 
     def merge(self, slot, here, after, token, offset, length):
-        """Put new elements into the tile in `slot`: `length` tokens from `token` of `here` on."""
+        """Merge new elements into the tile in `slot`: `length` tokens from `token` of `here` on."""
         axis = 0 if self.by_rows else 1
         words = self.span // self.per_word
         shape = (words, self.tile[1]) if self.by_rows else (self.tile[0] // _per_word(slot), words)
@@ -259,7 +259,7 @@ class _Array:
 
 
 def _sizes(arrays, kv_heads):
-    """KV heads of a program, of which a core takes all in turn, and slots of its ring."""
+    """KV heads per program, which a core processes in turn, and slots of its ring."""
     cores = compat.tpu_cores()
     share = kv_heads // cores if kv_heads % cores == 0 else kv_heads
     head_bytes = [math.prod(array.tile) * array.pool.dtype.itemsize for array in arrays]
@@ -270,11 +270,11 @@ def _sizes(arrays, kv_heads):
 
 
 def _write(arrays, sources, runs, until, *, heads, slots, interpret):
-    """The kernel: the pool's arrays with the runs written to them."""
+    """Call the kernel: the pool's arrays with the runs written to them."""
     tokens, blocks = len(runs.token), len(until)
     span, kv_heads = arrays[0].span, arrays[0].pool.shape[1]
     ahead = slots // 2
-    # One array, for each is a copy to wait for. Its parts begin at multiples of a tile.
+    # One array, because each array is a copy to wait for. Its parts begin at multiples of a tile.
     stride = -(-tokens // LANES) * LANES
     fields = (jnp.pad(field, (0, stride - tokens)) for field in runs)
     work = jnp.concatenate([*fields, jnp.pad(until, (0, -blocks % LANES))])
@@ -371,7 +371,7 @@ def _write(arrays, sources, runs, until, *, heads, slots, interpret):
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=_VMEM_BYTES,
-            disable_bounds_checks=True,  # runs lie within the pool; checks double a copy's work
+            disable_bounds_checks=True,  # runs are within the pool; checks double a copy's work
             disable_semaphore_checks=True,
         ),
         name="write_kv",
@@ -380,10 +380,10 @@ def _write(arrays, sources, runs, until, *, heads, slots, interpret):
 
 
 def _per_word(array):
-    """Elements of 32 bits."""
+    """Elements per 32-bit word."""
     return 4 // array.dtype.itemsize
 
 
 def _words(elements):
-    """Words of elements [rows, columns], of which each has some of neighbouring rows."""
+    """32-bit words of elements [rows, columns], each of neighbouring rows."""
     return pltpu.bitcast(elements, jnp.uint32)

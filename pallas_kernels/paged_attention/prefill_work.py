@@ -1,12 +1,12 @@
-"""How prefill attention is cut into pieces: blocks of a row's tokens, longest first.
+"""How prefill attention is cut into work units: blocks of a row's tokens, longest first.
 
-A block is as many consecutive tokens as a kernel attends to at once, all of one row. It begins at a
-multiple of ALIGNMENT, which hardware copies want, so that the first block of a row may hold tokens
-of the row before it, and its last one those of the next: these see nothing there, and what comes
-out for them is never looked at.
+A block is as many consecutive tokens of one row as a kernel processes together. It begins at a
+multiple of ALIGNMENT, as hardware copies require, so that the first block of a row may contain
+tokens of the previous row, and its last one those of the next: these see nothing there, and their
+results are never read.
 
-Blocks are sorted by how much of their row they have to walk, so that those who share the work, each
-taking the largest piece left, finish at about the same time.
+Blocks are sorted by the number of tiles they walk, so that workers that each take the longest
+remaining block finish at about the same time.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from pallas_kernels.paged_attention.layout import RaggedBatch, Visible
 from pallas_kernels.paged_attention.masks import owners
 
 ALIGNMENT = 8
-"""Tokens: a tile of shared memory has eight rows."""
+"""In tokens: a tile of shared memory has eight rows."""
 
 
 class Block(NamedTuple):
-    """Columns of the work list: a block's row, its tokens from `start` on, and what they see.
+    """Columns of the work list: a block's row, its first token, and what its tokens see.
 
-    That lies within positions since <= position < until. The block walks `tiles` tiles from
-    `first_tile` on; those from number `whole` to before number `rest` of them are seen in full by
-    all of its tokens that see anything.
+    They see positions within since <= position < until. The block walks `tiles` tiles from
+    `first_tile` on; tiles `whole` to `rest` - 1 of these are seen in full by all of its tokens that
+    see anything.
     """
 
     row: jax.Array
@@ -44,13 +44,13 @@ class Block(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Blocks in order, and where each token is.
+    """Blocks in order, and the place of each token.
 
     blocks: int32 [capacity, 8], columns of `Block`; the first `count` of them are used.
     limits: int32 [capacity, 2, tokens of a block], since and until of each, counted from the
         beginning of the first tile; 0 and 0 for a token that sees nothing or is not the row's.
     count: int32 [1].
-    number, offset: int32 [tokens], a token's block and its place there.
+    number, offset: int32 [tokens], a token's block and its index there.
     sees: bool [tokens], whether a token is in a block and sees anything.
     """
 
@@ -68,13 +68,13 @@ def work_list(
     """All tokens of all rows, in blocks of `size` tokens that end at `end` at the latest.
 
     size and end: multiples of ALIGNMENT, end at least `size` and the number of tokens. positions:
-    how many a row can have; nothing beyond is seen. No block is without a token that sees, and a
-    block walks the tiles of `tile` positions from the first that is seen to the last.
+    capacity of a row; nothing beyond is seen. Every block has a token that sees something, and a
+    block walks the tiles of `tile` positions from the first visible one to the last.
     """
     rows, tokens = len(batch.starts), len(visible.since)
     lead = lax.rem(batch.starts, ALIGNMENT)
     counts = jnp.where(batch.lengths > 0, ceil_div(lead + batch.lengths, size), 0)
-    # Comparing all with all is one kernel; a cumulative sum or a sort would be several.
+    # An all-pairs comparison is one kernel; a cumulative sum or a sort would be several.
     index = jnp.arange(rows)
     ends = jnp.sum(jnp.where(index <= index[:, None], counts, 0), axis=1)
     begins = ends - counts
@@ -110,7 +110,7 @@ def work_list(
         rest=lax.div(all_until, tile),
     )
 
-    # And longest first.
+    # Sort, longest first.
     ahead = (tiles > tiles[:, None]) | ((tiles == tiles[:, None]) & (number < number[:, None]))
     rank = jnp.sum(ahead, axis=1)
     order = jnp.zeros_like(rank).at[rank].set(number, unique_indices=True)

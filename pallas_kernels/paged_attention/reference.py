@@ -1,4 +1,4 @@
-"""What paged attention means, in float64 numpy and plain loops. Slow on purpose."""
+"""Reference paged attention in float64 numpy and plain loops. Slow on purpose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tiles of queries meet which rows' pages: the work list of the TPU kernel."""
+"""Work list of the TPU kernel: which tiles of queries attend to which rows' pages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _NEVER = 2**31 - 1
 class Items(NamedTuple):
     """A tile of queries and one row that has tokens in it, int32 [items] each.
 
-    tile: which tile; items of a tile follow each other. row: whose pages.
+    tile: index of the tile; items of a tile are consecutive. row: whose pages to read.
     first, last: the row's tokens within the tile, first <= token < last.
-    since, until: the positions that any of them sees lie in since <= position < until, which is
-        empty where nobody sees anything.
-    all_since, all_until: what every token of the tile sees of the row; nothing where some of the
-        tile's tokens are not the row's.
+    since, until: positions visible to any of them are within since <= position < until; empty if
+        there are none.
+    all_since, all_until: range visible to every token of the tile; empty if some of the tile's
+        tokens belong to other rows.
     """
 
     tile: jax.Array
@@ -35,15 +35,15 @@ class Items(NamedTuple):
 def work_list(
     begins: jax.Array, starts: jax.Array, lengths: jax.Array, limits: jax.Array
 ) -> tuple[Items, jax.Array]:
-    """One item for each of `begins`, which it reaches from to the next one or its row's end.
+    """One item for each of `begins`, which ends at the next one or at its row's end.
 
-    begins [items] int32: increasing tokens, among them the first of each tile and of each row. Of
+    begins [items] int32: increasing tokens, including the first of each tile and of each row. Of
     equal ones all but the last get an empty item, and so do those past the last tile.
     starts, lengths [rows] int32: each row's tokens.
     limits [tiles, queries, 2] int32: since and until of each token.
 
-    Returns the items, and for each index up to and including len(begins) the first item from there
-    on that sees something, len(begins) where there is none: [items + 1] int32.
+    Returns the items, and [items + 1] int32: for each index up to len(begins), the first item from
+    that index on that sees something, or len(begins).
     """
     tiles, queries, _ = limits.shape
     ends = jnp.append(begins[1:], tiles * queries)

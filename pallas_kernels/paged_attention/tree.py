@@ -1,8 +1,8 @@
-"""The part of a speculation tree that its tokens see of each other (SpecInfer, 2305.09781).
+"""Attention of a speculation tree's tokens to each other (SpecInfer, 2305.09781).
 
-A tree has a few dozen tokens, so the scores of all with all are one small dense product. What they
-see of the committed context is like any chunk's, and the two parts merge by log-sum-exp: no kernel
-needs to know about trees.
+A tree has a few dozen tokens, so all their mutual scores are one small dense product. Attention to
+the committed context is that of a prefill chunk, and the two parts merge by log-sum-exp: kernels
+need no support for trees.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def attend_within_trees(
 ) -> tuple[jax.Array, jax.Array]:
     """Partial attention of every tree's tokens to its own tokens; empty for all other tokens.
 
-    Arguments as `api.paged_attention` has them. Returns out of q's dtype and lse float32.
+    Arguments as in `api.paged_attention`. Returns out of q's dtype and lse float32.
     """
     tokens, heads, dim = q.shape
     kv_heads, page_size = pages.k.shape[1], pages.k.shape[3]
@@ -50,7 +50,7 @@ def attend_within_trees(
     # Indices around slices: [trees, width, kv_heads, head_dim] of both.
     k = pages.k[page, :, :, position % page_size].astype(q.dtype)
     v = pages.v[page, :, position % page_size].astype(q.dtype)
-    v = jnp.where(present[..., None, None], v, 0)  # what is not there may even be NaN
+    v = jnp.where(present[..., None, None], v, 0)  # absent values may be NaN
 
     mask = tree_mask[token] & present[:, :, None] & present[:, None, :]
     if window is not None:

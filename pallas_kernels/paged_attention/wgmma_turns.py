@@ -1,12 +1,12 @@
-"""What a warpgroup hands to Hopper's tensor cores in one turn, to be computed while it waits.
+"""Products that a warpgroup issues to Hopper's tensor cores in one turn, then waits for.
 
-Products of a turn are queued one right behind the other. Each function calls `meanwhile` when the
-tensor cores have been given the work and have not yet done it: the moment to let another warpgroup
-queue its own. Left operands in registers are read before anything else is computed: versions of
-ptxas before CUDA 13.3 may otherwise reuse them too early (triton-lang/triton issues 9433, 11781).
+Products of a turn are queued back to back. Each function calls `meanwhile` after issuing the work
+and before it has completed: this is when another warpgroup can queue its own. Left operands in
+registers are read before anything else is computed: versions of ptxas before CUDA 13.3 may
+otherwise reuse them too early (triton-lang/triton issues 9433, 11781).
 
-The interpreter knows products of shared memory only; for the others it computes the same values in
-plain JAX.
+The interpreter supports products of shared memory only; for the others the same values are computed
+in plain JAX.
 """
 
 from __future__ import annotations

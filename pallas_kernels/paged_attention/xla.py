@@ -1,9 +1,9 @@
 """Paged attention in plain XLA: the fast path on CPUs, the fallback everywhere.
 
-Both halves walk a row's context in blocks of whole pages, carry the running maximum, sum and
-weighted values of the online softmax (1805.02867), and stop at the longest context present, so the
-cost follows what is there and not what could be. Blocks always begin at multiples of the same
-size, and a block beyond a row's context changes nothing to the last bit: a row's result does not
+Decode and prefill both walk a row's context in blocks of whole pages, carry the running maximum,
+sum and weighted values of the online softmax (1805.02867), and stop at the longest context present,
+so the cost follows actual and not maximum lengths. Blocks always begin at multiples of the same
+size, and a block beyond a row's context leaves its result bit-identical: a row's result does not
 depend on its neighbours.
 """
 
@@ -17,7 +17,7 @@ from jax import lax
 from pallas_kernels.arrays import as_bits, ceil_div
 from pallas_kernels.paged_attention.layout import KVPages, RaggedBatch, Visible
 
-# Rows attended to together. Callers who sort decodes by context length waste less in each group.
+# Rows per group. Sorting decodes by context length reduces waste within each group.
 DECODE_GROUP = 8
 # Query tokens and context tokens of a prefill block (docs/decisions/003-attention-on-cpu.md).
 PREFILL_QUERIES = 128
@@ -27,7 +27,7 @@ _MASKED = -1e30
 
 
 def write_kv(pages: KVPages, k, v, page_ids, offsets):
-    # For these, XLA on CPUs computes in other dtypes, and converts the whole pool to them and back.
+    # XLA on CPUs computes these in other dtypes, and converts the whole pool to them and back.
     by_token = pages.k.dtype.name in ("bfloat16", "float8_e4m3fn")
     return lax.platform_dependent(
         pages,
@@ -41,14 +41,14 @@ def write_kv(pages: KVPages, k, v, page_ids, offsets):
 
 
 def _write_together(pages: KVPages, k, v, page_ids, offsets):
-    page_ids = jnp.where(page_ids >= 0, page_ids, len(pages.k))  # or they would count from the end
+    page_ids = jnp.where(page_ids >= 0, page_ids, len(pages.k))  # negative ids count from the end
     keys = pages.k.at[page_ids, :, :, offsets].set(k, mode="drop")
     values = pages.v.at[page_ids, :, offsets, :].set(v, mode="drop")
     return KVPages(keys, values)
 
 
 def _write_by_token(pages: KVPages, k, v, page_ids, offsets):
-    """In place and bit for bit: of the pool, integers are made right where it is written."""
+    """In place and bit-exact: only the slices that are written are reinterpreted as integers."""
     num_pages, k, v = pages.k.shape[0], as_bits(k), as_bits(v)
     places = jnp.stack([page_ids, offsets], axis=1)
 
@@ -91,7 +91,7 @@ def paged_attention(
     """As `api.attend`."""
     tokens, heads, dim = q.shape
     kv_heads = pages.k.shape[1]
-    if q.dtype == jnp.float32:  # Queries are fewer than scores. Others would be rounded again.
+    if q.dtype == jnp.float32:  # fewer than scores; other dtypes would round again
         q, scale = q * scale, 1
     q = q.reshape(tokens, kv_heads, heads // kv_heads, dim)
     to_scores = functools.partial(_scores, scale=scale, soft_cap=soft_cap)
@@ -113,9 +113,9 @@ def paged_attention(
 
 
 def _decode(q, pages: KVPages, tables, visible: Visible, to_scores):
-    """One token a row: q [rows, kv_heads, group, dim], tables [rows, max_pages].
+    """One token per row: q [rows, kv_heads, group, dim], tables [rows, max_pages].
 
-    Rows are taken a few at a time, page by page, and each few as far as the longest of them.
+    Rows are processed in groups, page by page, each group up to its longest context.
     """
     rows, page_size = q.shape[0], pages.k.shape[-1]
     together = min(DECODE_GROUP, rows)
@@ -143,7 +143,7 @@ def _decode(q, pages: KVPages, tables, visible: Visible, to_scores):
             position = page * page_size + jnp.arange(page_size)[None]
             seen = (position >= since_few[:, None]) & (position < until_few[:, None])
             scores = jnp.where(seen[:, None, None], to_scores(products), _MASKED)
-            v = jnp.where(seen[:, None, :, None], v, 0)  # what is not seen may even be NaN
+            v = jnp.where(seen[:, None, :, None], v, 0)  # unseen values may be NaN
             return _online_softmax(carry, scores, "rhgs,rhsd->rhgd", v)
 
         carry = lax.fori_loop(begins[index], ends[index], block, _empty_softmax(q_few.shape))
@@ -158,8 +158,8 @@ def _decode(q, pages: KVPages, tables, visible: Visible, to_scores):
 def _prefill(q, pages: KVPages, batch: RaggedBatch, visible: Visible, to_scores):
     """Chunks of several tokens: q [tokens, kv_heads, group, dim], starts relative to them.
 
-    One work item is PREFILL_QUERIES consecutive tokens of one row. The last item of a row runs
-    over into its successor's tokens; items are written in order, so the successor corrects them.
+    One work item is PREFILL_QUERIES consecutive tokens of one row. The last item of a row overlaps
+    the next row's tokens; items are written in order, so the next row overwrites them.
     """
     tokens, kv_heads, group, dim = q.shape
     queries = min(PREFILL_QUERIES, tokens)
@@ -169,7 +169,7 @@ def _prefill(q, pages: KVPages, batch: RaggedBatch, visible: Visible, to_scores)
     padded = jnp.concatenate([q, jnp.zeros((queries, *q.shape[1:]), q.dtype)])
     since, until = (jnp.pad(limit, (0, queries)) for limit in visible)
 
-    # Every item's row, tokens and blocks, for as many items as there could be.
+    # Row, tokens and blocks of every item, up to the maximum number of items.
     items_of_row = ceil_div(batch.lengths, queries)
     items_up_to = jnp.cumsum(items_of_row)
     item = jnp.arange(tokens // queries + batch.lengths.shape[0])
@@ -177,7 +177,7 @@ def _prefill(q, pages: KVPages, batch: RaggedBatch, visible: Visible, to_scores)
     rows = jnp.minimum(rows, batch.lengths.shape[0] - 1)
     offsets = (item - (items_up_to - items_of_row)[rows]) * queries
     starts = batch.starts[rows] + offsets
-    # Limits never decrease along a row: its first token begins first, its last one ends last.
+    # Limits never decrease along a row: its first token has the least, its last the greatest.
     firsts = since[starts]
     lasts = until[jnp.minimum(starts + queries, batch.starts[rows] + batch.lengths[rows]) - 1]
     begins, ends = lax.div(firsts, span), ceil_div(lasts, span)
@@ -201,7 +201,7 @@ def _prefill(q, pages: KVPages, batch: RaggedBatch, visible: Visible, to_scores)
             products = jnp.einsum("hqd,hds->hqs", q_item, k, preferred_element_type=jnp.float32)
             position = block_index * span + jnp.arange(span)[None]
             inside = (position >= firsts[index]) & (position < lasts[index])
-            v = jnp.where(inside[..., None], v, 0)  # what is not seen may even be NaN
+            v = jnp.where(inside[..., None], v, 0)  # unseen values may be NaN
             seen = (position >= since_item) & (position < until_item)
             scores = jnp.where(seen[None], to_scores(products), _MASKED)
             return _online_softmax(carry, scores, "hqs,hsd->hqd", v)
@@ -247,7 +247,7 @@ def _online_softmax(carry, scores, product, v):
 
 
 def _finish(carry, present, dtype):
-    """Normalise; where nothing was `present`, out = 0 and lse = -inf."""
+    """Normalise; out = 0 and lse = -inf where not `present`."""
     peak, total, values = carry
     out = jnp.where(jnp.expand_dims(present, -1), values / total[..., None], 0).astype(dtype)
     return out, jnp.where(present, peak + jnp.log(total), -jnp.inf)

@@ -1,11 +1,11 @@
-"""Products of packed weights and unpacked activations."""
+"""Matmuls of quantized weights with unquantized activations."""
 
 from pallas_kernels.quantized_matmul.api import quantized_matmul
 from pallas_kernels.quantized_matmul.formats import (
     FP8,
     GGUF,
     Format,
-    PackedWeight,
+    QuantizedWeight,
     abstract_weight,
     dequantize,
     from_gguf,
@@ -16,7 +16,7 @@ __all__ = [
     "FP8",
     "GGUF",
     "Format",
-    "PackedWeight",
+    "QuantizedWeight",
     "abstract_weight",
     "dequantize",
     "from_gguf",

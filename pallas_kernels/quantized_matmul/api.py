@@ -1,4 +1,4 @@
-"""The one signature of products with packed weights."""
+"""Signature of the quantized matmul."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backends
-from pallas_kernels.quantized_matmul import trial, xla
-from pallas_kernels.quantized_matmul.formats import PackedWeight
+from pallas_kernels.quantized_matmul import check_case, xla
+from pallas_kernels.quantized_matmul.formats import QuantizedWeight
 
 _WIDE = ("float32", "bfloat16", "float16")
 _FP8 = "float8_e4m3fn"
@@ -19,13 +19,13 @@ _MULTIPLY = backends.Operation(
         "gpu": "pallas_kernels.quantized_matmul.mosaic_gpu",
         "tpu": "pallas_kernels.quantized_matmul.mosaic_tpu",
     },
-    shapes_class=trial.shapes_class,
-    trial=trial.trial,
+    shapes_class=check_case.shapes_class,
+    check_case=check_case.check_case,
 )
 
 
 def quantized_matmul(
-    weight: PackedWeight,
+    weight: QuantizedWeight,
     x: jax.Array,
     dtype: jnp.dtype | None = None,
     *,
@@ -33,13 +33,13 @@ def quantized_matmul(
 ) -> jax.Array:
     """`weight` [out, in] times x [in, tokens]: [out, tokens], summed in float32.
 
-    x is float32, bfloat16 or float16; or, for float8_e4m3fn weights with one scale an output,
-    float8_e4m3fn, whose own scales the caller applies to the result (they are its columns').
-    dtype: of the result; without it that of x, or bfloat16 for an x of float8_e4m3fn.
+    x is float32, bfloat16 or float16; or, for float8_e4m3fn weights with one scale per output,
+    float8_e4m3fn, whose per-token scales the caller applies to the columns of the result.
+    dtype: of the result; by default that of x, or bfloat16 for float8_e4m3fn.
     backend: see `backends.Backend`.
 
-    Raises ValueError for another dtype of x, an x of another number of inputs than the weight, and
-    where `backend` is "pallas" for what the device's kernel cannot do.
+    Raises ValueError for other dtypes of x, when x and the weight differ in the number of inputs,
+    and where `backend` is "pallas" for what the device's kernel does not support.
     """
     num_inputs = weight.shape[1]
     if x.ndim != 2 or x.shape[0] != num_inputs:

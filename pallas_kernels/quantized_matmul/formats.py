@@ -1,9 +1,9 @@
-"""What packed weights look like, and how they are made and unmade.
+"""Formats of quantized weights, quantization and dequantization.
 
-A weight [out, in] becomes three planes, each with a row for each output, so that a mesh may split
-them as it would have split the weight: by outputs anywhere, by inputs between groups.
+A weight [out, in] becomes three planes, each with one row per output, so that a mesh can split them
+like the weight itself: by outputs anywhere, by inputs between groups.
 
-Four-bit values lie as in GGUF, in blocks of 32 inputs whatever the size of a group: byte j of a
+Four-bit values are stored as in GGUF, in blocks of 32 inputs whatever the group size: byte j of a
 block's 16 holds input j in its low half and input j + 16 in its high half.
 """
 
@@ -25,15 +25,15 @@ _SCALE_DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How a weight is packed: weight = scale * value, or scale * value + minimum.
+    """Quantization format: weight = scale * value, or scale * value + minimum.
 
     values: "int8", "int4" or "float8_e4m3fn". With a minimum, integers are 0 to 255 or 0 to 15;
     without, -128 to 127 or -8 to 7.
-    group: consecutive inputs that share a scale (and a minimum), or None for all of a row's.
+    group: consecutive inputs that share a scale (and a minimum), or None for a whole row.
     minimum: asymmetric; integers only.
     scale_dtype: of scales and minima, "float32", "float16" or "bfloat16".
 
-    Raises ValueError for what is none of these.
+    Raises ValueError for other values.
     """
 
     values: Literal["int8", "int4", "float8_e4m3fn"]
@@ -61,11 +61,11 @@ class Format:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the plane of values: uint8 for packed int4 and for integers above a minimum."""
+        """Dtype of the plane of values: uint8 for int4 and for integers above a minimum."""
         return jnp.dtype("uint8" if self.values == "int4" or self.minimum else self.values)
 
     def num_groups(self, num_inputs: int) -> int:
-        """Scales of a row. Raises ValueError when `num_inputs` is not a whole number of groups."""
+        """Scales per row. Raises ValueError when `num_inputs` is not a whole number of groups."""
         unit = self.group or (INT4_BLOCK if self.values == "int4" else 1)
         if num_inputs % unit:
             raise ValueError(
@@ -76,19 +76,19 @@ class Format:
 
 
 FP8 = Format("float8_e4m3fn", None)
-"""One scale an output, as in FP8 checkpoints."""
+"""One scale per output, as in FP8 checkpoints."""
 
 GGUF = {
     "Q8_0": Format("int8", 32, scale_dtype="float16"),
     "Q4_0": Format("int4", 32, scale_dtype="float16"),
     "Q4_1": Format("int4", 32, minimum=True, scale_dtype="float16"),
 }
-"""The blocks of GGUF that stay packed, by their names there."""
+"""GGUF block types that stay quantized, by their GGUF names."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PackedWeight:
+class QuantizedWeight:
     """A weight [out, in] in `format`.
 
     values [out, in], or uint8 [out, in / 2] for int4.
@@ -108,7 +108,7 @@ class PackedWeight:
         return num_outputs, columns * (2 if self.format.values == "int4" else 1)
 
 
-def abstract_weight(num_outputs: int, num_inputs: int, format: Format) -> PackedWeight:
+def abstract_weight(num_outputs: int, num_inputs: int, format: Format) -> QuantizedWeight:
     """The planes of a weight [num_outputs, num_inputs] as ShapeDtypeStructs.
 
     Raises ValueError when the inputs are not a whole number of groups.
@@ -117,16 +117,16 @@ def abstract_weight(num_outputs: int, num_inputs: int, format: Format) -> Packed
     columns = num_inputs // 2 if format.values == "int4" else num_inputs
     values = jax.ShapeDtypeStruct((num_outputs, columns), format.dtype)
     scales = jax.ShapeDtypeStruct((num_outputs, groups), jnp.dtype(format.scale_dtype))
-    return PackedWeight(values, scales, scales if format.minimum else None, format)
+    return QuantizedWeight(values, scales, scales if format.minimum else None, format)
 
 
-def quantize(weight: jax.Array, format: Format) -> PackedWeight:
-    """Pack `weight` [out, in], finite and of a floating dtype, by rounding to nearest.
+def quantize(weight: jax.Array, format: Format) -> QuantizedWeight:
+    """Quantize `weight` [out, in], finite and of a floating dtype, by rounding to nearest.
 
     Without a minimum, the largest magnitude of a group becomes 127, or 448 in float8_e4m3fn. In
-    int4 the value of that magnitude becomes -8 by a scale of its own sign's opposite, as in GGUF:
-    of the two extremes only the lesser is ever clipped, by one step at most. With a minimum, 0 and
-    15 (or 255) are the group's extremes. Values are rounded after the scale has been.
+    int4 the value of that magnitude becomes -8, with a scale of the opposite sign, as in GGUF: of
+    the two extremes only the smaller is ever clipped, by one step at most. With a minimum, 0 and 15
+    (or 255) are the group's extremes. Scales are rounded before values.
 
     Raises ValueError when the inputs are not a whole number of groups.
     """
@@ -155,11 +155,11 @@ def quantize(weight: jax.Array, format: Format) -> PackedWeight:
         values = _pack(values.astype(jnp.int8) - low)
     values = values.astype(format.dtype)
     minima = None if minima is None else minima[..., 0]
-    return PackedWeight(values, scales[..., 0], minima, format)
+    return QuantizedWeight(values, scales[..., 0], minima, format)
 
 
-def dequantize(weight: PackedWeight) -> jax.Array:
-    """The weight [out, in] that is meant, float32: to the last bit what GGUF's own blocks mean."""
+def dequantize(weight: QuantizedWeight) -> jax.Array:
+    """The weight [out, in] as float32, bit-exact with GGUF's dequantization."""
     if weight.format.values != "int4":
         return scaled(weight, weight.values)
     low, high = (scaled(weight, half) for half in nibbles(weight))
@@ -167,7 +167,7 @@ def dequantize(weight: PackedWeight) -> jax.Array:
     return jnp.concatenate(halves, 2).reshape(weight.shape)
 
 
-def nibbles(weight: PackedWeight) -> tuple[jax.Array, jax.Array]:
+def nibbles(weight: QuantizedWeight) -> tuple[jax.Array, jax.Array]:
     """The low and high halves of packed bytes, each [out, in / 2]: int8, or uint8 above a minimum.
 
     Low halves are the first 16 inputs of every block of 32, high halves the others.
@@ -178,8 +178,8 @@ def nibbles(weight: PackedWeight) -> tuple[jax.Array, jax.Array]:
     return tuple(half.astype(jnp.int8) - 8 for half in halves)
 
 
-def scaled(weight: PackedWeight, values: jax.Array) -> jax.Array:
-    """Float32 [out, columns] of `values` [out, columns], all of weight's or every second 16."""
+def scaled(weight: QuantizedWeight, values: jax.Array) -> jax.Array:
+    """Float32 [out, columns] of `values` [out, columns]: all of weight's or one nibble half."""
     grouped = values.astype(jnp.float32).reshape(*weight.scales.shape, -1)
     grouped = grouped * weight.scales.astype(jnp.float32)[..., None]
     if weight.minima is not None:
@@ -187,14 +187,14 @@ def scaled(weight: PackedWeight, values: jax.Array) -> jax.Array:
     return grouped.reshape(values.shape)
 
 
-def from_gguf(blocks: np.ndarray, kind: str) -> PackedWeight:
-    """The rows of a GGUF tensor, uint8 [out, row_bytes] as they lie, as planes of numpy arrays.
+def from_gguf(blocks: np.ndarray, kind: str) -> QuantizedWeight:
+    """The rows of a GGUF tensor, uint8 [out, row_bytes] as stored, as planes of numpy arrays.
 
-    Nothing is rounded. `kind` is a key of `GGUF`; any other raises ValueError, as do rows that are
-    not whole blocks.
+    Nothing is rounded. `kind` is a key of `GGUF`. Raises ValueError for any other, and for rows
+    that are not whole blocks.
     """
     if kind not in GGUF:
-        raise ValueError(f"{kind} does not stay packed; {', '.join(GGUF)} do.")
+        raise ValueError(f"{kind} does not stay quantized; {', '.join(GGUF)} do.")
     format = GGUF[kind]
     header = 4 if format.minimum else 2
     size = header + (INT4_BLOCK // 2 if format.values == "int4" else 32)
@@ -204,7 +204,7 @@ def from_gguf(blocks: np.ndarray, kind: str) -> PackedWeight:
     halves = np.ascontiguousarray(split[..., :header]).view("<f2").astype(np.float16, copy=False)
     values = split[..., header:].reshape(len(blocks), -1).view(format.dtype)
     minima = np.ascontiguousarray(halves[..., 1]) if format.minimum else None
-    return PackedWeight(values, np.ascontiguousarray(halves[..., 0]), minima, format)
+    return QuantizedWeight(values, np.ascontiguousarray(halves[..., 0]), minima, format)
 
 
 def _pack(values):
@@ -219,4 +219,4 @@ def _possible_groups(values, num_inputs):
     useful = [str(n) for n in divisors if 16 <= n <= 256]
     if useful:
         return f"can have groups of {', '.join(useful)}"
-    return f"can have groups of no size from 16 to 256, for they are multiples of {multiple}"
+    return f"can have groups of no size from 16 to 256: groups are multiples of {multiple}"

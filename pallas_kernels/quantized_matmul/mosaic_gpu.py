@@ -1,44 +1,44 @@
-"""Products with packed weights on Hopper GPUs, in Mosaic GPU.
+"""Quantized matmuls on Hopper GPUs, in Mosaic GPU.
 
 One kernel for a few tokens and for many. A tile of the result is 256 outputs by 16 to 128 tokens.
-In a block of threads one warpgroup issues loads into a ring in shared memory; four others each
-compute 64 of the outputs: they read packed values from the ring into registers, unpack and scale
-them there in the dtype of x, and hand them from registers to the tensor cores, which take x from
-shared memory. The weight is the left operand, so few tokens make a narrow product and not a padded
-one. Nothing unpacked is ever written.
+In a thread block one warpgroup issues loads into a ring in shared memory; four others each compute
+64 of the outputs: they read quantized values from the ring into registers, dequantize them there in
+the dtype of x, and feed them from registers to the tensor cores, which take x from shared memory.
+The weight is the left operand, so few tokens make a narrow product and not a padded one.
+Dequantized values are never written to memory.
 
-Even and odd inputs are operands of their own, for the sake of how bytes lie in registers (see
+Even and odd inputs are separate operands, because of the byte layout in registers (see
 `mosaic_gpu_unpack`); x is loaded with its even rows before its odd ones.
 
 Work is divided by stream-K (Osama et al. 2023): all steps along the inputs of all tiles, in order,
-are cut into equal runs, one for each block of threads. A tile that several blocks share is the sum
-of their parts, which XLA adds in a fixed order, in the fusion that uses the result. With many tiles
-whole ones are dealt out instead. All of this follows from shapes: no result depends on timing, nor
-a token's on the other tokens.
+are cut into equal runs, one per thread block. A tile that several blocks share is the sum of their
+parts, which XLA adds in a fixed order, in the fusion that uses the result. With many tiles, whole
+tiles are assigned instead. The division depends on shapes alone: no result depends on timing, and
+no token's result on the other tokens.
 
-Scales of groups are rounded to the dtype of x, and so are scaled values; a minimum is added to
-them. Scales of whole rows are left to XLA, in float32, after the sum. For float8 activations both
-operands go from shared memory to the tensor cores, whose sums of this kind keep fewer bits than
-float32 has: after each step they are added to a total in float32.
+Group scales are rounded to the dtype of x, and so are scaled values; a minimum is added to them.
+Row scales are applied by XLA, in float32, after the sum. For float8 activations both operands go
+from shared memory to the tensor cores, whose float8 sums keep fewer bits than float32: after each
+step they are added to a float32 total.
 
 Arithmetic behind the sizes (not measurements), for int4 in groups of 32 with float16 scales on an
 H200 (132 multiprocessors, 1.755 GHz, 4.8 TB/s, thus 20.7 bytes per cycle and multiprocessor):
 
 - Few tokens. A step is 256 outputs by 256 inputs: 32 KiB of values, 4 KiB of scales, and 8 KiB of
-  x, which comes from the second-level cache. The ring holds five: at least 144 KiB are on their
-  way, where 36 would do for a latency of 1 us. At full bandwidth a step arrives every 1780 cycles.
-  To unpack and scale takes 4 instructions for two values, 256 for the 128 of a thread, and some 120
-  go to scales, barriers and addresses: for the four warps of each scheduler 1500 issue slots. The
-  tensor cores are done in 16 * 4 products of at most 16 cycles, 1024.
+  x, which comes from the L2 cache. The ring holds five: at least 144 KiB are in flight, where 36
+  would suffice for a latency of 1 us. At full bandwidth a step arrives every 1780 cycles.
+  Dequantizing takes 4 instructions for two values, 256 for the 128 of a thread, and some 120 go to
+  scales, barriers and addresses: for the four warps of each scheduler 1500 issue slots. The tensor
+  cores need 16 * 4 products of at most 16 cycles, 1024.
 - Outputs in a tile: x is read again for every 256 of them, 32 bytes against 144 of weight for each
-  input. With 64 it would be as much as the weight, and more than that cache can give.
-- Parts: 4096 outputs of 14336 inputs are 16 tiles of 56 steps: 128 blocks of 7 steps, 8 parts a
+  input. With 64 outputs, x would be as much as the weight, more than the L2 bandwidth.
+- Parts: 4096 outputs of 14336 inputs are 16 tiles of 56 steps: 128 blocks of 7 steps, 8 parts per
   tile. A block writes 16 KiB for 252 KiB that it reads.
-- Many tokens. A tile of 128 takes 16 cycles of tensor core for each input, in which 256 bytes of x
-  and 144 of weight must come from the second-level cache: 25 a cycle, about what it can give. While
-  one warpgroup unpacks, the other three multiply.
-- Registers: five warpgroups share 65,536, thus 96 a thread at launch. For 128 tokens the loader
-  keeps 32 and the others take 112: 64 for sums, 16 for an operand, 8 for packed values.
+- Many tokens. A tile of 128 takes 16 tensor core cycles for each input, in which 256 bytes of x and
+  144 of weight must come from the L2 cache: 25 per cycle, about its bandwidth. While one warpgroup
+  dequantizes, the other three multiply.
+- Registers: five warpgroups share 65,536, thus 96 per thread at launch. For 128 tokens the loader
+  keeps 32 and the others take 112: 64 for sums, 16 for an operand, 8 for quantized values.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ from pallas_kernels.quantized_matmul.mosaic_gpu_unpack import PACKED, unpack
 from pallas_kernels.quantized_matmul.stream_k import Shares
 
 if TYPE_CHECKING:
-    from pallas_kernels.quantized_matmul.formats import PackedWeight
+    from pallas_kernels.quantized_matmul.formats import QuantizedWeight
 
 GROUPS = (32, 64, 128)
-"""Inputs that may share a scale, besides all of a row's."""
+"""Supported group sizes, besides whole rows."""
 
 ROWS = 64
-"""Outputs of a warpgroup: the rows of a wgmma."""
+"""Outputs per warpgroup: the rows of a wgmma."""
 
 _WIDE = ("bfloat16", "float16")
 _FP8 = "float8_e4m3fn"
@@ -83,7 +83,7 @@ class Tiling(NamedTuple):
     blocks_per_sm: int
 
 
-def unsupported(weight: PackedWeight, x: jax.Array) -> str | None:
+def unsupported(weight: QuantizedWeight, x: jax.Array) -> str | None:
     """Why `quantized_matmul` refuses arrays of these shapes and dtypes, None if it does not."""
     format, (num_outputs, num_inputs) = weight.format, weight.shape
     takes = (*_WIDE, _FP8) if format.values == _FP8 and format.group is None else _WIDE
@@ -103,12 +103,12 @@ def unsupported(weight: PackedWeight, x: jax.Array) -> str | None:
 
 
 def quantized_matmul(
-    weight: PackedWeight, x: jax.Array, *, num_sms: int | None = None, interpret: Any = None
+    weight: QuantizedWeight, x: jax.Array, *, num_sms: int | None = None, interpret: Any = None
 ) -> jax.Array:
     """`weight` [out, in] times x [in, tokens], bfloat16 or float16: float32 [out, tokens].
 
-    Or float8_e4m3fn, for weights of that dtype with one scale an output. num_sms: multiprocessors
-    to divide the work among, those of the device unless given. interpret: what
+    Or float8_e4m3fn, for weights of that dtype with one scale per output. num_sms: multiprocessors
+    to divide the work among, by default those of the device. interpret: what
     `compat.gpu_interpreter` gives, to run on the host.
 
     Raises ValueError for what `unsupported` names.
@@ -132,7 +132,7 @@ def quantized_matmul(
 
 
 def _tiling(weight, x):
-    """The Tiling for these shapes: the most outputs, and tokens enough for all if 128 are."""
+    """The Tiling for these shapes: as many outputs as fit, and all tokens up to 128."""
     num_outputs, num_inputs = weight.shape
     float8 = x.dtype.name == _FP8
     widest = 64 if float8 else 128  # sums are kept twice for float8
@@ -148,7 +148,7 @@ def _tiling(weight, x):
         scale_bytes = _scales_of_step(weight, inputs) * weight.scales.dtype.itemsize
         step_bytes += rows * scale_bytes * (1 if weight.minima is None else 2)
     slots = min(8, _SMEM_BYTES // blocks_per_sm // step_bytes)
-    # Minima need registers as well, most of which hold sums for 128 tokens.
+    # Minima need registers too, and with 128 tokens sums take most of them.
     width = min(inputs // 2, 32 if tokens == 128 and weight.minima is not None else 64)
     return Tiling(warpgroups, tokens, inputs, width, slots, blocks_per_sm)
 
@@ -158,25 +158,25 @@ def _values_per_byte(weight):
 
 
 def _scales_of_step(weight, inputs):
-    """Scales of a row that a step loads: those of its inputs, and 16 bytes at least."""
+    """Scales per row that a step loads: those of its inputs, at least 16 bytes."""
     return max(16 // weight.scales.dtype.itemsize, inputs // weight.format.group)
 
 
 def _aligned_planes(weight, tiling):
-    """Scales, and minima if there are any, with rows that are whole loads."""
+    """Scales, and minima if any, with rows padded to whole loads."""
     scales = _scales_of_step(weight, tiling.inputs)
     planes = (weight.scales,) if weight.minima is None else (weight.scales, weight.minima)
     return [jnp.pad(plane, ((0, 0), (0, -plane.shape[1] % scales))) for plane in planes]
 
 
 def _middles(format, scales, minima):
-    """Float32 of what values in the middle of their range mean: `unpack` counts from there."""
+    """Float32 weights at the middle of the value range: `unpack` returns offsets from it."""
     middle = 8 if format.values == "int4" else 128
     return minima.astype(jnp.float32) + scales.astype(jnp.float32) * middle
 
 
 def _product(weight, planes, x, tiling, num_sms, interpret):
-    """Float32 [out, padded tokens], without scales of rows."""
+    """Float32 [out, padded tokens], before row scales."""
     num_outputs, num_inputs = weight.shape
     rows = ROWS * tiling.warpgroups
     padded = x.shape[1]
@@ -190,7 +190,7 @@ def _product(weight, planes, x, tiling, num_sms, interpret):
     y = kernel(weight.values, *planes, x)
     y = y.reshape(-1, row_tiles, rows, token_tiles, tiling.tokens)
     if len(y) > 1:
-        # Parts that no block has are memory never written.
+        # Parts that no block computes are uninitialised memory.
         written = np.arange(len(y))[:, None, None] < parts.reshape(row_tiles, token_tiles)
         y = jnp.where(written[:, :, None, :, None], y, 0)
     return jnp.sum(y, axis=0).reshape(num_outputs, padded)
@@ -199,8 +199,8 @@ def _product(weight, planes, x, tiling, num_sms, interpret):
 def _kernel(weight, planes, dtype, tiling, shares, token_tiles, parts, interpret):
     """From values, planes and x to [parts, out, tokens].
 
-    x is [in / 2, 2, tokens] for even and odd inputs; or [tokens, in] in float8, of which the tensor
-    cores take no other.
+    x is [in / 2, 2, tokens] for even and odd inputs; or [tokens, in] in float8, the only layout
+    that the tensor cores take for it.
     """
     warpgroups, tokens, inputs, width, slots, _ = tiling
     format, per_byte = weight.format, _values_per_byte(weight)
@@ -217,7 +217,7 @@ def _kernel(weight, planes, dtype, tiling, shares, token_tiles, parts, interpret
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
 
         def each_slot(act):
-            # A loop: addresses of all barriers would occupy registers to the end.
+            # A loop: unrolled, all barrier addresses would occupy registers to the end.
             lax.fori_loop(0, slots, lambda slot, _: act(free.at[slot]), None)
 
         @pl.when(warpgroup < warpgroups)
@@ -248,7 +248,7 @@ def _kernel(weight, planes, dtype, tiling, shares, token_tiles, parts, interpret
                 return total
 
             def scaled(slot, step, start, part):
-                """Even or odd inputs from the `start`-th of a step on, scaled by groups."""
+                """Even or odd inputs from the `start`-th of a step on, scaled by group."""
                 if not planes:
                     return part
                 pieces = []
@@ -266,7 +266,7 @@ def _kernel(weight, planes, dtype, tiling, shares, token_tiles, parts, interpret
                 return compat.side_by_side(pieces, _WGMMA, interpret)
 
             def group_of(step, start):
-                """Where among the scales that were loaded is the one of a step's input `start`."""
+                """Index among the loaded scales of the scale of a step's input `start`."""
                 if inputs // format.group == scales:
                     return start // format.group
                 return lax.rem(lax.div(step * inputs + start, format.group), scales)

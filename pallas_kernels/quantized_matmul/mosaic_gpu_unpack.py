@@ -1,17 +1,17 @@
-"""Packed values in registers, as left operands of Hopper's tensor cores.
+"""Unpacking of quantized values in registers, into left operands of Hopper's tensor cores.
 
-A thread reads four bytes of a row at once, 4 c to 4 c + 3 of every 16, where c is its place among
+A thread loads four bytes of a row together, 4 c to 4 c + 3 of every 16, where c is its index among
 the four threads that hold the row. As a left operand it must hold columns 2 c, 2 c + 1, 8 + 2 c and
-9 + 2 c of every 16. Which inputs those columns are is free, as long as x has its rows in the same
-order, so nothing is moved between threads: the first and third byte become two neighbours of an
-operand that has the even inputs, in order, the second and fourth of one that has the odd ones.
+9 + 2 c of every 16. Columns may be any inputs as long as the rows of x are in the same order, so no
+data moves between threads: the first and third byte become neighbours in an operand of the even
+inputs, in order, the second and fourth in one of the odd inputs.
 
-Four-bit values lie in blocks of 32 inputs whose low halves come first: 16 columns of even inputs
-are 8 low halves and then 8 high ones. Eight-bit ones take two blocks of 16 bytes.
+Four-bit values are stored in blocks of 32 inputs whose low halves come first: 16 columns of even
+inputs are 8 low halves and then 8 high ones. Eight-bit values take two blocks of 16 bytes.
 
-Two numbers are made at a time in a register, by instructions for pairs. There is none to convert
-two integers. But integers can be put into the mantissas of numbers whose exponent is right, by one
-shift and one logical operation, and a constant subtracted: exactly.
+Two numbers are computed per register, by packed instructions. None of them converts two integers.
+But one shift and one logical operation put integers into the mantissas of floats with a suitable
+exponent, and subtracting a constant then gives the exact value.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.quantized_matmul.formats import Format
 
 PACKED = plgpu.Layout.WGMMA_8BIT
-"""How packed bytes must lie in registers."""
+"""Register layout of the quantized bytes."""
 
-_BLOCK = 16  # bytes of a row that four threads read at once
+_BLOCK = 16  # bytes of a row that four threads load together
 
 
 def unpack(
@@ -54,8 +54,8 @@ def unpack(
 
     half = dtype == jnp.float16
     if format.values == "float8_e4m3fn":
-        # Exponent and mantissa go where they are in `dtype`, whose exponents begin lower. What is
-        # subnormal stays so until multiplied, which GPUs do exactly.
+        # Exponent and mantissa are shifted to their places in `dtype`, whose exponents begin lower.
+        # Subnormals stay subnormal until the multiplication, which is exact on GPUs.
         shift, lower = (7, 8) if half else (4, 120)
         bits = pick([-shift], 0x7F << shift) | pick([-8], 0x8000)
         return lax.bitcast_convert_type(bits, dtype) * jnp.array(2.0**lower, dtype)
@@ -64,7 +64,7 @@ def unpack(
     sign = 0 if format.minimum else 0x80
     if half:
         return number([0], 0xFF, 0x6400 | sign) - 1152
-    # bfloat16 has seven bits of mantissa: the eighth changes the exponent, from 128 to 256.
+    # bfloat16 has a 7-bit mantissa: the eighth bit changes the exponent, from 128 to 256.
     return number([0], 0x7F, 0x4300) - number([0], 0x80, 0x4380 ^ sign)
 
 
@@ -108,7 +108,7 @@ def _pick(packed, shifts, mask, flip, interpret):
 
 
 def in_operand(registers: np.ndarray, pairs_of: Callable, count: int) -> np.ndarray:
-    """A thread's registers as a left operand: the `count` pairs of each register it has packed.
+    """A thread's registers as a left operand: the `count` pairs of each register of packed bytes.
 
     Both have a row's columns in order along their second axis.
     """

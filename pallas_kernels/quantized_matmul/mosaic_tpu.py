@@ -1,33 +1,33 @@
-"""Products with packed weights for TPUs: the weight crosses the memory bus packed, once.
+"""Quantized matmuls on TPUs: the weight is read from memory once, quantized.
 
     x [in, tokens] -> token-major [parts, tokens, columns]      plain XLA, outside
     for each tile of rows, of tokens, of columns:               the grid, copies double-buffered
         for each block of BLOCK_ROWS x BLOCK_COLUMNS:
-            unpack to the dtype of the product, times scales    vector unit
+            dequantize to the dtype of the product, with scales vector unit
             result [tokens, rows] += x . block^T                matrix unit
     result^T, times the scales of whole rows, plus minima       plain XLA, fused
 
-Tokens are rows within, because memory comes in lines of 128: a result [out, 8] would be written as
-[out, 128]. A column is a byte of a row's values. In int4 it is two inputs, one of its low half and
-one of its high, so x comes in two parts and nothing is put in order: both halves are multiplied by
-the inputs that belong to them, and share a scale.
+Tokens are rows within the kernel, because memory rows are 128 wide: a result [out, 8] would be
+written as [out, 128]. A column is a byte of a row's values. In int4 it is two inputs, one in its
+low half and one in its high, so x comes in two parts and nothing is reordered: both halves are
+multiplied by their own inputs, and share a scale.
 
-A scale belongs to 2**n columns. It is brought to them by a gather along lanes, an operation of its
-own unit, and is multiplied into the weight before it is rounded to the dtype of the product. The
-scale of a whole row is left until after the product, so that its integers and float8s are
-multiplied exactly. So are minima: they contribute minima . (sums of x over groups), which is a
-product of 1/group of the size, and what remains to be rounded is the smaller for it.
+A scale belongs to 2**n columns. A gather along lanes, which has a unit of its own, spreads it, and
+it is multiplied into the weight before the weight is rounded to the dtype of the product. Row
+scales are applied after the product, so that integers and float8s are multiplied exactly. So are
+minima: they contribute minima . (sums of x over groups), a product of 1/group of the size, and the
+remaining weight to be rounded is smaller.
 
-Where tiles reach beyond the weight there is anything. Those rows are results of no one. Those
-columns meet zeros of x; their scales are the last group's, and float8 values, which might be NaN,
-are made zeros.
+Tiles may reach beyond the weight, where memory is undefined. Result rows there are dropped. Columns
+there are multiplied by zeros of x; their scales are the last group's, and float8 values, which
+might be NaN, are set to zero.
 
-Sizes are arithmetic and not measurements. Every step of a grid costs something of its own: for few
-tokens a tile is 2 MiB of values, which a v6e reads in 1.3 us. For many it is smaller, to leave room
-for x and the result: an element of x is used for 512 rows, two operations each, which at two bytes
-an element is 512 operations a byte, where a v5e needs 240 and a v6e 560 to be bound by its matrix
-unit; and a weight is unpacked once for 512 tokens. All buffers of a step are together below 12 MiB.
-What the gathers of scales take beside the reads is open until a TPU has run them.
+Sizes are arithmetic and not measurements. Every grid step has a fixed cost: for few tokens a tile
+is 2 MiB of values, which a v6e reads in 1.3 us. For many it is smaller, to leave room for x and the
+result: an element of x is used for 512 rows, two operations each, which at two bytes per element is
+512 operations per byte, where a v5e needs 240 and a v6e 560 to be bound by its matrix unit; and a
+weight is dequantized once for 512 tokens. All buffers of a step together are below 12 MiB. The cost
+of gathering scales next to the reads has not been measured on a TPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.quantized_matmul.formats import INT4_BLOCK, PackedWeight
+from pallas_kernels.quantized_matmul.formats import INT4_BLOCK, QuantizedWeight
 
 FEW_TOKENS = 128
 FEW_TILE, MANY_TILE = (1024, 2048), (512, 1024)
@@ -50,13 +50,13 @@ TOKEN_TILE = 512
 BLOCK_ROWS, BLOCK_COLUMNS = 256, 512
 LANES = 128
 LEAST_COLUMNS = 16
-"""Of a group: then a tile's scales lie in 128 lanes."""
+"""Fewest columns of a group, so that a tile's scales fit in 128 lanes."""
 
 _X_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 
 
-def unsupported(weight: PackedWeight, x: jax.Array) -> str | None:
-    """Why the kernel refuses arguments of these shapes and dtypes, None when it does not."""
+def unsupported(weight: QuantizedWeight, x: jax.Array) -> str | None:
+    """Why the kernel refuses arguments of these shapes and dtypes, None if it does not."""
     if x.dtype.name not in _X_DTYPES:
         return f"x is {x.dtype}; it can be {', '.join(_X_DTYPES)}."
     if 0 in (*weight.shape, *x.shape):
@@ -72,11 +72,11 @@ def unsupported(weight: PackedWeight, x: jax.Array) -> str | None:
     return None
 
 
-def quantized_matmul(weight: PackedWeight, x: jax.Array, *, interpret: Any = None) -> jax.Array:
+def quantized_matmul(weight: QuantizedWeight, x: jax.Array, *, interpret: Any = None) -> jax.Array:
     """Float32 [out, tokens] of `weight` [out, in] and x [in, tokens].
 
-    Products are of bfloat16 where x is that or float8, else of float32. Scales and minima are
-    finite. Raises ValueError with what `unsupported` says.
+    Products are bfloat16 if x is bfloat16 or float8, else float32. Scales and minima must be
+    finite. Raises ValueError for what `unsupported` names.
     """
     if reason := unsupported(weight, x):
         raise ValueError(reason)
@@ -91,7 +91,7 @@ def quantized_matmul(weight: PackedWeight, x: jax.Array, *, interpret: Any = Non
 
 
 def _parts(weight, x):
-    """[parts, tokens, columns] of x [in, tokens]: for int4 what low and high halves multiply."""
+    """[parts, tokens, columns] of x [in, tokens]: for int4 the inputs of low and high halves."""
     if weight.format.values != "int4":
         return x.T[None]
     blocks = x.reshape(-1, 2, INT4_BLOCK // 2, x.shape[1])
@@ -99,7 +99,7 @@ def _parts(weight, x):
 
 
 def _of_minima(weight, x):
-    """Float32 [tokens, out]: what minima add to the product."""
+    """Float32 [tokens, out]: contribution of the minima."""
     groups = weight.minima.shape[1]
     sums = x.astype(jnp.float32).reshape(groups, -1, x.shape[1]).sum(1)
     minima = weight.minima.astype(jnp.float32)
@@ -107,7 +107,7 @@ def _of_minima(weight, x):
 
 
 def _multiply(weight, x, interpret):
-    """Float32 [tokens, out] of x [parts, tokens, columns], without the scales of whole rows."""
+    """Float32 [tokens, out] of x [parts, tokens, columns], before row scales."""
     parts, tokens, columns = x.shape
     num_rows = weight.shape[0]
     largest = FEW_TILE if tokens <= FEW_TOKENS else MANY_TILE
@@ -190,12 +190,12 @@ def _kernel(x, values, *scales_and_result, weight):
 
 
 def _blocks_within(tile, block, remaining):
-    """Blocks of a tile that have something of the `remaining` rows or columns."""
+    """Blocks of a tile that contain any of the `remaining` rows or columns."""
     return jnp.minimum(tile // block, pl.cdiv(remaining, block))
 
 
 def _unpack(values, first_column, weight):
-    """Float32 [rows, columns] of a block of values; in int4 two, of low halves and of high."""
+    """Float32 [rows, columns] of a block of values; for int4 two, of low and of high halves."""
     if weight.format.values == "int4":
         values = values.astype(jnp.int32)
         offset = 0 if weight.format.minimum else 8
@@ -214,7 +214,7 @@ def _spread(scales, first_column, weight):
     size = _group_columns(weight)
     shape = scales.shape[0], LANES
     lane = lax.broadcasted_iota(jnp.int32, shape, 1)
-    first_group = first_column // (size * LANES) * LANES  # of those that are here
+    first_group = first_column // (size * LANES) * LANES  # of the loaded scales
     last_group = weight.scales.shape[1] - 1
     spread = []
     for first_lane in range(0, BLOCK_COLUMNS, LANES):
@@ -224,15 +224,15 @@ def _spread(scales, first_column, weight):
 
 
 def _loadable(scales):
-    """Float16 as its bits: the vector unit cannot even load it."""
+    """Float16 as its bits: the vector unit cannot load float16."""
     return lax.bitcast_convert_type(scales, jnp.uint16) if scales.dtype == jnp.float16 else scales
 
 
 def _as_float32(scales):
-    """Exactly. Of the bits of float16 those of float32 are made.
+    """Exact conversion, of float16 from its bits.
 
-    The magnitude is moved to where float32 has it, and the exponent's bias, 15 and 127, made up
-    for. Below 2**-14 float16 has no leading one: it is put there, and taken away as a number.
+    The magnitude is shifted to its float32 place, and the exponent biases, 15 and 127, corrected.
+    Below 2**-14 float16 has no leading one: it is added as a bit and subtracted as a number.
     """
     if scales.dtype != jnp.uint16:
         return scales.astype(jnp.float32)

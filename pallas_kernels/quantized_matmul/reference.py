@@ -1,4 +1,4 @@
-"""What packed weights and their products mean, in float64 numpy."""
+"""Reference for quantized weights and their products, in float64 numpy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def dequantize(weight):
-    """Float64 [out, in] of a PackedWeight."""
+    """Float64 [out, in] of a QuantizedWeight."""
     values = np.asarray(weight.values)
     if weight.format.values == "int4":
         values = np.concatenate([_unpacked(block) for block in _blocks_of_16(values)], axis=1)

@@ -1,6 +1,6 @@
-"""How steps along the inputs of tiles are divided among blocks of threads.
+"""How steps along the inputs of tiles are divided among thread blocks.
 
-Stream-K (Osama et al. 2023): however many tiles there are, all blocks have as much to do.
+Stream-K (Osama et al. 2023): whatever the number of tiles, all blocks have equal work.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from jax import lax
 
 
 class Shares(NamedTuple):
-    """Each block takes `run` steps: whole tiles, every `blocks`-th of them, or whatever comes next
-    in the order of tiles.
+    """Each block takes `run` steps: every `blocks`-th whole tile, or consecutive steps in the order
+    of tiles.
     """
 
     tiles: int
@@ -26,7 +26,7 @@ class Shares(NamedTuple):
 
     @classmethod
     def of(cls, tiles: int, steps: int, blocks: int) -> Shares:
-        """Whole tiles where a tenth of the time at most is lost by it, or each has four or more."""
+        """Whole tiles if they lose at most a tenth of the time or each block has four or more."""
         whole = math.ceil(tiles / blocks) * steps
         even = math.ceil(tiles * steps / blocks)
         run = whole if even >= 0.9 * whole or tiles >= 4 * blocks else even
@@ -44,7 +44,7 @@ class Shares(NamedTuple):
         return (first + self.steps - 1) // self.run - first // self.run + 1
 
     def tiles_of(self, block: jax.Array) -> jax.Array:
-        """How many tiles `block` has a part of."""
+        """How many tiles `block` works on."""
         if self.whole:
             return lax.div(self.tiles - block + (self.blocks - 1), self.blocks)
         start = block * self.run
@@ -52,7 +52,7 @@ class Shares(NamedTuple):
         return lax.div(last, self.steps) - lax.div(start, self.steps) + 1
 
     def tile_of(self, block: jax.Array, index: jax.Array) -> tuple[jax.Array, ...]:
-        """The `index`-th of them: tile, which of its parts, its first step and how many."""
+        """The `index`-th of them: tile, part of the tile, first step, number of steps."""
         if self.whole:
             return block + index * self.blocks, jnp.int32(0), jnp.int32(0), jnp.int32(self.steps)
         start = block * self.run

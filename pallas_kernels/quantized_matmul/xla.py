@@ -1,12 +1,12 @@
-"""Products with packed weights in plain XLA.
+"""Quantized matmuls in plain XLA.
 
-On CPUs, a few rows at a time: a tile of the weight is unpacked to float32 and multiplied while it
-is in the cache. To unpack the whole weight first writes and reads float32 memory, eight times what
-int4 is packed: for 49152 rows of 576 and one token, 13 times slower in Q8_0. Four-bit values are
-never put in order: low and high halves of bytes are multiplied by the inputs that belong to each.
-With tiles whose halves are interleaved first, the same takes 19 times as long in Q4_1.
+On CPUs, a few rows at a time: a tile of the weight is dequantized to float32 and multiplied while
+it is in the cache. Dequantizing the whole weight first writes and reads float32 memory, eight times
+the size of int4: for 49152 rows of 576 and one token, 13 times slower in Q8_0. Four-bit values are
+never reordered: low and high halves of bytes are multiplied by their own inputs. Interleaving the
+halves of a tile first makes this 19 times slower in Q4_1.
 
-Elsewhere the weight is unpacked whole, in the dtype of x, and left to the compiler to fuse: chosen
+Elsewhere the whole weight is dequantized, in the dtype of x, and the compiler may fuse it: chosen
 by reasoning and not by measurement.
 """
 
@@ -20,26 +20,26 @@ from jax import lax
 from pallas_kernels.arrays import as_bits
 from pallas_kernels.quantized_matmul.formats import (
     INT4_BLOCK,
-    PackedWeight,
+    QuantizedWeight,
     dequantize,
     nibbles,
     scaled,
 )
 
-# Unpacked values of a tile. For a few tokens 256 KiB, which stay in a core's own cache: for one
-# token and 576 rows of 1536 they take two thirds of the time of 2 MiB. For more tokens 2 MiB: with
-# 512, it is the smaller tiles that take half as long again.
+# Dequantized values of a tile. For a few tokens 256 KiB, which stay in a core's private cache: for
+# one token and 576 rows of 1536 they take two thirds of the time of 2 MiB. For more tokens 2 MiB:
+# with 512 tokens, the smaller tiles take 1.5 times as long.
 TILE, LARGE_TILE = 1 << 16, 1 << 19
 FEW_TOKENS = 64
 
 
-def quantized_matmul(weight: PackedWeight, x):
+def quantized_matmul(weight: QuantizedWeight, x):
     """Float32 [out, tokens]."""
     return lax.platform_dependent(weight, x, cpu=multiply_by_tile, default=multiply_whole)
 
 
-def multiply_by_tile(weight: PackedWeight, x):
-    """Tiles of as many rows as make about TILE or LARGE_TILE values, the last of what remains."""
+def multiply_by_tile(weight: QuantizedWeight, x):
+    """Tiles of about TILE or LARGE_TILE values each; the last has the remaining rows."""
     num_outputs, num_inputs = weight.shape
     size = TILE if x.shape[1] <= FEW_TOKENS else LARGE_TILE
     rows = min(num_outputs, max(16, size // num_inputs // 16 * 16))
@@ -57,15 +57,15 @@ def multiply_by_tile(weight: PackedWeight, x):
     return jnp.concatenate([result, tile(tiles * rows, rest)]) if rest else result
 
 
-def multiply_whole(weight: PackedWeight, x):
-    """One product, in the dtype of x; a scale for each output is left until after it."""
+def multiply_whole(weight: QuantizedWeight, x):
+    """One product, in the dtype of x; per-output scales are applied after it."""
     if weight.format.values == "int4" or not _one_scale(weight):
         return _dot(dequantize(weight).astype(x.dtype), x)
     return _dot(weight.values.astype(x.dtype), x) * weight.scales.astype(jnp.float32)
 
 
 def _multiply(tile, parts):
-    """Float32 [rows, tokens] of a tile and what its columns multiply, in one part or two."""
+    """Float32 [rows, tokens] of a tile and the inputs of its columns, in one part or two."""
     values = nibbles(tile) if tile.format.values == "int4" else (tile.values,)
     if _one_scale(tile):
         products = [_dot(part.astype(jnp.float32), x) for part, x in zip(values, parts)]
@@ -96,8 +96,8 @@ def _rows(weight, first, rows):
 def _from_float8(bits):
     """Float16 of the bits of float8_e4m3fn, exactly; XLA's own conversion takes twice as long.
 
-    Sign, exponent and mantissa are put where float16 has them, which leaves the exponents' biases,
-    7 and 15, to be made up for. Float16 reaches 65504, so nothing overflows.
+    Sign, exponent and mantissa are shifted to their float16 places, and a multiplication corrects
+    the exponent biases, 7 and 15. Float16 reaches 65504, so nothing overflows.
     """
     moved = (lax.bitcast_convert_type(bits, jnp.int8).astype(jnp.int16) << 7) & -0x4001
     values = lax.bitcast_convert_type(moved, jnp.float16) * jnp.float16(2**8)

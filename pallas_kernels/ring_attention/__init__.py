@@ -1,4 +1,4 @@
-"""Attention over sequences that the ranks of a mesh axis hold together."""
+"""Context-parallel attention: sequences split over the ranks of a mesh axis."""
 
 from pallas_kernels.ring_attention.api import Scheme, ring_attention, ring_paged_attention
 from pallas_kernels.ring_attention.choice import choose_scheme

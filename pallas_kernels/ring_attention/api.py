@@ -1,14 +1,14 @@
-"""The signatures of attention over sequences that several ranks hold together.
+"""Signatures of context-parallel attention: sequences split over several ranks.
 
 For use inside `jax.shard_map`, where a rank is a position along the mesh axis `axis_name`, or along
-several axes together. All take and return what is this rank's own. Attention itself is
-`paged_attention.attend`, so that each device's kernel does it: who sees what becomes ranges of
-positions (`work`), which need no mask, and parts meet by their log-sum-exps.
+several axes together. All functions take and return this rank's arrays. Attention itself is
+`paged_attention.attend`, so each device uses its kernel: visibility becomes ranges of positions
+(`work`), which need no mask, and partial results are merged by their log-sum-exps.
 
-Keys and values travel as pages, as they are stored: keys with positions last, values with features
-last. They are brought into that order once, by their owner, and no hop transposes anything.
+Keys and values are sent as pages, as they are stored: keys with positions last, values with
+features last. Their owner brings them into that order once, and no hop transposes anything.
 
-`shard_map` needs `check_vma=False`: the loops inside attention do not say what varies.
+`shard_map` needs `check_vma=False`: the loops inside attention do not declare what varies.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from pallas_kernels.ring_attention.token_ring import token_ring
 from pallas_kernels.ring_attention.work import Work
 
 Scheme = Literal["pass_kv", "pass_kv_both_ways", "pass_q"]
-"""What travels around the ring: keys and values, the halves of them in either direction
-(`pass_kv`), or queries, with their results the other way (`token_ring`, which says what is gained
-where)."""
+"""What is sent around the ring: keys and values, halves of them in either direction (`pass_kv`), or
+queries, with results sent the other way (`token_ring`, which compares the schemes)."""
 
 PAGE_SIZE = 128
-"""Of keys and values that were not in pages: what kernels for any device can do."""
+"""For keys and values that are not in pages yet: supported by the kernels of every device."""
 
 
 def ring_attention(
@@ -51,21 +50,21 @@ def ring_attention(
     scheme: Scheme = "pass_kv",
     backend: backends.Backend = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention within whole sequences, of which each rank has a share.
+    """Attention within whole sequences, each split over the ranks.
 
     q [rows, shard, query_heads, head_dim], k and v [rows, shard, kv_heads, head_dim]: this rank's
         tokens of each sequence in order of position, then padding. Query head h reads KV head
         h // (query_heads / kv_heads).
     lengths [rows] int32: tokens of the whole sequences, the same on every rank.
-    layout: which tokens those are, as `contiguous(lengths, ranks)` or `zigzag(lengths, ranks)` deal
-        them; `shard` must have room for the largest share, which data cannot be checked for.
+    layout: which tokens those are, as `contiguous(lengths, ranks)` or `zigzag(lengths, ranks)`
+        assign them; `shard` must hold the largest share, which cannot be checked on traced data.
     causal: a token sees itself and those before it; otherwise its whole sequence.
     window: a token at position p sees (p - window, p] only; causal only.
     soft_cap: scores become soft_cap * tanh(score / soft_cap).
 
     Returns out [rows, shard, query_heads, head_dim] of q's dtype and lse [rows, shard, query_heads]
-    float32, this rank's; padding gets (0, -inf). Raises ValueError for options, shapes and dtypes
-    that do not belong together.
+    float32, this rank's; padding gets (0, -inf). Raises ValueError for inconsistent options, shapes
+    and dtypes.
     """
     rows, shard, _, dim = q.shape
     if k.shape != v.shape or k.shape[:2] != (rows, shard) or k.shape[3] != dim:
@@ -94,9 +93,9 @@ def ring_paged_attention(
     scheme: Scheme = "pass_q",
     backend: backends.Backend = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """Causal attention of new tokens, of which each rank has a share, to all pages of a sequence.
+    """Causal attention of new tokens, split over the ranks, to all pages of their sequences.
 
-    Page j of every sequence lies on rank j % ranks, as that rank's page j // ranks of it.
+    Page j of every sequence is on rank j % ranks, as that rank's page j // ranks of the sequence.
 
     q [rows, shard, query_heads, head_dim]: this rank's new tokens of each sequence in order of
         position, then padding.
@@ -105,11 +104,11 @@ def ring_paged_attention(
     context [rows], lengths [rows] int32: tokens of the whole sequences, and the new ones among
         them, which come last; the same on every rank.
     layout: which of the new tokens are this rank's, counted from the first new one.
-    scheme: with "pass_q" the pool is attended to where it is. Otherwise what tables name is copied,
-        all of their width, and travels. `choose_scheme` says which is the faster.
+    scheme: with "pass_q" each rank attends to its pool in place. Otherwise all pages in `tables`,
+        full width, are copied and sent. `choose_scheme` says which is faster.
 
-    For the rest, returns and raises as `ring_attention`. Scales of quantized pages are the
-    caller's: elements count as they are.
+    Otherwise as `ring_attention`. The caller applies the scales of quantized pages: elements are
+    used unscaled.
     """
     keys = round_robin(pages.k.shape[3], layout.ranks)
     work = Work(layout, keys, context, lengths, q.shape[1], True, window)
@@ -127,9 +126,9 @@ def _around(q, pages, tables, work, axis_name, scale, soft_cap, scheme, backend)
     ranks = lax.axis_size(axis_name)
     if work.queries.ranks != ranks:
         raise ValueError(
-            f"The layout deals to {work.queries.ranks} ranks; axis {axis_name!r} has {ranks}."
+            f"The layout is for {work.queries.ranks} ranks; axis {axis_name!r} has {ranks}."
         )
-    # All steps are alike: as one function, it is traced and its kernel lowered once.
+    # All steps are alike: one jitted function is traced and its kernel lowered once.
     attend_to = jax.jit(
         functools.partial(attend, num_decodes=0, scale=scale, soft_cap=soft_cap, backend=backend)
     )
@@ -145,7 +144,7 @@ def _around(q, pages, tables, work, axis_name, scale, soft_cap, scheme, backend)
 
 
 def _to_pages(k, v):
-    """k, v [rows, shard, kv_heads, head_dim] as pages, those of a row in order, row after row."""
+    """k, v [rows, shard, kv_heads, head_dim] as pages, in order within a row, row after row."""
     shard, heads, dim = k.shape[1:]
     padding = [(0, 0), (0, -shard % PAGE_SIZE), (0, 0), (0, 0)]
     k, v = (jnp.pad(array, padding).reshape(-1, PAGE_SIZE, heads, dim) for array in (k, v))

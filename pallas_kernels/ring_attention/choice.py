@@ -1,4 +1,4 @@
-"""Whether keys and values or queries should travel (Context Parallelism, 2411.01783, section 3.4).
+"""Whether to send keys and values or queries (Context Parallelism, 2411.01783, section 3.4).
 
 T new tokens attend to themselves and P cached ones on N ranks, each of C FLOP/s and with a link of
 W bytes/s. A rank has D / head_dim query heads and KV heads in the ratio h = KV heads / query heads,
@@ -9,10 +9,10 @@ meanwhile
     pass-Q   sends T / N * D e bytes, hidden when                     T + P >= N C e / (4 W),
              and last an all-to-all of N - 1 such messages, exposed, to bring the results home.
 
-Where pass-KV is not hidden, it is still the faster while what shows of N - 1 of its messages is
-less than that all-to-all: 2 h - 4 T W / (N C e) <= T / (T + P). Divide both by
-N - 1, (T + P) / N * D e / W to see it. Causal masks halve the computing of a full prefill, not of a
-short chunk after a long context, where the choice is open.
+Where pass-KV is not hidden, it is still faster while the exposed part of its N - 1 messages is less
+than that all-to-all: 2 h - 4 T W / (N C e) <= T / (T + P), both divided by N - 1 and
+(T + P) / N * D e / W. Causal masks halve the compute of a full prefill, not of a short chunk after
+a long context, where the choice is open.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def choose_scheme(
     flops_per_s: float,
     link_bytes_per_s: float,
 ) -> Literal["pass_kv", "pass_q"]:
-    """What should travel, for a chunk of `new_tokens` after `cached_tokens` of one sequence.
+    """What to send, for a chunk of `new_tokens` after `cached_tokens` of one sequence.
 
     element_bytes: of queries and of keys. flops_per_s and link_bytes_per_s: of one rank, and only
-    their ratio matters, so both may be those of one device of the several that make a rank.
+    their ratio matters, so both may be those of one of the several devices of a rank.
 
     A full prefill is "pass_kv" wherever there are at least two query heads to a KV head; a decode
     step after a context that is not tiny is "pass_q".

@@ -1,10 +1,10 @@
-"""Queries everywhere, each rank attends to its own pages (KV-cache parallelism, Medha 2409.17264).
+"""Replicated queries; each rank attends to its own pages (KV-cache parallelism, Medha 2409.17264).
 
-Page j of every sequence lies on rank j % ranks, as that rank's page j // ranks of the sequence.
-Every query then finds an even part of its keys on each rank, to within a page, whatever its
-position; a sequence grows by a page on one rank after the other; and no page ever moves. Queries
-are few, one token a decoding row or a chunk of a prompt, so that all ranks can have them all. Their
-results meet in one maximum and one sum over the ranks: (head_dim + 2) * 4 bytes a token and head.
+Page j of every sequence is on rank j % ranks, as that rank's page j // ranks of the sequence. The
+keys of every query are then split evenly over the ranks, to within a page, whatever its position; a
+sequence grows by a page on one rank after the other; and no page ever moves. Queries are few, one
+token per decode row or a prefill chunk, so they are replicated on all ranks. Results are merged by
+one maximum and one sum over the ranks: (head_dim + 2) * 4 bytes per token and head.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def kvp_attention(
     soft_cap: float | None = None,
     backend: Backend = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """`paged_attention` with each sequence's pages dealt to the ranks of a mesh axis, or several.
+    """`paged_attention` with each sequence's pages split over one or several mesh axes.
 
-    For use inside `jax.shard_map`. All arguments are as there and the same on every rank, but for
-    two: `pages` is the rank's own pool, and `batch.tables` names the rank's own pages of each row,
-    in order. A row too short to have a page on a rank has an empty table there.
+    For use inside `jax.shard_map`. Arguments are those of `paged_attention` and the same on every
+    rank, except two: `pages` is the rank's own pool, and `batch.tables` holds the rank's own pages
+    of each row, in order. A row too short to have a page on a rank has an empty table there.
 
-    Returns out and lse as there, the same on every rank. Scales of quantized pages are the
-    caller's: elements count as they are.
+    Returns out and lse as `paged_attention` does, the same on every rank. The caller applies the
+    scales of quantized pages: elements are used unscaled.
     """
     partial = kvp_partial(
         q,
@@ -66,7 +66,7 @@ def kvp_partial(
     soft_cap: float | None = None,
     backend: Backend = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """What this rank adds to `kvp_attention`, for the caller to merge over the ranks.
+    """This rank's partial of `kvp_attention`, for the caller to merge over the ranks.
 
     Returns out [tokens, query_heads, head_dim] and lse [tokens, query_heads] float32 of the rank's
     own pages.
@@ -97,11 +97,11 @@ def kvp_slots(
     page_size: int,
     axis_name: str | tuple[str, ...],
 ) -> tuple[jax.Array, jax.Array]:
-    """Where `write_kv` puts tokens on this rank: page_ids and offsets, int32 [tokens] each.
+    """Slot mapping of `write_kv` on this rank: page_ids and offsets, int32 [tokens] each.
 
-    tables [rows, pages]: the rank's own pages of each row. rows, positions [tokens] int32: whose
-    each token is and where it stands in the sequence. The id is -1, which writes nothing, for
-    tokens whose page is another rank's or not in the table.
+    tables [rows, pages]: the rank's own pages of each row. rows, positions [tokens] int32: each
+    token's row and its position in the sequence. The id is -1, which writes nothing, for tokens
+    whose page is on another rank or not in the table.
     """
     layout, rank = round_robin(page_size, lax.axis_size(axis_name)), lax.axis_index(axis_name)
     index = layout.before(rank, positions)

@@ -1,19 +1,19 @@
-"""Which rank holds which positions of a sequence, and how many of them lie before a position.
+"""Which rank holds which positions of a sequence, and how many of its positions precede a position.
 
-A sequence is cut into blocks of equal length, and the blocks are dealt to the ranks like cards:
+A sequence is cut into blocks of equal length, which are assigned to ranks in this order:
 
-    contiguous    0 1 2 3                    one block each, blocks of a whole share
-    zigzag        0 1 2 3 3 2 1 0            there and back: early and late ones meet
-    round robin   0 1 2 3 0 1 2 3 0 1 ...    a page at a time, for as long as there are pages
+    contiguous    0 1 2 3                    one block per rank
+    zigzag        0 1 2 3 3 2 1 0            there and back: each rank has early and late blocks
+    round robin   0 1 2 3 0 1 2 3 0 1 ...    a page at a time, without end
 
-A rank keeps what it was dealt in order of position. So of any range of positions, what lies on one
-rank is a range of that rank's own, whose ends `before` gives. That one function makes every mask of
+A rank stores its tokens in order of position. So the part of any range of positions that is on one
+rank is a range of that rank's indices, whose ends `before` gives. That function turns every mask of
 every scheme into data: causal, windowed, ragged, between any two ranks.
 
-Causal work is balanced when ranks hold early and late positions alike. Contiguous blocks leave the
+Causal work is balanced when ranks hold early and late positions alike. Contiguous blocks give the
 last rank nearly twice the mean. Zigzag (Llama 3's training, 2407.21783, and ring-flash-attention)
-is even at each step to within a block's diagonal, and so are pages dealt in turn once a rank has
-many of them.
+is balanced at each step to within a block's diagonal, and so is round robin once a rank has many
+pages.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Array = jax.Array | np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Blocks of `block` positions dealt to `ranks` ranks in turn, or there and back.
+    """Blocks of `block` positions assigned to `ranks` ranks in turn, or there and back.
 
     block: an integer, or int32 [rows, 1] where each row, a sequence, is cut by its own length.
 
-    In what follows a rank may be an integer or an int32 scalar of a device, positions are int32
-    [rows, n] (of any shape for an integer block), and arrays are numpy's or JAX's, as given.
+    In the methods a rank is an integer or a JAX int32 scalar, positions are int32 [rows, n] (any
+    shape for an integer block), and arrays are numpy's or JAX's, as given.
     """
 
     ranks: int
@@ -42,7 +42,7 @@ class Layout:
 
     @property
     def _dealt(self) -> int:
-        """Blocks that a rank is dealt in each cycle."""
+        """Blocks of a rank in each cycle."""
         return 2 if self.there_and_back else 1
 
     def before(self, rank: int | Array, positions: Array) -> Array:
@@ -59,7 +59,7 @@ class Layout:
     def position(self, rank: int | Array, indices: Array) -> Array:
         """The position of each of the rank's tokens, given their indices on that rank.
 
-        It increases with the index, and without end: an index beyond the sequence's share gives a
+        It increases with the index, without bound: an index beyond the rank's share gives a
         position beyond the sequence.
         """
         share = self._dealt * self.block
@@ -87,26 +87,26 @@ class Layout:
         return np.concatenate([self.position(rank, indices) for rank in range(self.ranks)], axis=-1)
 
     def places(self, positions: Array, shard: int) -> Array:
-        """The inverse of `order`: where each position comes in it."""
+        """The inverse of `order`: the index of each position in it."""
         rank = self.rank(positions)
         return rank * shard + self.before(rank, positions)
 
 
 def contiguous(lengths: Array, ranks: int) -> Layout:
-    """Each sequence cut into as many blocks as there are ranks; lengths int32 [rows]."""
+    """Each sequence cut into one block per rank; lengths int32 [rows]."""
     return Layout(ranks, _blocks(lengths, ranks))
 
 
 def zigzag(lengths: Array, ranks: int) -> Layout:
-    """Each sequence cut into two blocks a rank: rank r has numbers r and 2 * ranks - 1 - r."""
+    """Each sequence cut into two blocks per rank: rank r has blocks r and 2 * ranks - 1 - r."""
     return Layout(ranks, _blocks(lengths, 2 * ranks), there_and_back=True)
 
 
 def round_robin(page_size: int, ranks: int) -> Layout:
     """Page j of a sequence on rank j % ranks, as that rank's page j // ranks of the sequence.
 
-    A sequence grows page by page without anything that was written having to move. With a page
-    size of 1 this is striped attention's layout (2311.09431).
+    A sequence grows page by page without moving written pages. With a page size of 1 this is the
+    layout of striped attention (2311.09431).
     """
     return Layout(ranks, page_size)
 

@@ -1,4 +1,4 @@
-"""Keys and values travel around the ring (Ring Attention, 2310.01889); queries stay.
+"""Pass-KV: keys and values are sent around the ring (Ring Attention, 2310.01889); queries stay.
 
     step      0     1     2     3          what a rank of four attends to, and n - 1 = 3 hops
     rank 0   k0    k3    k2    k1
@@ -6,22 +6,21 @@
     rank 2   k2    k1    k0    k3
     rank 3   k3    k2    k1    k0
 
-At each step a rank passes on what it has and attends to it. The send does not wait for the
-attention nor the attention for the send, so the compiler runs them side by side, and a step takes
-as long as the slower of the two.
+At each step a rank sends its current keys and values on and attends to them. Send and attention do
+not depend on each other, so the compiler overlaps them, and a step takes as long as the slower one.
 
-One ring uses one direction of each link. Both ways, the even pages of every rank travel up and the
-odd ones down: messages are half as large, there are as many hops, and on a torus, whose links to
-either neighbour are different ones, the sends take half the time. Behind a switch, where a device
-sends to all through the same port, nothing is gained. Every other page is a fair sample of a rank's
-positions, so what is balanced stays so to within a page a row.
+One ring uses one direction of each link. Both ways, the even pages of every rank are sent up and
+the odd ones down: messages are half as large, the number of hops is the same, and on a torus, with
+a separate link to either neighbour, the sends take half the time. Behind a switch, where a device
+sends everything through one port, it gains nothing. Every other page is a fair sample of a rank's
+positions, so balanced work stays balanced to within a page per row.
 
-XLA for GPUs keeps one send in flight, which suits keys and values as long as it joins the two;
---xla_gpu_experimental_parallel_collective_overlap_limit=2 has both run beside the kernel.
+XLA for GPUs keeps one send in flight, which is enough as long as it joins keys and values into one;
+--xla_gpu_experimental_parallel_collective_overlap_limit=2 overlaps both with the kernel.
 
 The steps are unrolled, so that a program has exactly ranks - 1 sends of each array and the compiler
-sees them all. No send is under a condition: a step in which a rank sees nothing has empty ranges,
-for which kernels do no work.
+sees them all. No send is conditional: a step in which a rank sees nothing has empty ranges, for
+which kernels do no work.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ from pallas_kernels.ring_attention.work import Work
 
 
 class _Traveller(NamedTuple):
-    """Pages on their way: [rows * width pages, ...], the same number for each row.
+    """Pages in flight: [rows * width pages, ...], the same number for each row.
 
-    hop: how many ranks up they go at each step. limits: from limits of a rank's whole keys to
-    limits of those that are in these pages.
+    hop: ranks that they are sent up at each step. limits: maps limits of all keys of a rank to
+    limits of the keys in these pages.
     """
 
     pages: KVPages
@@ -84,8 +83,8 @@ def pass_kv(
             batch, visible = work.between(rank, (rank - step * one.hop) % ranks, tables)
             visible = Visible(*map(one.limits, visible))
             partials.append(attend(q, one.pages, batch, visible))
-        # What arrives and what was attended to meanwhile are there together, before anything else
-        # is sent. Without it the compiler may send everything first and hold all ranks' keys.
+        # Finish this step's receive and attention before the next send. Otherwise the compiler may
+        # send everything first and hold all ranks' keys.
         (out, lse), partials, arrived = lax.optimization_barrier(((out, lse), partials, arriving))
         for partial in partials:
             out, lse = merge_two(out, lse, *partial)
@@ -94,7 +93,7 @@ def pass_kv(
 
 
 def _even_up_odd_down(pages: KVPages, rows: int) -> list[_Traveller]:
-    """Every other page of each row, for either direction."""
+    """Even pages of each row, sent up, and odd pages, sent down."""
     page_size = pages.k.shape[3]
     halves = round_robin(page_size, 2)
 

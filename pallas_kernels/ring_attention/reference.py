@@ -1,4 +1,4 @@
-"""What sharded attention means: attention within whole sequences, in float64 numpy."""
+"""Reference for context-parallel attention: unsharded attention in float64 numpy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 def attention(q, k, v, *, scale, causal=True, window=None, soft_cap=None):
     """q [new, query_heads, head_dim], the last of the tokens of k, v [tokens, kv_heads, head_dim].
 
-    Returns out and lse as `api.ring_attention` does, of one sequence that nobody divided.
+    Returns out and lse as `api.ring_attention` does, of one unsharded sequence.
     """
     q, k, v = (np.asarray(array, np.float64) for array in (q, k, v))
     group = q.shape[1] // k.shape[1]

@@ -1,4 +1,4 @@
-"""Which of one rank's queries see which of another rank's keys, as ranges."""
+"""Which keys of one rank the queries of another rank see, as ranges."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pallas_kernels.ring_attention.layout import Array, Layout
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The new tokens of some sequences and all their keys, both dealt to the same ranks.
+    """The new tokens of some sequences and all their keys, both split over the same ranks.
 
-    queries: who has which of the new tokens. keys: who has which positions of the whole sequence.
+    queries: layout of the new tokens. keys: layout of the positions of the whole sequence.
     context [rows] int32: tokens of each sequence, the new ones included.
     lengths [rows] int32: the new ones among them, which come last.
-    shard: tokens of each sequence that a rank has room for; what it has less is padding at the end.
+    shard: capacity of a rank in tokens of each sequence, padded at the end.
     causal, window: as in `api`.
     """
 
@@ -34,7 +34,7 @@ class Work:
     def visible(self, owner: int | Array, source: int | Array) -> Visible:
         """What the owner's tokens see of the source's keys; [rows, shard], by index on the source.
 
-        Padding sees nothing, which is 0 to 0. Nobody else's limits decrease along a row.
+        Padding sees nothing: 0 to 0. The limits of real tokens do not decrease along a row.
         """
         new = self.queries.position(owner, np.arange(self.shard, dtype=np.int32)[None])
         until = (self.context - self.lengths)[:, None] + new + 1
@@ -47,7 +47,7 @@ class Work:
     def between(
         self, owner: jax.Array, source: jax.Array, tables: jax.Array
     ) -> tuple[RaggedBatch, Visible]:
-        """The same for `attend`: the owner's tokens and the pages where the source has its keys.
+        """The same for `attend`: the owner's tokens and the source's pages.
 
         Tokens are flat, [rows * shard]; tables [rows, pages] int32.
         """
@@ -62,9 +62,9 @@ class Work:
 
 
 def pairs(work: Work) -> np.ndarray:
-    """int64 [steps, ranks]: pairs of query and key that each rank computes at each step of pass-KV.
+    """int64 [steps, ranks]: query-key pairs that each rank computes at each step of pass-KV.
 
-    For arrays of numpy. At step s, rank r has the keys of rank r - s.
+    For numpy arrays. At step s, rank r has the keys of rank r - s.
     """
     ranks = work.queries.ranks
     counts = np.zeros((ranks, ranks), np.int64)

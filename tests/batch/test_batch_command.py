@@ -59,7 +59,7 @@ def test_killed_at_random_moments_each_line_is_there_once(batch, batch_llm, job_
 
     again = batch(lines, output)
     assert again.status == 0
-    assert f"{LINES} of {LINES} lines are done already" in again.stderr
+    assert f"{LINES} of {LINES} lines are already done" in again.stderr
     assert "Loading" not in again.stderr, "nothing is loaded when nothing is left to do"
 
 
@@ -71,7 +71,7 @@ def test_told_to_stop_it_says_how_to_go_on(batch, batch_llm, job_paths, number: 
     process.send_signal(number)
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 128 + number, stderr
-    assert "Give the same command again to go on" in stderr
+    assert "Run the same command again to resume" in stderr
     assert "Traceback" not in stderr
     done = len(answers(output))
     assert 0 < done < LINES
@@ -89,7 +89,7 @@ def test_hosts_that_share_an_engine_are_told_to_stop_together(batch, batch_llm, 
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, stderr
-    assert "Give the same command again to go on" in stderr
+    assert "Run the same command again to resume" in stderr
     assert "Traceback" not in stderr
     assert 0 < len(answers(output)) < LINES
     run_batch(batch_llm, lines, output)
@@ -103,7 +103,10 @@ def test_hosts_share_the_work(batch, batch_llm, job_paths):
     expected = output.with_name("alone.jsonl")
     run_batch(batch_llm, lines, expected)
     ended = batch(
-        lines, output, "--shard={host}/{hosts}", prefix=("launch", "--hosts=3", "--separate", "--")
+        lines,
+        output,
+        "--shard={host}/{hosts}",
+        prefix=("launch", "--hosts=3", "--independent", "--"),
     )
     assert ended.status == 0, ended.stderr
     assert answers(output) == answers(expected)
@@ -114,11 +117,11 @@ def test_hosts_share_the_work(batch, batch_llm, job_paths):
 
     ended = batch(lines, output, prefix=("launch", "--hosts=2", "--"))
     assert ended.status == 1
-    assert "launch --separate" in ended.stderr, ended.stderr
+    assert "launch --independent" in ended.stderr, ended.stderr
 
     together = output.with_name("together.jsonl")
     ended = batch(lines, together, "--shard=3/5")
-    assert (ended.status, "share is done" in ended.stderr) == (0, True), ended.stderr
+    assert (ended.status, "shard is done" in ended.stderr) == (0, True), ended.stderr
     ended = batch(
         lines,
         together,
@@ -126,7 +129,7 @@ def test_hosts_share_the_work(batch, batch_llm, job_paths):
         prefix=("launch", "--hosts=2", "--devices-per-host=1", "--"),
     )
     assert ended.status == 0, ended.stderr
-    assert "12 of 60 lines are done already" in ended.stderr
+    assert "12 of 60 lines are already done" in ended.stderr
     assert answers(together) == answers(expected)
 
 
@@ -135,10 +138,10 @@ def test_refusals_come_before_the_model_is_loaded(batch, job_paths, tmp_path: Pa
     taken = tmp_path / "notes.jsonl"
     taken.write_text("my notes\n")
     cases = [
-        ((tmp_path / "missing.jsonl", output), "there is no file"),
+        ((tmp_path / "missing.jsonl", output), "does not exist"),
         ((lines, tmp_path / "missing" / "out.jsonl"), "No such file or directory"),
         ((lines, tmp_path), "is a directory"),
-        ((lines, taken), "is no output of a batch job"),
+        ((lines, taken), "is not the output of a batch job"),
         ((lines, output, "--report", tmp_path / "missing" / "report.html"), "existing directory"),
         ((lines, output, "--report", lines), "must end in .html"),
         ((lines, tmp_path / "out.html", "--report", tmp_path / "out.html"), "must end in .html"),

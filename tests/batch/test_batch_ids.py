@@ -10,7 +10,7 @@ from batch_files import write_lines
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.errors import RequestError
+from jaxserve.core.errors import RequestError
 from jaxserve.offline.custom_ids import custom_id_of, duplicates, seed_of
 from jaxserve.offline.lines import open_lines
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from batch_files import SETTINGS, answer, prompts, write_lines
 
-from jaxserve.errors import BatchError
+from jaxserve.core.errors import BatchError
 from jaxserve.offline.job import BatchJob, job_file
 from jaxserve.offline.shards import Shard
 
@@ -41,7 +41,7 @@ def test_other_settings_are_another_job(paths, change, words):
     with pytest.raises(BatchError, match=words) as caught:
         BatchJob(*paths, SETTINGS | change)
     assert "belongs to another job" in str(caught.value)
-    assert "to start anew" in str(caught.value)
+    assert "to start over" in str(caught.value)
     BatchJob(*paths, SETTINGS).close()
 
 
@@ -56,7 +56,7 @@ def test_another_input_is_another_job(paths, tmp_path: Path):
 
 def test_a_file_of_something_else_is_refused_as_it_is(paths):
     paths[1].write_text("my notes\n")
-    with pytest.raises(BatchError, match="is no output of a batch job"):
+    with pytest.raises(BatchError, match="is not the output of a batch job"):
         BatchJob(*paths, SETTINGS)
     assert paths[1].read_text() == "my notes\n"
     assert not job_file(paths[1]).exists()
@@ -78,7 +78,7 @@ def test_an_answer_to_a_line_that_there_is_not_is_told_of(paths):
         job.append([answer(1)])
     with paths[1].open("ab") as file:
         file.write(answer(4).text)
-    with pytest.raises(BatchError, match=r"answer to line 4, but .*in.jsonl ends with line 3"):
+    with pytest.raises(BatchError, match=r"result for line 4, but .*in.jsonl ends with line 3"):
         BatchJob(*paths, SETTINGS)
 
 

@@ -12,7 +12,7 @@ from batch_files import answer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.errors import BatchError
+from jaxserve.core.errors import BatchError
 from jaxserve.offline.journal import Journal, Result, in_use, read_results
 
 texts = st.lists(st.text(max_size=6), max_size=6)
@@ -130,7 +130,7 @@ def test_a_full_disk_leaves_whole_lines(path: Path):
 import resource
 from pathlib import Path
 from batch_files import answer
-from jaxserve.errors import BatchError
+from jaxserve.core.errors import BatchError
 from jaxserve.offline.journal import Journal
 journal = Journal(Path({str(path)!r}))
 journal.append([answer(1), answer(2)])

@@ -12,7 +12,7 @@ from batch_files import write_lines
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.errors import BatchError, RequestError
+from jaxserve.core.errors import BatchError, RequestError
 from jaxserve.offline.lines import open_lines
 
 RECORDS = [{"prompt": "a"}, {"prompt": "ö\u2028", "n": 2}, {"custom_id": "x", "body": {"n": None}}]
@@ -103,8 +103,8 @@ def test_array_record_holds_json(tmp_path: Path):
         ("in.csv", b"x", "must end in"),
         ("in.jsonl", b"", "no lines"),
         ("in.jsonl", b"\n \n", "no lines"),
-        ("in.parquet", b"{}\n", "not what its name says"),
-        ("in.array_record", b"{}\n", "not what its name says"),
+        ("in.parquet", b"{}\n", "does not have the format of its suffix"),
+        ("in.array_record", b"{}\n", "does not have the format of its suffix"),
     ],
 )
 def test_files_that_hold_no_lines_are_refused(tmp_path: Path, name, content, words):
@@ -116,5 +116,5 @@ def test_files_that_hold_no_lines_are_refused(tmp_path: Path, name, content, wor
 def test_what_is_no_file_is_refused(tmp_path: Path):
     for name in ("missing.jsonl", "directory.jsonl"):
         (tmp_path / "directory.jsonl").mkdir(exist_ok=True)
-        with pytest.raises(BatchError, match="there is no file"):
+        with pytest.raises(BatchError, match="does not exist or is not a file"):
             open_lines(tmp_path / name)

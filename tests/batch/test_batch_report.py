@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from batch_files import prompts, write_lines
 
-from jaxserve.errors import BatchError
+from jaxserve.core.errors import BatchError
 from jaxserve.offline import run_batch
 from jaxserve.offline.report import write_report
 

@@ -10,7 +10,8 @@ from batch_files import answers, errors, prompts, write_lines
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.errors import BatchError
+from jaxserve.core.errors import BatchError
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.llm import LLM
 from jaxserve.offline import run_batch
 from jaxserve.offline.custom_ids import seed_of
@@ -19,7 +20,6 @@ from jaxserve.offline.run import BatchRun
 from jaxserve.offline.shards import Shard
 from jaxserve.protocol.completions import Completion, CompletionRequest
 from jaxserve.protocol.model import Model
-from jaxserve.sampling_params import SamplingParams
 
 LINES = prompts(24)
 
@@ -161,7 +161,7 @@ def test_bad_lines_are_told_of_and_stop_nothing(batch_llm, tmp_path: Path):
     assert (
         found[1]["response"]["status_code"] == found[len(lines)]["response"]["status_code"] == 200
     )
-    assert found[5]["custom_id"] == "good" and "of line 1 too" in found[5]["error"]["message"]
+    assert found[5]["custom_id"] == "good" and "already used by line 1" in found[5]["error"]["message"]
     assert found[2]["custom_id"] == "line-2"
     assert run.totals.num_errors == len(bad)
     assert run.complete
@@ -231,7 +231,7 @@ def test_a_write_that_fails_stops_the_job_and_loses_nothing(batch_llm, expected,
             if run.done > 5:
                 job.journal.close()
 
-        with pytest.raises(BatchError, match="cannot be written any more"):
+        with pytest.raises(BatchError, match="can no longer be written"):
             run.run(batch_llm.engine, progress=close_after)
     assert 5 < len(answers(paths[1])) < len(LINES)
     run_batch(batch_llm, *paths)

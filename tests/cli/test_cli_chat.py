@@ -22,7 +22,7 @@ def test_history_reset_and_exit(answer, command, tiny_model, tmp_path):
     remembered = chat("hi", "/dance", "hi")
     assert remembered.stdout.startswith(answer.stdout)
     assert remembered.stdout != answer.stdout * 2
-    assert "/dance is no command" in remembered.stderr
+    assert "/dance is not a command" in remembered.stderr
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
@@ -34,7 +34,7 @@ def test_ctrl_c_stops_the_answer_only(command, tiny_model):
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(b"/dance\n/exit\n", timeout=60)
     assert process.returncode == 0, error.decode()
-    assert b"/dance is no command" in error
+    assert b"/dance is not a command" in error
     assert b"Traceback" not in error
 
 

@@ -11,17 +11,17 @@ import pytest
 from cli_command import CONTEXT, SETTINGS
 from tiny_checkpoints import hf_shapes
 
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.llm import LLM
 from jaxserve.models.loading.checkpoint import open_checkpoint
-from jaxserve.sampling_params import SamplingParams
 
 
 def test_compile_fills_the_cache_once(first_compile, run_here, tiny_model):
-    counts = re.search(r"(\d+) programs compiled, 0 already there", first_compile.stdout)
+    counts = re.search(r"(\d+) programs compiled, 0 already cached", first_compile.stdout)
     directory = Path(first_compile.stdout.splitlines()[-1])
     assert len(list(directory.iterdir())) == int(counts[1]) > 0
     again = run_here("compile", tiny_model, *SETTINGS)
-    assert f"0 programs compiled, {counts[1]} already there" in again.stdout
+    assert f"0 programs compiled, {counts[1]} already cached" in again.stdout
     assert again.stdout.splitlines()[-1] == str(directory)
 
 

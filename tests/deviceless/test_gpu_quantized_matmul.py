@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from gpu import array
 
-from pallas_kernels.quantized_matmul import FP8, GGUF, Format, PackedWeight
+from pallas_kernels.quantized_matmul import FP8, GGUF, Format, QuantizedWeight
 from pallas_kernels.quantized_matmul.mosaic_gpu import quantized_matmul
 
 pytestmark = pytest.mark.deviceless
@@ -19,7 +19,7 @@ BF16, F16, E4M3 = jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn
 def packed(format, num_outputs, num_inputs):
     columns = num_inputs // 2 if format.values == "int4" else num_inputs
     groups = num_outputs, format.num_groups(num_inputs)
-    return PackedWeight(
+    return QuantizedWeight(
         array(num_outputs, columns, dtype=format.dtype),
         array(*groups, dtype=jnp.dtype(format.scale_dtype)),
         array(*groups, dtype=jnp.dtype(format.scale_dtype)) if format.minimum else None,

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import scale
 
-from jaxserve.runtime.buckets import ProgramKey
+from jaxserve.core.buckets import ProgramKey
 
 pytestmark = pytest.mark.deviceless
 
@@ -33,9 +33,9 @@ def test_llama_8b_decodes_on_a_mesh(devices, plugin, sums):
     (deployment,) = (
         one for one in scale.DEPLOYMENTS if (one.model, one.devices) == ("Llama-3.1-8B", devices)
     )
-    geometry = deployment.geometry()
-    compiled = scale.Compiled.of(geometry, ProgramKey(scale.ROWS, 0))
-    pool = geometry.num_pages * scale.page_bytes(geometry)
+    shapes = deployment.shapes()
+    compiled = scale.Compiled.of(shapes, ProgramKey(scale.ROWS, 0))
+    pool = shapes.num_pages * scale.page_bytes(shapes)
     assert compiled.collectives == {"all-reduce": sums}
     assert compiled.argument_bytes + compiled.scratch_bytes <= deployment.budget_bytes
     assert compiled.scratch_bytes < pool // 20

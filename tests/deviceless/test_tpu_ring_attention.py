@@ -83,8 +83,8 @@ def test_both_ways_messages_are_half_as_large():
 def test_queries_or_results_travel_while_any_kernel_runs():
     order, sent = schedule("v6e:4x4", "pass_q")
     before = [order[: kernel.start()] for kernel in re.finditer("k", order)]
-    under_way = [part.count("<") - part.count(">") for part in before]
-    assert len(under_way) == RANKS and min(under_way[:-1]) >= 1
+    in_flight = [part.count("<") - part.count(">") for part in before]
+    assert len(in_flight) == RANKS and min(in_flight[:-1]) >= 1
     assert sent == {
         f"{SHARD},{HEADS},{DIM}": 2 * (RANKS - 1),  # queries and outs
         f"{SHARD},{HEADS}": RANKS - 1,

@@ -115,7 +115,7 @@ def answers(stdout):
             ("leads", "does the same", "is slow", "follows"),
             {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
         ),
-        (("leads", "is slow"), {"devices": 2, "sequence_parallel_size": 4}),
+        (("leads", "is slow"), {"devices": 2, "context_parallel_size": 4}),
     ],
 )
 def test_the_tokens_of_one_process(llama, roles, settings):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from scripts import run_script
 
+from jaxserve.core.errors import DistributedError
 from jaxserve.distributed.runtime import join
-from jaxserve.errors import DistributedError
 
 pytestmark = pytest.mark.meshes
 
@@ -15,7 +15,7 @@ ALONE = """
             import jax, socket, pytest
             jax.config.update("jax_platforms", "cpu")
             from jaxserve.distributed.runtime import join
-            from jaxserve.errors import DistributedError
+            from jaxserve.core.errors import DistributedError
             with socket.create_server(("127.0.0.1", 0)) as server:
                 address = f"127.0.0.1:{server.getsockname()[1]}"
 """
@@ -38,7 +38,7 @@ def test_a_host_joins_once_and_has_the_devices_it_asks_for():
         + """
             join(address, 1, 0, devices=3)
             assert jax.device_count() == 3
-            with pytest.raises(DistributedError, match="has joined the other hosts already"):
+            with pytest.raises(DistributedError, match="has already joined the other hosts"):
                 join(address, 1, 0)
         """,
         timeout_s=60,
@@ -51,7 +51,7 @@ def test_joining_after_the_first_array_is_refused(devices):
         ALONE
         + f"""
             jax.devices()
-            with pytest.raises(DistributedError, match="JAX has devices already"):
+            with pytest.raises(DistributedError, match="JAX is already initialized"):
                 join(address, 1, 0, devices={devices})
         """,
         timeout_s=60,

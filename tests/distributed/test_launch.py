@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.cli import main
+from jaxserve.core.errors import ConfigError
 from jaxserve.distributed.launch.job import Job
 from jaxserve.distributed.launch.k8s import Kubernetes
 from jaxserve.distributed.launch.local import Local
 from jaxserve.distributed.launch.slurm import Slurm
 from jaxserve.distributed.launch.ssh import Ssh
 from jaxserve.distributed.launch.tpu_vm import TpuVm
-from jaxserve.errors import ConfigError
 
 # Whatever a process can be given: no NUL, and what UTF-8 can say.
 ARGUMENT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
@@ -177,7 +177,7 @@ def test_local_hosts_divide_the_gpus(dry_run, refused, monkeypatch):
         "CUDA_VISIBLE_DEVICES=GPU-a,7",
     ]
     error = refused("--hosts=3", "--devices-per-host=2", "--", "-m", "job")
-    assert "has 5 GPUs, and 3 hosts of 2 would need 6" in error
+    assert "has 5 GPUs, but 3 hosts of 2 need 6" in error
 
 
 def test_slurm_writes_a_batch_script(dry_run):
@@ -244,7 +244,7 @@ def test_kubernetes_tpu_pods_are_a_slice(dry_run, refused):
     assert pod["containers"][0]["resources"]["limits"] == {"google.com/tpu": 4}
     assert not any("--coordinator" in word for word in pod["containers"][0]["command"])
     error = refused(*options, "--hosts=2", "--devices-per-host=4", "--", "-m", "job")
-    assert "topology 4x4 has 16 chips, and 2 hosts of 4 are 8" in error
+    assert "topology 4x4 has 16 chips, but 2 hosts of 4 have 8" in error
 
 
 def test_a_tpu_slice_is_made_filled_and_run(dry_run, tmp_path):
@@ -289,17 +289,20 @@ TPU_PODS = ("--backend=k8s", "--hosts=2", "--image=i", "--accelerator=tpu-v6e-sl
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--hosts=2"], "there is no command to launch"),
+        (["--hosts=2"], "no command was given to launch"),
         (["--hosts=2", "--", "launch", "--hosts=2"], "itself `launch`"),
         (["--hosts=0", *SCRIPT], "hosts is 0"),
         (["--hosts=2", "--devices-per-host=0", *SCRIPT], "devices_per_host is 0"),
         (["--hosts=2", "--port=65536", *SCRIPT], "port is 65536"),
         (["--hosts=2", "--name=../x", *SCRIPT], "name is '../x'"),
         (["--hosts=2", "--topology=4x4", *SCRIPT], "--topology is an option of backend k8s"),
-        (["--hosts=2", "--accelerator=gpu", *SCRIPT], "--accelerator means nothing"),
-        (["--backend=slurm", "--hosts=2", "--port=80", *SCRIPT], "--port means nothing"),
-        (["--backend=slurm", "--hosts=2", "--grace-s=9", *SCRIPT], "--grace-s means nothing"),
-        (["--backend=tpu-vm", "--hosts=2", "--port=80", *SCRIPT], "--port means nothing"),
+        (["--hosts=2", "--accelerator=gpu", *SCRIPT], "--accelerator has no effect"),
+        (["--backend=slurm", "--hosts=2", "--port=80", *SCRIPT], "--port has no effect"),
+        (
+            ["--backend=slurm", "--hosts=2", "--shutdown-timeout=9", *SCRIPT],
+            "--shutdown-timeout has no effect",
+        ),
+        (["--backend=tpu-vm", "--hosts=2", "--port=80", *SCRIPT], "--port has no effect"),
         (SCRIPT, "--hosts N"),
         (["--backend=slurm", *SCRIPT], "--hosts N"),
         (["--backend=lsf", "--hosts=2", *SCRIPT], "lsf"),
@@ -308,7 +311,7 @@ TPU_PODS = ("--backend=k8s", "--hosts=2", "--image=i", "--accelerator=tpu-v6e-sl
         (["--hosts=2", "--", "generate", "hi", "--top-p=2"], "top_p"),
         (
             ["--hosts=2", "--devices-per-host=4", "--", "generate", "hi"],
-            "2 hosts of 4 devices have 8, and the mesh of the command's engine has 1; give the "
+            "2 hosts of 4 devices have 8, but the mesh of the command's engine has 1; give the "
             "command --tensor-parallel-size 8",
         ),
         (
@@ -316,7 +319,7 @@ TPU_PODS = ("--backend=k8s", "--hosts=2", "--image=i", "--accelerator=tpu-v6e-sl
             "the mesh of the command's engine has 4",
         ),
         (["--backend=slurm", "--hosts=3", "--nodes=2", *SCRIPT], "nodes is 2 and hosts 3"),
-        (["--backend=slurm", "--hosts=2", "--sbatch-option=x", *SCRIPT], "'x' is no option"),
+        (["--backend=slurm", "--hosts=2", "--sbatch-option=x", *SCRIPT], "'x' is not an option"),
         (["--backend=slurm", "--hosts=2", "--accelerator=gpu", *SCRIPT], "--devices-per-host D"),
         (["--backend=k8s", "--hosts=2", *SCRIPT], "--image"),
         (["--backend=k8s", "--hosts=2", "--image=i", "--name=My_job", *SCRIPT], "'My_job'"),
@@ -324,7 +327,7 @@ TPU_PODS = ("--backend=k8s", "--hosts=2", "--image=i", "--accelerator=tpu-v6e-sl
         ([*TPU_PODS, *SCRIPT], "topology is None"),
         ([*TPU_PODS, "--topology=4by4", *SCRIPT], "topology is '4by4'"),
         ([*TPU_PODS, "--topology=2x4", *SCRIPT], "--devices-per-host D"),
-        ([*TPU_PODS, "--topology=2x4", "--port=80", *SCRIPT], "--port means nothing"),
+        ([*TPU_PODS, "--topology=2x4", "--port=80", *SCRIPT], "--port has no effect"),
         (["--backend=tpu-vm", "--hosts=2", "--create", *SCRIPT], "--accelerator"),
         (["--backend=tpu-vm", "--hosts=2", "--spot", *SCRIPT], "add --create"),
         (["--backend=ssh", *SCRIPT], "--hostfile"),
@@ -351,7 +354,7 @@ def test_a_bad_hostfile_is_refused(refused, hostfile, text, words):
 
 def test_a_hostfile_of_another_length_is_refused_with_both(refused, hostfile):
     error = refused("--backend=ssh", "--hosts=3", "--hostfile", hostfile, *SCRIPT)
-    assert "lists 2 hosts, and --hosts is 3" in error
+    assert "lists 2 hosts, but --hosts is 3" in error
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ while True:
 
 
 def test_hosts_that_do_not_end_are_killed_with_what_they_started(launch):
-    job = launch(STUBBORN, "--hosts=1", "--grace-s=1", arguments=("1",))
+    job = launch(STUBBORN, "--hosts=1", "--shutdown-timeout=1", arguments=("1",))
     pids = job.pids(2)
     job.process.send_signal(signal.SIGINT)
     status, _ = job.end(timeout_s=20)
@@ -112,7 +112,7 @@ def test_hosts_that_do_not_end_are_killed_with_what_they_started(launch):
 
 
 def test_a_second_signal_kills_at_once(launch):
-    job = launch(STUBBORN, "--hosts=1", "--grace-s=600", arguments=("1",))
+    job = launch(STUBBORN, "--hosts=1", "--shutdown-timeout=600", arguments=("1",))
     pids = job.pids(2)
     job.process.send_signal(signal.SIGINT)
     time.sleep(0.5)

@@ -91,5 +91,5 @@ def test_a_job_is_cancelled_when_nobody_reads_its_results(launch):
 def test_what_sbatch_refuses_is_told(launch):
     job = launch("", *OPTIONS, "--partition=none-such")
     assert job.end() == (1, "")
-    assert "error: sbatch refused the job: " in job.stderr
+    assert "error: sbatch rejected the job: " in job.stderr
     assert "none-such" in job.stderr or "invalid partition" in job.stderr.lower()

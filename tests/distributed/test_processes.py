@@ -51,6 +51,6 @@ A_MOMENT_LATER = "import time; time.sleep(0.3); "
 def test_who_failed(capfd, hosts, said, status):
     begin = time.monotonic()
     processes = [HostProcess([sys.executable, "-S", "-c", source]) for source in hosts]
-    assert run_together(processes, grace_s=60) == status
+    assert run_together(processes, shutdown_timeout=60) == status
     assert time.monotonic() - begin < 30  # nobody had to be killed after the grace
     assert capfd.readouterr().err.splitlines() == [said] * bool(said)

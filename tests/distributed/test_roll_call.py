@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.distributed.roll_call import Address, Attendee, answer, call
-from jaxserve.errors import DistributedError
+from jaxserve.core.errors import DistributedError
+from jaxserve.distributed.rendezvous import Address, Participant, answer, call
 
 VERSIONS = {"version of jaxserve": "1", "version of JAX": "2"}
 
@@ -23,13 +23,13 @@ def free_address() -> Address:
 
 
 def meet(
-    attendees: Sequence[Attendee], address: Address | None = None, timeout_s: float = 20
+    attendees: Sequence[Participant], address: Address | None = None, timeout_s: float = 20
 ) -> list[str | None]:
     """What each was told: None, or the error."""
     address = address or free_address()
     told: list[str | None] = [None] * len(attendees)
 
-    def attend(place: int, me: Attendee) -> None:
+    def attend(place: int, me: Participant) -> None:
         try:
             (call if me.host == 0 else answer)(address, me, timeout_s)
         except DistributedError as error:
@@ -44,8 +44,8 @@ def meet(
     return told
 
 
-def hosts(count: int, *numbers: int, versions: dict[str, str] = VERSIONS) -> list[Attendee]:
-    return [Attendee(number, count, versions) for number in numbers or range(count)]
+def hosts(count: int, *numbers: int, versions: dict[str, str] = VERSIONS) -> list[Participant]:
+    return [Participant(number, count, versions) for number in numbers or range(count)]
 
 
 @settings(max_examples=8, deadline=None)
@@ -59,13 +59,13 @@ def test_hosts_meet_in_any_order_and_leave_the_port_free(order):
 def test_a_host_that_is_missing_is_named_to_all():
     told = meet(hosts(4, 0, 2), timeout_s=0.5)
     assert told[0] == told[1]
-    assert "2 of 4 hosts came within 0.5 s; missing: 1, 3." in told[0]
+    assert "2 of 4 hosts joined within 0.5 s; missing: 1, 3." in told[0]
 
 
 def test_a_host_that_comes_twice_is_refused():
     told = meet(hosts(3, 0, 1, 1))
     assert told[0] == told[1] == told[2]
-    assert "two processes say that they are host 1" in told[0]
+    assert "two processes joined as host 1" in told[0]
 
 
 def test_a_second_host_0_is_refused_and_the_first_goes_on():
@@ -123,7 +123,7 @@ def test_another_program_on_the_port_is_not_taken_for_host_0():
 
         greeter = threading.Thread(target=greet)
         greeter.start()
-        with pytest.raises(DistributedError, match="another program may have this port"):
+        with pytest.raises(DistributedError, match="another program may use this port"):
             answer(address, hosts(2)[1], 5)
         greeter.join(timeout=10)
 

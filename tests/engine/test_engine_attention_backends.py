@@ -6,8 +6,8 @@ import pytest
 from kv_engines import Preempter, bytes_of, count
 from tiny_engines import LONGEST, Arrival, TinyModel, drive
 
-from jaxserve.errors import ConfigError
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.sampling_params import SamplingParams
 from pallas_kernels import backends
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)

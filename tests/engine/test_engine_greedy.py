@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_engines import CONTEXT, LONGEST, PROMPT_LENGTHS, Arrival, TinyModel, drive, preemptions
 
-from jaxserve.engine.events import Dispatched
-from jaxserve.engine.policies import POLICIES
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.core.events import Dispatched
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.scheduler.policies import POLICIES
 
 FAMILIES = {
     "qwen3": {"page_size": 8, "max_num_batched_tokens": 2 + 16},
@@ -20,14 +20,14 @@ FAMILIES = {
 """Members of other families than the tiny Llama, each with another page size. Mistral's window is
 of 9 tokens, and one in four layers of SmolLM3 does without rotation."""
 
-wishes = st.tuples(
+options = st.tuples(
     st.integers(0, len(PROMPT_LENGTHS) - 1),
     st.integers(1, LONGEST),
     st.booleans(),
     st.integers(0, 25),
     st.integers(-1, 1),
 )
-workloads = st.lists(wishes, min_size=1, max_size=10)
+workloads = st.lists(options, min_size=1, max_size=10)
 
 
 def check(model, engine, workload, apart=False):

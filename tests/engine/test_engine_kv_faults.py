@@ -16,9 +16,9 @@ import pytest
 from kv_engines import Preempter, count, evict_all, settle, token_ids
 from tiny_engines import LONGEST, Arrival, assert_idle, drive, generate
 
-from jaxserve.errors import ConfigError
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.kv.tiers import Tier
-from jaxserve.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -38,7 +38,7 @@ class Copies:
         a tier's read or write."""
         paging = self.engine._paging
         if name in ("download", "upload"):
-            owner, name = paging._copier, f"_{name}"
+            owner, name = paging._worker, f"_{name}"
         else:
             tier, name = name.split()
             owner = paging._stores[Tier(tier)]
@@ -73,7 +73,7 @@ def disk_llm(kv_llm_for):
 
 
 def fallbacks(engine):
-    return dict(engine.snapshot()["jaxserve:kv_fallbacks_total"].value)
+    return dict(engine.get_metrics()["jaxserve:kv_fallbacks_total"].value)
 
 
 def mixture(llama):
@@ -192,7 +192,7 @@ def test_others_run_while_a_fetch_hangs(llama, alone, llm, copies_of):
 
     copies_of(llm).wrap("upload", wait)
     engine = llm.engine
-    engine.kv.mover._patience_us = lambda *given: 60_000_000
+    engine.kv.offload._patience_us = lambda *given: 60_000_000
     try:
         stuck = engine.add("stuck", prompt, SEEDED)
         request = engine.add("other", other, SEEDED)
@@ -208,7 +208,7 @@ def test_others_run_while_a_fetch_hangs(llama, alone, llm, copies_of):
         assert token_ids(engine.output(stuck)) == alone.tokens(prompt, SEEDED)
     finally:
         hang.set()
-        del engine.kv.mover._patience_us
+        del engine.kv.offload._patience_us
         engine.abort("stuck")
         engine.abort("other")
         while engine.has_work:
@@ -261,7 +261,7 @@ def test_a_damaged_page_is_computed_again(llama, alone, disk_llm, damage):
     engine = disk_llm.engine
     generate(disk_llm, prompt, SEEDED)
     evict_all(engine)
-    assert count(engine, "kv_lower_pages", "disk") > 25
+    assert count(engine, "kv_offload_pages", "disk") > 25
     damage(engine._paging._stores[Tier.DISK])
     before = fallbacks(engine)["failed"]
     output = generate(disk_llm, prompt, SEEDED)
@@ -324,12 +324,12 @@ def test_a_disk_that_is_full(llama, alone, disk_llm, copies_of):
     before = fallbacks(engine)["failed"]
     check(llama, alone, disk_llm)
     settle(engine)
-    assert count(engine, "kv_lower_pages", "disk") == 0
+    assert count(engine, "kv_offload_pages", "disk") == 0
     assert fallbacks(engine)["failed"] > before
     full[0] = False
     check(llama, alone, disk_llm)
     settle(engine)
-    assert count(engine, "kv_lower_pages", "disk") > 0
+    assert count(engine, "kv_offload_pages", "disk") > 0
 
 
 def test_a_full_disk_keeps_nobody_from_the_hosts_memory(llama, alone, llm, copies_of):
@@ -379,11 +379,11 @@ def test_closing_while_pages_move(llama):
     threads = threading.active_count()
     llm = llama.load(debug_kv=True, preemption="swap", host_kv_bytes=1 << 16)
     release = threading.Event()
-    llm.engine._paging._copier._download = lambda staging: release.wait(5) and np.asarray(staging)
+    llm.engine._paging._worker._download = lambda staging: release.wait(5) and np.asarray(staging)
     generate(llm, llama.prompts[-1], dataclasses.replace(SEEDED, max_tokens=2))
     llm.engine.kv.evict(30)
     llm.engine.step()
-    assert llm.engine.kv.mover.num_under_way
+    assert llm.engine.kv.offload.num_in_flight_transfers
     release.set()
     llm.close()
     llm.close()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_engines import LONGEST, PROMPT_LENGTHS, Arrival, drive, generate, preemptions
 
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.core.sampling_params import SamplingParams
 
 SAMPLED = SamplingParams(temperature=0.6, seed=5, max_tokens=LONGEST, ignore_eos=True, logprobs=3)
 
@@ -54,9 +54,9 @@ def test_logprobs_of_outputs(llama, llm, count):
 
 
 def test_they_are_of_the_raw_distribution(llama, llm):
-    wishes = {"repetition_penalty": 1.5, "logit_bias": {9: 30.0}, "temperature": 0.5, "top_k": 2}
+    options = {"repetition_penalty": 1.5, "logit_bias": {9: 30.0}, "temperature": 0.5, "top_k": 2}
     prompt = llama.prompts[4]
-    completion = generate(llm, prompt, dataclasses.replace(SAMPLED, **wishes)).outputs[0]
+    completion = generate(llm, prompt, dataclasses.replace(SAMPLED, **options)).outputs[0]
     assert 9 in completion.token_ids
     check_outputs(llama, prompt, completion, 3)
 

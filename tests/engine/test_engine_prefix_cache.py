@@ -22,10 +22,10 @@ from tiny_engines import (
 )
 
 from jaxserve.beam_search import BeamSearchParams
-from jaxserve.engine.policies import POLICIES
-from jaxserve.errors import RequestError
+from jaxserve.core.errors import RequestError
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.sampling import sequence_seed
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler.policies import POLICIES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.8, seed=5, max_tokens=LONGEST, ignore_eos=True)
@@ -133,7 +133,7 @@ def test_what_two_compute_at_once_is_kept_once(llama, cached):
     arrivals = [Arrival(prompt[:9], one)] * 3
     outputs = drive(cached.engine, arrivals)
     assert [cached_tokens(output) for output in outputs] == [0, 0, 0]
-    assert count(cached.engine, "kv_pages", "kept") == 3
+    assert count(cached.engine, "kv_pages", "cached") == 3
 
 
 def test_output_is_found_too(llama, cached):
@@ -192,7 +192,7 @@ def test_without_caching_nothing_is_ever_found(llama, kv_llm_for):
     for prompt in llama.prompts[3:9:2] * 2:
         computed, output = prefilled(llm.engine, lambda p=prompt: generate(llm, p, GREEDY))
         assert (computed, cached_tokens(output)) == (len(prompt), 0)
-        assert count(llm.engine, "kv_pages", "kept") == 0
+        assert count(llm.engine, "kv_pages", "cached") == 0
         assert count(llm.engine, "kv_nodes") == 0
     # But the samples of one request share its prompt all the same.
     prompt = llama.prompts[PROMPT_LENGTHS.index(33)]
@@ -269,7 +269,7 @@ def test_samples_share_their_prompt_and_copy_a_page_each_at_most(llama, cached, 
     most_shared = []
 
     def look():
-        pages = [set(seq.pages) for seq in engine.scheduler.running]
+        pages = [set(engine.scheduler.tables[s.seq_id].pages) for s in engine.scheduler.running]
         if len(pages) == 4:
             shared = set.intersection(*pages)
             assert all(engine.kv.pool.refs(page) == 4 for page in shared)

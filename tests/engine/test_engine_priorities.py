@@ -9,16 +9,16 @@ import pytest
 from kv_engines import Preempter, token_ids
 from tiny_engines import LONGEST, MAX_SEQS, PROMPT_LENGTHS, Arrival, assert_idle, drive
 
-from jaxserve.engine.events import Admitted, Finished, Preempted
-from jaxserve.engine.policies import POLICIES
-from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.scheduler_config import SchedulerConfig
-from jaxserve.engine.sequence import Sequence, Status
-from jaxserve.errors import RequestError
-from jaxserve.kv.books import check_books
+from jaxserve.core.errors import RequestError
+from jaxserve.core.events import Admitted, Finished, Preempted
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sequence import Sequence, SequenceState
+from jaxserve.kv.invariants import check_invariants
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.pages import PagePool
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler.config import SchedulerConfig
+from jaxserve.scheduler.policies import POLICIES
+from jaxserve.scheduler.scheduler import Scheduler
 
 SEEDED = SamplingParams(temperature=0.8, seed=5, max_tokens=LONGEST, ignore_eos=True)
 SHORT = dataclasses.replace(SEEDED, max_tokens=4)
@@ -126,13 +126,13 @@ def test_priorities_that_flap(llama, alone, engine, preempts):
         if preempts:
             preempter()  # Of which the log is not told.
         else:
-            assert 0 <= engine.snapshot()["vllm:num_requests_running"].value <= MAX_SEQS
+            assert 0 <= engine.get_metrics()["vllm:num_requests_running"].value <= MAX_SEQS
 
     outputs, preempted = records(engine, Preempted, lambda: drive(engine, arrivals, between))
     check(alone, arrivals, outputs)
     assert len(preempted) > 3
     for name in ("running", "waiting"):
-        assert engine.snapshot()[f"vllm:num_requests_{name}"].value == 0
+        assert engine.get_metrics()[f"vllm:num_requests_{name}"].value == 0
 
 
 @pytest.mark.parametrize("priority", ["high", 1.5, None, True, [0]])
@@ -175,7 +175,7 @@ def make_sequence(seq_id, arrival_us, priority, prompt=10, max_tokens=6):
 
 def step(scheduler):
     plan = scheduler.schedule()
-    check_books(scheduler.kv, scheduler.tables())
+    check_invariants(scheduler.kv, scheduler.tables.values())
     for chunk in (*plan.decodes, *plan.prefills):
         if chunk.samples:
             scheduler.collect(chunk, 7)
@@ -266,7 +266,7 @@ def test_one_that_overtook_by_age_is_not_displaced():
     assert old.order < urgent.order < young.order
     plan = step(scheduler)
     assert plan.preempted == ()
-    assert young.status is Status.RUNNING
+    assert young.state is SequenceState.RUNNING
     while scheduler.has_work:
         step(scheduler)
     assert young.num_preemptions == 0

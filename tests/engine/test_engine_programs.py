@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import pytest
 from tiny_engines import CONTEXT, LONGEST, NUM_PAGES, Arrival, drive, generate, preemptions
 
-from jaxserve.errors import ConfigError, MemoryPlanError
-from jaxserve.runtime.specs import program_specs
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.core.errors import ConfigError, MemoryPlanError
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.runtime.programs.specs import program_specs
 
 
 def mixture(llama):
     """Requests that between them use everything."""
     greedy = SamplingParams(temperature=0, max_tokens=LONGEST)
-    wishes = [
+    options = [
         {},
         {"temperature": 0.8, "top_k": 5, "seed": 1},
         {"temperature": 0.8, "top_p": 0.7, "min_p": 0.05},
@@ -26,7 +26,7 @@ def mixture(llama):
         {"allowed_token_ids": (3, 4, 5), "stop_token_ids": (4,), "ignore_eos": True},
         {"stop": ("a",), "logprobs": 0},
     ]
-    everything = [SamplingParams(**{"temperature": 0, "max_tokens": LONGEST} | w) for w in wishes]
+    everything = [SamplingParams(**{"temperature": 0, "max_tokens": LONGEST} | w) for w in options]
     arrivals = [Arrival(prompt, greedy) for prompt in llama.prompts]
     for step, params in enumerate(everything):
         arrivals += [Arrival(prompt, params, 3 * step) for prompt in llama.prompts[::3]]
@@ -55,7 +55,7 @@ def test_the_programs_are_the_enumerated_ones(llama, tmp_path, monkeypatch, comp
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "cache"))
     settings = {"page_size": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 16}
     with llama.load(**settings) as cold:
-        names = {spec.name for spec in program_specs(cold.plan().geometry)}
+        names = {spec.name for spec in program_specs(cold.plan().shapes)}
         kept = cold.plan().cache.directory
         assert compiled_programs(cold) == len(names)
         assert {path.name for path in kept.iterdir()} == names

@@ -9,8 +9,8 @@ from gguf import GGMLQuantizationType as Kind
 from tiny_checkpoints import CONFIG, hf_shapes, write_gguf
 from tiny_engines import CONTEXT, EOS, LONGEST, Arrival, TinyModel, drive
 
-from jaxserve.errors import ConfigError
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.sampling_params import SamplingParams
 from pallas_kernels.quantized_matmul import mosaic_tpu
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)

@@ -9,7 +9,7 @@ import pytest
 from scripts import run_script
 from tiny_engines import CONTEXT, LONGEST, Arrival, assert_idle, drive
 
-from jaxserve.errors import (
+from jaxserve.core.errors import (
     EngineClosedError,
     ModelError,
     PromptTooLongError,
@@ -17,8 +17,8 @@ from jaxserve.errors import (
     UnsupportedModelError,
     WeightsError,
 )
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.llm import LLM
-from jaxserve.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 
@@ -34,9 +34,10 @@ def state(engine):
     return (
         engine.kv.pool.num_used,
         [seq.seq_id for seq in scheduler.waiting],
-        [(seq.seq_id, seq.slot, list(seq.pages)) for seq in scheduler.running],
-        engine.snapshot()["vllm:num_requests_waiting"].value,
-        engine.snapshot()["vllm:num_requests_running"].value,
+        [(seq.seq_id, seq.slot) for seq in scheduler.running],
+        {seq_id: list(table.pages) for seq_id, table in scheduler.tables.items()},
+        engine.get_metrics()["vllm:num_requests_waiting"].value,
+        engine.get_metrics()["vllm:num_requests_running"].value,
     )
 
 
@@ -171,11 +172,11 @@ def test_a_step_cut_in_two_closes_the_engine(llama, monkeypatch):
         engine, calls = llm.engine, []
         real = engine._runner.dispatch
 
-        def interrupted(packed):
+        def interrupted(packed, begun_us):
             calls.append(packed)
             if len(calls) == 4:
                 raise KeyboardInterrupt
-            return real(packed)
+            return real(packed, begun_us)
 
         monkeypatch.setattr(engine._runner, "dispatch", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -192,7 +193,7 @@ def test_ctrl_c_at_any_moment(llama):
     script = f"""
         import os, signal, threading, time
         from jaxserve.llm import LLM
-        from jaxserve.sampling_params import SamplingParams
+        from jaxserve.core.sampling_params import SamplingParams
 
         llm = LLM({str(llama.path)!r}, **{llama.settings()!r})
         prompts, greedy = {llama.prompts!r}, SamplingParams(temperature=0, max_tokens={LONGEST})

@@ -29,8 +29,8 @@ from tiny_engines import (
 )
 
 from jaxserve.beam_search import BeamSearchParams
-from jaxserve.engine.policies import POLICIES
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.scheduler.policies import POLICIES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 SEEDED = dataclasses.replace(GREEDY, temperature=0.8, seed=5)
@@ -89,10 +89,10 @@ def test_a_preemption_after_every_step(llama, alone, any_llm, evicts):
     arrivals = mixture(llama)
     check(alone, arrivals, drive(engine, arrivals, preempter))
     assert preempter.count > 40
-    kinds = engine.snapshot()["jaxserve:kv_preemptions_total"].value
+    kinds = engine.get_metrics()["jaxserve:kv_preemptions_total"].value
     if engine.plan.config.preemption == "swap":
         assert kinds["recompute"] == 0 < kinds["swap"]
-        assert not evicts or sum(engine.kv.mover.counters.fetched_pages.values()) > 0
+        assert not evicts or sum(engine.kv.offload.counters.fetched_pages.values()) > 0
     if engine.plan.config.preemption == "recompute":
         assert kinds["swap"] == 0 < kinds["recompute"]
 
@@ -110,9 +110,9 @@ def test_a_crowd_that_outgrows_the_pool(llama, alone, any_llm):
     arrivals = [
         Arrival([3 + i, *prompt[1:]], dataclasses.replace(SEEDED, seed=i)) for i in range(4)
     ]
-    before = any_llm.engine.snapshot()["vllm:num_preemptions_total"].value
+    before = any_llm.engine.get_metrics()["vllm:num_preemptions_total"].value
     check(alone, arrivals, drive(any_llm.engine, arrivals))
-    assert any_llm.engine.snapshot()["vllm:num_preemptions_total"].value > before
+    assert any_llm.engine.get_metrics()["vllm:num_preemptions_total"].value > before
 
 
 def test_log_probabilities_survive_a_swap(llama, kv_llm_for):
@@ -129,7 +129,7 @@ def test_log_probabilities_survive_a_swap(llama, kv_llm_for):
         assert entry[token].logprob == pytest.approx(expected[position, token], abs=1e-3)
 
 
-wishes = st.tuples(
+options = st.tuples(
     st.integers(0, len(PROMPT_LENGTHS) - 1),
     st.integers(1, LONGEST),
     st.sampled_from([0.0, 0.8]),
@@ -140,7 +140,7 @@ wishes = st.tuples(
 
 @pytest.mark.parametrize("name", ["both", "small", "uncached"])
 @settings(max_examples=6, deadline=None)
-@given(workload=st.lists(wishes, min_size=1, max_size=8), seed=st.integers(0, 999))
+@given(workload=st.lists(options, min_size=1, max_size=8), seed=st.integers(0, 999))
 def test_any_workload(llama, alone, kv_llm_for, name, workload, seed):
     engine, chance = kv_llm_for(**ENGINES[name]).engine, random.Random(seed)
     preempter = Preempter(engine, seed, evicts=True)
@@ -207,11 +207,11 @@ def test_recomputing_starts_from_nothing(longest, alone, kv_llm_for, name):
     engine = kv_llm_for(**ENGINES[name]).engine
     _, between = once(engine, lambda seq: seq.num_output == 10)
     work = [Arrival(longest, SEEDED)]
-    saved = dict(engine.kv.mover.counters.saved_pages)
+    saved = dict(engine.kv.offload.counters.saved_pages)
     computed, outputs = prefilled(engine, lambda: drive(engine, work, between))
     check(alone, work, outputs)
     assert computed == 2 * len(longest) + 10
-    assert engine.kv.mover.counters.saved_pages == saved
+    assert engine.kv.offload.counters.saved_pages == saved
 
 
 def test_a_second_swap_out_saves_only_what_is_new(longest, alone, kv_llm_for):
@@ -226,7 +226,7 @@ def test_a_second_swap_out_saves_only_what_is_new(longest, alone, kv_llm_for):
                 before = count(engine, "kv_evicted_pages_total")
                 engine.kv.evict(engine.kv.pool.capacity)
                 assert count(engine, "kv_evicted_pages_total") - before >= 26
-                saved.append(sum(len(save.nodes) for save in engine.kv.mover.transfers()))
+                saved.append(sum(len(save.nodes) for save in engine.kv.offload.transfers()))
 
     work = [Arrival(longest, SEEDED)]
     check(alone, work, drive(engine, work, between))
@@ -237,7 +237,7 @@ def test_a_second_swap_out_saves_only_what_is_new(longest, alone, kv_llm_for):
 
 
 def fallbacks(engine):
-    return engine.snapshot()["jaxserve:kv_fallbacks_total"].value
+    return engine.get_metrics()["jaxserve:kv_fallbacks_total"].value
 
 
 def test_a_conversation_finds_its_pages_below(llama, alone, swapping):
@@ -257,8 +257,8 @@ def test_a_conversation_finds_its_pages_below(llama, alone, swapping):
             assert computed == 4
         conversation += [*output.outputs[0].token_ids, 70 + turn, 80, 90]
         evict_all(swapping.engine)
-        assert count(swapping.engine, "kv_pages", "kept") == 0
-        assert sum(shelf.num_used for shelf in swapping.engine.kv.mover.shelves) > 0
+        assert count(swapping.engine, "kv_pages", "cached") == 0
+        assert sum(shelf.num_used for shelf in swapping.engine.kv.offload.tier_pools) > 0
 
 
 def test_conversations_pushed_to_the_disk_by_others_come_back(llama, alone, kv_llm_for):

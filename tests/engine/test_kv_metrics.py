@@ -8,18 +8,18 @@ import pytest
 from kv_engines import Preempter, count, evict_all, settle
 from tiny_engines import LONGEST, NUM_PAGES, PROMPT_LENGTHS, Arrival, drive, generate
 
-from jaxserve.engine.events import Moved
-from jaxserve.engine.kv_metrics import kv_metrics
+from jaxserve.core.events import Moved
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.pages import PagePool
 from jaxserve.kv.tiers import Tier
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.metrics.kv_metrics import kv_metrics
 
 SEEDED = SamplingParams(temperature=0.8, seed=5, max_tokens=LONGEST, ignore_eos=True)
 
 
 def values(engine):
-    return {name.split(":")[1]: metric.value for name, metric in engine.snapshot().items()}
+    return {name.split(":")[1]: metric.value for name, metric in engine.get_metrics().items()}
 
 
 def test_every_metric_is_shaped_for_an_exporter():
@@ -29,7 +29,7 @@ def test_every_metric_is_shaped_for_an_exporter():
         assert (metric.kind == "counter") == name.endswith("_total"), name
         assert (metric.label is not None) == isinstance(metric.value, dict), name
         assert metric.help
-    assert metrics["jaxserve:kv_pages"].value == {"free": 8, "used": 0, "kept": 0}
+    assert metrics["jaxserve:kv_pages"].value == {"free": 8, "used": 0, "cached": 0}
     assert metrics["jaxserve:kv_move_bytes_per_second"].value == {}
 
 
@@ -41,7 +41,7 @@ def test_pages_are_in_one_state_at_every_step(llama, kv_llm_for):
         now = values(engine)
         assert sum(now["kv_pages"].values()) == NUM_PAGES - 1
         assert now["kv_lower_capacity_pages"] == {"host": 12, "disk": 64}
-        for tier, pages in now["kv_lower_pages"].items():
+        for tier, pages in now["kv_offload_pages"].items():
             assert 0 <= pages <= now["kv_lower_capacity_pages"][tier]
         used.add(now["kv_pages"]["used"])
 
@@ -50,8 +50,8 @@ def test_pages_are_in_one_state_at_every_step(llama, kv_llm_for):
     assert max(used) > 20
     settle(engine)
     now = values(engine)
-    assert now["kv_pages"]["used"] == now["kv_moves_under_way"] == 0
-    assert now["kv_nodes"] >= now["kv_pages"]["kept"]
+    assert now["kv_pages"]["used"] == now["kv_transfers_in_flight"] == 0
+    assert now["kv_nodes"] >= now["kv_pages"]["cached"]
 
 
 def test_one_conversation_by_the_numbers(llama, kv_llm_for):
@@ -68,12 +68,12 @@ def test_one_conversation_by_the_numbers(llama, kv_llm_for):
         return now - then
 
     generate(llm, prompt, params)
-    assert count(engine, "kv_pages", "kept") == count(engine, "kv_nodes") == 5
+    assert count(engine, "kv_pages", "cached") == count(engine, "kv_nodes") == 5
     evict_all(engine)
     assert gained("kv_evicted_pages_total") == 5
     assert gained("kv_lost_pages_total") == 0
     assert gained("kv_saved_pages_total", "host") == 5
-    assert count(engine, "kv_lower_pages", "host") == 5
+    assert count(engine, "kv_offload_pages", "host") == 5
     page_bytes = llm.plan().memory.page_bytes
     assert gained("kv_moved_bytes_total", "device-host") == 5 * page_bytes
     output = generate(llm, prompt, params)
@@ -86,7 +86,7 @@ def test_one_conversation_by_the_numbers(llama, kv_llm_for):
     assert gained("kv_fallbacks_total", "failed") == gained("kv_fallbacks_total", "slow") == 0
     llm.reset_prefix_cache()
     assert count(engine, "kv_nodes") == 0
-    assert count(engine, "kv_lower_pages", "host") == 0
+    assert count(engine, "kv_offload_pages", "host") == 0
 
 
 def test_preempted_sequences_are_counted_by_what_became_of_them(llama, kv_llm_for):
@@ -144,6 +144,6 @@ def test_gauges_come_back_to_zero(llama, kv_llm_for, name):
     engine = kv_llm_for(host=12, disk=64, preemption="swap").engine
     arrivals = [Arrival(prompt, SEEDED, step) for step, prompt in enumerate(llama.prompts)]
     seen = set()
-    drive(engine, arrivals, lambda: seen.add(engine.snapshot()[name].value))
-    assert engine.snapshot()[name].value == 0
+    drive(engine, arrivals, lambda: seen.add(engine.get_metrics()[name].value))
+    assert engine.get_metrics()[name].value == 0
     assert min(seen) >= 0 < max(seen)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from scripts import run_script
 
-from pallas_kernels import backends, trust
+from pallas_kernels import backends, self_check
 
 
 def double(x, *, times=1):
@@ -37,8 +37,8 @@ def make_operation(monkeypatch, kernel=None, unsupported=lambda x, times=1: None
         xla=globals()["double"],
         kernels={"gpu": "a_kernel", "tpu": "a_kernel"},
         shapes_class=lambda x, times=1: f"{x.dtype} times {times}",
-        trial=lambda arguments, options, rng: trust.Trial(
-            (trust.random_like(rng, (5,), arguments[0].dtype),), options, 1e-6
+        check_case=lambda arguments, options, rng: self_check.CheckCase(
+            (self_check.random_like(rng, (5,), arguments[0].dtype),), options, 1e-6
         ),
     )
 
@@ -47,8 +47,8 @@ def make_operation(monkeypatch, kernel=None, unsupported=lambda x, times=1: None
 def on_a_gpu(monkeypatch):
     """Pretends that the CPU is a Hopper GPU, about which nothing is known."""
     monkeypatch.setattr(backends, "target", lambda: ("gpu", "NVIDIA H200", True))
-    monkeypatch.setattr(trust, "verified", lambda: {})
-    monkeypatch.setattr(trust, "_tried", {})
+    monkeypatch.setattr(self_check, "verified", lambda: {})
+    monkeypatch.setattr(self_check, "_tried", {})
     monkeypatch.setattr(backends, "_for_now", set())
     backends._warn_once.cache_clear()
 
@@ -94,7 +94,7 @@ def test_a_verified_kernel_is_not_tried(monkeypatch, on_a_gpu):
     calls = []
     operation = make_operation(monkeypatch, calls=calls)
     known = {"NVIDIA H200": {jax.__version__: {"double": ["float32 times 1"]}}}
-    monkeypatch.setattr(trust, "verified", lambda: known)
+    monkeypatch.setattr(self_check, "verified", lambda: known)
     operation.run("auto", jnp.ones(4))
     assert len(calls) == 1
 
@@ -104,9 +104,9 @@ def fails(x, times):
 
 
 WRONG = [
-    (lambda x, times: x * 2 * times + 1e-3, "it was wrong by"),
-    (lambda x, times: x * jnp.nan, "it was wrong by inf"),
-    (fails, "it failed at its first use: no such instruction"),
+    (lambda x, times: x * 2 * times + 1e-3, "was wrong by"),
+    (lambda x, times: x * jnp.nan, "was wrong by inf"),
+    (fails, "its self-check raised: no such instruction"),
 ]
 
 
@@ -185,7 +185,7 @@ def _described(kind, platform):
 
 
 def test_what_is_verified_is_well_formed():
-    for versions in trust.verified().values():
+    for versions in self_check.verified().values():
         for operations in versions.values():
             assert all(isinstance(shapes, list) for shapes in operations.values())
 

@@ -22,7 +22,7 @@ from device.packed_weights import PackedMatmul  # noqa: E402
 from device.problem import Arrays, Problem  # noqa: E402
 from device.records import Records  # noqa: E402
 
-from pallas_kernels import backends, trust  # noqa: E402
+from pallas_kernels import backends, self_check  # noqa: E402
 from pallas_kernels.quantized_matmul import FP8  # noqa: E402
 
 
@@ -160,15 +160,15 @@ def test_only_what_was_found_right_is_verified():
 def test_classes_are_those_that_operations_ask_about(monkeypatch):
     """And what is refused is not tried."""
     monkeypatch.setattr(backends, "target", lambda: ("gpu", "NVIDIA H200", True))
-    monkeypatch.setattr(trust, "why_not", classes.asked)
-    monkeypatch.setattr(trust, "disagreement", lambda *arguments: None)
+    monkeypatch.setattr(self_check, "why_not", classes.asked)
+    monkeypatch.setattr(self_check, "disagreement", lambda *arguments: None)
     found = classes.tried(PackedMatmul(FP8, 4, 64, 256))
     ((operation, shapes),) = found["classes"]
     assert operation == "quantized_matmul" and shapes.startswith("float8_e4m3fn in rows")
     assert "status" not in found
     refused = classes.tried(PackedMatmul(FP8, 4, 65, 256))
     assert refused["status"] == "refused" and "65 outputs" in refused["why"]
-    monkeypatch.setattr(trust, "disagreement", lambda *arguments: "It was wrong.")
+    monkeypatch.setattr(self_check, "disagreement", lambda *arguments: "It was wrong.")
     found = classes.tried(PackedMatmul(FP8, 4, 64, 256))
     assert (found["status"], found["why"]) == ("wrong", "It was wrong.")
     assert found["classes"] == [(operation, shapes)]

@@ -19,7 +19,7 @@ from pallas_kernels.quantized_matmul import (
     FP8,
     GGUF,
     Format,
-    PackedWeight,
+    QuantizedWeight,
     dequantize,
     from_gguf,
     quantize,
@@ -174,7 +174,7 @@ def test_parts_by_inputs_add_up_to_the_whole(name):
             else plane[:, first * plane.shape[1] // INPUTS : last * plane.shape[1] // INPUTS]
             for plane in (weight.values, weight.scales, weight.minima)
         ]
-        y += quantized_matmul(PackedWeight(*planes, weight.format), x[first:last])
+        y += quantized_matmul(QuantizedWeight(*planes, weight.format), x[first:last])
     assert_same_product(y, weight, x, 1e-6)
 
 
@@ -246,7 +246,7 @@ def test_every_float8_is_converted_exactly():
     exact = bits.view(jnp.float8_e4m3fn).astype(np.float32)
     assert np.isnan(exact).sum() == 2
     values = bits.view(jnp.float8_e4m3fn)[:, None]
-    column = PackedWeight(values, np.ones((256, 1), np.float32), None, FP8)
+    column = QuantizedWeight(values, np.ones((256, 1), np.float32), None, FP8)
     y = jax.jit(quantized_matmul)(column, np.ones((1, 1), np.float32))
     np.testing.assert_array_equal(y[:, 0], exact)
 
@@ -277,7 +277,7 @@ def test_what_cannot_be_is_refused():
         quantize(np.zeros((2, 576), np.float32), Format("int4", 128))
     with pytest.raises(ValueError, match=r"50 inputs are not .* 32; int4 .* no size from 16"):
         quantize(np.zeros((2, 50), np.float32), Format("int4", None))
-    with pytest.raises(ValueError, match="Q4_K does not stay packed; Q8_0, Q4_0, Q4_1 do"):
+    with pytest.raises(ValueError, match="Q4_K does not stay quantized; Q8_0, Q4_0, Q4_1 do"):
         from_gguf(np.zeros((2, 144), np.uint8), "Q4_K")
     with pytest.raises(ValueError, match="Rows of 35 bytes are not whole Q8_0 blocks of 34"):
         from_gguf(np.zeros((2, 35), np.uint8), "Q8_0")

@@ -21,7 +21,7 @@ from test_quantized_matmul import (
 )
 
 from pallas_kernels.compat import tpu as compat
-from pallas_kernels.quantized_matmul import FP8, GGUF, Format, PackedWeight, mosaic_tpu, xla
+from pallas_kernels.quantized_matmul import FP8, GGUF, Format, QuantizedWeight, mosaic_tpu, xla
 
 pytestmark = pytest.mark.interpreted
 
@@ -108,14 +108,14 @@ def test_every_float16_is_a_scale_exactly():
     scales = bits.view(np.float16)[np.isfinite(bits.view(np.float16))][:, None]
     values = np.zeros((len(scales), 32), np.int8)
     values[:, 5] = 1
-    weight = PackedWeight(values, scales, None, GGUF["Q8_0"])
+    weight = QuantizedWeight(values, scales, None, GGUF["Q8_0"])
     y = run(weight, np.ones((32, 1), np.float32))
     np.testing.assert_array_equal(y, scales.astype(np.float32))
 
 
 def test_every_float8_is_converted_exactly():
     values = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn)[:, None]
-    column = PackedWeight(values, np.ones((256, 1), np.float32), None, FP8)
+    column = QuantizedWeight(values, np.ones((256, 1), np.float32), None, FP8)
     for dtype in ("float32", "bfloat16"):
         y = run(column, np.ones((1, 1), dtype))
         np.testing.assert_array_equal(y, values.astype(np.float32))

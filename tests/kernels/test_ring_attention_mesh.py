@@ -63,7 +63,7 @@ def random_sequences(seed, lengths):
     ]
 
 
-def dealt(arrays, order):
+def sharded(arrays, order):
     """[rows, ranks * shard, ...]: each row's array in that order, NaN where it has ended."""
     result = np.full((*order.shape, *arrays[0].shape[1:]), np.nan, np.float32)
     for row, array in enumerate(arrays):
@@ -117,7 +117,7 @@ class Whole:
         lengths = np.int32([len(q) for q, _, _ in sequences])
         order = self.deal(lengths, self.ranks).order(SHARD)
         order = np.broadcast_to(order, (ROWS, self.ranks * SHARD))
-        arrays = [jnp.asarray(dealt(one, order), self.dtype) for one in zip(*sequences)]
+        arrays = [jnp.asarray(sharded(one, order), self.dtype) for one in zip(*sequences)]
         return self.program(*arrays, lengths), order
 
     def check(self, sequences, tolerance=2e-5):
@@ -221,7 +221,7 @@ def test_what_does_not_belong_together_is_refused():
         attend(k_shape=(2, 5, 2, 8))
     with pytest.raises(ValueError, match="4 query heads cannot be shared evenly among 3"):
         attend(k_shape=(2, 6, 3, 8))
-    with pytest.raises(ValueError, match="deals to 2 ranks; axis 'seq' has 1"):
+    with pytest.raises(ValueError, match="is for 2 ranks; axis 'seq' has 1"):
         attend(ranks=2)
     with pytest.raises(ValueError, match="scheme is 'pass_v'; it can be pass_kv, "):
         attend(scheme="pass_v")
@@ -295,7 +295,7 @@ def test_a_chunk_after_a_cached_context(scheme):
         sequences = [(q[len(q) - n :], k, v) for (q, k, v), n in zip(sequences, new)]
         pages, tables = pools(0, [one[1:] for one in sequences], ranks)
         order = zigzag(lengths, ranks).order(shard)
-        q = dealt([one[0] for one in sequences], order)
+        q = sharded([one[0] for one in sequences], order)
         actual = program(q, pages, tables, context, lengths)
         expected = [reference(*one, scale=SCALE, window=31) for one in sequences]
         assert_dealt(actual, expected, order)
@@ -407,7 +407,7 @@ def test_ranks_along_two_axes_of_a_mesh():
 
     split = P(None, axes)
     mapped = jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
-    arrays = [dealt(one, order) for one in zip(*sequences)]
+    arrays = [sharded(one, order) for one in zip(*sequences)]
     program = jax.jit(mapped).lower(*arrays).compile(compiler_options=UNOPTIMISED)
     expected = [reference(*one, scale=SCALE) for one in sequences]
     assert_dealt(program(*arrays), expected, order)

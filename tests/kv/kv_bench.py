@@ -24,7 +24,7 @@ class Bench(World):
         sample = self.start(token_ids, salt)
         self.settle()
         self.write(sample)
-        self.manager.written(sample.table, sample.num_computed, partial=partial)
+        self.manager.cache_pages(sample.table, sample.num_computed, partial=partial)
         return sample
 
     def leave(self, sample: Sample, *, pin: bool = False, keep: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""A KV manager at work without a device: sequences, stores, and a copier cranked by hand.
+"""A KV manager at work without a device: sequences, stores, and a transfer worker cranked by hand.
 
 The KV of a token depends on all tokens before it, so here the content of a position is a number
 that names its whole prefix: whoever reads a page that is not his own, not yet there, or reused too
@@ -12,15 +12,15 @@ import os
 from pathlib import Path
 
 import numpy as np
-from cranked_copier import CrankedCopier
+from cranked_transfer_worker import CrankedTransferWorker
 
-from jaxserve.kv.books import check_books
-from jaxserve.kv.copier import Ticket
+from jaxserve.kv.invariants import check_invariants
 from jaxserve.kv.manager import KVManager, Match, Preemption
+from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.pages import PagePool
 from jaxserve.kv.prefix_tree import Node
-from jaxserve.kv.table import PageTable
 from jaxserve.kv.tiers import DiskStore, HostStore, Tier
+from jaxserve.kv.transfer_worker import TransferHandle
 
 POISON = -1
 _WORD_BYTES = 8
@@ -73,7 +73,7 @@ class World:
             self.stores[Tier.DISK] = DiskStore(directory, disk_pages, page_bytes)
         self.now_us = 0
         self.staging_buffers = staging_buffers
-        self.copier = CrankedCopier(
+        self.transfer_worker = CrankedTransferWorker(
             self.stores,
             download=np.copy,
             upload=lambda images: images.view(np.int64),
@@ -87,11 +87,11 @@ class World:
             preemption=preemption,
             tiers={tier: store.num_pages for tier, store in self.stores.items()},
             page_bytes=page_bytes,
-            copier=self.copier if self.stores else None,
+            transfer_worker=self.transfer_worker if self.stores else None,
         )
         self.samples: list[Sample] = []
         self.groups: list[list[Node]] = []
-        self.begun: dict[bool, Ticket] = {}
+        self.begun: dict[bool, TransferHandle] = {}
         self.num_operations = 0
         self._contents: dict[tuple[bytes, bytes], list[int]] = {}
 
@@ -137,7 +137,9 @@ class World:
     def startable(self) -> list[bool]:
         """Directions in which a move can begin."""
         return [
-            way for way in (True, False) if way not in self.begun and self.copier.can_begin(way)
+            way
+            for way in (True, False)
+            if way not in self.begun and self.transfer_worker.can_begin(way)
         ]
 
     @property
@@ -146,7 +148,7 @@ class World:
         return [name for name, needed in OPERATIONS.items() if not needed or getattr(self, needed)]
 
     def close(self) -> None:
-        self.copier.close()
+        self.transfer_worker.close()
         for store in self.stores.values():
             store.close()
 
@@ -154,7 +156,7 @@ class World:
         """One operation, and all that must hold after it."""
         getattr(self, operation)(*choices)
         self.num_operations += 1
-        check_books(self.manager, [sample.table for sample in self.samples])
+        check_invariants(self.manager, [sample.table for sample in self.samples])
 
     # What sequences do
 
@@ -197,11 +199,11 @@ class World:
         if match.arriving or not manager.fits(match, num_pages, 0):
             return None
         copied = manager.counters.copied_pages
-        manager.take(sample.table, match, num_pages)
+        manager.allocate(sample.table, match, num_pages)
         assert len(sample.table.pages) == num_pages
         assert manager.counters.copied_pages <= copied + 1
         sample.running = sample.fresh = True
-        sample.fetching = bool(sample.table.fetches)
+        sample.fetching = manager.is_fetching(sample.table)
         sample.num_computed = 0 if sample.fetching else sample.table.num_cached
         return match
 
@@ -214,8 +216,8 @@ class World:
         left = len(sample.token_ids) - sample.num_computed
         stop = sample.num_computed + min(count or left, left)
         table = sample.table
-        while len(table.pages) * self.page_size < stop and not table.fetches:
-            if not self.manager.extend(table):
+        while len(table.pages) * self.page_size < stop and not self.manager.is_fetching(table):
+            if not self.manager.append_page(table):
                 stop = len(table.pages) * self.page_size
         self.step()
         if sample.fetching:
@@ -234,7 +236,7 @@ class World:
         """Has what is written found by others, if not all of it yet."""
         sample = _pick(self.running, which)
         num_tokens = self.num_known(sample, lag)
-        self.manager.written(sample.table, num_tokens, partial=bool(partial % 2))
+        self.manager.cache_pages(sample.table, num_tokens, partial=bool(partial % 2))
 
     def num_known(self, sample: Sample, lag: int) -> int:
         """Tokens written that the host knows: the last may still be on the device alone."""
@@ -247,7 +249,7 @@ class World:
             num_tokens = self.num_known(sample, lag)
             self.manager.release(sample.table, num_tokens, keep=bool(keep % 4))
         else:
-            self.manager.forsake(sample.table)
+            self.manager.unpin_table(sample.table)
         self.samples.remove(sample)
 
     def preempt(self, which: int, lag: int) -> None:
@@ -259,7 +261,7 @@ class World:
         sample.num_computed = 0
 
     def forsake(self, which: int) -> None:
-        self.manager.forsake(_pick(self.waiting, which).table)
+        self.manager.unpin_table(_pick(self.waiting, which).table)
 
     def pin(self, which: int, count: int) -> None:
         """A group holds the pages of its prefix."""
@@ -285,12 +287,12 @@ class World:
 
     def begin_move(self, which: int) -> None:
         way = self.startable[which % len(self.startable)]
-        self.begun[way] = self.copier.begin(way)
+        self.begun[way] = self.transfer_worker.begin(way)
 
     def end_move(self, which: int, fails: int) -> None:
         way = list(self.begun)[which % len(self.begun)]
         self.now_us += 10
-        self.copier.end(self.begun.pop(way), fails=fails % 16 == 15)
+        self.transfer_worker.end(self.begun.pop(way), fails=fails % 16 == 15)
 
     def corrupt(self, page: int) -> None:
         """The disk changes a byte."""
@@ -305,7 +307,7 @@ class World:
         self.now_us += 10_000_000 if delay % 32 == 31 else delay
         self.manager.poll(self.now_us)
         for sample in self.running:
-            if sample.fetching and not sample.table.fetches:
+            if sample.fetching and not self.manager.is_fetching(sample.table):
                 sample.fetching = False
                 sample.num_computed = sample.table.num_cached
 
@@ -315,10 +317,10 @@ class World:
         """Carries out what has been planned, in order; then everybody reads all he may."""
         operations = self.manager.operations()
         for load in operations.loads:
-            images = load.ticket.consume()
+            images = load.handle.consume()
             self.device[load.target_pages] = images[: len(load.target_pages)]
         for save in operations.saves:
-            staging = self.device[save.source_pages] if self.copier.reserve() else None
+            staging = self.device[save.source_pages] if self.transfer_worker.reserve() else None
             self.manager.begin(save, staging)
         if operations.copies:
             sources, targets = zip(*operations.copies)
@@ -368,7 +370,10 @@ class World:
             while self.begun:
                 self.end_move(0, 0)
             self.poll(0)
-            if not self.copier.num_pending and not self.manager.mover.num_under_way:
+            if (
+                not self.transfer_worker.num_pending
+                and not self.manager.offload.num_in_flight_transfers
+            ):
                 self.step()
                 return
         raise AssertionError("moves beget moves for ever")
@@ -381,17 +386,20 @@ class World:
         for group in self.groups:
             self.manager.unpin(group)
         self.settle()
-        check_books(self.manager, [])
+        check_invariants(self.manager, [])
         self.check_images()
         pool, tree = self.manager.pool, self.manager.tree
         assert pool.num_used == 0
-        assert pool.num_kept == self.manager.num_evictable
-        assert self.copier.free_buffers == (self.staging_buffers, self.staging_buffers)
-        assert not any(node.pins or node.transfer for node in tree)
+        assert pool.num_cached == self.manager.num_evictable
+        assert self.transfer_worker.free_buffers == (self.staging_buffers, self.staging_buffers)
+        assert not any(node.pins or node.in_transfer for node in tree)
         self.manager.reset()
         assert pool.num_free == pool.capacity
-        assert all(shelf.num_free == shelf.num_pages for shelf in self.manager.mover.shelves)
-        assert self.manager.mover.transfers() == []
+        assert all(
+            tier_pool.num_free == tier_pool.num_pages
+            for tier_pool in self.manager.offload.tier_pools
+        )
+        assert self.manager.offload.transfers() == []
         assert not tree._full and not tree._roots
 
 

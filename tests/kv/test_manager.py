@@ -27,10 +27,10 @@ def test_only_what_is_written_is_found_wherever_chunks_and_pages_end(make, chunk
         bench.write(sample, chunk)
         stop = min(stop, len(PROMPT))
         assert sample.num_computed == stop
-        bench.manager.written(sample.table, stop)
+        bench.manager.cache_pages(sample.table, stop)
         assert bench.hit([*PROMPT, 0]) == stop // 4 * 4
         assert bench.manager.num_known(sample.table) == stop // 4
-    bench.manager.written(sample.table, 18, partial=True)
+    bench.manager.cache_pages(sample.table, 18, partial=True)
     assert bench.hit([*PROMPT, 0]) == 20
 
 
@@ -80,7 +80,7 @@ def test_a_page_used_in_part_is_taken_over_when_nobody_uses_it(make):
     assert second.table.pages == pages and second.num_computed == 6
     assert bench.manager.counters.copied_pages == 0
     bench.write(second)
-    bench.manager.written(second.table, 8)
+    bench.manager.cache_pages(second.table, 8)
     assert bench.hit(PROMPT) == 8
     assert len(bench.manager.tree) == 2  # The node has grown.
 
@@ -112,7 +112,7 @@ def test_one_copy_for_each_sample_of_a_prompt_and_no_more(make):
     for number, sample in enumerate(samples):
         sample.token_ids += [number] * 5
         bench.write(sample)
-        bench.manager.written(sample.table, 15)
+        bench.manager.cache_pages(sample.table, 15)
     assert bench.manager.counters.copied_pages == 3
     assert bench.manager.pool.num_used == 2 + 2 * 4
 
@@ -131,7 +131,7 @@ def test_pages_computed_twice_become_one(make):
     assert bench.manager.pool.num_used == 6
     for sample in (first, second):
         bench.write(sample)
-        bench.manager.written(sample.table, 10)
+        bench.manager.cache_pages(sample.table, 10)
     assert first.table.pages[:2] == second.table.pages[:2]
     assert bench.manager.pool.num_used == 4
     assert len(bench.manager.operations().freed) == 2
@@ -147,7 +147,7 @@ def test_reset_forgets_but_takes_nothing_from_those_who_run(make):
     assert bench.manager.pool.num_free == 16 - 3
     sample.token_ids += PROMPT[10:]
     bench.write(sample)
-    bench.manager.written(sample.table, len(PROMPT))
+    bench.manager.cache_pages(sample.table, len(PROMPT))
     assert bench.hit(PROMPT) == 0  # What follows a page that is not known cannot be.
     bench.leave(sample)
     assert bench.manager.pool.num_free == 16
@@ -185,8 +185,8 @@ def test_a_page_in_use_is_never_given_up(make):
     assert bench.manager.evict(100) == 2
     assert bench.manager.num_evictable == 0
     for _ in range(2):
-        assert bench.manager.extend(sample.table)
-    assert not bench.manager.extend(sample.table)
+        assert bench.manager.append_page(sample.table)
+    assert not bench.manager.append_page(sample.table)
     assert not bench.manager.fits(bench.manager.match(Sample(OTHER).table, 3), 1, 0)
     # Pages that others use cost nothing.
     match = bench.manager.match(Sample(PROMPT).table, 12)
@@ -217,7 +217,7 @@ def test_what_is_not_worth_keeping_is_not_saved(make, keep):
     bench.leave(bench.run(PROMPT[:8]), keep=keep)
     bench.manager.evict(2)
     bench.settle()
-    assert bench.manager.mover.counters.saved_pages == ({Tier.HOST: 2} if keep else {})
+    assert bench.manager.offload.counters.saved_pages == ({Tier.HOST: 2} if keep else {})
     assert bench.manager.counters.lost_pages == (0 if keep else 2)
     assert bench.hit(PROMPT[:9]) == (8 if keep else 0)
 
@@ -229,7 +229,7 @@ def test_another_who_comes_back_has_it_kept(make):
     bench.leave(second, keep=False)
     bench.manager.evict(3)
     bench.settle()
-    assert bench.manager.mover.counters.saved_pages == {Tier.HOST: 2}
+    assert bench.manager.offload.counters.saved_pages == {Tier.HOST: 2}
 
 
 def test_without_prefix_caching_pages_are_kept_for_those_who_come_back(make):
@@ -245,7 +245,7 @@ def test_without_prefix_caching_pages_are_kept_for_those_who_come_back(make):
     assert sample.num_computed == 7
     bench.write(sample)
     bench.leave(sample, pin=True)
-    bench.manager.forsake(sample.table)
+    bench.manager.unpin_table(sample.table)
     bench.settle()
     assert bench.manager.pool.num_free == 16
-    assert bench.manager.mover.shelves[0].num_used == 0
+    assert bench.manager.offload.tier_pools[0].num_used == 0

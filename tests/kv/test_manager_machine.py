@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from kv_world import OPERATIONS, World
 
-from jaxserve.kv import prefix_tree, table
+from jaxserve.kv import page_table, prefix_tree
 from jaxserve.kv.tiers import Tier
 
 NUM_CHOICES = {
@@ -102,7 +102,7 @@ def test_a_hundred_thousand_operations():
     counters = [manager.counters for manager in managers]
     for name in ("copied_pages", "evicted_pages", "lost_pages", "swaps", "recomputes"):
         assert sum(getattr(counter, name) for counter in counters) > 400
-    moves = [manager.mover.counters for manager in managers]
+    moves = [manager.offload.counters for manager in managers]
     for tier in (Tier.HOST, Tier.DISK):
         assert sum(move.saved_pages.get(tier, 0) for move in moves) > 200
         assert sum(move.fetched_pages.get(tier, 0) for move in moves) > 20
@@ -118,7 +118,7 @@ def test_pages_whose_keys_collide_are_never_mixed_up(monkeypatch):
         return bytes([whole(parent_key, tokens)[0] % 4]) * 16
 
     monkeypatch.setattr(prefix_tree, "chain_key", short)
-    monkeypatch.setattr(table, "chain_key", short)
+    monkeypatch.setattr(page_table, "chain_key", short)
     for seed in range(20):
         drive(seed, 300)
 
@@ -128,4 +128,4 @@ def test_the_same_operations_give_the_same_pages(seed):
     first, second = drive(seed, 300), drive(seed, 300)
     assert (first.device == second.device).all()
     assert first.manager.counters == second.manager.counters
-    assert first.manager.mover.counters == second.manager.mover.counters
+    assert first.manager.offload.counters == second.manager.offload.counters

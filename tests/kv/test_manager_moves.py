@@ -6,7 +6,7 @@ import pytest
 from kv_bench import OTHER, PROMPT, Bench
 from kv_world import Sample
 
-from jaxserve.kv.books import check_books
+from jaxserve.kv.invariants import check_invariants
 from jaxserve.kv.tiers import Tier
 from jaxserve.kv.transfers import MOVE_PAGES
 
@@ -29,7 +29,7 @@ def test_out_and_back(make):
     assert bench.manager.match(sample.table, 17).must_fetch
     bench.come_back(sample)
     assert sample.num_computed == 17  # The step has compared what it reads.
-    counters = bench.manager.mover.counters
+    counters = bench.manager.offload.counters
     assert counters.saved_pages == counters.fetched_pages == {Tier.HOST: 5}
 
 
@@ -44,7 +44,7 @@ def test_the_second_time_out_copies_only_what_is_new(make):
         bench.manager.evict(16)
         bench.settle()
     # Four pages, then the fifth with two tokens, then the fifth anew with four.
-    assert bench.manager.mover.counters.saved_pages == {Tier.HOST: 4 + 1 + 1}
+    assert bench.manager.offload.counters.saved_pages == {Tier.HOST: 4 + 1 + 1}
     bench.come_back(sample)
     assert sample.num_computed == 19
 
@@ -84,19 +84,19 @@ def test_a_failed_fetch_makes_the_prefix_shorter(make, failing):
     sample = swapped_out(bench, 20)
     assert bench.take(sample) is not None
     bench.step()
-    assert sample.table.num_cached == 19 and len(sample.table.fetches) == 2
+    assert sample.table.num_cached == 19 and len(bench.manager.offload.fetches(sample.table)) == 2
     for number in range(2):
         if bench.startable:
             bench.begin_move(0)
             bench.end_move(0, fails=15 * (number == failing))
             bench.poll(0)
             bench.step()
-    assert sample.table.fetches == []
+    assert not bench.manager.is_fetching(sample.table)
     assert sample.num_computed == failing * MOVE_PAGES
-    assert bench.manager.mover.counters.failed_moves == 1
+    assert bench.manager.offload.counters.failed_moves == 1
     bench.write(sample)
     assert sample.num_computed == 20
-    check_books(bench.manager, [sample.table])
+    check_invariants(bench.manager, [sample.table])
 
 
 def test_a_fetch_that_takes_too_long_is_given_up(make):
@@ -106,9 +106,9 @@ def test_a_fetch_that_takes_too_long_is_given_up(make):
     bench.step()
     bench.begin_move(0)
     bench.poll(31)
-    assert sample.table.fetches == [] and not sample.fetching
+    assert not bench.manager.is_fetching(sample.table) and not sample.fetching
     assert sample.num_computed == 0
-    assert bench.manager.mover.counters.slow_moves == 1
+    assert bench.manager.offload.counters.slow_moves == 1
     bench.write(sample)
     bench.settle()  # It comes late, and is dropped.
     bench.check_readable(sample)
@@ -120,7 +120,7 @@ def test_a_page_that_the_disk_has_changed_is_computed_again(make):
     bench.corrupt(next(iter(bench.manager.tree)).disk)
     bench.come_back(sample)
     assert sample.num_computed == 0
-    assert bench.manager.mover.counters.failed_moves == 1
+    assert bench.manager.offload.counters.failed_moves == 1
     bench.write(sample)
     bench.leave(sample)
     bench.manager.evict(2)
@@ -138,9 +138,9 @@ def test_what_cannot_be_saved_is_lost_and_nothing_else(make, reason):
     bench.begin_move(0)
     bench.end_move(0, fails=15 * (reason == "the medium refuses"))
     bench.settle()
-    saved = bench.manager.mover.counters.saved_pages.get(Tier.HOST, 0)
+    saved = bench.manager.offload.counters.saved_pages.get(Tier.HOST, 0)
     assert saved == {"no room below": 2, "no staging buffer": MOVE_PAGES}.get(reason, 0)
-    assert bench.manager.mover.shelves[0].num_used == saved
+    assert bench.manager.offload.tier_pools[0].num_used == saved
     sample = bench.run(PROMPT[:19])
     assert sample.num_computed == 19
 
@@ -150,7 +150,7 @@ def test_what_lies_behind_a_page_that_went_away_is_left_for_later(make):
     sample = swapped_out(bench, 8)
     bench.come_back(sample)
     bench.write(sample)
-    bench.manager.written(sample.table, 8)
+    bench.manager.cache_pages(sample.table, 8)
     head, tail = sample.table.nodes[:1], sample.table.nodes[1:]
     bench.manager.pin(tail)  # What no engine does: it pins a prefix from its head on.
     bench.leave(sample)
@@ -207,7 +207,7 @@ def test_a_quarter_of_the_hosts_pages_could_always_be_taken(make):
     for _ in range(5):
         bench.poll(0)  # However often it looks while they are on the way.
     bench.settle()
-    host, disk = bench.manager.mover.shelves
+    host, disk = bench.manager.offload.tier_pools
     assert (host.num_used, host.num_spare, disk.num_used) == (16, 4, 4)
     assert bench.hit(PROMPT[:17]) == 16
 
@@ -224,7 +224,7 @@ def test_from_the_disk_to_the_device(make):
     sample = bench.start([0, 1, 2])
     bench.settle()
     assert sample.num_computed == 2
-    assert bench.manager.mover.counters.fetched_pages[Tier.DISK] == 2
+    assert bench.manager.offload.counters.fetched_pages[Tier.DISK] == 2
 
 
 @pytest.mark.parametrize("disk_pages", [1, 2, 8])
@@ -234,7 +234,7 @@ def test_moves_come_to_rest_however_small_the_disk(make, disk_pages):
         bench.leave(bench.run(list(range(start, start + 10))))
         bench.manager.evict(10)
         bench.settle()
-    host, disk = bench.manager.mover.shelves
+    host, disk = bench.manager.offload.tier_pools
     assert disk.num_used == disk_pages
     assert host.num_spare == min(4, disk_pages)
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jaxserve.errors import ConfigError
+from jaxserve.core.errors import ConfigError
 from jaxserve.kv.pages import TRASH_PAGE, PageError, PagePool
 
 
@@ -22,7 +22,7 @@ class PoolMachine(RuleBasedStateMachine):
     def in_use(self) -> list[int]:
         return [page for page, refs in self.refs.items() if refs]
 
-    def kept(self) -> list[int]:
+    def cached(self) -> list[int]:
         return [page for page, refs in self.refs.items() if not refs]
 
     @rule(count=st.integers(0, 8), after=st.none() | st.integers(-1, 20))
@@ -51,10 +51,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.refs[page] -= 1
         assert self.pool.drop(page) == self.refs[page]
 
-    @precondition(lambda self: self.kept())
+    @precondition(lambda self: self.cached())
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
-        page = data.draw(st.sampled_from(self.kept()))
+        page = data.draw(st.sampled_from(self.cached()))
         self.pool.free(page)
         del self.refs[page]
 
@@ -76,11 +76,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def balances(self) -> None:
-        pool, num_kept = self.pool, len(self.kept())
-        assert pool.num_kept == num_kept
-        assert pool.num_used == len(self.refs) - num_kept
+        pool, num_cached = self.pool, len(self.cached())
+        assert pool.num_cached == num_cached
+        assert pool.num_used == len(self.refs) - num_cached
         assert pool.num_free == pool.capacity - len(self.refs)
-        assert pool.num_available == pool.num_free + num_kept
+        assert pool.num_available == pool.num_free + num_cached
         assert [pool.refs(page) for page in self.refs] == list(self.refs.values())
 
     def teardown(self) -> None:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jaxserve.kv import prefix_tree
+from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.prefix_tree import Node, PrefixTree, chain_key, pack_tokens, salt_key
-from jaxserve.kv.table import PageTable
 
 PAGE_SIZE = 4
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scripts import run_script
 
-from jaxserve.errors import ConfigError
+from jaxserve.core.errors import ConfigError
 from jaxserve.kv.tiers import DiskStore, HostStore, PageCorruptError, page_runs
 
 NUM_PAGES, PAGE_BYTES = 12, 96

@@ -29,7 +29,7 @@ def bench(server, capsys):
 
 
 def test_a_run_in_numbers(bench, tmp_path):
-    slos = ("--slo-ttft-ms=10000", "--slo-tbt-ms=10000", "--slo-tpot-ms=9999.5", "--slo-e2e-ms=9e4")
+    slos = ("--slo-ttft-ms=10000", "--slo-itl-ms=10000", "--slo-tpot-ms=9999.5", "--slo-e2e-ms=9e4")
     status, rows, _ = bench(*SHORT, *slos, f"--output={tmp_path / 'run.json'}", "--api-key=secret")
     assert status == 0
     assert rows["model"] == ["plain"]

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from jaxserve.errors import ConfigError, EndpointError
+from jaxserve.core.errors import ConfigError, EndpointError
 from jaxserve.loadgen.client import open_session
 from jaxserve.loadgen.endpoint import Endpoint, find_out
 from jaxserve.loadgen.prompts import TextLength
@@ -87,5 +87,5 @@ def test_a_server_that_says_nothing_is_not_waited_for_without_end(server):
 def test_token_ids_that_cannot_be_had(server):
     with pytest.raises(EndpointError, match="no /tokenize"):
         ask(f"{server}/v1", prompt_format="token_ids")
-    with pytest.raises(ConfigError, match="a chat takes no token ids"):
+    with pytest.raises(ConfigError, match="chat does not support token ids"):
         ask(f"{server}/v1", "chat", prompt_format="token_ids")

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.engine.fluidity import Deadlines, linear_prefill
-from jaxserve.engine.summaries import Percentiles
 from jaxserve.loadgen.answer import Answer
 from jaxserve.loadgen.results import Objectives, RequestResult, Summary
 from jaxserve.loadgen.series import distribution, in_flight, thinned, token_rate
 from jaxserve.loadgen.trace import TraceRequest
+from jaxserve.metrics.fluidity import Deadlines, linear_prefill
+from jaxserve.metrics.summaries import Percentiles
 
 MS = 1000
 DEADLINES = Deadlines(linear_prefill(900 * MS, 10 * MS), decode_us=100 * MS)
@@ -76,7 +76,7 @@ def test_a_load_in_numbers():
         result([], 4, sent_ms=1700, arrival_ms=1600, failure="HTTP 429"),
         result([], 5, sent_ms=1700, arrival_ms=1700, failure="timeout", tail_ms=300),
     ]
-    summary = Summary.of(results, Objectives(ttft_us=200 * MS, tbt_us=29 * MS), DEADLINES)
+    summary = Summary.of(results, Objectives(ttft_us=200 * MS, itl_us=29 * MS), DEADLINES)
     assert (summary.requests, summary.completed) == (6, 3)
     assert summary.failures == {"HTTP 429": 2, "timeout": 1}
     assert summary.elapsed_us == 2000 * MS

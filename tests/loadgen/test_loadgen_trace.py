@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.errors import ConfigError
+from jaxserve.core.errors import ConfigError
 from jaxserve.loadgen.trace import Fit, TraceRequest, poisson, read_trace
 
 CSV = """\

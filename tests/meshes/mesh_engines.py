@@ -20,7 +20,7 @@ from sharding_rules import HeadLayout
 DEGREES = {
     "TP": "tensor_parallel_size",
     "PP": "pipeline_parallel_size",
-    "SP": "sequence_parallel_size",
+    "SP": "context_parallel_size",
 }
 SEQS = 2
 PAGE_SIZE = 8

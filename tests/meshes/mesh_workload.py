@@ -10,10 +10,10 @@ import pytest
 from mesh_engines import load
 from tiny_engines import FULL, LONGEST, PROMPT_LENGTHS, Arrival, TinyModel, drive, preemptions
 
+from jaxserve.core.outputs import RequestOutput
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.policies import POLICIES
-from jaxserve.outputs import RequestOutput
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler.policies import POLICIES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 SCORED = SamplingParams(

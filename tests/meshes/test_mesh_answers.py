@@ -9,22 +9,22 @@ from mesh_engines import load, on_mesh, write_llama
 from mesh_workload import check_answers, check_greedy
 from tiny_engines import TinyModel
 
-from jaxserve.engine.policies import POLICIES
+from jaxserve.scheduler.policies import POLICIES
 
 pytestmark = pytest.mark.meshes
 
 # Where there are several sizes of prefill, a step goes through programs of another than its own.
 MESHES = {
     "TP2": {},
-    "TP4": {"sequence_parallel_norms": True},
+    "TP4": {"sequence_parallel": True},
     "TP8": {},
     "PP2": {"max_num_batched_tokens": 2 + 64},
     "PP4": {"max_num_seqs": 4},
     "SP2": {},
     "SP4": {"page_size": 16},
     "SP8": {},
-    "TP4 PP2": {"sequence_parallel_norms": True},
-    "TP2 SP2": {"sequence_parallel_norms": True},
+    "TP4 PP2": {"sequence_parallel": True},
+    "TP2 SP2": {"sequence_parallel": True},
     "PP2 SP2": {"max_num_batched_tokens": 2 + 64},
     "TP2 PP2 SP2": {},
 }
@@ -121,5 +121,5 @@ def check_swap(mesh: str, directory: Path) -> None:
     settings = {"debug_kv": True, "host_pages": 20, "preemption": "swap"}
     with load(model, mesh, **settings) as llm:
         check_greedy(model, llm.engine)
-        kinds = llm.engine.snapshot()["jaxserve:kv_preemptions_total"].value
+        kinds = llm.engine.get_metrics()["jaxserve:kv_preemptions_total"].value
         assert kinds["recompute"] == 0 < kinds["swap"]

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from mesh_engines import PAGE_SIZE, SEQS, degrees, on_mesh, write_llama
 
-from jaxserve.config import EngineConfig
+from jaxserve.core.config import EngineConfig
 from jaxserve.runtime import startup
-from jaxserve.runtime.geometry import Geometry
-from jaxserve.runtime.specs import program_specs
+from jaxserve.runtime.programs.program_shapes import ProgramShapes
+from jaxserve.runtime.programs.specs import program_specs
 
 pytestmark = pytest.mark.meshes
 
@@ -38,8 +38,8 @@ class Compiled:
             **degrees(mesh),
             **settings,
         )
-        self.geometry: Geometry = startup.plan(config).geometry
-        self._specs = {spec.name: spec for spec in program_specs(self.geometry)}
+        self.shapes: ProgramShapes = startup.plan(config).shapes
+        self._specs = {spec.name: spec for spec in program_specs(self.shapes)}
 
     def kinds(self, name: str) -> dict[str, int]:
         """Collectives of a program by kind; what it gathers is no weight and no pool."""
@@ -49,11 +49,11 @@ class Compiled:
 
     def _check_sizes(self, found: list[tuple[str, str]]) -> None:
         """A gather's result is of a step's tokens: queries, keys and values, or logits."""
-        model = self.geometry.model
+        model = self.shapes.model
         features = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         most = TOKENS * max(features, model.vocab_size)
         least_matrix = model.hidden_size * model.num_heads * model.head_dim
-        pool = math.prod(self.geometry.abstract_kv[0].k.shape)
+        pool = math.prod(self.shapes.abstract_kv[0].k.shape)
         assert most < min(least_matrix, pool)
         for shapes, kind in found:
             if kind == "all-gather":
@@ -82,7 +82,7 @@ def check_tensor(mesh: str, path: Path) -> None:
     # with their ids. Reduced are maxima and sums of each row; no rank sees another's logits.
     assert whole.kinds(f"general-{SEQS}") == {"all-gather": 5, "all-reduce": 6}
 
-    apart = Compiled(mesh, path, sequence_parallel_norms=True)
+    apart = Compiled(mesh, path, sequence_parallel=True)
     assert apart.kinds(f"forward-{DECODE}") == {"all-reduce": 2 * LAYERS + 1}
     assert apart.kinds(f"forward-{PREFILL}") == {
         "all-gather": 2 * LAYERS + 1,  # all tokens again for the final norm
@@ -99,7 +99,7 @@ def check_stages(mesh: str, path: Path) -> None:
     """Two sums: of the embeddings, which all stages share, and of what the last one has."""
     compiled = Compiled(mesh, path)
     for key in (DECODE, PREFILL):
-        assert compiled.kinds(f"tick-{key}") == {"collective-permute": 1, "all-reduce": 2}
+        assert compiled.kinds(f"pipeline-step-{key}") == {"collective-permute": 1, "all-reduce": 2}
 
 
 def test_sequence_parallelism_sends_queries_or_keys(tmp_path):
@@ -107,7 +107,7 @@ def test_sequence_parallelism_sends_queries_or_keys(tmp_path):
 
 
 def check_sequence(mesh: str, path: Path) -> None:
-    compiled, ranks = Compiled(mesh, path), degrees(mesh)["sequence_parallel_size"]
+    compiled, ranks = Compiled(mesh, path), degrees(mesh)["context_parallel_size"]
     # A maximum and a sum merge what ranks found; one sum picks the tokens to sample from.
     assert compiled.kinds(f"forward-{DECODE}") == {"all-reduce": 2 * LAYERS + 1}
     assert compiled.kinds(f"forward-{PREFILL}") == {
@@ -128,11 +128,11 @@ def test_parallel_forms_add_up(tmp_path):
 
 def check_all(mesh: str, path: Path) -> None:
     compiled = Compiled(mesh, path)
-    assert compiled.kinds(f"tick-{DECODE}") == {
+    assert compiled.kinds(f"pipeline-step-{DECODE}") == {
         "all-reduce": (2 + 2) * LAYERS + 3,
         "collective-permute": 1,
     }
-    assert compiled.kinds(f"tick-{PREFILL}") == {
+    assert compiled.kinds(f"pipeline-step-{PREFILL}") == {
         "all-gather": LAYERS,
         "all-reduce": (2 + 1) * LAYERS + 3,
         "reduce-scatter": LAYERS,

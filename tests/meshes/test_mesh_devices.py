@@ -12,11 +12,11 @@ import pytest
 from mesh_engines import load, on_mesh
 from tiny_engines import Arrival, TinyModel, drive
 
-from jaxserve.config import EngineConfig
-from jaxserve.errors import ConfigError
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.llm import LLM
 from jaxserve.runtime.devices import engine_devices
-from jaxserve.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.meshes
 EIGHT = "TP8"
@@ -41,7 +41,7 @@ def check_side_by_side(_: str) -> None:
             llm = load(model, mesh, devices=devices, host_pages=8, debug_kv=True)
             stack.callback(llm.close)
             named = tuple(devices or (0, 1))
-            assert [device.id for device in llm.plan().geometry.devices] == list(named)
+            assert [device.id for device in llm.plan().shapes.devices] == list(named)
             new = [array for array in jax.live_arrays() if id(array) not in before]
             assert places(new) == set(named)
             engines[named] = llm
@@ -90,6 +90,6 @@ def check_refusals(_: str) -> None:
     unknown = refusal(devices=[0, 9, 11], tensor_parallel_size=3)
     assert "no device 9, 11" in unknown
     assert "there are 0, 1, 2, 3, 4, 5, 6, 7 (cpu)" in unknown
-    few = refusal(tensor_parallel_size=3, sequence_parallel_size=3)
+    few = refusal(tensor_parallel_size=3, context_parallel_size=3)
     assert "take 9 devices, but there are only 8" in few
     assert [device.id for device in engine_devices(EngineConfig(devices=[7]))] == [7]

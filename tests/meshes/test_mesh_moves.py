@@ -12,8 +12,8 @@ from mesh_engines import load, on_mesh
 from mesh_workload import GREEDY
 from tiny_engines import LONGEST, PROMPT_LENGTHS, TinyModel
 
+from jaxserve.core.events import Dispatched
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.events import Dispatched
 
 pytestmark = pytest.mark.meshes
 
@@ -47,7 +47,7 @@ def begin(mesh: str, answered: Path, target: Path, with_kv: bool, **settings: ob
         llm.engine.add(f"prompt {index}", model.prompts[index], GREEDY)
     for _ in range(STEPS):
         llm.engine.step()
-    llm.checkpoint(target, with_kv)
+    llm.snapshot(target, with_kv)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -59,7 +59,7 @@ def go_on(
         streams = llm.restore(source)
         for _ in range(STEPS):
             llm.engine.step()
-        llm.checkpoint(target, with_kv)
+        llm.snapshot(target, with_kv)
         assert len(streams) == len(PROMPTS)
 
 
@@ -71,8 +71,10 @@ def end(
         answers, _ = pickle.load(file)
     with load(model, mesh, pages=PAGES, trace_file=target.with_suffix(".json"), **settings) as llm:
         streams = llm.restore(source)
-        known = sum(g.seq.num_tokens for stream in streams for g in stream.request.generations)
-        waiting = [s.request for s in streams if not s.request.generations[0].seq.output_token_ids]
+        known = sum(g.seq.num_tokens for stream in streams for g in stream.request.sequence_outputs)
+        waiting = [
+            s.request for s in streams if not s.request.sequence_outputs[0].seq.output_token_ids
+        ]
         for index, stream in zip(PROMPTS, streams, strict=True):
             output = stream.result()
             assert output.request_id == f"prompt {index}"

@@ -10,9 +10,9 @@ from mesh_engines import degrees, load, on_mesh
 from mesh_workload import GREEDY
 from tiny_engines import PROMPT_LENGTHS, Arrival, TinyModel, drive
 
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.runtime.under_way import NOTHING
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.runtime.in_flight import BUBBLE
 
 pytestmark = pytest.mark.meshes
 
@@ -24,9 +24,9 @@ def entered(engine: Engine, arrivals: list[Arrival]) -> list[bool]:
     runner, calls = engine._runner, []
     dispatch = runner.dispatch
 
-    def counted(packed):
-        calls.append(packed is not NOTHING)
-        dispatch(packed)
+    def counted(packed, *begun_us):
+        calls.append(packed is not BUBBLE)
+        dispatch(packed, *begun_us)
 
     runner.dispatch = counted
     try:

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from mesh_engines import on_mesh
 
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.models import parallel
 from jaxserve.sampling import (
     BY_TOKEN,
@@ -23,7 +24,6 @@ from jaxserve.sampling import (
     pack_rows,
     row_constants,
 )
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured.bitmask import mask_words
 from sharding_rules import make_mesh
 

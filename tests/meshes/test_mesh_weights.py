@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from mesh_engines import degrees, on_mesh, write_llama
 
-from jaxserve.config import EngineConfig
+from jaxserve.core.config import EngineConfig
 from jaxserve.models.loading.assemble import Index, TensorSource, assemble, cut
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.convert import convert
 from jaxserve.models.loading.params import load_params
 from jaxserve.models.registry import param_specs
 from jaxserve.runtime import startup
-from jaxserve.runtime.geometry import Geometry
+from jaxserve.runtime.programs.program_shapes import ProgramShapes
 
 pytestmark = pytest.mark.meshes
 
@@ -49,16 +49,16 @@ class Counted:
         return self._source.unclaimed(names)
 
 
-def geometry_of(mesh: str, path: Path, **settings: object) -> Geometry:
-    return startup.plan(EngineConfig(model=path, **degrees(mesh), **settings)).geometry
+def geometry_of(mesh: str, path: Path, **settings: object) -> ProgramShapes:
+    return startup.plan(EngineConfig(model=path, **degrees(mesh), **settings)).shapes
 
 
-def bytes_by_device(geometry: Geometry, path: Path) -> dict[jax.Device, int]:
+def bytes_by_device(shapes: ProgramShapes, path: Path) -> dict[jax.Device, int]:
     """Bytes read for the shards of each device, which may be a process by itself."""
     source, read = open_checkpoint(path), {}
-    specs, structure = jax.tree.flatten(geometry.specs)
-    shardings = structure.flatten_up_to(geometry.param_shardings)
-    for device in geometry.mesh.devices.flat:
+    specs, structure = jax.tree.flatten(shapes.specs)
+    shardings = structure.flatten_up_to(shapes.param_shardings)
+    for device in shapes.mesh.devices.flat:
         counted = Counted(source)
         for spec, sharding in zip(specs, shardings, strict=True):
             index = sharding.devices_indices_map(spec.shape)[device]
@@ -74,11 +74,11 @@ def test_a_device_reads_its_shards_and_no_more(tmp_path, mesh):
 
 
 def check_bytes(mesh: str, path: Path) -> None:
-    geometry = geometry_of(mesh, path)
+    shapes = geometry_of(mesh, path)
     of_file = sum(part.nbytes for part in tensors_of(path))
-    read = bytes_by_device(geometry, path)
-    assert set(read.values()) == {geometry.weights_bytes}
-    assert geometry.weights_bytes < 1.1 * of_file / (geometry.tensor * geometry.stages)
+    read = bytes_by_device(shapes, path)
+    assert set(read.values()) == {shapes.weights_bytes}
+    assert shapes.weights_bytes < 1.1 * of_file / (shapes.tensor * shapes.stages)
 
 
 def tensors_of(path: Path) -> list[np.ndarray]:
@@ -93,9 +93,9 @@ def test_a_device_reads_no_more_than_the_heads_it_has_a_share_of(tmp_path):
 
 
 def check_uneven_bytes(mesh: str, path: Path) -> None:
-    geometry = geometry_of(mesh, path)
+    shapes = geometry_of(mesh, path)
     heads = 4 * 64 * 16 * 4 * (3 + 2 + 3)  # layers, hidden, head_dim, bytes; all of a KV head
-    assert max(bytes_by_device(geometry, path).values()) <= geometry.weights_bytes + heads
+    assert max(bytes_by_device(shapes, path).values()) <= shapes.weights_bytes + heads
 
 
 @pytest.mark.parametrize("mesh", ["TP4 PP2", "TP8"])
@@ -108,7 +108,7 @@ def test_every_format_gives_a_mesh_the_same_parameters(tmp_path, mesh):
 
 def check_formats(mesh: str, path: Path, orbax: Path) -> None:
     for model, load_format in ((path, "auto"), (orbax, "auto"), (path, "dummy")):
-        geometry = geometry_of(mesh, model, load_format=load_format)
+        shapes = geometry_of(mesh, model, load_format=load_format)
         checkpoint = open_checkpoint(model, load_format)
         plain = param_specs(checkpoint.config)
         whole = load_params(checkpoint, plain, dtype="float32")
@@ -122,13 +122,13 @@ def check_formats(mesh: str, path: Path, orbax: Path) -> None:
             return cut(lambda one, index: by_parts[one.parts][index], spec, everything)
 
         loaded = load_params(
-            checkpoint, geometry.specs, dtype="float32", shardings=geometry.param_shardings
+            checkpoint, shapes.specs, dtype="float32", shardings=shapes.param_shardings
         )
         jax.tree.map(
             lambda spec, array, sharding: check_array(array, wanted(spec), sharding),
-            geometry.specs,
+            shapes.specs,
             loaded,
-            geometry.param_shardings,
+            shapes.param_shardings,
         )
 
 

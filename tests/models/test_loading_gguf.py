@@ -13,7 +13,7 @@ from ggml_blocks import BLOCKS, decode, random_blocks
 from gguf import GGMLQuantizationType as Kind
 from tiny_checkpoints import CONFIG, random_tensors, write_gguf, write_hf
 
-from jaxserve.errors import UnsupportedModelError, WeightsError
+from jaxserve.core.errors import UnsupportedModelError, WeightsError
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.gguf import read_metadata
 from jaxserve.models.loading.params import load_params
@@ -210,5 +210,5 @@ def test_metadata_that_does_not_match(tmp_path):
 def test_a_tensor_without_a_place(tmp_path):
     raw = {"blk.0.attn_q.bias": (np.zeros(128, np.float32), Kind.F32)}
     path = write_gguf(tmp_path / "m.gguf", CONFIG, random_tensors(CONFIG), raw=raw)
-    with pytest.raises(WeightsError, match=r"blk\.0\.attn_q\.bias has no place"):
+    with pytest.raises(WeightsError, match=r"blk\.0\.attn_q\.bias is not used by the model"):
         open_checkpoint(path)

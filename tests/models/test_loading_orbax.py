@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tiny_checkpoints import CONFIG, random_tensors, write_gguf, write_hf
 
-from jaxserve.errors import ModelError, WeightsError
+from jaxserve.core.errors import ModelError, WeightsError
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.convert import convert
 from jaxserve.models.loading.params import load_params

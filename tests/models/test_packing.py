@@ -9,13 +9,13 @@ from ggml_blocks import random_blocks
 from gguf import GGMLQuantizationType as Kind
 from tiny_checkpoints import CONFIG, random_tensors, write_gguf, write_hf
 
-from jaxserve.errors import ConfigError
+from jaxserve.core.errors import ConfigError
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.convert import convert
 from jaxserve.models.loading.params import load_params, params_bytes
 from jaxserve.models.packing import FORMATS, with_formats
 from jaxserve.models.registry import param_specs
-from pallas_kernels.quantized_matmul import PackedWeight, dequantize, quantize
+from pallas_kernels.quantized_matmul import QuantizedWeight, dequantize, quantize
 
 LINEAR = ("qkv", "attn_out", "gate_up", "down")
 
@@ -38,7 +38,7 @@ def load(path, quantization=None):
 
 
 def is_packed(param):
-    return isinstance(param, PackedWeight)
+    return isinstance(param, QuantizedWeight)
 
 
 def unpacked(params, shapes):
@@ -110,7 +110,7 @@ def test_the_file_may_be_packed_in_another_way(tmp_path, kind):
 def test_what_cannot_be_packed_is_refused(tmp_path):
     config = CONFIG | {"hidden_size": 80}
     narrow = write_hf(tmp_path / "hf", config, random_tensors(config))
-    with pytest.raises(ConfigError, match=r"gate_proj.weight cannot be packed: 80 inputs are not"):
+    with pytest.raises(ConfigError, match=r"gate_proj.weight cannot be quantized: 80 inputs"):
         load(narrow, "int4")
     with pytest.raises(ConfigError, match="no weights in blocks of Q8_0, Q4_0, Q4_1"):
         load(narrow, "gguf")
@@ -127,5 +127,5 @@ def test_several_devices_are_refused(tmp_path):
         device_set = frozenset({0, 1})
 
     shardings = jax.tree.map(lambda spec: TwoDevices(), specs)
-    with pytest.raises(ConfigError, match="would be packed on 2 devices"):
+    with pytest.raises(ConfigError, match="would be quantized on 2 devices"):
         load_params(checkpoint, specs, dtype="float32", shardings=shardings)

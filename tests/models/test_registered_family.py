@@ -12,7 +12,7 @@ from tiny_checkpoints import CONFIG, random_tensors, write_hf, write_tokenizer
 
 import jaxserve
 from jaxserve import LLM, SamplingParams
-from jaxserve.errors import ConfigError, UnsupportedModelError, WeightsError
+from jaxserve.core.errors import ConfigError, UnsupportedModelError, WeightsError
 from jaxserve.models import llama, registry
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.convert import convert
@@ -57,7 +57,7 @@ def load(path):
 
 
 def test_our_own_architectures_cannot_be_replaced():
-    with pytest.raises(ConfigError, match="'LlamaForCausalLM' is one of jaxserve's own"):
+    with pytest.raises(ConfigError, match="'LlamaForCausalLM' is built into jaxserve"):
         jaxserve.register_family("LlamaForCausalLM", llama.FAMILY)
 
 
@@ -87,7 +87,7 @@ def test_tensors_that_are_missing_or_too_many_are_named(tmp_path):
     with pytest.raises(WeightsError) as raised:
         open_checkpoint(write_trained(tmp_path / "broken", tensors))
     assert "model.layers.1.mlp.down_proj.weight is missing" in str(raised.value)
-    assert "optimizer.count has no place in the model" in str(raised.value)
+    assert "optimizer.count is not used by the model" in str(raised.value)
 
 
 def test_an_engine_serves_it_and_keeps_no_programs(trained, tmp_path, session_cache):

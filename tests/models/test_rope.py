@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.errors import UnsupportedModelError
-from jaxserve.models.config import RopeConfig
+from jaxserve.core.errors import UnsupportedModelError
+from jaxserve.core.model_config import RopeConfig
 from jaxserve.models.rope import frequencies, rotate, rotation
 
 PLAIN = RopeConfig(theta=10_000.0, rotary_dim=64, original_max_position=2048)

@@ -11,10 +11,10 @@ from golden_prompts import golden_prompts
 from mesh_engines import load
 from tiny_engines import Arrival, drive
 
+from jaxserve.core.outputs import RequestOutput
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.llm import LLM
 from jaxserve.models.loading.checkpoint import open_checkpoint
-from jaxserve.outputs import RequestOutput
-from jaxserve.sampling_params import SamplingParams
 
 CONTEXT = 704
 """For the longest golden prompt and its continuation."""
@@ -65,9 +65,9 @@ def answer(mesh: str, path: Path, target: Path, dtype: str, snapshot: Path | Non
         answers: dict[str, list[RequestOutput]] = {"greedy": drive(llm.engine, arrivals)}
         if dtype == "float32":
             capital, _, code, *_ = golden
-            wishes = [(code, SEVERAL), (capital, CHOSEN)]
+            options = [(code, SEVERAL), (capital, CHOSEN)]
             answers["sampled"] = drive(
-                llm.engine, [Arrival(entry.prompt_token_ids, each) for entry, each in wishes]
+                llm.engine, [Arrival(entry.prompt_token_ids, each) for entry, each in options]
             )
         if snapshot is not None:
             answers["moved"] = [stream.result() for stream in llm.restore(snapshot)]

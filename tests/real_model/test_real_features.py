@@ -19,10 +19,10 @@ from real_engines import GREEDY, MESH_PROMPTS, load_alone
 from tiny_engines import Arrival, drive, generate
 
 from jaxserve.beam_search import BeamSearchParams
-from jaxserve.engine.policies import POLICIES
-from jaxserve.errors import MemoryPlanError
+from jaxserve.core.errors import MemoryPlanError
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.sampling import sequence_seed
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler.policies import POLICIES
 
 WHOLE = SamplingParams(temperature=0, max_tokens=48)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, top_k=100, seed=5, max_tokens=12)
@@ -218,8 +218,8 @@ def test_nothing_is_compiled_once_the_engine_is_ready(llm, compiled):
     chosen = dataclasses.replace(GREEDY, structured_outputs={"choice": ["no", "yes"]})
     jax.clear_caches()  # What other tests ran must not hide what this one would compile.
     compiled.clear()
-    wishes = itertools.cycle([GREEDY, scored, several, chosen])
-    arrivals = [Arrival(*each, step=3 * i) for i, each in enumerate(zip(prompts, wishes))]
+    options = itertools.cycle([GREEDY, scored, several, chosen])
+    arrivals = [Arrival(*each, step=3 * i) for i, each in enumerate(zip(prompts, options))]
     drive(llm.engine, arrivals)
     assert compiled == []
     jax.jit(lambda x: x + 1)(jnp.zeros(3))

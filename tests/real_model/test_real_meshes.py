@@ -53,8 +53,8 @@ def snapshot(session_llm, tmp_path_factory):
     for _ in range(STEPS_BEFORE_THE_MOVE):
         session_llm.engine.step()
     for stream in streams:
-        assert 0 < len(stream.request.generations[0].seq.output_token_ids) < MESH_TOKENS
-    session_llm.checkpoint(directory)
+        assert 0 < len(stream.request.sequence_outputs[0].seq.output_token_ids) < MESH_TOKENS
+    session_llm.snapshot(directory)
     for stream in streams:
         stream.close()
     return directory

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from test_memory_tiers import Accelerator
 from tiny_checkpoints import CONFIG
 
-from jaxserve.config import EngineConfig
-from jaxserve.errors import ConfigError, MemoryPlanError
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ConfigError, MemoryPlanError
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.runtime import memory, startup
 from jaxserve.runtime.alternatives import alternatives, devices_needed

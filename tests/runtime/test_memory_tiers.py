@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.config import EngineConfig
-from jaxserve.errors import ConfigError, MemoryPlanError
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ConfigError, MemoryPlanError
+from jaxserve.core.model_config import ModelConfig, RopeConfig
 from jaxserve.kv.transfers import MOVE_PAGES
-from jaxserve.models.config import ModelConfig, RopeConfig
 from jaxserve.models.loading.params import params_bytes
 from jaxserve.models.registry import param_specs
 from jaxserve.runtime.memory import STAGING_BUFFERS, host_memory, plan_memory
@@ -151,7 +151,7 @@ def test_a_directory_that_cannot_be_written_to_is_refused_by_name(llama, tmp_pat
 
 
 def test_a_disk_budget_that_no_file_can_have_is_refused(llama, tmp_path):
-    with pytest.raises(ConfigError, match=r"disk budget.*give less"):
+    with pytest.raises(ConfigError, match=r"disk budget.*smaller budget"):
         llama.load(disk_kv_dir=tmp_path, disk_kv_bytes=1 << 62)
     assert list(tmp_path.iterdir()) == []
 

@@ -11,7 +11,7 @@ import pytest
 import sampling_reference as reference
 
 from jaxserve.models.registry import get_family
-from jaxserve.runtime import step
+from jaxserve.runtime.programs import step
 
 VOCAB, FEATURES = 300, 8
 FAMILY = dataclasses.replace(

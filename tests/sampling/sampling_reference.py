@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.sampling import abstract_state
-from jaxserve.sampling_params import SamplingParams
 
 
 def empty_state(num_slots, vocab_size):

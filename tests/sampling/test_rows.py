@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.sampling import pack_rows, row_constants, sequence_seed
 from jaxserve.sampling import rows as row
-from jaxserve.sampling_params import SamplingParams
 
 
 def test_rows_carry_every_field():

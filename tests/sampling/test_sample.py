@@ -12,6 +12,7 @@ import sampling_reference as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.sampling import (
     NO_TOKEN,
     admit,
@@ -22,7 +23,6 @@ from jaxserve.sampling import (
     row_constants,
 )
 from jaxserve.sampling.rows import NUM_FIELDS
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured.bitmask import mask_words
 
 VOCAB = 1500

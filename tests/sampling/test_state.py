@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from sampling_reference import empty_state
 
-from jaxserve.errors import RequestError
+from jaxserve.core.errors import RequestError
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.sampling import admit, needs_state, pack_admission
 from jaxserve.sampling.state import record
-from jaxserve.sampling_params import SamplingParams
 
 VOCAB, SLOTS = 100, 3
 run_admit = jax.jit(admit)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.errors import RequestError
+from jaxserve.core.errors import RequestError
+from jaxserve.core.outputs import CompletionOutput, Delta, Logprob, RequestMetrics, RequestOutput
 from jaxserve.models.loading.checkpoint import open_checkpoint
-from jaxserve.outputs import CompletionOutput, Delta, Logprob, RequestMetrics, RequestOutput
 from jaxserve.protocol.endpoints import ENDPOINTS
 from jaxserve.protocol.logprobs import LEAST_LOGPROB
 from jaxserve.protocol.model import Model
@@ -97,7 +97,7 @@ def test_forms_of_structured_outputs(model):
     assert text.params.structured_outputs is None
     anything = {"messages": MESSAGES, "response_format": {"type": "json_object"}}
     assert CHAT.parse(anything, model).params.structured_outputs.json_object
-    with pytest.raises(RequestError, match="contradict"):
+    with pytest.raises(RequestError, match="conflict"):
         CHAT.parse(anything | {"structured_outputs": {"regex": "a"}}, model)
 
 

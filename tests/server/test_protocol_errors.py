@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from jaxserve.errors import EngineClosedError, PromptTooLongError, RequestError
+from jaxserve.core.errors import EngineClosedError, PromptTooLongError, RequestError
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.protocol.completions import CompletionRequest
 from jaxserve.protocol.endpoints import ENDPOINTS
 from jaxserve.protocol.errors import (
@@ -21,7 +22,6 @@ from jaxserve.protocol.errors import (
     field_error,
     reply_to,
 )
-from jaxserve.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_large_arguments_are_looked_at():
 def test_tools_are_checked():
     with pytest.raises(FieldError, match="at most 128"):
         check_tools([tool(f"f{i}") for i in range(129)], None)
-    with pytest.raises(FieldError, match="names 'weather', which is no tool"):
+    with pytest.raises(FieldError, match="names 'weather', which is not a tool"):
         check_tools(TOOLS[1:], CHOSEN)
 
 

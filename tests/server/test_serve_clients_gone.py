@@ -99,8 +99,8 @@ def test_an_abort_storm_leaves_others_alone(server):
         "ignore_eos": True,
     }
     wanted = server.complete(wish)["choices"][0]["text"]
-    answers = []
-    survivor = threading.Thread(target=lambda: answers.append(server.complete(wish)))
+    responses = []
+    survivor = threading.Thread(target=lambda: responses.append(server.complete(wish)))
 
     async def storm():
         rng = random.Random(1)
@@ -121,7 +121,7 @@ def test_an_abort_storm_leaves_others_alone(server):
     survivor.start()
     asyncio.run(storm())
     survivor.join()
-    assert answers[0]["choices"][0]["text"] == wanted
+    assert responses[0]["choices"][0]["text"] == wanted
     server.wait_idle()
 
 

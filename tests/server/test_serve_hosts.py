@@ -23,13 +23,13 @@ def test_they_serve_as_one_and_stop_together(server, chat_model, tmp_path):
     ).wait_ready()
     with concurrent.futures.ThreadPoolExecutor() as pool:
         try:
-            answers = [each.complete(SHORT)["choices"][0]["text"] for each in (hosts, server)]
+            responses = [each.complete(SHORT)["choices"][0]["text"] for each in (hosts, server)]
             long = pool.submit(hosts.complete, SHORT | {"max_tokens": 200})
             while not hosts.metrics()["vllm:num_requests_running",]:
                 time.sleep(0.01)
         finally:
             status = hosts.stop()
         assert long.result()["choices"][0]["finish_reason"] == "length"
-    assert answers[0] == answers[1]
+    assert responses[0] == responses[1]
     assert status == 128 + signal.SIGTERM
     assert "Traceback" not in hosts.text()

@@ -92,30 +92,30 @@ def test_a_fair_share_is_of_an_api_key_whatever_salts_are_sent(start, tmp_path):
 
 
 def test_a_full_queue_refuses_and_a_stopped_server_lets_requests_end(start):
-    server = start("--max-queued-requests=2", "--grace-s=120").wait_ready()
+    server = start("--max-queued-requests=2", "--shutdown-timeout=120").wait_ready()
     too_many = server.post(PATH, SHORT | {"n": 7, "temperature": 1})
-    assert too_many.status_code == 400 and "6 at once" in too_many.json()["error"]["message"]
+    assert too_many.status_code == 400 and "at most 6" in too_many.json()["error"]["message"]
     with ThreadPoolExecutor(6) as pool:
         running = [pool.submit(server.post, PATH, LONG | {"seed": i}) for i in range(6)]
         while server.metrics()["jaxserve:open_sequences",] < 6:
             time.sleep(0.02)
         refused = server.post(PATH, SHORT)
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
-        assert "of 6" in refused.json()["error"]["message"]
+        assert "of at most 6" in refused.json()["error"]["message"]
         server.process.send_signal(signal.SIGTERM)
         while server.client.get("/health").json()["status"] != "draining":
             time.sleep(0.02)
         late = server.post(PATH, SHORT)
         assert late.status_code == 503 and late.headers["retry-after"]
-        answers = [post.result().json() for post in running]
-    assert {a["choices"][0]["finish_reason"] for a in answers} == {"length"}
-    assert len({a["choices"][0]["text"] for a in answers}) == 1
+        responses = [post.result().json() for post in running]
+    assert {a["choices"][0]["finish_reason"] for a in responses} == {"length"}
+    assert len({a["choices"][0]["text"] for a in responses}) == 1
     assert server.stop() == 0, server.text()
 
 
 def test_what_has_not_ended_in_time_is_told_so(start, tmp_path):
     trace = tmp_path / "trace.json"
-    server = start("--grace-s=0.5", f"--trace-file={trace}").wait_ready()
+    server = start("--shutdown-timeout=0.5", f"--trace-file={trace}").wait_ready()
     with server.client.stream("POST", PATH, json=LONG | {"stream": True}) as answer:
         lines = answer.iter_lines()
         next(lines)
@@ -132,8 +132,8 @@ def test_what_has_not_ended_in_time_is_told_so(start, tmp_path):
 
 
 def test_what_has_not_ended_is_taken_up_by_the_next_server(start, tmp_path):
-    directory = tmp_path / "checkpoint"
-    args = ("--grace-s=0", f"--checkpoint-dir={directory}")
+    directory = tmp_path / "snapshot"
+    args = ("--shutdown-timeout=0", f"--snapshot-dir={directory}")
     server = start(*args).wait_ready()
     wanted = server.complete(LONG)["choices"][0]["text"]
     headers, body = {"x-request-id": "mine"}, LONG | {"stream": True}
@@ -166,10 +166,10 @@ def test_what_has_not_ended_is_taken_up_by_the_next_server(start, tmp_path):
         (["--api-key", "good", "not good"], "API key 2"),
         (["--api-key-file=/nowhere"], "/nowhere"),
         (["--api-key-file=/dev/null"], "/dev/null"),
-        (["--grace-s=-1"], "grace_s"),
+        (["--shutdown-timeout=-1"], "shutdown_timeout"),
         (["--max-queued-requests=-1"], "max_queued_requests"),
         (["--trace-file=/nowhere/trace.json"], "trace_file"),
-        (["--checkpoint-dir=/proc/nowhere"], "/proc/nowhere"),
+        (["--snapshot-dir=/proc/nowhere"], "/proc/nowhere"),
     ],
 )
 def test_settings_that_cannot_be(args, says, capsys):

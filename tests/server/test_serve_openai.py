@@ -72,11 +72,11 @@ def test_a_message_that_was_answered_is_sent_back(client):
     first = client.chat.completions.create(messages=MESSAGES, max_tokens=4, **GREEDY)
     messages = [*MESSAGES, first.choices[0].message, {"role": "user", "content": "And?"}]
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hi!"}]}, *messages[1:]]
-    answers = [
+    responses = [
         client.chat.completions.create(messages=given, max_tokens=4, **GREEDY)
         for given in (messages, parts, [m if type(m) is dict else m.model_dump() for m in messages])
     ]
-    assert len({answer.choices[0].message.content for answer in answers}) == 1
+    assert len({answer.choices[0].message.content for answer in responses}) == 1
 
 
 def test_logprobs_are_those_of_llm(client, llm):
@@ -165,7 +165,7 @@ def test_models_by_name(client):
     (model,) = client.models.list().data
     assert (model.id, model.max_model_len) == ("tiny", 2048)
     assert client.models.retrieve("tiny").id == "tiny"
-    with pytest.raises(openai.NotFoundError, match="no model 'other'"):
+    with pytest.raises(openai.NotFoundError, match="model 'other' is not served"):
         client.completions.create(model="other", prompt="hi")
 
 

@@ -1,4 +1,4 @@
-"""The engine as routes see it: ids given twice, and requests taken up from a checkpoint."""
+"""The engine as routes see it: ids given twice, and requests taken up from a snapshot."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ BODY = {"prompt": [[5, 6, 7], [8, 9]], "max_tokens": 40, "ignore_eos": True, "te
 HEADERS = {"x-request-id": "mine"}
 
 
-def run(llama, scenario, checkpoint=None) -> None:
-    """A scenario with a client of a service whose engine may take up a checkpoint."""
+def run(llama, scenario, snapshot=None) -> None:
+    """A scenario with a client of a service whose engine may take up a snapshot."""
 
     async def with_client():
         service = Service(["tiny"], max_queued_requests=8)
         app = create_app(service, AppSettings((), 1 << 20, log_requests=False))
         engine = await asyncio.to_thread(AsyncEngine.load, llama.path, **llama.settings())
         try:
-            await service.begin(engine, checkpoint)
+            await service.begin(engine, snapshot)
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
                 await scenario(client, service, engine)
@@ -44,16 +44,16 @@ def texts(answer: httpx.Response) -> list[str]:
 def test_requests_of_one_id_are_all_served(llama):
     async def scenario(client, service, engine):
         posts = (client.post(PATH, json=BODY, headers=HEADERS) for _ in range(3))
-        answers = await asyncio.gather(*posts)
-        assert {answer.headers["x-request-id"] for answer in answers} == {"mine"}
-        assert texts(answers[0]) == texts(answers[1]) == texts(answers[2])
+        responses = await asyncio.gather(*posts)
+        assert {answer.headers["x-request-id"] for answer in responses} == {"mine"}
+        assert texts(responses[0]) == texts(responses[1]) == texts(responses[2])
 
     run(llama, scenario)
 
 
 @pytest.fixture
 def half_done(llama, tmp_path):
-    """A checkpoint of BODY's second prompt, and what both come to."""
+    """A snapshot of BODY's second prompt, and what both come to."""
     wanted = []
 
     async def scenario(client, service, engine):
@@ -61,16 +61,16 @@ def half_done(llama, tmp_path):
         params = engine.default_sampling_params(max_tokens=40, ignore_eos=True, temperature=0)
         async with await engine.submit([BODY["prompt"][1]], params, ["mine-1"]) as updates:
             await updates.__aiter__().__anext__()
-            await engine.checkpoint(tmp_path)
+            await engine.snapshot(tmp_path)
 
     run(llama, scenario)
     return tmp_path, wanted
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_a_checkpoint_has_not_is_done_anew(llama, half_done, stream):
+def test_what_a_snapshot_has_not_is_done_anew(llama, half_done, stream):
     """One of two prompts had ended, and its output went with the server."""
-    checkpoint, wanted = half_done
+    snapshot, wanted = half_done
 
     async def scenario(client, service, engine):
         for fields, says in (
@@ -90,4 +90,4 @@ def test_what_a_checkpoint_has_not_is_done_anew(llama, half_done, stream):
             assert [choice["text"] for choice in choices] == wanted
         assert not service.holds_unclaimed
 
-    run(llama, scenario, checkpoint)
+    run(llama, scenario, snapshot)

@@ -10,12 +10,12 @@ from finite_language import FiniteLanguage, ids_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.errors import RequestError
+from jaxserve.core.errors import RequestError
+from jaxserve.core.structured_outputs import StructuredOutputs
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.structured.grammar import Grammar
 from jaxserve.structured.grammars import Grammars
 from jaxserve.structured.matcher import Matcher, advance
-from jaxserve.structured.params import StructuredOutputs
 from jaxserve.structured.vocabulary import Vocabulary
 from jaxserve.text import Tokenizer
 

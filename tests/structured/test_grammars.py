@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from jaxserve.errors import OverloadedError, RequestError
+from jaxserve.core.errors import OverloadedError, RequestError
+from jaxserve.core.structured_outputs import MAX_GRAMMAR_BYTES, StructuredOutputs
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.structured import grammars as grammars_module
 from jaxserve.structured.grammar import Grammar
@@ -20,7 +21,6 @@ from jaxserve.structured.grammars import (
     MAX_WAITING,
     Grammars,
 )
-from jaxserve.structured.params import MAX_GRAMMAR_BYTES, StructuredOutputs
 
 EOS = (2, 0)
 PATIENCE_S = 60
@@ -153,7 +153,7 @@ def test_a_compilation_does_not_hold_up_the_end_of_the_process(llama):
 import threading
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.structured import grammars
-from jaxserve.structured.params import StructuredOutputs
+from jaxserve.core.structured_outputs import StructuredOutputs
 begun = threading.Event()
 def endless(vocabulary, spec):
     begun.set()

@@ -9,8 +9,8 @@ import pytest
 from tiny_engines import assert_idle
 
 from jaxserve.async_engine import AsyncEngine
-from jaxserve.errors import RequestError
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.core.errors import RequestError
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.structured import grammars as grammars_module
 from jaxserve.structured.grammar import Grammar
 

@@ -13,9 +13,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tiny_engines import EOS, Arrival, drive, generate, preemptions
 
-from jaxserve.engine.policies import POLICIES
-from jaxserve.errors import CheckpointError, RequestError
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.core.errors import RequestError, SnapshotError
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.scheduler.policies import POLICIES
 from jaxserve.structured import grammars as grammars_module
 
 FREE = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -129,7 +129,7 @@ def test_the_same_tokens_after_a_preemption(llama, llm_for, alone):
 @given(data=st.data())
 def test_any_mixture_of_wishes(llama, llm_for, spelled, data):
     """Grammars beside bans, penalties and logprobs, in the same request or another's."""
-    wishes = st.fixed_dictionaries(
+    options = st.fixed_dictionaries(
         {},
         optional={
             "structured_outputs": st.sampled_from(
@@ -143,7 +143,7 @@ def test_any_mixture_of_wishes(llama, llm_for, spelled, data):
             "logprobs": st.just(2),
         },
     )
-    drawn = data.draw(st.lists(wishes, min_size=2, max_size=4))
+    drawn = data.draw(st.lists(options, min_size=2, max_size=4))
     params = [SamplingParams(**{"seed": 5, "max_tokens": 40} | wish) for wish in drawn]
     arrivals = [
         Arrival(llama.prompts[data.draw(st.integers(0, 11))], p, step=data.draw(st.integers(0, 6)))
@@ -317,7 +317,7 @@ def test_steps_without_a_grammar_upload_no_masks(llama, llm_for):
 
 
 @pytest.mark.parametrize("steps", [0, 1, 6, 30])
-def test_a_checkpoint_after_any_step(llama, llm_for, alone, tmp_path, steps):
+def test_a_snapshot_after_any_step(llama, llm_for, alone, tmp_path, steps):
     several = dataclasses.replace(SAMPLED, seed=8, n=3)
     source, target = llm_for(), llm_for("vllm")
     streams = [
@@ -326,7 +326,7 @@ def test_a_checkpoint_after_any_step(llama, llm_for, alone, tmp_path, steps):
     ]
     for _ in range(steps):
         source.engine.step()
-    source.checkpoint(tmp_path)
+    source.snapshot(tmp_path)
     outputs = [stream.result() for stream in target.restore(tmp_path)]
     assert [tokens(output) for output in outputs] == alone
     assert all(JSON_TEXT.fullmatch(text) for output in outputs for text in texts(output))
@@ -336,21 +336,21 @@ def test_a_checkpoint_after_any_step(llama, llm_for, alone, tmp_path, steps):
         source.engine.step()
 
 
-def test_a_checkpoint_with_a_grammar_that_is_refused_changes_nothing(
+def test_a_snapshot_with_a_grammar_that_is_refused_changes_nothing(
     llama, llm_for, tmp_path, monkeypatch
 ):
     """As by an engine whose compiler knows less."""
     source, target = llm_for(), llm_for("vllm")
     params = dataclasses.replace(GREEDY, structured_outputs={"regex": "[ab]{3}x"})
     stream = source.stream({"prompt_token_ids": llama.prompts[3]}, params)
-    source.checkpoint(tmp_path)
+    source.snapshot(tmp_path)
     stream.close()
 
     def refused(vocabulary, spec):
         raise RequestError(f"structured_outputs.{spec.kind}: unknown.")
 
     monkeypatch.setattr(grammars_module, "Grammar", refused)
-    with pytest.raises(CheckpointError, match=r"request .* is refused .*regex: unknown"):
+    with pytest.raises(SnapshotError, match=r"request .* is refused .*regex: unknown"):
         target.restore(tmp_path)
     assert not target.engine.scheduler.has_work
     while source.engine.has_work:
@@ -362,7 +362,7 @@ def test_a_grammar_that_was_prepared_is_not_compiled_again(llama, llm, monkeypat
     params = dataclasses.replace(GREEDY, structured_outputs={"regex": "[ab]{3}y"})
     grammar = llm.engine.prepare(params)
     monkeypatch.setattr(grammars_module, "Grammar", None)
-    llm.engine._intake._grammars._cached.clear()
+    llm.engine._input._grammars._cached.clear()
     request = llm.engine.add("prepared", llama.prompts[3], params, grammar=grammar)
     while llm.engine.has_work:
         llm.engine.step()

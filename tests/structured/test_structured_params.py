@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.engine.agreed_log import Addition
-from jaxserve.errors import RequestError
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.structured.params import MAX_CHOICES, MAX_GRAMMAR_BYTES, StructuredOutputs
+from jaxserve.core.commands import AddRequest
+from jaxserve.core.errors import RequestError
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.structured_outputs import MAX_CHOICES, MAX_GRAMMAR_BYTES, StructuredOutputs
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
-wishes = st.one_of(
+options = st.one_of(
     st.fixed_dictionaries({"json": st.dictionaries(texts, texts)}),
     st.fixed_dictionaries({"regex": texts}),
     st.fixed_dictionaries({"choice": st.lists(texts, min_size=1, max_size=5)}),
@@ -24,16 +24,26 @@ wishes = st.one_of(
 )
 
 
-@given(wish=wishes)
+@given(wish=options)
 def test_a_wish_survives_json_and_the_log_of_several_hosts(wish):
     params = SamplingParams(structured_outputs=wish)
     asked = params.structured_outputs
     assert asked == StructuredOutputs(**wish)
     assert {asked.kind} == set(wish)
-    added = Addition("id", "text", [1], params, None, None, 3, 0, None)
-    _, fields = json.loads(json.dumps(added.to_json()))
-    assert Addition.from_json(fields) == added
-    assert hash(Addition.from_json(fields).params.structured_outputs) == hash(asked)
+    added = AddRequest(
+        request_id="id",
+        prompt="text",
+        token_ids=[1],
+        params=params,
+        priority=None,
+        tenant=None,
+        cache_salt=None,
+        seed=3,
+        first_seq_id=0,
+    )
+    read = AddRequest.from_json(json.loads(json.dumps(added.to_json(None))), None)
+    assert read == added
+    assert hash(read.params.structured_outputs) == hash(asked)
 
 
 def test_a_schema_is_kept_as_it_was_written():
@@ -56,15 +66,15 @@ def test_a_schema_is_kept_as_it_was_written():
         ({"json": {"default": {1, 2}}}, "json is not valid JSON"),
         ({"json": "[1]"}, "must be a JSON schema, an object, got"),
         ({"json": 3}, "must be a JSON schema, an object, got 3"),
-        ({"regex": ""}, "regex must be text that is not empty"),
-        ({"regex": 3}, "regex must be text that is not empty, got 3"),
+        ({"regex": ""}, "regex must be non-empty text"),
+        ({"regex": 3}, "regex must be non-empty text, got 3"),
         ({"regex": "\ud800"}, "regex must be valid Unicode"),
         ({"grammar": "a" * (MAX_GRAMMAR_BYTES + 1)}, f"at most {MAX_GRAMMAR_BYTES} are allowed"),
         ({"json": {"a": "ä" * MAX_GRAMMAR_BYTES}}, f"at most {MAX_GRAMMAR_BYTES} are allowed"),
         ({"choice": []}, f"choice has 0 entries; it must have 1..{MAX_CHOICES}"),
         ({"choice": ["a"] * (MAX_CHOICES + 1)}, f"{MAX_CHOICES + 1} entries"),
         ({"choice": "ab"}, "choice must be a list, got 'ab'"),
-        ({"choice": ["a", ""]}, "choice must be text that is not empty, got ''"),
+        ({"choice": ["a", ""]}, "choice must be non-empty text, got ''"),
         ({"choice": ["ab" * MAX_GRAMMAR_BYTES]}, "bytes; at most"),
         ({"json_object": False}, "json_object must be True, got False"),
         ({"json_object": "yes"}, "json_object must be True, got 'yes'"),

@@ -8,8 +8,8 @@ import re
 import jsonschema
 import pytest
 
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.llm import LLM
-from jaxserve.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.interfaces
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.errors import RequestError
+from jaxserve.core.errors import RequestError
 from jaxserve.text.chat import render_chat
 
 HELLO = [{"role": "user", "content": "Hello"}]

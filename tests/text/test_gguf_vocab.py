@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.errors import ModelError
+from jaxserve.core.errors import ModelError
 from jaxserve.text import Tokenizer
 from jaxserve.text.token_bytes import BYTE_ALPHABET
 

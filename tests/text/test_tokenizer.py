@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.errors import ModelError, RequestError
+from jaxserve.core.errors import ModelError, RequestError
 from jaxserve.models.loading.gguf import read_metadata
 from jaxserve.text import Tokenizer
 

@@ -1,4 +1,4 @@
-"""`jaxserve bench`: an engine in this process, or a server with the load of many users."""
+"""`jaxserve bench`: benchmark an engine in this process, or a server under load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Kind = (
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """Measure an engine here (`offline`), or any OpenAI endpoint under load (`serve`)."""
+    """Benchmark an engine in this process (`offline`), or any OpenAI endpoint (`serve`)."""
 
     kind: OmitArgPrefixes[OmitSubcommandPrefixes[_Kind]]
 

@@ -1,4 +1,4 @@
-"""`jaxserve bench offline`: throughput, beside what the machine's arithmetic allows."""
+"""`jaxserve bench offline`: throughput, compared with the roofline of the device."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 from jaxserve.cli.progress import TerminalProgress
 from jaxserve.cli.text import device_name, milliseconds, size, table
-from jaxserve.config import EngineConfig
-from jaxserve.engine.events import Dispatched
-from jaxserve.engine.metrics import Metrics
-from jaxserve.engine.statistics import percentile
-from jaxserve.engine.summaries import Percentiles, RunSummary
-from jaxserve.engine.trace import write_trace
-from jaxserve.errors import ConfigError, ModelError
-from jaxserve.output_file import check_output_file
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ConfigError, ModelError
+from jaxserve.core.events import Dispatched
+from jaxserve.core.output_file import check_output_file
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.metrics.metrics import Metrics
+from jaxserve.metrics.statistics import percentile
+from jaxserve.metrics.summaries import Percentiles, RunSummary
+from jaxserve.metrics.trace import write_trace
 
 if TYPE_CHECKING:
     from jaxserve.cli.limits import Limits
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Offline:
-    """Measure an engine, and how far it is from what this machine could do.
+    """Benchmark an engine in this process, and compare it with the roofline of the device.
 
-    All requests arrive at once. Prompts are random tokens, and every answer has the full length.
-    With --load-format dummy only the model's config is needed.
+    All requests arrive at the start. Prompts are random tokens, and every output has the full
+    length. With --load-format dummy only the model's config is needed.
 
     Attributes:
-        num_prompts: requests.
-        input_len: tokens of each prompt.
-        output_len: tokens generated for each.
-        trace_file: write a timeline of the run, which opens in ui.perfetto.dev.
+        num_prompts: number of requests.
+        input_len: tokens per prompt.
+        output_len: tokens generated per request.
+        trace_file: write a trace of the run, to open in ui.perfetto.dev.
     """
 
     num_prompts: int = 32
@@ -45,7 +45,7 @@ class Offline:
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a number below 1, and a trace file that cannot be written."""
+        """Raises ConfigError for a number below 1, or a trace file that cannot be written."""
         for name in ("num_prompts", "input_len", "output_len"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more.")
@@ -64,14 +64,14 @@ class Offline:
                 engine.close()
                 if self.trace_file is not None:
                     write_trace(self.trace_file, engine.log.records)
-        limits = measure(engine.plan.device, engine.plan.geometry.dtype)
+        limits = measure(engine.plan.device, engine.plan.shapes.dtype)
         print(_report(engine, limits))
         return 0
 
     def _serve(self, engine: Engine, progress: TerminalProgress) -> None:
-        """The loop of LLM.generate, on an engine that keeps the time of every token."""
+        """The loop of LLM.generate, on an engine that records the time of every token."""
         draw = random.Random(self.engine.seed)
-        vocab_size = engine.plan.geometry.model.vocab_size
+        vocab_size = engine.plan.shapes.model.vocab_size
         params = SamplingParams(temperature=0.0, max_tokens=self.output_len, ignore_eos=True)
         for number in range(self.num_prompts):
             prompt = [draw.randrange(vocab_size) for _ in range(self.input_len)]
@@ -83,7 +83,7 @@ class Offline:
 
 
 def _report(engine: Engine, limits: Limits) -> str:
-    """Three tables: what was served, how long its readers waited, and what bounds it."""
+    """Three tables: throughput, latencies, and the roofline."""
     records = engine.log.records
     replayed = Metrics(keep_finished=len(records), keep_tokens=True)
     for record in records:

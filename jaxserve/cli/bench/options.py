@@ -1,4 +1,4 @@
-"""What `jaxserve bench serve` takes: the load, and what answers are held to."""
+"""Options of `jaxserve bench serve`: the load, the SLOs and the deadlines."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import dataclasses
 import math
 from pathlib import Path
 
-from jaxserve.engine.fluidity import Deadlines, linear_prefill
-from jaxserve.errors import ConfigError
+from jaxserve.core.errors import ConfigError
 from jaxserve.loadgen.results import Objectives
 from jaxserve.loadgen.trace import Fit, TraceRequest, poisson, read_trace
+from jaxserve.metrics.fluidity import Deadlines, linear_prefill
 
 _NUM_REQUESTS = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """Arrivals and lengths: those of a trace, or random arrivals of equal requests.
+    """Arrival times and lengths: from a trace, or Poisson arrivals of requests of equal length.
 
     Attributes:
         trace: CSV with arrived_at, num_prefill_tokens, num_decode_tokens, or JSON lines with
-            timestamp, input_length, output_length, hash_ids. None draws random arrivals.
-        rate_scale: a trace's requests arrive so many times as fast.
-        length_scale: a trace's lengths, and the prefixes that its prompts share, times this.
+            timestamp, input_length, output_length, hash_ids. None draws Poisson arrivals.
+        rate_scale: speeds up the trace's arrivals by this factor.
+        length_scale: multiplies the trace's lengths, and the prefixes that its prompts share.
         request_rate: without a trace, requests per second on average; None is 1.
-        input_len: without a trace, tokens of each prompt; None is 128.
-        output_len: without a trace, tokens of each answer; None is 64.
-        max_input_tokens: longer prompts are cut.
-        max_output_tokens: longer answers are cut.
-        num_requests: send at most so many; None is all of a trace, or else 32.
-        duration_s: send what arrives within so many seconds.
-        seed: of prompts and of random arrivals. None draws one, so that a second run does not find
-            the prompts of the first in the server's cache.
+        input_len: without a trace, tokens per prompt; None is 128.
+        output_len: without a trace, output tokens per request; None is 64.
+        max_input_tokens: longer prompts are truncated.
+        max_output_tokens: longer outputs are truncated.
+        num_requests: send at most this many; None is the whole trace, or 32 without one.
+        duration_s: send only requests that arrive within this many seconds.
+        seed: for prompts and arrival times. None draws one, so that a second run does not hit the
+            first run's prompts in the server's prefix cache.
     """
 
     trace: Path | None = None
@@ -52,11 +52,11 @@ class Load:
         names, why = (traced, "without") if self.trace is None else (drawn, "with")
         for name in names:
             if getattr(self, name) is not None:
-                raise ConfigError(f"{name} means nothing {why} a trace.")
+                raise ConfigError(f"{name} has no effect {why} a trace; leave it out.")
         _check_positive(self, but="seed")
 
     def requests(self, seed: int) -> list[TraceRequest]:
-        """At least one. Raises ConfigError for a trace that cannot be read or has none."""
+        """One or more requests. Raises ConfigError for a trace that is unreadable or has none."""
         fit = Fit(
             self.rate_scale or 1.0,
             self.length_scale or 1.0,
@@ -75,17 +75,17 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class Slo:
-    """Goodput counts the requests that kept to all of these.
+    """Goodput counts the requests that meet all of these.
 
     Attributes:
-        slo_ttft_ms: to the first token.
-        slo_tbt_ms: from any token to the next.
-        slo_tpot_ms: for a token after the first, on average.
-        slo_e2e_ms: to the end of the answer.
+        slo_ttft_ms: time to first token.
+        slo_itl_ms: inter-token latency, between any two tokens.
+        slo_tpot_ms: mean time per output token after the first.
+        slo_e2e_ms: end-to-end latency.
     """
 
     slo_ttft_ms: float | None = None
-    slo_tbt_ms: float | None = None
+    slo_itl_ms: float | None = None
     slo_tpot_ms: float | None = None
     slo_e2e_ms: float | None = None
 
@@ -103,9 +103,9 @@ class Deadline:
     """Fluidity is the share of tokens, weighted by lateness, that met these.
 
     Attributes:
-        deadline_first_ms: of the first token,
-        deadline_prompt_token_ms: and so much more for each token of the prompt.
-        deadline_token_ms: of each later token, from the deadline before.
+        deadline_first_ms: deadline of the first token.
+        deadline_prompt_token_ms: added to the first token's deadline per prompt token.
+        deadline_token_ms: deadline of each later token, after the previous deadline.
     """
 
     deadline_first_ms: float = 1000.0

@@ -1,4 +1,4 @@
-"""The tables of `jaxserve bench serve`."""
+"""The report of `jaxserve bench serve`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from jaxserve.loadgen.results import FLUID, Objectives, Summary
 
 
 def report(facts: Iterable[tuple[str, str]], summary: Summary, objectives: Objectives) -> str:
-    """Tables of what was served, how long it took, how many were content, and of the generator.
+    """Tables of throughput, latencies (with the generator's own lag), goodput and fluidity.
 
-    `facts` are lines about the endpoint, to begin with.
+    `facts` are rows about the endpoint, which come first.
     """
     parts = [[*facts, *_served(summary)], _latencies(summary), _quality(summary, objectives)]
     return "\n\n".join(table(rows) for rows in parts if rows)
@@ -35,7 +35,7 @@ def _served(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _counted(name: str, count: int, asked: int) -> list[tuple[str, str]]:
-    """Text is never exactly as long as asked for, and some servers end answers as they like."""
+    """Text prompts only approximate the requested length, and some servers end outputs early."""
     rows = [(name, f"{count:,}")]
     return rows if count == asked else [*rows, (f"{name} asked for", f"{asked:,}")]
 

@@ -1,4 +1,4 @@
-"""`jaxserve bench serve`: a load sent to any OpenAI endpoint, and what its users met with."""
+"""`jaxserve bench serve`: benchmark any OpenAI endpoint under load."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from jaxserve.cli.bench.options import Deadline, Load, Slo
 from jaxserve.cli.bench.report import report
 from jaxserve.cli.progress import TerminalProgress
 from jaxserve.cli.text import milliseconds
-from jaxserve.errors import ConfigError
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.output_file import check_output_file
 from jaxserve.loadgen.results import RequestResult, Summary
 from jaxserve.loadgen.trace import TraceRequest
-from jaxserve.output_file import check_output_file
 
 if TYPE_CHECKING:
     from jaxserve.loadgen.endpoint import Endpoint
@@ -31,19 +31,19 @@ _NOTABLE_LAG_US = 50_000
 
 @dataclasses.dataclass(frozen=True)
 class Serve:
-    """Measure any OpenAI endpoint under a load, as its users would meet it.
+    """Benchmark any OpenAI endpoint under load, as clients see it.
 
-    Requests are sent at their times and never wait for the answers of others. Answers have the
-    full length where the server can be told to ignore the end of a text.
+    The load is open-loop: each request is sent at its arrival time and never waits for another.
+    Outputs have the full length if the server supports ignore_eos.
 
     Attributes:
-        base_url: the endpoint, up to /v1.
-        model_name: as the server calls it; by default the one that it serves.
+        base_url: URL of the server, including /v1.
+        model_name: the server's name for the model; by default the one it serves.
         api_key: sent as a bearer token.
-        endpoint: which of the two kinds of requests to send.
-        prompt_format: auto sends token ids where the server can tell some, else text.
-        timeout_s: an answer that takes longer has failed.
-        output: write the numbers, and the times of every token, to this JSON file.
+        endpoint: which kind of request to send.
+        prompt_format: auto sends token ids if the server can tokenize, else text.
+        timeout_s: a request that takes longer has failed.
+        output: write the summary, and the time of every token, to this JSON file.
         plot: draw distributions and the run over time into this .html, .svg or .png file.
     """
 
@@ -64,10 +64,10 @@ class Serve:
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s is {self.timeout_s}; it must be more than 0.")
         if not self.base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"base_url is {self.base_url!r}; it begins with http:// or https://.")
+            raise ConfigError(f"base_url is {self.base_url!r}; start it with http:// or https://.")
         if self.plot is not None and self.plot.suffix not in _PLOT_SUFFIXES:
             names = ", ".join(_PLOT_SUFFIXES)
-            raise ConfigError(f"plot is {str(self.plot)!r}; its name ends in one of {names}.")
+            raise ConfigError(f"plot is {str(self.plot)!r}; its name must end in one of {names}.")
         for name in ("output", "plot"):
             if getattr(self, name) is not None:
                 check_output_file(name, getattr(self, name))
@@ -133,9 +133,9 @@ class Serve:
             print(f"failed, {reason}: {detail}", file=sys.stderr)
         if summary.lag_us.p99 > _NOTABLE_LAG_US:
             print(
-                f"warning: this load generator sent one in a hundred requests at least "
-                f"{milliseconds(summary.lag_us.p99)} late; the server had less to do than was "
-                "asked for. Give the generator more of the machine, or another one.",
+                f"warning: this load generator sent 1% of requests at least "
+                f"{milliseconds(summary.lag_us.p99)} late, so the server saw less than the "
+                "requested load. Give the generator more CPU, or run it on another machine.",
                 file=sys.stderr,
             )
 

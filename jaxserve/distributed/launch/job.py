@@ -1,4 +1,4 @@
-"""What is launched, whatever launches it."""
+"""The job to launch, independent of the backend."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from jaxserve.errors import ConfigError
+from jaxserve.core.errors import ConfigError
 
 HERE = sys.executable
-"""The interpreter on machines that share this one's files."""
+"""The interpreter on machines that share this machine's file system."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,18 +20,18 @@ class Job:
     """A command on several hosts.
 
     Attributes:
-        command: what each host runs: a command of jaxserve, a script, or -m and a module.
-        hosts: processes, each of which is one host of JAX's distributed runtime.
-        devices_per_host: accelerators of each host; on CPUs, virtual devices.
-        accelerator: the kind that a cluster is asked for: a GPU's or TPU's name as the cluster
-            spells it, or "gpu" for any GPU. Without it hosts compute on their CPUs.
-        name: of the job, in queues and of its files.
+        command: what each host runs: a jaxserve command, a script, or -m and a module.
+        hosts: number of processes, each one host of JAX's distributed runtime.
+        devices_per_host: accelerators per host; on CPUs, virtual devices.
+        accelerator: accelerator type to request from the cluster: the cluster's name of a GPU or
+            TPU, or "gpu" for any GPU. Without it hosts use their CPUs.
+        name: name of the job, in queues and file names.
         python: the interpreter on the hosts.
-        port: of the coordinator, on host 0.
-        timeout_s: how long the hosts may take to come together.
-        grace_s: how long a host that is asked to end may take.
-        separate: hosts do not join one another. Each runs the command by itself, in which {host}
-            becomes its number, from 0, and {hosts} how many they are.
+        port: port of the coordinator, on host 0.
+        timeout_s: how long to wait for all hosts to join.
+        shutdown_timeout: seconds a host gets to exit after it was asked to.
+        independent: hosts do not join each other. Each runs the command on its own, with {host}
+            replaced by its index, from 0, and {hosts} by the number of hosts.
     """
 
     command: tuple[str, ...]
@@ -42,16 +42,16 @@ class Job:
     python: str | None = None
     port: int | None = None
     timeout_s: int = 300
-    grace_s: int = 30
-    separate: bool = False
+    shutdown_timeout: int = 30
+    independent: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a value that no backend could use."""
+        """Raises ConfigError for a value that is invalid for every backend."""
         if not self.command:
-            raise ConfigError("there is no command to launch; give one after --.")
+            raise ConfigError("no command was given to launch; give one after --.")
         if self.command[0] == "launch":
             raise ConfigError("the command to launch is itself `launch`; give what it should run.")
-        for name in ("hosts", "devices_per_host", "timeout_s", "grace_s"):
+        for name in ("hosts", "devices_per_host", "timeout_s", "shutdown_timeout"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be 1 or more.")
@@ -59,34 +59,33 @@ class Job:
             raise ConfigError(f"port is {self.port}; it must be from 1 to 65535.")
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", self.name, re.ASCII):
             raise ConfigError(
-                f"name is {self.name!r}; use letters, digits, and -, _ or . within them."
+                f"name is {self.name!r}; use letters, digits, -, _ and ., but not -, _ or . first."
             )
 
     def required_hosts(self) -> int:
-        """Raises ConfigError when the number was not given."""
+        """Raises ConfigError if the number was not given."""
         if self.hosts is None:
-            raise ConfigError("the number of hosts is not known; give --hosts N.")
+            raise ConfigError("the number of hosts is not set; give --hosts N.")
         return self.hosts
 
     def required_devices(self, accelerators: str) -> int:
-        """Raises ConfigError when the number for each host was not given."""
+        """Raises ConfigError if the number per host was not given."""
         if self.devices_per_host is None:
             raise ConfigError(
-                f"the number of {accelerators} of each host is not known; give "
-                "--devices-per-host D."
+                f"the number of {accelerators} per host is not set; give --devices-per-host D."
             )
         return self.devices_per_host
 
     def refuse(self, backend: str, *names: str) -> None:
-        """Raises ConfigError when a setting was given that `backend` could only ignore."""
+        """Raises ConfigError for a given setting that `backend` would ignore."""
         for field in dataclasses.fields(self):
             if field.name in names and getattr(self, field.name) != field.default:
                 option = "--" + field.name.replace("_", "-")
-                raise ConfigError(f"{option} means nothing to backend {backend}; leave it out.")
+                raise ConfigError(f"{option} has no effect with backend {backend}; leave it out.")
 
     def command_on(self, host: int | str) -> tuple[str, ...]:
-        """What a host runs."""
-        if not self.separate:
+        """The command of one host."""
+        if not self.independent:
             return self.command
         return tuple(
             argument.replace("{host}", str(host)).replace("{hosts}", str(self.hosts))
@@ -104,41 +103,41 @@ class Job:
         """Arguments of one host's process. See `jaxserve.cli.host`.
 
         Args:
-            python: the interpreter, where the job names none.
-            coordinator: host 0's address, name:port; None where JAX finds it, and the rest.
-            host: number of the host, or what the backend replaces by it.
-            stdin_line: whether the host ends with its standard input.
+            python: the interpreter, unless the job sets one.
+            coordinator: host 0's address, name:port; None if JAX detects the cluster.
+            host: index of the host, or the backend's placeholder for it.
+            stdin_line: whether the host exits at EOF of its stdin.
 
-        Raises ConfigError for separate hosts whose numbers only JAX would find.
+        Raises ConfigError for independent hosts whose indices only JAX could detect.
         """
         arguments = [self.python or python, "-m", "jaxserve.cli.host"]
-        if self.separate:
+        if self.independent:
             if host is None:
                 raise ConfigError(
-                    "--separate hosts are told their numbers by the launcher, and this backend "
-                    "leaves that to JAX; start the command by the cluster's own means, such as "
+                    "--independent needs the launcher to number the hosts, but this backend "
+                    "leaves that to JAX; start the command with the cluster's tools, such as "
                     "`srun jaxserve batch ... --shard $SLURM_PROCID/$SLURM_NTASKS`."
                 )
-            arguments += ["--separate"]
+            arguments += ["--independent"]
         elif coordinator is not None:
             arguments += [f"--coordinator={coordinator}", f"--num-hosts={self.hosts}"]
             arguments += [f"--host={host}"]
         if self.devices_per_host is not None:
             arguments += [f"--devices={self.devices_per_host}"]
-        if not self.separate:
+        if not self.independent:
             arguments += [f"--timeout-s={self.timeout_s}"]
         if stdin_line:
-            arguments += [f"--stdin-grace-s={self.grace_s}"]
+            arguments += [f"--stdin-shutdown-timeout={self.shutdown_timeout}"]
         return [*arguments, "--", *(self.command if host is None else self.command_on(host))]
 
 
 def is_script(command: Sequence[str]) -> bool:
-    """Whether a command starts with a file of Python, and not with a command of jaxserve."""
+    """Whether a command starts with a Python file instead of a jaxserve command."""
     return command[0].endswith(".py") or "/" in command[0]
 
 
 class Backend(Protocol):
-    """How a job is started somewhere."""
+    """Launches jobs on one kind of cluster."""
 
     def dry_run(self, job: Job) -> str:
         """What `run` would run or submit. Raises ConfigError as `run` does."""
@@ -148,9 +147,9 @@ class Backend(Protocol):
 
 
 def require(tool: str, backend: str) -> None:
-    """Raises ConfigError when the program `tool` is not installed here."""
+    """Raises ConfigError if the program `tool` is not installed."""
     if shutil.which(tool) is None:
         raise ConfigError(
-            f"backend {backend} needs the program {tool!r}, which is not on the path. Install it, "
-            "or see by --dry-run what it would be told."
+            f"backend {backend} needs the program {tool!r}, which is not on PATH. Install it, "
+            "or use --dry-run to see what would be run."
         )

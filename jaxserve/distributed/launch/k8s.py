@@ -1,4 +1,4 @@
-"""A JobSet on Kubernetes: one indexed job, each pod of which is a host."""
+"""Kubernetes backend: a JobSet with one indexed job, each pod of which is a host."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
+from jaxserve.core.errors import ConfigError
 from jaxserve.distributed.launch.job import Job, require
-from jaxserve.errors import ConfigError
 
 _PYTHON = "python3"
 _PORT = 8476
@@ -23,12 +23,12 @@ _MAX_NAME = 63 - len(f"-{_GROUP}-0-9999-abcde")
 
 @dataclasses.dataclass(frozen=True)
 class Kubernetes:
-    """A JobSet, which the cluster must know (jobset.sigs.k8s.io). Labels are those of GKE.
+    """A JobSet (jobset.sigs.k8s.io), which the cluster must support. Labels are GKE's.
 
     Attributes:
-        image: a container image with jaxserve, and with the script if one is launched.
-        namespace: where the job is; by default the current one.
-        topology: how the chips of a TPU slice are connected, as 4x4.
+        image: container image with jaxserve, and the script if one is launched.
+        namespace: namespace of the job; by default the current one.
+        topology: topology of a TPU slice, such as 4x4.
     """
 
     image: str | None = None
@@ -58,13 +58,13 @@ class Kubernetes:
             raise ConfigError("backend k8s needs --image, a container image with jaxserve.")
         if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", job.name) or len(job.name) > _MAX_NAME:
             raise ConfigError(
-                f"name is {job.name!r}; Kubernetes wants at most {_MAX_NAME} small letters, "
-                "digits and dashes, a letter first."
+                f"name is {job.name!r}; Kubernetes allows at most {_MAX_NAME} lowercase letters, "
+                "digits and dashes, starting with a letter."
             )
         if self.topology is not None and not _is_tpu(job):
             raise ConfigError(
                 f"topology is {self.topology}, and accelerator {job.accelerator}; only TPUs have "
-                "one, as --accelerator tpu-v6e-slice."
+                "one, such as --accelerator tpu-v6e-slice."
             )
         one_job = {
             "parallelism": hosts,
@@ -81,7 +81,7 @@ class Kubernetes:
                 **({"namespace": self.namespace} if self.namespace else {}),
             },
             "spec": {
-                # A host that fails ends the job: the others could not go on.
+                # A failed host ends the job: the others cannot continue.
                 "failurePolicy": {"maxRestarts": 0},
                 "replicatedJobs": [
                     {"name": _GROUP, "replicas": 1, "template": {"spec": one_job}},
@@ -97,8 +97,8 @@ class Kubernetes:
         }
         pod: dict[str, Any] = {
             "restartPolicy": "Never",
-            "terminationGracePeriodSeconds": job.grace_s,
-            # Or else the host would be process 1, which SIGTERM does not end.
+            "terminationGracePeriodSeconds": job.shutdown_timeout,
+            # Otherwise the host would be PID 1, which ignores SIGTERM by default.
             "shareProcessNamespace": True,
             "containers": [container],
         }
@@ -115,31 +115,31 @@ class Kubernetes:
         if job.accelerator != "gpu":
             pod["nodeSelector"] = {"cloud.google.com/gke-accelerator": job.accelerator}
         container["resources"] = {"limits": {"nvidia.com/gpu": job.required_devices("GPUs")}}
-        # NCCL talks through shared memory, of which a container has little by default.
+        # NCCL uses shared memory, of which a container has little by default.
         container["volumeMounts"] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
         pod["volumes"] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
         return pod
 
     def _check_slice(self, job: Job) -> None:
-        """Raises ConfigError when the hosts are not just the slice's chips."""
+        """Raises ConfigError if the hosts' devices do not match the slice."""
         job.refuse("k8s with TPUs", "port")
         if self.topology is None or not re.fullmatch(r"\d+(x\d+)+", self.topology, re.ASCII):
             raise ConfigError(
-                f"topology is {self.topology!r}; TPU pods need the slice's, as 4x4 or 2x2x4."
+                f"topology is {self.topology!r}; TPU pods need the slice's, such as 4x4 or 2x2x4."
             )
         chips = math.prod(map(int, self.topology.split("x")))
         devices = job.required_devices("TPU chips")
         if chips != job.required_hosts() * devices:
             raise ConfigError(
-                f"topology {self.topology} has {chips} chips, and {job.hosts} hosts of {devices} "
-                f"are {job.required_hosts() * devices}; make them equal."
+                f"topology {self.topology} has {chips} chips, but {job.hosts} hosts of {devices} "
+                f"have {job.required_hosts() * devices}; make them equal."
             )
 
     def _command(self, job: Job) -> list[str]:
-        """Kubernetes puts variables into arguments: the pod's index, and nothing of the user's."""
+        """Kubernetes expands variables in arguments: allow only the pod's index, not the user's."""
         command = tuple(map(_literal, job.command))
         job = dataclasses.replace(job, command=command, python=_literal(job.python or _PYTHON))
-        if _is_tpu(job):  # GKE tells every pod of a slice all that JAX asks for.
+        if _is_tpu(job):  # GKE sets all that JAX needs in every pod of a slice.
             return job.host_command(_PYTHON)
         first = f"{job.name}-{_GROUP}-0-0.{job.name}:{job.port or _PORT}"
         return job.host_command(_PYTHON, coordinator=first, host="$(JOB_COMPLETION_INDEX)")

@@ -1,4 +1,4 @@
-"""Several hosts on this machine."""
+"""Local backend: several hosts on this machine."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import os
 import socket
 from pathlib import Path
 
+from jaxserve.core.errors import ConfigError
 from jaxserve.distributed.launch.job import HERE, Job, require
 from jaxserve.distributed.launch.processes import HostProcess, run_together
-from jaxserve.errors import ConfigError
 
 _LOOPBACK = "127.0.0.1"
 
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """Processes on this machine, among which its devices are divided."""
+    """Processes on this machine, which share its devices evenly."""
 
     def dry_run(self, job: Job) -> str:
         return "".join(f"{host}\n" for host in self._hosts(job))
@@ -24,7 +24,7 @@ class Local:
     def run(self, job: Job) -> int:
         hosts = self._hosts(job)
         require(job.python or HERE, "local")
-        return run_together(hosts, job.grace_s)
+        return run_together(hosts, job.shutdown_timeout)
 
     def _hosts(self, job: Job) -> list[HostProcess]:
         job.refuse("local", "accelerator")
@@ -41,9 +41,9 @@ class Local:
 
 
 def _divided_gpus(job: Job, hosts: int) -> list[list[str]] | None:
-    """Each host's GPUs, or None where hosts compute on the CPU.
+    """Each host's GPUs, or None if hosts compute on the CPU.
 
-    Raises ConfigError when there are too few.
+    Raises ConfigError if there are too few.
     """
     gpus = visible_gpus()
     if not gpus:
@@ -52,16 +52,16 @@ def _divided_gpus(job: Job, hosts: int) -> list[list[str]] | None:
     if each == 0 or each * hosts > len(gpus):
         asked = f"{hosts} hosts of {max(each, 1)}"
         raise ConfigError(
-            f"this machine has {len(gpus)} GPUs, and {asked} would need {hosts * max(each, 1)}. "
-            "Launch fewer, or set JAX_PLATFORMS=cpu to compute on the CPU."
+            f"this machine has {len(gpus)} GPUs, but {asked} need {hosts * max(each, 1)}. "
+            "Launch fewer, or set JAX_PLATFORMS=cpu to use the CPU."
         )
     return [gpus[host * each : (host + 1) * each] for host in range(hosts)]
 
 
 def visible_gpus() -> list[str]:
-    """NVIDIA GPUs that JAX would use in this environment, as CUDA_VISIBLE_DEVICES names them.
+    """NVIDIA GPUs that JAX would use in this environment, as named in CUDA_VISIBLE_DEVICES.
 
-    Found without JAX, which would take memory of each.
+    Detected without JAX, which would allocate memory on each.
     """
     platforms = os.environ.get("JAX_PLATFORMS")
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
@@ -74,12 +74,12 @@ def visible_gpus() -> list[str]:
 
 
 def _free_port(port: int | None) -> int:
-    """The port asked for, or any that is free. Raises ConfigError when it is taken."""
+    """`port`, or any free port if None. Raises ConfigError if it is in use."""
     try:
         with socket.create_server((_LOOPBACK, port or 0)) as server:
             return server.getsockname()[1]
     except OSError as error:
         raise ConfigError(
             f"port {port} of {_LOOPBACK} cannot be used: {error.strerror}. Give another --port, or "
-            "none for a free one."
+            "leave it out to use any free port."
         ) from error

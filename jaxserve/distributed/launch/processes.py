@@ -1,4 +1,4 @@
-"""Processes that live and end together: one for each host, watched from here."""
+"""Run and supervise one process per host; all end together."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, NamedTuple
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Time for the last lines of processes that have ended.
+# Time to forward the last lines of processes that have exited.
 _DRAIN_S = 2.0
-# Hosts that fail so soon after each other are named together.
+# Hosts that fail within this time of each other are reported together.
 _TOGETHER_S = 1.0
 
 
@@ -26,14 +26,14 @@ class HostProcess(NamedTuple):
 
     Attributes:
         argv: the program and its arguments.
-        environment: what is added to this process's own.
+        environment: variables added to this process's own.
     """
 
     argv: Sequence[str]
     environment: Mapping[str, str] = {}
 
     def __str__(self) -> str:
-        """As a line for a shell."""
+        """As a shell command line."""
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*settings, shlex.join(self.argv)])
 
@@ -46,16 +46,16 @@ class _Exited(NamedTuple):
 _Events = queue.SimpleQueue[_Exited | signal.Signals]
 
 
-def run_together(hosts: Sequence[HostProcess], grace_s: float) -> int:
-    """Run all until they end, and return 0, or the status of the first that failed: among those
-    that fail together, of one that was killed.
+def run_together(hosts: Sequence[HostProcess], shutdown_timeout: float) -> int:
+    """Run all until they exit. Returns 0, or the status of the first that failed; of several that
+    fail together, preferably one that was killed.
 
-    Standard output of host 0 is this process's own, so that results can be piped. All else that
-    hosts print goes to standard error, each line with its host's number.
+    Host 0 inherits this process's stdout, so that results can be piped. All other output of hosts
+    goes to stderr, each line prefixed with the host's index.
 
-    When one fails, and on SIGINT, SIGTERM and SIGHUP, the others are asked to end by closing their
-    standard input, and killed after `grace_s`; a second signal kills at once. A status is a
-    shell's: 128 + n for a process, or this one, that signal n ended.
+    When one fails, and on SIGINT, SIGTERM and SIGHUP, the others are asked to exit by closing their
+    stdin, and killed after `shutdown_timeout`; a second signal kills them immediately. A status is
+    a shell's: 128 + n for a process, or this one, ended by signal n.
     """
     events: _Events = queue.SimpleQueue()
     output = _Output()
@@ -64,42 +64,44 @@ def run_together(hosts: Sequence[HostProcess], grace_s: float) -> int:
         try:
             for number, host in enumerate(hosts):
                 running[number] = _start(number, host, output, events)
-            return _watch(running, events, grace_s)
+            return _watch(running, events, shutdown_timeout)
         finally:
             for process in running.values():
                 _kill(process)
             output.drain()
 
 
-def _watch(running: dict[int, subprocess.Popen[bytes]], events: _Events, grace_s: float) -> int:
+def _watch(
+    running: dict[int, subprocess.Popen[bytes]], events: _Events, shutdown_timeout: float
+) -> int:
     left, failed = set(running), []
     while left and not failed:
         event = events.get()
         if isinstance(event, signal.Signals):
             _say(f"{event.name}: ending {_names(left)}.")
-            _end(left, running, events, grace_s)
+            _end(left, running, events, shutdown_timeout)
             return 128 + event
         left.discard(event.host)
         failed += [event] if event.status != 0 else []
     if not failed:
         return 0
     failed += _others_that_fail(left, events)
-    # The cause comes first. A host that was killed did not fail because of another host; one that
-    # exits, or that JAX aborts because it lost host 0, may have.
+    # Report the cause first. A killed host did not fail because of another host; one that exits, or
+    # that JAX aborts because it lost host 0, may have.
     failed.sort(key=lambda exited: not _was_killed(exited.status))
     others = f"; ending {_names(left)}." if left else "."
     _say(
         "error: " + " and ".join(f"host {host} {_how(status)}" for host, status in failed) + others
     )
-    _end(left, running, events, grace_s)
+    _end(left, running, events, shutdown_timeout)
     status = failed[0].status
     return status if status > 0 else 128 - status
 
 
 def _others_that_fail(left: set[int], events: _Events) -> list[_Exited]:
-    """The hosts among `left` that fail at about the time of the first, which are taken from there.
+    """Remove from `left` the hosts that exit shortly after the first failure; returns those failed.
 
-    Which of them caused it is not to be told by the order in which they end.
+    The order in which they exit does not show which of them caused it.
     """
     failed = []
     deadline = time.monotonic() + _TOGETHER_S
@@ -113,26 +115,29 @@ def _others_that_fail(left: set[int], events: _Events) -> list[_Exited]:
 
 
 def _end(
-    left: set[int], running: dict[int, subprocess.Popen[bytes]], events: _Events, grace_s: float
+    left: set[int],
+    running: dict[int, subprocess.Popen[bytes]],
+    events: _Events,
+    shutdown_timeout: float,
 ) -> None:
-    """Ask hosts to end, and kill them after `grace_s`, or when a signal comes."""
+    """Ask hosts to exit, and kill them after `shutdown_timeout` or on a signal."""
     for host in left:
         running[host].stdin.close()
-    deadline = time.monotonic() + grace_s
+    deadline = time.monotonic() + shutdown_timeout
     while left:
         event = _next(events, deadline)
         if isinstance(event, _Exited):
             left.discard(event.host)
             continue
         if event is None:
-            _say(f"{_names(left)} did not end within {grace_s:g} s: killed.")
+            _say(f"{_names(left)} did not end within {shutdown_timeout:g} s: killed.")
         for host in left:
             _kill(running[host])
         deadline = None
 
 
 def _next(events: _Events, deadline: float | None) -> _Exited | signal.Signals | None:
-    """The next event; None when the deadline has come."""
+    """The next event; None once the deadline has passed."""
     try:
         return events.get(
             timeout=None if deadline is None else max(deadline - time.monotonic(), 0.0)
@@ -153,7 +158,7 @@ def _start(
         stdin=subprocess.PIPE,
         stdout=None if number == 0 else subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # Ctrl-C in the terminal is for this process, which ends the others in good order.
+        # Ctrl-C must only reach this process, which shuts down the hosts in order.
         start_new_session=True,
     )
     if process.stdout is not None:
@@ -167,13 +172,13 @@ def _start(
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """The process and what it started, of which something may be left even when it has ended."""
+    """Kill the process group, which may outlive the process itself."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 class _Output:
-    """Lines of all hosts on standard error, whole and with the host's number."""
+    """Forwards whole lines of all hosts to stderr, prefixed with the host's index."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -185,7 +190,7 @@ class _Output:
         thread.start()
 
     def drain(self) -> None:
-        """Wait, for a bounded time, until everything that was printed has been passed on."""
+        """Wait, for a bounded time, until all output has been forwarded."""
         deadline = time.monotonic() + _DRAIN_S
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
@@ -194,7 +199,7 @@ class _Output:
         prefix = f"[{host}] ".encode()
         with stream:
             for line in stream:
-                # A host must never wait for a reader of the log that has gone.
+                # A host must never block because the log's reader is gone.
                 with self._lock, contextlib.suppress(OSError):
                     sys.stderr.buffer.write(prefix + line.removesuffix(b"\n") + b"\n")
                     sys.stderr.buffer.flush()
@@ -202,7 +207,7 @@ class _Output:
 
 @contextlib.contextmanager
 def signals_to(note: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Within, SIGINT, SIGTERM and SIGHUP do nothing but call `note`."""
+    """Within the block, SIGINT, SIGTERM and SIGHUP only call `note`."""
     before = {
         number: signal.signal(number, lambda number, _: note(signal.Signals(number)))
         for number in _SIGNALS
@@ -220,7 +225,7 @@ def _names(hosts: set[int]) -> str:
 
 
 def _was_killed(status: int) -> bool:
-    """Whether a signal from outside ended a process; SIGABRT is the process's own doing."""
+    """Whether an external signal ended a process; SIGABRT is raised by the process itself."""
     return status < 0 and status != -signal.SIGABRT
 
 

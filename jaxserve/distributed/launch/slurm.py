@@ -1,4 +1,4 @@
-"""A job in Slurm's queue. The tasks find one another by what Slurm tells JAX."""
+"""Slurm backend: a batch job, whose tasks JAX connects from Slurm's environment."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from jaxserve.core.errors import ConfigError, DistributedError
 from jaxserve.distributed.launch.job import HERE, Job, require
 from jaxserve.distributed.launch.processes import signals_to
-from jaxserve.errors import ConfigError, DistributedError
 
 _POLL_S = 1.0
-# How long slurmctld may not answer, as when it is restarted.
+# How long slurmctld may be unavailable, such as during a restart.
 _PATIENCE_S = 60.0
 _ENDED = {
     "BOOT_FAIL",
@@ -35,16 +35,16 @@ _ENDED = {
 
 @dataclasses.dataclass(frozen=True)
 class Slurm:
-    """A batch job with one task for each host. Nodes share this directory.
+    """A batch job with one task per host. Nodes must share this directory.
 
     Attributes:
-        nodes: how many; by default Slurm decides.
-        partition: the queue.
-        account: who pays.
-        time: limit, as 2:00:00 or 1-12:00:00.
-        sbatch_option: any other option of sbatch, as --sbatch-option=--cpus-per-task=32; can be
-            repeated.
-        wait: follow the job to its end; else print its number when it is submitted.
+        nodes: number of nodes; by default Slurm decides.
+        partition: partition to submit to.
+        account: account to charge.
+        time: time limit, such as 2:00:00 or 1-12:00:00.
+        sbatch_option: any other option of sbatch, such as --sbatch-option=--cpus-per-task=32;
+            repeatable.
+        wait: follow the job to its end; else print its id once it is submitted.
     """
 
     nodes: int | None = None
@@ -56,8 +56,8 @@ class Slurm:
 
     def dry_run(self, job: Job) -> str:
         hosts = job.required_hosts()
-        # Slurm has a time of its own between asking and killing, KillWait.
-        job.refuse("slurm", "port", "grace_s")
+        # Slurm has its own time between SIGTERM and SIGKILL, KillWait.
+        job.refuse("slurm", "port", "shutdown_timeout")
         options = [
             f"--job-name={job.name}",
             f"--output={job.name}-%j.log",
@@ -98,8 +98,8 @@ class Slurm:
             return []
         if self.nodes < 1 or hosts % self.nodes:
             raise ConfigError(
-                f"nodes is {self.nodes} and hosts {hosts}; every node takes as many hosts, at "
-                "least one."
+                f"nodes is {self.nodes} and hosts {hosts}; nodes must be at least 1 and "
+                "divide hosts."
             )
         return [f"--nodes={self.nodes}", f"--ntasks-per-node={hosts // self.nodes}"]
 
@@ -112,34 +112,34 @@ def _gpus(job: Job) -> list[str]:
 
 
 def _escaped(option: str) -> str:
-    """An option as sbatch reads it from a script: between double quotes, nearly as it is.
+    """An option quoted for an #SBATCH line.
 
-    Raises ConfigError for what sbatch could not take for one option.
+    Raises ConfigError for anything that sbatch would not read as one option.
     """
     if not option.startswith("-") or "\n" in option or "\0" in option:
-        raise ConfigError(f"{option!r} is no option of sbatch; give one as --name=value.")
+        raise ConfigError(f"{option!r} is not an option of sbatch; give one as --name=value.")
     if re.fullmatch(r"[\w.,:/@%+=~-]+", option, re.ASCII):
         return option
     return '"' + re.sub(r'(["\\])', r"\\\1", option) + '"'
 
 
 def _submit(script: str) -> str:
-    """The job's number."""
+    """Submit the script and return the job id."""
     done = subprocess.run(
         ["sbatch", "--parsable"],
         input=script.encode("utf-8", "surrogateescape"),
         capture_output=True,
     )
     if done.returncode != 0:
-        raise DistributedError(f"sbatch refused the job: {done.stderr.decode().strip()}")
+        raise DistributedError(f"sbatch rejected the job: {done.stderr.decode().strip()}")
     return done.stdout.decode().strip().partition(";")[0]
 
 
 def _follow(number: str, job: Job) -> int:
-    """Pass on what the hosts print until the job has ended; its exit status.
+    """Forward the hosts' output until the job ends, and return its exit status.
 
-    A signal cancels the job, as does a reader of its results that goes away; a second signal does
-    not wait for its end.
+    A signal cancels the job, as does a broken stdout pipe; a second signal stops waiting for the
+    job to end.
     """
     logs = _Logs(number, job)
     signals: list[signal.Signals] = []
@@ -148,7 +148,7 @@ def _follow(number: str, job: Job) -> int:
         while True:
             state = _state(number)
             try:
-                logs.copy()  # Everything, once the job has ended: its state was read before.
+                logs.copy()  # Complete once the job has ended, as its state was read first.
             except BrokenPipeError:
                 subprocess.run(["scancel", number], check=False)
                 raise
@@ -184,14 +184,14 @@ def _state(number: str) -> _State:
             return _State(found[1], 128 + signal_number if signal_number else status)
         if time.monotonic() > deadline:
             raise DistributedError(
-                f"Slurm tells nothing of job {number}: {done.stderr.strip()}. It may still run."
+                f"Slurm returned no state of job {number}: {done.stderr.strip()}. It may still run."
             )
         time.sleep(_POLL_S)
 
 
 class _Logs:
-    """The files that the tasks write, read as they grow: host 0's results to standard output, the
-    rest, with the host's number, to standard error."""
+    """Tails the log files of the tasks: host 0's stdout to stdout, the rest, prefixed with the
+    host's index, to stderr."""
 
     def __init__(self, number: str, job: Job) -> None:
         directory = Path(f"{job.name}-{number}")
@@ -220,7 +220,7 @@ class _Log:
         self._rest = b""
 
     def copy(self) -> None:
-        """What is new; where lines get a prefix, as far as they are whole."""
+        """Copy new output; only whole lines if they get a prefix."""
         if self._stream is None:
             if not self._path.exists():
                 return

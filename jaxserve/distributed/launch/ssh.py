@@ -1,4 +1,4 @@
-"""Hosts that are reached by ssh, listed in a file."""
+"""SSH backend: hosts listed in a file."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import os
 import shlex
 from pathlib import Path
 
+from jaxserve.core.errors import ConfigError
 from jaxserve.distributed.launch.job import HERE, Job, require
 from jaxserve.distributed.launch.processes import HostProcess, run_together
-from jaxserve.errors import ConfigError
 
 _PORT = 8476
-# No password can be typed here, and a host that is gone must be noticed.
+# Passwords cannot be entered, and lost hosts must be detected.
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=30", "-o", "ServerAliveInterval=15")
 
 
 @dataclasses.dataclass(frozen=True)
 class Ssh:
-    """One ssh connection for each host. Hosts have the same files in the same places.
+    """One ssh connection per host. Hosts must have the same files at the same paths.
 
     Attributes:
-        hostfile: a file with a host on each line, as `name` or `user@name`; # begins a comment. All
-            hosts reach the first by that name.
+        hostfile: a file with one host per line, as `name` or `user@name`; # starts a comment. All
+            hosts must reach the first host by that name.
     """
 
     hostfile: Path | None = None
@@ -33,15 +33,15 @@ class Ssh:
     def run(self, job: Job) -> int:
         hosts = self._hosts(job)
         require("ssh", "ssh")
-        return run_together(hosts, job.grace_s)
+        return run_together(hosts, job.shutdown_timeout)
 
     def _hosts(self, job: Job) -> list[HostProcess]:
         job.refuse("ssh", "accelerator")
         names = self._names()
         if job.hosts not in (None, len(names)):
             raise ConfigError(
-                f"{self.hostfile} lists {len(names)} hosts, and --hosts is {job.hosts}; give the "
-                "same number, or no --hosts."
+                f"{self.hostfile} lists {len(names)} hosts, but --hosts is {job.hosts}; give the "
+                "same number, or leave out --hosts."
             )
         job = dataclasses.replace(job, hosts=len(names))
         coordinator = f"{names[0].rpartition('@')[2]}:{job.port or _PORT}"
@@ -57,7 +57,7 @@ class Ssh:
 
     def _names(self) -> list[str]:
         if self.hostfile is None:
-            raise ConfigError("backend ssh needs --hostfile, a file with a host on each line.")
+            raise ConfigError("backend ssh needs --hostfile, a file with one host per line.")
         try:
             lines = self.hostfile.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -69,7 +69,7 @@ class Ssh:
         for name, host in zip(names, hosts):
             if len(name.split()) > 1 or name.startswith("-"):
                 raise ConfigError(
-                    f"hostfile {str(self.hostfile)!r} has the line {name!r}; give one host on each "
+                    f"hostfile {str(self.hostfile)!r} has the line {name!r}; give one host per "
                     "line, as name or user@name."
                 )
             if hosts.count(host) > 1:

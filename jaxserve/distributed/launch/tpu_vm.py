@@ -1,4 +1,4 @@
-"""The machines of a Cloud TPU slice, reached by gcloud."""
+"""Cloud TPU backend: the VMs of a TPU slice, reached with gcloud."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+from jaxserve.core.errors import ConfigError
 from jaxserve.distributed.launch.job import Job, is_script, require
 from jaxserve.distributed.launch.processes import HostProcess, run_together
-from jaxserve.errors import ConfigError
 
 _PYTHON = "python3"
 
 
 @dataclasses.dataclass(frozen=True)
 class TpuVm:
-    """A Cloud TPU slice, whose name is the job's. Each of its machines is a host.
+    """A Cloud TPU slice, named by --name. Each of its VMs is a host.
 
     Attributes:
-        zone: of the TPU; by default the one that gcloud is set to.
-        project: likewise.
-        create: make the slice first, of the type --accelerator. It is not deleted after.
-        spot: make it of capacity that may be taken away.
-        version: of the software on it, for --create: see gcloud compute tpus tpu-vm versions list.
-        install: what pip installs on each machine first: a directory or wheel, which is copied
-            there, or a requirement.
+        zone: zone of the TPU; by default gcloud's configured zone.
+        project: project of the TPU; by default gcloud's configured project.
+        create: create the slice first, of type --accelerator. It is not deleted afterwards.
+        spot: create it as a spot (preemptible) slice.
+        version: software version for --create: see gcloud compute tpus tpu-vm versions list.
+        install: what to pip install on each VM first: a directory or wheel, which is copied there,
+            or a requirement.
     """
 
     zone: str | None = None
@@ -49,15 +49,15 @@ class TpuVm:
             status = subprocess.run(step, stdout=sys.stderr).returncode
             if status != 0:
                 return status
-        return run_together(hosts, job.grace_s)
+        return run_together(hosts, job.shutdown_timeout)
 
     def _plan(self, job: Job) -> tuple[list[list[str]], list[HostProcess]]:
-        """What is done first, one after the other, and then what runs together."""
+        """The sequential setup steps, and the host processes to run together."""
         hosts = job.required_hosts()
         job.refuse("tpu-vm", "port")
         if not self.create and (job.accelerator or self.version or self.spot):
             raise ConfigError(
-                "--accelerator, --version and --spot are of a slice that is made; add --create."
+                "--accelerator, --version and --spot apply only to a new slice; add --create."
             )
         steps = [self._create(job)] if self.create else []
         if self.install is not None:
@@ -74,8 +74,8 @@ class TpuVm:
     def _create(self, job: Job) -> list[str]:
         if job.accelerator is None or self.version is None:
             raise ConfigError(
-                "--create needs --accelerator, the slice's type as v6e-16, and --version, of the "
-                "software on it."
+                "--create needs --accelerator, the slice type such as v6e-16, and --version, its "
+                "software version."
             )
         kind = [f"--accelerator-type={job.accelerator}", f"--version={self.version}"]
         return self._gcloud("create", job.name, *kind, *(["--spot"] if self.spot else []))

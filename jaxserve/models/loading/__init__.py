@@ -1,1 +1,1 @@
-"""From a model's name to arrays on devices: open a checkpoint, check it, load its parameters."""
+"""Model loading: open a checkpoint, check it, load its parameters onto devices."""

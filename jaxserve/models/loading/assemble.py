@@ -1,7 +1,7 @@
-"""Cutting slices of parameters out of checkpoint tensors.
+"""Slices of parameters from checkpoint tensors.
 
 A parameter is several tensors, reshaped and concatenated; a device holds a slice of it. Only the
-part of each tensor that the slice touches is read.
+part of each tensor that the slice covers is read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Sharding
 
-from jaxserve.errors import WeightsError
+from jaxserve.core.errors import WeightsError
 from jaxserve.models.family import AnySpec, Params, ParamSpec, Part, Rearranged, Stacked
 
 Index = tuple[slice, ...]
@@ -27,21 +27,21 @@ class TensorSource(Protocol):
     """Tensors under their Hugging Face names, readable by slice."""
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Shape of a tensor, or None where there is no such tensor."""
+        """Shape of a tensor, or None if there is no such tensor."""
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """The slice of a tensor, in any floating dtype that holds its values exactly."""
 
     def unclaimed(self, names: set[str]) -> list[str]:
-        """Tensors besides `names` that a model must not leave out."""
+        """Tensors besides `names` that a model must not ignore."""
 
 
 def check_tensors(source: TensorSource, specs: Params, where: str) -> None:
-    """Raise WeightsError unless the tensors are those the specs ask for, neither more nor less."""
+    """Raise WeightsError unless the tensors are exactly those that the specs need."""
     parts = [part for spec in jax.tree.leaves(specs) for part in spec.parts]
     problems = [problem for part in parts if (problem := _mismatch(source, part))]
     problems += [
-        f"{name} has no place in the model"
+        f"{name} is not used by the model"
         for name in source.unclaimed({part.tensor for part in parts})
     ]
     if problems:
@@ -59,8 +59,8 @@ def assemble(source: TensorSource, spec: AnySpec, index: Index, dtype: np.dtype)
 
 
 def cut(read: Callable[[ParamSpec, Index], np.ndarray], spec: AnySpec, index: Index) -> np.ndarray:
-    """The slice `index` of a parameter as a mesh needs it, of slices of it as its family states it,
-    which `read` gives."""
+    """The slice `index` of a parameter partitioned for a mesh; `read` gives slices of the parameter
+    as its family defines it."""
     match spec:
         case Stacked():
             layers = spec.specs[index[0]]
@@ -74,7 +74,7 @@ def cut(read: Callable[[ParamSpec, Index], np.ndarray], spec: AnySpec, index: In
 def _rearranged(
     read: Callable[[ParamSpec, Index], np.ndarray], spec: Rearranged, index: Index
 ) -> np.ndarray:
-    """Reads the range of the outermost dimension that holds every row asked for."""
+    """Reads the range of the outermost dimension that holds every requested row."""
     first, after = spec.first, spec.first + spec.rows.ndim
     rows = spec.rows[index[first:after]]
     sizes = spec.source.shape[first:after]
@@ -94,7 +94,7 @@ def _rearranged(
 def _concatenated(
     source: TensorSource, spec: ParamSpec, index: Index, dtype: np.dtype
 ) -> np.ndarray:
-    """The slice of a parameter as its family states it: of its parts, side by side."""
+    """The slice of a parameter as its family defines it: its parts, concatenated."""
     axis, begin = spec.concat_axis, 0
     window = index[axis]
     pieces = []
@@ -107,7 +107,7 @@ def _concatenated(
         begin = end
     if len(pieces) == 1 and pieces[0].dtype == dtype:
         return pieces[0]
-    # Concatenating into `out` casts on the way.
+    # Concatenating into `out` also casts.
     out = aligned_empty(tuple(bounds.stop - bounds.start for bounds in index), dtype)
     return np.concatenate(pieces, axis=axis, out=out, casting="unsafe")
 
@@ -115,7 +115,7 @@ def _concatenated(
 def by_slice(
     shape: tuple[int, ...], sharding: Sharding, block: Callable[[Index], np.ndarray]
 ) -> jax.Array:
-    """An array of which `block(index)` is a slice; devices that hold the same one share it."""
+    """An array of the slices `block(index)`; devices that hold the same slice share it."""
     blocks: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
     def shared(index: Index) -> np.ndarray:
@@ -128,7 +128,7 @@ def by_slice(
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
-    """Uninitialised memory that JAX's CPU devices adopt as it is, instead of copying it."""
+    """Uninitialised memory that JAX's CPU devices use without copying it."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.empty(size + _CPU_ALIGNMENT_BYTES, np.uint8)
     start = -raw.ctypes.data % _CPU_ALIGNMENT_BYTES
@@ -138,8 +138,8 @@ def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
 def _read_part(source: TensorSource, part: Part, index: Index) -> np.ndarray:
     """The slice `index` of a tensor seen as `part.shape`.
 
-    Each tensor dimension is split into some of the part's. What the slice asks of the outermost
-    of those becomes a range of the tensor's rows or columns; the others are sliced after reading.
+    Each tensor dimension is split into some of the part's. The slice's range of the outermost of
+    those becomes a range of the tensor's rows or columns; the others are sliced after reading.
     """
     groups = _split(source.shape(part.tensor), part.shape)
     ranges, shape, rest = [], list(part.shape), list(index)

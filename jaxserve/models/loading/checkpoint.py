@@ -1,4 +1,4 @@
-"""Finding a model and opening it, whatever format it is stored in."""
+"""Finds and opens a model in any supported format."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxserve.errors import ConfigError, ModelError
-from jaxserve.models.config import ModelConfig
+from jaxserve.core.errors import ConfigError, ModelError
+from jaxserve.core.model_config import ModelConfig
 from jaxserve.models.family import Params
 from jaxserve.models.loading.assemble import check_tensors
 from jaxserve.models.loading.directory import CONFIG, ModelDirectory
@@ -31,9 +31,9 @@ _WAYS = (
 
 
 class Checkpoint(Protocol):
-    """A model found, read as far as its config, and known to match it.
+    """An opened model: its config is read, and its tensors are known to match it.
 
-    `fingerprint` is a hex digest that changes when the files do; it costs no reading of weights.
+    `fingerprint` is a hex digest that changes when the files do, without reading all weights.
     """
 
     path: Path
@@ -48,12 +48,12 @@ class Checkpoint(Protocol):
     def config_files(self) -> dict[str, dict[str, Any]]: ...
 
     def packed_kind(self, name: str) -> str | None:
-        """How a tensor's values are packed, by GGUF's name of it; None where they are not."""
+        """GGUF name of a tensor's storage type; None if the checkpoint is not GGUF."""
 
 
 @runtime_checkable
 class Restorable(Protocol):
-    """A checkpoint that makes whole parameters; others are a TensorSource to cut them from."""
+    """A checkpoint that gives whole parameters; others are a TensorSource to slice them from."""
 
     def check(self, specs: Params) -> None: ...
 
@@ -87,7 +87,7 @@ def open_checkpoint(
 
 
 def _locate(model: str | Path | None, weights: bool) -> Path:
-    """The local path of a model, fetched first where it is not local."""
+    """The local path of a model, which is fetched first if it is not local."""
     if model is None or str(model) == DEFAULT_MODEL:
         return default_model_path()
     path = Path(model).expanduser()
@@ -100,16 +100,16 @@ def _locate(model: str | Path | None, weights: bool) -> Path:
 
 def _snapshot(model_id: str, weights: bool) -> Path:
     """Directory of a Hugging Face model, without anything that could run code when loaded."""
-    # Imported here because most models are local, and a third of a second is felt.
+    # Imported here because most models are local, and the import takes a third of a second.
     from huggingface_hub import snapshot_download
 
     patterns = [*_TEXT_PATTERNS, "*.safetensors"] if weights else _TEXT_PATTERNS
     try:
-        # Folders hold other exports of the same weights.
+        # Subfolders hold other exports of the same weights.
         return Path(snapshot_download(model_id, allow_patterns=patterns, ignore_patterns="*/*"))
     except Exception as error:
         raise ModelError(
-            f"{model_id!r} is no local path, and it could not be fetched from the Hugging Face "
+            f"{model_id!r} is not a local path, and it could not be fetched from the Hugging Face "
             f"hub ({str(error).partition(chr(10))[0]}); {_WAYS}."
         ) from error
 

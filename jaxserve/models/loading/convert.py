@@ -1,4 +1,4 @@
-"""Writing any model as an Orbax checkpoint, which loads by shard."""
+"""Writes any model as an Orbax checkpoint, which loads by shard."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from jaxserve.config import default_dtype
-from jaxserve.errors import ModelError
+from jaxserve.core.config import default_dtype
+from jaxserve.core.errors import ModelError
 from jaxserve.models.family import Params
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.orbax import save_params
@@ -29,11 +29,10 @@ def convert(
 ) -> Path:
     """Write `source` (anything `open_checkpoint` opens) to the new directory `destination`.
 
-    The directory holds parameters, config, generation defaults and tokenizer, so it is a model by
-    itself, and it appears whole or not at all. Without `dtype` the weights are stored as the
-    current platform would load them. The host must hold the model once. Raises ModelError when
-    `destination` exists and is not an empty directory or cannot be written, and whatever opening
-    `source` raises.
+    The directory is a complete model with parameters, config, generation defaults and tokenizer,
+    and is created atomically. Without `dtype` the weights are stored as the current platform would
+    load them. The host needs memory for the whole model. Raises ModelError when `destination`
+    exists and is not an empty directory or cannot be written, and whatever opening `source` raises.
     """
     destination = Path(destination).expanduser().absolute()
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
@@ -60,7 +59,7 @@ def convert(
 def _write(
     params: Params, configs: dict[str, dict[str, Any]], tokenizer: Tokenizer, destination: Path
 ) -> None:
-    """Everything under a scratch name first, then one rename."""
+    """Write everything to a temporary directory, then rename it."""
     destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         dir=destination.parent, prefix=f".{destination.name}-"

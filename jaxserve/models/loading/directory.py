@@ -1,4 +1,4 @@
-"""The text files beside the weights: config, generation defaults, tokenizer."""
+"""The text files of a model: config, generation defaults, tokenizer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
 
-from jaxserve.errors import ModelError, RequestError
-from jaxserve.models.config import ModelConfig
+from jaxserve.core.errors import ModelError, RequestError
+from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.models.hf_config import boolean, eos_token_ids, malformed
 from jaxserve.models.registry import get_family
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
 
 CONFIG = "config.json"
@@ -31,7 +31,7 @@ _SAMPLING_FIELDS = (
 
 @dataclasses.dataclass(frozen=True)
 class ModelDirectory:
-    """A directory with a Hugging Face `config.json`, whatever its weights are."""
+    """A directory with a Hugging Face `config.json` and any weights."""
 
     path: Path
     config: ModelConfig
@@ -46,10 +46,10 @@ class ModelDirectory:
         return Tokenizer.from_directory(self.path)
 
     def packed_kind(self, name: str) -> None:
-        """No tensor is in GGUF's blocks."""
+        """None: no tensor has GGUF blocks."""
 
     def config_files(self) -> dict[str, dict[str, Any]]:
-        """Contents of `config.json` and, where there is one, `generation_config.json`."""
+        """Contents of `config.json` and, if there is one, `generation_config.json`."""
         return read_config_files(self.path)
 
     @property
@@ -58,7 +58,7 @@ class ModelDirectory:
         return self.fingerprint_with([])
 
     def fingerprint_with(self, files: Iterable[Path]) -> str:
-        """Hex digest that changes with the config, or when one of `files` is written again."""
+        """Hex digest that changes with the config, or with one of `files` (`fingerprint_of`)."""
         return fingerprint_of(files, json.dumps(self.config_files()).encode())
 
 
@@ -72,9 +72,9 @@ def read_config_files(directory: Path) -> dict[str, dict[str, Any]]:
 def config_from_files(files: dict[str, dict[str, Any]]) -> ModelConfig:
     """ModelConfig from the parsed `config.json` and `generation_config.json`.
 
-    Where both name the end-of-sequence ids, the generation config wins: chat models end a turn
-    with a token that the base model's config does not know. Raises ModelError for a malformed
-    field, UnsupportedModelError for what is not implemented.
+    If both have end-of-sequence ids, those of the generation config are used: chat models end a
+    turn with a token that the base model's config does not have. Raises ModelError for a malformed
+    field, UnsupportedModelError for an unsupported feature.
     """
     raw, generation = files[CONFIG], files.get(GENERATION_CONFIG, {})
     architectures = raw.get("architectures")
@@ -95,7 +95,7 @@ def config_from_files(files: dict[str, dict[str, Any]]) -> ModelConfig:
 
 
 def _default_sampling(generation: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The recommended sampling fields, each one that SamplingParams accepts."""
+    """The recommended sampling fields, each validated by SamplingParams."""
     if not boolean(generation, "do_sample", True, GENERATION_CONFIG):
         generation = generation | {"temperature": 0.0}
     fields = [(name, generation.get(name)) for name in _SAMPLING_FIELDS]
@@ -111,7 +111,7 @@ def _default_sampling(generation: dict[str, Any]) -> tuple[tuple[str, Any], ...]
 def fingerprint_of(files: Iterable[Path], header: bytes) -> str:
     """Hex digest of the header's bytes, and of the name, the size and samples of each file.
 
-    A copy of a model has the fingerprint of the original, on whatever machine.
+    A copy of a model has the fingerprint of the original, on any machine.
     """
     digest = hashlib.sha256(header)
     for path in sorted(files):

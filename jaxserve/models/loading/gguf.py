@@ -1,8 +1,8 @@
 """GGUF files, plain or quantised, in one file or split over several.
 
 Weights are dequantised slice by slice as they are read. Queries and keys of llama.cpp's
-`LLAMA_ROPE_TYPE_NORM` architectures rotate neighbouring dimensions, so their rows are put back in
-the order of Hugging Face, which rotates the two halves of a head.
+`LLAMA_ROPE_TYPE_NORM` architectures rotate neighbouring dimensions, so their rows are reordered for
+Hugging Face's convention, which rotates the two halves of a head.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import ml_dtypes
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
-from jaxserve.errors import UnsupportedModelError, WeightsError
-from jaxserve.models.config import ModelConfig
+from jaxserve.core.errors import UnsupportedModelError, WeightsError
+from jaxserve.core.model_config import ModelConfig
 from jaxserve.models.loading.assemble import Index, aligned_empty
 from jaxserve.models.loading.directory import (
     CONFIG,
@@ -30,7 +30,7 @@ from jaxserve.models.loading.directory import (
 from jaxserve.models.loading.gguf_config import generation_config, hf_config
 from jaxserve.models.loading.gguf_header import GgufFile, GgufTensor, read_gguf
 from jaxserve.text.tokenizer import Tokenizer
-from pallas_kernels.quantized_matmul import PackedWeight, from_gguf
+from pallas_kernels.quantized_matmul import QuantizedWeight, from_gguf
 
 _PLAIN = {Kind.F32: np.float32, Kind.F16: np.float16, Kind.BF16: ml_dtypes.bfloat16}
 # Q5_0 and Q5_1 are what llama.cpp falls back to in a K-quant file when rows are not whole blocks.
@@ -41,7 +41,7 @@ _QUANTIZED = (
 _INTERLEAVED = ("llama", "smollm3")
 # Tables of rotary frequencies: read into the config, or computed from it.
 _COMPUTED = ("rope_freqs", "attn_rot_embd")
-# The library dequantises sixteen rows at a time, which numpy spends mostly in calls. Blocks of
+# The library dequantises sixteen rows at a time, which is mostly numpy call overhead. Blocks of
 # about this many values are seven times faster: large enough to amortise a call, small enough
 # for the cache.
 _VALUES_AT_ONCE = 1 << 17
@@ -49,7 +49,7 @@ _VALUES_AT_ONCE = 1 << 17
 
 @dataclasses.dataclass(frozen=True)
 class GgufCheckpoint:
-    """A GGUF model. `tensors` go by their GGUF names, everything public by Hugging Face's."""
+    """A GGUF model. `tensors` has GGUF names as keys, public methods take Hugging Face names."""
 
     path: Path
     config: ModelConfig
@@ -61,7 +61,7 @@ class GgufCheckpoint:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Map a GGUF file, and its siblings where it is split.
+        """Map a GGUF file, and its siblings if it is split.
 
         Raises WeightsError for a truncated or corrupt file, UnsupportedModelError for an
         architecture, quantisation or feature that is not implemented.
@@ -104,11 +104,11 @@ class GgufCheckpoint:
         return _read_rows(tensor, index[0])[:, *index[1:]]
 
     def packed_kind(self, name: str) -> str:
-        """How a tensor's values are stored, by GGUF's name of it."""
+        """GGUF name of a tensor's storage type."""
         return self.tensors[self._gguf_name(name)].kind.name
 
-    def read_packed(self, name: str) -> PackedWeight:
-        """A whole tensor [out, in] in its blocks, which are of a kind that stays packed."""
+    def read_packed(self, name: str) -> QuantizedWeight:
+        """A whole tensor [out, in] in its quantized blocks, of a kind that devices can keep."""
         tensor = self.tensors[self._gguf_name(name)]
         weight = from_gguf(tensor.raw.reshape(tensor.shape[0], -1), tensor.kind.name)
         if heads := self._interleaved_heads(tensor.name):
@@ -128,7 +128,7 @@ class GgufCheckpoint:
         return self.names.get_name(name, (".weight", ".bias")) or name
 
     def _interleaved_heads(self, gguf_name: str) -> int:
-        """Heads whose rows are interleaved in this tensor; 0 where rows are in order."""
+        """Heads whose rows are interleaved in this tensor; 0 if rows are in order."""
         if self.metadata["general.architecture"] not in _INTERLEAVED:
             return 0
         if ".attn_q." in gguf_name:
@@ -167,7 +167,7 @@ def _name_map(file: GgufFile, num_layers: int) -> gguf.TensorNameMap:
 
 
 def _read_rows(tensor: GgufTensor, rows: slice) -> np.ndarray:
-    """Rows of a tensor, each whole: float16, bfloat16 or float32 [rows, ...]."""
+    """Whole rows of a tensor: float16, bfloat16 or float32 [rows, ...]."""
     length, row_shape = tensor.shape[0], tensor.shape[1:]
     raw = tensor.raw.reshape(length, -1)[rows] if row_shape else tensor.raw
     if plain := _PLAIN.get(tensor.kind):
@@ -178,7 +178,7 @@ def _read_rows(tensor: GgufTensor, rows: slice) -> np.ndarray:
     step = max(1, _VALUES_AT_ONCE // values_per_row)
     for start in range(0, raw.shape[0], step):
         block = raw[start : start + step]
-        # One row to the library's eyes, so that it takes the block in one go.
+        # Reshaped to one row, so that the library handles the block in one call.
         values = gguf.dequantize(block.reshape(1, -1), tensor.kind)
         out[start : start + step] = values.reshape(-1, *row_shape)
     return out

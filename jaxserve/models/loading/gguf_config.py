@@ -1,15 +1,15 @@
-"""GGUF metadata in the words of a Hugging Face `config.json`, so that families read one format."""
+"""GGUF metadata as a Hugging Face `config.json`, so that families read one format."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from jaxserve.errors import UnsupportedModelError, WeightsError
+from jaxserve.core.errors import UnsupportedModelError, WeightsError
 from jaxserve.models.loading.gguf_header import GgufFile
 from jaxserve.text.gguf_vocab import eos_token_ids
 
 ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",  # Mistral too: its GGUFs are of this architecture
+    "llama": "LlamaForCausalLM",  # GGUFs of Mistral have this architecture too
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
@@ -25,7 +25,7 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 
 def hf_config(file: GgufFile, tensors: set[str]) -> dict[str, Any]:
-    """The `config.json` that the model was converted from, as far as it matters here.
+    """The `config.json` that the model was converted from, with the fields used here.
 
     `tensors` are the GGUF names of all tensors, over all files of a split model. Raises
     UnsupportedModelError for an architecture or feature that is not implemented, WeightsError
@@ -45,7 +45,7 @@ def hf_config(file: GgufFile, tensors: set[str]) -> dict[str, Any]:
     if keys.get("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModelError(
             f"{file.path}: keys of {head_dim} and values of "
-            f"{keys['attention.value_length']} dimensions; they must be of one size."
+            f"{keys['attention.value_length']} dimensions; their sizes must be equal."
         )
     vocabulary = file.metadata.get("tokenizer.ggml.tokens", ())
     return {
@@ -106,8 +106,8 @@ class _Keys:
 
 def _rope_scaling(file: GgufFile, keys: _Keys) -> dict[str, Any] | None:
     if factors := file.tensors.get(_ROPE_FACTORS):
-        # Llama 3's scaling, worked out: each frequency is divided by a factor. LongRoPE with the
-        # same factors for short and long contexts says just that.
+        # Llama 3's scaling, precomputed: each frequency is divided by a factor, which equals
+        # LongRoPE with the same factors for short and long contexts.
         divisors = factors.raw.view("<f4").tolist()
         return {
             "rope_type": "longrope",

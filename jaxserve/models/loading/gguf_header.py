@@ -1,8 +1,8 @@
-"""The header of a GGUF file: its metadata and where each tensor lies.
+"""The header of a GGUF file: its metadata and the location of each tensor.
 
-The `gguf` library's reader wraps every string of the vocabulary in arrays of its own and takes
-three seconds for 49,000 tokens; this one reads the same header in a tenth of a second and finds
-out a truncated file before any tensor is touched. Quantised blocks are still the library's.
+The `gguf` library's reader wraps every string of the vocabulary in separate arrays and takes three
+seconds for 49,000 tokens; this one reads the same header in a tenth of a second and detects a
+truncated file before any tensor is read. The library still decodes quantised blocks.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little endian.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
-from jaxserve.errors import UnsupportedModelError, WeightsError
+from jaxserve.core.errors import UnsupportedModelError, WeightsError
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -61,8 +61,8 @@ class GgufFile:
 def read_gguf(path: Path) -> GgufFile:
     """Parse the header of `path` and map its tensors.
 
-    Raises WeightsError when the file is truncated or is no GGUF, UnsupportedModelError for a
-    version or a quantisation that is not known.
+    Raises WeightsError when the file is truncated or not GGUF, UnsupportedModelError for an unknown
+    version or quantisation.
     """
     if path.stat().st_size < 24:
         raise WeightsError(f"{path} is too short to be a GGUF file; fetch it again.")
@@ -125,7 +125,7 @@ def _map(
 
 
 class _Cursor:
-    """Reads values one after another; EOFError past the end."""
+    """Reads consecutive values; raises EOFError past the end."""
 
     def __init__(self, data: np.ndarray) -> None:
         self._data = memoryview(data)

@@ -1,5 +1,5 @@
-"""Orbax checkpoints: what `jaxserve convert` writes, each shard restored straight to its device,
-and what training writes, in a layout of its own."""
+"""Orbax checkpoints: those of `jaxserve convert`, each shard restored straight to its device, and
+those of training, in a different layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxserve.errors import WeightsError
+from jaxserve.core.errors import WeightsError
 from jaxserve.models.family import AnySpec, Params, ParamSpec
 from jaxserve.models.loading.assemble import Index, assemble, by_slice, check_tensors, cut
 from jaxserve.models.loading.directory import ModelDirectory
@@ -42,8 +42,8 @@ class NamedArrays:
 class OrbaxCheckpoint(ModelDirectory):
     """A directory with a config, a tokenizer, and the parameters under `params/`.
 
-    They are laid out as their family has them, which is how `save_params` writes them; or they are
-    the tensors that the family's specs are made of, each at the path that is its name.
+    These are the parameters of the family, as `save_params` writes them, or the tensors that the
+    family's specs are made of, each at the path that is its name.
     """
 
     format = "orbax"
@@ -52,7 +52,7 @@ class OrbaxCheckpoint(ModelDirectory):
     def open(cls, path: Path) -> Self:
         """Raises ModelError for a malformed config, WeightsError for an unreadable checkpoint."""
         checkpoint = super().open(path)
-        checkpoint.stored  # noqa: B018  (reads the metadata, so that damage is found now)
+        checkpoint.stored  # noqa: B018  (reads the metadata, to detect damage now)
         return checkpoint
 
     @property
@@ -84,8 +84,8 @@ class OrbaxCheckpoint(ModelDirectory):
     def restore(self, specs: Params, dtype: np.dtype, shardings: Params) -> Params:
         """The parameters, each shard read by the process and onto the device that holds it.
 
-        Where they are stored otherwise than they are wanted, as tensors or for a mesh
-        (models/partition.py), every process reads all of them first.
+        If their layout must change, because they are stored as tensors or `specs` are partitioned
+        for a mesh (models/partition.py), every process reads all of them first.
         """
         if self._of_tensors or not all(isinstance(s, ParamSpec) for s in jax.tree.leaves(specs)):
             return self._cut(specs, dtype, shardings)
@@ -102,7 +102,7 @@ class OrbaxCheckpoint(ModelDirectory):
             raise self._unreadable(error) from error
 
     def _cut(self, specs: Params, dtype: np.dtype, shardings: Params) -> Params:
-        """As `restore`, of arrays that are all on the host first."""
+        """Like `restore`, but reads all arrays to the host first."""
         stored = self._on_host()
         if self._of_tensors:
             tensors = NamedArrays(_named(stored))
@@ -135,7 +135,7 @@ class OrbaxCheckpoint(ModelDirectory):
 
     @functools.cached_property
     def _of_tensors(self) -> bool:
-        """Whether the arrays are tensors, and not parameters as the family has them."""
+        """Whether the arrays are checkpoint tensors instead of the family's parameters."""
         specs, stored = param_specs(self.config), _named(self.stored)
         if _shapes(self.stored) == _shapes(specs):
             return False
@@ -154,7 +154,7 @@ class OrbaxCheckpoint(ModelDirectory):
 
 
 def save_params(params: Params, directory: Path) -> None:
-    """Write the parameters under `directory`, which becomes an Orbax checkpoint with a config.
+    """Write the parameters under `directory`, which is an Orbax checkpoint once it has a config.
 
     Uncompressed: weights shrink little, and compressing them takes eight times as long. In chunks,
     so that restoring a shard of a large array does not read all of it.

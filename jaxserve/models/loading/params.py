@@ -10,14 +10,14 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jaxserve.config import DTYPES
-from jaxserve.errors import ConfigError
+from jaxserve.core.config import DTYPES
+from jaxserve.core.errors import ConfigError
 from jaxserve.models.family import AnySpec, Params
 from jaxserve.models.loading.assemble import TensorSource, assemble, by_slice
 from jaxserve.models.loading.checkpoint import Checkpoint, Restorable
 from jaxserve.models.loading.gguf import GgufCheckpoint
 from jaxserve.models.packing import stack
-from pallas_kernels.quantized_matmul import GGUF, PackedWeight, quantize
+from pallas_kernels.quantized_matmul import GGUF, QuantizedWeight, quantize
 
 Progress = Callable[[int, int], None]
 # Dequantising and copying release the interpreter lock; each worker holds one parameter at a time.
@@ -32,13 +32,13 @@ def load_params(
     shardings: Params | None = None,
     progress: Progress | None = None,
 ) -> Params:
-    """The parameters of `checkpoint` as a pytree of arrays of `dtype`, or PackedWeights.
+    """The parameters of `checkpoint` as a pytree of arrays of `dtype`, or QuantizedWeights.
 
-    `specs` are the family's, with the formats of what is to be packed. `shardings` has their
+    `specs` are the family's, with formats for parameters to quantize. `shardings` has their
     structure, a Sharding per parameter; without it everything goes to the first device. Each
-    process reads only the slices its own devices hold, and the host never keeps more than a few
-    parameters at a time. `progress(loaded_bytes, total_bytes)` is called as they arrive. Raises
-    ConfigError for an unknown dtype or a packed parameter on several devices, WeightsError for
+    process reads only the slices its own devices hold, and the host never holds more than a few
+    parameters at a time. `progress(loaded_bytes, total_bytes)` is called as they load. Raises
+    ConfigError for an unknown dtype or a quantized parameter on several devices, WeightsError for
     weights that cannot be read.
     """
     if dtype not in DTYPES:
@@ -51,7 +51,7 @@ def load_params(
     for spec, sharding in zip(leaves, structure.flatten_up_to(shardings)):
         if spec.format is not None and len(sharding.device_set) > 1:
             raise ConfigError(
-                f"{spec.parts[0].tensor} would be packed on {len(sharding.device_set)} devices; "
+                f"{spec.parts[0].tensor} would be quantized on {len(sharding.device_set)} devices; "
                 "leave quantization out, or use one device."
             )
     total_bytes = params_bytes(specs, numpy_dtype)
@@ -82,7 +82,7 @@ def params_bytes(specs: Params, dtype: np.dtype) -> int:
 
 def _load_param(
     source: TensorSource, dtype: np.dtype, spec: AnySpec, sharding: Sharding
-) -> jax.Array | PackedWeight:
+) -> jax.Array | QuantizedWeight:
     if spec.format is None:
         return _load_array(source, dtype, spec, sharding)
     if isinstance(source, GgufCheckpoint) and all(
@@ -93,8 +93,8 @@ def _load_param(
     return _packed_after(spec, _load_array(source, np.dtype(np.float32), spec, sharding))
 
 
-def _packed_after(spec: AnySpec, array: jax.Array) -> jax.Array | PackedWeight:
-    """The parameter of `spec` that `array` is once it is rounded."""
+def _packed_after(spec: AnySpec, array: jax.Array) -> jax.Array | QuantizedWeight:
+    """`array`, quantized if `spec` has a format."""
     if spec.format is None:
         return array
     return _rounded(array.reshape(spec.matrix), spec.format)

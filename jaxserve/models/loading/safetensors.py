@@ -11,7 +11,7 @@ import ml_dtypes  # noqa: F401  (gives numpy the bfloat16 that safetensors asks 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxserve.errors import ModelError, UnsupportedModelError, WeightsError
+from jaxserve.core.errors import ModelError, UnsupportedModelError, WeightsError
 from jaxserve.models.loading.assemble import Index
 from jaxserve.models.loading.directory import CONFIG, ModelDirectory
 
@@ -63,7 +63,7 @@ class SafetensorsCheckpoint(ModelDirectory):
 
 
 def _weight_files(directory: Path) -> tuple[Path, ...]:
-    """The shards that the index names, or every safetensors file where there is no index."""
+    """The shards that the index names, or every safetensors file if there is no index."""
     index = directory / INDEX
     if index.is_file():
         try:

@@ -1,0 +1,268 @@
+"""Engine settings and their defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.model_config import ModelConfig
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def default_dtype(platform: str) -> str:
+    """The fastest dtype on a JAX platform: CPUs without bfloat16 units convert at every use."""
+    return "float32" if platform == "cpu" else "bfloat16"
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Settings of one engine. None means: chosen from the model and the device.
+
+    Attributes:
+        model: the default model's name, a .gguf file, a directory, or a Hugging Face id.
+        dtype: of weights, activations and KV pages; float32 on CPUs, else bfloat16.
+        quantization: format of the weights in memory: None, dequantized to `dtype`, whatever the
+            file; "gguf", bit-exact in the blocks of the GGUF file (Q4_0, Q4_1, Q8_0); "int8",
+            "int4" (groups of 32) or "fp8", quantized on loading, except embeddings and head.
+        max_model_len: context limit in tokens, prompt and output; by default the model's.
+        max_num_seqs: maximum number of running sequences.
+        max_num_batched_tokens: token budget of a step.
+        page_size: tokens per KV page, summed over the devices that share a sequence.
+        tensor_parallel_size: devices that each layer's heads and MLP are split over.
+        pipeline_parallel_size: stages of consecutive layers, with one step in flight per stage.
+        context_parallel_size: devices that the KV of each sequence is split over (long contexts).
+        sequence_parallel: between layers, each device of a tensor-parallel group holds a
+            share of a prefill step's tokens instead of all of them.
+        devices: ids of the devices to run on (`jax.Device.id`), as many as the product of the
+            parallel sizes; comma-separated on the command line. By default the first ones.
+        memory_utilization: share of a device's memory that may be used in total.
+        kv_cache_memory_bytes: size of the KV pool on each device; by default what is left of
+            memory_utilization, on CPUs at most 2 GiB in total.
+        scheduler: one of static, orca, vllm, sarathi, splitfuse, medha.
+        target_step_us: predicted step time that the medha scheduler targets by the size of its
+            prefill chunks; 500,000 on CPUs, else 50,000.
+        priority_ageing_s: seconds of waiting that equal one priority level, so that no request
+            starves; by default levels are strict, and a request waits for as long as any request
+            of a better level does.
+        fair_share: admit the tenant served least, instead of the oldest request.
+        enable_prefix_caching: cache computed KV for prompts with a common prefix.
+        host_kv_bytes: host memory for KV pages evicted from the device; by default the size of the
+            pool, at most a quarter of free memory, and none on CPUs, whose pool is in host memory
+            already.
+        disk_kv_dir: directory for KV pages evicted from host memory.
+        disk_kv_bytes: disk space for these pages.
+        preemption: KV of a preempted sequence: "swap" offloads it to a lower tier, "recompute"
+            drops it, "auto" chooses the faster by measured rates.
+        debug_kv: check the consistency of all pages after every step, fill freed pages with NaN.
+        batch_invariant: compute every step in tiles of a fixed number of tokens, so that logprobs
+            do not depend on the batch, bit for bit; it costs time (docs/promises.md).
+        seed: seed of all randomness without a seed of the request.
+        load_format: "dummy" makes random weights of the model's config.
+        attention_backend: implementation of attention, page copies and matmuls with quantized
+            weights: "pallas", the device's kernels of pallas_kernels, on CPUs those of TPUs,
+            interpreted; "xla", plain XLA; "auto", a kernel where it is supported and known to be
+            correct, else XLA, and on CPUs XLA.
+        program_scope: compile the model as one program per step, or per group of layers, which
+            compiles several times faster and costs a few more calls per step; layer on CPUs, else
+            step.
+        compilation_cache: store compiled programs in the cache directory.
+    """
+
+    model: str | Path = "smollm2-135m-instruct"
+    dtype: str | None = None
+    quantization: Literal["gguf", "int8", "int4", "fp8"] | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    page_size: int | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    context_parallel_size: int = 1
+    sequence_parallel: bool = False
+    devices: tuple[int, ...] | None = None
+    memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    scheduler: Literal["static", "orca", "vllm", "sarathi", "splitfuse", "medha"] = "sarathi"
+    target_step_us: int | None = None
+    priority_ageing_s: float | None = None
+    fair_share: bool = False
+    enable_prefix_caching: bool = True
+    host_kv_bytes: int | None = None
+    disk_kv_dir: Path | None = None
+    disk_kv_bytes: int = 0
+    preemption: Literal["auto", "swap", "recompute"] = "auto"
+    debug_kv: bool = False
+    batch_invariant: bool = False
+    seed: int = 0
+    load_format: Literal["auto", "dummy"] = "auto"
+    attention_backend: Literal["auto", "xla", "pallas"] = "auto"
+    program_scope: Literal["step", "layer"] | None = None
+    compilation_cache: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError, naming the setting, its value and the range."""
+        if not str(self.model):
+            raise ConfigError("model is empty; give a name, a path or a Hugging Face id.")
+        for name, choices in (
+            ("dtype", (None, *DTYPES)),
+            ("quantization", (None, "gguf", "int8", "int4", "fp8")),
+            ("scheduler", ("static", "orca", "vllm", "sarathi", "splitfuse", "medha")),
+            ("attention_backend", ("auto", "xla", "pallas")),
+            ("program_scope", (None, "step", "layer")),
+            ("load_format", ("auto", "dummy")),
+            ("preemption", ("auto", "swap", "recompute")),
+        ):
+            if getattr(self, name) not in choices:
+                known = ", ".join(choice for choice in choices if choice)
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {known}.")
+        for name, least in (
+            ("max_model_len", 2),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("page_size", 1),
+            ("tensor_parallel_size", 1),
+            ("pipeline_parallel_size", 1),
+            ("context_parallel_size", 1),
+            ("target_step_us", 1),
+            ("kv_cache_memory_bytes", 1),
+            ("host_kv_bytes", 0),
+            ("disk_kv_bytes", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < least):
+                raise ConfigError(f"{name} is {value!r}; it must be an integer of {least} or more.")
+        for name in (
+            "fair_share",
+            "enable_prefix_caching",
+            "debug_kv",
+            "batch_invariant",
+            "compilation_cache",
+            "sequence_parallel",
+        ):
+            if not isinstance(getattr(self, name), bool):
+                value = getattr(self, name)
+                raise ConfigError(f"{name} is {value!r}; it must be True or False.")
+        if self.devices is not None:
+            self._check_devices()
+        if self.target_step_us is not None and self.scheduler != "medha":
+            raise ConfigError(
+                f"target_step_us is {self.target_step_us}, but scheduler {self.scheduler!r} has "
+                'no target step time; only "medha" has one.'
+            )
+        if self.batch_invariant and (self.context_parallel_size > 1 or self.sequence_parallel):
+            raise ConfigError(
+                "batch_invariant computes tokens in tiles, which context_parallel_size "
+                f"{self.context_parallel_size} and sequence_parallel "
+                f"{self.sequence_parallel} would split; use tensor_parallel_size or "
+                "pipeline_parallel_size instead."
+            )
+        ageing_s = self.priority_ageing_s
+        if ageing_s is not None and (
+            type(ageing_s) not in (int, float) or not 1e-6 <= ageing_s < math.inf
+        ):
+            raise ConfigError(
+                f"priority_ageing_s is {ageing_s!r}; it must be a number of seconds above 0, or "
+                "None for strict priority levels."
+            )
+        if not isinstance(self.disk_kv_dir, str | Path | None):
+            raise ConfigError(f"disk_kv_dir is {self.disk_kv_dir!r}; it must be a directory.")
+        if bool(self.disk_kv_bytes) != (self.disk_kv_dir is not None):
+            raise ConfigError(
+                f"disk_kv_dir is {self.disk_kv_dir!r} and disk_kv_bytes {self.disk_kv_bytes}; give "
+                "both for KV pages on a disk, or neither."
+            )
+        if type(self.seed) is not int:
+            raise ConfigError(f"seed is {self.seed!r}; it must be an integer.")
+        share = self.memory_utilization
+        if not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ConfigError(f"memory_utilization is {share!r}; it must be in (0, 1].")
+
+    def _check_devices(self) -> None:
+        """Converts `devices` to a tuple. Raises ConfigError for invalid or duplicate device ids,
+        and if their number is not the product of the parallel sizes."""
+        devices = self.devices
+        if not isinstance(devices, list | tuple) or not all(
+            type(number) is int and number >= 0 for number in devices
+        ):
+            raise ConfigError(f"devices is {devices!r}; it must be a list of device ids, integers.")
+        twice = sorted({number for number in devices if devices.count(number) > 1})
+        if twice:
+            raise ConfigError(
+                f"devices is {devices!r}, which lists {', '.join(map(str, twice))} twice; list "
+                "each device once."
+            )
+        if len(devices) != self.num_devices:
+            raise ConfigError(
+                f"devices is {devices!r}, which has {len(devices)} entries, but {self.sizes} need "
+                f"{self.num_devices}; list as many, or change the sizes."
+            )
+        object.__setattr__(self, "devices", tuple(devices))
+
+    @classmethod
+    def of(cls, **settings: Any) -> EngineConfig:
+        """A config of these settings. Raises ConfigError for an unknown setting."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(settings) - known):
+            raise ConfigError(
+                f"unknown setting {unknown[0]!r}; the settings are {', '.join(sorted(known))}."
+            )
+        return cls(**settings)
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+
+    @property
+    def sizes(self) -> str:
+        """The parallel sizes, for messages."""
+        return (
+            f"tensor_parallel_size {self.tensor_parallel_size} x pipeline_parallel_size "
+            f"{self.pipeline_parallel_size} x context_parallel_size {self.context_parallel_size}"
+        )
+
+    def resolve(self, model: ModelConfig, platform: str) -> EngineConfig:
+        """A copy with every None resolved except the sizes of the KV pools (runtime/memory.py).
+
+        `platform` is JAX's platform name. Raises ConfigError when the context is longer than the
+        model's and the model cannot extend it.
+        """
+        on_cpu = platform == "cpu"
+        own = model.max_position_embeddings
+        length = self.max_model_len or own
+        if length > own and model.rope.kind != "dynamic":
+            raise ConfigError(
+                f"max_model_len is {length}, but the model's context is {own} tokens; "
+                f"set it to at most {own}."
+            )
+        seqs = self.max_num_seqs or (32 if on_cpu else 128)
+        shares = self.context_parallel_size
+        # TPU vectors are 128 lanes wide, and a page of keys is as wide as its tokens.
+        page_size = self.page_size or (128 if platform == "tpu" else 64) * shares
+        if page_size % shares:
+            raise ConfigError(
+                f"page_size is {page_size}, which is not divisible by context_parallel_size "
+                f"{shares}; set it to a multiple of {shares}."
+            )
+        by_layer = self.pipeline_parallel_size == shares == 1
+        if self.program_scope == "layer" and not by_layer:
+            raise ConfigError(
+                "program_scope is 'layer', which pipeline_parallel_size and context_parallel_size "
+                "above 1 do not support; omit it, or set it to 'step'."
+            )
+        return dataclasses.replace(
+            self,
+            dtype=self.dtype or default_dtype(platform),
+            max_model_len=length,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens
+            or ((512 if on_cpu else 2048) + seqs),
+            page_size=page_size,
+            target_step_us=self.target_step_us
+            or ((500_000 if on_cpu else 50_000) if self.scheduler == "medha" else None),
+            program_scope=self.program_scope or ("layer" if on_cpu and by_layer else "step"),
+        )

@@ -1,0 +1,75 @@
+"""The plan of one step as plain data: the scheduler's output and the executor's input."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+from jaxserve.core.buckets import StepShape
+from jaxserve.core.sequence import Sequence
+
+
+class ScheduledChunk(NamedTuple):
+    """Consecutive tokens of one sequence, computed in one step.
+
+    Positions `start .. start + num_tokens - 1`. A decode is a chunk of one token whose value is on
+    the device, in row `slot` of the last sampled tokens; a prefill chunk's tokens are known to the
+    host. `slot` is a copy: by the time the step's tokens are read, the sequence may have lost it.
+    `pages` are the sequence's pages in order, of which the device's page table already has the
+    first `num_uploaded`; they may change after the next call of `Scheduler.schedule`.
+    """
+
+    seq: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+    """Whether it reaches the sequence's last token, so that the step samples the next one."""
+    output_index: int
+    """Output index of the token that it samples, or that its prefill will lead to."""
+    slot: int
+    pages: SequenceOf[int] = ()
+    num_uploaded: int = 0
+
+    @property
+    def scored(self) -> bool:
+        """Whether the log probabilities of its prompt were requested."""
+        return self.seq.params.prompt_logprobs is not None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: decodes first, longest context first, then prefill chunks.
+
+    Pack it before the next call of `Scheduler.schedule`, which may reuse pages that this step was
+    the last to need. `admitted`, `resumed` and `preempted` are changes since the previous plan: the
+    first chunks of new sequences, sequences that run again after a preemption, and sequences that
+    lost their pages after they had run.
+    """
+
+    decodes: tuple[ScheduledChunk, ...] = ()
+    prefills: tuple[ScheduledChunk, ...] = ()
+    admitted: tuple[ScheduledChunk, ...] = ()
+    resumed: tuple[Sequence, ...] = ()
+    preempted: tuple[Sequence, ...] = ()
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.prefills)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decodes) + self.num_prefill_tokens
+
+    @property
+    def shape(self) -> StepShape:
+        """The shape that determines the step's program."""
+        shape = StepShape(len(self.decodes))
+        for chunk in self.prefills:
+            stop = chunk.start + chunk.num_tokens
+            shape = shape.plus(stop, chunk.num_tokens, scored=chunk.scored)
+        return shape
+
+    @property
+    def empty(self) -> bool:
+        return not self.decodes and not self.prefills

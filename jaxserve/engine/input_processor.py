@@ -1,0 +1,174 @@
+"""Validates and tokenizes a caller's input, and builds requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import random
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from jaxserve.core.commands import AddRequest
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import RequestError
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sequence import Sequence, SharedPrefix
+from jaxserve.engine.prompts import Prompt, TokenizedPrompt, tokenize_prompt
+from jaxserve.engine.request import Request, SequenceOutput
+from jaxserve.structured.grammar import Grammar
+from jaxserve.structured.grammars import Grammars
+from jaxserve.text import Tokenizer
+
+
+class InputProcessor:
+    """Validates and tokenizes requests, and assigns sequence ids, seeds and salts."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        clock: Callable[[], int],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos = eos_token_ids
+        self._clock = clock
+        self._shares = config.enable_prefix_caching
+        self._grammars = Grammars(tokenizer, vocab_size, eos_token_ids)
+        self._seeds = random.Random(config.seed)
+        self._next_seq_id = 0
+        self._salts = itertools.count()
+
+    def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
+        """A prompt's token ids. Raises RequestError for a bad prompt."""
+        return tokenize_prompt(prompt, self._tokenizer, self._vocab_size)
+
+    def grammar(self, params: SamplingParams) -> Future[Grammar] | None:
+        """The grammar of `params.structured_outputs`, if set, from `Grammars.submit`.
+        Thread-safe."""
+        _check_params(params)
+        wanted = params.structured_outputs
+        return None if wanted is None else self._grammars.submit(wanted)
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt | TokenizedPrompt,
+        params: SamplingParams,
+        priority: int | None,
+        tenant: str | None,
+        shared_prefix: SharedPrefix | None,
+        cache_salt: str | None,
+    ) -> AddRequest:
+        """Validates and tokenizes a request. Raises RequestError if it is invalid."""
+        _check_params(params)
+        if priority is not None:
+            check_priority(priority)
+        for name, text in (("tenant", tenant), ("cache_salt", cache_salt)):
+            if text is not None and (not isinstance(text, str) or not text):
+                raise RequestError(f"{name} is {text!r}; it must be a non-empty string.")
+        params.check_vocabulary(self._vocab_size)
+        if not isinstance(prompt, TokenizedPrompt):
+            prompt = self.tokenize(prompt)
+        return AddRequest(
+            request_id=request_id,
+            prompt=prompt.text,
+            token_ids=prompt.token_ids,
+            params=params,
+            priority=priority,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            seed=self._seed(params),
+            first_seq_id=self._next_seq_id,
+            shared_prefix=shared_prefix,
+            arrival_us=self._clock(),
+        )
+
+    def build(self, added: AddRequest, grammar: Grammar | None = None) -> Request:
+        """A request with its sequences. The grammar is compiled unless given or cached."""
+        params = added.params
+        if grammar is None and params.structured_outputs is not None:
+            grammar = self._grammars.get(params.structured_outputs)
+        prefixes = () if added.shared_prefix is None else (added.shared_prefix,)
+        if params.n > 1:
+            prefixes += (SharedPrefix(len(added.token_ids)),)
+        salt = self._salt(added.tenant, added.cache_salt)
+        self._next_seq_id = added.first_seq_id + params.n
+        sequences = [
+            Sequence(
+                seq_id=added.first_seq_id + index,
+                request_id=added.request_id,
+                index=index,
+                prompt_token_ids=added.token_ids,
+                params=params,
+                arrival_us=added.arrival_us,
+                priority=params.priority if added.priority is None else added.priority,
+                tenant=added.tenant,
+                cache_salt=added.cache_salt,
+                salt=salt,
+                prefixes=prefixes,
+            )
+            for index in range(params.n)
+        ]
+        sequence_outputs = [
+            SequenceOutput(
+                seq,
+                self._tokenizer,
+                self._eos,
+                grammar and grammar.matcher(ignore_eos=params.ignore_eos),
+            )
+            for seq in sequences
+        ]
+        return Request(
+            added.request_id,
+            added.prompt,
+            added.token_ids,
+            params,
+            sequence_outputs,
+            self._tokenizer,
+            added.seed,
+            self._bad_word_ids(params),
+        )
+
+    def rebuild(self, added: AddRequest) -> Request:
+        """As `build`, for a request accepted by another engine, with sequence ids of this one."""
+        self.skip_seed(added.params)
+        return self.build(dataclasses.replace(added, first_seq_id=self._next_seq_id))
+
+    def skip_seed(self, params: SamplingParams) -> None:
+        """Keeps the seeds of later requests equal to those of a host that processed this one."""
+        self._seed(params)
+
+    def _seed(self, params: SamplingParams) -> int:
+        return self._seeds.getrandbits(63) if params.seed is None else params.seed
+
+    def _salt(self, tenant: str | None, cache_salt: str | None) -> bytes:
+        """Requests with different tenants or salts share no pages; without a prefix cache, only
+        sequences of one request do."""
+        parts = [tenant, cache_salt]
+        salt = b"" if parts == [None, None] else json.dumps(parts).encode()
+        return salt if self._shares else salt + b"\0%d" % next(self._salts)
+
+    def _bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
+        """Token sequences of each bad word, without and with a leading space."""
+        words = []
+        for word in params.bad_words:
+            for spelling in (word.lstrip(), " " + word.lstrip()):
+                token_ids = self._tokenizer.encode(spelling, add_special_tokens=False)
+                if token_ids and token_ids not in words:
+                    words.append(token_ids)
+        return words
+
+
+def _check_params(params: SamplingParams) -> None:
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling_params is {params!r:.80}; it must be a SamplingParams.")
+
+
+def check_priority(priority: int) -> None:
+    """Raises RequestError if `priority` is not an integer."""
+    if type(priority) is not int:
+        raise RequestError(f"priority is {priority!r}; it must be an integer, lower runs first.")

@@ -1,0 +1,99 @@
+"""Appends the tokens of a step to their requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from jaxserve.core.step_plan import ScheduledChunk, StepPlan
+from jaxserve.engine.request import Request, SequenceOutput, Stop, TokenScores
+from jaxserve.runtime.in_flight import StepResults
+from jaxserve.sampling import NO_TOKEN, TokenLogprobs
+
+
+class SampledToken(NamedTuple):
+    """A token sampled for a sequence, and its row in the step's results."""
+
+    row: int
+    seq_id: int
+    token_id: int
+
+
+class Ended(NamedTuple):
+    """A sequence that its last token finished (`stop`), or that failed (`error`)."""
+
+    request: Request
+    output: SequenceOutput
+    stop: Stop | None
+    error: str | None = None
+
+
+class OutputProcessor:
+    """Unfinished requests, and the outputs of their sequences."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, Request] = {}
+        self._owners: dict[int, tuple[Request, SequenceOutput]] = {}
+
+    def add(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        for output in request.unfinished:
+            self._owners[output.seq.seq_id] = request, output
+
+    def remove(self, request: Request, output: SequenceOutput) -> None:
+        """Removes a finished sequence, and with its last sequence the request."""
+        del self._owners[output.seq.seq_id]
+        if request.finished:
+            del self.requests[request.request_id]
+
+    def process(
+        self, plan: StepPlan, results: StepResults, tokens: Iterable[SampledToken]
+    ) -> tuple[list[Request], list[Ended]]:
+        """Appends a step's tokens, which `Sequence.output_token_ids` already has, to the outputs.
+        Returns the requests that gained tokens, and the sequences that end with them."""
+        if results.prompt_logprobs is not None:
+            self._add_prompt_logprobs(plan, results.prompt_logprobs)
+        touched: dict[str, Request] = {}
+        ended = []
+        for row, seq_id, token_id in tokens:
+            request, output = self._owners[seq_id]
+            touched[request.request_id] = request
+            if token_id == NO_TOKEN:
+                output.seq.output_token_ids.pop()
+                error = "the model's logits leave no token to sample"
+                ended.append(Ended(request, output, None, error))
+                continue
+            scores, count = None, output.seq.params.logprobs
+            if results.logprobs is not None and count is not None:
+                scores = _scores(results.logprobs, row, count)
+            stop = output.append(token_id, scores)
+            if stop is not None or output.error is not None:
+                ended.append(Ended(request, output, stop, output.error))
+        return list(touched.values()), ended
+
+    def _add_prompt_logprobs(self, plan: StepPlan, scored: TokenLogprobs) -> None:
+        first = 0
+        for chunk in plan.prefills:
+            request, _ = self._owners.get(chunk.seq.seq_id, (None, None))
+            if request is not None and request.params.prompt_logprobs is not None:
+                _add_chunk(request, chunk, scored, first)
+            first += chunk.num_tokens
+
+
+def _add_chunk(request: Request, chunk: ScheduledChunk, scored: TokenLogprobs, first: int) -> None:
+    """A token's hidden state scores the next token."""
+    position = chunk.start + 1
+    count = min(chunk.num_tokens, len(request.prompt_token_ids) - position)
+    wanted = request.params.prompt_logprobs
+    request.add_prompt_scores(
+        position, [_scores(scored, first + i, wanted) for i in range(max(0, count))]
+    )
+
+
+def _scores(scored: TokenLogprobs, row: int, count: int) -> TokenScores:
+    ids, logprobs = scored.top_ids[row, :count], scored.top_logprobs[row, :count]
+    return TokenScores(
+        logprob=float(scored.logprobs[row]),
+        rank=int(scored.ranks[row]),
+        top=tuple(zip(ids.tolist(), logprobs.tolist())),
+    )

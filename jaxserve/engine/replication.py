@@ -1,0 +1,101 @@
+"""The engine core of a multi-host job: every host applies the same commands before each step."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+from jaxserve.core.commands import AddRequest, Command
+from jaxserve.core.errors import JaxserveError
+from jaxserve.core.step_plan import StepPlan
+from jaxserve.engine.engine_core import EngineCore
+from jaxserve.engine.replicated_log import ReplicatedLog
+from jaxserve.engine.request import Request
+from jaxserve.runtime.hosts import Hosts
+from jaxserve.runtime.in_flight import DispatchedStep, StepResults
+from jaxserve.structured.grammar import Grammar
+
+
+class ReplicatedCore(EngineCore):
+    """An EngineCore that replicates the steps and commands of host 0.
+
+    A command is applied on the host that issues it, and logged. Before each step, host 0 writes an
+    entry with its clock, commands and step times, and the other hosts apply the commands that they
+    have not applied yet.
+    """
+
+    def __init__(self, *args: Any, hosts: Hosts) -> None:
+        super().__init__(*args)
+        self._hosts = hosts
+        self._replicated = ReplicatedLog(hosts)
+        self._read: collections.deque[tuple[StepPlan, ...]] = collections.deque()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is host 0, whose commands are authoritative."""
+        return self._replicated.leads
+
+    @property
+    def ended(self) -> bool:
+        """Whether host 0 has closed its engine."""
+        return self._replicated.ended
+
+    def apply(self, command: Command, grammar: Grammar | None = None) -> Request | None:
+        request = super().apply(command, grammar)
+        self._replicated.note(command)
+        return request
+
+    def step(self, wait: bool = False) -> list[Request]:
+        """As `EngineCore.step`. With `wait`, waits for host 0's next step without a timeout.
+
+        Raises DistributedError when the hosts have diverged, or another host failed.
+        """
+        try:
+            entry, commands = self._replicated.agree(self.log.now(), wait)
+            if self.ended:
+                return []
+            for command, applied in commands:
+                self._follow(command, applied)
+            for us in entry.step_times_us:
+                self.scheduler.observe_step_time(self._read.popleft(), us)
+            with self._hosts.bounded():
+                return self._step(entry.now_us)
+        except JaxserveError:
+            raise
+        except BaseException as error:
+            raise self._hosts.blame(error) or error from error
+
+    def close(self, failed: bool = False) -> None:
+        try:
+            self._replicated.end(checked=not failed)
+        finally:
+            try:
+                super().close(failed)
+            finally:
+                self._hosts.close()
+
+    def _follow(self, command: Command, applied: bool) -> None:
+        """Applies a command of host 0, unless this host has already `applied` it."""
+        if not applied:
+            if isinstance(command, AddRequest):
+                self._input.skip_seed(command.params)
+            super().apply(command)
+        elif isinstance(command, AddRequest) and not self.leads:
+            self._set_arrival(command)
+
+    def _set_arrival(self, added: AddRequest) -> None:
+        """Sets a request's arrival time to that on host 0, unless it has finished."""
+        request = self.requests.get(added.request_id)
+        if request is not None:
+            for output in request.sequence_outputs:
+                output.seq.arrival_us = added.arrival_us
+                self.scheduler.set_priority(output.seq.seq_id, output.seq.priority)
+
+    def _planned(self, plan: StepPlan) -> None:
+        self._replicated.saw(plan)
+
+    def _measured(self, step: DispatchedStep, results: StepResults, us: int) -> None:
+        """Logs the step time: every host's scheduler observes host 0's, from the next entry."""
+        self._read.append(step.together)
+        self._replicated.observe_step_time(us)
+        self._replicated.sampled(results.token_ids)

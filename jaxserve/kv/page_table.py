@@ -1,0 +1,74 @@
+"""The page table of one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jaxserve.kv.prefix_tree import Node, chain_key, pack_tokens, salt_key
+
+_TOKEN_BYTES = 4
+
+
+class PageTable:
+    """A sequence's pages in order, and their prefix tree nodes.
+
+    `nodes[i]` describes `pages[i]`, for the leading pages that are in the tree; only the last node
+    may cover just part of its page. The sequence writes to no page before the first page that is
+    private to it.
+    """
+
+    __slots__ = (
+        "_keys",
+        "_packed",
+        "_token_ids",
+        "nodes",
+        "num_cached",
+        "num_uploaded",
+        "pages",
+        "pinned",
+        "salt",
+    )
+
+    def __init__(self, token_ids: Callable[[int, int], list[int]], salt: bytes) -> None:
+        """`token_ids(start, stop)` returns the sequence's tokens at positions start .. stop - 1.
+        Only sequences with the same `salt` share pages."""
+        self.pages: list[int] = []
+        self.nodes: list[Node] = []
+        self.pinned: list[Node] = []
+        """Nodes it pinned when it was preempted, until it resumes."""
+        self.num_cached = 0
+        """Tokens with cached KV when it last took its pages."""
+        self.num_uploaded = 0
+        """Number of leading pages that the device's copy of the table has, or is about to have."""
+        self.salt = salt
+        self._token_ids = token_ids
+        self._packed = bytearray()
+        self._keys = [salt_key(salt)]
+
+    def replace(self, index: int, page: int) -> None:
+        """Replaces page `index` by a page with the same contents."""
+        self.pages[index] = page
+        self.num_uploaded = min(self.num_uploaded, index)
+
+    def clear(self) -> None:
+        """Drops all pages; they may be reused from now on."""
+        self.pages, self.nodes, self.num_cached, self.num_uploaded = [], [], 0, 0
+
+    def upload(self) -> int:
+        """Returns the number of leading pages uploaded so far, and marks all as uploaded."""
+        num_uploaded, self.num_uploaded = self.num_uploaded, len(self.pages)
+        return num_uploaded
+
+    def tokens(self, start: int, stop: int) -> bytes:
+        """The tokens at positions start .. stop - 1, packed. They must be known."""
+        known = len(self._packed) // _TOKEN_BYTES
+        if stop > known:
+            self._packed += pack_tokens(self._token_ids(known, stop))
+        return bytes(self._packed[start * _TOKEN_BYTES : stop * _TOKEN_BYTES])
+
+    def key(self, index: int, page_size: int) -> bytes:
+        """The hash of all tokens up to the end of page `index`, which must be known."""
+        for page in range(len(self._keys) - 1, index + 1):
+            tokens = self.tokens(page * page_size, (page + 1) * page_size)
+            self._keys.append(chain_key(self._keys[page], tokens))
+        return self._keys[index + 1]

@@ -1,0 +1,93 @@
+"""Metrics of the KV manager: pages per tier, eviction and preemption counts, transfer rates."""
+
+from __future__ import annotations
+
+from jaxserve.kv.manager import KVManager
+from jaxserve.kv.tiers import Tier
+from jaxserve.metrics.metrics import Metric
+
+
+def kv_metrics(kv: KVManager) -> dict[str, Metric]:
+    """Metrics by exported name. Transfers are in the event log, from which `Metrics` derives its
+    own."""
+    metrics = _pages(kv) | _counters(kv) | _rates(kv)
+    return {f"jaxserve:{name}": metric for name, metric in metrics.items()}
+
+
+def _pages(kv: KVManager) -> dict[str, Metric]:
+    pool, tier_pools = kv.pool, kv.offload.tier_pools
+    device = {"free": pool.num_free, "used": pool.num_used, "cached": pool.num_cached}
+    return {
+        "kv_pages": Metric(
+            "gauge", "Device pages: free, used by sequences, or cached (cached)", device, "state"
+        ),
+        "kv_offload_pages": Metric(
+            "gauge",
+            "Pages in use on each tier below the device",
+            {tier_pool.tier.value: tier_pool.num_used for tier_pool in tier_pools},
+            "tier",
+        ),
+        "kv_lower_capacity_pages": Metric(
+            "gauge",
+            "Capacity in pages of each tier below the device",
+            {tier_pool.tier.value: tier_pool.num_pages for tier_pool in tier_pools},
+            "tier",
+        ),
+        "kv_nodes": Metric("gauge", "Nodes (pages of tokens) in the prefix tree", len(kv.tree)),
+        "kv_transfers_in_flight": Metric(
+            "gauge", "Transfers between tiers in flight", kv.offload.num_in_flight_transfers
+        ),
+    }
+
+
+def _counters(kv: KVManager) -> dict[str, Metric]:
+    counters, moves = kv.counters, kv.offload.counters
+    return {
+        "kv_copied_pages_total": Metric("counter", "Pages copied on write", counters.copied_pages),
+        "kv_evicted_pages_total": Metric(
+            "counter", "Cached device pages evicted", counters.evicted_pages
+        ),
+        "kv_lost_pages_total": Metric(
+            "counter",
+            "Pages evicted without a copy on another tier",
+            counters.lost_pages + moves.lost_pages,
+        ),
+        "kv_preemptions_total": Metric(
+            "counter",
+            "Preempted sequences, by swap or recompute",
+            {"swap": counters.swaps, "recompute": counters.recomputes},
+            "kind",
+        ),
+        "kv_saved_pages_total": Metric(
+            "counter", "Pages saved to a lower tier", _by_tier(moves.saved_pages), "tier"
+        ),
+        "kv_fetched_pages_total": Metric(
+            "counter", "Pages fetched to the device", _by_tier(moves.fetched_pages), "tier"
+        ),
+        "kv_fallbacks_total": Metric(
+            "counter",
+            "Transfers that failed or took too long",
+            {"failed": moves.failed_moves, "slow": moves.slow_moves},
+            "reason",
+        ),
+    }
+
+
+def _rates(kv: KVManager) -> dict[str, Metric]:
+    rates, tiers = kv.rates, [tier_pool.tier for tier_pool in kv.offload.tier_pools]
+    ways = [way for tier in tiers for way in ((Tier.DEVICE, tier), (tier, Tier.DEVICE))]
+    return {
+        "kv_prefill_tokens_per_second": Metric(
+            "gauge", "Measured prefill rate", rates.prefill_tokens_per_s() or 0
+        ),
+        "kv_move_bytes_per_second": Metric(
+            "gauge",
+            "Measured KV transfer rate",
+            {f"{a.value}-{b.value}": rates.bytes_per_s(a, b) or 0 for a, b in ways},
+            "direction",
+        ),
+    }
+
+
+def _by_tier(pages: dict[Tier, int]) -> dict[str, float]:
+    return {tier.value: count for tier, count in dict(pages).items()}

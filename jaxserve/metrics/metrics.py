@@ -1,0 +1,338 @@
+"""Metrics derived from the event log while it is written.
+
+`Metrics.fold` is a sink of `EventLog`. A live sequence has its token times; one that ended
+becomes a summary and counts in histograms, and only the latest summaries are stored. Replaying a
+log's records into a new `Metrics` gives the same result.
+
+Metric names of vLLM have the same meaning here; as in vLLM, each sequence counts as one request.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+from typing import Literal
+
+from jaxserve.core.events import (
+    Admitted,
+    Arrived,
+    Collected,
+    Dispatched,
+    Failed,
+    Finished,
+    Moved,
+    Phase,
+    Preempted,
+    Record,
+    Resumed,
+)
+from jaxserve.core.outputs import RequestMetrics
+from jaxserve.metrics.fluidity import INTERACTIVE, Deadlines
+from jaxserve.metrics.statistics import Histogram, HistogramValue
+from jaxserve.metrics.summaries import LiveSequence, SequenceSummary, request_metrics
+
+_SECOND_US = 1_000_000
+
+
+def _bounds_us(*milliseconds: int) -> tuple[int, ...]:
+    return tuple(ms * 1_000 for ms in milliseconds)
+
+
+# The bucket bounds of vLLM's three latency histograms, so that its dashboards work here.
+# fmt: off
+_TTFT_BOUNDS_US = _bounds_us(
+    1, 5, 10, 20, 40, 60, 80, 100, 250, 500, 750, 1_000, 2_500, 5_000, 7_500, 10_000, 20_000,
+    40_000, 80_000, 160_000, 640_000, 2_560_000,
+)
+_INTER_TOKEN_BOUNDS_US = _bounds_us(
+    10, 25, 50, 75, 100, 150, 200, 300, 400, 500, 750, 1_000, 2_500, 5_000, 7_500, 10_000, 20_000,
+    40_000, 80_000,
+)
+_E2E_BOUNDS_US = _bounds_us(
+    300, 500, 800, 1_000, 1_500, 2_000, 2_500, 5_000, 10_000, 15_000, 20_000, 30_000, 40_000,
+    50_000, 60_000, 120_000, 240_000, 480_000, 960_000, 1_920_000, 7_680_000,
+)
+# fmt: on
+_FLUIDITY_BOUNDS_PERCENT = (10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A snapshot of one metric, in the form that an exporter needs.
+
+    `value` is a number or a `HistogramValue`; with `label` set it is a dict of numbers, one
+    for each value of that label. Names of counters end in `_total`; times are in seconds.
+    """
+
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    value: float | HistogramValue | dict[str, float]
+    label: str | None = None
+
+
+_counter = partial(Metric, "counter")
+_gauge = partial(Metric, "gauge")
+_histogram = partial(Metric, "histogram")
+
+
+class Metrics:
+    """Folds the log's records into counters, histograms and summaries. Safe from any thread."""
+
+    def __init__(
+        self,
+        deadlines: Deadlines = INTERACTIVE,
+        keep_finished: int = 4096,
+        keep_tokens: bool = False,
+    ):
+        """`deadlines` are the token deadlines of the fluidity index.
+
+        The `keep_finished` sequences that ended last stay available as summaries, with their token
+        times if `keep_tokens`.
+        """
+        self._deadlines = deadlines
+        self._keep_finished = keep_finished
+        self._keep_tokens = keep_tokens
+        self._lock = threading.Lock()
+        self._folds = {
+            Arrived: self._arrived,
+            Admitted: self._admitted,
+            Preempted: self._preempted,
+            Resumed: self._resumed,
+            Finished: self._finished,
+            Failed: self._failed,
+            Dispatched: self._dispatched,
+            Collected: self._collected,
+            Moved: self._moved,
+            Phase: self._phase,
+        }
+
+        self._live: dict[int, LiveSequence] = {}
+        self._ended: OrderedDict[int, SequenceSummary] = OrderedDict()
+        self._ended_by_reason = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+        self._running = 0
+        self._preemptions = 0
+        self._prompt_tokens = 0
+        self._output_tokens = 0
+        self._prefix_queries = 0
+        self._prefix_hits = 0
+        self._ttft = Histogram(_TTFT_BOUNDS_US, _SECOND_US)
+        self._inter_token = Histogram(_INTER_TOKEN_BOUNDS_US, _SECOND_US)
+        self._e2e = Histogram(_E2E_BOUNDS_US, _SECOND_US)
+        self._fluidity = Histogram(_FLUIDITY_BOUNDS_PERCENT, 100)
+        self._token_deadlines = {"met": 0, "missed": 0}
+
+        self._steps = 0
+        self._last_sequences: set[int] = set()  # with tokens in the step collected last
+        self._padded_tokens = 0
+        self._page_share = 0.0
+        self._host_us = {"schedule": 0, "pack": 0, "dispatch": 0, "wait": 0}
+        self._in_flight: dict[int, int] = {}  # step -> time of its program call [us]
+        self._first_call_us: int | None = None
+        self._last_ready_us = 0
+        self._device_busy_us = 0
+        self._moved_bytes: dict[str, int] = {}  # by direction
+        self._move_us: dict[str, int] = {}
+        self._startup_us: dict[str, int] = {}
+        self._programs_compiled = 0
+
+    def fold(self, record: Record) -> None:
+        """Processes one record.
+
+        Raises KeyError if it names a sequence that has not arrived or has ended.
+        """
+        with self._lock:
+            self._folds[type(record)](record)
+
+    def request(self, sequences: Iterable[int]) -> RequestMetrics:
+        """Metrics so far of the request that consists of these sequences.
+
+        Raises KeyError if one of them is neither live nor among the stored summaries.
+        """
+        with self._lock:
+            return request_metrics([self._live.get(s) or self._ended[s] for s in sequences])
+
+    def __contains__(self, sequence: int) -> bool:
+        """Whether `request` accepts a sequence."""
+        with self._lock:
+            return sequence in self._live or sequence in self._ended
+
+    def finished(self) -> list[SequenceSummary]:
+        """The sequences that ended last, oldest first, at most `keep_finished` of them."""
+        with self._lock:
+            return list(self._ended.values())
+
+    def get_metrics(self) -> dict[str, Metric]:
+        """All metrics by exported name."""
+        with self._lock:
+            return {**self._vllm_metrics(), **self._own_metrics()}
+
+    def _vllm_metrics(self) -> dict[str, Metric]:
+        waiting = len(self._live) - self._running
+        metrics = {
+            "num_requests_running": _gauge("Running sequences", self._running),
+            "num_requests_waiting": _gauge("Waiting sequences, preempted ones included", waiting),
+            "kv_cache_usage_perc": _gauge("Share of the KV pages in use, 0..1", self._page_share),
+            "num_preemptions_total": _counter("Preemptions", self._preemptions),
+            "prompt_tokens_total": _counter("Prompt tokens prefilled", self._prompt_tokens),
+            "generation_tokens_total": _counter("Tokens generated", self._output_tokens),
+            "prefix_cache_queries_total": _counter(
+                "Prompt tokens looked up in the prefix cache", self._prefix_queries
+            ),
+            "prefix_cache_hits_total": _counter(
+                "Prompt tokens found in the prefix cache", self._prefix_hits
+            ),
+            "request_success_total": _counter(
+                "Sequences ended", dict(self._ended_by_reason), "finished_reason"
+            ),
+            "time_to_first_token_seconds": _histogram("Arrival to first token", self._ttft.value()),
+            "inter_token_latency_seconds": _histogram(
+                "Time between steps with tokens of a sequence", self._inter_token.value()
+            ),
+            "e2e_request_latency_seconds": _histogram(
+                "Arrival to finish, of completed sequences", self._e2e.value()
+            ),
+        }
+        return {f"vllm:{name}": metric for name, metric in metrics.items()}
+
+    def _own_metrics(self) -> dict[str, Metric]:
+        host_s = {part: us / _SECOND_US for part, us in self._host_us.items()}
+        startup_s = {name: us / _SECOND_US for name, us in self._startup_us.items()}
+        move_s = {way: us / _SECOND_US for way, us in self._move_us.items()}
+        busy_s = self._device_busy_us / _SECOND_US
+        metrics = {
+            "fluidity_index": _histogram(
+                "Fluidity index of completed sequences, 0..1", self._fluidity.value()
+            ),
+            "token_deadlines_total": _counter(
+                "Token deadlines of completed sequences", dict(self._token_deadlines), "outcome"
+            ),
+            "steps_total": _counter("Steps collected", self._steps),
+            "padded_tokens_total": _counter("Padding rows computed", self._padded_tokens),
+            "host_seconds_total": _counter("Host time of steps", host_s, "part"),
+            "device_busy_seconds_total": _counter("Time with a step on the device", busy_s),
+            "device_busy_share": _gauge(
+                "Share of time with a step on the device, since the first", self._busy_share()
+            ),
+            "kv_moved_bytes_total": _counter(
+                "Bytes of KV transferred", dict(self._moved_bytes), "direction"
+            ),
+            "kv_move_seconds_total": _counter("Time of KV transfers", move_s, "direction"),
+            "programs_compiled_total": _counter("Programs compiled", self._programs_compiled),
+            "startup_seconds": _gauge("Time spent in each phase of startup", startup_s, "phase"),
+        }
+        return {f"jaxserve:{name}": metric for name, metric in metrics.items()}
+
+    def _busy_share(self) -> float:
+        if not self._steps:
+            return 0.0
+        return self._device_busy_us / max(1, self._last_ready_us - self._first_call_us)
+
+    # One method per record type.
+
+    def _arrived(self, record: Arrived) -> None:
+        self._live[record.sequence] = LiveSequence(
+            record.request_id, record.time_us, record.prompt_tokens
+        )
+
+    def _admitted(self, record: Admitted) -> None:
+        live = self._live[record.sequence]
+        live.running = True
+        live.admitted_us = record.time_us
+        live.cached_tokens = record.cached_tokens
+        self._running += 1
+        self._prefix_queries += live.prompt_tokens
+        self._prefix_hits += record.cached_tokens
+
+    def _preempted(self, record: Preempted) -> None:
+        live = self._live[record.sequence]
+        live.running = False
+        live.preemptions += 1
+        self._running -= 1
+        self._preemptions += 1
+
+    def _resumed(self, record: Resumed) -> None:
+        self._live[record.sequence].running = True
+        self._running += 1
+
+    def _finished(self, record: Finished) -> None:
+        summary = self._end(record.sequence, record.time_us, record.reason)
+        if record.reason == "abort":
+            return  # Latencies are those of completed sequences only.
+        self._e2e.observe(summary.e2e_us)
+        self._fluidity.observe(int(summary.fluidity.index * 100))
+        self._token_deadlines["met"] += summary.fluidity.met
+        self._token_deadlines["missed"] += summary.fluidity.missed
+
+    def _failed(self, record: Failed) -> None:
+        self._end(record.sequence, record.time_us, "error")
+
+    def _end(self, sequence: int, time_us: int, reason: str) -> SequenceSummary:
+        live = self._live.pop(sequence)
+        self._running -= live.running
+        self._ended_by_reason[reason] += 1
+        summary = live.summarize(time_us, reason, self._deadlines, self._keep_tokens)
+        self._ended[sequence] = summary
+        if len(self._ended) > self._keep_finished:
+            self._ended.popitem(last=False)
+        return summary
+
+    def _dispatched(self, record: Dispatched) -> None:
+        self._in_flight[record.step] = record.packed_us
+        if self._first_call_us is None:
+            self._first_call_us = record.packed_us
+        self._padded_tokens += record.padded_tokens
+        self._page_share = record.pages_used / record.pages_total
+        self._host_us["schedule"] += record.schedule_us
+        self._host_us["pack"] += record.pack_us
+        self._host_us["dispatch"] += record.dispatch_us
+
+    def _collected(self, record: Collected) -> None:
+        now = record.time_us
+        sequences = set(record.sequences)
+        steady = sequences & self._last_sequences
+        if steady:
+            # Sequences with a token in the previous step too have the same inter-token time.
+            self._inter_token.observe(now - self._last_ready_us, len(steady))
+        for sequence in sequences - steady:
+            live = self._live[sequence]
+            if live.token_us:
+                self._inter_token.observe(now - live.token_us[-1])
+            else:
+                self._prompt_tokens += live.prompt_tokens
+                self._ttft.observe(now - live.arrival_us)
+        self._append_tokens(record)
+        self._last_sequences = sequences
+        self._steps += 1
+        self._host_us["wait"] += record.wait_us
+        # Steps run serially: this one began when it was called or when the last one ended.
+        self._device_busy_us += now - max(self._in_flight.pop(record.step), self._last_ready_us)
+        self._last_ready_us = now
+
+    def _append_tokens(self, record: Collected) -> None:
+        live, now = self._live, record.time_us
+        if record.counts is None:
+            for sequence in record.sequences:
+                live[sequence].token_us.append(now)
+            self._output_tokens += len(record.sequences)
+        else:
+            for sequence, count in zip(record.sequences, record.counts):
+                live[sequence].token_us.extend(repeat(now, count))
+            self._output_tokens += sum(record.counts)
+
+    def _moved(self, record: Moved) -> None:
+        if record.error is None:
+            way = f"{record.source}-{record.target}"
+            spent_us = record.time_us - record.begin_us
+            self._moved_bytes[way] = self._moved_bytes.get(way, 0) + record.bytes
+            self._move_us[way] = self._move_us.get(way, 0) + spent_us
+
+    def _phase(self, record: Phase) -> None:
+        if record.kind == "compile":
+            self._programs_compiled += 1
+        else:
+            spent_us = record.time_us - record.begin_us
+            self._startup_us[record.name] = self._startup_us.get(record.name, 0) + spent_us

@@ -1,0 +1,362 @@
+"""All sizes that determine a program, and the sharding of each array."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from bisect import bisect_left
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxserve.core.buckets import Buckets, ProgramKey
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.model_config import ModelConfig
+from jaxserve.models.family import Family, Params
+from jaxserve.models.parallel import VOCAB
+from jaxserve.models.partition import local
+from jaxserve.runtime.device_rates import device_rates
+from jaxserve.runtime.programs.step_layout import StepLayout
+from jaxserve.runtime.programs.tiles import DEFAULT_TILE_TOKENS, TILE_TOKENS
+from jaxserve.sampling import BY_TOKEN, SamplingState, abstract_state
+from jaxserve.structured.bitmask import mask_words
+from pallas_kernels.paged_attention import KVPages, PageLayout
+from pallas_kernels.ring_attention import choose_scheme
+from sharding_rules import ACTIVATIONS, KV, MEGATRON, SEQ, STAGE, TENSOR, Rules, named_sharding
+
+RING_CHUNKS = 4
+"""Ring attention is for contexts of at most this many chunks: buffers for the longest are allocated
+and sent, whatever the context is."""
+
+DECODE_LAYERS = 6
+"""Layers of a decode step compiled together on CPUs (docs/decisions/002-programs.md)."""
+
+
+PARAMETERS = MEGATRON | {"vocab": VOCAB}
+"""Rules for parameters: the vocabulary is split over stages too, to store no unused copies."""
+
+NOT_OF_PROGRAMS = (
+    "model",
+    "load_format",
+    "seed",
+    "scheduler",
+    "target_step_us",
+    "memory_utilization",
+    "kv_cache_memory_bytes",
+    "compilation_cache",
+    "fair_share",
+    "priority_ageing_s",
+    "enable_prefix_caching",
+    "host_kv_bytes",
+    "disk_kv_dir",
+    "disk_kv_bytes",
+    "preemption",
+    "debug_kv",
+    "devices",
+)
+"""Settings that change no program, or only through sizes that `ProgramShapes.describe` includes.
+Every other setting is part of the key of the executable cache. (The devices themselves are in the
+key, whether named or not.)"""
+
+PAGE_NAMES = KVPages(
+    k=("pages", "kv_heads", "head_dim", "page_tokens"),
+    v=("pages", "kv_heads", "page_tokens", "head_dim"),
+)
+"""Names of the dimensions of a layer's pages."""
+
+PAGES = KV | {"pages": STAGE}
+"""Rules for pages: a stage holds the pages of its own layers, with the same page ids as others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramShapes:
+    """All sizes that determine a program, for one resolved config and pool.
+
+    `model` and `specs` are partitioned for the `mesh` (models/partition.py), which is None for a
+    single `device`, and abstract when only planning. All devices are of the kind of `device`.
+    Shapes are global; each device holds its shard.
+    """
+
+    config: EngineConfig
+    model: ModelConfig
+    family: Family
+    specs: Params
+    num_pages: int
+    device: jax.Device
+    moves_pages: bool = False
+    """Whether pages are ever gathered and scattered, not just copied."""
+    mesh: Mesh | AbstractMesh | None = None
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        """The engine's devices, in the order of the mesh."""
+        return [self.device] if self.mesh is None else list(self.mesh.devices.flat)
+
+    @property
+    def tensor(self) -> int:
+        return self.config.tensor_parallel_size
+
+    @property
+    def stages(self) -> int:
+        return self.config.pipeline_parallel_size
+
+    @property
+    def seq(self) -> int:
+        return self.config.context_parallel_size
+
+    @property
+    def vocab_ranks(self) -> int:
+        """Ranks that the vocabulary is split over."""
+        return self.stages * self.tensor
+
+    @functools.cached_property
+    def local_model(self) -> ModelConfig:
+        """The part of the model that one device computes."""
+        return local(self.model, tensor=self.tensor, stages=self.stages)
+
+    @functools.cached_property
+    def buckets(self) -> Buckets:
+        buckets = Buckets.from_config(
+            self.config.max_num_seqs,
+            self.config.max_num_batched_tokens,
+            pipelined=self.stages > 1,
+            seq=self.seq,
+            tiled=self.config.batch_invariant,
+        )
+        page_size, contexts = self.config.page_size, {}
+        for key in buckets.keys():  # noqa: SIM118
+            # Full chunks only, since short sends wait for each other.
+            if key.prefill_tokens == buckets.max_prefill_tokens and (
+                context := self._ring_context(key)
+            ):
+                contexts[key] = -(-context // page_size) * page_size
+        return dataclasses.replace(buckets, ring_contexts=contexts)
+
+    @property
+    def tile(self) -> int | None:
+        """Tokens per tile with `batch_invariant`; None for no tiling."""
+        if not self.config.batch_invariant:
+            return None
+        return TILE_TOKENS.get(self.device.platform, DEFAULT_TILE_TOKENS)
+
+    @property
+    def trash_slot(self) -> int:
+        """The row of per-sequence device state that padding uses; real slots come before it."""
+        return self.config.max_num_seqs
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.config.dtype)
+
+    @property
+    def pages(self) -> PageLayout:
+        """One layer's pages on one device."""
+        return PageLayout(
+            self.num_pages,
+            self.config.page_size // self.seq,
+            self.local_model.num_kv_heads,
+            self.model.head_dim,
+            self.dtype,
+        )
+
+    @functools.cached_property
+    def layouts(self) -> dict[ProgramKey, StepLayout]:
+        return {key: self._layout(key) for key in (*self.buckets.keys(), *self.buckets.ring_keys())}
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.config.max_model_len // self.config.page_size)
+
+    def _ring_context(self, key: ProgramKey) -> int:
+        """Longest context, in tokens, with which a chunk that fills the step is faster by ring
+        attention than by passing its queries; 0 for none, as in a pipeline, whose stages work on
+        several chunks at once."""
+        if self.seq == 1 or self.stages > 1 or key.prefill_tokens % (2 * self.seq):
+            return 0
+        rates = device_rates(self.device)
+
+        def travels(context: int) -> bool:
+            scheme = choose_scheme(
+                new_tokens=key.prefill_tokens,
+                cached_tokens=context - key.prefill_tokens,
+                ranks=self.seq,
+                query_heads=self.model.num_heads,
+                kv_heads=self.model.num_kv_heads,
+                element_bytes=self.dtype.itemsize,
+                flops_per_s=rates.flops_per_s,
+                link_bytes_per_s=rates.link_bytes_per_s,
+            )
+            return scheme == "pass_kv"
+
+        most = min(self.max_pages * self.config.page_size, RING_CHUNKS * key.prefill_tokens)
+        contexts = range(key.prefill_tokens, most + 1)
+        count = bisect_left(contexts, True, key=lambda context: not travels(context))
+        return contexts[count - 1] if count else 0
+
+    def _layout(self, key: ProgramKey) -> StepLayout:
+        context = self.buckets.ring_contexts.get(key._replace(ring=False), 0)
+        return StepLayout(
+            key=key,
+            max_seqs=self.config.max_num_seqs,
+            max_pages=self.max_pages,
+            page_size=self.config.page_size,
+            seq=self.seq,
+            ring_pages=context // self.config.page_size if key.ring else 0,
+            ring_scheme="pass_kv_both_ways" if self._links_both_ways else "pass_kv",
+            tile=self.tile,
+        )
+
+    def groups(self, key: ProgramKey) -> list[slice]:
+        """Consecutive layers that run in one program, where the model is not one program.
+
+        Decode steps are short, so they use larger groups and fewer calls.
+        """
+        size, count = 1 if key.prefill_tokens else DECODE_LAYERS, self.model.num_layers
+        return [slice(first, min(first + size, count)) for first in range(0, count, size)]
+
+    @property
+    def _links_both_ways(self) -> bool:
+        return self.mesh is not None and device_rates(self.device).both_ways
+
+    def sharding(self, *spec: str | tuple[str, ...] | None) -> Sharding:
+        """Sharding of an array whose dimensions are split over these mesh axes."""
+        if self.mesh is None:
+            return SingleDeviceSharding(self.device)
+        return NamedSharding(self.mesh, P(*spec))
+
+    @functools.cached_property
+    def param_shardings(self) -> Params:
+        return jax.tree.map(lambda spec: self._by_name(spec.axes, spec.shape), self.specs)
+
+    @functools.cached_property
+    def abstract_params(self) -> Params:
+        return jax.tree.map(
+            lambda spec, sharding: jax.tree.map(
+                lambda array: placed(array, sharding), spec.abstract(self.dtype)
+            ),
+            self.specs,
+            self.param_shardings,
+        )
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the parameters on one device."""
+        return sum(_shard_bytes(array) for array in jax.tree.leaves(self.abstract_params))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes on one device of the state kept across steps, besides pages."""
+        state = [self.abstract_state, self.abstract_last_tokens, self.abstract_tables]
+        state += [self.masks(rows) for rows in self.sample_rows]
+        state += [self.masks(self.sample_rows[-1])] * 2  # Of the step in flight, and the next.
+        if self.stages > 1:
+            state.append(self.abstract_carry)
+        return sum(_shard_bytes(array) for array in jax.tree.leaves(state))
+
+    @property
+    def abstract_kv(self) -> list[KVPages]:
+        """Shapes of the pages of every layer of a stage, concatenated over stages."""
+        k = (
+            self.stages * self.num_pages,
+            self.model.num_kv_heads,
+            self.model.head_dim,
+            self.config.page_size,
+        )
+        v = (*k[:-2], k[-1], k[-2])
+        layer = KVPages(self._named(k, PAGE_NAMES.k, PAGES), self._named(v, PAGE_NAMES.v, PAGES))
+        return [layer] * self.local_model.num_layers
+
+    @property
+    def abstract_last_tokens(self) -> jax.ShapeDtypeStruct:
+        """Shape of the newest token of every slot, the trash slot included."""
+        return self.int32(self.trash_slot + 1)
+
+    @property
+    def abstract_tables(self) -> jax.ShapeDtypeStruct:
+        """Shape of the page tables of all slots, the trash slot included; every stage has its own,
+        concatenated."""
+        return self.int32(self.stages * (self.trash_slot + 1), self.max_pages, spec=(STAGE,))
+
+    @property
+    def abstract_state(self) -> SamplingState:
+        state = abstract_state(self.trash_slot, self.model.vocab_size, self.vocab_ranks)
+
+        def of(name: str) -> Sharding:
+            return self.sharding(None, VOCAB) if name in BY_TOKEN else self.sharding()
+
+        fields = dataclasses.fields(state)
+        return SamplingState(**{f.name: placed(getattr(state, f.name), of(f.name)) for f in fields})
+
+    @property
+    def sample_rows(self) -> tuple[int, ...]:
+        """Rows that sampling programs are compiled for, ascending: a step uses the smallest that
+        fits, whichever program computed its hidden states."""
+        tile = self.tile or 1
+        return tuple(rows + -rows % tile for rows in self.buckets.rows)
+
+    def masks(self, rows: int) -> jax.ShapeDtypeStruct:
+        """Shape of the masks of a step that samples `rows`: one bit per token."""
+        return self.int32(rows, mask_words(self.model.vocab_size))
+
+    @property
+    def abstract_carry(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Shapes of the activations that a stage passes to the next: of decodes and of prefill
+        tokens, at the largest sizes of a step."""
+        rows, tokens = self.buckets.rows[-1], self.buckets.max_prefill_tokens
+        return self.hidden(rows, staged=True), self.hidden(tokens, sharded=True, staged=True)
+
+    def hidden(
+        self, tokens: int, *, sharded: bool = False, staged: bool = False
+    ) -> jax.ShapeDtypeStruct:
+        """Shape of activations [hidden, tokens]. `sharded`: tokens are split over `seq`;
+        `staged`: every stage has its own, concatenated."""
+        rules = ACTIVATIONS if sharded else {}
+        features = self.model.hidden_size
+        if staged and self.stages > 1:
+            rules, features = rules | {"features": STAGE}, self.stages * features
+        return self._named((features, tokens), ("features", "tokens"), rules)
+
+    def int32(self, *shape: int, spec: tuple[str, ...] = ()) -> jax.ShapeDtypeStruct:
+        return placed(jax.ShapeDtypeStruct(shape, jnp.int32), self.sharding(*spec))
+
+    def staging(self, count: int, layers: int | None = None) -> jax.ShapeDtypeStruct:
+        """Shape of a staging array of `count` pages, each the parts of all devices in turn; of all
+        layers of a stage, or of `layers` of them."""
+        layers = self.local_model.num_layers if layers is None else layers
+        elements = self.pages.page_bytes // self.dtype.itemsize * layers
+        parts = self.stages * self.seq * self.tensor
+        array = jax.ShapeDtypeStruct((count, parts * elements), self.dtype)
+        return placed(array, self.sharding(None, (STAGE, SEQ, TENSOR)))
+
+    def _named(self, shape: tuple[int, ...], names: tuple[str, ...], rules: Rules) -> Any:
+        array = jax.ShapeDtypeStruct(shape, self.dtype)
+        return placed(array, self._by_name(names, shape, rules))
+
+    def _by_name(
+        self, names: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules = PARAMETERS
+    ) -> Sharding:
+        if self.mesh is None:
+            return self.sharding()
+        return named_sharding(self.mesh, names, shape, rules)
+
+    def describe(self) -> str:
+        """Text that changes whenever any program would: the key of the executable cache."""
+        config = dataclasses.asdict(self.config)
+        for name in NOT_OF_PROGRAMS:
+            del config[name]
+        formats = [spec.format for spec in jax.tree.leaves(self.specs)]
+        return repr((sorted(config.items()), self.model, formats, self.num_pages))
+
+
+def placed(array: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    """The shape of an array, with its sharding."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+
+def _shard_bytes(array: jax.ShapeDtypeStruct) -> int:
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize

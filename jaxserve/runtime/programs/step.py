@@ -1,0 +1,304 @@
+"""The pure functions that are compiled into programs: forward a batch, sample a token.
+
+Their shapes are fixed by a StepLayout, and the buffers they replace (KV pages, page tables, last
+tokens, sampling state) are donated. The model is one program, `forward`, or three kinds of
+programs, `embed`, `layers` and `final_norm`; one `layers` program serves every group of equal
+layers (docs/decisions/002-programs.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxserve.core.model_config import LayerKind, ModelConfig
+from jaxserve.models import parallel
+from jaxserve.models.family import Family, Params
+from jaxserve.runtime.programs import context_parallel
+from jaxserve.runtime.programs.context_parallel import ShardedTokens
+from jaxserve.runtime.programs.step_layout import SlotMapping, StepLayout
+from jaxserve.runtime.programs.tiles import batch_of_tile, num_real_tokens, scan_tiles
+from jaxserve.sampling import SampleOutput, SamplingState, TokenLogprobs, token_logprobs
+from jaxserve.sampling import general as sample_general
+from jaxserve.sampling import greedy as sample_greedy
+from jaxserve.sampling.rows import SLOT
+from pallas_kernels.paged_attention import KVPages, paged_attention, write_kv
+from sharding_rules import STAGE
+
+PROMPT_TILE = 32
+"""Prompt tokens scored at a time."""
+
+
+def forward(
+    family: Family,
+    config: ModelConfig,
+    layout: StepLayout,
+    params: Params,
+    kv: list[KVPages],
+    tables: jax.Array,
+    last_tokens: jax.Array,
+    metadata: jax.Array,
+) -> tuple[list[KVPages], jax.Array, jax.Array, jax.Array]:
+    """Run the whole model over one packed step.
+
+    `kv` holds one KVPages per layer, `tables` int32 [slots + 1, max_pages] the page table of every
+    slot, `last_tokens` [slots + 1] int32 the newest token of every slot. Returns the pages with the
+    step's keys and values written, the updated tables, the hidden states to sample from
+    [hidden, sample_width], and those of the prefill tokens [hidden, prefill_tokens].
+    """
+    tables, x, shared, slot_mapping, sampled = embed(
+        family, config, layout, params, tables, last_tokens, metadata
+    )
+    kv, x = layers(
+        family, config, layout, config.layer_kinds, params["layers"], kv, x, shared, slot_mapping
+    )
+    return kv, tables, *final_norm(family, config, layout, params, x, sampled)
+
+
+def embed(
+    family: Family,
+    config: ModelConfig,
+    layout: StepLayout,
+    params: Params,
+    tables: jax.Array,
+    last_tokens: jax.Array,
+    metadata: jax.Array,
+) -> tuple[jax.Array, jax.Array, Any, SlotMapping, jax.Array]:
+    """First part of `forward`: page tables, embeddings, inputs shared by all layers, slot mapping,
+    indices of the sampled tokens."""
+    tables, step = layout.unpack(tables, metadata)
+    token_ids = jnp.concatenate([last_tokens[step.slots], step.prefill_ids])
+    token_ids = jnp.pad(token_ids, (0, layout.num_tokens - len(token_ids)))
+    positions = step.positions
+    if layout.seq > 1:
+        token_ids, positions = map(ShardedTokens(layout).own, (token_ids, positions))
+
+    def embed(carry, tokens):
+        return carry, family.embed(params, config, *tokens)
+
+    count = num_real_tokens(step.slot_mapping.batch)
+    _, (x, shared) = scan_tiles(embed, (), (token_ids, positions), layout.tile, count)
+    return tables, x, shared, step.slot_mapping, step.sampled
+
+
+def layers(
+    family: Family,
+    config: ModelConfig,
+    layout: StepLayout,
+    kinds: Sequence[LayerKind],
+    params: Sequence[Params],
+    kv: Sequence[KVPages],
+    x: jax.Array,
+    shared: Any,
+    slot_mapping: SlotMapping,
+) -> tuple[list[KVPages], jax.Array]:
+    """Middle part of `forward`: consecutive layers with these kinds, parameters and pages.
+
+    Returns the pages with the new keys and values, and the activations after the last layer.
+    """
+    written = []
+    count, tokens = num_real_tokens(slot_mapping.batch), jnp.arange(layout.num_tokens)
+    x = parallel.enter_layers(x)
+    for kind, p, pages in zip(kinds, params, kv):
+
+        def layer(pages, arrays, kind=kind, p=p):
+            x, shared, page_ids, offsets, tokens = arrays
+            own = SlotMapping(page_ids, offsets, slot_mapping.batch)
+            if layout.tile is not None:
+                own = own._replace(batch=batch_of_tile(own.batch, tokens[0], layout.tile))
+
+            def attention(q, k, v, *, window):
+                nonlocal pages
+                attend = _attend if layout.seq == 1 else context_parallel.attend
+                out, pages = attend(
+                    layout, own, pages, q, k, v, scale=config.attention_scale, window=window
+                )
+                return out
+
+            x = family.layer(p, config, kind, x, shared, attention)
+            return pages, x
+
+        arrays = (x, shared, slot_mapping.page_ids, slot_mapping.offsets, tokens)
+        pages, x = scan_tiles(layer, pages, arrays, layout.tile, count)
+        written.append(pages)
+    return written, parallel.leave_layers(x)
+
+
+def _attend(
+    layout: StepLayout,
+    slot_mapping: SlotMapping,
+    pages: KVPages,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+) -> tuple[jax.Array, KVPages]:
+    """Write k and v to the pages, then attend, on a device that holds whole pages."""
+    pages = write_kv(pages, k, v, slot_mapping.page_ids, slot_mapping.offsets)
+    decodes = layout.key.rows if layout.tile is None else 0
+    out, _ = paged_attention(
+        q, pages, slot_mapping.batch, num_decodes=decodes, scale=scale, window=window
+    )
+    return out, pages
+
+
+def final_norm(
+    family: Family,
+    config: ModelConfig,
+    layout: StepLayout,
+    params: Params,
+    x: jax.Array,
+    sampled: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Last part of `forward`: hidden states to sample from, and of the prefill tokens."""
+    picked, of_prefill = _final_norm(family, config, layout, params, x, sampled)
+    return _for_sampling(layout, picked), of_prefill
+
+
+def _final_norm(
+    family: Family,
+    config: ModelConfig,
+    layout: StepLayout,
+    params: Params,
+    x: jax.Array,
+    sampled: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    def norm(carry, x):
+        return carry, family.final_norm(params, config, x)
+
+    _, hidden = scan_tiles(norm, (), x, layout.tile, x.shape[1])
+    picked = hidden[:, sampled] if layout.seq == 1 else ShardedTokens(layout).pick(hidden, sampled)
+    own_prefill = layout.key.prefill_tokens // layout.seq
+    return picked, hidden[:, layout.key.rows : layout.key.rows + own_prefill]
+
+
+def _for_sampling(layout: StepLayout, picked: jax.Array) -> jax.Array:
+    """Hidden states [hidden, sample_rows] padded to the one shape that sampling programs take."""
+    return jnp.pad(picked, ((0, 0), (0, layout.sample_width - layout.sample_rows)))
+
+
+def pipeline_step(
+    family: Family,
+    config: ModelConfig,
+    layout: StepLayout,
+    params: Params,
+    kv: list[KVPages],
+    tables: jax.Array,
+    carry: tuple[jax.Array, jax.Array],
+    last_tokens: jax.Array,
+    metadata: jax.Array,
+) -> tuple[list[KVPages], jax.Array, tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
+    """One pipeline stage's part of a dispatch, with one step in flight per stage.
+
+    Stage s holds its slice of the stacked `params["layers"]` and runs the step that `metadata[s]`
+    describes; the first stage runs the newest. Its `tables` are as planned for that step. `carry`
+    holds the activations from the previous stage, of decodes and of prefill tokens.
+
+    Returns what `forward` does, for the oldest step, and the carry for the next stage. Hidden
+    states of prefill tokens are valid on the last stage only.
+    """
+    stages, stage = lax.axis_size(STAGE), lax.axis_index(STAGE)
+    rows, tokens = layout.key.rows, layout.key.prefill_tokens // layout.seq
+    _, newest, *_ = embed(family, config, layout, params, tables, last_tokens, metadata[0])
+    _, oldest = layout.unpack(tables, metadata[stages - 1])
+    tables, _, shared, slot_mapping, _ = embed(
+        family, config, layout, params, tables, last_tokens, metadata[stage]
+    )
+    handed = jnp.concatenate([carry[0][:, :rows], carry[1][:, :tokens]], axis=1)
+    handed = jnp.pad(handed, ((0, 0), (0, newest.shape[1] - handed.shape[1])))
+    x = jnp.where(stage == 0, newest, handed)
+
+    own = jax.tree.map(lambda array: array[0], params["layers"])
+    kv, x = layers(family, config, layout, config.layer_kinds, own, kv, x, shared, slot_mapping)
+    hidden, of_prefill = _final_norm(family, config, layout, params, x, oldest.sampled)
+    x = lax.ppermute(x, STAGE, [(s, s + 1) for s in range(stages - 1)])
+    carry = (
+        carry[0].at[:, :rows].set(x[:, :rows]),
+        carry[1].at[:, :tokens].set(x[:, rows : rows + tokens]),
+    )
+    return kv, tables, carry, _for_sampling(layout, parallel.of_last_stage(hidden)), of_prefill
+
+
+def greedy(
+    family: Family,
+    config: ModelConfig,
+    tile: int | None,
+    head: Params,
+    last_tokens: jax.Array,
+    hidden: jax.Array,
+    slots: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Most likely token int32 [rows] for the sequences in `slots` [rows], from the first columns
+    of hidden [hidden, sample_width].
+
+    `tile` as in StepLayout. Returns `last_tokens` with the tokens in their slots, and the tokens.
+    """
+
+    def sample(carry, hidden):
+        return carry, sample_greedy(family.logits(head, config, hidden))
+
+    hidden = hidden[:, : len(slots)]
+    _, token_ids = scan_tiles(sample, (), hidden, tile, _num_real(last_tokens, slots))
+    return last_tokens.at[slots].set(jnp.maximum(token_ids, 0)), token_ids
+
+
+def general(
+    family: Family,
+    config: ModelConfig,
+    tile: int | None,
+    head: Params,
+    last_tokens: jax.Array,
+    state: SamplingState,
+    hidden: jax.Array,
+    rows: jax.Array,
+    masks: jax.Array,
+) -> tuple[jax.Array, SamplingState, SampleOutput]:
+    """Sample one token per row with all sampling parameters. `rows` come from `pack_rows`; `masks`
+    int32 [rows, mask_words] are the masks of rows with a grammar. `tile` as in StepLayout."""
+
+    def sample(state, arrays):
+        hidden, rows, masks = arrays
+        output, state = sample_general(family.logits(head, config, hidden.T), state, rows, masks)
+        return state, output
+
+    slots = rows[:, SLOT]
+    arrays = (hidden[:, : len(rows)].T, rows, masks)
+    count = _num_real(last_tokens, slots)
+    state, output = scan_tiles(sample, state, arrays, tile, count, axis=0)
+    return last_tokens.at[slots].set(jnp.maximum(output.token_ids, 0)), state, output
+
+
+def _num_real(last_tokens: jax.Array, slots: jax.Array) -> jax.Array:
+    """Rows that sample for a sequence; the rows after them are padding, in the trash slot."""
+    return jnp.sum(slots != len(last_tokens) - 1)
+
+
+def prompt_logprobs(
+    family: Family,
+    config: ModelConfig,
+    tile: int | None,
+    head: Params,
+    hidden: jax.Array,
+    targets: jax.Array,
+) -> TokenLogprobs:
+    """Log probabilities of the prompt's next tokens, `targets` int32 [tokens]."""
+
+    def score(carry, arrays):
+        hidden, targets = arrays
+        logits = family.logits(head, config, hidden.T)
+        return carry, token_logprobs(logits, targets, jnp.bool_(True))
+
+    # Always tiled: logits [vocab, tokens] of a whole prompt would not fit.
+    tile = tile or PROMPT_TILE
+    hidden = parallel.of_last_stage(hidden).T
+    tokens = len(targets)
+    padding = -tokens % tile
+    arrays = jnp.pad(hidden, ((0, padding), (0, 0))), jnp.pad(targets, (0, padding))
+    _, scored = scan_tiles(score, (), arrays, tile, tokens, axis=0)
+    return jax.tree.map(lambda x: x[:tokens], scored)

@@ -1,0 +1,263 @@
+"""Metadata of one step: the host packs a plan into one int32 vector, the program unpacks it.
+
+The layout of the vector is fixed by the program's key and defined once, in `StepLayout.fields`;
+`pack` fills it on the host and `unpack` slices it on the device.
+
+Page tables stay on the device, int32 [slots + 1, max_pages], one row per slot and one for padding.
+A step uploads the entries of its rows that changed since their last step, and `unpack` applies them
+first. Larger changes, such as a sequence admitted with a long prompt, are written as whole rows by
+a separate program before the step (`set_tables`). Programs run in dispatch order, so a table and
+its slot can be reassigned to another sequence as soon as a step is packed. In a pipeline each stage
+has its own tables and applies a step's changes when that step reaches it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence as SequenceOf
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxserve.core.buckets import ProgramKey
+from jaxserve.core.step_plan import ScheduledChunk, StepPlan
+from jaxserve.kv.pages import TRASH_PAGE
+from pallas_kernels.paged_attention import RaggedBatch
+from sharding_rules import STAGE
+
+
+class SlotMapping(NamedTuple):
+    """Where a step's keys and values are written and read: token t is written to page
+    `page_ids[t]` at `offsets[t]`, int32 [tokens] each; `batch` has each row's pages."""
+
+    page_ids: jax.Array
+    offsets: jax.Array
+    batch: RaggedBatch
+
+
+class StepInputs(NamedTuple):
+    """Inputs of a step besides the model, all int32.
+
+    Token i < rows is a decode whose id is on the device in `slots[i]`; the ids of the others are
+    `prefill_ids`. `sampled [sample_rows]` are indices of the tokens to sample from.
+    """
+
+    slots: jax.Array
+    prefill_ids: jax.Array
+    positions: jax.Array
+    sampled: jax.Array
+    slot_mapping: SlotMapping
+
+
+class Prefill(NamedTuple):
+    """One prefill chunk of a plan. `stop` is the position after its last token."""
+
+    stop: int
+    slot: int
+    token_ids: list[int]
+    samples: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenPlan:
+    """Immutable copy of a plan, taken before the next call of `schedule`.
+
+    `stops` and `slots` are of its decodes. `updates` are page table entries to change, as
+    (slot, index, page); `tables` are whole page tables of slots with too many changes for that.
+    Both already count as uploaded, so the step must be dispatched.
+    """
+
+    stops: SequenceOf[int] = ()
+    slots: SequenceOf[int] = ()
+    prefills: SequenceOf[Prefill] = ()
+    updates: SequenceOf[tuple[int, int, int]] = ()
+    tables: SequenceOf[tuple[int, list[int]]] = ()
+
+    @classmethod
+    def of(cls, plan: StepPlan, page_size: int) -> FrozenPlan:
+        updates, tables = [], []
+        room = table_updates(
+            len(plan.decodes), len(plan.prefills), plan.num_prefill_tokens, page_size
+        )
+        for chunk in (*plan.decodes, *plan.prefills):
+            first, pages = chunk.num_uploaded, chunk.pages
+            if first == len(pages):
+                continue
+            if len(updates) + len(pages) - first <= room:
+                updates += [(chunk.slot, i, pages[i]) for i in range(first, len(pages))]
+            else:
+                tables.append((chunk.slot, list(pages)))
+        return cls(
+            [chunk.start + 1 for chunk in plan.decodes],
+            [chunk.slot for chunk in plan.decodes],
+            [_prefill(chunk) for chunk in plan.prefills],
+            updates,
+            tables,
+        )
+
+
+def _prefill(chunk: ScheduledChunk) -> Prefill:
+    stop = chunk.start + chunk.num_tokens
+    return Prefill(stop, chunk.slot, chunk.seq.token_ids(chunk.start, stop), chunk.samples)
+
+
+def table_updates(decodes: int, chunks: int, prefill_tokens: int, page_size: int) -> int:
+    """Page table entries that a step can change: one per decode, and the pages that its chunks
+    fill. Monotonic in each size, so updates that fit the step fit every program that holds it."""
+    return decodes + chunks + prefill_tokens // page_size
+
+
+@dataclasses.dataclass(frozen=True)
+class StepLayout:
+    """Sizes of one program's metadata. A row is a decode or a prefill chunk, decodes first."""
+
+    key: ProgramKey
+    max_seqs: int
+    max_pages: int
+    page_size: int
+    seq: int = 1
+    """Context-parallel ranks: each holds `page_size / seq` tokens of each page."""
+    ring_pages: int = 0
+    """Maximum pages of a chunk's context under ring attention."""
+    ring_scheme: str = "pass_kv"
+    tile: int | None = None
+    """Tokens per tile with `batch_invariant` (tiles.py); None for no tiling."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the program computes: the key's, rounded up to whole tiles."""
+        return self.key.num_tokens + (-self.key.num_tokens % self.tile if self.tile else 0)
+
+    @property
+    def chunks(self) -> int:
+        """Prefill chunks the program has room for: at most one per prefill token and one per
+        sequence; one with ring attention."""
+        return 1 if self.key.ring else min(self.max_seqs, self.key.prefill_tokens)
+
+    @property
+    def rows(self) -> int:
+        return self.key.rows + self.chunks
+
+    @property
+    def sample_rows(self) -> int:
+        """Tokens that can be sampled from: one per sequence."""
+        return min(self.rows, self.max_seqs)
+
+    @property
+    def sample_width(self) -> int:
+        """Hidden states that every program passes to sampling, padding included."""
+        return self.max_seqs + (-self.max_seqs % self.tile if self.tile else 0)
+
+    @property
+    def trash_slot(self) -> int:
+        """The row of per-sequence device state that padding uses; real slots come before it."""
+        return self.max_seqs
+
+    @functools.cached_property
+    def fields(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
+        """Slice of the vector and shape of each field, by name."""
+        updates = table_updates(self.key.rows, self.chunks, self.key.prefill_tokens, self.page_size)
+        shapes = {
+            "updates": (updates, 3),
+            "context": (self.rows,),
+            "starts": (self.rows,),
+            "lengths": (self.rows,),
+            "slots": (self.rows,),
+            "prefill_ids": (self.key.prefill_tokens,),
+            "sampled": (self.sample_rows,),
+        }
+        places, start = {}, 0
+        for name, shape in shapes.items():
+            size = int(np.prod(shape))
+            places[name] = (slice(start, start + size), shape)
+            start += size
+        return places
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Length of the vector in int32 elements."""
+        return max(place.stop for place, _ in self.fields.values())
+
+    @functools.cached_property
+    def _padding(self) -> np.ndarray:
+        """The vector of a step without tokens."""
+        vector = np.zeros(self.size, np.int32)
+        views = self._views(vector)
+        views["updates"][:, 0] = self.trash_slot
+        views["starts"][:] = np.minimum(np.arange(self.rows), self.key.rows)
+        views["lengths"][: self.key.rows] = 1
+        views["slots"][:] = self.trash_slot
+        return vector
+
+    def _views(self, vector: Any) -> dict[str, Any]:
+        return {name: vector[place].reshape(shape) for name, (place, shape) in self.fields.items()}
+
+    def pack(self, step: FrozenPlan) -> np.ndarray:
+        """The vector for `step`."""
+        vector = self._padding.copy()
+        views = self._views(vector)
+        if step.updates:
+            views["updates"][: len(step.updates)] = step.updates
+        num_decodes = len(step.slots)
+        views["context"][:num_decodes] = step.stops
+        views["slots"][:num_decodes] = step.slots
+        sampled = list(range(num_decodes))
+
+        start, ids = self.key.rows, views["prefill_ids"]
+        for row, prefill in enumerate(step.prefills, self.key.rows):
+            length = len(prefill.token_ids)
+            views["context"][row], views["lengths"][row] = prefill.stop, length
+            views["starts"][row], views["slots"][row] = start, prefill.slot
+            first = start - self.key.rows
+            ids[first : first + length] = prefill.token_ids
+            start += length
+            if prefill.samples:
+                sampled.append(start - 1)
+        views["starts"][self.key.rows + len(step.prefills) :] = start
+        views["sampled"][: len(sampled)] = sampled
+        return vector
+
+    def unpack(self, tables: jax.Array, vector: jax.Array) -> tuple[jax.Array, StepInputs]:
+        """`tables` int32 [slots + 1, max_pages] with the changes of `vector`, and its inputs, with
+        positions and slot mapping computed."""
+        raw = self._views(vector)
+        slot, index, page = raw["updates"].T
+        tables = tables.at[slot, index].set(page)
+        # Beyond its pages a slot's row holds stale entries of longer sequences.
+        num_pages = -(-raw["context"] // self.page_size)
+        used = jnp.arange(self.max_pages) < num_pages[:, None]
+        batch = RaggedBatch(
+            jnp.where(used, tables[raw["slots"]], TRASH_PAGE),
+            raw["context"],
+            raw["starts"],
+            raw["lengths"],
+        )
+        token = jnp.arange(self.num_tokens)
+        if self.chunks:
+            ends = batch.starts + batch.lengths
+            row = jnp.sum(token[:, None] >= ends[None, :], axis=1)
+            row = jnp.minimum(row, self.rows - 1)
+        else:
+            row = jnp.minimum(token, self.rows - 1)
+        position = (batch.context - batch.lengths - batch.starts)[row] + token
+        real = (position >= 0) & (position < batch.context[row]) & (token < self.key.num_tokens)
+        position = jnp.where(real, position, 0)
+        page = batch.tables[row, position // self.page_size]
+        return tables, StepInputs(
+            slots=raw["slots"][: self.key.rows],
+            prefill_ids=raw["prefill_ids"],
+            positions=position,
+            sampled=raw["sampled"],
+            slot_mapping=SlotMapping(jnp.where(real, page, 0), position % self.page_size, batch),
+        )
+
+
+def set_tables(stages: int, tables: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
+    """`tables` int32 [slots + 1, max_pages] with one row replaced: in pipeline stage s, row
+    `slots[s]` by `rows[s]`, int32 [stages, max_pages]."""
+    stage = lax.axis_index(STAGE) if stages > 1 else 0
+    return tables.at[slots[stage]].set(rows[stage])

@@ -1,0 +1,124 @@
+"""Responses of the generation endpoints: JSON when complete, or server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from starlette.background import BackgroundTask
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from jaxserve.core.outputs import RequestOutput
+from jaxserve.protocol.endpoints import ParsedRequest
+from jaxserve.protocol.errors import ErrorReply, check_generated, reply_to
+from jaxserve.server.disconnect import ClientGoneError, unless_hung_up
+from jaxserve.server.request_state import RequestState, state_of
+from jaxserve.server.service import Service
+
+WRITE_TIMEOUT_S = 120.0
+"""How long a client may stall a stream before it counts as disconnected."""
+
+_DONE = b"data: [DONE]\n\n"
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would buffer events
+]
+
+
+def to_json(body: Any) -> bytes:
+    """JSON in UTF-8. Lone surrogates, which UTF-8 cannot encode, become JSON escapes."""
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.encode("utf-8", "backslashreplace")
+
+
+class JsonResponse(JSONResponse):
+    """A JSON body."""
+
+    def render(self, content: Any) -> bytes:
+        return to_json(content)
+
+
+def error_response(reply: ErrorReply) -> JsonResponse:
+    after = reply.retry_after_s
+    headers = None if after is None else {"retry-after": str(after)}
+    return JsonResponse(reply.body, reply.status, headers)
+
+
+class GeneratedResponse(Response):
+    """The response to a generation request, sent while the engine generates.
+
+    If the client disconnects, its requests are aborted. A slow client gets larger chunks.
+    """
+
+    def __init__(self, service: Service, call: ParsedRequest) -> None:
+        self.status_code = 200
+        self.background: BackgroundTask | None = None
+        self._service = service
+        self._call = call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_state = state_of(scope)
+        work = self._stream if self._call.stream else self._whole
+        try:
+            await unless_hung_up(receive, work(request_state, send))
+        except ClientGoneError:
+            request_state.client_gone = True
+
+    async def _whole(self, request_state: RequestState, send: Send) -> None:
+        call, created = self._call, int(time.time())
+        request_state.outputs = outputs = [None] * len(call.prompts)
+        async with self._service.follow(
+            call, request_state.request_id, request_state.tenant
+        ) as updates:
+            async for number, update in updates:
+                if isinstance(update, RequestOutput):
+                    outputs[number] = update
+        check_generated(outputs)
+        body = to_json(call.response(outputs, request_state.request_id, created))
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, request_state: RequestState, send: Send) -> None:
+        call = self._call
+        chunks = call.chunks(request_state.request_id, int(time.time()))
+        request_state.outputs = outputs = [None] * len(call.prompts)
+        async with self._service.follow(
+            call, request_state.request_id, request_state.tenant
+        ) as updates:
+            await send(
+                {"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)}
+            )
+            await _send_events(send, chunks.begin())
+            try:
+                async for number, update in updates:
+                    if isinstance(update, RequestOutput):
+                        outputs[number] = update
+                    else:
+                        await _send_events(send, chunks.add(number, update))
+                check_generated(outputs)
+                await _send_events(send, chunks.end(outputs))
+            except ClientGoneError:
+                raise
+            except Exception as error:  # The status is sent; report the error as an event.
+                request_state.error = error
+                await _send_events(send, [reply_to(error).body])
+        await send({"type": "http.response.body", "body": _DONE})
+
+
+async def _send_events(send: Send, chunks: Iterable[dict[str, Any]]) -> None:
+    body = b"".join(b"data: " + to_json(chunk) + b"\n\n" for chunk in chunks)
+    if body:
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        except TimeoutError:
+            raise ClientGoneError from None

@@ -1,0 +1,86 @@
+"""Settings: what is refused before anything is opened."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.model_config import ModelConfig, RopeConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "int3"}, "dtype is 'int3'.*float32, bfloat16, float16"),
+        ({"scheduler": ["x"]}, r"scheduler is \['x'\].*sarathi"),
+        ({"program_scope": "foo"}, "program_scope is 'foo'.*step, layer"),
+        ({"load_format": "pickle"}, "load_format is 'pickle'"),
+        ({"quantization": "awq"}, "quantization is 'awq'"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0.*1 or more"),
+        ({"max_num_seqs": True}, "max_num_seqs is True"),
+        ({"memory_utilization": "a"}, r"memory_utilization is 'a'.*\(0, 1\]"),
+        ({"memory_utilization": 0}, "memory_utilization is 0"),
+        ({"seed": None}, "seed is None"),
+        ({"model": ""}, "model is empty"),
+        ({"preemption": "never"}, "preemption is 'never'.*auto, swap, recompute"),
+        ({"preemption": None}, "preemption is None"),
+        ({"host_kv_bytes": -1}, "host_kv_bytes is -1.*0 or more"),
+        ({"host_kv_bytes": 1e9}, "host_kv_bytes is 1000000000.0.*integer"),
+        ({"disk_kv_bytes": -5, "disk_kv_dir": "/tmp"}, "disk_kv_bytes is -5"),
+        ({"disk_kv_bytes": 5}, "disk_kv_dir is None and disk_kv_bytes 5; give both"),
+        ({"disk_kv_dir": "/tmp"}, "disk_kv_dir is '/tmp' and disk_kv_bytes 0; give both"),
+        ({"disk_kv_bytes": None, "disk_kv_dir": "/tmp"}, "disk_kv_bytes"),
+        ({"disk_kv_bytes": 5, "disk_kv_dir": 7}, "disk_kv_dir is 7"),
+        ({"target_step_us": 5}, "target_step_us is 5, but scheduler 'sarathi'.*medha"),
+        ({"target_step_us": 0, "scheduler": "medha"}, "target_step_us is 0.*1 or more"),
+        ({"fair_share": "yes"}, "fair_share is 'yes'"),
+        ({"priority_ageing_s": 0}, "priority_ageing_s is 0; it must be a number of seconds"),
+        ({"priority_ageing_s": float("nan")}, "priority_ageing_s is nan"),
+        ({"priority_ageing_s": "30"}, "priority_ageing_s is '30'"),
+        ({"enable_prefix_caching": None}, "enable_prefix_caching is None"),
+        ({"debug_kv": 1}, "debug_kv is 1"),
+        ({"devices": "0,2"}, "devices is '0,2'.*list of device ids"),
+        ({"devices": [True]}, r"devices is \[True\].*integers"),
+        ({"devices": [-1]}, r"devices is \[-1\].*integers"),
+        ({"devices": []}, r"devices is \[\], which has 0 entries.*need 1"),
+        ({"devices": [1, 2, 1], "tensor_parallel_size": 3}, "lists 1 twice"),
+        ({"devices": [2], "tensor_parallel_size": 2}, r"tensor_parallel_size 2 x .* need 2"),
+        ({"devices": [0, 1, 2], "tensor_parallel_size": 2}, r"\[0, 1, 2\], which has 3 entries"),
+        ({"data_parallel_size": 2}, "unknown setting 'data_parallel_size'.*max_num_seqs"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_with_its_value(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.of(**settings)
+
+
+def model(kind: str) -> ModelConfig:
+    return ModelConfig("LlamaForCausalLM", 64, 32, 64, 1, 2, 2, 16, 128, RopeConfig(kind=kind))
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
+def test_a_context_beyond_the_models_is_refused(kind):
+    with pytest.raises(ConfigError, match=r"max_model_len is 256.*at most 128"):
+        EngineConfig(max_model_len=256).resolve(model(kind), "cpu")
+
+
+def test_dynamic_scaling_stretches_to_the_context_asked_for():
+    assert EngineConfig(max_model_len=256).resolve(model("dynamic"), "cpu").max_model_len == 256
+
+
+def test_what_is_not_said_is_decided():
+    resolved = EngineConfig().resolve(model("default"), "cpu")
+    undecided = [name for name, value in vars(resolved).items() if value is None]
+    pools = ["kv_cache_memory_bytes", "host_kv_bytes", "disk_kv_dir"]
+    settings = ["devices", "quantization", "target_step_us", "priority_ageing_s", *pools]
+    assert sorted(undecided) == sorted(settings)
+    assert EngineConfig().resolve(model("default"), "gpu").dtype == "bfloat16"
+    assert EngineConfig(scheduler="medha").resolve(model("default"), "gpu").target_step_us == 50_000
+
+
+def test_caching_is_on_and_all_else_of_the_kv_manager_off():
+    config = EngineConfig()
+    assert config.enable_prefix_caching
+    assert (config.preemption, config.host_kv_bytes, config.disk_kv_bytes) == ("auto", None, 0)
+    assert not config.fair_share and not config.debug_kv

@@ -1,0 +1,143 @@
+"""The allocator of runs: every page once, in runs as long as the room allows."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.kv.extents import ExtentAllocator
+from jaxserve.kv.tiers import page_runs
+
+
+def num_runs(pages: list[int]) -> int:
+    """Copies that it takes to move these pages."""
+    return sum(1 for _ in page_runs(pages))
+
+
+@given(
+    first=st.integers(0, 3),
+    num_pages=st.integers(0, 40),
+    operations=st.lists(st.tuples(st.booleans(), st.integers(0, 12), st.integers(0, 10**6))),
+)
+def test_no_page_is_given_twice_and_none_is_lost(first, num_pages, operations):
+    runs = ExtentAllocator(first, first + num_pages)
+    free = set(range(first, first + num_pages))
+    taken: list[int] = []
+    for allocates, count, choice in operations:
+        if allocates and count <= len(free):
+            after = choice % (num_pages + 6) - 2 if choice % 2 else None
+            pages = runs.allocate(count, after)
+            assert len(pages) == len(set(pages)) == count and set(pages) <= free
+            free -= set(pages)
+            taken += pages
+        else:
+            chooser = random.Random(choice)
+            back = chooser.sample(taken, min(count, len(taken)))
+            runs.free(back)
+            taken = [page for page in taken if page not in back]
+            free |= set(back)
+        assert runs.num_free == len(free)
+        # Runs that touch have been joined.
+        assert runs.num_runs == (num_runs(sorted(free)) if free else 0)
+    runs.free(taken)
+    assert runs.num_runs == (num_pages > 0)
+    assert runs.allocate(num_pages) == list(range(first, first + num_pages))
+
+
+def test_goes_on_after_a_page_where_that_is_free():
+    runs = ExtentAllocator(1, 100)
+    mine = runs.allocate(3)
+    others = runs.allocate(2)
+    for _ in range(5):
+        mine += runs.allocate(1, mine[-1])
+    assert num_runs(mine) == 1
+    others += runs.allocate(2, others[-1])
+    assert num_runs(others) == 1
+    runs.free(others[2:])
+    assert runs.allocate(2, others[1]) == others[2:]
+
+
+def test_goes_elsewhere_when_what_follows_is_taken():
+    runs = ExtentAllocator(0, 10)
+    assert runs.allocate(4) == [0, 1, 2, 3]
+    page = runs.allocate(1, 3)
+    assert page == [4]
+    assert runs.allocate(2, 3) != [4, 5] and runs.num_free == 3
+
+
+def test_goes_on_as_far_as_it_can_and_then_elsewhere():
+    runs = ExtentAllocator(0, 20)
+    taken = runs.allocate(20)
+    runs.free([3, 4, *taken[10:18]])
+    pages = runs.allocate(5, 2)
+    assert pages[:2] == [3, 4]
+    assert num_runs(pages) == 2
+
+
+def test_newcomers_leave_room_to_grow():
+    """A dozen sequences that grow by turns, in a pool that they fill to a third, stay whole."""
+    runs = ExtentAllocator(1, 513)
+    sequences = [runs.allocate(4) for _ in range(12)]
+    for _ in range(10):
+        for pages in sequences:
+            pages += runs.allocate(1, pages[-1])
+    assert [num_runs(pages) for pages in sequences] == [1] * 12
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_runs_are_long_under_a_low_load(seed):
+    """Sequences come, grow and go at about half use; a page-wise free list would make nearly every
+    page a run of its own."""
+    chooser = random.Random(seed)
+    runs = ExtentAllocator(1, 1025)
+    sequences: list[list[int]] = []
+    num_pages = num_copies = 0
+    for step in range(3000):
+        if runs.num_free > 512:
+            sequences.append(runs.allocate(chooser.randint(1, 16)))
+        growing = chooser.choice(sequences)
+        growing += runs.allocate(1, growing[-1])
+        if len(sequences) > 40 or runs.num_free < 400:
+            gone = sequences.pop(chooser.randrange(len(sequences)))
+            if step > 1000:
+                num_pages += len(gone)
+                num_copies += num_runs(gone)
+            runs.free(gone)
+    assert num_pages > 5000
+    assert num_pages / num_copies > 8
+
+
+def test_single_pages_when_there_is_nothing_else():
+    runs = ExtentAllocator(0, 64)
+    runs.allocate(64)
+    odd = list(range(1, 64, 2))
+    runs.free(odd)
+    assert runs.num_runs == 32
+    pages = runs.allocate(32)
+    assert sorted(pages) == odd
+    assert runs.num_free == runs.num_runs == 0
+    runs.free([7])
+    assert runs.allocate(1, 20) == [7]
+
+
+def test_the_same_calls_give_the_same_pages():
+    def pages(seed: int) -> list[list[int]]:
+        chooser = random.Random(seed)
+        runs, given = ExtentAllocator(0, 50), []
+        for _ in range(200):
+            if chooser.random() < 0.6 and runs.num_free >= 5:
+                given.append(runs.allocate(chooser.randint(1, 5), chooser.randrange(50)))
+            elif given:
+                runs.free(given.pop(chooser.randrange(len(given))))
+        return given
+
+    assert pages(1) == pages(1) != pages(2)
+
+
+def test_an_empty_allocator_has_nothing():
+    runs = ExtentAllocator(3, 3)
+    assert runs.num_free == runs.num_runs == 0
+    assert runs.allocate(0) == []
