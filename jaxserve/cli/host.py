@@ -35,6 +35,8 @@ class Host:
         host: index of this host, from 0.
         devices: number of devices of this host; by default all.
         timeout_s: how long to wait for all hosts to join.
+        secret_on_stdin: the first line of stdin is the job's secret; else it is that of the
+            environment variable JAXSERVE_JOB_SECRET.
         stdin_shutdown_timeout: on stdin EOF send SIGTERM, and after this many seconds SIGKILL.
         independent: do not join the other hosts.
     """
@@ -45,10 +47,12 @@ class Host:
     host: int | None = None
     devices: int | None = None
     timeout_s: int = 300
+    secret_on_stdin: bool = False
     stdin_shutdown_timeout: float | None = None
     independent: bool = False
 
     def run(self) -> int:
+        secret = _read_secret() if self.secret_on_stdin else None
         if self.stdin_shutdown_timeout is not None:
             _end_with_stdin(self.stdin_shutdown_timeout)
         run_command = _command(self.command)
@@ -63,6 +67,7 @@ class Host:
                 self.host,
                 devices=self.devices,
                 timeout_s=self.timeout_s,
+                secret=secret,
             )
         return run_command()
 
@@ -133,6 +138,23 @@ def _keep_stdout() -> None:
     stdout = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(stdout, "w", buffering=1, encoding=encoding)
+
+
+def _read_secret() -> str:
+    """The first line of stdin, byte by byte so that nothing after it is read.
+
+    Raises ConfigError if there is none.
+    """
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte or len(line) > 1000:
+            raise ConfigError(
+                "standard input does not begin with the job's secret, which `jaxserve launch` "
+                "writes there; leave out --secret-on-stdin to start a host by hand."
+            )
+        line += byte
+    return line.decode(errors="surrogateescape").strip()
 
 
 def _end_with_stdin(shutdown_timeout: float) -> None:

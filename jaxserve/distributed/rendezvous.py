@@ -4,22 +4,37 @@ JAX's coordination service ends the process, without a Python exception, if its 
 cannot be reached or if a host is missing. So the hosts first connect to host 0 on the coordinator's
 port: each sends its identity, host 0 compares them, and all receive the same verdict. Then host 0
 releases the port to JAX.
+
+Every message is a line of JSON behind its HMAC-SHA256 under the job's secret and a nonce that the
+receiver drew, so that neither side takes another program, or a recorded line, for a host. Host 0
+reads all connections at once, each for a limited time: one that is slow or sends anything else
+delays nobody.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hmac
 import ipaddress
 import json
+import re
+import secrets
+import selectors
 import socket
 import time
 from typing import Any, NamedTuple
 
 from jaxserve.core.errors import DistributedError
 
-_LINE_BYTES = 65536
+SECRET_VARIABLE = "JAXSERVE_JOB_SECRET"
+"""Environment variable with the job's secret, where the launcher cannot write to stdin."""
+
+_LINE_BYTES = 1 << 14
 _RETRY_S = 0.2
 _HELLO_S = 5.0
+# Connections whose hello is awaited, besides those of the job's hosts; then the oldest is closed.
+_STRANGERS = 256
 
 
 class Address(NamedTuple):
@@ -104,70 +119,188 @@ class Participant:
         return None
 
 
-def call(address: Address, me: Participant, timeout_s: float) -> None:
+def call(address: Address, me: Participant, timeout_s: float, secret: str = "") -> None:
     """Host 0: wait for all other hosts, and send them the verdict.
 
+    Connections that do not prove within 5 s that they know `secret` are closed, and change nothing.
     Raises DistributedError, on all hosts, if one is missing after `timeout_s`, joins twice, or
     disagrees; and immediately if the port is in use.
     """
     deadline = time.monotonic() + timeout_s
-    present: dict[int, socket.socket] = {}
-    refused: list[socket.socket] = []
+    present: dict[int, _Guest] = {}
+    conflicting: list[_Guest] = []
     fault = None
-    with address.listen() as server:
+    with (
+        address.listen() as server,
+        contextlib.closing(_Reception(server, me.num_hosts, secret)) as reception,
+    ):
         while fault is None and len(present) < me.num_hosts - 1:
-            server.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                connection, _ = server.accept()
-            except TimeoutError:
-                fault = _missing(present, me.num_hosts, timeout_s)
+            guest = reception.next_host(deadline)
+            if guest is None:
+                fault = _missing(set(present), me.num_hosts, timeout_s, reception.refused)
                 break
-            them = _hello(connection)
-            if them is None:  # Not one of the hosts.
-                connection.close()
-                continue
+            them = guest.host
             fault = me.differs(them)
             if fault is None and (them.host == 0 or them.host in present):
                 fault = f"two processes joined as host {them.host}; number each host once."
             if fault is None:
-                present[them.host] = connection
+                present[them.host] = guest
             else:
-                refused.append(connection)
-    for connection in [*present.values(), *refused]:
-        _dismiss(connection, fault)
+                conflicting.append(guest)
+    for guest in [*present.values(), *conflicting]:
+        _dismiss(guest, fault, secret)
     if fault is not None:
         raise DistributedError(fault)
 
 
-def answer(address: Address, me: Participant, timeout_s: float) -> None:
+def answer(address: Address, me: Participant, timeout_s: float, secret: str = "") -> None:
     """Every other host: connect to host 0, and wait for the verdict.
 
-    Raises DistributedError if the job cannot start, or host 0 is not reached within `timeout_s`.
+    Raises DistributedError if the job cannot start, host 0 is not reached within `timeout_s`, or
+    what answers there does not know `secret`.
     """
     deadline = time.monotonic() + timeout_s
     with _reach(address, me, deadline, timeout_s) as connection:
         # Host 0 is already listening, so its own timeout ends before this one.
-        connection.settimeout(timeout_s + _HELLO_S)
+        until = time.monotonic() + timeout_s + _HELLO_S
+        nonce = _new_nonce()
         try:
-            connection.sendall(json.dumps(dataclasses.asdict(me)).encode() + b"\n")
-            verdict = _read_line(connection)
+            challenge = _read_line(connection, until).decode("ascii")
+            if not _is_nonce(challenge):
+                raise ValueError(f"{challenge!r} is not a nonce")
+            hello = dataclasses.asdict(me) | {"nonce": nonce}
+            connection.sendall(_sealed(secret, "hello", challenge, hello))
+            verdict = _opened(secret, "verdict", nonce, _read_line(connection, until))
         except (OSError, ValueError):
             verdict = None
-    if not isinstance(verdict, dict) or "fault" not in verdict:
+    if not isinstance(verdict, dict) or not isinstance(verdict.get("fault", 0), str | None):
         raise DistributedError(
             f"{address} accepted host {me.host} but did not respond as host 0 does. Host 0 may "
-            "have failed (see its log), or another program may use this port."
+            "have failed (see its log) or have another job secret, or another program may use "
+            "this port."
         )
     if verdict["fault"] is not None:
         raise DistributedError(verdict["fault"])
 
 
-def _missing(present: dict[int, socket.socket], num_hosts: int, timeout_s: float) -> str:
+@dataclasses.dataclass(frozen=True)
+class _Guest:
+    """A connection that knows the job's secret, and the nonce that its verdict is sealed with."""
+
+    connection: socket.socket
+    host: Participant
+    nonce: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pending:
+    """A connection that was sent `challenge` and has until `deadline` to answer it."""
+
+    connection: socket.socket
+    challenge: str
+    deadline: float
+    received: bytearray
+
+
+class _Reception:
+    """Reads the hellos of all connections at once."""
+
+    def __init__(self, server: socket.socket, num_hosts: int, secret: str) -> None:
+        self._server, self._secret = server, secret
+        self._most = num_hosts + _STRANGERS
+        self._pending: dict[socket.socket, _Pending] = {}  # oldest first
+        self._selector = selectors.DefaultSelector()
+        server.setblocking(False)
+        self._selector.register(server, selectors.EVENT_READ)
+        self.refused = 0
+        """Number of connections that were closed because they sent no valid hello."""
+
+    def next_host(self, deadline: float) -> _Guest | None:
+        """The next host that arrives; None if there is none before `deadline`."""
+        while (now := time.monotonic()) < deadline:
+            oldest = next(iter(self._pending.values()), None)
+            until = deadline if oldest is None else min(deadline, oldest.deadline)
+            for key, _ in self._selector.select(max(until - now, 0.0)):
+                if key.fileobj is self._server:
+                    self._admit()
+                elif (guest := self._receive(key.fileobj)) is not None:
+                    return guest
+            now = time.monotonic()
+            for pending in [p for p in self._pending.values() if p.deadline <= now]:
+                self._refuse(pending.connection)
+        return None
+
+    def close(self) -> None:
+        for connection in self._pending:
+            connection.close()
+        self._selector.close()
+
+    def _admit(self) -> None:
+        challenge = _new_nonce()
+        try:
+            connection, _ = self._server.accept()
+        except OSError:
+            return  # The peer is gone.
+        connection.setblocking(False)
+        deadline = time.monotonic() + _HELLO_S
+        self._pending[connection] = _Pending(connection, challenge, deadline, bytearray())
+        self._selector.register(connection, selectors.EVENT_READ)
+        try:
+            connection.send(challenge.encode() + b"\n")
+        except OSError:
+            self._refuse(connection)
+        if len(self._pending) > self._most:
+            self._refuse(next(iter(self._pending)))
+
+    def _receive(self, connection: socket.socket) -> _Guest | None:
+        """The host, once its whole hello has arrived."""
+        pending = self._pending.get(connection)
+        if pending is None:  # closed in this round
+            return None
+        try:
+            data = connection.recv(_LINE_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        pending.received.extend(data)
+        line, end, _ = pending.received.partition(b"\n")
+        if data and not end and len(line) < _LINE_BYTES:
+            return None
+        said = _opened(self._secret, "hello", pending.challenge, bytes(line)) if end else None
+        guest = _guest(connection, said)
+        if guest is None:
+            self._refuse(connection)
+        else:
+            self._forget(connection)
+        return guest
+
+    def _refuse(self, connection: socket.socket) -> None:
+        self._forget(connection)
+        self.refused += 1
+        connection.close()
+
+    def _forget(self, connection: socket.socket) -> None:
+        del self._pending[connection]
+        self._selector.unregister(connection)
+
+
+def _guest(connection: socket.socket, said: Any) -> _Guest | None:
+    """The host that sent the hello `said`; None if it is not one."""
+    match said:
+        case {"host": int(host), "num_hosts": int(count), "versions": dict(versions), "nonce": n}:
+            if _is_nonce(n) and all(isinstance(v, str) for v in versions.values()):
+                return _Guest(connection, Participant(host, count, versions), n)
+    return None
+
+
+def _missing(present: set[int], num_hosts: int, timeout_s: float, refused: int) -> str:
     missing = [host for host in range(1, num_hosts) if host not in present]
     shown = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+    strangers = f" Connections closed for want of this job's secret: {refused}." if refused else ""
     return (
         f"{len(present) + 1} of {num_hosts} hosts joined within {timeout_s:g} s; "
-        f"missing: {shown}. See their logs, or increase timeout_s."
+        f"missing: {shown}. See their logs, or increase timeout_s.{strangers}"
     )
 
 
@@ -190,28 +323,59 @@ def _reach(address: Address, me: Participant, deadline: float, timeout_s: float)
         time.sleep(_RETRY_S)
 
 
-def _hello(connection: socket.socket) -> Participant | None:
-    """The identity sent by the peer; None if it is not a host."""
-    connection.settimeout(_HELLO_S)
-    try:
-        said = _read_line(connection)
-        return Participant(int(said["host"]), int(said["num_hosts"]), dict(said["versions"]))
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
-def _dismiss(connection: socket.socket, fault: str | None) -> None:
+def _dismiss(guest: _Guest, fault: str | None, secret: str) -> None:
     """Send the verdict and wait for the peer to close first: the side that closes first keeps its
     port in TIME_WAIT, and JAX needs this port."""
-    with connection:
+    with guest.connection as connection:
+        connection.settimeout(_HELLO_S)
         try:
-            connection.sendall(json.dumps({"fault": fault}).encode() + b"\n")
+            connection.sendall(_sealed(secret, "verdict", guest.nonce, {"fault": fault}))
             connection.recv(1)
         except OSError:
             pass  # The peer is gone, which JAX or the launcher will report.
 
 
-def _read_line(connection: socket.socket) -> Any:
-    """Read one line of JSON. Raises ValueError for anything else."""
-    with connection.makefile("rb") as stream:
-        return json.loads(stream.readline(_LINE_BYTES))
+def _new_nonce() -> str:
+    return secrets.token_hex(16)
+
+
+def _is_nonce(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None
+
+
+def _mac(secret: str, kind: str, nonce: str, body: bytes) -> bytes:
+    message = f"{kind} {nonce} ".encode() + body
+    key = secret.encode(errors="surrogatepass")
+    return hmac.digest(key, message, "sha256").hex().encode()
+
+
+def _sealed(secret: str, kind: str, nonce: str, content: dict[str, Any]) -> bytes:
+    """A line that only who knows `secret` can write, in answer to `nonce`."""
+    body = json.dumps(content).encode()
+    return _mac(secret, kind, nonce, body) + b" " + body + b"\n"
+
+
+def _opened(secret: str, kind: str, nonce: str, line: bytes) -> Any:
+    """The JSON of a sealed line; None for anything else. Nothing is parsed before the check."""
+    mac, _, body = line.partition(b" ")
+    if not hmac.compare_digest(mac, _mac(secret, kind, nonce, body)):
+        return None
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _read_line(connection: socket.socket, deadline: float) -> bytes:
+    """One line, without its end. Raises ValueError for a longer one, OSError at `deadline` (of
+    time.monotonic) and when the peer closes."""
+    received = b""
+    while b"\n" not in received:
+        if len(received) >= _LINE_BYTES:
+            raise ValueError(f"a line has more than {_LINE_BYTES} bytes")
+        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        data = connection.recv(_LINE_BYTES)
+        if not data:
+            raise ConnectionResetError("the peer closed the connection")
+        received += data
+    return received.partition(b"\n")[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 
 from jaxserve.core.errors import DistributedError
@@ -20,6 +22,7 @@ def join(
     *,
     devices: int | None = None,
     timeout_s: int = 300,
+    secret: str | None = None,
 ) -> None:
     """Make this process one host of a job, so that `jax.devices()` are those of all hosts.
 
@@ -33,11 +36,14 @@ def join(
         host: index of this host, from 0.
         devices: number of devices of this host: virtual devices on CPUs; under Slurm the first
             so many GPUs, where JAX by default uses one per host.
-        timeout_s: how long to wait for all hosts to join.
+        timeout_s: how long to wait for all hosts to join, in seconds.
+        secret: what only the hosts of this job know, the same on each; by default that of the
+            environment variable JAXSERVE_JOB_SECRET, which may be absent. Without one, host 0
+            takes any process that reaches its port for a host. Not used where JAX detects the job.
 
     Raises:
         DistributedError: the hosts cannot join: the coordinator is unreachable, its port is in
-            use, or a host is missing, duplicated, or has another version.
+            use, or a host is missing, duplicated, or has another version or another secret.
     """
     if jax.distributed.is_initialized():
         raise DistributedError(
@@ -62,7 +68,8 @@ def join(
     set_cpu_devices(devices)
     versions = {"version of jaxserve": __version__, "version of JAX": jax.__version__}
     me = rendezvous.Participant(host, num_hosts, versions)
-    (rendezvous.call if host == 0 else rendezvous.answer)(address, me, timeout_s)
+    secret = os.environ.get(rendezvous.SECRET_VARIABLE, "") if secret is None else secret
+    (rendezvous.call if host == 0 else rendezvous.answer)(address, me, timeout_s, secret)
     _initialize(
         coordinator_address=str(address),
         num_processes=num_hosts,

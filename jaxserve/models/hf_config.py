@@ -8,10 +8,23 @@ from typing import Any
 
 from jaxserve.core.errors import ModelError, UnsupportedModelError
 from jaxserve.core.model_config import ModelConfig, RopeConfig
+from jaxserve.core.model_files import shown
 from jaxserve.models.rope import frequencies
 
 _ATTENTION_KINDS = ("full_attention", "sliding_attention")
 _REQUIRED: Any = object()
+_INT32_MAX = (1 << 31) - 1
+# Several times those of the largest models. Sizes are checked before anything is made of that size.
+_MAX_SIZE = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 18,
+    "intermediate_size": 1 << 20,
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 13,
+    "max_position_embeddings": 1 << 30,
+}
 
 
 def common_config(raw: dict[str, Any], **family_fields: Any) -> ModelConfig:
@@ -23,37 +36,40 @@ def common_config(raw: dict[str, Any], **family_fields: Any) -> ModelConfig:
     architecture = raw["architectures"][0]
     if raw.get("quantization_config") is not None:
         raise UnsupportedModelError(
-            f"config.json has quantization_config {raw['quantization_config']!r}; quantized "
+            f"config.json has quantization_config {shown(raw['quantization_config'])}; quantized "
             "safetensors are not supported: use a GGUF or an unquantized checkpoint."
         )
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise UnsupportedModelError(
-            f"hidden_act {raw['hidden_act']!r} is not implemented for {architecture}; "
+            f"hidden_act {shown(raw['hidden_act'])} is not implemented for {architecture}; "
             "only 'silu' is."
         )
     # For these fields only, null means absent.
     optional = ("head_dim", "num_key_value_heads", "bos_token_id", "pad_token_id")
     raw = {name: value for name, value in raw.items() if value is not None or name not in optional}
-    vocab_size, num_heads = _integer(raw, "vocab_size"), _integer(raw, "num_attention_heads")
+    vocab_size, num_heads = integer(raw, "vocab_size"), integer(raw, "num_attention_heads")
     head_dim = _head_dim(raw, num_heads)
+    name = raw.get("_name_or_path") or ""
+    if not isinstance(name, str):
+        raise malformed("_name_or_path", name, "a string")
     fields = {
         "architecture": architecture,
         "vocab_size": vocab_size,
-        "hidden_size": _integer(raw, "hidden_size"),
-        "intermediate_size": _integer(raw, "intermediate_size"),
-        "num_layers": _integer(raw, "num_hidden_layers"),
+        "hidden_size": integer(raw, "hidden_size"),
+        "intermediate_size": integer(raw, "intermediate_size"),
+        "num_layers": integer(raw, "num_hidden_layers"),
         "num_heads": num_heads,
-        "num_kv_heads": _integer(raw, "num_key_value_heads", num_heads),
+        "num_kv_heads": integer(raw, "num_key_value_heads", num_heads),
         "head_dim": head_dim,
-        "max_position_embeddings": _integer(raw, "max_position_embeddings"),
+        "max_position_embeddings": integer(raw, "max_position_embeddings"),
         "rope": rope_config(raw, head_dim),
         "rms_norm_eps": _number(raw, "rms_norm_eps", 1e-6),
         "tie_word_embeddings": boolean(raw, "tie_word_embeddings", False),
         "sliding_windows": sliding_windows(raw),
-        "bos_token_id": _integer(raw, "bos_token_id", None, minimum=0),
+        "bos_token_id": integer(raw, "bos_token_id", None, minimum=0),
         "eos_token_ids": eos_token_ids(raw, vocab_size),
-        "pad_token_id": _integer(raw, "pad_token_id", None, minimum=-1),  # Llama 2 has -1
-        "name": raw.get("_name_or_path") or "",
+        "pad_token_id": integer(raw, "pad_token_id", None, minimum=-1),  # Llama 2 has -1
+        "name": name,
     }
     return ModelConfig(**(fields | family_fields))
 
@@ -76,20 +92,20 @@ def eos_token_ids(
 
 def sliding_windows(raw: dict[str, Any]) -> tuple[int | None, ...]:
     """Attention window per layer, in tokens; None for full attention."""
-    layers, kinds = _integer(raw, "num_hidden_layers"), raw.get("layer_types")
+    layers, kinds = integer(raw, "num_hidden_layers"), raw.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != layers:
             raise malformed("layer_types", kinds, f"a list of {layers}, one for each layer")
-        if unknown := sorted({str(kind) for kind in kinds if kind not in _ATTENTION_KINDS}):
+        if unknown := [kind for kind in kinds if kind not in _ATTENTION_KINDS][:1]:
             raise UnsupportedModelError(
-                f"layer_types has {unknown}; known are {', '.join(_ATTENTION_KINDS)}."
+                f"layer_types has {shown(unknown)}; known are {', '.join(_ATTENTION_KINDS)}."
             )
     if raw.get("sliding_window") is None or not boolean(raw, "use_sliding_window", True):
         return (None,) * layers
-    window = _integer(raw, "sliding_window")
+    window = integer(raw, "sliding_window")
     if kinds is not None:
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    first = _integer(raw, "max_window_layers", 0, minimum=0)
+    first = integer(raw, "max_window_layers", 0, minimum=0)
     return tuple(window if layer >= first else None for layer in range(layers))
 
 
@@ -101,8 +117,8 @@ def rope_config(raw: dict[str, Any], head_dim: int) -> RopeConfig:
     """
     scaling = _rope_fields(raw)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    trained = _integer(raw, "max_position_embeddings")
-    original = _integer(scaling, "original_max_position_embeddings", None)
+    trained = integer(raw, "max_position_embeddings")
+    original = integer(scaling, "original_max_position_embeddings", None)
     if kind in ("longrope", "yarn") and original:
         factor = _number(scaling, "factor", trained / original)
     elif kind in ("linear", "dynamic", "llama3", "yarn"):
@@ -136,17 +152,19 @@ def rope_config(raw: dict[str, Any], head_dim: int) -> RopeConfig:
         raise malformed("high_freq_factor", rope.high_freq_factor, required)
     try:
         frequencies(rope, trained)  # fails here rather than when programs are traced
-    except ArithmeticError as error:
-        raise ModelError(f"config.json asks for {rope}, which is undefined: {error}.") from error
+    except (ArithmeticError, ValueError) as error:
+        raise ModelError(
+            f"config.json asks for {shown(rope)}, which is undefined: {error}."
+        ) from error
     return rope
 
 
 def _head_dim(raw: dict[str, Any], num_heads: int) -> int:
-    hidden_size = _integer(raw, "hidden_size")
+    hidden_size = integer(raw, "hidden_size")
     if "head_dim" not in raw and hidden_size % num_heads:
         required = f"a multiple of num_attention_heads {num_heads}, as there is no head_dim"
         raise malformed("hidden_size", hidden_size, required)
-    return _integer(raw, "head_dim", hidden_size // num_heads)
+    return integer(raw, "head_dim", hidden_size // num_heads)
 
 
 def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
@@ -161,13 +179,18 @@ def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _integer(raw: dict[str, Any], name: str, default: Any = _REQUIRED, minimum: int = 1) -> Any:
-    """The integer `name`; `default`, which may be None, where it is absent."""
+def integer(raw: dict[str, Any], name: str, default: Any = _REQUIRED, minimum: int = 1) -> Any:
+    """The integer `name`; `default`, which may be None, where it is absent.
+
+    Raises ModelError unless it is from `minimum` to the most that any model has.
+    """
     if name not in raw:
         return _default(raw, name, default)
     value = raw[name]
-    if type(value) is not int or value < minimum:  # isinstance would let True pass for 1
-        raise malformed(name, value, f"an integer of at least {minimum}")
+    maximum = _MAX_SIZE.get(name, _INT32_MAX)
+    # isinstance would let True pass for 1
+    if type(value) is not int or not minimum <= value <= maximum:
+        raise malformed(name, value, f"an integer of at least {minimum} and at most {maximum}")
     return value
 
 
@@ -188,6 +211,11 @@ def boolean(raw: dict[str, Any], name: str, default: bool, file: str = "config.j
     return value
 
 
+def flag(raw: dict[str, Any], name: str) -> bool:
+    """The field `name`, false where it is absent or null; ModelError unless true or false."""
+    return raw.get(name) is not None and boolean(raw, name, False)
+
+
 def _factors(raw: dict[str, Any], name: str) -> tuple[float, ...] | None:
     values = raw.get(name)
     if values is None:
@@ -204,11 +232,11 @@ def _is_number(value: Any, above: float) -> bool:
 def _default(raw: dict[str, Any], name: str, default: Any) -> Any:
     if default is _REQUIRED:
         raise UnsupportedModelError(
-            f"config.json has no field {name!r}, which {raw.get('architectures')} needs."
+            f"config.json has no field {name!r}, which {shown(raw.get('architectures'))} needs."
         )
     return default
 
 
 def malformed(name: str, value: Any, required: str, file: str = "config.json") -> ModelError:
     """The error for field `name` of `file`, whose `value` is not what is `required`."""
-    return ModelError(f"{file} has {name} {value!r}; it must be {required}.")
+    return ModelError(f"{file} has {name} {shown(value)}; it must be {required}.")

@@ -14,7 +14,7 @@ import jax
 from jaxserve.core.model_config import LayerKind, ModelConfig
 from jaxserve.models import layers, rope
 from jaxserve.models.family import Attention, Family, Params, ParamSpec, Part, one_tensor
-from jaxserve.models.hf_config import common_config
+from jaxserve.models.hf_config import common_config, flag, integer, malformed
 
 # Defaults of the transformers classes, which a config.json may leave out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -32,12 +32,12 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     """ModelConfig of any member, from its parsed `config.json`."""
     architecture = raw["architectures"][0]
     raw = _DEFAULTS.get(architecture, {}) | raw
-    everywhere = raw.get("attention_bias", False)
+    everywhere = flag(raw, "attention_bias")
     config = common_config(
         raw,
         qkv_bias=everywhere or architecture == "Qwen2ForCausalLM",
         output_bias=everywhere,
-        mlp_bias=raw.get("mlp_bias", False),
+        mlp_bias=flag(raw, "mlp_bias"),
         qk_norm=architecture == "Qwen3ForCausalLM",
     )
     if architecture == "SmolLM3ForCausalLM":
@@ -47,8 +47,10 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
 
 def _rope_layers(raw: dict[str, Any], num_layers: int) -> tuple[bool, ...]:
     """Whether each layer rotates; `no_rope_layers`, despite its name, has 1 where it does."""
-    interval = raw.get("no_rope_layer_interval", 4)
+    interval = integer(raw, "no_rope_layer_interval", 4)
     flags = raw.get("no_rope_layers") or [(i + 1) % interval for i in range(num_layers)]
+    if not isinstance(flags, list) or len(flags) != num_layers:
+        raise malformed("no_rope_layers", flags, f"a list of {num_layers}, one for each layer")
     return tuple(bool(flag) for flag in flags)
 
 

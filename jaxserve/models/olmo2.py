@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jaxserve.core.model_config import LayerKind, ModelConfig
 from jaxserve.models import layers, llama, parallel
 from jaxserve.models.family import Attention, Params, ParamSpec, one_tensor
-from jaxserve.models.hf_config import common_config
+from jaxserve.models.hf_config import common_config, flag
 
 
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     """ModelConfig from the parsed `config.json`."""
-    biased = raw.get("attention_bias", False)
+    biased = flag(raw, "attention_bias")
     return common_config(raw, qkv_bias=biased, output_bias=biased)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from jaxserve.core.errors import ConfigError, UnsupportedModelError
 from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.model_files import shown
 from jaxserve.models import llama, olmo2
 from jaxserve.models.family import Family, Params
 
@@ -48,7 +49,7 @@ def get_family(architecture: str) -> Family:
     except KeyError:
         known = ", ".join(sorted(families))
         raise UnsupportedModelError(
-            f"architecture {architecture!r} is not implemented; known are {known}. "
+            f"architecture {shown(architecture)} is not implemented; known are {known}. "
             "docs/adding-a-model.md shows how to add one."
         ) from None
 

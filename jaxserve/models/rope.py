@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.core.model_config import RopeConfig
+from jaxserve.core.model_files import shown
 
 
 def frequencies(rope: RopeConfig, context: int) -> tuple[np.ndarray, float]:
@@ -47,8 +48,8 @@ def frequencies(rope: RopeConfig, context: int) -> tuple[np.ndarray, float]:
         case "longrope":
             return _longrope(rope, base, original, context)
     raise UnsupportedModelError(
-        f"rope scaling {rope.kind!r} is not known; known are default, linear, dynamic, llama3, "
-        "yarn and longrope."
+        f"rope scaling {shown(rope.kind)} is not known; known are default, linear, dynamic, "
+        "llama3, yarn and longrope."
     )
 
 

@@ -1,7 +1,8 @@
 """Chat templates: messages to the prompt format that a model was trained on.
 
-Templates are Jinja programs from the model's files, so they run in a sandbox. The environment is
-that of Hugging Face's `apply_chat_template`, since templates depend on its details.
+Templates are Jinja programs from the model's files, so they run in a sandbox, within limits of time
+and size (`template_limits.py`). The environment is that of Hugging Face's `apply_chat_template`,
+since templates depend on its details.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxserve.core.errors import RequestError
+from jaxserve.text.template_limits import LimitedEnvironment, TemplateLimitError
+
+_SHOWN_CHARS = 2000
 
 
 def render_chat(
@@ -41,8 +44,8 @@ def render_chat(
         variables: further variables of the template, such as `bos_token`.
 
     Raises:
-        RequestError: a message is malformed, or the template is missing, invalid, or rejects the
-            conversation.
+        RequestError: a message is malformed, or the template is missing, invalid, rejects the
+            conversation, or exceeds a limit.
     """
     if template is None:
         raise RequestError(
@@ -52,13 +55,17 @@ def render_chat(
     context |= {"messages": normalize_messages(messages), "tools": tools}
     context["add_generation_prompt"] = add_generation_prompt
     try:
-        return _compile(template).render(context)
+        return LimitedEnvironment.render(_compile(template), context)
+    except TemplateLimitError as error:
+        raise RequestError(f"the chat template was stopped: {error}") from error
     except jinja2.TemplateSyntaxError as error:
         raise RequestError(
             f"the chat template is not valid Jinja, line {error.lineno}: {error.message}"
         ) from error
     except Exception as error:  # a template is a program: it may raise anything
-        raise RequestError(f"the chat template cannot render these messages: {error}") from error
+        raise RequestError(
+            f"the chat template cannot render these messages: {str(error)[:_SHOWN_CHARS]}"
+        ) from error
 
 
 def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -109,10 +116,10 @@ class _GenerationBlock(Extension):
 
 @lru_cache(maxsize=8)
 def _compile(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
+    environment = LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    environment.add_filter("tojson", _to_json)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     return environment.from_string(template)

@@ -16,9 +16,30 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxserve.core.errors import ModelError
+from jaxserve.core.model_files import shown
 from jaxserve.text.token_bytes import SPACE_MARK
 
 Metadata = Mapping[str, Any]
+# The longest piece, and characters of all, that a SentencePiece vocabulary may have: its merges are
+# found by trying every cut.
+_MAX_PIECE_CHARS, _MAX_PIECES_CHARS = 512, 1 << 23
+# Types of the keys that are read here; lists are of such values.
+_TYPES: dict[str, type | list[type]] = {
+    "tokenizer.ggml.model": str,
+    "tokenizer.ggml.pre": str,
+    "tokenizer.ggml.tokens": [str],
+    "tokenizer.ggml.merges": [str],
+    "tokenizer.ggml.scores": [float],
+    "tokenizer.ggml.token_type": [int],
+    "tokenizer.ggml.add_bos_token": bool,
+    "tokenizer.ggml.add_eos_token": bool,
+    "tokenizer.ggml.add_space_prefix": bool,
+    "tokenizer.chat_template": str,
+    "tokenizer.chat_templates": [str],
+} | {
+    f"tokenizer.ggml.{name}_token_id": int
+    for name in ("bos", "eos", "eot", "eom", "unknown", "padding")
+}
 
 
 class _TokenType(IntEnum):
@@ -79,6 +100,19 @@ _BYTE_PAIRS = {
 }
 
 
+def check_vocabulary(metadata: Metadata) -> None:
+    """Raises ModelError for a `tokenizer.*` key whose value is not of its type."""
+    for key, value in metadata.items():
+        kind = str if key.startswith("tokenizer.chat_template.") else _TYPES.get(key)
+        if kind is None:
+            continue
+        inner = kind[0] if isinstance(kind, list) else kind
+        values = value if isinstance(value, list) else [value]
+        if isinstance(value, list) != isinstance(kind, list) or set(map(type, values)) - {inner}:
+            of = "a list of " if isinstance(kind, list) else "a "
+            raise ModelError(f"GGUF key {key} is {shown(value)}; it must be {of}{inner.__name__}.")
+
+
 def build_backend(metadata: Metadata) -> tokenizers.Tokenizer:
     """Builds the tokenizer that a GGUF file describes.
 
@@ -87,17 +121,15 @@ def build_backend(metadata: Metadata) -> tokenizers.Tokenizer:
 
     Raises:
         ModelError: a key is missing or contradicts another, or the kind of tokenizer is unknown.
+        The tokenizers library raises others for what it finds inconsistent.
     """
     kind = _required(metadata, "tokenizer.ggml.model")
     builders = {"gpt2": _build_byte_level, "llama": _build_sentencepiece}
     if kind not in builders:
-        raise ModelError(f"GGUF tokenizer {kind!r} is not supported; use one of {sorted(builders)}")
-    try:
-        backend = builders[kind](metadata)
-    except ModelError:
-        raise
-    except Exception as error:  # the tokenizers library raises bare Exception
-        raise ModelError(f"the GGUF vocabulary is inconsistent: {error}") from error
+        raise ModelError(
+            f"GGUF tokenizer {shown(kind)} is not supported; use one of {sorted(builders)}"
+        )
+    backend = builders[kind](metadata)
     _add_special_tokens(backend, metadata)
     return backend
 
@@ -131,7 +163,7 @@ def _build_byte_level(metadata: Metadata) -> tokenizers.Tokenizer:
     name = metadata.get("tokenizer.ggml.pre", "default")
     if name not in _BYTE_PAIRS:
         raise ModelError(
-            f"GGUF pre-tokenizer {name!r} is not supported; supported: {sorted(_BYTE_PAIRS)}. "
+            f"GGUF pre-tokenizer {shown(name)} is not supported; supported: {sorted(_BYTE_PAIRS)}. "
             "Use the model's Hugging Face directory, which has a tokenizer.json, instead"
         )
     pairs = _BYTE_PAIRS[name]
@@ -175,6 +207,12 @@ def _merges_from_scores(vocabulary: dict[str, int], scores: list[float]) -> list
     Equal scores are ordered as in Hugging Face's converter, longer left halves first, since the
     position in this list decides between overlapping merges.
     """
+    longest, total = max(map(len, vocabulary), default=0), sum(map(len, vocabulary))
+    if longest > _MAX_PIECE_CHARS or total > _MAX_PIECES_CHARS:
+        raise ModelError(
+            f"the GGUF vocabulary has {total:,} characters and a token of {longest:,}, and no "
+            f"merges; at most {_MAX_PIECES_CHARS:,} and {_MAX_PIECE_CHARS:,} are read."
+        )
     ranked = []
     for piece, token_id in vocabulary.items():
         for cut in range(1, len(piece)):

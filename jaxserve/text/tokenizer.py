@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from jaxserve.core.errors import ModelError, RequestError
+from jaxserve.core.errors import JaxserveError, ModelError, RequestError
+from jaxserve.core.model_files import check_regular, read_json, read_text, shown
 from jaxserve.text import gguf_vocab
 from jaxserve.text.chat import render_chat
 from jaxserve.text.token_bytes import Spelling
 
+_MAX_TOKENIZER_BYTES = 256 << 20
+_MAX_VOCABULARY = 1 << 24
+_PROBE_LENGTH = 48
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -48,9 +53,13 @@ class Tokenizer:
             eos_token_ids: tokens that end an answer.
             chat_templates: template name to Jinja source; `default` is the usual one, `tool_use`
                 is used for conversations with tools.
+
+        Raises `ModelError` for a tokenizer that cannot be used: of an unknown kind, with ids out of
+        range, or with a pattern that takes exponential time.
         """
         backend.no_truncation()
         backend.no_padding()
+        _check_patterns(backend)
         self._backend = backend
         self._spelling = Spelling.of(backend.decoder)
         self._special_tokens = dict(special_tokens)
@@ -61,21 +70,31 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         self.strips_leading_space = self._spelling.strips_leading_space
+        if self.vocab_size > _MAX_VOCABULARY:
+            raise ModelError(
+                f"the tokenizer has the token id {self.vocab_size - 1}; ids must be below "
+                f"{_MAX_VOCABULARY}."
+            )
+        for token_id in self.eos_token_ids:
+            if type(token_id) is not int or not 0 <= token_id < _MAX_VOCABULARY:
+                raise ModelError(
+                    f"the model has the end token {shown(token_id)}; it must be an id below "
+                    f"{_MAX_VOCABULARY}."
+                )
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Tokenizer:
         """Reads a Hugging Face model directory. Raises `ModelError` if that fails."""
         directory = Path(path)
         file = directory / "tokenizer.json"
-        if not file.is_file():
+        if not file.exists():
             raise ModelError(
                 f"{directory} has no tokenizer.json; save one with transformers: "
                 f"AutoTokenizer.from_pretrained(...).save_pretrained({str(directory)!r})"
             )
-        try:
+        check_regular(file, _MAX_TOKENIZER_BYTES)
+        with _library_errors(ModelError, f"{file} is not a valid tokenizer"):
             backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the tokenizers library raises bare Exception
-            raise ModelError(f"{file} is not a valid tokenizer: {error}") from error
         config = _read_json(directory / "special_tokens_map.json")
         config |= _read_json(directory / "tokenizer_config.json")
         special_tokens = _special_tokens(config)
@@ -92,8 +111,11 @@ class Tokenizer:
 
         Raises `ModelError` if the file has no tokenizer or one of an unknown kind.
         """
+        gguf_vocab.check_vocabulary(metadata)
+        with _library_errors(ModelError, "the GGUF vocabulary is inconsistent"):
+            backend = gguf_vocab.build_backend(metadata)
         return cls(
-            gguf_vocab.build_backend(metadata),
+            backend,
             special_tokens=gguf_vocab.special_tokens(metadata),
             eos_token_ids=gguf_vocab.eos_token_ids(metadata),
             chat_templates=gguf_vocab.chat_templates(metadata),
@@ -165,14 +187,16 @@ class Tokenizer:
         Special tokens spelled out in the text are recognised. `add_special_tokens` adds those
         around a text (such as the first `<s>`); a chat template writes its own, so pass False
         when encoding its result. Raises `RequestError` for text with lone surrogates, which JSON
-        can represent but UTF-8 cannot.
+        can represent but UTF-8 cannot, and for text that the tokenizer's patterns take too long
+        for.
         """
-        try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except TypeError as error:
-            raise RequestError(
-                f"text must be a string of valid Unicode, got {text!r:.80}"
-            ) from error
+        with _library_errors(RequestError, "the tokenizer cannot encode this text"):
+            try:
+                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            except TypeError as error:
+                raise RequestError(
+                    f"text must be a string of valid Unicode, got {text!r:.80}"
+                ) from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; ids outside the vocabulary are ignored."""
@@ -239,8 +263,44 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(token, Mapping):
             token = token.get("content")
         if token is not None:
+            if not isinstance(token, str):
+                raise ModelError(f"the tokenizer's {name} is {shown(token)}; it must be a string.")
             found[name] = token
     return found
+
+
+@contextmanager
+def _library_errors(kind: type[JaxserveError], what: str) -> Iterator[None]:
+    """Raises `kind` for whatever the tokenizers library raises: bare Exception, and where it panics
+    (a pattern that exceeds its limit of retries) something that is not even one."""
+    try:
+        yield
+    except JaxserveError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{what}: {error}") from error
+
+
+def _check_patterns(backend: tokenizers.Tokenizer) -> None:
+    """Raises `ModelError` for a pattern that takes exponential time on a run of equal characters.
+
+    The library limits the retries of a match, to some tenths of a second. A pattern that gets there
+    with a short text would take that long for every few words.
+    """
+    steps = [step for step in (backend.normalizer, backend.pre_tokenizer) if step is not None]
+    parts = "".join(step.__getstate__().decode() for step in steps)
+    if '"Regex"' not in parts:
+        return
+    for run in sorted(set(parts) | set("a0 \n\t.é中"))[:256]:
+        with (
+            _library_errors(
+                ModelError, "the tokenizer has a pattern that takes exponential time; do not use it"
+            ),
+            suppress(Exception),  # A character that the vocabulary lacks.
+        ):
+            backend.encode(run * _PROBE_LENGTH + "\0", add_special_tokens=False)
 
 
 def _eos_token_ids(
@@ -251,6 +311,8 @@ def _eos_token_ids(
     if listed is None:
         listed = _read_json(directory / "config.json").get("eos_token_id")
     ids = [] if listed is None else listed if isinstance(listed, list) else [listed]
+    if not all(type(token_id) is int for token_id in ids):
+        raise ModelError(f"{directory} has eos_token_id {shown(listed)}; it must be an id or ids.")
     own = backend.token_to_id(special_tokens.get("eos_token", ""))
     return tuple(dict.fromkeys([*ids, own] if own is not None else ids))
 
@@ -260,23 +322,27 @@ def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
     configured = config.get("chat_template")
     if isinstance(configured, str):
         configured = [{"name": "default", "template": configured}]
-    templates = {entry["name"]: entry["template"] for entry in configured or ()}
+    templates = {}
+    for entry in [] if configured is None else configured if isinstance(configured, list) else [0]:
+        match entry:
+            case {"name": str(name), "template": str(template)}:
+                templates[name] = template
+            case _:
+                raise ModelError(
+                    f"{directory}/tokenizer_config.json has chat_template {shown(configured)}; it "
+                    "must be a string, or a list of objects with name and template."
+                )
     file = directory / "chat_template.jinja"
-    if file.is_file():
-        templates["default"] = file.read_text(encoding="utf-8")
+    if file.exists():
+        templates["default"] = read_text(file)
     for extra in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-        templates[extra.stem] = extra.read_text(encoding="utf-8")
+        templates[extra.stem] = read_text(extra)
     return templates
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     """The object in `file`, or an empty one if there is no such file."""
-    if not file.is_file():
-        return {}
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{file} is not valid JSON: {error}") from error
+    return read_json(file) if file.exists() else {}
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from jaxserve.distributed.launch.local import Local
 from jaxserve.distributed.launch.slurm import Slurm
 from jaxserve.distributed.launch.ssh import Ssh
 from jaxserve.distributed.launch.tpu_vm import TpuVm
+from jaxserve.distributed.rendezvous import SECRET_VARIABLE
 
 # Whatever a process can be given: no NUL, and what UTF-8 can say.
 ARGUMENT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
@@ -130,7 +132,7 @@ class TestQuoting:
     @given(arguments=ARGUMENTS)
     def test_kubernetes(self, arguments):
         job = dataclasses.replace(TWO_HOSTS, command=("x", *arguments))
-        manifest = yaml.safe_load(Kubernetes("image").dry_run(job))
+        _, manifest = yaml.safe_load_all(Kubernetes("image").dry_run(job))
         command = [expanded(word, {"JOB_COMPLETION_INDEX": "1"}) for word in command_of(manifest)]
         assert "--host=1" in command
         assert command[command.index("--") + 1 :] == ["x", *arguments]
@@ -207,7 +209,7 @@ def test_slurm_writes_a_batch_script(dry_run):
 
 
 def test_kubernetes_gpu_pods_meet_at_the_first(dry_run):
-    manifest = yaml.safe_load(
+    secret, manifest = yaml.safe_load_all(
         dry_run(
             *("--backend=k8s", "--hosts=2", "--devices-per-host=8", "--accelerator=nvidia-h100"),
             *("--image=repo/jaxserve:1", "--namespace=llm", "--name=big"),
@@ -230,6 +232,12 @@ def test_kubernetes_gpu_pods_meet_at_the_first(dry_run):
     first = f"big-{replicated['name']}-0-0.big"
     assert f"--coordinator={first}:8476" in container["command"]
     assert "--host=$(JOB_COMPLETION_INDEX)" in container["command"]
+    assert (secret["kind"], secret["metadata"]["namespace"]) == ("Secret", "llm")
+    [variable] = container["env"]
+    reference = variable["valueFrom"]["secretKeyRef"]
+    assert variable["name"] == SECRET_VARIABLE
+    assert reference["name"] == secret["metadata"]["name"] == "big-job-secret"
+    assert len(secret["stringData"][reference["key"]]) == 64
 
 
 def test_kubernetes_tpu_pods_are_a_slice(dry_run, refused):
@@ -279,6 +287,26 @@ def test_ssh_hosts_meet_at_the_first(dry_run, hostfile):
         assert {"--coordinator=node-1:8476", "--num-hosts=2", f"--host={number}"} <= set(
             remote.split()
         )
+
+
+def test_hosts_that_join_each_other_are_given_a_new_secret(hostfile):
+    for backend in (Local(), Ssh(hostfile)):
+        job = TWO_HOSTS
+        first, second = backend._hosts(job), backend._hosts(job)
+        assert len({host.stdin for host in first}) == 1
+        assert first[0].stdin != second[0].stdin
+        assert len(first[0].stdin) == 65
+        for host in first:
+            assert "--secret-on-stdin" in " ".join(host.argv)
+            assert first[0].stdin.decode().strip() not in str(host)
+    assert "--secret-on-stdin" not in TpuVm().dry_run(TWO_HOSTS)  # JAX joins these
+
+
+def test_a_host_without_the_secret_it_should_read_says_so():
+    command = [sys.executable, "-m", "jaxserve.cli.host", "--secret-on-stdin", "--", "-m", "job"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+    assert done.returncode == 1
+    assert b"standard input does not begin with the job's secret" in done.stderr
 
 
 SCRIPT = ("--", "job.py")

@@ -54,3 +54,14 @@ def test_who_failed(capfd, hosts, said, status):
     assert run_together(processes, shutdown_timeout=60) == status
     assert time.monotonic() - begin < 30  # nobody had to be killed after the grace
     assert capfd.readouterr().err.splitlines() == [said] * bool(said)
+
+
+def test_a_host_reads_its_input_and_then_waits(capfd):
+    """Its command line, which others can see, does not have the input."""
+    reads = "import sys; assert sys.stdin.readline() == 'secret\\n'; sys.stdin.read()"
+    host = HostProcess([sys.executable, "-S", "-c", reads], stdin=b"secret\n")
+    fails = HostProcess([sys.executable, "-S", "-c", A_MOMENT_LATER + FAILS])
+    assert "secret" not in str(host._replace(argv=["host"]))
+    assert run_together([host, fails], shutdown_timeout=60) == 3
+    said = "error: host 1 failed with exit status 3; ending host 0."
+    assert capfd.readouterr().err.splitlines() == [said]

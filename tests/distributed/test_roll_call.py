@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import hmac
+import json
 import socket
 import threading
 import time
@@ -12,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.core.errors import DistributedError
+from jaxserve.distributed import rendezvous
 from jaxserve.distributed.rendezvous import Address, Participant, answer, call
 
 VERSIONS = {"version of jaxserve": "1", "version of JAX": "2"}
@@ -23,7 +27,10 @@ def free_address() -> Address:
 
 
 def meet(
-    attendees: Sequence[Participant], address: Address | None = None, timeout_s: float = 20
+    attendees: Sequence[Participant],
+    address: Address | None = None,
+    timeout_s: float = 20,
+    secret: str = "",
 ) -> list[str | None]:
     """What each was told: None, or the error."""
     address = address or free_address()
@@ -31,7 +38,7 @@ def meet(
 
     def attend(place: int, me: Participant) -> None:
         try:
-            (call if me.host == 0 else answer)(address, me, timeout_s)
+            (call if me.host == 0 else answer)(address, me, timeout_s, secret)
         except DistributedError as error:
             told[place] = str(error)
 
@@ -178,3 +185,186 @@ def test_an_address_without_a_name_or_port_is_refused(text):
 def test_a_job_within_one_machine_listens_there_only(text, bind):
     assert str(Address.parse(text)) == text
     assert Address.parse(text).bind == bind
+
+
+SECRET = "s3cret"
+HELLO = {"host": 1, "num_hosts": 2, "versions": VERSIONS, "nonce": "0" * 32}
+
+
+def sealed(secret: str, kind: str, nonce: str, body: str) -> bytes:
+    """A line of the protocol, as a program that was written from its description would send it."""
+    mac = hmac.new(secret.encode(), f"{kind} {nonce} {body}".encode(), "sha256").hexdigest()
+    return f"{mac} {body}\n".encode()
+
+
+def challenged(address: Address) -> tuple[socket.socket, str]:
+    """A new connection, and the nonce that host 0 sent."""
+    connection = connected(address)
+    connection.settimeout(10)
+    return connection, connection.recv(1000).decode().strip()
+
+
+@contextlib.contextmanager
+def host_0(address: Address, secret: str = SECRET, timeout_s: float = 20):
+    """Host 0 of two; what it is told is in the list when the block has ended."""
+    told: list[str | None] = []
+    zero = threading.Thread(
+        target=lambda: told.extend(meet(hosts(2, 0), address, timeout_s, secret))
+    )
+    zero.start()
+    yield told
+    zero.join(timeout=30)
+    assert not zero.is_alive()
+
+
+def closed(connection: socket.socket) -> bool:
+    """Whether the other side closes this connection within ten seconds."""
+    connection.settimeout(10)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+DEEP = "[" * 8000
+HOSTILE_BODIES = [
+    json.dumps(HELLO).replace('"host": 1', '"host": 1e999'),
+    json.dumps(HELLO).replace('"host": 1', '"host": ' + "9" * 5000),
+    json.dumps(HELLO).replace('"host": 1', f'"host": {DEEP}'),
+    json.dumps(HELLO | {"nonce": "\ud800"}),
+    json.dumps(HELLO | {"versions": {"a": [1]}}),
+    json.dumps(HELLO | {"host": "1"}),
+    DEEP,
+    "null",
+    "",
+]
+
+
+@pytest.mark.parametrize("secret", ["", SECRET])
+def test_hostile_hellos_are_closed_and_change_nothing(secret):
+    """Without a secret anybody can seal a line, so it is not even the seal that holds."""
+    address = free_address()
+    with host_0(address, secret) as told:
+        for body in HOSTILE_BODIES:
+            connection, nonce = challenged(address)
+            with connection:
+                connection.sendall(sealed("", "hello", nonce, body))
+                assert closed(connection), body
+        assert meet(hosts(2, 1), address, secret=secret) == [None]
+    assert told == [None]
+
+
+@pytest.mark.parametrize("versions", [VERSIONS, {"version of JAX": "none"}])
+def test_an_impostor_is_not_taken_for_a_host_and_cannot_end_the_job(versions):
+    address = free_address()
+    with host_0(address) as told:
+        hello = json.dumps(HELLO | {"versions": versions})
+        for guess in ("", "guess"):
+            connection, nonce = challenged(address)
+            with connection:
+                connection.sendall(sealed(guess, "hello", nonce, hello))
+                assert closed(connection)
+        assert meet(hosts(2, 1), address, secret=SECRET) == [None]
+    assert told == [None]
+
+
+def test_the_line_of_a_host_cannot_be_sent_again():
+    address = free_address()
+    with host_0(address) as told:
+        connection, nonce = challenged(address)
+        recorded = sealed(SECRET, "hello", nonce, json.dumps(HELLO))
+        connection.close()
+        connection, _ = challenged(address)
+        with connection:
+            connection.sendall(recorded)
+            assert closed(connection)
+        assert meet(hosts(2, 1), address, secret=SECRET) == [None]
+    assert told == [None]
+
+
+def test_a_host_with_another_secret_is_told_and_counted():
+    address = free_address()
+    with host_0(address, timeout_s=1) as told:
+        (said,) = meet(hosts(2, 1), address, secret="another")
+        assert "have another job secret" in said
+    assert "missing: 1." in told[0]
+    assert "Connections closed for want of this job's secret: 1." in told[0]
+
+
+def test_many_slow_connections_do_not_delay_a_host():
+    address = free_address()
+    with host_0(address) as told, contextlib.ExitStack() as slow:
+        for _ in range(300):
+            slow.enter_context(connected(address)).sendall(b"0")
+        begin = time.monotonic()
+        assert meet(hosts(2, 1), address, secret=SECRET) == [None]
+        assert time.monotonic() - begin < 2
+    assert told == [None]
+
+
+@pytest.mark.parametrize("data", [b"0" * (1 << 20), b"0"])
+def test_a_hello_has_a_limit_and_a_deadline(monkeypatch, data):
+    monkeypatch.setattr(rendezvous, "_HELLO_S", 0.5)
+    address = free_address()
+    with host_0(address) as told:
+        connection, _ = challenged(address)
+        with connection:
+            with contextlib.suppress(ConnectionError):  # closed before all of it was sent
+                connection.sendall(data)
+            begin = time.monotonic()
+            assert closed(connection)
+            assert time.monotonic() - begin < 5
+        assert meet(hosts(2, 1), address, secret=SECRET) == [None]
+    assert told == [None]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        sealed("", "verdict", "0" * 32, '{"fault": null}'),
+        sealed(SECRET, "verdict", "0" * 32, '{"fault": null}'),  # for another host's nonce
+        b"0" * (1 << 20),
+        DEEP.encode() + b"\n",
+        b"",
+    ],
+)
+def test_an_impostor_is_not_taken_for_host_0(reply):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = Address("127.0.0.1", server.getsockname()[1])
+
+        def pretend() -> None:
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(10)
+                connection.sendall(b"0" * 32 + b"\n")
+                connection.recv(1 << 16)
+                connection.sendall(reply)
+
+        impostor = threading.Thread(target=pretend)
+        impostor.start()
+        with pytest.raises(DistributedError, match="did not respond as host 0 does"):
+            answer(address, hosts(2)[1], 5, SECRET)
+        impostor.join(timeout=20)
+        assert not impostor.is_alive()
+
+
+def test_a_host_0_that_sends_a_byte_at_a_time_is_given_up(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_HELLO_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = Address("127.0.0.1", server.getsockname()[1])
+
+        def drip() -> None:
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(OSError):
+                for _ in range(100):
+                    connection.sendall(b"0")
+                    time.sleep(0.1)
+
+        dripper = threading.Thread(target=drip)
+        dripper.start()
+        begin = time.monotonic()
+        with pytest.raises(DistributedError, match="did not respond as host 0 does"):
+            answer(address, hosts(2)[1], 0.5, SECRET)
+        assert time.monotonic() - begin < 5
+        dripper.join(timeout=20)
+        assert not dripper.is_alive()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import secrets
 import shutil
 import sys
 from collections.abc import Sequence
@@ -106,7 +107,8 @@ class Job:
             python: the interpreter, unless the job sets one.
             coordinator: host 0's address, name:port; None if JAX detects the cluster.
             host: index of the host, or the backend's placeholder for it.
-            stdin_line: whether the host exits at EOF of its stdin.
+            stdin_line: whether the host exits at EOF of its stdin, which with a coordinator
+                begins with `secret_line()`.
 
         Raises ConfigError for independent hosts whose indices only JAX could detect.
         """
@@ -122,6 +124,7 @@ class Job:
         elif coordinator is not None:
             arguments += [f"--coordinator={coordinator}", f"--num-hosts={self.hosts}"]
             arguments += [f"--host={host}"]
+            arguments += ["--secret-on-stdin"] if stdin_line else []
         if self.devices_per_host is not None:
             arguments += [f"--devices={self.devices_per_host}"]
         if not self.independent:
@@ -129,6 +132,17 @@ class Job:
         if stdin_line:
             arguments += [f"--stdin-shutdown-timeout={self.shutdown_timeout}"]
         return [*arguments, "--", *(self.command if host is None else self.command_on(host))]
+
+
+def new_secret() -> str:
+    """A secret for one job, which its hosts prove to know when they join (rendezvous.py)."""
+    return secrets.token_hex(32)
+
+
+def secret_line() -> bytes:
+    """A new secret as the first line of each host's stdin: other users of a machine can see a
+    command line, and ssh does not forward the environment."""
+    return f"{new_secret()}\n".encode()
 
 
 def is_script(command: Sequence[str]) -> bool:

@@ -12,10 +12,12 @@ from typing import Any
 import yaml
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.distributed.launch.job import Job, require
+from jaxserve.distributed.launch.job import Job, new_secret, require
+from jaxserve.distributed.rendezvous import SECRET_VARIABLE
 
 _PYTHON = "python3"
 _PORT = 8476
+_SECRET_KEY = "job-secret"
 _GROUP = "host"
 # Pods are named NAME-host-0-N, followed by a dash and five letters; a label has 63 characters.
 _MAX_NAME = 63 - len(f"-{_GROUP}-0-9999-abcde")
@@ -36,7 +38,7 @@ class Kubernetes:
     topology: str | None = None
 
     def dry_run(self, job: Job) -> str:
-        return yaml.safe_dump(self._manifest(job), sort_keys=False)
+        return yaml.safe_dump_all(self._manifests(job), sort_keys=False)
 
     def run(self, job: Job) -> int:
         manifest = self.dry_run(job)
@@ -47,12 +49,26 @@ class Kubernetes:
             print(
                 f"Follow: kubectl logs{where} --follow --prefix --max-log-requests={job.hosts} "
                 f"--selector=jobset.sigs.k8s.io/jobset-name={job.name}\n"
-                f"End:    kubectl delete{where} jobset {job.name}",
+                f"End:    kubectl delete{where} --ignore-not-found jobset/{job.name} "
+                f"secret/{_secret_name(job)}",
                 file=sys.stderr,
             )
         return applied.returncode
 
-    def _manifest(self, job: Job) -> dict[str, Any]:
+    def _manifests(self, job: Job) -> list[dict[str, Any]]:
+        """The JobSet, after the secret of its hosts if they meet at the first pod."""
+        job_set = self._job_set(job)
+        if not _meets_at_first_pod(job):
+            return [job_set]
+        secret = {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": job_set["metadata"] | {"name": _secret_name(job)},
+            "stringData": {_SECRET_KEY: new_secret()},
+        }
+        return [secret, job_set]
+
+    def _job_set(self, job: Job) -> dict[str, Any]:
         hosts = job.required_hosts()
         if self.image is None:
             raise ConfigError("backend k8s needs --image, a container image with jaxserve.")
@@ -95,6 +111,10 @@ class Kubernetes:
             "image": self.image,
             "command": self._command(job),
         }
+        if _meets_at_first_pod(job):
+            reference = {"name": _secret_name(job), "key": _SECRET_KEY}
+            variable = {"name": SECRET_VARIABLE, "valueFrom": {"secretKeyRef": reference}}
+            container["env"] = [variable]
         pod: dict[str, Any] = {
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": job.shutdown_timeout,
@@ -143,6 +163,15 @@ class Kubernetes:
             return job.host_command(_PYTHON)
         first = f"{job.name}-{_GROUP}-0-0.{job.name}:{job.port or _PORT}"
         return job.host_command(_PYTHON, coordinator=first, host="$(JOB_COMPLETION_INDEX)")
+
+
+def _secret_name(job: Job) -> str:
+    return f"{job.name}-{_SECRET_KEY}"
+
+
+def _meets_at_first_pod(job: Job) -> bool:
+    """Whether hosts join by the rendezvous: TPU pods are joined by JAX."""
+    return not (job.independent or _is_tpu(job))
 
 
 def _is_tpu(job: Job) -> bool:

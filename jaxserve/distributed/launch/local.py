@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.distributed.launch.job import HERE, Job, require
+from jaxserve.distributed.launch.job import HERE, Job, require, secret_line
 from jaxserve.distributed.launch.processes import HostProcess, run_together
 
 _LOOPBACK = "127.0.0.1"
@@ -31,10 +31,12 @@ class Local:
         count = job.required_hosts()
         devices = _divided_gpus(job, count)
         coordinator = f"{_LOOPBACK}:{_free_port(job.port)}"
+        secret = secret_line()
         return [
             HostProcess(
                 job.host_command(HERE, coordinator=coordinator, host=host, stdin_line=True),
                 {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(devices[host])},
+                secret,
             )
             for host in range(count)
         ]

@@ -27,13 +27,15 @@ class HostProcess(NamedTuple):
     Attributes:
         argv: the program and its arguments.
         environment: variables added to this process's own.
+        stdin: what it reads first; its stdin stays open after that.
     """
 
     argv: Sequence[str]
     environment: Mapping[str, str] = {}
+    stdin: bytes = b""
 
     def __str__(self) -> str:
-        """As a shell command line."""
+        """As a shell command line, without `stdin`, which may be secret."""
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*settings, shlex.join(self.argv)])
 
@@ -161,6 +163,9 @@ def _start(
         # Ctrl-C must only reach this process, which shuts down the hosts in order.
         start_new_session=True,
     )
+    with contextlib.suppress(BrokenPipeError):  # It has exited, which its waiter reports.
+        process.stdin.write(host.stdin)
+        process.stdin.flush()
     if process.stdout is not None:
         output.follow(number, process.stdout)
     output.follow(number, process.stderr)

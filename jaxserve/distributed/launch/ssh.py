@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.distributed.launch.job import HERE, Job, require
+from jaxserve.distributed.launch.job import HERE, Job, require, secret_line
 from jaxserve.distributed.launch.processes import HostProcess, run_together
 
 _PORT = 8476
@@ -49,9 +49,11 @@ class Ssh:
             job.host_command(HERE, coordinator=coordinator, host=host, stdin_line=True)
             for host in range(len(names))
         ]
-        here = shlex.quote(os.getcwd())
+        here, secret = shlex.quote(os.getcwd()), secret_line()
         return [
-            HostProcess([*_SSH, "--", name, f"cd {here} && exec {shlex.join(command)}"])
+            HostProcess(
+                [*_SSH, "--", name, f"cd {here} && exec {shlex.join(command)}"], stdin=secret
+            )
             for name, command in zip(names, commands)
         ]
 

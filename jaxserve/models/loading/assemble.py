@@ -19,7 +19,7 @@ from jaxserve.core.errors import WeightsError
 from jaxserve.models.family import AnySpec, Params, ParamSpec, Part, Rearranged, Stacked
 
 Index = tuple[slice, ...]
-_LISTED = 5
+_LISTED, _LISTED_CHARS = 5, 500
 _CPU_ALIGNMENT_BYTES = 64
 
 
@@ -48,7 +48,7 @@ def check_tensors(source: TensorSource, specs: Params, where: str) -> None:
         rest = f"\n  and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
         raise WeightsError(
             f"the tensors of {where} do not match its config:\n  "
-            + "\n  ".join(problems[:_LISTED])
+            + "\n  ".join(problem[:_LISTED_CHARS] for problem in problems[:_LISTED])
             + rest
         )
 

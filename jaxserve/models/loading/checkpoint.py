@@ -115,7 +115,7 @@ def _snapshot(model_id: str, weights: bool) -> Path:
 
 
 def _open_weights(path: Path) -> Checkpoint:
-    if path.is_file():
+    if not path.is_dir():
         return _open_file(path)
     if not (path / CONFIG).is_file():
         raise _not_a_model(path)
@@ -130,7 +130,7 @@ def _open_weights(path: Path) -> Checkpoint:
 def _open_config(path: Path) -> ModelDirectory | GgufCheckpoint:
     if path.name == CONFIG:
         return ModelDirectory.open(path.parent)
-    if path.is_file():
+    if not path.is_dir():
         return _open_file(path)
     if not (path / CONFIG).is_file():
         raise _not_a_model(path)
@@ -148,5 +148,8 @@ def _open_file(path: Path) -> GgufCheckpoint:
 
 
 def _not_a_model(path: Path) -> ModelError:
-    found = sorted(p.name for p in path.iterdir())[:8]
+    try:
+        found = sorted(p.name for p in path.iterdir())[:8]
+    except OSError as error:
+        return ModelError(f"{path} cannot be read: {error}; {_WAYS}.")
     return ModelError(f"{path} has no {CONFIG} (it holds {found}); {_WAYS}.")

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from jaxserve.core.errors import ModelError, RequestError
 from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.model_files import read_json, shown
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.models.hf_config import boolean, eos_token_ids, malformed
 from jaxserve.models.registry import get_family
@@ -64,9 +65,9 @@ class ModelDirectory:
 
 def read_config_files(directory: Path) -> dict[str, dict[str, Any]]:
     """File name to content; ModelError when `config.json` is absent or either is malformed."""
-    files = {CONFIG: _read_json(directory / CONFIG)}
+    files = {CONFIG: read_json(directory / CONFIG)}
     generation = directory / GENERATION_CONFIG
-    return files | ({GENERATION_CONFIG: _read_json(generation)} if generation.is_file() else {})
+    return files | ({GENERATION_CONFIG: read_json(generation)} if generation.is_file() else {})
 
 
 def config_from_files(files: dict[str, dict[str, Any]]) -> ModelConfig:
@@ -80,8 +81,8 @@ def config_from_files(files: dict[str, dict[str, Any]]) -> ModelConfig:
     architectures = raw.get("architectures")
     if not architectures:
         raise ModelError(
-            f"the config names no architecture (it has {sorted(raw)[:8]}); it needs a field like "
-            '"architectures": ["LlamaForCausalLM"].'
+            f"the config names no architecture (it has {shown(sorted(raw))}); it needs a field "
+            'like "architectures": ["LlamaForCausalLM"].'
         )
     if not isinstance(architectures, list) or not isinstance(architectures[0], str):
         raise malformed("architectures", architectures, 'a list like ["LlamaForCausalLM"]')
@@ -104,7 +105,7 @@ def _default_sampling(generation: dict[str, Any]) -> tuple[tuple[str, Any], ...]
         try:
             SamplingParams.from_defaults({name: value})
         except RequestError as error:
-            raise ModelError(f"{GENERATION_CONFIG} has {name} {value!r}: {error}") from error
+            raise ModelError(f"{GENERATION_CONFIG} has {name} {shown(value)}: {error}") from error
     return recommended
 
 
@@ -122,17 +123,3 @@ def fingerprint_of(files: Iterable[Path], header: bytes) -> str:
                 file.seek(place * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
                 digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"there is no {path.name} in {path.parent}.") from None
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error}.") from error
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} holds a {type(content).__name__}, not a JSON object.")
-    return content

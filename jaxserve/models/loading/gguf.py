@@ -72,10 +72,15 @@ class GgufCheckpoint:
             if tensor.kind not in _PLAIN and tensor.kind not in _QUANTIZED:
                 known = ", ".join(kind.name for kind in (*_PLAIN, *_QUANTIZED))
                 raise UnsupportedModelError(
-                    f"{path}: tensor {tensor.name} is quantised as {tensor.kind.name}; readable "
-                    f"are {known}."
+                    f"{path}: tensor {tensor.name[:200]} is quantised as {tensor.kind.name}; "
+                    f"readable are {known}."
                 )
         config = config_from_files(_config_files(files[0], set(tensors)))
+        if files[0].metadata["general.architecture"] in _INTERLEAVED and config.head_dim % 2:
+            raise UnsupportedModelError(
+                f"{path}: heads of {config.head_dim} dimensions cannot rotate neighbouring ones; "
+                "the number must be even."
+            )
         return cls(path, config, files, tensors, _name_map(files[0], config.num_layers))
 
     @property
@@ -151,6 +156,8 @@ def _parts(path: Path) -> list[Path]:
     if split is None:
         return [path]
     stem, _, count = split.groups()
+    if int(count) == 0:
+        raise WeightsError(f"{path.name} is one of 0 files; give the file the name it had.")
     parts = [
         path.with_name(f"{stem}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)
     ]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from gguf import GGMLQuantizationType
+
 from jaxserve.core.errors import UnsupportedModelError, WeightsError
+from jaxserve.core.model_files import shown
 from jaxserve.models.loading.gguf_header import GgufFile
-from jaxserve.text.gguf_vocab import eos_token_ids
+from jaxserve.text.gguf_vocab import check_vocabulary, eos_token_ids
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",  # GGUFs of Mistral have this architecture too
@@ -32,21 +35,22 @@ def hf_config(file: GgufFile, tensors: set[str]) -> dict[str, Any]:
     when a key is missing.
     """
     architecture = file.metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"{file.path}: GGUF architecture {architecture!r} is not implemented; known are "
+            f"{file.path}: GGUF architecture {shown(architecture)} is not implemented; known are "
             f"{', '.join(ARCHITECTURES)}."
         )
     keys = _Keys(file, architecture)
     if keys.get("expert_count", 0):
         raise UnsupportedModelError(f"{file.path}: mixtures of experts are not implemented.")
-    hidden, heads = keys["embedding_length"], keys["attention.head_count"]
-    head_dim = keys.get("attention.key_length", hidden // heads)
-    if keys.get("attention.value_length", head_dim) != head_dim:
+    hidden, heads = keys.size("embedding_length"), keys.size("attention.head_count")
+    head_dim = keys.size("attention.key_length", hidden // heads)
+    if keys.size("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModelError(
             f"{file.path}: keys of {head_dim} and values of "
             f"{keys['attention.value_length']} dimensions; their sizes must be equal."
         )
+    check_vocabulary(file.metadata)
     vocabulary = file.metadata.get("tokenizer.ggml.tokens", ())
     return {
         "architectures": [ARCHITECTURES[architecture]],
@@ -61,7 +65,7 @@ def hf_config(file: GgufFile, tensors: set[str]) -> dict[str, Any]:
         "max_position_embeddings": keys["context_length"],
         "rms_norm_eps": keys["attention.layer_norm_rms_epsilon"],
         "rope_theta": keys.get("rope.freq_base", 10_000.0),
-        "partial_rotary_factor": keys.get("rope.dimension_count", head_dim) / head_dim,
+        "partial_rotary_factor": keys.size("rope.dimension_count", head_dim) / head_dim,
         "rope_scaling": _rope_scaling(file, keys),
         "sliding_window": keys.get("attention.sliding_window"),
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -97,6 +101,16 @@ class _Keys:
             )
         return value
 
+    def size(self, key: str, default: int | None = None) -> int:
+        """A number of things: `default` where it is absent, if that is not None."""
+        value = self[key] if default is None else self.get(key, default)
+        if type(value) is not int or value < 1:
+            raise WeightsError(
+                f"{self._file.path}: {self._prefix}{key} is {shown(value)}; it must be an "
+                "integer of at least 1."
+            )
+        return value
+
     def __getitem__(self, key: str) -> Any:
         value = self.get(key)
         if value is None:
@@ -108,6 +122,8 @@ def _rope_scaling(file: GgufFile, keys: _Keys) -> dict[str, Any] | None:
     if factors := file.tensors.get(_ROPE_FACTORS):
         # Llama 3's scaling, precomputed: each frequency is divided by a factor, which equals
         # LongRoPE with the same factors for short and long contexts.
+        if factors.kind is not GGMLQuantizationType.F32:
+            raise WeightsError(f"{file.path}: {_ROPE_FACTORS} is {factors.kind.name}, not F32.")
         divisors = factors.raw.view("<f4").tolist()
         return {
             "rope_type": "longrope",
@@ -121,8 +137,8 @@ def _rope_scaling(file: GgufFile, keys: _Keys) -> dict[str, Any] | None:
         return None
     if kind not in ("linear", "yarn"):
         raise UnsupportedModelError(
-            f"{file.path}: rope scaling {kind!r} is not implemented for GGUF; known are linear, "
-            "yarn and Llama 3's."
+            f"{file.path}: rope scaling {shown(kind)} is not implemented for GGUF; known are "
+            "linear, yarn and Llama 3's."
         )
     scaling = {"rope_type": kind, "factor": keys["rope.scaling.factor"]}
     optional = {

@@ -19,10 +19,17 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from jaxserve.core.errors import UnsupportedModelError, WeightsError
+from jaxserve.core.model_files import check_regular
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
+# Several times what the largest vocabularies and models need.
+_MAX_HEADER_BYTES = 128 << 20
+_MAX_ARRAY = 1 << 22
+_MAX_FIELDS = 1 << 16
+_MAX_TENSORS = 1 << 17
+_MAX_DIMENSIONS = 8
 _SCALARS = {
     GGUFValueType.UINT8: "<u1",
     GGUFValueType.INT8: "<i1",
@@ -64,10 +71,14 @@ def read_gguf(path: Path) -> GgufFile:
     Raises WeightsError when the file is truncated or not GGUF, UnsupportedModelError for an unknown
     version or quantisation.
     """
-    if path.stat().st_size < 24:
-        raise WeightsError(f"{path} is too short to be a GGUF file; fetch it again.")
-    # A plain array over the mapping: slicing np.memmap itself costs four times as much.
-    data = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+    try:
+        check_regular(path)
+        if path.stat().st_size < 24:
+            raise WeightsError(f"{path} is too short to be a GGUF file; fetch it again.")
+        # A plain array over the mapping: slicing np.memmap itself costs four times as much.
+        data = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+    except OSError as error:
+        raise WeightsError(f"{path} cannot be read: {error}.") from error
     cursor = _Cursor(data)
     if cursor.take(4) != _MAGIC:
         raise WeightsError(f"{path} does not begin with {_MAGIC!r}: it is not a GGUF file.")
@@ -77,7 +88,8 @@ def read_gguf(path: Path) -> GgufFile:
             "endian can be read."
         )
     try:
-        num_tensors, num_fields = cursor.scalar("<u8"), cursor.scalar("<u8")
+        num_tensors = cursor.count("<u8", _MAX_TENSORS, "tensors")
+        num_fields = cursor.count("<u8", _MAX_FIELDS, "metadata fields")
         metadata = {}
         for _ in range(num_fields):
             key = cursor.string()
@@ -106,29 +118,32 @@ def _map(
         quantization = GGMLQuantizationType(kind)
     except ValueError:
         raise UnsupportedModelError(
-            f"{path}: tensor {name} has type number {kind}, which the installed gguf library "
+            f"{path}: tensor {name[:200]} has type number {kind}, which the installed gguf library "
             "does not know."
         ) from None
     block, block_bytes = GGML_QUANT_SIZES[quantization]
     if not shape or shape[-1] % block:
         raise WeightsError(
-            f"{path}: tensor {name} of shape {list(shape)} is not made of whole blocks of "
+            f"{path}: tensor {name[:200]} of shape {list(shape)} is not made of whole blocks of "
             f"{block} {quantization.name} values; the file is corrupt."
         )
     end = begin + math.prod(shape) // block * block_bytes
     if end > data.size:
         raise WeightsError(
-            f"{path} is truncated: tensor {name} ends at byte {end:,}, but the file has only "
+            f"{path} is truncated: tensor {name[:200]} ends at byte {end:,}, but the file has only "
             f"{data.size:,} bytes; fetch it again."
         )
     return GgufTensor(name, shape, quantization, data[begin:end])
 
 
 class _Cursor:
-    """Reads consecutive values; raises EOFError past the end."""
+    """Reads consecutive values of a header.
+
+    Raises EOFError past the end, ValueError past what a header may have.
+    """
 
     def __init__(self, data: np.ndarray) -> None:
-        self._data = memoryview(data)
+        self._data = memoryview(data)[:_MAX_HEADER_BYTES]
         self.at = 0
 
     def take(self, length: int) -> memoryview:
@@ -142,6 +157,12 @@ class _Cursor:
         kind = np.dtype(dtype)
         return np.frombuffer(self.take(kind.itemsize), kind)[0].item()
 
+    def count(self, dtype: str, most: int, what: str) -> int:
+        count = self.scalar(dtype)
+        if count > most:
+            raise ValueError(f"{count} {what}; at most {most} are read")
+        return count
+
     def string(self) -> str:
         return str(self.take(self.scalar("<u8")), "utf-8")
 
@@ -150,11 +171,12 @@ class _Cursor:
             return self.string()
         if kind is not GGUFValueType.ARRAY:
             return self.scalar(_SCALARS[kind])
-        kind, length = GGUFValueType(self.scalar("<u4")), self.scalar("<u8")
+        kind = GGUFValueType(self.scalar("<u4"))
+        length = self.count("<u8", _MAX_ARRAY, "values in an array")
         if kind is GGUFValueType.STRING:
             return self._strings(length)
         if kind is GGUFValueType.ARRAY:
-            return [self.value(kind) for _ in range(length)]
+            raise ValueError("an array of arrays, which no model has")
         dtype = np.dtype(_SCALARS[kind])
         return np.frombuffer(self.take(length * dtype.itemsize), dtype).tolist()
 
@@ -173,6 +195,6 @@ class _Cursor:
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         """Name, shape (outermost first), type number, offset into the tensor data."""
-        name, rank = self.string(), self.scalar("<u4")
+        name, rank = self.string(), self.count("<u4", _MAX_DIMENSIONS, "dimensions")
         shape = tuple(self.scalar("<u8") for _ in range(rank))[::-1]
         return name, shape, self.scalar("<u4"), self.scalar("<u8")

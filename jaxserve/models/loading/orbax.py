@@ -13,6 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxserve.core.errors import WeightsError
+from jaxserve.core.model_files import check_regular
 from jaxserve.models.family import AnySpec, Params, ParamSpec
 from jaxserve.models.loading.assemble import Index, assemble, by_slice, check_tensors, cut
 from jaxserve.models.loading.directory import ModelDirectory
@@ -50,8 +51,12 @@ class OrbaxCheckpoint(ModelDirectory):
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Raises ModelError for a malformed config, WeightsError for an unreadable checkpoint."""
+        """Raises ModelError for a malformed config or what is no regular file, WeightsError for an
+        unreadable checkpoint."""
         checkpoint = super().open(path)
+        for file in (path / PARAMS).rglob("*"):
+            if not file.is_dir():
+                check_regular(file)
         checkpoint.stored  # noqa: B018  (reads the metadata, to detect damage now)
         return checkpoint
 

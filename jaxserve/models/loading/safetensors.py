@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import re
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,6 +12,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxserve.core.errors import ModelError, UnsupportedModelError, WeightsError
+from jaxserve.core.model_files import check_regular, read_json, shown
 from jaxserve.models.loading.assemble import Index
 from jaxserve.models.loading.directory import CONFIG, ModelDirectory
 
@@ -34,8 +35,9 @@ class SafetensorsCheckpoint(ModelDirectory):
     def open(cls, path: Path) -> Self:
         """Map every safetensors file of directory `path`.
 
-        Raises WeightsError for a shard that is missing or truncated, UnsupportedModelError for a
-        dtype that is not floating point.
+        Raises WeightsError for a shard that is missing, truncated or not in the directory,
+        ModelError for one that is no regular file, UnsupportedModelError for a dtype that is not
+        floating point.
         """
         config = ModelDirectory.open(path).config
         files = _weight_files(path)
@@ -66,20 +68,28 @@ def _weight_files(directory: Path) -> tuple[Path, ...]:
     """The shards that the index names, or every safetensors file if there is no index."""
     index = directory / INDEX
     if index.is_file():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
             raise WeightsError(
-                f"{index} is not an index of safetensors files: {error!r}."
-            ) from error
-        files = sorted(directory / name for name in names)
-        for file in files:
-            if not file.is_file():
-                raise WeightsError(f"{INDEX} names {file.name}, which is not in {directory}.")
-        return tuple(files)
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise _no_weights(directory)
+                f"{index} is not an index of safetensors files: its weight_map is "
+                f"{shown(weight_map)}; it must be an object of tensor names to file names."
+            )
+        for name in weight_map.values():
+            if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
+                raise WeightsError(
+                    f"{INDEX} names the file {shown(name)}; it must be a .safetensors file of "
+                    "the same directory, named without a path."
+                )
+        files = sorted(directory / name for name in set(weight_map.values()))
+    else:
+        files = sorted(directory.glob("*.safetensors"))
+        if not files:
+            raise _no_weights(directory)
+    for file in files:
+        try:
+            check_regular(file)
+        except FileNotFoundError:
+            raise WeightsError(f"{INDEX} names {file.name}, which is not in {directory}.") from None
     return tuple(files)
 
 
@@ -105,6 +115,7 @@ def _slices(file: Path) -> dict[str, Any]:
     for name, part in slices.items():
         if part.get_dtype() not in _DTYPES:
             raise UnsupportedModelError(
-                f"{file}: tensor {name} is {part.get_dtype()}; weights may be {', '.join(_DTYPES)}."
+                f"{file}: tensor {name[:200]} is {part.get_dtype()}; weights may be "
+                f"{', '.join(_DTYPES)}."
             )
     return slices
