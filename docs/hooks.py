@@ -27,7 +27,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     depth = page.file.src_uri.count("/") + (page.file.src_uri != "index.md")
     up = "../" * depth
     tree = f"{config['repo_url']}/blob/main/"
-    outside = r"(?:jaxserve|pallas_kernels|sharding_rules|tests|benchmarks|colab|LICENSE|pyproject)"
+    outside = (
+        r"(?:jaxserve|pallas_kernels|sharding_rules|tests|benchmarks|colab"
+        r"|LICENSE|CONTRIBUTING|CHANGELOG|CITATION|pyproject)"
+    )
     return re.sub(rf"\]\({re.escape(up)}({outside}[^)\s]*)\)", rf"]({tree}\1)", markdown)
 
 

@@ -13,9 +13,9 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, Unpack
 
-from jaxserve.core.config import EngineConfig
+from jaxserve.core.config import EngineConfig, EngineSettings
 from jaxserve.core.errors import EngineClosedError
 from jaxserve.core.outputs import Delta, RequestOutput
 from jaxserve.core.sampling_params import SamplingParams
@@ -72,7 +72,7 @@ class AsyncEngine:
         *,
         progress: Progress = no_progress,
         trace_file: str | Path | None = None,
-        **settings: Any,
+        **settings: Unpack[EngineSettings],
     ) -> Self:
         """Load a model and start serving it; arguments as for LLM. Blocks until ready."""
         config = EngineConfig.of(model=model, **settings)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import numpy as np
 from tqdm import tqdm
 
 from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams, search
-from jaxserve.core.config import EngineConfig
+from jaxserve.core.config import EngineConfig, EngineSettings
 from jaxserve.core.errors import RequestError
 from jaxserve.core.output_file import check_output_file
 from jaxserve.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -27,6 +28,7 @@ from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.request import Request
 from jaxserve.metrics.metrics import Metric
 from jaxserve.metrics.trace import write_trace
+from jaxserve.runtime.progress import TerminalProgress
 from jaxserve.runtime.startup import EnginePlan, Progress, no_progress
 from jaxserve.scheduler.planned_order import planned_order
 from jaxserve.text import Tokenizer
@@ -46,25 +48,28 @@ class LLM:
         self,
         model: str | Path = EngineConfig.model,
         *,
-        progress: Progress = no_progress,
+        progress: Progress | None = None,
         trace_file: str | Path | None = None,
-        **settings: Any,
+        **settings: Unpack[EngineSettings],
     ) -> None:
         """`settings` are the other fields of EngineConfig (dtype, max_model_len, scheduler, ...).
 
-        `progress` is called during startup; `trace_file` receives a timeline for Perfetto when
-        the engine is closed. Raises ConfigError, ModelError or MemoryPlanError.
+        `progress` is called during startup; by default bars are drawn on a terminal. `trace_file`
+        receives a timeline for Perfetto when the engine is closed. Raises ConfigError, ModelError
+        or MemoryPlanError.
         """
         if trace_file is not None:
             check_output_file("trace_file", trace_file)
         self._trace_file = trace_file
         self._ids = itertools.count()
         self._open: dict[str, Request] = {}
-        self.engine = Engine.load(
-            EngineConfig.of(model=model, **settings),
-            progress=progress,
-            keep_events=trace_file is not None,
-        )
+        config = EngineConfig.of(model=model, **settings)
+        with TerminalProgress() as bars:
+            self.engine = Engine.load(
+                config,
+                progress=progress or (bars if bars.draws else no_progress),
+                keep_events=trace_file is not None,
+            )
 
     def generate(
         self,
@@ -79,8 +84,9 @@ class LLM:
         `sampling_params` is one for all prompts or one per prompt; None means the model's defaults.
         Lower `priority` runs first; without one, prompts with a common prefix run together, so that
         the prefix is computed once. Tenants do not share cached prefixes. An invalid prompt in a
-        list fails alone: its output has finish_reason "error" and the reason in `error`. A single
-        invalid prompt raises RequestError. An interrupt aborts all requests of the call.
+        list fails alone, with a warning: its output has finish_reason "error" and the reason in
+        `error`. A single invalid prompt raises RequestError. An interrupt aborts all requests of
+        the call.
         """
         single = _is_single(prompts)
         batch = [prompts] if single else list(prompts)
@@ -97,8 +103,14 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of {"role", "content"} messages.
 
-        An invalid conversation in a list fails alone, as in `generate`.
+        An invalid conversation in a list fails alone, as in `generate`. A single invalid
+        conversation raises RequestError, and so does a text in the place of a conversation.
         """
+        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, SequenceOf):
+            raise RequestError(
+                f"messages is {messages!r:.80}; give a conversation, such as "
+                '[{"role": "user", "content": "Hi!"}], or a list of them.'
+            )
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if single else list(messages)
         lay_out = functools.partial(
@@ -117,15 +129,17 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """Find the `beam_width` most likely continuations of each prompt as whole sequences.
 
-        An invalid prompt in a list fails alone: its output has no sequences and the reason in
-        `error`. A single invalid prompt raises RequestError. An interrupt aborts all requests of
-        the call.
+        An invalid prompt in a list fails alone, with a warning: its output has no sequences and
+        the reason in `error`. A single invalid prompt raises RequestError. An interrupt aborts all
+        requests of the call.
         """
         single = _is_single(prompts)
         batch = [prompts] if single else list(prompts)
         ids = iter(self._next_id, None)
         with _Bar(total=len(batch), disable=not use_tqdm, unit="req", dynamic_ncols=True) as bar:
-            return search(self.engine, batch, params, ids, bar.update, single, tenant)
+            found = search(self.engine, batch, params, ids, bar.update, single, tenant)
+        _warn_of_errors([output.error for output in found], stacklevel=3)
+        return found
 
     def stream(
         self,
@@ -292,7 +306,9 @@ class LLM:
             bar.close()
             for request_id in ids:
                 self._open.pop(request_id, None)
-        return [outputs[request_id] for request_id in ids]
+        ordered = [outputs[request_id] for request_id in ids]
+        _warn_of_errors([output.error for output in ordered])
+        return ordered
 
     def _next_id(self) -> str:
         """An id that no open request has; restored requests keep theirs."""
@@ -342,6 +358,17 @@ class _Bar(tqdm):
     """A progress bar without tqdm's monitor thread, which would outlive it."""
 
     monitor_interval = 0
+
+
+def _warn_of_errors(errors: SequenceOf[str | None], stacklevel: int = 4) -> None:
+    """Warns once if any of several prompts has failed; `stacklevel` leads to the user's call."""
+    failed = [index for index, error in enumerate(errors) if error is not None]
+    if failed:
+        warnings.warn(
+            f"{len(failed)} of {len(errors)} prompts failed, the first at index {failed[0]}: "
+            f"{errors[failed[0]]} See the `error` of each output.",
+            stacklevel=stacklevel,
+        )
 
 
 def _is_single(prompts: Any) -> bool:

@@ -40,7 +40,7 @@ class Line(NamedTuple):
     def words(self) -> list[str]:
         """As the shell takes them apart, without comment, `&` and redirection."""
         words = shlex.split(self.text, comments=True)
-        ends = [words.index(mark) for mark in ("&", ">") if mark in words]
+        ends = [words.index(mark) for mark in ("&", ">", "<") if mark in words]
         return words[: min(ends, default=len(words))]
 
     @property

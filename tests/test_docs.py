@@ -9,7 +9,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "docs" / "adding-a-model.md"
-DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted(ROOT.glob("docs/**/*.md")),
+]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

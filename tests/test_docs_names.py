@@ -13,6 +13,7 @@ import pytest
 import jaxserve
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.vllm_settings import ANSWERS
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.protocol.chat import ChatCompletionRequest
 from jaxserve.protocol.completions import CompletionRequest
@@ -50,6 +51,20 @@ def test_settings():
     names = ours("Settings")
     assert "page_size" in names
     assert set(names) <= fields(EngineConfig)
+
+
+def test_settings_of_vllm_are_answered_as_the_guide_says():
+    """Each name of vLLM's that is not ours, with the setting of ours in its row."""
+    told = section("Settings")
+    rows = [line.split("|") for line in told.splitlines() if line.startswith("|")]
+    answers = {name: CODE.findall(row[2]) for row in rows[2:] for name in CODE.findall(row[1])}
+    absent = CODE.findall(told.split("Absent, and why:")[1])
+    answers |= {name: [] for name in absent if name in ANSWERS}
+    answers = {name: names for name, names in answers.items() if name.islower()}
+    assert {*ANSWERS} == {*answers} - fields(EngineConfig)
+    for name, answer in ANSWERS.items():
+        assert all(one in answer for one in answers[name][:1]), name
+        assert set(re.findall(r"\w+_\w+", answer)) <= fields(EngineConfig)
 
 
 def test_calls():

@@ -128,6 +128,7 @@ def files(tmp_path_factory, session_cache) -> Path:
         (directory / name).write_text(lines)
     (directory / "azure_conv.csv").write_text(TRACE)
     (directory / "key.txt").write_text("secret\n")
+    (directory / "notes.txt").write_text("The meeting is on Monday.\n")
     (directory / "hosts.txt").write_text("node-1\nnode-2\n")
     (directory / "my_script.py").write_text("import jax\nprint(jax.device_count())\n")
     return directory

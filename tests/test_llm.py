@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -52,7 +57,8 @@ def test_of_a_batch_a_bad_prompt_fails_alone(llama, llm):
     good = llama.prompts[5]
     bad = [[999], [], [3] * 500, {"prompt": [1]}, None, 17, "\ud800"]
     mixed = [prompt for each in bad for prompt in (each, good)]
-    outputs = llm.generate(mixed, GREEDY, use_tqdm=False)
+    with pytest.warns(UserWarning, match="7 of 14 prompts failed, the first at index 0: .*999"):
+        outputs = llm.generate(mixed, GREEDY, use_tqdm=False)
     for refused, fine in zip(outputs[::2], outputs[1::2]):
         assert refused.outputs[0].finish_reason == "error"
         assert refused.finished and refused.error
@@ -68,6 +74,12 @@ def test_a_single_bad_prompt_raises(llm):
         llm.generate([3] * 500, GREEDY, use_tqdm=False)
     with pytest.raises(RequestError, match="prompt_token_ids"):
         llm.generate({"text": "hello"}, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("messages", ["hi", {"role": "user", "content": "hi"}, None])
+def test_what_is_no_conversation_raises(llm, messages):
+    with pytest.raises(RequestError, match=r"messages is .*give a conversation, such as"):
+        llm.chat(messages, GREEDY, use_tqdm=False)
 
 
 @pytest.mark.parametrize("field", ["sampling_params", "priority"])
@@ -150,7 +162,8 @@ def test_wishes_of_the_wrong_type_are_refused_and_leave_nothing(llama, llm):
         llm.generate(prompt, {"temperature": 0})
     with pytest.raises(RequestError, match="give a list"):
         llm.generate(prompt, GREEDY, priority=3)
-    refused, served = llm.generate([prompt, prompt], GREEDY, use_tqdm=False, priority=["a", 1])
+    with pytest.warns(UserWarning, match="1 of 2 prompts failed"):
+        refused, served = llm.generate([prompt, prompt], GREEDY, use_tqdm=False, priority=["a", 1])
     assert "priority" in refused.error
     assert list(served.outputs[0].token_ids) == llama.answers[4]
 
@@ -159,3 +172,26 @@ def test_no_thread_outlives_a_progress_bar(llama, llm):
     before = set(threading.enumerate())
     llm.generate(llama.prompts[4], GREEDY, use_tqdm=True)
     assert set(threading.enumerate()) == before
+
+
+def test_a_start_draws_bars_on_terminals_only(llama):
+    """Under a pseudo-terminal; the tests' own stderr is none."""
+    script = (
+        "import sys; from jaxserve import LLM\n"
+        "LLM(sys.argv[1], max_model_len=64, max_num_seqs=1, max_num_batched_tokens=33).close()"
+    )
+    primary, secondary = pty.openpty()
+    run = [sys.executable, "-c", script, str(llama.path)]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "80"}
+    with subprocess.Popen(run, stderr=secondary, stdout=subprocess.PIPE, env=environment) as child:
+        os.close(secondary)
+        shown = b""
+        with contextlib.suppress(OSError):  # Linux tells the end of a terminal by EIO.
+            while piece := os.read(primary, 1 << 16):
+                shown += piece
+        assert child.stdout.read() == b""
+    os.close(primary)
+    assert child.returncode == 0, shown
+    assert b"Loading weights" in shown and b"Preparing programs" in shown
+    quiet = subprocess.run(run, capture_output=True, check=True, timeout=120)
+    assert quiet.stderr == b""

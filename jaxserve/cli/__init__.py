@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -10,18 +12,20 @@ from typing import Annotated
 
 import tyro
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from jaxserve.cli.batch import Batch
 from jaxserve.cli.bench import Bench
 from jaxserve.cli.chat import Chat
 from jaxserve.cli.compile import Compile
 from jaxserve.cli.convert import Convert
+from jaxserve.cli.errors import in_flags, reason
 from jaxserve.cli.generate import Generate
 from jaxserve.cli.launch import Launch
 from jaxserve.cli.plan import Plan
 from jaxserve.cli.serve import Serve
+from jaxserve.cli.values import CONSTRUCTORS
 from jaxserve.core.errors import JaxserveError
+from jaxserve.core.logs import configure_logging, level_from_environment
 from jaxserve.core.version import __version__
 
 _DESCRIPTION = """\
@@ -55,29 +59,25 @@ class _Arguments:
     command: OmitArgPrefixes[OmitSubcommandPrefixes[Command]]
 
 
-_CONSTRUCTORS = ConstructorRegistry()
-
-
-@_CONSTRUCTORS.primitive_rule
-def _numbers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[int, ...]] | None:
-    """Parses integers as one comma-separated argument. As several arguments they would be ambiguous
-    with the positional arguments that follow."""
-    if info.type != tuple[int, ...]:
-        return None
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="INT,INT,...",
-        instance_from_str=lambda words: tuple(map(int, words[0].split(","))),
-        is_instance=lambda value: isinstance(value, tuple),
-        str_from_instance=lambda numbers: [",".join(map(str, numbers))],
-    )
-
-
 def parse(args: Sequence[str]) -> Command:
     """Parse `args` into a command. Raises SystemExit(2), after printing the reason, for invalid
-    arguments, and JaxserveError for values out of range."""
-    with _CONSTRUCTORS:
-        return tyro.cli(_Arguments, prog="jaxserve", description=_DESCRIPTION, args=args).command
+    arguments, and JaxserveError for a combination of them that is refused."""
+    printed = io.StringIO()
+    try:
+        with CONSTRUCTORS, contextlib.redirect_stderr(printed):
+            parsed = tyro.cli(_Arguments, prog="jaxserve", description=_DESCRIPTION, args=args)
+    except SystemExit as stop:
+        why = reason(stop, args, _Arguments)
+        sys.stderr.write(printed.getvalue() if why is None else f"error: {why}\n")
+        raise
+    return parsed.command
+
+
+def _log_to_stderr(command: Command) -> None:
+    """At the level that the command, or JAXSERVE_LOG_LEVEL, asks for."""
+    command = getattr(command, "kind", command)
+    default = "info" if isinstance(command, Serve) else "warning"
+    configure_logging(getattr(command, "log_level", None) or level_from_environment() or default)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -91,11 +91,13 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"jaxserve {__version__}")
         return 0
     try:
-        status = parse(args).run()
+        command = parse(args)
+        _log_to_stderr(command)
+        status = command.run()
         sys.stdout.flush()
         return status
     except JaxserveError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {in_flags(str(error), _Arguments)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

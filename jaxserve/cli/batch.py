@@ -15,9 +15,8 @@ from tyro.conf import Positional, arg
 
 from jaxserve.cli.batch_progress import BatchProgress
 from jaxserve.cli.follow import follow
-from jaxserve.cli.options import load
+from jaxserve.cli.options import EngineOptions, Logged, load
 from jaxserve.cli.text import table
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import BatchError
 from jaxserve.core.output_file import check_output_file
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class Batch(Logged):
     """Run every request in a file, and append each result to another file.
 
     A line is an OpenAI batch request (custom_id, url, body), or just a body with `prompt` or
@@ -49,7 +48,7 @@ class Batch:
     shard: str = "0/1"
     served_model_name: tuple[str, ...] = ()
     trace_file: Path | None = None
-    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    engine: EngineOptions = dataclasses.field(default_factory=EngineOptions)
 
     def __post_init__(self) -> None:
         """Raises BatchError for an invalid shard."""

@@ -5,20 +5,31 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from jaxserve.cli.options import Sampling, load, one_at_a_time
-from jaxserve.cli.streaming import print_answer
-from jaxserve.core.config import EngineConfig
+from jaxserve.cli.options import EngineOptions, Logged, Sampling, load, one_at_a_time
+from jaxserve.cli.streaming import receive
+from jaxserve.cli.text import summary
 from jaxserve.core.errors import ModelError, RequestError
 
-_HINT = "/reset clears the conversation, /exit or Ctrl-D quits, Ctrl-C stops a response."
+if TYPE_CHECKING:
+    from jaxserve.core.sampling_params import SamplingParams
+    from jaxserve.llm import LLM
+
+_HELP = """\
+/system TEXT  use another system prompt from here on; /system alone removes it
+/stats        tokens and times so far
+/reset        forget the conversation, but not the system prompt
+/help         this list
+/exit         quit, as does Ctrl-D; Ctrl-C stops a response"""
+_HINT = "/help lists the commands, /exit or Ctrl-D quits, Ctrl-C stops a response."
 
 
 @dataclasses.dataclass(frozen=True)
-class Chat:
+class Chat(Logged):
     """Chat with a model: one line in, one streamed response out.
 
-    Type /reset to clear the conversation, /exit or Ctrl-D to quit; Ctrl-C stops a response.
+    Type /help for the commands, /exit or Ctrl-D to quit; Ctrl-C stops a response.
 
     Attributes:
         system: system prompt.
@@ -28,37 +39,75 @@ class Chat:
     system: str | None = None
     trace_file: Path | None = None
     sampling: Sampling = dataclasses.field(default_factory=lambda: Sampling(max_tokens=1024))
-    engine: EngineConfig = dataclasses.field(default_factory=one_at_a_time)
+    engine: EngineOptions = dataclasses.field(default_factory=one_at_a_time)
 
     def run(self) -> int:
-        opening = [] if self.system is None else [{"role": "system", "content": self.system}]
         with load(self.engine, self.trace_file) as llm:
             if llm.get_tokenizer().chat_template is None:
                 raise ModelError(
                     f"{str(self.engine.model)!r} has no chat template, so it cannot chat; "
                     "use `jaxserve generate --raw`, or an instruct model."
                 )
-            params = self.sampling.params(llm)
-            messages = list(opening)
-            print(_HINT, file=sys.stderr)
-            while (line := _read_line()) is not None:
-                if line == "/exit":
-                    break
-                if line == "/reset":
-                    messages = list(opening)
-                elif line.startswith("/"):
-                    print(f"{line.split()[0]} is not a command. {_HINT}", file=sys.stderr)
+            conversation = _Conversation(llm, self.sampling.params(llm), self.system)
+            _say(_HINT)
+            while (line := _read_line()) is not None and line != "/exit":
+                if line.startswith("/"):
+                    conversation.obey(line)
                 elif line:
-                    question = {"role": "user", "content": line}
-                    try:
-                        prompt = llm.chat_prompt([*messages, question])
-                        answer = print_answer(llm.stream(prompt, params))
-                    except RequestError as error:
-                        # For example, the conversation exceeds the context length.
-                        print(f"error: {error}\n{_HINT}", file=sys.stderr)
-                        continue
-                    messages += [question, {"role": "assistant", "content": answer.text}]
+                    conversation.ask(line)
         return 0
+
+
+class _Conversation:
+    """The turns so far, and the system prompt, which is not one of them."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+        self._llm = llm
+        self._params = params
+        self._system = system
+        self._turns: list[dict[str, str]] = []
+
+    def obey(self, line: str) -> None:
+        """Run a command."""
+        command, _, argument = line.partition(" ")
+        match command:
+            case "/help":
+                _say(_HELP)
+            case "/system":
+                self._system = argument.strip() or None
+                _say("There is no system prompt." if self._system is None else "It is set.")
+            case "/stats":
+                _say(self._stats())
+            case "/reset":
+                self._turns = []
+            case _:
+                _say(f"{command} is not a command. {_HINT}")
+
+    def ask(self, line: str) -> None:
+        """Print the response to a line. One that is refused is not part of the conversation."""
+        question = {"role": "user", "content": line}
+        try:
+            prompt = self._llm.chat_prompt([*self._opening(), *self._turns, question])
+            response = receive(self._llm.stream(prompt, self._params))
+        except RequestError as error:
+            # For example, the conversation exceeds the context length.
+            _say(f"error: {error}\n{_HINT}")
+            return
+        self._turns += [question, {"role": "assistant", "content": response.answers[0].text}]
+
+    def _opening(self) -> list[dict[str, str]]:
+        return [] if self._system is None else [{"role": "system", "content": self._system}]
+
+    def _stats(self) -> str:
+        """Tokens of the conversation and of the context, and the pace so far."""
+        turns = [*self._opening(), *self._turns]
+        used = len(self._llm.chat_prompt(turns, add_generation_prompt=False)) if turns else 0
+        context = self._llm.plan().config.max_model_len
+        return f"{used:,} of {context:,} tokens of the context; so far {summary(self._llm)}"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _read_line() -> str | None:

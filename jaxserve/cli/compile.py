@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from jaxserve.cli.options import ModelSettings
-from jaxserve.cli.progress import TerminalProgress
+from jaxserve.cli.options import Logged, ModelSettings
 from jaxserve.core.errors import ConfigError
+from jaxserve.runtime.progress import TerminalProgress
 
 
 @dataclasses.dataclass(frozen=True)
-class Compile:
+class Compile(Logged):
     """Compile all programs of an engine into the cache, so that later starts are fast.
 
     Programs are specific to the settings they were compiled with. Without --max-num-seqs, two sets

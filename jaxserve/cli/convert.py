@@ -9,11 +9,12 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from jaxserve.cli.progress import TerminalProgress
+from jaxserve.cli.options import Logged
+from jaxserve.runtime.progress import TerminalProgress
 
 
 @dataclasses.dataclass(frozen=True)
-class Convert:
+class Convert(Logged):
     """Write a model as an Orbax checkpoint, from which each device loads only its shard.
 
     Attributes:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from jaxserve.cli.options import Sampling, load, one_at_a_time
-from jaxserve.cli.streaming import print_answer
-from jaxserve.cli.text import device_name
-from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import SnapshotError
+from jaxserve.cli.options import EngineOptions, Logged, Sampling, load, one_at_a_time
+from jaxserve.cli.streaming import Response, receive
+from jaxserve.cli.text import device_name, summary
+from jaxserve.core.errors import ModelError, RequestError, SnapshotError
 from jaxserve.metrics.summaries import RunSummary
 
 if TYPE_CHECKING:
@@ -23,39 +23,60 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Generate:
+class Generate(Logged):
     """Stream the response to one prompt to standard output.
 
     Attributes:
-        prompt: the prompt; "-" reads it from standard input.
+        prompt: the prompt; "-", or none, reads it from standard input.
+        system: system prompt.
+        n: number of answers to sample; more than one needs a temperature above 0.
         raw: continue the prompt as is, without the model's chat template.
+        json: print the answers, their token ids and the times as one JSON object at the end.
         trace_file: write a trace of the run, to open in ui.perfetto.dev.
         snapshot_dir: on SIGTERM, write a snapshot of the request to this directory and exit with
             status 75; the next run with the same arguments resumes it.
         snapshot_deadline_s: approximate time limit for writing the snapshot.
     """
 
-    prompt: Annotated[Positional[str], arg(metavar="PROMPT")]
+    prompt: Annotated[Positional[str], arg(metavar="PROMPT")] = "-"
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    system: str | None = None
+    n: Annotated[int, arg(aliases=["-n"])] = 1
     raw: bool = False
+    json: bool = False
     trace_file: Path | None = None
     snapshot_dir: Path | None = None
     snapshot_deadline_s: float = 20.0
-    engine: EngineConfig = dataclasses.field(default_factory=one_at_a_time)
+    engine: EngineOptions = dataclasses.field(default_factory=one_at_a_time)
+
+    def __post_init__(self) -> None:
+        """Raises RequestError before the model is loaded."""
+        self.sampling.check(n=self.n)
+        if self.raw and self.system is not None:
+            raise RequestError("system has no effect with --raw; leave one of them out.")
 
     def run(self) -> int:
-        text = self.prompt
-        if text == "-":
-            text = sys.stdin.buffer.read().decode("utf-8", "replace").removesuffix("\n")
+        text = _read_prompt() if self.prompt == "-" else self.prompt
         with load(self.engine, self.trace_file) as llm:
-            if self.raw or llm.get_tokenizer().chat_template is None:
-                prompt = text
-            else:
-                prompt = llm.chat_prompt([{"role": "user", "content": text}])
+            prompt = self._laid_out(llm, text)
             with self._resumable(llm) as streams:
-                answer = print_answer(self._stream(llm, prompt, streams))
-            print(_summary(llm), file=sys.stderr)
-        return 130 if answer.interrupted else 0
+                response = receive(self._stream(llm, prompt, streams), show=not self.json)
+            if self.json:
+                print(json.dumps(_document(llm, response)))
+            print(summary(llm), file=sys.stderr)
+        return 130 if response.interrupted else 0
+
+    def _laid_out(self, llm: LLM, text: str) -> str | list[int]:
+        """The prompt in the model's chat template, if it has one."""
+        if self.raw or llm.get_tokenizer().chat_template is None:
+            if self.system is not None:
+                raise ModelError(
+                    f"{str(self.engine.model)!r} has no chat template, so it takes no system "
+                    "prompt; put it into the prompt."
+                )
+            return text
+        opening = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return llm.chat_prompt([*opening, {"role": "user", "content": text}])
 
     def _resumable(self, llm: LLM) -> contextlib.AbstractContextManager[list[DeltaStream]]:
         if self.snapshot_dir is None:
@@ -66,7 +87,7 @@ class Generate:
 
     def _stream(self, llm: LLM, prompt: str | list[int], stopped: list[DeltaStream]) -> DeltaStream:
         """A new stream, or the resumed one. Raises SnapshotError if that is of another request."""
-        params = self.sampling.params(llm)
+        params = self.sampling.params(llm, n=self.n)
         if not stopped:
             return llm.stream(prompt, params)
         decode = llm.get_tokenizer().decode
@@ -88,14 +109,25 @@ class Generate:
         return stream
 
 
-def _summary(llm: LLM) -> str:
-    """One line about the run: tokens, tokens/s after the first, time to first token, device."""
-    device = device_name(llm.plan().device)
+def _read_prompt() -> str:
+    """The prompt from standard input. Raises RequestError if that is empty."""
+    if sys.stdin.isatty():
+        print("Type the prompt, then Ctrl-D on a line of its own.", file=sys.stderr)
+    text = sys.stdin.buffer.read().decode("utf-8", "replace").removesuffix("\n")
+    if not text:
+        raise RequestError("there is no prompt; give it as an argument or through a pipe.")
+    return text
+
+
+def _document(llm: LLM, response: Response) -> dict[str, Any]:
+    """What --json prints; times are in seconds, and null where nothing was generated."""
     run = RunSummary.of(llm.engine.metrics.finished())
-    if run is None:
-        return f"0 tokens, on {device}"
-    pace = run.stream_tokens_per_s or run.output_tokens_per_s
-    return (
-        f"{run.output_tokens} tokens, {pace:.1f} tokens/s, first token after "
-        f"{run.ttft_us.p50 / 1e6:.2f} s, on {device}"
-    )
+    return {
+        "model": llm.plan().checkpoint.path.name,
+        "device": device_name(llm.plan().device),
+        "answers": [dataclasses.asdict(answer) for answer in response.answers],
+        "prompt_tokens": response.prompt_tokens,
+        "output_tokens": sum(len(answer.token_ids) for answer in response.answers),
+        "time_to_first_token_s": None if run is None else run.ttft_us.p50 / 1e6,
+        "time_s": None if run is None else run.elapsed_us / 1e6,
+    }

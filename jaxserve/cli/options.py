@@ -8,17 +8,30 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from jaxserve.cli.progress import TerminalProgress
+from jaxserve.cli.values import OptionalSize, Size
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.logs import LogLevel
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.runtime.progress import TerminalProgress
 
 if TYPE_CHECKING:
     from jaxserve.llm import LLM
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelSettings(EngineConfig):
-    """The model and engine settings. None: chosen from the model and the device."""
+class EngineOptions(EngineConfig):
+    """Settings of one engine. None: chosen from the model and the device. A size is in bytes, or
+    has a unit, such as 2GiB."""
+
+    kv_cache_memory_bytes: OptionalSize = None
+    host_kv_bytes: OptionalSize = None
+    disk_kv_bytes: Size = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSettings(EngineOptions):
+    """The model and engine settings. None: chosen from the model and the device. A size is in
+    bytes, or has a unit, such as 2GiB."""
 
     model: Annotated[Positional[str | Path], arg(metavar="MODEL")] = EngineConfig.model
 
@@ -47,19 +60,35 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Raises RequestError before the model is loaded."""
-        SamplingParams(**self._given())
+        self.check()
 
-    def params(self, llm: LLM) -> SamplingParams:
-        return llm.default_sampling_params(**self._given())
+    def check(self, **more: object) -> None:
+        """Raises RequestError for parameters that are refused whatever the model, with `more`."""
+        SamplingParams(**self._given() | more)
+
+    def params(self, llm: LLM, **more: object) -> SamplingParams:
+        return llm.default_sampling_params(**self._given() | more)
 
     def _given(self) -> dict[str, object]:
         fields = dataclasses.asdict(self).items()
         return {name: value for name, value in fields if value is not None}
 
 
-def one_at_a_time() -> EngineConfig:
+@dataclasses.dataclass(frozen=True)
+class Logged:
+    """A command that logs to stderr.
+
+    Attributes:
+        log_level: least severe messages to log; by default that of JAXSERVE_LOG_LEVEL, else info
+            for `serve` and warning for other commands.
+    """
+
+    log_level: LogLevel | None = dataclasses.field(default=None, kw_only=True)
+
+
+def one_at_a_time() -> EngineOptions:
     """Defaults of single-request commands: the fewest programs, so the fastest first start."""
-    return EngineConfig(max_num_seqs=1)
+    return EngineOptions(max_num_seqs=1)
 
 
 def load(config: EngineConfig, trace_file: Path | None = None) -> LLM:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxserve.cli.follow import follow
-from jaxserve.cli.options import ModelSettings
-from jaxserve.cli.progress import TerminalProgress
+from jaxserve.cli.options import Logged, ModelSettings
+from jaxserve.cli.values import Size
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.output_file import check_output_file
+from jaxserve.runtime.progress import TerminalProgress
 
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncEngine
@@ -22,7 +22,7 @@ _KEY = re.compile("[!-~]+")
 
 
 @dataclasses.dataclass(frozen=True)
-class Serve:
+class Serve(Logged):
     """Serve a model with an OpenAI-compatible HTTP API, on localhost by default.
 
     Returns 503 until the model is loaded. On SIGTERM or Ctrl-C, drains requests in flight; a second
@@ -53,7 +53,7 @@ class Serve:
     api_key_file: Path | None = None
     served_model_name: tuple[str, ...] = ()
     max_queued_requests: int = 1024
-    max_body_bytes: int = 8 << 20
+    max_body_bytes: Size = 8 << 20
     shutdown_timeout: float = 20.0
     snapshot_dir: Path | None = None
     log_requests: bool = False
@@ -69,8 +69,6 @@ class Serve:
         from jaxserve.server.run import Stopping, listen, serve
         from jaxserve.server.service import Service
 
-        logging.basicConfig(format="%(asctime)s %(message)s")
-        logging.getLogger("jaxserve").setLevel(logging.INFO)
         settings = AppSettings(self._keys(), self.max_body_bytes, self.log_requests)
         if self.snapshot_dir is not None:
             self._check_snapshot_dir()

@@ -3,32 +3,70 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from jaxserve.core.outputs import FinishReason
     from jaxserve.engine.delta_stream import DeltaStream
 
 
-class Answer(NamedTuple):
-    text: str
+@dataclasses.dataclass
+class Answer:
+    """One choice of a response: what was generated before its end, or before Ctrl-C."""
+
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+    """The answers to a prompt of `prompt_tokens`, one for each of its `n` choices."""
+
+    prompt_tokens: int
+    answers: list[Answer]
     interrupted: bool
 
 
-def print_answer(stream: DeltaStream) -> Answer:
-    """Print the response as it is generated, until it ends or the user presses Ctrl-C."""
-    pieces = []
+def receive(stream: DeltaStream, show: bool = True) -> Response:
+    """Receive a response until it ends or the user presses Ctrl-C, and `show` it: one answer as it
+    is generated, several with a heading each when all of them have ended."""
+    params = stream.request.params
+    answers = [Answer() for _ in range(params.n)]
     with _deferred_interrupt() as interrupt, contextlib.closing(stream) as deltas:
         for delta in deltas:
-            pieces.append(delta.text)
-            print(delta.text, end="", flush=True)
+            answer = answers[delta.index]
+            answer.text += delta.text
+            answer.token_ids += delta.token_ids
+            answer.finish_reason = delta.finish_reason
+            if show and params.n == 1:
+                print(delta.text, end="", flush=True)
             if interrupt.is_set():
                 break
-        print(flush=True)
-    return Answer("".join(pieces), interrupt.is_set())
+    if show:
+        if params.n == 1:
+            print(flush=True)
+        else:
+            for number, answer in enumerate(answers, 1):
+                print(f"[{number}/{params.n}]\n{answer.text}", flush=True)
+        _tell_what_was_cut(answers, params.max_tokens)
+    return Response(len(stream.request.prompt_token_ids), answers, interrupt.is_set())
+
+
+def _tell_what_was_cut(answers: list[Answer], max_tokens: int | None) -> None:
+    """Say on stderr if an answer ended before the model ended it."""
+    for answer in answers:
+        if answer.finish_reason == "length":
+            by_limit = len(answer.token_ids) == max_tokens
+            limit = f"--max-tokens {max_tokens}" if by_limit else "the context limit"
+            print(f"The answer was cut by {limit}.", file=sys.stderr)
+            return
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Format numbers and tables for people."""
+"""Format numbers, tables and runs for people."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from jaxserve.metrics.summaries import RunSummary
+
 if TYPE_CHECKING:
     import jax
+
+    from jaxserve.llm import LLM
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -41,3 +45,17 @@ def device_name(device: jax.Device) -> str:
         return device.device_kind
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{device.device_kind} ({cores} cores)"
+
+
+def summary(llm: LLM) -> str:
+    """One line about all requests so far: tokens, tokens/s after the first ones, median time to
+    first token, device."""
+    device = device_name(llm.plan().device)
+    run = RunSummary.of(llm.engine.metrics.finished())
+    if run is None:
+        return f"0 tokens, on {device}"
+    pace = run.stream_tokens_per_s or run.output_tokens_per_s
+    return (
+        f"{run.output_tokens} tokens, {pace:.1f} tokens/s, first token after "
+        f"{run.ttft_us.p50 / 1e6:.2f} s, on {device}"
+    )

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.vllm_settings import answer_to
 
 DTYPES = ("float32", "bfloat16", "float16")
+_DTYPE_NAMES = {
+    "auto": None,
+    "fp32": "float32",
+    "float": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+}
 
 
 def default_dtype(platform: str) -> str:
@@ -24,7 +34,8 @@ class EngineConfig:
 
     Attributes:
         model: the default model's name, a .gguf file, a directory, or a Hugging Face id.
-        dtype: of weights, activations and KV pages; float32 on CPUs, else bfloat16.
+        dtype: of weights, activations and KV pages: float32, bfloat16 (bf16) or float16 (fp16);
+            by default float32 on CPUs, else bfloat16.
         quantization: format of the weights in memory: None, dequantized to `dtype`, whatever the
             file; "gguf", bit-exact in the blocks of the GGUF file (Q4_0, Q4_1, Q8_0); "int8",
             "int4" (groups of 32) or "fp8", quantized on loading, except embeddings and head.
@@ -42,7 +53,8 @@ class EngineConfig:
         memory_utilization: share of a device's memory that may be used in total.
         kv_cache_memory_bytes: size of the KV pool on each device; by default what is left of
             memory_utilization, on CPUs at most 2 GiB in total.
-        scheduler: one of static, orca, vllm, sarathi, splitfuse, medha.
+        scheduler: how steps are filled: sarathi splits prompts into chunks beside decodes, vllm
+            runs whole prompts first; the others are for comparison (docs/architecture.md).
         target_step_us: predicted step time that the medha scheduler targets by the size of its
             prefill chunks; 500,000 on CPUs, else 50,000.
         priority_ageing_s: seconds of waiting that equal one priority level, so that no request
@@ -104,9 +116,12 @@ class EngineConfig:
     compilation_cache: bool = True
 
     def __post_init__(self) -> None:
-        """Raises ConfigError, naming the setting, its value and the range."""
+        """Converts other names of a dtype. Raises ConfigError, naming the setting, its value and
+        the range."""
         if not str(self.model):
             raise ConfigError("model is empty; give a name, a path or a Hugging Face id.")
+        if isinstance(self.dtype, str) and self.dtype in _DTYPE_NAMES:
+            object.__setattr__(self, "dtype", _DTYPE_NAMES[self.dtype])
         for name, choices in (
             ("dtype", (None, *DTYPES)),
             ("quantization", (None, "gguf", "int8", "int4", "fp8")),
@@ -206,9 +221,13 @@ class EngineConfig:
     def of(cls, **settings: Any) -> EngineConfig:
         """A config of these settings. Raises ConfigError for an unknown setting."""
         known = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(set(settings) - known):
+        for name in sorted(set(settings) - known):
+            if answer := answer_to(name):
+                raise ConfigError(answer)
+            if alike := difflib.get_close_matches(name, known, n=1):
+                raise ConfigError(f"unknown setting {name!r}; did you mean {alike[0]}?")
             raise ConfigError(
-                f"unknown setting {unknown[0]!r}; the settings are {', '.join(sorted(known))}."
+                f"unknown setting {name!r}; the settings are {', '.join(sorted(known))}."
             )
         return cls(**settings)
 
@@ -266,3 +285,37 @@ class EngineConfig:
             or ((500_000 if on_cpu else 50_000) if self.scheduler == "medha" else None),
             program_scope=self.program_scope or ("layer" if on_cpu and by_layer else "step"),
         )
+
+
+class EngineSettings(TypedDict, total=False):
+    """The fields of EngineConfig but for `model`, as keyword arguments that type checkers know."""
+
+    dtype: str | None
+    quantization: Literal["gguf", "int8", "int4", "fp8"] | None
+    max_model_len: int | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    page_size: int | None
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    context_parallel_size: int
+    sequence_parallel: bool
+    devices: list[int] | tuple[int, ...] | None
+    memory_utilization: float
+    kv_cache_memory_bytes: int | None
+    scheduler: Literal["static", "orca", "vllm", "sarathi", "splitfuse", "medha"]
+    target_step_us: int | None
+    priority_ageing_s: float | None
+    fair_share: bool
+    enable_prefix_caching: bool
+    host_kv_bytes: int | None
+    disk_kv_dir: str | Path | None
+    disk_kv_bytes: int
+    preemption: Literal["auto", "swap", "recompute"]
+    debug_kv: bool
+    batch_invariant: bool
+    seed: int
+    load_format: Literal["auto", "dummy"]
+    attention_backend: Literal["auto", "xla", "pallas"]
+    program_scope: Literal["step", "layer"] | None
+    compilation_cache: bool

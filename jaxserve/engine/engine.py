@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
@@ -13,7 +14,7 @@ import jax
 from jaxserve.core.commands import Abort, ResetPrefixCache, SetPriority
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import EngineClosedError, RequestError, SnapshotError
-from jaxserve.core.events import EventLog, monotonic_us
+from jaxserve.core.events import EventLog, Record, monotonic_us
 from jaxserve.core.outputs import RequestMetrics, RequestOutput
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import SharedPrefix
@@ -35,6 +36,13 @@ from jaxserve.runtime.startup import EnginePlan, Progress, no_progress, start
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.structured.grammar import Grammar
 from jaxserve.text import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+
+def _debug(record: Record) -> None:
+    """Logs a record of the event log, such as a phase of the start, an arrival or a step."""
+    _log.debug("%r", record)
 
 
 class Engine:
@@ -78,11 +86,15 @@ class Engine:
         or MemoryPlanError.
         """
         metrics = Metrics()
-        log = EventLog(metrics.fold, clock=monotonic_us, keep_all=keep_events)
+        sinks = [metrics.fold, _debug] if _log.isEnabledFor(logging.DEBUG) else [metrics.fold]
+        log = EventLog(*sinks, clock=monotonic_us, keep_all=keep_events)
+        begin_us = log.now()
+        _log.info("loading %s", config.model)
         make_room_for_collectives()
         hosts = Hosts() if jax.process_count() > 1 else None
         try:
             plan, tokenizer, runner = start(config, log, progress, hosts)
+            _log.info("%s, after %.1f s", plan, (log.now() - begin_us) / 1e6)
             return cls(plan, tokenizer, runner, log, metrics, hosts)
         except BaseException:
             if hosts is not None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from jaxserve.core.outputs import RequestOutput
 from jaxserve.core.sampling_params import SamplingParams
@@ -14,11 +13,19 @@ from jaxserve.offline.custom_ids import custom_id_of, seed_of
 from jaxserve.offline.journal import Result
 from jaxserve.offline.lines import Record
 from jaxserve.protocol.endpoints import ENDPOINTS, ParsedRequest
-from jaxserve.protocol.errors import FieldError, GenerationFailedError, check_generated, reply_to
+from jaxserve.protocol.errors import (
+    ErrorCode,
+    FieldError,
+    GenerationFailedError,
+    check_generated,
+    reply_to,
+)
 from jaxserve.protocol.model import Model
 
 _log = logging.getLogger(__name__)
 
+LineErrorCode = ErrorCode | Literal["invalid_line", "duplicate_custom_id", "internal_error"]
+"""Every code of a line's `error`; the last three are of batch jobs alone."""
 _ENVELOPE = {"custom_id", "method", "url", "body"}
 
 
@@ -76,23 +83,42 @@ def parse(record: Record, number: int, model: Model, seed: int) -> BatchRequest:
     return BatchRequest(number, custom_id, call, seed)
 
 
-def refused(number: int, custom_id: str, error: Exception, code: str | None = None) -> Result:
-    """The result of a line that failed with `error`."""
+def refused(
+    number: int, custom_id: str, error: Exception, code: LineErrorCode | None = None
+) -> Result:
+    """The result of a line that failed with `error`; by default its code is the server's."""
     reply = reply_to(error)
-    code = code or reply.code or (f"invalid_{reply.param}" if reply.param else "invalid_request")
-    return _error(number, custom_id, reply.status, reply.body, code, reply.message)
+    code = code or reply.code or "internal_error"
+    return Result.of(
+        number,
+        custom_id=custom_id,
+        response={
+            "status_code": reply.status,
+            "request_id": f"batch_req_{number}",
+            "body": reply.body,
+        },
+        error={"code": code, "message": f"line {number}: {reply.message}"},
+    )
 
 
 def _url_and_body(record: Record) -> tuple[Any, Any]:
     if "url" in record or "body" in record:
         if unknown := sorted(set(record) - _ENVELOPE):
-            raise FieldError(unknown[0][:80], "is not a field of a batch line; leave it out.")
+            raise FieldError(
+                unknown[0][:80],
+                "is not a field of a batch line; leave it out.",
+                "unknown_parameter",
+            )
         method = record.get("method", "POST")
         if method != "POST":
             raise FieldError("method", f"is {method!r:.80}; it must be POST.")
         for name in ("url", "body"):
             if name not in record:
-                raise FieldError(name, "is missing; a batch line needs custom_id, url and body.")
+                raise FieldError(
+                    name,
+                    "is missing; a batch line needs custom_id, url and body.",
+                    "missing_required_parameter",
+                )
         return record["url"], record["body"]
     body = {name: value for name, value in record.items() if name != "custom_id"}
     match "prompt" in body, "messages" in body:
@@ -102,15 +128,8 @@ def _url_and_body(record: Record) -> tuple[Any, Any]:
             return "/v1/chat/completions", body
         case True, True:
             raise FieldError("prompt", "and messages conflict; give one of them.")
-    raise FieldError("prompt", "is missing; a line needs url and body, or prompt, or messages.")
-
-
-def _error(
-    number: int, custom_id: str, status: int, body: Mapping[str, Any], code: str, message: str
-) -> Result:
-    return Result.of(
-        number,
-        custom_id=custom_id,
-        response={"status_code": status, "request_id": f"batch_req_{number}", "body": body},
-        error={"code": code, "message": f"line {number}: {message}"},
+    raise FieldError(
+        "prompt",
+        "is missing; a line needs url and body, or prompt, or messages.",
+        "missing_required_parameter",
     )

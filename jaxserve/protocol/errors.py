@@ -6,7 +6,7 @@ import dataclasses
 import re
 import reprlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -28,13 +28,31 @@ _SHORT = reprlib.Repr()  # It never formats the part that it leaves out.
 _SHORT.maxstring = _SHORT.maxother = MAX_SHOWN_CHARS
 
 
+FieldErrorCode = Literal["missing_required_parameter", "unknown_parameter", "invalid_value"]
+ErrorCode = (
+    FieldErrorCode
+    | Literal[
+        "invalid_request",
+        "context_length_exceeded",
+        "model_not_found",
+        "invalid_api_key",
+        "body_too_large",
+        "generation_failed",
+        "overloaded",
+        "unavailable",
+    ]
+)
+"""Every `code` of an error response: clients may compare with them, so none is made of input."""
+
+
 class FieldError(RequestError):
     """A field of a request body is missing, unknown, or invalid."""
 
-    def __init__(self, field: str, message: str) -> None:
+    def __init__(self, field: str, message: str, code: FieldErrorCode = "invalid_value") -> None:
         """`field` is the path to the field, such as `messages[0].role`."""
         super().__init__(f"{field} {message}")
         self.field = field
+        self.code = code
 
 
 class ModelNotFoundError(RequestError):
@@ -57,7 +75,7 @@ class ErrorReply:
     message: str
     type: str
     param: str | None = None
-    code: str | None = None
+    code: ErrorCode | None = None
     retry_after_s: int | None = None
 
     @property
@@ -79,13 +97,15 @@ def reply_to(error: BaseException) -> ErrorReply:
             return _invalid(message, None, "context_length_exceeded")
         case GenerationFailedError():
             return ErrorReply(422, message, "invalid_request_error", None, "generation_failed")
-        case FieldError(field=field):
-            return _invalid(message, field)
+        case FieldError(field=field, code=code):
+            return _invalid(message, field, code)
         case OverloadedError():
             return ErrorReply(429, message, "rate_limit_error", None, "overloaded", 1)
         case RequestError():
             found = _PARAM.match(message)
-            return _invalid(message, found[1] if found and found[1] in _PARAMS else None)
+            if found and found[1] in _PARAMS:
+                return _invalid(message, found[1], "invalid_value")
+            return _invalid(message, None, "invalid_request")
         case UnavailableError() | EngineClosedError():
             return ErrorReply(503, message, "service_unavailable_error", None, "unavailable", 5)
     return ErrorReply(500, "internal server error; see the server log.", "server_error")
@@ -98,7 +118,7 @@ def check_generated(outputs: Sequence[RequestOutput]) -> None:
             raise GenerationFailedError(output.error)
 
 
-def _invalid(message: str, param: str | None, code: str | None = None) -> ErrorReply:
+def _invalid(message: str, param: str | None, code: ErrorCode) -> ErrorReply:
     return ErrorReply(400, message, "invalid_request_error", param, code)
 
 
@@ -115,9 +135,11 @@ def field_error_of(errors: Sequence[dict[str, Any]]) -> FieldError:
     found = max((e for e in errors if (e["loc"] or ("body",))[0] == name), key=_depth)
     path = _path(found["loc"])
     if found["type"] == "extra_forbidden":
-        return FieldError(path, "is not a field of this request; leave it out.")
+        return FieldError(
+            path, "is not a field of this request; leave it out.", "unknown_parameter"
+        )
     if found["type"] == "missing":
-        return FieldError(path, "is missing; it is required.")
+        return FieldError(path, "is missing; it is required.", "missing_required_parameter")
     message = found["msg"].removeprefix("Value error, ")
     if message.startswith("Input should be"):
         message = message.replace("Input should be", "must be", 1)

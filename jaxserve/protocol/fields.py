@@ -95,7 +95,11 @@ class ResponseFormat(Fields):
             )
         if self.type == "json_schema":
             if self.json_schema.schema_ is None:
-                raise FieldError("response_format.json_schema.schema", "is missing.")
+                raise FieldError(
+                    "response_format.json_schema.schema",
+                    "is missing; it is required.",
+                    "missing_required_parameter",
+                )
             return {"json": self.json_schema.schema_}
         return {"json_object": True} if self.type == "json_object" else None
 

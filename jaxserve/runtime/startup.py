@@ -62,6 +62,17 @@ class EnginePlan:
     memory: MemoryPlan
     device: jax.Device
 
+    def __str__(self) -> str:
+        """One line, for a log."""
+        config, memory = self.config, self.memory
+        return (
+            f"{self.checkpoint.path.name} ({self.shapes.model.architecture}, {config.dtype}) on "
+            f"{memory.num_devices} x {self.device.device_kind}: weights "
+            f"{gib(memory.weights_bytes)}, KV pool {gib(memory.kv_bytes)} for "
+            f"{memory.kv_tokens:,} tokens, up to {config.max_num_seqs} sequences of "
+            f"{config.max_model_len:,} tokens"
+        )
+
     @property
     def cache(self) -> ExecutableCache | None:
         """Cache of this plan's executables; None when disabled, or for a registered model family:

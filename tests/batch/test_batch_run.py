@@ -131,23 +131,23 @@ def test_bad_lines_are_told_of_and_stop_nothing(batch_llm, tmp_path: Path):
     bad = {
         "{": "invalid_line",
         "[]": "invalid_line",
-        json.dumps({"custom_id": 3, **body}): "invalid_custom_id",
+        json.dumps({"custom_id": 3, **body}): "invalid_value",
         json.dumps({"custom_id": "good", **body}): "duplicate_custom_id",
-        json.dumps({"custom_id": "a"}): "invalid_prompt",
-        json.dumps({"prompt": "a", "messages": []}): "invalid_prompt",
-        json.dumps({"prompt": "a", "wrong": 1}): "invalid_wrong",
-        json.dumps({"prompt": "a", "temperature": 9}): "invalid_temperature",
-        json.dumps({"prompt": ""}): "invalid_prompt",
+        json.dumps({"custom_id": "a"}): "missing_required_parameter",
+        json.dumps({"prompt": "a", "messages": []}): "invalid_value",
+        json.dumps({"prompt": "a", "wrong": 1}): "unknown_parameter",
+        json.dumps({"prompt": "a", "temperature": 9}): "invalid_value",
+        json.dumps({"prompt": ""}): "invalid_value",
         json.dumps({"prompt": "a" * 500}): "context_length_exceeded",
         json.dumps({"prompt": ["a", "a" * 500, "b"]}): "context_length_exceeded",
-        json.dumps({"prompt": "a", "stream": True}): "invalid_stream",
+        json.dumps({"prompt": "a", "stream": True}): "invalid_value",
         json.dumps({"prompt": "a", "model": "gpt-4"}): "model_not_found",
-        json.dumps({"url": "/v1/embeddings", "body": body}): "invalid_url",
-        json.dumps({"url": ["/v1/completions"], "body": body}): "invalid_url",
-        json.dumps({"url": "/v1/completions"}): "invalid_body",
-        json.dumps({"url": "/v1/completions", "body": 3}): "invalid_body",
-        json.dumps({"method": "GET", "url": "/v1/completions", "body": body}): "invalid_method",
-        json.dumps({"url": "/v1/completions", "body": body, "n": 2}): "invalid_n",
+        json.dumps({"url": "/v1/embeddings", "body": body}): "invalid_value",
+        json.dumps({"url": ["/v1/completions"], "body": body}): "invalid_value",
+        json.dumps({"url": "/v1/completions"}): "missing_required_parameter",
+        json.dumps({"url": "/v1/completions", "body": 3}): "invalid_value",
+        json.dumps({"method": "GET", "url": "/v1/completions", "body": body}): "invalid_value",
+        json.dumps({"url": "/v1/completions", "body": body, "n": 2}): "unknown_parameter",
     }
     lines = [{"custom_id": "good", **body}, *bad, {"custom_id": "last", **body}]
     run = run_batch(batch_llm, write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
@@ -161,7 +161,7 @@ def test_bad_lines_are_told_of_and_stop_nothing(batch_llm, tmp_path: Path):
     assert (
         found[1]["response"]["status_code"] == found[len(lines)]["response"]["status_code"] == 200
     )
-    assert found[5]["custom_id"] == "good" and "already used by line 1" in found[5]["error"]["message"]
+    assert found[5]["custom_id"] == "good" and "used by line 1" in found[5]["error"]["message"]
     assert found[2]["custom_id"] == "line-2"
     assert run.totals.num_errors == len(bad)
     assert run.complete

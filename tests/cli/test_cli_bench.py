@@ -28,3 +28,15 @@ def test_bench_offline_counts_what_it_served_and_measures_the_limit(run_here, ti
     assert 0 <= float(values["share of the limit reached"][0].rstrip("%")) < 100
     events = json.loads(trace_file.read_text())["traceEvents"]
     assert sum(event["name"] == "decode" for event in events) == 3
+
+
+def test_bench_offline_as_json(run_here, tiny_model):
+    run = run_here(
+        *("bench", "offline", "--num-prompts=2", "--input-len=8", "--output-len=4", "--json"),
+        *("--model", tiny_model, *SETTINGS),
+    )
+    told = json.loads(run.stdout)
+    assert (told["requests"], told["prompt_tokens"], told["output_tokens"]) == (2, 16, 8)
+    assert 0 < told["time_to_first_token_s"]["p50"] <= told["time_s"]
+    assert told["between_tokens_s"]["p99"] > 0
+    assert 0 <= told["share_of_limit"] < 1

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 
@@ -24,6 +25,17 @@ def test_history_reset_and_exit(answer, command, tiny_model, tmp_path):
     assert remembered.stdout != answer.stdout * 2
     assert "/dance is not a command" in remembered.stderr
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_commands_about_the_conversation(answer, command, tiny_model):
+    script = "/help\nhi\n/stats\n/system Be brief.\n/reset\nhi\n/system\n/reset\nhi\n"
+    run = command("chat", "--model", tiny_model, *SETTINGS, "--max-tokens=12", stdin=script)
+    assert run.status == 0, run.stderr
+    assert run.stdout.startswith(answer.stdout) and run.stdout.endswith(answer.stdout)
+    assert run.stdout != answer.stdout * 3
+    assert "/system TEXT" in run.stderr
+    assert re.search(r"^\d+ of 8,192 tokens of the context; so far 12 tokens, ", run.stderr, re.M)
+    assert run.stderr.count("cut by --max-tokens 12.") == 3
 
 
 def test_ctrl_c_stops_the_answer_only(command, tiny_model):

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import io
 import json
 import re
 import signal
+import sys
 
+import pytest
 from cli_command import CONTEXT, SETTINGS
 
 
@@ -13,6 +16,7 @@ def test_the_answer_is_all_of_stdout_and_the_summary_ends_stderr(answer):
         r"12 tokens, [\d.]+ tokens/s, first token after [\d.]+ s, on \S.*",
         answer.stderr.splitlines()[-1],
     )
+    assert answer.stderr.splitlines()[-2] == "The answer was cut by --max-tokens 12."
 
 
 def test_the_trace_file_is_a_timeline(answer, trace_file):
@@ -20,12 +24,50 @@ def test_the_trace_file_is_a_timeline(answer, trace_file):
     assert any(event.get("ph") == "X" for event in events)
 
 
-def test_a_raw_prompt_from_stdin_is_what_the_chat_template_makes(answer, command, tiny_model):
+@pytest.mark.parametrize("dash", [["-"], []])
+def test_a_raw_prompt_from_stdin_is_what_the_chat_template_makes(answer, command, tiny_model, dash):
     run = command(
-        *("generate", "-", "--raw", "--max-tokens=12", "--model", tiny_model, *SETTINGS),
+        *("generate", *dash, "--raw", "--max-tokens=12", "--model", tiny_model, *SETTINGS),
         stdin="user: hi\nassistant:\n",
     )
     assert run.stdout == answer.stdout
+
+
+def test_no_prompt_at_all(run_here, tiny_model, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    run_here("generate", "--model", tiny_model).assert_error("no prompt", "through a pipe")
+
+
+def test_a_system_prompt_and_answers_as_json(run_here, tiny_model):
+    args = ("generate", "hi", "--model", tiny_model, *SETTINGS, "--max-tokens=6", "--json")
+    (plain, with_system) = (run_here(*args), run_here(*args, "--system=Be brief."))
+    told = [json.loads(run.stdout) for run in (plain, with_system)]
+    assert told[1]["prompt_tokens"] - told[0]["prompt_tokens"] == len("system: Be brief.\n")
+    (answer,) = told[0]["answers"]
+    assert answer["finish_reason"] == "length"
+    assert len(answer["token_ids"]) == told[0]["output_tokens"] == 6
+    assert 0 < told[0]["time_to_first_token_s"] <= told[0]["time_s"]
+
+
+def test_several_answers(run_here, tiny_model):
+    sampled = ("--temperature=1", "--seed=1", "-n", "3", "--max-tokens=6")
+    args = ("generate", "hi", "--model", tiny_model, *SETTINGS, *sampled)
+    told = json.loads(run_here(*args, "--json").stdout)["answers"]
+    assert len({tuple(answer["token_ids"]) for answer in told}) == 3
+    texts = [f"[{number}/3]\n{answer['text']}\n" for number, answer in enumerate(told, 1)]
+    assert run_here(*args).stdout == "".join(texts)
+
+
+def test_debug_messages_are_those_of_the_engine(run_here, tiny_model, caplog):
+    with caplog.at_level("DEBUG", logger="jaxserve"):
+        args = ("--model", tiny_model, *SETTINGS, "--max-tokens=2", "--log-level=debug")
+        assert run_here("generate", "hi", *args).status == 0
+    levels = {record.levelname for record in caplog.records if record.name.startswith("jaxserve.")}
+    assert levels == {"DEBUG", "INFO"}
+    text = caplog.text
+    assert f"loading {tiny_model}" in text
+    assert re.search(r"tiny \(LlamaForCausalLM, float32\) on 1 x cpu: weights .* after", text)
+    assert "Phase(" in text and "Arrived(" in text and "Finished(" in text
 
 
 def test_ctrl_c_keeps_what_was_generated(command, tiny_model):

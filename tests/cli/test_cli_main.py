@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import random
 import re
 import subprocess
@@ -11,8 +13,10 @@ import threading
 import pytest
 
 import jaxserve
-from jaxserve.cli import main
-from jaxserve.cli.progress import TerminalProgress
+from jaxserve.cli import main, parse
+from jaxserve.cli.errors import in_flags
+from jaxserve.cli.plan import Plan
+from jaxserve.runtime.progress import TerminalProgress
 
 COMMANDS = ("generate", "chat", "bench", "plan", "compile", "convert")
 
@@ -50,11 +54,20 @@ def test_version(capsys):
     ("args", "named"),
     [
         (["dance"], "dance"),
-        (["generate"], "PROMPT"),
+        (["batch"], "INPUT"),
         (["generate", "hi", "--max-tokens", "many"], "many"),
-        (["generate", "hi", "--temperature", "9"], "temperature"),
+        (["generate", "hi", "--max-num-seqs", "many"], "--max-num-seqs: 'many' is not an integer"),
+        (["generate", "hi", "--temperature", "9"], "error: --temperature must be"),
         (["generate", "hi", "--scheduler", "fifo"], "fifo"),
-        (["bench", "offline", "--num-prompts", "0"], "num_prompts"),
+        (["generate", "hi", "--dtype=int3"], "error: --dtype is 'int3'; it must be one of"),
+        (["generate", "hi", "-n", "2"], "n must be 1"),
+        (["generate", "hi", "--raw", "--system=Be brief."], "error: --system has no effect"),
+        (["bench", "offline", "--num-prompts", "0"], "error: --num-prompts is 0"),
+        (["plan", "--host-kv-bytes=2GiX"], "'2GiX' is not a size"),
+        (["plan", "--devices=0,1"], "but --tensor-parallel-size 1 x"),
+        (["plan", "--max-nm-seqs=3"], "Perhaps you meant"),
+        (["serve", "--block-size=16"], "error: --block-size is a setting of vLLM"),
+        (["serve", "--gpu-memory-utilization", "0.5"], "use --memory-utilization."),
     ],
 )
 def test_arguments_that_cannot_be_understood_are_named(args, named, capsys):
@@ -64,6 +77,56 @@ def test_arguments_that_cannot_be_understood_are_named(args, named, capsys):
     captured = capsys.readouterr()
     assert named in captured.err
     assert captured.out == ""
+
+
+def test_sizes_have_units_and_dtypes_short_names():
+    engine = parse(["plan", "--kv-cache-memory-bytes=2GiB", "--dtype=bf16"]).engine
+    assert (engine.kv_cache_memory_bytes, engine.dtype) == (2 << 30, "bfloat16")
+    assert parse(["plan", "--kv-cache-memory-bytes=4096"]).engine.kv_cache_memory_bytes == 4096
+    assert parse(["plan", "--kv-cache-memory-bytes=None"]).engine.kv_cache_memory_bytes is None
+    assert parse(["serve", "--max-body-bytes=1.5MB"]).max_body_bytes == 1_500_000
+
+
+def test_only_the_names_of_settings_become_flags():
+    message = "/a/max_num_seqs: max_num_seqs 3, seed, 'page_size' and page_size.py; set page_size."
+    assert in_flags(message, Plan) == (
+        "/a/max_num_seqs: --max-num-seqs 3, seed, 'page_size' and page_size.py; set --page-size."
+    )
+    assert in_flags("seed is None", Plan) == "--seed is None"
+
+
+@pytest.mark.parametrize(
+    ("environment", "args", "level"),
+    [
+        (None, ["serve"], "INFO"),
+        (None, ["plan"], "WARNING"),
+        ("debug", ["serve"], "DEBUG"),
+        ("debug", ["serve", "--log-level=error"], "ERROR"),
+    ],
+)
+def test_the_level_of_the_log(environment, args, level, monkeypatch):
+    monkeypatch.delenv("JAXSERVE_LOG_LEVEL", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("JAXSERVE_LOG_LEVEL", environment)
+    command = parse(args)
+    levels = []
+    logger = logging.getLogger("jaxserve")
+    monkeypatch.setattr(
+        type(command), "run", lambda self: levels.append(logging.getLevelName(logger.level)) or 0
+    )
+    before = logger.level
+    try:
+        assert main(args) == 0
+    finally:
+        logger.setLevel(before)
+    assert levels == [level]
+
+
+def test_an_unknown_level_is_told():
+    script = [sys.executable, "-c", "import jaxserve"]
+    environment = os.environ | {"JAXSERVE_LOG_LEVEL": "loud"}
+    run = subprocess.run(script, capture_output=True, text=True, check=True, env=environment)
+    assert "JAXSERVE_LOG_LEVEL is 'loud'; set it to one of debug" in run.stderr
 
 
 def test_progress_survives_threads_that_report_out_of_order(capsys):

@@ -35,13 +35,13 @@ def test_compile_makes_the_set_for_one_reader_too(first_compile, run_here, tiny_
 
 def test_compile_without_a_cache(run_here, tiny_model):
     run = run_here("compile", tiny_model, *SETTINGS, "--no-compilation-cache")
-    run.assert_error("compilation_cache")
+    run.assert_error("--compilation-cache")
 
 
 def test_plan_needs_no_weights(run_here, tiny_model, tmp_path):
     config = tmp_path / "config.json"
     config.write_text((tiny_model / "config.json").read_text())
-    run = run_here("plan", config, *SETTINGS, "--load-format=dummy")
+    run = run_here("plan", config, *SETTINGS, "--load-format=dummy", "--programs")
     assert run.status == 0, run.stderr
     rows = dict(re.split(r"  +", line)[:2] for line in run.stdout.splitlines() if "  " in line)
     shapes = hf_shapes(json.loads(config.read_text())).values()
@@ -52,6 +52,14 @@ def test_plan_needs_no_weights(run_here, tiny_model, tmp_path):
     programs = run.stdout.partition("PROGRAMS")[2].splitlines()[1:]
     assert programs
     assert all(line.endswith("  cache") for line in programs)
+    summary = run_here("plan", config, *SETTINGS, "--load-format=dummy").stdout
+    assert len(summary.partition("PROGRAMS")[2].splitlines()) == 6
+    assert re.search(rf"^from the cache +{len(programs)}$", summary, re.MULTILINE)
+    told = json.loads(run_here("plan", config, *SETTINGS, "--load-format=dummy", "--json").stdout)
+    assert told["memory_bytes"]["weights"] == 4 * sum(map(math.prod, shapes))
+    assert told["kv_pool"]["tokens"] == CONTEXT
+    assert told["requests_at_once"] == [{"tokens": CONTEXT, "requests": 1}]
+    assert [program["from_cache"] for program in told["programs"]] == [True] * len(programs)
 
 
 @pytest.mark.parametrize("scheduler", ["sarathi", "orca"])
@@ -86,7 +94,9 @@ def test_as_many_requests_run_at_once_as_plan_says(run_here, tiny_model, schedul
 
 def test_a_model_that_does_not_fit_gets_its_table_and_what_would_fit(run_here, tiny_model):
     run = run_here("plan", tiny_model, *SETTINGS, "--memory-utilization=1e-7")
-    run.assert_error(f"a request of max_model_len {CONTEXT}", "What fits: memory_utilization 0.0")
+    run.assert_error(
+        f"a request of --max-model-len {CONTEXT}", "What fits: --memory-utilization 0.0"
+    )
     rows = dict(re.split(r"  +", line)[:2] for line in run.stdout.splitlines() if "  " in line)
     assert {"weights", "program scratch", "total", "missing"} <= set(rows)
     assert "PROGRAMS" not in run.stdout

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import typing
+from pathlib import Path
+
 import pytest
 
-from jaxserve.core.config import EngineConfig
+from jaxserve import LLM, AsyncEngine
+from jaxserve.core.config import EngineConfig, EngineSettings
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ModelConfig, RopeConfig
 
@@ -47,12 +51,26 @@ from jaxserve.core.model_config import ModelConfig, RopeConfig
         ({"devices": [1, 2, 1], "tensor_parallel_size": 3}, "lists 1 twice"),
         ({"devices": [2], "tensor_parallel_size": 2}, r"tensor_parallel_size 2 x .* need 2"),
         ({"devices": [0, 1, 2], "tensor_parallel_size": 2}, r"\[0, 1, 2\], which has 3 entries"),
-        ({"data_parallel_size": 2}, "unknown setting 'data_parallel_size'.*max_num_seqs"),
+        ({"data_parallel_size": 2}, "data_parallel_size is a setting of vLLM.*one engine"),
+        ({"gpu_memory_utilization": 0.9}, "of vLLM.*use memory_utilization"),
+        ({"max_nm_seqs": 3}, "unknown setting 'max_nm_seqs'; did you mean max_num_seqs?"),
+        ({"zzz": 3}, "unknown setting 'zzz'.*max_num_seqs"),
     ],
 )
 def test_a_setting_out_of_range_is_refused_with_its_value(settings, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig.of(**settings)
+
+
+def test_type_checkers_know_every_setting():
+    """Keyword arguments of `LLM` and `AsyncEngine.load`; two take more types than the config."""
+    known = typing.get_type_hints(EngineConfig)
+    del known["model"]
+    wider = {"devices": list[int] | tuple[int, ...] | None, "disk_kv_dir": str | Path | None}
+    assert typing.get_type_hints(EngineSettings) == known | wider
+    assert not EngineSettings.__required_keys__
+    for function in (LLM.__init__, AsyncEngine.load):
+        assert typing.get_type_hints(function)["settings"] == typing.Unpack[EngineSettings]
 
 
 def model(kind: str) -> ModelConfig:
@@ -63,6 +81,11 @@ def model(kind: str) -> ModelConfig:
 def test_a_context_beyond_the_models_is_refused(kind):
     with pytest.raises(ConfigError, match=r"max_model_len is 256.*at most 128"):
         EngineConfig(max_model_len=256).resolve(model(kind), "cpu")
+
+
+def test_other_names_of_dtypes():
+    names = {"bf16": "bfloat16", "half": "float16", "fp32": "float32", "auto": None}
+    assert {name: EngineConfig(dtype=name).dtype for name in names} == names
 
 
 def test_dynamic_scaling_stretches_to_the_context_asked_for():

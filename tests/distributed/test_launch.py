@@ -320,7 +320,7 @@ TPU_PODS = ("--backend=k8s", "--hosts=2", "--image=i", "--accelerator=tpu-v6e-sl
         (["--hosts=2"], "no command was given to launch"),
         (["--hosts=2", "--", "launch", "--hosts=2"], "itself `launch`"),
         (["--hosts=0", *SCRIPT], "hosts is 0"),
-        (["--hosts=2", "--devices-per-host=0", *SCRIPT], "devices_per_host is 0"),
+        (["--hosts=2", "--devices-per-host=0", *SCRIPT], "--devices-per-host is 0"),
         (["--hosts=2", "--port=65536", *SCRIPT], "port is 65536"),
         (["--hosts=2", "--name=../x", *SCRIPT], "name is '../x'"),
         (["--hosts=2", "--topology=4x4", *SCRIPT], "--topology is an option of backend k8s"),
@@ -336,7 +336,7 @@ TPU_PODS = ("--backend=k8s", "--hosts=2", "--image=i", "--accelerator=tpu-v6e-sl
         (["--backend=lsf", "--hosts=2", *SCRIPT], "lsf"),
         (["--hosts=2", "--partition=p", *SCRIPT], "--partition is an option of backend slurm"),
         (["--hosts=2", "--", "generate", "hi", "--max-tokens=x"], "--max-tokens"),
-        (["--hosts=2", "--", "generate", "hi", "--top-p=2"], "top_p"),
+        (["--hosts=2", "--", "generate", "hi", "--top-p=2"], "--top-p"),
         (
             ["--hosts=2", "--devices-per-host=4", "--", "generate", "hi"],
             "2 hosts of 4 devices have 8, but the mesh of the command's engine has 1; give the "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -12,9 +14,12 @@ from pydantic import ValidationError
 
 from jaxserve.core.errors import EngineClosedError, PromptTooLongError, RequestError
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.offline.requests import LineErrorCode
 from jaxserve.protocol.completions import CompletionRequest
 from jaxserve.protocol.endpoints import ENDPOINTS
 from jaxserve.protocol.errors import (
+    ErrorCode,
+    FieldError,
     GenerationFailedError,
     ModelNotFoundError,
     OverloadedError,
@@ -23,11 +28,28 @@ from jaxserve.protocol.errors import (
     reply_to,
 )
 
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def members(union) -> set[str]:
+    """The words of a union of literals."""
+    return {word for part in get_args(union) for word in (get_args(part) or (part,))}
+
+
+CODES = members(ErrorCode)
+LINE_CODES = members(LineErrorCode)
+
 
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
-        (RequestError("x"), 400, None),
+        (RequestError("x"), 400, "invalid_request"),
+        (RequestError("temperature must be 0"), 400, "invalid_value"),
+        (
+            FieldError("n", "is missing", "missing_required_parameter"),
+            400,
+            "missing_required_parameter",
+        ),
         (PromptTooLongError("x"), 400, "context_length_exceeded"),
         (GenerationFailedError("x"), 422, "generation_failed"),
         (ModelNotFoundError("x"), 404, "model_not_found"),
@@ -43,6 +65,13 @@ def test_each_error_has_its_status(error, status, code):
     assert set(reply.body["error"]) == {"message", "type", "param", "code"}
     assert "secret" not in reply.message
     assert (reply.retry_after_s is not None) == (status in (429, 503))
+
+
+def test_codes_are_documented():
+    """Those of the server in its page, those of lines in that of batch jobs."""
+    for document, codes in (("serving", CODES), ("batch", LINE_CODES - CODES)):
+        text = (DOCS / f"{document}.md").read_text(encoding="utf-8")
+        assert {code for code in codes if f"`{code}`" not in text} == set()
 
 
 def test_the_field_of_a_sampling_error_is_told():
@@ -77,6 +106,7 @@ def test_any_body_is_parsed_or_named(path, fields):
     except ValidationError as error:
         found = field_error(error)
         assert found.field and str(found).startswith(found.field)
+        assert found.code in CODES
         json.dumps(reply_to(found).body).encode()
 
 

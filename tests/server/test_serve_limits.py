@@ -166,9 +166,9 @@ def test_what_has_not_ended_is_taken_up_by_the_next_server(start, tmp_path):
         (["--api-key", "good", "not good"], "API key 2"),
         (["--api-key-file=/nowhere"], "/nowhere"),
         (["--api-key-file=/dev/null"], "/dev/null"),
-        (["--shutdown-timeout=-1"], "shutdown_timeout"),
-        (["--max-queued-requests=-1"], "max_queued_requests"),
-        (["--trace-file=/nowhere/trace.json"], "trace_file"),
+        (["--shutdown-timeout=-1"], "--shutdown-timeout is"),
+        (["--max-queued-requests=-1"], "--max-queued-requests is"),
+        (["--trace-file=/nowhere/trace.json"], "--trace-file is"),
         (["--snapshot-dir=/proc/nowhere"], "/proc/nowhere"),
     ],
 )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from jaxserve.cli.progress import TerminalProgress
+from jaxserve.cli.options import EngineOptions, Logged
 from jaxserve.cli.text import device_name, milliseconds, size, table
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, ModelError
 from jaxserve.core.events import Dispatched
 from jaxserve.core.output_file import check_output_file
@@ -18,14 +18,16 @@ from jaxserve.metrics.metrics import Metrics
 from jaxserve.metrics.statistics import percentile
 from jaxserve.metrics.summaries import Percentiles, RunSummary
 from jaxserve.metrics.trace import write_trace
+from jaxserve.runtime.progress import TerminalProgress
 
 if TYPE_CHECKING:
     from jaxserve.cli.limits import Limits
+    from jaxserve.core.config import EngineConfig
     from jaxserve.engine.engine import Engine
 
 
 @dataclasses.dataclass(frozen=True)
-class Offline:
+class Offline(Logged):
     """Benchmark an engine in this process, and compare it with the roofline of the device.
 
     All requests arrive at the start. Prompts are random tokens, and every output has the full
@@ -36,13 +38,15 @@ class Offline:
         input_len: tokens per prompt.
         output_len: tokens generated per request.
         trace_file: write a trace of the run, to open in ui.perfetto.dev.
+        json: print one JSON object instead of tables, with times in seconds.
     """
 
     num_prompts: int = 32
     input_len: int = 128
     output_len: int = 64
+    json: bool = False
     trace_file: Path | None = None
-    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    engine: EngineOptions = dataclasses.field(default_factory=EngineOptions)
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a number below 1, or a trace file that cannot be written."""
@@ -64,8 +68,8 @@ class Offline:
                 engine.close()
                 if self.trace_file is not None:
                     write_trace(self.trace_file, engine.log.records)
-        limits = measure(engine.plan.device, engine.plan.shapes.dtype)
-        print(_report(engine, limits))
+        measured = _Measured.of(engine, measure(engine.plan.device, engine.plan.shapes.dtype))
+        print(json.dumps(measured.document()) if self.json else measured.report())
         return 0
 
     def _serve(self, engine: Engine, progress: TerminalProgress) -> None:
@@ -82,44 +86,112 @@ class Offline:
             progress("requests", done, self.num_prompts)
 
 
-def _report(engine: Engine, limits: Limits) -> str:
-    """Three tables: throughput, latencies, and the roofline."""
-    records = engine.log.records
-    replayed = Metrics(keep_finished=len(records), keep_tokens=True)
-    for record in records:
-        replayed.fold(record)
-    sequences = replayed.finished()
-    run = RunSummary.of(sequences)
-    if run is None:
-        raise ModelError("no request received a token: the model's logits are not finite.")
-    gaps = [gap for sequence in sequences for gap in sequence.inter_token_us]
-    steps = [record for record in records if isinstance(record, Dispatched)]
-    computed = sum(step.decode_rows + step.prefill_tokens for step in steps)
-    padded = sum(step.padded_tokens for step in steps)
-    bound_s = sum(limits.seconds(engine.plan, step) for step in steps)
-    elapsed_s = run.elapsed_us / 1e6
-    served = [
-        ("requests", f"{run.sequences:,}"),
-        ("prompt tokens", f"{run.prompt_tokens:,}"),
-        ("output tokens", f"{run.output_tokens:,}"),
-        ("time", f"{elapsed_s:,.2f} s"),
-        ("output tokens/s", f"{run.output_tokens_per_s:,.1f}"),
-        ("all tokens/s", f"{(run.prompt_tokens + run.output_tokens) / elapsed_s:,.1f}"),
-        ("steps", f"{len(steps):,}"),
-        ("padding, of the rows computed", f"{padded / (computed + padded):.1%}"),
-        ("preemptions", f"{sum(sequence.preemptions for sequence in sequences):,}"),
-        ("scheduler", engine.plan.config.scheduler),
-        ("dtype", engine.plan.config.dtype),
-        ("device", device_name(engine.plan.device)),
-    ]
-    waits = [("", "p50", "p90", "p99"), ("time to first token", *map(milliseconds, run.ttft_us))]
-    if gaps:
-        percentiles = Percentiles(*(percentile(gaps, p) for p in (50, 90, 99)))
-        waits.append(("between tokens", *map(milliseconds, percentiles)))
-    distance = [
-        ("matmul rate, measured now", f"{limits.flops_per_s / 1e9:,.0f} GFLOP/s"),
-        ("weight reading rate, measured now", f"{size(int(limits.bytes_per_s))}/s"),
-        ("least time for these steps", f"{bound_s:,.2f} s"),
-        ("share of the limit reached", f"{bound_s / elapsed_s:.1%}"),
-    ]
-    return "\n\n".join(map(table, (served, waits, distance)))
+@dataclasses.dataclass(frozen=True)
+class _Measured:
+    """What a run has measured. `between_us` is None without a second token; `bound_s` is the least
+    time for the steps of the run at the device's measured rates."""
+
+    run: RunSummary
+    between_us: Percentiles | None
+    steps: int
+    padding: float
+    preemptions: int
+    bound_s: float
+    limits: Limits
+    config: EngineConfig
+    device: str
+
+    @classmethod
+    def of(cls, engine: Engine, limits: Limits) -> _Measured:
+        """Raises ModelError if no request received a token."""
+        records = engine.log.records
+        replayed = Metrics(keep_finished=len(records), keep_tokens=True)
+        for record in records:
+            replayed.fold(record)
+        sequences = replayed.finished()
+        run = RunSummary.of(sequences)
+        if run is None:
+            raise ModelError("no request received a token: the model's logits are not finite.")
+        gaps = [gap for sequence in sequences for gap in sequence.inter_token_us]
+        steps = [record for record in records if isinstance(record, Dispatched)]
+        computed = sum(step.decode_rows + step.prefill_tokens for step in steps)
+        padded = sum(step.padded_tokens for step in steps)
+        return cls(
+            run=run,
+            between_us=Percentiles(*(percentile(gaps, p) for p in (50, 90, 99))) if gaps else None,
+            steps=len(steps),
+            padding=padded / (computed + padded),
+            preemptions=sum(sequence.preemptions for sequence in sequences),
+            bound_s=sum(limits.seconds(engine.plan, step) for step in steps),
+            limits=limits,
+            config=engine.plan.config,
+            device=device_name(engine.plan.device),
+        )
+
+    @property
+    def elapsed_s(self) -> float:
+        return self.run.elapsed_us / 1e6
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of prompts and outputs."""
+        return (self.run.prompt_tokens + self.run.output_tokens) / self.elapsed_s
+
+    def report(self) -> str:
+        """Three tables: throughput, latencies, and the roofline."""
+        run, limits = self.run, self.limits
+        served = [
+            ("requests", f"{run.sequences:,}"),
+            ("prompt tokens", f"{run.prompt_tokens:,}"),
+            ("output tokens", f"{run.output_tokens:,}"),
+            ("time", f"{self.elapsed_s:,.2f} s"),
+            ("output tokens/s", f"{run.output_tokens_per_s:,.1f}"),
+            ("all tokens/s", f"{self.tokens_per_s:,.1f}"),
+            ("steps", f"{self.steps:,}"),
+            ("padding, of the rows computed", f"{self.padding:.1%}"),
+            ("preemptions", f"{self.preemptions:,}"),
+            ("scheduler", self.config.scheduler),
+            ("dtype", self.config.dtype),
+            ("device", self.device),
+        ]
+        waits = [
+            ("", "p50", "p90", "p99"),
+            ("time to first token", *map(milliseconds, run.ttft_us)),
+        ]
+        if self.between_us is not None:
+            waits.append(("between tokens", *map(milliseconds, self.between_us)))
+        distance = [
+            ("matmul rate, measured now", f"{limits.flops_per_s / 1e9:,.0f} GFLOP/s"),
+            ("weight reading rate, measured now", f"{size(int(limits.bytes_per_s))}/s"),
+            ("least time for these steps", f"{self.bound_s:,.2f} s"),
+            ("share of the limit reached", f"{self.bound_s / self.elapsed_s:.1%}"),
+        ]
+        return "\n\n".join(map(table, (served, waits, distance)))
+
+    def document(self) -> dict[str, Any]:
+        """What --json prints."""
+        return {
+            "model": str(self.config.model),
+            "device": self.device,
+            "dtype": self.config.dtype,
+            "scheduler": self.config.scheduler,
+            "requests": self.run.sequences,
+            "prompt_tokens": self.run.prompt_tokens,
+            "output_tokens": self.run.output_tokens,
+            "time_s": self.elapsed_s,
+            "output_tokens_per_s": self.run.output_tokens_per_s,
+            "tokens_per_s": self.tokens_per_s,
+            "steps": self.steps,
+            "padding": self.padding,
+            "preemptions": self.preemptions,
+            "time_to_first_token_s": _seconds(self.run.ttft_us),
+            "between_tokens_s": None if self.between_us is None else _seconds(self.between_us),
+            "flops_per_s": self.limits.flops_per_s,
+            "bytes_per_s": self.limits.bytes_per_s,
+            "least_time_s": self.bound_s,
+            "share_of_limit": self.bound_s / self.elapsed_s,
+        }
+
+
+def _seconds(values_us: Percentiles) -> dict[str, float]:
+    return {name: us / 1e6 for name, us in values_us._asdict().items()}

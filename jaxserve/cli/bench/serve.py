@@ -15,12 +15,13 @@ from tyro.conf import OmitArgPrefixes
 
 from jaxserve.cli.bench.options import Deadline, Load, Slo
 from jaxserve.cli.bench.report import report
-from jaxserve.cli.progress import TerminalProgress
+from jaxserve.cli.options import Logged
 from jaxserve.cli.text import milliseconds
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.output_file import check_output_file
 from jaxserve.loadgen.results import RequestResult, Summary
 from jaxserve.loadgen.trace import TraceRequest
+from jaxserve.runtime.progress import TerminalProgress
 
 if TYPE_CHECKING:
     from jaxserve.loadgen.endpoint import Endpoint
@@ -30,7 +31,7 @@ _NOTABLE_LAG_US = 50_000
 
 
 @dataclasses.dataclass(frozen=True)
-class Serve:
+class Serve(Logged):
     """Benchmark any OpenAI endpoint under load, as clients see it.
 
     The load is open-loop: each request is sent at its arrival time and never waits for another.

@@ -30,6 +30,9 @@ class TerminalProgress:
 
     Thread-safe. Out-of-order reports never move a bar back. The bars are removed when the `with`
     block ends.
+
+    Attributes:
+        draws: whether stderr is a terminal.
     """
 
     def __init__(self) -> None:
@@ -45,7 +48,7 @@ class TerminalProgress:
             console=Console(stderr=True),
             transient=True,
         )
-        self._draws = self._bars.console.is_terminal
+        self.draws = self._bars.console.is_terminal
 
     def __call__(self, part: str, done: int, total: int) -> None:
         """See `jaxserve.runtime.startup.Progress`."""
@@ -55,7 +58,7 @@ class TerminalProgress:
                 return
             self._done[part] = done
             label = _LABELS.get(part, part)
-            if self._draws:
+            if self.draws:
                 self._draw(part, label, done, total)
             elif done == total:
                 elapsed = time.monotonic() - self._begin
@@ -76,5 +79,5 @@ class TerminalProgress:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._draws:
+        if self.draws:
             self._bars.stop()

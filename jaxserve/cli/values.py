@@ -1,0 +1,86 @@
+"""How arguments of the command line become values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import NoneType
+from typing import Annotated, Any, TypeVar, get_args
+
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+Value = TypeVar("Value")
+CONSTRUCTORS = ConstructorRegistry()
+
+
+def _one(metavar: str, parse: Callable[[str], Value]) -> PrimitiveConstructorSpec[Value]:
+    """One argument, which `parse` understands. It raises ValueError for what it does not."""
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=lambda words: parse(words[0]),
+        is_instance=lambda value: True,
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def _one_or_none(
+    metavar: str, parse: Callable[[str], Value]
+) -> PrimitiveConstructorSpec[Value | None]:
+    """One argument, which `parse` understands, or the word None."""
+    return _one(metavar, lambda word: None if word.lower() == "none" else parse(word))
+
+
+def _number(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        raise ValueError(f"{word!r} is not an integer.") from None
+
+
+def _real_number(word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        raise ValueError(f"{word!r} is not a number.") from None
+
+
+def _size(word: str) -> int:
+    if word.isdigit():
+        return int(word)
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(word))
+    except ValidationError:
+        raise ValueError(
+            f"{word!r} is not a size; give bytes, or a number and a unit, such as 512MiB or 2GiB."
+        ) from None
+
+
+Size = Annotated[int, _one("SIZE", _size)]
+"""Bytes, with or without a unit: 2147483648, 2GiB, 2.5GB."""
+OptionalSize = Annotated[int | None, _one_or_none("SIZE", _size)]
+
+
+@CONSTRUCTORS.primitive_rule
+def _numbers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[int, ...]] | None:
+    """Parses integers as one comma-separated argument. As several arguments they would be ambiguous
+    with the positional arguments that follow."""
+    if info.type != tuple[int, ...]:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="INT,INT,...",
+        instance_from_str=lambda words: tuple(map(int, words[0].split(","))),
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda numbers: [",".join(map(str, numbers))],
+    )
+
+
+@CONSTRUCTORS.primitive_rule
+def _number_or_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """Optional numbers as one type, so that an error is about the number and not about None."""
+    kinds = set(get_args(info.type))
+    if kinds == {int, NoneType}:
+        return _one_or_none("INT", _number)
+    return _one_or_none("FLOAT", _real_number) if kinds == {float, NoneType} else None

@@ -1,0 +1,35 @@
+"""Settings of vLLM that jaxserve has under another name, or has not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+ANSWERS: Mapping[str, str] = MappingProxyType(
+    {
+        "gpu_memory_utilization": "use memory_utilization",
+        "block_size": "use page_size",
+        "swap_space": "use host_kv_bytes, in bytes",
+        "kv_offloading_size": "use host_kv_bytes, in bytes",
+        "decode_context_parallel_size": "use context_parallel_size",
+        "enable_chunked_prefill": "use scheduler; sarathi, the default, chunks prefills",
+        "scheduling_policy": "use priority_ageing_s or fair_share; priorities always count",
+        "enforce_eager": "leave it out; programs are compiled before the first request",
+        "compilation_config": "leave it out; programs are compiled before the first request",
+        "trust_remote_code": "leave it out; code in a checkpoint is never run",
+        "tokenizer": "leave it out; the tokenizer is always the model's",
+        "chat_template": "leave it out; the chat template is always the model's",
+        "kv_cache_dtype": "use dtype; KV pages have the dtype of the activations",
+        "data_parallel_size": "run one engine with its own devices for each replica",
+        "distributed_executor_backend": "leave it out; use jaxserve launch for several hosts",
+        "speculative_config": "leave it out; it is not implemented",
+        "enable_lora": "leave it out; it is not implemented",
+    }
+)
+"""What to do instead, by vLLM's name."""
+
+
+def answer_to(name: str) -> str | None:
+    """The error message for a setting of vLLM by another name than ours; None for other names."""
+    answer = ANSWERS.get(name)
+    return None if answer is None else f"{name} is a setting of vLLM, not of jaxserve: {answer}."
