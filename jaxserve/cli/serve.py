@@ -36,6 +36,9 @@ class Serve(Logged):
         api_key_file: a file with one API key per line.
         served_model_name: names that requests may use for the model; by default the name given
             here.
+        allowed_hosts: names that the Host header of a request may have, besides localhost and
+            addresses. Any by default, but none on a server that listens on localhost without API
+            keys: name a proxy in front of it here.
         max_queued_requests: sequences that may wait beyond those that run; more get 429.
         max_body_bytes: maximum size of a request body.
         shutdown_timeout: seconds that requests in flight get to finish at shutdown.
@@ -52,6 +55,7 @@ class Serve(Logged):
     api_key: tuple[str, ...] = ()
     api_key_file: Path | None = None
     served_model_name: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     max_queued_requests: int = 1024
     max_body_bytes: Size = 8 << 20
     shutdown_timeout: float = 20.0
@@ -69,7 +73,10 @@ class Serve(Logged):
         from jaxserve.server.run import Stopping, listen, serve
         from jaxserve.server.service import Service
 
-        settings = AppSettings(self._keys(), self.max_body_bytes, self.log_requests)
+        keys = self._keys()
+        settings = AppSettings(
+            keys, self.max_body_bytes, self.log_requests, self._hosts(bool(keys))
+        )
         if self.snapshot_dir is not None:
             self._check_snapshot_dir()
         names = self.served_model_name or (str(self.engine.model),)
@@ -116,6 +123,11 @@ class Serve(Logged):
             if not _KEY.fullmatch(key):
                 raise ConfigError(f"API key {place} must be printable ASCII without spaces.")
         return keys
+
+    def _hosts(self, has_keys: bool) -> tuple[str, ...] | None:
+        """Names that Host headers may have; None for any."""
+        local = self.host == "localhost" or self.host == "::1" or self.host.startswith("127.")
+        return self.allowed_hosts if self.allowed_hosts or (local and not has_keys) else None
 
     def _check_snapshot_dir(self) -> None:
         import jax

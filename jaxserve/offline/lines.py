@@ -14,6 +14,9 @@ from typing import Any, Protocol
 
 from jaxserve.core.errors import BatchError, RequestError
 
+MAX_LINE_BYTES = 8 << 20
+"""Maximum size of a line or record, that of a request's body in the server by default."""
+
 _READ_BYTES = 1 << 20
 
 Record = Mapping[str, Any]
@@ -30,7 +33,7 @@ class Lines(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Record:
-        """Raises RequestError for a line that is not a JSON object."""
+        """Raises RequestError for a line that is not a JSON object, or is too long."""
 
     def number(self, index: int) -> int:
         """The line's number in the file, from 1; blank lines count."""
@@ -65,15 +68,21 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         digest = hashlib.blake2b(digest_size=16)
         self._starts, self._ends, self._numbers = array("q"), array("q"), array("q")
-        end = 0
+        number, end, begins = 0, 0, True
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                digest.update(line)
-                start, end = end, end + len(line)
-                if not line.isspace():
+            while part := file.readline(_READ_BYTES):  # A line may be longer than the memory.
+                digest.update(part)
+                if begins:
+                    number, start, blank = number + 1, end, True
+                end += len(part)
+                begins = part.endswith(b"\n")
+                if blank and not part.isspace():
+                    blank = False
                     self._starts.append(start)
                     self._ends.append(end)
                     self._numbers.append(number)
+                elif not blank:
+                    self._ends[-1] = end
         self.digest = digest.hexdigest()
         self._file = path.open("rb")
 
@@ -82,6 +91,7 @@ class JsonLines:
 
     def __getitem__(self, index: int) -> Record:
         start, end = self._starts[index], self._ends[index]
+        _check_size(end - start)
         return _record(os.pread(self._file.fileno(), end - start, start))
 
     def number(self, index: int) -> int:
@@ -156,7 +166,15 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > MAX_LINE_BYTES:
+        raise RequestError(
+            f"the line has {num_bytes} bytes; at most {MAX_LINE_BYTES} are allowed. Split it."
+        )
+
+
 def _record(text: bytes) -> dict[str, Any]:
+    _check_size(len(text))
     try:
         record = json.loads(text)
     except json.JSONDecodeError as error:

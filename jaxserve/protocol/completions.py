@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field, StrictBool, StrictInt, field_validator
 
-from jaxserve.core.errors import RequestError
+from jaxserve.core.errors import PromptTooLongError, RequestError
 from jaxserve.core.outputs import CompletionOutput, Delta, RequestOutput
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.prompts import TokenizedPrompt
@@ -51,6 +51,8 @@ class CompletionRequest(GenerationFields):
             raise FieldError("prompt", f"must hold 1 to {MAX_PROMPTS} prompts, got {len(given)}.")
         try:
             prompts = tuple(model.tokenize(prompt) for prompt in given)
+        except PromptTooLongError:
+            raise
         except RequestError as error:
             raise FieldError("prompt", f"cannot be read: {error}") from None
         if not all(prompt.token_ids for prompt in prompts):

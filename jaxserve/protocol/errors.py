@@ -36,6 +36,8 @@ ErrorCode = (
         "context_length_exceeded",
         "model_not_found",
         "invalid_api_key",
+        "host_not_allowed",
+        "header_too_large",
         "body_too_large",
         "generation_failed",
         "overloaded",

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from jaxserve.core.errors import PromptTooLongError
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt, tokenize_prompt
 from jaxserve.protocol.errors import FieldError, ModelNotFoundError
 from jaxserve.text import Tokenizer
@@ -53,8 +54,26 @@ class Model:
             )
 
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
-        """Raises RequestError for an invalid prompt."""
+        """Raises RequestError for an invalid prompt, PromptTooLongError before it is tokenized for
+        one that is certainly too long."""
+        if isinstance(prompt, str):
+            self.check_text(prompt)
+        elif len(prompt) > self.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {len(prompt)} tokens and the context limit is "
+                f"{self.max_model_len}; shorten it to at most {self.max_model_len - 1}"
+            )
         return tokenize_prompt(prompt, self.tokenizer, self.vocab_size)
+
+    def check_text(self, text: str) -> None:
+        """Raises PromptTooLongError for a text with more characters than a context of the longest
+        tokens: tokenizing it could take many seconds."""
+        most = self.max_model_len * self.tokenizer.longest_token
+        if len(text) > most:
+            raise PromptTooLongError(
+                f"the prompt has {len(text)} characters and the context limit of "
+                f"{self.max_model_len} tokens is at most {most} characters; shorten it"
+            )
 
     def chat_prompt(
         self,
@@ -65,7 +84,8 @@ class Model:
     ) -> TokenizedPrompt:
         """A conversation rendered by the chat template, with `variables` as extra variables.
 
-        Raises RequestError for messages that the template rejects.
+        Raises RequestError for messages that the template rejects, PromptTooLongError for a text
+        that is certainly too long.
         """
         variables = variables or {}
         if taken := sorted(_OURS & set(variables)):
@@ -73,4 +93,5 @@ class Model:
         text = self.tokenizer.apply_chat_template(
             messages, add_generation_prompt, tools, **variables
         )
+        self.check_text(text)
         return TokenizedPrompt(text, self.tokenizer.encode(text, add_special_tokens=False))

@@ -11,7 +11,7 @@ from jaxserve.protocol.errors import FieldError
 from jaxserve.protocol.fields import Fields, JsonObject, ListOf
 from jaxserve.protocol.messages import Message
 from jaxserve.protocol.model import Model
-from jaxserve.protocol.tools import Tool
+from jaxserve.protocol.tools import Tool, check_tools
 
 
 class TokenizeRequest(Fields):
@@ -46,11 +46,13 @@ class TokenizeRequest(Fields):
         for name in ("tools", "add_generation_prompt", "chat_template_kwargs"):
             if getattr(self, name) is not None:
                 raise FieldError(name, "is only for messages.")
+        model.check_text(self.prompt)
         return model.tokenizer.encode(self.prompt, self.add_special_tokens is not False)
 
     def _conversation(self, model: Model) -> list[int]:
         if self.add_special_tokens:
             raise FieldError("add_special_tokens", "is only for prompt; templates add their own.")
+        check_tools(self.tools or [], None)
         messages = [message.for_template() for message in self.messages]
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or []] or None
         variables = self.chat_template_kwargs

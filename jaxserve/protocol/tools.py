@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -15,6 +16,14 @@ from jaxserve.protocol.errors import FieldError
 from jaxserve.protocol.fields import Fields, JsonObject
 
 MAX_TOOLS = 128
+MAX_TOOLS_CHARS = 1 << 16
+"""Characters of all names, descriptions and schemas of a request's tools."""
+
+MAX_TOOLS_NODES = 4096
+"""JSON values in all schemas of a request's tools. A check takes some 0.2 ms for each."""
+
+CACHED_SCHEMAS = 256
+"""Number of schemas whose check is remembered: agents send the same tools with every request."""
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
@@ -43,13 +52,11 @@ class Function(Fields):
     def check(self, where: str) -> None:
         """Raises FieldError if `parameters` is not a JSON schema."""
         try:
-            Draft202012Validator.check_schema(self.schema_of_arguments)
-        except jsonschema.SchemaError as error:
-            raise FieldError(
-                f"{where}.parameters", f"is not a JSON schema: {error.message:.200}."
-            ) from None
+            fault = _fault_of_schema(json.dumps(self.schema_of_arguments))
         except RecursionError:
-            raise FieldError(f"{where}.parameters", "is nested too deeply.") from None
+            fault = "is nested too deeply."
+        if fault is not None:
+            raise FieldError(f"{where}.parameters", fault)
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
@@ -82,6 +89,16 @@ class Function(Fields):
         keywords = Draft202012Validator.VALIDATORS.items()
         looks = {name: None if name in _LEFT_OUT else bounded(look) for name, look in keywords}
         return jsonschema.validators.extend(Draft202012Validator, looks)
+
+
+@functools.lru_cache(CACHED_SCHEMAS)
+def _fault_of_schema(text: str) -> str | None:
+    """Why a text is not a JSON schema; None if it is one."""
+    try:
+        Draft202012Validator.check_schema(json.loads(text))
+    except jsonschema.SchemaError as error:
+        return f"is not a JSON schema: {error.message:.200}."
+    return None
 
 
 class Tool(Fields):
@@ -131,9 +148,11 @@ class CalledTool(Fields):
 
 
 def check_tools(tools: Sequence[Tool], chosen: str | ChosenTool | None) -> None:
-    """Raises FieldError for an invalid tool, duplicate names, or a choice that is not a tool."""
+    """Raises FieldError for tools that are too large, an invalid tool, duplicate names, or a choice
+    that is not a tool."""
     if len(tools) > MAX_TOOLS:
         raise FieldError("tools", f"has {len(tools)} entries; at most {MAX_TOOLS} are allowed.")
+    _check_size(tools)
     names: set[str] = set()
     for place, tool in enumerate(tools):
         where = f"tools[{place}].function"
@@ -145,6 +164,30 @@ def check_tools(tools: Sequence[Tool], chosen: str | ChosenTool | None) -> None:
         raise FieldError("tool_choice", "needs tools to choose from.")
     if isinstance(chosen, ChosenTool) and chosen.function.name not in names:
         raise FieldError("tool_choice", f"names {chosen.function.name!r:.80}, which is not a tool.")
+
+
+def _check_size(tools: Sequence[Tool]) -> None:
+    """Raises FieldError for tools that would take long to check, at a cost that does not grow with
+    them."""
+    functions = [tool.function for tool in tools]
+    left: list[Any] = [part for each in functions for part in (each.description, each.parameters)]
+    nodes = chars = 0
+    while left and nodes + len(left) <= MAX_TOOLS_NODES and chars <= MAX_TOOLS_CHARS:
+        part = left.pop()
+        nodes += 1
+        if isinstance(part, dict):
+            chars += sum(map(len, part))
+            left.extend(part.values())
+        elif isinstance(part, list):
+            left.extend(part)
+        elif isinstance(part, str):
+            chars += len(part)
+    if left or chars > MAX_TOOLS_CHARS:
+        raise FieldError(
+            "tools",
+            f"are too large: their descriptions and schemas may have {MAX_TOOLS_CHARS} characters "
+            f"and {MAX_TOOLS_NODES} JSON values in all; send fewer tools, or shorter ones.",
+        )
 
 
 def forced_schema(tools: Sequence[Tool], chosen: str | ChosenTool, parallel: bool) -> dict:

@@ -14,7 +14,8 @@ from jaxserve.core.errors import JaxserveError
 from jaxserve.core.version import __version__
 from jaxserve.protocol.errors import ErrorReply, field_error_of, reply_to
 from jaxserve.server import generation_routes, model_routes, status_routes
-from jaxserve.server.middleware import ApiKeys, BodyLimit
+from jaxserve.server.connections import MAX_CONNECTIONS, MAX_PEER_CONNECTIONS
+from jaxserve.server.middleware import ApiKeys, BodyLimit, HeaderChecks, RequestLimits
 from jaxserve.server.request_log import RequestLog
 from jaxserve.server.responses import JsonResponse, error_response
 from jaxserve.server.service import Service
@@ -30,11 +31,14 @@ class AppSettings:
         api_keys: a request must send one of them, except to /health; empty disables the check.
         max_body_bytes: maximum size of a request body.
         log_requests: log a line per request.
+        allowed_hosts: names in Host headers that are accepted, besides localhost and addresses;
+            None accepts any.
     """
 
     api_keys: tuple[str, ...]
     max_body_bytes: int
     log_requests: bool
+    allowed_hosts: tuple[str, ...] | None = None
 
 
 def create_app(service: Service, settings: AppSettings) -> ASGIApp:
@@ -56,6 +60,8 @@ def create_app(service: Service, settings: AppSettings) -> ASGIApp:
     guarded: ASGIApp = BodyLimit(app, settings.max_body_bytes, BODY_TIMEOUT_S)
     if settings.api_keys:
         guarded = ApiKeys(guarded, settings.api_keys)
+    guarded = HeaderChecks(guarded, settings.allowed_hosts)
+    guarded = RequestLimits(guarded, MAX_CONNECTIONS, MAX_PEER_CONNECTIONS)
     return RequestLog(guarded, settings.log_requests)
 
 

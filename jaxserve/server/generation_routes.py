@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter, Request, Response
 
 from jaxserve.protocol.chat import ChatCompletionRequest
@@ -11,6 +9,7 @@ from jaxserve.protocol.completions import CompletionRequest
 from jaxserve.protocol.responses import ChatCompletion, Completion
 from jaxserve.server.openapi import ERRORS, documented_responses
 from jaxserve.server.responses import GeneratedResponse
+from jaxserve.server.workers import kind_of
 
 router = APIRouter()
 
@@ -31,6 +30,6 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
 
 async def _generated(body: CompletionRequest | ChatCompletionRequest, request: Request) -> Response:
     service = request.app.state.service
-    # Templates and tokenizers are slow on long texts; keep the event loop free for streams.
-    call = await asyncio.to_thread(body.call, service.model)
+    kind = await kind_of(request, has_tools=bool(getattr(body, "tools", None)))
+    call = await service.prepare(body.call, kind)
     return GeneratedResponse(service, call)

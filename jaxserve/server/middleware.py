@@ -1,10 +1,12 @@
-"""Middleware: API keys, and size and time limits of request bodies."""
+"""Middleware: requests in progress, headers, API keys, and limits of request bodies."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import hmac
+import ipaddress
+from collections import Counter
 from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,6 +19,8 @@ from jaxserve.server.responses import error_response
 OPEN_PATH = "/health"
 """The only route that needs no key."""
 
+MAX_HEADER_BYTES = 1 << 16
+
 _DROPPED_BYTES = 64 << 20
 
 _UNAUTHORIZED = ErrorReply(
@@ -25,6 +29,84 @@ _UNAUTHORIZED = ErrorReply(
     "authentication_error",
     code="invalid_api_key",
 )
+
+
+class HeaderChecks:
+    """Refuses headers that are too large or ambiguous, and hosts that are not among `hosts` if that
+    is not None: a page of another site could otherwise use a server of its visitor's machine, by
+    pointing its own name there."""
+
+    def __init__(self, app: ASGIApp, hosts: Iterable[str] | None) -> None:
+        self._app = app
+        self._hosts = None if hosts is None else {host.lower() for host in hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope)
+        if refusal is None:
+            await self._app(scope, receive, send)
+        else:
+            await _close_with(refusal, scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ErrorReply | None:
+        headers = scope["headers"]
+        size = len(scope["raw_path"]) + len(scope["query_string"])
+        if size + sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
+            message = f"the header is larger than the limit of {MAX_HEADER_BYTES} bytes."
+            return ErrorReply(431, message, "invalid_request_error", code="header_too_large")
+        given = dict(headers)
+        if b"content-length" in given and b"transfer-encoding" in given:
+            message = "the header has Content-Length and Transfer-Encoding; send one of them."
+            return ErrorReply(400, message, "invalid_request_error")
+        host = given.get(b"host", b"").decode("latin-1").lower()
+        if self._hosts is not None and scope["path"] != OPEN_PATH and not self._knows(host):
+            message = (
+                f"this server has no API key, and does not answer to the host {host!r:.80}; start "
+                "it with --allowed-hosts and that name, or with --api-key-file."
+            )
+            return ErrorReply(403, message, "invalid_request_error", code="host_not_allowed")
+        return None
+
+    def _knows(self, host: str) -> bool:
+        """Whether a Host header is absent, an address, localhost or an allowed name."""
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        if name in ("", "localhost") or name in self._hosts:
+            return True
+        try:
+            ipaddress.ip_address(name.strip("[]"))
+        except ValueError:
+            return False
+        return True
+
+
+class RequestLimits:
+    """Refuses requests, except to /health, while too many are in progress."""
+
+    def __init__(self, app: ASGIApp, most: int, most_of_peer: int) -> None:
+        self._app = app
+        self._most = most
+        self._most_of_peer = most_of_peer
+        self._of_peer: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        peer = scope["client"][0] if scope["client"] else ""
+        full = self._of_peer.total() >= self._most or self._of_peer[peer] >= self._most_of_peer
+        if full and scope["path"] != OPEN_PATH:
+            message = "too many requests are in progress; retry later."
+            refusal = ErrorReply(503, message, "service_unavailable_error", None, "unavailable", 5)
+            await _close_with(refusal, scope, receive, send)
+            return
+        self._of_peer[peer] += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._of_peer -= Counter([peer])
+
+
+async def _close_with(refusal: ErrorReply, scope: Scope, receive: Receive, send: Send) -> None:
+    """Respond, and close the connection, since the rest of the request is not read."""
+    answer = error_response(refusal)
+    answer.headers["connection"] = "close"
+    await answer(scope, receive, send)
 
 
 class ApiKeys:
@@ -80,9 +162,7 @@ class BodyLimit:
                 return
             message = f"the body is larger than the limit of {self._max_bytes} bytes."
             refusal = ErrorReply(413, message, "invalid_request_error", code="body_too_large")
-        answer = error_response(refusal)
-        answer.headers["connection"] = "close"  # the rest of the body is not read
-        await answer(scope, receive, send)
+        await _close_with(refusal, scope, receive, send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
         """The body; None if it is too large.

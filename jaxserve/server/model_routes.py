@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any
 
@@ -19,6 +18,7 @@ from jaxserve.protocol.responses import (
 from jaxserve.protocol.tokenizing import DetokenizeRequest, TokenizeRequest, tokenizer_info
 from jaxserve.server.openapi import ERRORS, documented_responses
 from jaxserve.server.responses import JsonResponse
+from jaxserve.server.workers import kind_of
 
 router = APIRouter()
 _STARTED = int(time.time())
@@ -42,13 +42,15 @@ async def model(name: str, request: Request) -> JsonResponse:
 @router.post("/tokenize", responses=documented_responses(Tokenized) | ERRORS)
 async def tokenize(body: TokenizeRequest, request: Request) -> JsonResponse:
     """Token ids of a text or a conversation."""
-    return JsonResponse(await asyncio.to_thread(body.answer, request.app.state.service.model))
+    kind = await kind_of(request, has_tools=bool(body.tools))
+    return JsonResponse(await request.app.state.service.prepare(body.answer, kind))
 
 
 @router.post("/detokenize", responses=documented_responses(Detokenized) | ERRORS)
 async def detokenize(body: DetokenizeRequest, request: Request) -> JsonResponse:
     """The text of token ids."""
-    return JsonResponse(await asyncio.to_thread(body.answer, request.app.state.service.model))
+    kind = await kind_of(request, has_tools=False)
+    return JsonResponse(await request.app.state.service.prepare(body.answer, kind))
 
 
 @router.get("/tokenizer_info", responses=documented_responses(TokenizerInfo) | ERRORS)

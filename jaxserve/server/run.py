@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import signal
@@ -14,16 +15,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from jaxserve.async_engine import AsyncEngine
 from jaxserve.core.errors import ConfigError
 from jaxserve.engine.snapshot_files import discard
 from jaxserve.resume import STOPPED
 from jaxserve.server.app import AppSettings, create_app
+from jaxserve.server.connections import (
+    MAX_PEER_CONNECTIONS,
+    ConnectionLimits,
+    HttpConnection,
+    allow_open_files,
+)
+from jaxserve.server.middleware import MAX_HEADER_BYTES
 from jaxserve.server.service import Service
 
-MAX_HEADER_BYTES = 1 << 16
-MAX_CONNECTIONS = 4096
 LAST_WORDS_S = 5
 """How long clients have to read the rest of their responses."""
 
@@ -51,7 +58,8 @@ class Stopping:
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises ConfigError if the address does not exist or is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # Only if the protocol is named, asyncio turns off the delay of small packets (TCP_NODELAY).
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
@@ -71,25 +79,48 @@ async def serve(
 ) -> int:
     """Serve until SIGTERM or SIGINT, and return the exit status.
 
+    If threads still prepare requests by then, the process exits here: they cannot be stopped, and
+    Python would wait for them.
+
     Returns 503 until `load`, which runs in its own thread, returns the engine. The first signal
-    stops admission and drains requests in flight; a second one stops the drain. If the engine
-    fails, the server exits with status 1, for a supervisor to restart it. Raises what `load`
-    raises.
+    stops admission and drains requests in flight; a second one stops the drain, and a third one
+    exits at once. If the engine fails, the server exits with status 1, for a supervisor to restart
+    it. Raises what `load` raises.
     """
-    server = _Server(
+    status = await _serve(service, settings, listener, load, stopping)
+    if service.preparing:
+        logging.shutdown()
+        os._exit(status)
+    return status
+
+
+def http_server(app: ASGIApp, limits: ConnectionLimits) -> uvicorn.Server:
+    """A server of the application, to be started with a socket of `listen`."""
+    return _Server(
         uvicorn.Config(
-            create_app(service, settings),
-            http="h11",
+            app,
+            http=functools.partial(HttpConnection, limits),
             ws="none",
             lifespan="off",
             access_log=False,
             log_level="warning",
             server_header=False,
-            limit_concurrency=MAX_CONNECTIONS,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             timeout_graceful_shutdown=LAST_WORDS_S,
         )
     )
+
+
+async def _serve(
+    service: Service,
+    settings: AppSettings,
+    listener: socket.socket,
+    load: Callable[[], AsyncEngine],
+    stopping: Stopping,
+) -> int:
+    most = allow_open_files()
+    limits = ConnectionLimits(most, min(MAX_PEER_CONNECTIONS, most * 3 // 4))
+    server = http_server(create_app(service, settings), limits)
     stop = _Stop()
     _log.info("listening on http://%s:%d", *listener.getsockname()[:2])
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -112,6 +143,7 @@ async def serve(
         _log.error("the engine has failed", exc_info=engine.failure)
         return 1
     finally:
+        service.close()
         server.should_exit = True
         try:
             await serving
@@ -166,7 +198,8 @@ async def _drain(service: Service, engine: AsyncEngine, stop: _Stop, stopping: S
 
 
 class _Stop:
-    """Events of the first (`told`) and second (`told_again`) SIGTERM or SIGINT."""
+    """Events of the first (`told`) and second (`told_again`) SIGTERM or SIGINT. The third one ends
+    the process."""
 
     def __init__(self) -> None:
         self.told = asyncio.Event()
@@ -176,6 +209,8 @@ class _Stop:
             asyncio.get_running_loop().add_signal_handler(number, self._tell, number)
 
     def _tell(self, number: int) -> None:
+        if self.told_again.is_set():
+            os._exit(128 + number)
         self.first = self.first or number
         (self.told_again if self.told.is_set() else self.told).set()
 

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from jaxserve.async_engine import AsyncEngine, Restored
 from jaxserve.core.errors import RequestError
@@ -20,7 +20,9 @@ from jaxserve.protocol.endpoints import ParsedRequest
 from jaxserve.protocol.errors import FieldError, OverloadedError, UnavailableError
 from jaxserve.protocol.model import Model
 from jaxserve.server.exposition import Exposition
+from jaxserve.server.workers import NUM_THREADS, Kind, Workers
 
+T = TypeVar("T")
 State = Literal["starting", "ready", "draining", "failed"]
 
 
@@ -40,6 +42,7 @@ class Service:
         self._aborted = False
         self._running: set[str] = set()
         self._restored: dict[str, Restored] = {}
+        self._workers = {kind: Workers(number) for kind, number in NUM_THREADS.items()}
         self.num_sequences = 0
         self.exposition = Exposition(self._metrics, model_names[0])
 
@@ -71,6 +74,26 @@ class Service:
         if snapshot_dir is not None and exists(snapshot_dir):
             self._restored = await engine.restore(snapshot_dir)
         self._engine = engine
+
+    async def prepare(self, work: Callable[[Model], T], kind: Kind) -> T:
+        """The result of `work`, such as parsing a request, in a thread for this kind of request.
+
+        Raises UnavailableError, OverloadedError when more is being prepared than can run or wait,
+        and what `work` raises.
+        """
+        model = self.model
+        return await self._workers[kind].run(self._room, work, model)
+
+    @property
+    def preparing(self) -> bool:
+        """Whether a thread prepares a request, even one whose client has been refused or is
+        gone."""
+        return any(workers.busy for workers in self._workers.values())
+
+    def close(self) -> None:
+        """Refuse requests that are being prepared."""
+        for workers in self._workers.values():
+            workers.close()
 
     @contextlib.asynccontextmanager
     async def follow(
@@ -138,7 +161,7 @@ class Service:
 
     @contextlib.contextmanager
     def _let_in(self, num_sequences: int) -> Iterator[None]:
-        room = self._engine.plan().config.max_num_seqs + self._max_queued
+        room = self._room
         if num_sequences > room:
             raise RequestError(
                 f"prompt and n make {num_sequences} sequences; this server accepts at most {room}."
@@ -152,6 +175,11 @@ class Service:
             yield
         finally:
             self.num_sequences -= num_sequences
+
+    @property
+    def _room(self) -> int:
+        """Maximum number of sequences that run or wait."""
+        return self._engine.plan().config.max_num_seqs + self._max_queued
 
     def _ids(self, request_id: str, count: int) -> list[str]:
         """Engine ids for a request's prompts, none of them in use."""

@@ -13,6 +13,7 @@ from jaxserve.server.responses import JsonResponse
 router = APIRouter()
 
 
+@router.head("/health", include_in_schema=False)
 @router.get(
     "/health",
     responses=documented_responses(Health)

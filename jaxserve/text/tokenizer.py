@@ -149,6 +149,12 @@ class Tokenizer:
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
+    def longest_token(self) -> int:
+        """Characters in the spelling of the longest token: a text has at most so many for each of
+        its tokens."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+
+    @cached_property
     def digest(self) -> str:
         """Hash of everything that texts, token ids and rendered conversations depend on."""
         parts = (

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.core.errors import BatchError, RequestError
-from jaxserve.offline.lines import open_lines
+from jaxserve.offline.lines import MAX_LINE_BYTES, open_lines
 
 RECORDS = [{"prompt": "a"}, {"prompt": "ö\u2028", "n": 2}, {"custom_id": "x", "body": {"n": None}}]
 
@@ -62,6 +62,20 @@ def test_what_is_no_object_is_refused_alone(tmp_path: Path, line: str | bytes):
     with pytest.raises(RequestError):
         lines[1]
     assert lines[2] == RECORDS[1]
+
+
+def test_a_line_too_long_is_refused_unread(tmp_path: Path):
+    """Also if the first part of it that is read is blank, as all of another line is."""
+    blank = " " * (3 << 20)
+    long = blank + json.dumps({"prompt": "a" * MAX_LINE_BYTES})
+    path = write_lines(tmp_path / "in.jsonl", [RECORDS[0], long, blank, RECORDS[1], long])
+    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    lines = open_lines(path)
+    assert [lines.number(index) for index in range(len(lines))] == [1, 2, 4, 5]
+    for index, size in ((1, len(long) + 1), (3, len(long))):
+        with pytest.raises(RequestError, match=rf"has {size} bytes; at most 8388608 .* Split"):
+            lines[index]
+    assert [lines[0], lines[2]] == RECORDS[:2]
 
 
 def test_parquet_has_a_column_for_each_key(tmp_path: Path):

@@ -138,6 +138,8 @@ def test_bad_lines_are_told_of_and_stop_nothing(batch_llm, tmp_path: Path):
         json.dumps({"prompt": "a", "wrong": 1}): "unknown_parameter",
         json.dumps({"prompt": "a", "temperature": 9}): "invalid_value",
         json.dumps({"prompt": ""}): "invalid_value",
+        json.dumps({"prompt": "a" * (9 << 20)}): "invalid_line",
+        json.dumps({"prompt": "a" * (1 << 20)}): "context_length_exceeded",
         json.dumps({"prompt": "a" * 500}): "context_length_exceeded",
         json.dumps({"prompt": ["a", "a" * 500, "b"]}): "context_length_exceeded",
         json.dumps({"prompt": "a", "stream": True}): "invalid_value",

@@ -179,6 +179,31 @@ def test_tools_are_checked():
         check_tools(TOOLS[1:], CHOSEN)
 
 
+def test_tools_too_large_are_refused_at_once():
+    begin = time.process_time()
+    for parameters in (
+        {"properties": {f"p{i}": {"type": "string"} for i in range(500_000)}},
+        {"anyOf": [{}] * 5000},
+        {"description": "a" * 70_000},
+        {"properties": {"a" * 70_000: {}}},
+    ):
+        with pytest.raises(FieldError, match=r"^tools are too large"):
+            check_tools([tool("f", parameters)], None)
+    with pytest.raises(FieldError, match=r"^tools are too large"):  # they count together
+        check_tools([tool(f"f{i}", {"description": "a" * 2000}) for i in range(40)], None)
+    assert time.process_time() - begin < 5
+
+
+def test_a_schema_is_checked_once():
+    large = {"anyOf": [{"const": number} for number in range(1500)]}
+    times = []
+    for name in ("first", "again"):
+        begin = time.process_time()
+        check_tools([tool(name, large)], None)
+        times.append(time.process_time() - begin)
+    assert times[1] < times[0] / 5
+
+
 def test_formats_are_read_off_templates():
     assert not knows_tools(None) and not knows_tools("{{ messages }} toolset")
     assert knows_tools("{% if tools %}x{% endif %}")

@@ -129,7 +129,7 @@ def test_a_slow_reader_holds_up_nobody(server):
     """Its answer is generated to the end while it reads nothing, and it gets all of it."""
     body = b'{"prompt": "slow", "max_tokens": 1900, "ignore_eos": true, "n": 4, "stream": true,'
     body += b' "logprobs": 20, "stream_options": {"include_usage": true}}'
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
     done = ("vllm:request_success_total", "length")
     with socket.socket() as raw:

@@ -36,6 +36,13 @@ def test_smollm2_facts(smollm2: Tokenizer) -> None:
     assert smollm2.token_text(2) == "<|im_end|>"
 
 
+@settings(deadline=None)
+@given(text=st.text())
+def test_no_text_has_more_characters_than_its_tokens_allow(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(text) <= tokenizer.longest_token * len(ids)
+
+
 def test_smollm2_chat_prompt(smollm2: Tokenizer) -> None:
     prompt = smollm2.apply_chat_template([{"role": "user", "content": "Hi"}])
     assert prompt == (
