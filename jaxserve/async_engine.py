@@ -89,11 +89,20 @@ class AsyncEngine:
     def chat_prompt(
         self,
         messages: SequenceOf[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        **template_variables: Any,
+        add_generation_prompt: bool | None = None,
+        *,
+        continue_final_message: bool = False,
+        tools: SequenceOf[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation laid out by the model's chat template."""
-        return self._engine.chat_prompt(messages, add_generation_prompt, **template_variables)
+        """Token ids of a conversation in the chat template's form; see `LLM.chat_prompt`."""
+        return self._engine.chat_prompt(
+            messages,
+            add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """The defaults of the model's generation_config.json, with `overrides`."""

@@ -76,17 +76,17 @@ class LLM:
         prompts: Prompt | SequenceOf[Prompt],
         sampling_params: Params = None,
         use_tqdm: bool = True,
-        priority: SequenceOf[int] | None = None,
+        priority: int | SequenceOf[int] | None = None,
         tenant: str | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs are in the order of the prompts.
 
         `sampling_params` is one for all prompts or one per prompt; None means the model's defaults.
-        Lower `priority` runs first; without one, prompts with a common prefix run together, so that
-        the prefix is computed once. Tenants do not share cached prefixes. An invalid prompt in a
-        list fails alone, with a warning: its output has finish_reason "error" and the reason in
-        `error`. A single invalid prompt raises RequestError. An interrupt aborts all requests of
-        the call.
+        Lower `priority` runs first, one for all prompts or one per prompt; without one, prompts
+        with a common prefix run together, so that the prefix is computed once. Tenants do not share
+        cached prefixes. An invalid prompt in a list fails alone, with a warning: its output has
+        finish_reason "error" and the reason in `error`. A single invalid prompt raises
+        RequestError. An interrupt aborts all requests of the call.
         """
         single = _is_single(prompts)
         batch = [prompts] if single else list(prompts)
@@ -97,14 +97,19 @@ class LLM:
         messages: Messages | SequenceOf[Messages],
         sampling_params: Params = None,
         use_tqdm: bool = True,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         tenant: str | None = None,
-        **template_variables: Any,
+        *,
+        priority: int | SequenceOf[int] | None = None,
+        continue_final_message: bool = False,
+        tools: SequenceOf[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of {"role", "content"} messages.
 
-        An invalid conversation in a list fails alone, as in `generate`. A single invalid
-        conversation raises RequestError, and so does a text in the place of a conversation.
+        `priority` is as in `generate`; what makes the prompt is as in `chat_prompt`. An invalid
+        conversation in a list fails alone, as in `generate`. A single invalid conversation raises
+        RequestError, and so does a text in the place of a conversation.
         """
         if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, SequenceOf):
             raise RequestError(
@@ -114,10 +119,14 @@ class LLM:
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if single else list(messages)
         lay_out = functools.partial(
-            self.chat_prompt, add_generation_prompt=add_generation_prompt, **template_variables
+            self.chat_prompt,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
         )
         return self._run(
-            conversations, sampling_params, use_tqdm, None, tenant, single, prompt_of=lay_out
+            conversations, sampling_params, use_tqdm, priority, tenant, single, prompt_of=lay_out
         )
 
     def beam_search(
@@ -159,10 +168,20 @@ class LLM:
         messages: Messages,
         sampling_params: SamplingParams | None = None,
         tenant: str | None = None,
-        **template_variables: Any,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: SequenceOf[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> DeltaStream:
-        """Deltas of the answer to one conversation."""
-        prompt = self.chat_prompt(messages, **template_variables)
+        """Deltas of the answer to one conversation; its prompt is made as in `chat_prompt`."""
+        prompt = self.chat_prompt(
+            messages,
+            add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         return self.stream(prompt, sampling_params, tenant)
 
     @property
@@ -210,10 +229,28 @@ class LLM:
         self.engine.reset_prefix_cache()
 
     def chat_prompt(
-        self, messages: Messages, add_generation_prompt: bool = True, **template_variables: Any
+        self,
+        messages: Messages,
+        add_generation_prompt: bool | None = None,
+        *,
+        continue_final_message: bool = False,
+        tools: SequenceOf[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation laid out by the model's chat template."""
-        return self.engine.chat_prompt(messages, add_generation_prompt, **template_variables)
+        """Token ids of a conversation laid out by the model's chat template, which gets
+        `chat_template_kwargs` as variables (such as `enable_thinking`).
+
+        The prompt ends with the start of the assistant's turn unless `add_generation_prompt` is
+        False, or inside the last message with `continue_final_message`. Raises RequestError for
+        messages that the template rejects.
+        """
+        return self.engine.chat_prompt(
+            messages,
+            add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """The defaults of the model's generation_config.json, with `overrides`."""
@@ -253,13 +290,15 @@ class LLM:
         inputs: list[Any],
         sampling_params: Params,
         use_tqdm: bool,
-        priority: SequenceOf[int] | None,
+        priority: int | SequenceOf[int] | None,
         tenant: str | None,
         alone: bool,
         prompt_of: Callable[[Any], Prompt] = lambda prompt: prompt,
     ) -> list[RequestOutput]:
         """Run the prompts that `prompt_of` makes of inputs; an invalid one raises if `alone`."""
         params = self._params_for(sampling_params, len(inputs))
+        if isinstance(priority, int):
+            priority = [priority] * len(inputs)
         priorities = _matching("priority", priority, len(inputs))
         outputs: dict[str, RequestOutput] = {}
         ids = [self._next_id() for _ in inputs]

@@ -14,6 +14,9 @@ import jaxserve
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.vllm_settings import ANSWERS
+from jaxserve.kv.manager import KVManager
+from jaxserve.kv.pages import PagePool
+from jaxserve.metrics.kv_metrics import kv_metrics
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.protocol.chat import ChatCompletionRequest
 from jaxserve.protocol.completions import CompletionRequest
@@ -90,7 +93,7 @@ def test_fields_of_requests():
 
 
 def test_metrics():
-    known = Metrics().get_metrics()
+    known = Metrics().get_metrics() | kv_metrics(KVManager(PagePool(2, 1)))
     vllm = {name for name in known if name.startswith("vllm:")}
     told = section("Metrics")
     table, rest = told.rsplit("|\n", 1)

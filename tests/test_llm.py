@@ -41,11 +41,11 @@ def test_outputs_come_in_the_order_of_the_prompts(llama, llm):
 
 def test_every_form_of_a_prompt(llm):
     ids = llm.get_tokenizer().encode("hello")
-    forms = ["hello", ids, {"prompt_token_ids": ids}]
+    forms = ["hello", ids, {"prompt_token_ids": ids}, {"prompt": "hello"}]
     outputs = llm.generate(forms, GREEDY, use_tqdm=False)
     outputs += [generate(llm, form, GREEDY) for form in forms]
     assert {tuple(token_ids(output)) for output in outputs} == {tuple(token_ids(outputs[0]))}
-    assert [output.prompt for output in outputs] == ["hello", None, None] * 2
+    assert [output.prompt for output in outputs] == ["hello", None, None, "hello"] * 2
     assert all(list(output.prompt_token_ids) == ids for output in outputs)
 
 
@@ -96,6 +96,52 @@ def test_a_lower_priority_number_runs_first(llama, llm):
     firsts = [output.metrics.first_token_us for output in outputs]
     assert firsts == sorted(firsts, reverse=True)
     assert firsts[-1] < firsts[0]
+
+
+def test_one_priority_is_that_of_all_prompts(llama, llm):
+    outputs = llm.generate(llama.prompts[:2], GREEDY, use_tqdm=False, priority=3)
+    assert [output.error for output in outputs] == [None, None]
+
+
+MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}]
+
+
+@pytest.fixture
+def chatty(llm, monkeypatch):
+    """A model whose chat template shows what it gets."""
+    template = (
+        "{{ tools | length if tools }}{{ mood }}"
+        "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+        "{% if add_generation_prompt %}:{% endif %}"
+    )
+    monkeypatch.setattr(llm.get_tokenizer(), "_chat_templates", {"default": template})
+    return llm
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt"),
+    [
+        ({}, "<Hi><Well>:"),
+        ({"add_generation_prompt": False}, "<Hi><Well>"),
+        ({"continue_final_message": True}, "<Hi><Well"),
+        ({"tools": [{"name": "f"}]}, "1<Hi><Well>:"),
+        ({"chat_template_kwargs": {"mood": "glad"}}, "glad<Hi><Well>:"),
+    ],
+)
+def test_a_chat_is_laid_out_as_told(chatty, options, prompt):
+    (output,) = chatty.chat(MESSAGES, GREEDY, use_tqdm=False, priority=1, **options)
+    decode = chatty.get_tokenizer().decode
+    assert decode(output.prompt_token_ids) == decode(chatty.chat_prompt(MESSAGES, **options))
+    assert decode(output.prompt_token_ids) == prompt
+    streamed = "".join(delta.text for delta in chatty.stream_chat(MESSAGES, GREEDY, **options))
+    assert streamed == output.outputs[0].text
+
+
+def test_chats_refuse_keywords_that_they_do_not_know(chatty):
+    """They were variables of the template once, and a misspelt one had no effect."""
+    for call in (chatty.chat, chatty.stream_chat, chatty.chat_prompt):
+        with pytest.raises(TypeError, match="mood"):
+            call(MESSAGES, mood="glad")
 
 
 def test_times_of_a_request_are_in_order(llama, llm):
@@ -161,7 +207,7 @@ def test_wishes_of_the_wrong_type_are_refused_and_leave_nothing(llama, llm):
     with pytest.raises(RequestError, match="must be a SamplingParams"):
         llm.generate(prompt, {"temperature": 0})
     with pytest.raises(RequestError, match="give a list"):
-        llm.generate(prompt, GREEDY, priority=3)
+        llm.generate(prompt, GREEDY, priority=1.5)
     with pytest.warns(UserWarning, match="1 of 2 prompts failed"):
         refused, served = llm.generate([prompt, prompt], GREEDY, use_tqdm=False, priority=["a", 1])
     assert "priority" in refused.error

@@ -34,6 +34,7 @@ class Serve(Logged):
         api_key: API keys; a request must send one of them, except to /health. Each key is a tenant.
             Other users of this machine can see them in the process list: prefer a file.
         api_key_file: a file with one API key per line.
+        metrics_without_api_key: let scrapers read /metrics without a key.
         served_model_name: names that requests may use for the model; by default the name given
             here.
         allowed_hosts: names that the Host header of a request may have, besides localhost and
@@ -54,6 +55,7 @@ class Serve(Logged):
     port: int = 8000
     api_key: tuple[str, ...] = ()
     api_key_file: Path | None = None
+    metrics_without_api_key: bool = False
     served_model_name: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     max_queued_requests: int = 1024
@@ -75,7 +77,11 @@ class Serve(Logged):
 
         keys = self._keys()
         settings = AppSettings(
-            keys, self.max_body_bytes, self.log_requests, self._hosts(bool(keys))
+            api_keys=keys,
+            max_body_bytes=self.max_body_bytes,
+            log_requests=self.log_requests,
+            allowed_hosts=self._hosts(bool(keys)),
+            metrics_without_api_key=self.metrics_without_api_key,
         )
         if self.snapshot_dir is not None:
             self._check_snapshot_dir()

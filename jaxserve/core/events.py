@@ -25,12 +25,15 @@ def monotonic_us() -> int:
 
 
 class Arrived(NamedTuple):
-    """A sequence arrived and started waiting."""
+    """A sequence arrived and started waiting: number `index` of its request's `n`."""
 
     time_us: int
     sequence: int
     request_id: str
     prompt_tokens: int
+    max_tokens: int | None = None
+    index: int = 0
+    n: int = 1
 
 
 class Admitted(NamedTuple):
@@ -185,8 +188,16 @@ class EventLog:
         self._sinks = (*sinks, self.records.append) if keep_all else sinks
         self._lock = threading.Lock()
 
-    def arrived(self, sequence: int, request_id: str, prompt_tokens: int) -> None:
-        self._stamp(Arrived, sequence, request_id, prompt_tokens)
+    def arrived(
+        self,
+        sequence: int,
+        request_id: str,
+        prompt_tokens: int,
+        max_tokens: int | None = None,
+        index: int = 0,
+        n: int = 1,
+    ) -> None:
+        self._stamp(Arrived, sequence, request_id, prompt_tokens, max_tokens, index, n)
 
     def admitted(self, sequence: int, cached_tokens: int = 0) -> None:
         self._stamp(Admitted, sequence, cached_tokens)

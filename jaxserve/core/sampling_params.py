@@ -38,7 +38,8 @@ _GENERATION_CONFIG_FIELDS = {
 class SamplingParams:
     """Sampling settings of one request; any field out of range raises RequestError.
 
-    A temperature below 1e-5 is greedy: the most likely token, whatever top_p, top_k and min_p.
+    A temperature below 1e-5 is greedy: the most likely token, whatever top_p, top_k and min_p; the
+    `n` outputs are then equal.
     `presence_penalty` and `frequency_penalty` apply to output tokens, `repetition_penalty` to
     prompt and output. `max_tokens=None` generates up to the context limit. `logprobs` and
     `prompt_logprobs` are of the raw distribution, before any of these settings.
@@ -132,12 +133,6 @@ class SamplingParams:
             self._set("logit_bias", _logit_bias(self.logit_bias))
 
     def _check_together(self) -> None:
-        if self.n > 1 and self.greedy:
-            raise RequestError(
-                f"n={self.n} with temperature={self.temperature} would give {self.n} identical "
-                f"outputs; n must be 1 for greedy sampling (temperature below "
-                f"{GREEDY_TEMPERATURE})."
-            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}; "

@@ -221,7 +221,7 @@ class Engine:
 
     def get_metrics(self) -> dict[str, Metric]:
         """All metrics, by exported name."""
-        return self.metrics.get_metrics() | kv_metrics(self.kv)
+        return self.metrics.get_metrics(self.log.now()) | kv_metrics(self.kv)
 
     def snapshot(
         self,
@@ -281,12 +281,25 @@ class Engine:
     def chat_prompt(
         self,
         messages: SequenceOf[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        **template_variables: Any,
+        add_generation_prompt: bool | None = None,
+        *,
+        continue_final_message: bool = False,
+        tools: SequenceOf[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation rendered with the model's chat template."""
+        """Token ids of a conversation rendered with the model's chat template, which gets
+        `chat_template_kwargs` as variables (such as `enable_thinking`).
+
+        The prompt ends with the start of the assistant's turn unless `add_generation_prompt` is
+        False, or inside the last message with `continue_final_message`. Raises RequestError for
+        messages that the template rejects.
+        """
         text = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt, **template_variables
+            messages,
+            add_generation_prompt,
+            tools,
+            continue_final_message,
+            **(chat_template_kwargs or {}),
         )
         return self.tokenizer.encode(text, add_special_tokens=False)
 

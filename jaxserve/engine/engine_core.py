@@ -173,7 +173,14 @@ class EngineCore:
             raise
         self._outputs.add(request)
         for seq in added:
-            self.log.arrived(seq.seq_id, request.request_id, prompt_tokens=seq.num_prompt)
+            self.log.arrived(
+                seq.seq_id,
+                request.request_id,
+                prompt_tokens=seq.num_prompt,
+                max_tokens=seq.params.max_tokens,
+                index=seq.index,
+                n=seq.params.n,
+            )
 
     def step(self) -> list[Request]:
         """Schedules and dispatches a step, then reads the previous one. Returns the requests that

@@ -11,8 +11,8 @@ import numpy as np
 from jaxserve.core.errors import RequestError
 from jaxserve.text import Tokenizer
 
-Prompt = str | SequenceOf[int] | Mapping[str, SequenceOf[int]]
-"""Text, token ids, or {"prompt_token_ids": [...]}."""
+Prompt = str | SequenceOf[int] | Mapping[str, str | SequenceOf[int]]
+"""Text, token ids, {"prompt": text}, or {"prompt_token_ids": [...]}."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,23 +23,20 @@ class TokenizedPrompt:
     token_ids: list[int]
 
 
-def tokenize_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> TokenizedPrompt:
-    """Token ids of a prompt; text gets the model's special tokens.
+def tokenize_prompt(
+    prompt: Prompt, tokenizer: Tokenizer, vocab_size: int, add_special_tokens: bool = True
+) -> TokenizedPrompt:
+    """Token ids of a prompt; text gets the model's special tokens if `add_special_tokens`.
 
     Raises RequestError for a wrong type, and for ids outside the vocabulary.
     """
     if isinstance(prompt, Mapping):
-        if set(prompt) != {"prompt_token_ids"}:
-            raise RequestError(
-                "a prompt given as a dict must have the single key 'prompt_token_ids', not "
-                f"{sorted(prompt)}."
-            )
-        prompt = prompt["prompt_token_ids"]
+        prompt = _of_mapping(prompt)
     if isinstance(prompt, bytes):
         raise RequestError("the prompt is bytes; decode it to text first.")
     text = prompt if isinstance(prompt, str) else None
     try:
-        token_ids = list(prompt) if text is None else tokenizer.encode(text)
+        token_ids = list(prompt) if text is None else tokenizer.encode(text, add_special_tokens)
     except TypeError:
         raise RequestError(
             f"the prompt is {prompt!r:.80}; it must be text or a list of token ids."
@@ -51,3 +48,15 @@ def tokenize_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> To
                 f"prompt token id {token_id!r} is not an integer in 0..{vocab_size - 1}."
             )
     return TokenizedPrompt(text, [int(token_id) for token_id in token_ids])
+
+
+def _of_mapping(prompt: Mapping[str, str | SequenceOf[int]]) -> str | SequenceOf[int]:
+    """The text or the token ids of a prompt given as a dict."""
+    if set(prompt) == {"prompt_token_ids"}:
+        return prompt["prompt_token_ids"]
+    if set(prompt) == {"prompt"} and isinstance(prompt["prompt"], str):
+        return prompt["prompt"]
+    raise RequestError(
+        "a prompt given as a dict has the one key 'prompt', with text, or 'prompt_token_ids', with "
+        f"a list of token ids; got {prompt!r:.80}."
+    )

@@ -73,7 +73,7 @@ class KVManager:
             self.rates,
             settled=self._update_lru,
         )
-        self._retain = prefix_caching
+        self.prefix_caching = prefix_caching
         self._preemption = preemption
         self._evictable: OrderedDict[Node, None] = OrderedDict()
         self._evictable_pinned: OrderedDict[Node, None] = OrderedDict()
@@ -372,7 +372,7 @@ class KVManager:
         """Applies a node's state: puts it in its eviction order, frees pages, prunes the tree."""
         order = None
         if node.device is not None and not self._used(node):
-            if not node.attached or not (self._retain or node.pins):
+            if not node.attached or not (self.prefix_caching or node.pins):
                 self._free_device(node)
             else:
                 order = self._evictable_pinned if node.pins else self._evictable
@@ -381,7 +381,7 @@ class KVManager:
                 other.pop(node, None)
         if order is not None:
             order.setdefault(node)  # Keep an existing place: heads stay behind their tails.
-        if not self._retain and not node.pins and node.device is None:
+        if not self.prefix_caching and not node.pins and node.device is None:
             self.offload.forget(node)
         self.offload.update_lru(node)
         self.tree.prune(node)

@@ -11,7 +11,28 @@ def kv_metrics(kv: KVManager) -> dict[str, Metric]:
     """Metrics by exported name. Transfers are in the event log, from which `Metrics` derives its
     own."""
     metrics = _pages(kv) | _counters(kv) | _rates(kv)
-    return {f"jaxserve:{name}": metric for name, metric in metrics.items()}
+    return _vllm_metrics(kv) | {f"jaxserve:{name}": metric for name, metric in metrics.items()}
+
+
+def _vllm_metrics(kv: KVManager) -> dict[str, Metric]:
+    pool, tiers = kv.pool, kv.offload.tier_pools
+    host_pages = sum(shelf.num_pages for shelf in tiers if shelf.tier is Tier.HOST)
+    config = {
+        "block_size": pool.page_size,
+        "num_gpu_blocks": pool.capacity,
+        "num_cpu_blocks": host_pages,
+        "enable_prefix_caching": kv.prefix_caching,
+    }
+    return {
+        "vllm:kv_cache_usage_perc": Metric(
+            "gauge", "Share of the KV pages that sequences use, 0..1", pool.num_used / pool.capacity
+        ),
+        "vllm:cache_config_info": Metric(
+            "info",
+            "Sizes of the KV cache: tokens a page, device pages, host pages",
+            {name: str(value) for name, value in config.items()},
+        ),
+    }
 
 
 def _pages(kv: KVManager) -> dict[str, Metric]:

@@ -42,7 +42,7 @@ def _bounds_us(*milliseconds: int) -> tuple[int, ...]:
     return tuple(ms * 1_000 for ms in milliseconds)
 
 
-# The bucket bounds of vLLM's three latency histograms, so that its dashboards work here.
+# The bucket bounds of vLLM's histograms, so that its dashboards work here.
 # fmt: off
 _TTFT_BOUNDS_US = _bounds_us(
     1, 5, 10, 20, 40, 60, 80, 100, 250, 500, 750, 1_000, 2_500, 5_000, 7_500, 10_000, 20_000,
@@ -57,6 +57,10 @@ _E2E_BOUNDS_US = _bounds_us(
     50_000, 60_000, 120_000, 240_000, 480_000, 960_000, 1_920_000, 7_680_000,
 )
 # fmt: on
+_N_BOUNDS = (1, 2, 5, 10, 20)
+_STEP_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+# vLLM ends these at the context limit, which the event log does not know.
+_TOKENS_BOUNDS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _FLUIDITY_BOUNDS_PERCENT = (10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100)
 
 
@@ -65,12 +69,13 @@ class Metric:
     """A snapshot of one metric, in the form that an exporter needs.
 
     `value` is a number or a `HistogramValue`; with `label` set it is a dict of numbers, one
-    for each value of that label. Names of counters end in `_total`; times are in seconds.
+    for each value of that label; of kind "info" it is a dict of labels, exported as a gauge of 1.
+    Names of counters end in `_total`; times are in seconds.
     """
 
-    kind: Literal["counter", "gauge", "histogram"]
+    kind: Literal["counter", "gauge", "histogram", "info"]
     help: str
-    value: float | HistogramValue | dict[str, float]
+    value: float | HistogramValue | dict[str, float] | dict[str, str]
     label: str | None = None
 
 
@@ -122,13 +127,23 @@ class Metrics:
         self._ttft = Histogram(_TTFT_BOUNDS_US, _SECOND_US)
         self._inter_token = Histogram(_INTER_TOKEN_BOUNDS_US, _SECOND_US)
         self._e2e = Histogram(_E2E_BOUNDS_US, _SECOND_US)
+        self._queue = Histogram(_E2E_BOUNDS_US, _SECOND_US)
+        self._prefill = Histogram(_E2E_BOUNDS_US, _SECOND_US)
+        self._decode = Histogram(_E2E_BOUNDS_US, _SECOND_US)
+        self._inference = Histogram(_E2E_BOUNDS_US, _SECOND_US)
+        self._mean_inter_token = Histogram(_INTER_TOKEN_BOUNDS_US, _SECOND_US)
+        self._request_prompt = Histogram(_TOKENS_BOUNDS, 1)
+        self._request_computed = Histogram(_TOKENS_BOUNDS, 1)
+        self._request_output = Histogram(_TOKENS_BOUNDS, 1)
+        self._max_tokens = Histogram(_TOKENS_BOUNDS, 1)
+        self._n = Histogram(_N_BOUNDS, 1)
+        self._step_tokens = Histogram(_STEP_TOKENS_BOUNDS, 1)
         self._fluidity = Histogram(_FLUIDITY_BOUNDS_PERCENT, 100)
         self._token_deadlines = {"met": 0, "missed": 0}
 
         self._steps = 0
         self._last_sequences: set[int] = set()  # with tokens in the step collected last
         self._padded_tokens = 0
-        self._page_share = 0.0
         self._host_us = {"schedule": 0, "pack": 0, "dispatch": 0, "wait": 0}
         self._in_flight: dict[int, int] = {}  # step -> time of its program call [us]
         self._first_call_us: int | None = None
@@ -165,17 +180,16 @@ class Metrics:
         with self._lock:
             return list(self._ended.values())
 
-    def get_metrics(self) -> dict[str, Metric]:
-        """All metrics by exported name."""
+    def get_metrics(self, now_us: int | None = None) -> dict[str, Metric]:
+        """All metrics by exported name, at `now_us` on the log's clock (None: the last step)."""
         with self._lock:
-            return {**self._vllm_metrics(), **self._own_metrics()}
+            return {**self._vllm_metrics(), **self._own_metrics(now_us or self._last_ready_us)}
 
     def _vllm_metrics(self) -> dict[str, Metric]:
         waiting = len(self._live) - self._running
         metrics = {
             "num_requests_running": _gauge("Running sequences", self._running),
             "num_requests_waiting": _gauge("Waiting sequences, preempted ones included", waiting),
-            "kv_cache_usage_perc": _gauge("Share of the KV pages in use, 0..1", self._page_share),
             "num_preemptions_total": _counter("Preemptions", self._preemptions),
             "prompt_tokens_total": _counter("Prompt tokens prefilled", self._prompt_tokens),
             "generation_tokens_total": _counter("Tokens generated", self._output_tokens),
@@ -195,10 +209,43 @@ class Metrics:
             "e2e_request_latency_seconds": _histogram(
                 "Arrival to finish, of completed sequences", self._e2e.value()
             ),
+            "request_queue_time_seconds": _histogram(
+                "Arrival to first step, of completed sequences", self._queue.value()
+            ),
+            "request_prefill_time_seconds": _histogram(
+                "First step to first token, of completed sequences", self._prefill.value()
+            ),
+            "request_decode_time_seconds": _histogram(
+                "First to last token, of completed sequences", self._decode.value()
+            ),
+            "request_inference_time_seconds": _histogram(
+                "First step to last token, of completed sequences", self._inference.value()
+            ),
+            "request_time_per_output_token_seconds": _histogram(
+                "Mean time between tokens, of completed sequences", self._mean_inter_token.value()
+            ),
+            "request_prompt_tokens": _histogram(
+                "Prompt tokens of completed sequences", self._request_prompt.value()
+            ),
+            "request_prefill_kv_computed_tokens": _histogram(
+                "Prompt tokens not found in the prefix cache, of completed sequences",
+                self._request_computed.value(),
+            ),
+            "request_generation_tokens": _histogram(
+                "Tokens generated, of completed sequences", self._request_output.value()
+            ),
+            "request_params_max_tokens": _histogram(
+                "max_tokens of arrived sequences that set it", self._max_tokens.value()
+            ),
+            "request_params_n": _histogram("n of arrived requests", self._n.value()),
+            "iteration_tokens_total": _histogram(
+                "Output tokens of a step, with the prompts that it completed",
+                self._step_tokens.value(),
+            ),
         }
         return {f"vllm:{name}": metric for name, metric in metrics.items()}
 
-    def _own_metrics(self) -> dict[str, Metric]:
+    def _own_metrics(self, now_us: int) -> dict[str, Metric]:
         host_s = {part: us / _SECOND_US for part, us in self._host_us.items()}
         startup_s = {name: us / _SECOND_US for name, us in self._startup_us.items()}
         move_s = {way: us / _SECOND_US for way, us in self._move_us.items()}
@@ -215,7 +262,8 @@ class Metrics:
             "host_seconds_total": _counter("Host time of steps", host_s, "part"),
             "device_busy_seconds_total": _counter("Time with a step on the device", busy_s),
             "device_busy_share": _gauge(
-                "Share of time with a step on the device, since the first", self._busy_share()
+                "Share of time with a step on the device, from the first until now",
+                self._busy_share(now_us),
             ),
             "kv_moved_bytes_total": _counter(
                 "Bytes of KV transferred", dict(self._moved_bytes), "direction"
@@ -226,10 +274,10 @@ class Metrics:
         }
         return {f"jaxserve:{name}": metric for name, metric in metrics.items()}
 
-    def _busy_share(self) -> float:
+    def _busy_share(self, now_us: int) -> float:
         if not self._steps:
             return 0.0
-        return self._device_busy_us / max(1, self._last_ready_us - self._first_call_us)
+        return self._device_busy_us / max(1, now_us - self._first_call_us)
 
     # One method per record type.
 
@@ -237,6 +285,10 @@ class Metrics:
         self._live[record.sequence] = LiveSequence(
             record.request_id, record.time_us, record.prompt_tokens
         )
+        if record.max_tokens is not None:
+            self._max_tokens.observe(record.max_tokens)
+        if record.index == 0:
+            self._n.observe(record.n)
 
     def _admitted(self, record: Admitted) -> None:
         live = self._live[record.sequence]
@@ -263,9 +315,24 @@ class Metrics:
         if record.reason == "abort":
             return  # Latencies are those of completed sequences only.
         self._e2e.observe(summary.e2e_us)
+        self._observe_request(summary)
         self._fluidity.observe(int(summary.fluidity.index * 100))
         self._token_deadlines["met"] += summary.fluidity.met
         self._token_deadlines["missed"] += summary.fluidity.missed
+
+    def _observe_request(self, summary: SequenceSummary) -> None:
+        """The histograms with one observation for each completed sequence."""
+        self._request_prompt.observe(summary.prompt_tokens)
+        self._request_computed.observe(summary.prompt_tokens - summary.cached_tokens)
+        self._request_output.observe(summary.output_tokens)
+        if summary.admitted_us is None or summary.first_token_us is None:
+            return  # It was restored with all of its tokens.
+        decode_us = summary.last_token_us - summary.first_token_us
+        self._queue.observe(summary.queue_us)
+        self._prefill.observe(summary.first_token_us - summary.admitted_us)
+        self._decode.observe(decode_us)
+        self._inference.observe(summary.last_token_us - summary.admitted_us)
+        self._mean_inter_token.observe(decode_us // max(1, summary.output_tokens - 1))
 
     def _failed(self, record: Failed) -> None:
         self._end(record.sequence, record.time_us, "error")
@@ -285,13 +352,13 @@ class Metrics:
         if self._first_call_us is None:
             self._first_call_us = record.packed_us
         self._padded_tokens += record.padded_tokens
-        self._page_share = record.pages_used / record.pages_total
         self._host_us["schedule"] += record.schedule_us
         self._host_us["pack"] += record.pack_us
         self._host_us["dispatch"] += record.dispatch_us
 
     def _collected(self, record: Collected) -> None:
         now = record.time_us
+        before = self._prompt_tokens + self._output_tokens
         sequences = set(record.sequences)
         steady = sequences & self._last_sequences
         if steady:
@@ -305,6 +372,8 @@ class Metrics:
                 self._prompt_tokens += live.prompt_tokens
                 self._ttft.observe(now - live.arrival_us)
         self._append_tokens(record)
+        if sequences:
+            self._step_tokens.observe(self._prompt_tokens + self._output_tokens - before)
         self._last_sequences = sequences
         self._steps += 1
         self._host_us["wait"] += record.wait_us

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from typing import Any, Literal
 
+from jaxserve.core.errors import RequestError
 from jaxserve.core.outputs import RequestOutput
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.prompts import TokenizedPrompt
@@ -80,6 +81,8 @@ def parse(record: Record, number: int, model: Model, seed: int) -> BatchRequest:
     call = endpoint.parse(body, model)
     if call.stream:
         raise FieldError("stream", "is true, but batch jobs cannot stream; leave it out.")
+    if call.warning is not None:  # A result has no header to say so.
+        raise RequestError(call.warning)
     return BatchRequest(number, custom_id, call, seed)
 
 

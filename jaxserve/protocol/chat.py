@@ -9,7 +9,7 @@ from pydantic import Field, StrictBool, StrictInt
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.chat_reply import Chat, ToolUse
 from jaxserve.protocol.errors import FieldError
-from jaxserve.protocol.fields import GenerationFields, JsonObject, ListOf
+from jaxserve.protocol.fields import GenerationFields, Ignored, JsonObject, ListOf
 from jaxserve.protocol.messages import Message
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.tool_calls import format_of, knows_tools
@@ -31,6 +31,18 @@ class ChatCompletionRequest(GenerationFields):
     add_generation_prompt: StrictBool | None = Field(
         None, description="Whether to end the prompt with the start of the assistant's turn."
     )
+    continue_final_message: StrictBool | None = Field(
+        None, description="Whether the prompt ends inside the last message, for more of its text."
+    )
+    echo: StrictBool | None = Field(
+        None, description="Whether the answer begins with the last message, if the assistant's."
+    )
+    reasoning_effort: str | None = Field(
+        None, description="For chat templates that have this variable."
+    )
+    modalities: ListOf[Literal["text"]] | None = None
+    verbosity: Ignored = None
+    prediction: Ignored = None
     chat_template_kwargs: JsonObject | None = Field(
         None, description="Extra variables for the chat template, such as enable_thinking."
     )
@@ -54,34 +66,63 @@ class ChatCompletionRequest(GenerationFields):
                     "tool_choice", "forces a call, so the response format cannot be set too."
                 )
             more["structured_outputs"] = {"json": tool_use.schema}
+        warning = None
+        if self.tools and tool_use is None and self.tool_choice != "none":
+            warning = (
+                f"tools are ignored: this model's chat template {_lack(model)}; "
+                "the tool_choice required, or a named function, forces a call."
+            )
         # Without max_tokens, generate up to the context limit, unless the model's config sets one.
         defaults = {} if model.default_sampling.get("max_new_tokens") else {"max_tokens": None}
+        params = self.sampling(model, defaults, **more)
+        prompt = self.prompt(model, self._shown_tools(model, tool_use))
+        echoed = self.echo and self.messages[-1].role == "assistant"
         return Chat(
             model=model,
-            prompts=(self.prompt(model, self._shown_tools(model, tool_use)),),
-            params=self.sampling(model, defaults, **more),
+            prompts=(self.truncated(prompt, model, params),),
+            params=params,
             cache_salt=self.cache_salt or None,
             stream=bool(self.stream),
             include_usage=self.include_usage,
+            continuous_usage=self.continuous_usage,
             tool_use=tool_use,
             prompt_logprobs=self.prompt_logprobs is not None,
             token_ids=bool(self.return_token_ids),
+            tokens_as_ids=bool(self.return_tokens_as_token_ids),
+            echoed=self.messages[-1].text if echoed else "",
+            warning=warning,
         )
 
     def prompt(self, model: Model, tools: list[dict[str, Any]] | None) -> TokenizedPrompt:
         """The conversation rendered by the chat template. Raises RequestError."""
-        messages = [message.for_template() for message in self.messages]
         prompt = model.chat_prompt(
-            messages, tools, self.chat_template_kwargs, self.add_generation_prompt is not False
+            [message.for_template() for message in self.messages],
+            tools,
+            self._variables(model, tools),
+            self.add_generation_prompt,
+            continue_final_message=bool(self.continue_final_message),
+            add_special_tokens=bool(self.add_special_tokens),
         )
         if not prompt.token_ids:
             raise FieldError("messages", "render to an empty prompt.")
         return prompt
 
+    def _variables(self, model: Model, tools: list[dict[str, Any]] | None) -> dict[str, Any]:
+        """The extra variables of the chat template."""
+        variables = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            tokenizer = model.tokenizer
+            template = tokenizer.tool_template if tools else tokenizer.chat_template
+            if "reasoning_effort" not in (template or ""):
+                raise FieldError(
+                    "reasoning_effort",
+                    "is not a variable of this model's chat template; leave it out.",
+                )
+            variables.setdefault("reasoning_effort", self.reasoning_effort)
+        return variables
+
     def _tool_use(self, model: Model) -> ToolUse | None:
         tools = self.tools or []
-        if self.parallel_tool_calls is not None and not tools:
-            raise FieldError("parallel_tool_calls", "needs tools; leave it out.")
         check_tools(tools, self.tool_choice)
         chosen, parallel = self.tool_choice or "auto", self.parallel_tool_calls is not False
         if not tools or chosen == "none":
@@ -89,14 +130,7 @@ class ChatCompletionRequest(GenerationFields):
         if chosen == "auto":
             template = model.tokenizer.tool_template
             how = format_of(template) if knows_tools(template) else None
-            if how is None:
-                lack = "has an unknown tool format" if knows_tools(template) else "has no tools"
-                raise FieldError(
-                    "tool_choice",
-                    f"is auto, but this model's chat template {lack}; "
-                    '"required" or a named function forces a call.',
-                )
-            return ToolUse(tuple(tools), how, parallel)
+            return None if how is None else ToolUse(tuple(tools), how, parallel)
         schema = forced_schema(tools, chosen, parallel)
         if chosen == "required":
             return ToolUse(tuple(tools), "required", parallel, schema)
@@ -108,3 +142,9 @@ class ChatCompletionRequest(GenerationFields):
         if tool_use is None or not knows_tools(model.tokenizer.tool_template):
             return None
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+
+def _lack(model: Model) -> str:
+    """Why a model cannot be offered tools."""
+    knows = knows_tools(model.tokenizer.tool_template)
+    return "has an unknown tool format" if knows else "has no tools"

@@ -9,11 +9,11 @@ from typing import Any, Literal
 from jaxserve.core.outputs import CompletionOutput, Delta, RequestOutput
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.prompts import TokenizedPrompt
-from jaxserve.protocol.logprobs import chat_logprobs, prompt_logprobs
+from jaxserve.protocol.logprobs import chat_logprobs, prompt_logprobs, token_names
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.tool_calls import Format, ToolCall, ToolReader
 from jaxserve.protocol.tools import Tool
-from jaxserve.protocol.usage import usage
+from jaxserve.protocol.usage import StreamUsage, usage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,11 @@ class ToolUse:
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
-    """A chat request, with one prompt; choice i is its sequence i."""
+    """A chat request, with one prompt; choice i is its sequence i.
+
+    `tokens_as_ids` is of logprobs. `echoed` is text that each answer begins with. `warning` says
+    which part of the request the answer leaves out.
+    """
 
     model: Model
     prompts: tuple[TokenizedPrompt, ...]
@@ -42,9 +46,13 @@ class Chat:
     cache_salt: str | None
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     tool_use: ToolUse | None
     prompt_logprobs: bool
     token_ids: bool
+    tokens_as_ids: bool
+    echoed: str
+    warning: str | None
 
     def response(
         self, outputs: Sequence[RequestOutput], request_id: str, created: int
@@ -78,8 +86,13 @@ class Chat:
         """Log probabilities of the generated tokens, if requested."""
         if self.params.logprobs is None or source.logprobs is None:
             return None
+        tokenizer = self.model.tokenizer
         return chat_logprobs(
-            source.token_ids, source.logprobs, self.params.logprobs, self.model.tokenizer
+            source.token_ids,
+            source.logprobs,
+            self.params.logprobs,
+            tokenizer,
+            token_names(tokenizer, self.tokens_as_ids),
         )
 
     def _choice(self, choice: CompletionOutput, request_id: str) -> dict[str, Any]:
@@ -89,6 +102,7 @@ class Chat:
             before = reader.push(choice.text)
             rest, calls = reader.finish()
             content = before + rest
+        content = self.echoed + content
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message["content"] = content.strip() or None
@@ -112,14 +126,14 @@ class ChatChunks:
         self._call = call
         self._request_id = request_id
         self._head = call.head(request_id, created, "chat.completion.chunk")
-        self._head |= {"usage": None} if call.include_usage else {}
+        self._usage = StreamUsage(call.prompts, call.include_usage, call.continuous_usage)
         self._readers: dict[int, ToolReader] = {}
         if call.tool_use is not None:
             self._readers = {index: call.tool_use.reader() for index in range(call.params.n)}
 
     def begin(self) -> Iterator[dict[str, Any]]:
         for index in range(self._call.params.n):
-            chunk = self._chunk(index, {"role": "assistant", "content": ""})
+            chunk = self._chunk(index, {"role": "assistant", "content": self._call.echoed})
             if self._call.token_ids:
                 chunk["prompt_token_ids"] = list(self._call.prompts[0].token_ids)
             yield chunk
@@ -127,6 +141,7 @@ class ChatChunks:
     def add(self, number: int, deltas: Sequence[Delta]) -> Iterator[dict[str, Any]]:
         """Chunks for new deltas; `number` is the index of the single prompt."""
         for delta in deltas:
+            self._usage.count(delta)
             text, calls = delta.text, ()
             if reader := self._readers.get(delta.index):
                 text = reader.push(text)
@@ -157,7 +172,7 @@ class ChatChunks:
 
     def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return {**self._head, "choices": [choice]}
+        return {**self._head, **self._usage.of_chunk, "choices": [choice]}
 
 
 def call_bodies(calls: Sequence[ToolCall], request_id: str, index: int) -> list[dict[str, Any]]:

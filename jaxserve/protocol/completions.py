@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, StrictBool, StrictInt, field_validator
 
@@ -14,9 +14,14 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.errors import FieldError
 from jaxserve.protocol.fields import GenerationFields, ListOf
-from jaxserve.protocol.logprobs import TextOffsets, completion_logprobs, prompt_logprobs
+from jaxserve.protocol.logprobs import (
+    TextOffsets,
+    completion_logprobs,
+    prompt_logprobs,
+    token_names,
+)
 from jaxserve.protocol.model import Model
-from jaxserve.protocol.usage import usage
+from jaxserve.protocol.usage import StreamUsage, usage
 from jaxserve.text.detokenizer import Detokenizer
 
 MAX_PROMPTS = 2048
@@ -50,7 +55,8 @@ class CompletionRequest(GenerationFields):
         if not 1 <= len(given) <= MAX_PROMPTS:
             raise FieldError("prompt", f"must hold 1 to {MAX_PROMPTS} prompts, got {len(given)}.")
         try:
-            prompts = tuple(model.tokenize(prompt) for prompt in given)
+            special = self.add_special_tokens is not False
+            prompts = tuple(model.tokenize(prompt, special) for prompt in given)
         except PromptTooLongError:
             raise
         except RequestError as error:
@@ -76,17 +82,20 @@ class CompletionRequest(GenerationFields):
             if not self.echo:
                 raise FieldError("max_tokens", "is 0, which needs echo; set echo to true.")
             more["max_tokens"] = 1  # The engine samples one token, which is dropped.
+        params = self.sampling(model, {}, **more)
         return Completion(
             model=model,
-            prompts=self.prompts(model),
-            params=self.sampling(model, {}, **more),
+            prompts=tuple(self.truncated(each, model, params) for each in self.prompts(model)),
+            params=params,
             cache_salt=self.cache_salt or None,
             stream=bool(self.stream),
             include_usage=self.include_usage,
+            continuous_usage=self.continuous_usage,
             echo=bool(self.echo),
             scores_only=scores_only,
             prompt_logprobs=self.prompt_logprobs is not None,
             token_ids=bool(self.return_token_ids),
+            tokens_as_ids=bool(self.return_tokens_as_token_ids),
         )
 
 
@@ -94,7 +103,7 @@ class CompletionRequest(GenerationFields):
 class Completion:
     """A request of one or more prompts; choice p * n + i is sequence i of prompt p.
 
-    `scores_only` drops the generated token, for max_tokens 0.
+    `scores_only` drops the generated token, for max_tokens 0. `tokens_as_ids` is of logprobs.
     """
 
     model: Model
@@ -103,10 +112,13 @@ class Completion:
     cache_salt: str | None
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     echo: bool
     scores_only: bool
     prompt_logprobs: bool
     token_ids: bool
+    tokens_as_ids: bool
+    warning: ClassVar[str | None] = None
 
     def response(
         self, outputs: Sequence[RequestOutput], request_id: str, created: int
@@ -169,7 +181,8 @@ class Completion:
                 entries = [*output.prompt_logprobs, *entries]
                 of_prompt = TextOffsets(Detokenizer(tokenizer)).of(output.prompt_token_ids)
                 offsets = [*of_prompt, *offsets]
-            answer["logprobs"] = completion_logprobs(scored, entries, tokenizer, offsets)
+            name = token_names(tokenizer, self.tokens_as_ids)
+            answer["logprobs"] = completion_logprobs(scored, entries, name, offsets)
         if self.prompt_logprobs:
             answer["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if self.token_ids:
@@ -183,7 +196,10 @@ class CompletionChunks:
 
     def __init__(self, call: Completion, head: dict[str, Any]) -> None:
         self._call = call
-        self._head = head | ({"usage": None} if call.include_usage else {})
+        self._head = head
+        self._usage = StreamUsage(
+            call.prompts, call.include_usage, call.continuous_usage, dropped=call.scores_only
+        )
         self._offsets: dict[int, TextOffsets] = {}
 
     def begin(self) -> Iterator[dict[str, Any]]:
@@ -201,6 +217,7 @@ class CompletionChunks:
         """Chunks for new deltas of prompt `number`."""
         call = self._call
         for delta in deltas:
+            self._usage.count(delta)
             index = number * call.params.n + delta.index
             choice = self._choice(index, delta.text)
             choice["finish_reason"], choice["stop_reason"] = delta.finish_reason, delta.stop_reason
@@ -211,9 +228,8 @@ class CompletionChunks:
                 if index not in self._offsets:
                     self._offsets[index] = call.offsets(number)
                 offsets = self._offsets[index].of(token_ids)
-                choice["logprobs"] = completion_logprobs(
-                    token_ids, entries, call.model.tokenizer, offsets
-                )
+                name = token_names(call.model.tokenizer, call.tokens_as_ids)
+                choice["logprobs"] = completion_logprobs(token_ids, entries, name, offsets)
             if call.token_ids:
                 choice["token_ids"] = list(token_ids)
             if choice["text"] or entries or delta.finish_reason or (call.token_ids and token_ids):
@@ -226,7 +242,7 @@ class CompletionChunks:
             yield {**self._head, "choices": [], "usage": counted}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        return {**self._head, "choices": [choice]}
+        return {**self._head, **self._usage.of_chunk, "choices": [choice]}
 
     def _choice(self, index: int, text: str) -> dict[str, Any]:
         return {

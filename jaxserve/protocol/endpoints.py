@@ -27,13 +27,14 @@ class Chunks(Protocol):
 
 
 class ParsedRequest(Protocol):
-    """A validated request: its prompts, sampling parameters, and response format."""
+    """A validated request: its prompts, sampling parameters, and response format. `warning` says
+    which part of it the response leaves out."""
 
     prompts: tuple[TokenizedPrompt, ...]
     params: SamplingParams
     cache_salt: str | None
     stream: bool
-    include_usage: bool
+    warning: str | None
 
     def response(
         self, outputs: Sequence[RequestOutput], request_id: str, created: int

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -18,6 +20,7 @@ from pydantic import (
 )
 
 from jaxserve.core.sampling_params import MAX_LOGIT_BIAS, SamplingParams
+from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.errors import FieldError
 from jaxserve.protocol.model import Model
 
@@ -25,12 +28,16 @@ _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)} - {"log
 
 T = TypeVar("T")
 
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+REQUEST_ID_RULE = "1 to 128 of A-Z a-z 0-9 . _ : -"
+
 # A body may contain a million errors, of which one is reported: the types below make pydantic stop
 # after a few.
 ListOf = Annotated[list[T], Field(fail_fast=True)]
 
 
-def _with_names(given: Any) -> Any:
+def valid_names(given: Any) -> Any:
+    """Raises ValueError for an object with a name that UTF-8 cannot encode."""
     if isinstance(given, Mapping):
         try:
             "".join(given).encode()
@@ -45,12 +52,20 @@ def _not_too_many(given: Any) -> Any:
     return given
 
 
-JsonObject = Annotated[dict[str, Any], BeforeValidator(_with_names)]
+def _request_id(given: str) -> str:
+    if not REQUEST_ID.fullmatch(given):
+        raise ValueError(f"must be {REQUEST_ID_RULE}")
+    return given
+
+
+JsonObject = Annotated[dict[str, Any], BeforeValidator(valid_names)]
 LogitBias = Annotated[dict[str, StrictFloat], BeforeValidator(_not_too_many)]
+Ignored = Annotated[Any, Field(description="Accepted and ignored.")]
 
 
 class Fields(BaseModel):
-    """A part of a request; null means absent, and unknown fields are rejected."""
+    """A part of a request; null means absent. Unknown fields are rejected, unless a subclass has
+    another `extra`."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True, serialize_by_alias=True)
 
@@ -60,15 +75,25 @@ class Fields(BaseModel):
         """Keep only the first unknown field, which the request is rejected for."""
         if not isinstance(given, Mapping) or len(given) <= len(cls.model_fields):
             return given
+        if cls.model_config["extra"] != "forbid":
+            return given
         known = {field.alias or name for name, field in cls.model_fields.items()}
         unknown = next(name for name in given if name not in known)
         return {name: value for name, value in given.items() if name in known or name is unknown}
 
 
 class StreamOptions(Fields):
-    """`include_usage` appends a chunk with token usage to the stream."""
+    """Options of a streamed response."""
 
-    include_usage: StrictBool | None = None
+    include_usage: StrictBool | None = Field(
+        None, description="Whether a last chunk reports token usage."
+    )
+    continuous_usage_stats: StrictBool | None = Field(
+        None, description="With include_usage, every chunk reports the usage so far."
+    )
+    include_obfuscation: StrictBool | None = Field(
+        None, description="Accepted and ignored: chunks are never padded."
+    )
 
 
 class JsonSchema(Fields):
@@ -121,7 +146,9 @@ class GenerationFields(Fields):
     n: StrictInt | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description="Accepted and ignored.")
+    request_id: Annotated[str, AfterValidator(_request_id)] | None = Field(
+        None, description="The request's id, if the header X-Request-Id gives none."
+    )
     cache_salt: str | None = Field(
         None, description="Only requests with the same salt share cached prefixes."
     )
@@ -138,6 +165,18 @@ class GenerationFields(Fields):
     allowed_token_ids: ListOf[StrictInt] | None = None
     bad_words: ListOf[str] | None = None
 
+    add_special_tokens: StrictBool | None = Field(
+        None,
+        description="Whether to add the tokenizer's special tokens to the prompt; by default true "
+        "for completions, and false for chats, whose template writes them.",
+    )
+    truncate_prompt_tokens: StrictInt | None = Field(
+        None, description="Longest prompt in tokens; -1: the longest that leaves max_tokens."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Where tokens beyond truncate_prompt_tokens are cut off; left by default."
+    )
+
     max_tokens: StrictInt | None = None
     min_tokens: StrictInt | None = None
     stop: str | ListOf[str] | None = None
@@ -150,11 +189,28 @@ class GenerationFields(Fields):
     structured_outputs: StructuredFields | None = None
     prompt_logprobs: StrictInt | None = None
     return_token_ids: StrictBool | None = None
+    return_tokens_as_token_ids: StrictBool | None = Field(
+        None, description="Whether logprobs name a token token_id:ID, instead of by its text."
+    )
     priority: StrictInt | None = None
+
+    # What other servers' clients send, and what changes no answer here.
+    user: Ignored = None
+    store: Ignored = None
+    metadata: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    spaces_between_special_tokens: Ignored = None
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(self.stream_options.continuous_usage_stats)
 
     def check(self, model: Model) -> None:
         """Raises RequestError for a model that is not served, and for conflicting fields."""
@@ -163,6 +219,21 @@ class GenerationFields(Fields):
             raise FieldError("stream_options", "needs a stream; set stream to true.")
         if self.stream and self.prompt_logprobs is not None:
             raise FieldError("prompt_logprobs", "cannot be streamed; set stream to false.")
+        keep = self.truncate_prompt_tokens
+        if keep is not None and keep != -1 and keep < 1:
+            raise FieldError("truncate_prompt_tokens", f"is {keep}; it must be at least 1, or -1.")
+
+    def truncated(
+        self, prompt: TokenizedPrompt, model: Model, params: SamplingParams
+    ) -> TokenizedPrompt:
+        """The part of a prompt that `truncate_prompt_tokens` keeps."""
+        keep = self.truncate_prompt_tokens
+        if keep == -1:
+            keep = max(1, model.max_model_len - (params.max_tokens or 1))
+        if keep is None or len(prompt.token_ids) <= keep:
+            return prompt
+        ids = prompt.token_ids
+        return TokenizedPrompt(None, ids[:keep] if self.truncation_side == "right" else ids[-keep:])
 
     def constraint(self) -> dict[str, Any] | None:
         """The output constraint in the form of SamplingParams. Raises FieldError."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxserve.core.outputs import Logprob
@@ -33,41 +33,58 @@ class TextOffsets:
         return offsets
 
 
+def token_names(tokenizer: Tokenizer, as_ids: bool) -> Callable[[int], str]:
+    """How log probabilities name tokens: by text, or `as_ids` as `token_id:5`, which tells tokens
+    of equal text apart."""
+    return "token_id:{}".format if as_ids else tokenizer.token_text
+
+
 def completion_logprobs(
     token_ids: Sequence[int],
     entries: Sequence[Entry | None],
-    tokenizer: Tokenizer,
+    name: Callable[[int], str],
     offsets: Sequence[int],
 ) -> dict[str, Any]:
     """The legacy format of `/v1/completions`: parallel lists, one entry per token.
 
-    An entry is None for a prompt's first token, which nothing precedes. `offsets` are from
-    `TextOffsets`. `top_logprobs` has one token more than requested if the sampled token is not
-    among the top ones.
+    An entry is None for a prompt's first token, which nothing precedes. `name` is from
+    `token_names`, `offsets` are from `TextOffsets`. `top_logprobs` has one token more than
+    requested if the sampled token is not among the top ones.
     """
     return {
-        "tokens": [tokenizer.token_text(token_id) for token_id in token_ids],
+        "tokens": [name(token_id) for token_id in token_ids],
         "token_logprobs": [
             None if entry is None else _number(entry[token_id])
             for token_id, entry in zip(token_ids, entries, strict=True)
         ],
-        "top_logprobs": [
-            None if entry is None else _by_text(entry, tokenizer) for entry in entries
-        ],
+        "top_logprobs": [None if entry is None else _by_name(entry, name) for entry in entries],
         "text_offset": list(offsets),
     }
 
 
 def chat_logprobs(
-    token_ids: Sequence[int], entries: Sequence[Entry], top: int, tokenizer: Tokenizer
+    token_ids: Sequence[int],
+    entries: Sequence[Entry],
+    top: int,
+    tokenizer: Tokenizer,
+    name: Callable[[int], str],
 ) -> dict[str, Any]:
-    """The format of `/v1/chat/completions`: a list of tokens, each with its `top` most likely."""
+    """The format of `/v1/chat/completions`: a list of tokens, each with its `top` most likely.
+    `name` is from `token_names`."""
+
+    def token(token_id: int, logprob: Logprob) -> dict[str, Any]:
+        return {
+            "token": name(token_id),
+            "logprob": _number(logprob),
+            "bytes": list(tokenizer.token_bytes(token_id)),
+        }
+
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
         likeliest = sorted(entry.items(), key=_rank)[:top]
         content.append(
-            _token(token_id, entry[token_id], tokenizer)
-            | {"top_logprobs": [_token(i, logprob, tokenizer) for i, logprob in likeliest]}
+            token(token_id, entry[token_id])
+            | {"top_logprobs": [token(i, logprob) for i, logprob in likeliest]}
         )
     return {"content": content, "refusal": None}
 
@@ -88,19 +105,11 @@ def prompt_logprobs(entries: Sequence[Entry | None]) -> list[dict[str, Any] | No
     ]
 
 
-def _token(token_id: int, logprob: Logprob, tokenizer: Tokenizer) -> dict[str, Any]:
-    return {
-        "token": tokenizer.token_text(token_id),
-        "logprob": _number(logprob),
-        "bytes": list(tokenizer.token_bytes(token_id)),
-    }
-
-
-def _by_text(entry: Entry, tokenizer: Tokenizer) -> dict[str, float]:
+def _by_name(entry: Entry, name: Callable[[int], str]) -> dict[str, float]:
     """Most likely first; of tokens with equal text, such as parts of characters, the likelier."""
     texts: dict[str, float] = {}
     for token_id, logprob in sorted(entry.items(), key=_rank):
-        texts.setdefault(tokenizer.token_text(token_id), _number(logprob))
+        texts.setdefault(name(token_id), _number(logprob))
     return texts
 
 

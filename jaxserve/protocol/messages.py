@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, model_validator
 
-from jaxserve.protocol.fields import Fields, ListOf
+from jaxserve.protocol.fields import Fields, Ignored, ListOf, valid_names
 from jaxserve.protocol.tools import CalledTool
 
 
 class TextPart(Fields):
-    """A text part of a message. Images and audio are not supported."""
+    """A text part of a message. Images and audio are not supported; other fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
 
     type: Literal["text"]
     text: str
@@ -19,7 +21,9 @@ class TextPart(Fields):
 
 class Message(Fields):
     """One turn. The chat template defines the roles; the usual ones are system, user, assistant and
-    tool."""
+    tool. Fields that are not listed here are for the template, too."""
+
+    model_config = ConfigDict(extra="allow")
 
     role: str = Field(examples=["user"])
     content: str | ListOf[TextPart] | None = Field(None, examples=["Hi!"])
@@ -30,12 +34,25 @@ class Message(Fields):
 
     # Clients send a response message back with all its fields; these are always empty here.
     refusal: None = None
-    annotations: ListOf[None] | None = Field(None, max_length=0)
+    annotations: Ignored = None
     audio: None = None
     function_call: None = None
 
+    _named = model_validator(mode="before")(valid_names)
+
+    @property
+    def text(self) -> str:
+        """The content as the chat template gets it."""
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content)
+        return self.content or ""
+
     def for_template(self) -> dict[str, Any]:
-        message = self.model_dump(exclude_none=True, exclude={"tool_calls", "annotations"})
+        message = {name: value for name, value in self if value is not None}
+        for name in ("annotations", "tool_calls"):
+            message.pop(name, None)
+        if self.content is not None:
+            message["content"] = self.text
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message

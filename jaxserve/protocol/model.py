@@ -14,7 +14,9 @@ from jaxserve.text import Tokenizer
 if TYPE_CHECKING:
     from jaxserve.runtime.startup import EnginePlan
 
-_OURS = frozenset({"messages", "tools", "add_generation_prompt", "documents"})
+_OURS = frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message", "documents"}
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Model:
                 f"model {name!r:.200} is not served here; use {', '.join(map(repr, self.names))}."
             )
 
-    def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
+    def tokenize(self, prompt: Prompt, add_special_tokens: bool = True) -> TokenizedPrompt:
         """Raises RequestError for an invalid prompt, PromptTooLongError before it is tokenized for
         one that is certainly too long."""
         if isinstance(prompt, str):
@@ -63,7 +65,7 @@ class Model:
                 f"the prompt has {len(prompt)} tokens and the context limit is "
                 f"{self.max_model_len}; shorten it to at most {self.max_model_len - 1}"
             )
-        return tokenize_prompt(prompt, self.tokenizer, self.vocab_size)
+        return tokenize_prompt(prompt, self.tokenizer, self.vocab_size, add_special_tokens)
 
     def check_text(self, text: str) -> None:
         """Raises PromptTooLongError for a text with more characters than a context of the longest
@@ -80,9 +82,13 @@ class Model:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        *,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
     ) -> TokenizedPrompt:
-        """A conversation rendered by the chat template, with `variables` as extra variables.
+        """A conversation rendered by the chat template, with `variables` as extra variables; the
+        other arguments are those of `Tokenizer.apply_chat_template` and `Tokenizer.encode`.
 
         Raises RequestError for messages that the template rejects, PromptTooLongError for a text
         that is certainly too long.
@@ -91,7 +97,7 @@ class Model:
         if taken := sorted(_OURS & set(variables)):
             raise FieldError("chat_template_kwargs", f"must not set {taken[0]!r}.")
         text = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt, tools, **variables
+            messages, add_generation_prompt, tools, continue_final_message, **variables
         )
         self.check_text(text)
-        return TokenizedPrompt(text, self.tokenizer.encode(text, add_special_tokens=False))
+        return TokenizedPrompt(text, self.tokenizer.encode(text, add_special_tokens))

@@ -20,12 +20,13 @@ class TokenizeRequest(Fields):
     model: str | None = None
     prompt: str | None = Field(None, examples=["The sky is"])
     add_special_tokens: StrictBool | None = Field(
-        None, description="For texts; true by default, as in completions."
+        None, description="By default true for texts and false for conversations, as elsewhere."
     )
     return_token_strs: StrictBool | None = None
     messages: ListOf[Message] | None = None
     tools: ListOf[Tool] | None = None
     add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool | None = None
     chat_template_kwargs: JsonObject | None = None
 
     def answer(self, model: Model) -> dict[str, Any]:
@@ -43,21 +44,30 @@ class TokenizeRequest(Fields):
         }
 
     def _text(self, model: Model) -> list[int]:
-        for name in ("tools", "add_generation_prompt", "chat_template_kwargs"):
+        for name in (
+            "tools",
+            "add_generation_prompt",
+            "continue_final_message",
+            "chat_template_kwargs",
+        ):
             if getattr(self, name) is not None:
                 raise FieldError(name, "is only for messages.")
         model.check_text(self.prompt)
         return model.tokenizer.encode(self.prompt, self.add_special_tokens is not False)
 
     def _conversation(self, model: Model) -> list[int]:
-        if self.add_special_tokens:
-            raise FieldError("add_special_tokens", "is only for prompt; templates add their own.")
         check_tools(self.tools or [], None)
         messages = [message.for_template() for message in self.messages]
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or []] or None
-        variables = self.chat_template_kwargs
-        generates = self.add_generation_prompt is not False
-        return model.chat_prompt(messages, tools, variables, generates).token_ids
+        prompt = model.chat_prompt(
+            messages,
+            tools,
+            self.chat_template_kwargs,
+            self.add_generation_prompt,
+            continue_final_message=bool(self.continue_final_message),
+            add_special_tokens=bool(self.add_special_tokens),
+        )
+        return prompt.token_ids
 
 
 class DetokenizeRequest(Fields):

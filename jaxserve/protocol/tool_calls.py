@@ -84,8 +84,11 @@ class ToolReader:
         held, self._held = self._held, ""
         if self._how == "hermes":
             return self._hermes(held)
-        calls = self._named(held) if self._how == "named" else self._listed(held)
-        return ("", tuple(calls[: self._most])) if calls else (held, ())
+        if self._how == "llama":
+            calls = self._listed(held)
+            return ("", tuple(calls[: self._most])) if calls else (held, ())
+        # The text of a forced call that was cut off is no content either.
+        return "", tuple(self._forced(held)[: self._most])
 
     def _release(self, end: int) -> str:
         text, self._held = self._held[:end], self._held[end:]
@@ -104,10 +107,18 @@ class ToolReader:
         # Models put insignificant newlines between and after calls.
         return rest if rest.strip() or not calls else "", tuple(calls[: self._most])
 
-    def _named(self, held: str) -> list[ToolCall]:
-        name = self._tools[0].function.name
-        call = self._call({"name": name, "arguments": _json(held)})
-        return [] if call is None else [call]
+    def _forced(self, held: str) -> list[ToolCall]:
+        """Calls that were sampled under `forced_schema`, so that they need no check."""
+        value = _json(held)
+        if self._how == "named":
+            value = [{"name": self._tools[0].function.name, "arguments": value}]
+        calls = value if isinstance(value, list) else []
+        found = []
+        for call in calls:
+            match call:
+                case {"name": str(name), "arguments": dict(arguments)}:
+                    found.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False)))
+        return found
 
     def _listed(self, held: str) -> list[ToolCall]:
         """Calls as a JSON list, or as consecutive objects; none unless all are valid."""

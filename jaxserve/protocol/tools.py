@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import jsonschema
 import referencing
 from jsonschema import Draft202012Validator
-from pydantic import Field, PrivateAttr, StrictBool
+from pydantic import ConfigDict, Field, PrivateAttr, StrictBool
 
 from jaxserve.protocol.errors import FieldError
 from jaxserve.protocol.fields import Fields, JsonObject
@@ -33,6 +33,11 @@ MAX_KEYWORDS = 20_000
 # A client's pattern could make Python's regular expressions run forever. `unevaluated*` keywords
 # walk the schema in ways that MAX_KEYWORDS does not count.
 _LEFT_OUT = {"pattern", "patternProperties", "unevaluatedItems", "unevaluatedProperties"}
+# Beside one of these, additionalProperties would exclude properties that it declares.
+_DECLARE_PROPERTIES = {
+    *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"),
+    *("additionalProperties", "patternProperties", "unevaluatedProperties"),
+}
 _NO_REMOTE_SCHEMAS = referencing.Registry()
 
 
@@ -50,17 +55,29 @@ class Function(Fields):
     _keywords_left: int = PrivateAttr(MAX_KEYWORDS)
 
     def check(self, where: str) -> None:
-        """Raises FieldError if `parameters` is not a JSON schema."""
+        """Raises FieldError if `parameters` is not a JSON schema of an object."""
         try:
             fault = _fault_of_schema(json.dumps(self.schema_of_arguments))
         except RecursionError:
             fault = "is nested too deeply."
         if fault is not None:
             raise FieldError(f"{where}.parameters", fault)
+        kind = self.schema_of_arguments.get("type", "object")
+        if "object" not in (kind if isinstance(kind, list) else [kind]):
+            raise FieldError(f"{where}.parameters.type", f"is {kind!r:.80}; it must be 'object'.")
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
         return {"type": "object"} if self.parameters is None else self.parameters
+
+    @property
+    def schema_of_forced_arguments(self) -> dict[str, Any]:
+        """As `schema_of_arguments`, without undeclared properties unless the schema allows them, so
+        that a forced call of a function without parameters is `{}`."""
+        schema = self.schema_of_arguments | {"type": "object"}
+        if _DECLARE_PROPERTIES.isdisjoint(schema):
+            schema["additionalProperties"] = False
+        return schema
 
     def accepts(self, arguments: Any) -> bool:
         """Whether arguments are an object that matches the schema. Patterns and `unevaluated*`
@@ -102,7 +119,9 @@ def _fault_of_schema(text: str) -> str | None:
 
 
 class Tool(Fields):
-    """A tool. Functions are the only kind."""
+    """A tool. Functions are the only kind; fields beside the function are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
 
     type: Literal["function"]
     function: Function
@@ -120,14 +139,18 @@ class ChosenTool(Fields):
 
 
 class CalledFunction(Fields):
-    """A called function, with its arguments as JSON text."""
+    """A called function, with its arguments as JSON text. Other fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
 
     name: str
     arguments: str
 
 
 class CalledTool(Fields):
-    """A call that the assistant made in an earlier message."""
+    """A call that the assistant made in an earlier message. Other fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -194,11 +217,11 @@ def forced_schema(tools: Sequence[Tool], chosen: str | ChosenTool, parallel: boo
     """JSON schema of a forced call: the arguments of the chosen function, or a list of calls of any
     function. Raises FieldError if the tools' $defs conflict."""
     if isinstance(chosen, ChosenTool):
-        return function_named(tools, chosen.function.name).schema_of_arguments
+        return function_named(tools, chosen.function.name).schema_of_forced_arguments
     definitions: dict[str, Any] = {}
     calls = []
     for place, tool in enumerate(tools):
-        schema = dict(tool.function.schema_of_arguments)
+        schema = tool.function.schema_of_forced_arguments
         # References start at the root of the schema, so $defs must stay there.
         for name, definition in dict(schema.pop("$defs", {})).items():
             if definitions.setdefault(name, definition) != definition:

@@ -15,7 +15,7 @@ from jaxserve.core.version import __version__
 from jaxserve.protocol.errors import ErrorReply, field_error_of, reply_to
 from jaxserve.server import generation_routes, model_routes, status_routes
 from jaxserve.server.connections import MAX_CONNECTIONS, MAX_PEER_CONNECTIONS
-from jaxserve.server.middleware import ApiKeys, BodyLimit, HeaderChecks, RequestLimits
+from jaxserve.server.middleware import OPEN_PATH, ApiKeys, BodyLimit, HeaderChecks, RequestLimits
 from jaxserve.server.request_log import RequestLog
 from jaxserve.server.responses import JsonResponse, error_response
 from jaxserve.server.service import Service
@@ -33,12 +33,14 @@ class AppSettings:
         log_requests: log a line per request.
         allowed_hosts: names in Host headers that are accepted, besides localhost and addresses;
             None accepts any.
+        metrics_without_api_key: /metrics needs no key either.
     """
 
     api_keys: tuple[str, ...]
     max_body_bytes: int
     log_requests: bool
     allowed_hosts: tuple[str, ...] | None = None
+    metrics_without_api_key: bool = False
 
 
 def create_app(service: Service, settings: AppSettings) -> ASGIApp:
@@ -59,7 +61,8 @@ def create_app(service: Service, settings: AppSettings) -> ASGIApp:
     app.add_exception_handler(Exception, _refused)
     guarded: ASGIApp = BodyLimit(app, settings.max_body_bytes, BODY_TIMEOUT_S)
     if settings.api_keys:
-        guarded = ApiKeys(guarded, settings.api_keys)
+        open_paths = (OPEN_PATH, "/metrics") if settings.metrics_without_api_key else (OPEN_PATH,)
+        guarded = ApiKeys(guarded, settings.api_keys, open_paths)
     guarded = HeaderChecks(guarded, settings.allowed_hosts)
     guarded = RequestLimits(guarded, MAX_CONNECTIONS, MAX_PEER_CONNECTIONS)
     return RequestLog(guarded, settings.log_requests)

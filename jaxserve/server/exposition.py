@@ -52,6 +52,10 @@ class _Metrics(Collector):
             family = HistogramMetricFamily(name, metric.help, labels=labels)
             family.add_metric(values, _buckets(metric.value), metric.value.sum)
             return family
+        if metric.kind == "info":
+            family = GaugeMetricFamily(name, metric.help, labels=[*labels, *metric.value])
+            family.add_metric([*values, *metric.value.values()], 1)
+            return family
         kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
         if metric.label is None:
             family = kind(name, metric.help, labels=labels)

@@ -8,6 +8,7 @@ from jaxserve.protocol.chat import ChatCompletionRequest
 from jaxserve.protocol.completions import CompletionRequest
 from jaxserve.protocol.responses import ChatCompletion, Completion
 from jaxserve.server.openapi import ERRORS, documented_responses
+from jaxserve.server.request_state import state_of
 from jaxserve.server.responses import GeneratedResponse
 from jaxserve.server.workers import kind_of
 
@@ -29,7 +30,9 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
 
 
 async def _generated(body: CompletionRequest | ChatCompletionRequest, request: Request) -> Response:
-    service = request.app.state.service
+    service, state = request.app.state.service, state_of(request.scope)
+    if body.request_id is not None and state.id_is_new:
+        state.request_id = body.request_id
     kind = await kind_of(request, has_tools=bool(getattr(body, "tools", None)))
     call = await service.prepare(body.call, kind)
     return GeneratedResponse(service, call)

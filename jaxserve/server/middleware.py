@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import ipaddress
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,7 +17,7 @@ from jaxserve.server.request_state import state_of
 from jaxserve.server.responses import error_response
 
 OPEN_PATH = "/health"
-"""The only route that needs no key."""
+"""A route that needs no key, and is answered under any load."""
 
 MAX_HEADER_BYTES = 1 << 16
 
@@ -110,11 +110,12 @@ async def _close_with(refusal: ErrorReply, scope: Scope, receive: Receive, send:
 
 
 class ApiKeys:
-    """Rejects requests without a valid key, and sets the tenant of all others: a digest of the key,
-    the same on every server. Keys are compared in constant time."""
+    """Rejects requests without a valid key, except to `open_paths`, and sets the tenant of all
+    others: a digest of the key, the same on every server. Keys are compared in constant time."""
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: Collection[str]) -> None:
         self._app = app
+        self._open_paths = open_paths
         self._tenants = {b"Bearer " + key.encode(): _tenant(key) for key in keys}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -126,7 +127,7 @@ class ApiKeys:
         ]
         if tenants:
             (state_of(scope).tenant,) = tenants
-        if tenants or scope["path"] == OPEN_PATH:
+        if tenants or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
         else:
             answer = error_response(_UNAUTHORIZED)

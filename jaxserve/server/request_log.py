@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 import uuid
 
@@ -11,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.core.outputs import RequestOutput
 from jaxserve.protocol.errors import FieldError, reply_to
+from jaxserve.protocol.fields import REQUEST_ID, REQUEST_ID_RULE
 from jaxserve.server.request_state import RequestState, note
 from jaxserve.server.responses import error_response
 
@@ -19,12 +19,12 @@ CLIENT_GONE = 499
 """The logged status of a request without a response, as in nginx."""
 
 _POLLED = ("/health", "/metrics")
-_VALID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _log = logging.getLogger("jaxserve.server")
 
 
 class RequestLog:
-    """Gives each request an id, its X-Request-Id or else a new one, which the response carries.
+    """Gives each request an id, which the response carries: its X-Request-Id, or else a new one,
+    which a route may replace by that of the body.
 
     With `log_requests`, logs one line per request, with timing and token counts but no contents.
     Polled endpoints (/health, /metrics) are not logged.
@@ -36,26 +36,27 @@ class RequestLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = dict(scope["headers"]).get(HEADER)
-        valid = given is not None and _VALID.fullmatch(given)
+        valid = given is not None and REQUEST_ID.fullmatch(given.decode("latin-1"))
         request_id = given.decode() if valid else uuid.uuid4().hex
-        request_state = note(scope, request_id)
+        request_state = note(scope, request_id, id_is_new=not valid)
         begin_s, status = time.monotonic(), CLIENT_GONE
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (HEADER, request_id.encode())]
+                own = (HEADER, request_state.request_id.encode())
+                message["headers"] = [*message["headers"], own]
             await send(message)
 
         try:
             if given is None or valid:
                 await self._app(scope, receive, send_with_id)
             else:
-                error = FieldError("X-Request-Id", "must be 1 to 128 of A-Z a-z 0-9 . _ : -")
+                error = FieldError("X-Request-Id", f"must be {REQUEST_ID_RULE}.")
                 await error_response(reply_to(error))(scope, receive, send_with_id)
         except Exception:
-            _log.exception("id=%s failed", request_id)
+            _log.exception("id=%s failed", request_state.request_id)
             if status == CLIENT_GONE:  # No response has been started.
                 raise
         finally:

@@ -14,18 +14,19 @@ _KEY = "jaxserve.notes"
 @dataclasses.dataclass(eq=False)
 class RequestState:
     """`outputs` has an entry for each prompt, None until it has finished. `tenant` identifies the
-    request's API key, if keys are required."""
+    request's API key, if keys are required. `id_is_new` unless the client gave the id."""
 
     request_id: str
+    id_is_new: bool
     tenant: str | None = None
     outputs: list[RequestOutput | None] = dataclasses.field(default_factory=list)
     client_gone: bool = False
     error: BaseException | None = None
 
 
-def note(scope: Scope, request_id: str) -> RequestState:
+def note(scope: Scope, request_id: str, id_is_new: bool) -> RequestState:
     """Create the state of a new request."""
-    scope[_KEY] = request_state = RequestState(request_id)
+    scope[_KEY] = request_state = RequestState(request_id, id_is_new)
     return request_state
 
 

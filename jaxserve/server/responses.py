@@ -83,6 +83,7 @@ class GeneratedResponse(Response):
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
+            *self._warning(),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -94,9 +95,8 @@ class GeneratedResponse(Response):
         async with self._service.follow(
             call, request_state.request_id, request_state.tenant
         ) as updates:
-            await send(
-                {"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)}
-            )
+            headers = [*_STREAM_HEADERS, *self._warning()]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             await _send_events(send, chunks.begin())
             try:
                 async for number, update in updates:
@@ -112,6 +112,11 @@ class GeneratedResponse(Response):
                 request_state.error = error
                 await _send_events(send, [reply_to(error).body])
         await send({"type": "http.response.body", "body": _DONE})
+
+    def _warning(self) -> list[tuple[bytes, bytes]]:
+        """The header that says what the response leaves out. 199 is a warning of any kind."""
+        warning = self._call.warning
+        return [] if warning is None else [(b"warning", f'199 jaxserve "{warning}"'.encode())]
 
 
 async def _send_events(send: Send, chunks: Iterable[dict[str, Any]]) -> None:

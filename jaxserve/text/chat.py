@@ -23,12 +23,15 @@ from jaxserve.text.template_limits import LimitedEnvironment, TemplateLimitError
 
 _SHOWN_CHARS = 2000
 
+_END_OF_CONTENT = "END-OF-THE-FINAL-MESSAGE"
+
 
 def render_chat(
     template: str | None,
     messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool,
+    continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any],
 ) -> str:
@@ -40,6 +43,8 @@ def render_chat(
             `{"type": "text", "text": ...}` parts, joined by newlines. An assistant message with
             `tool_calls` needs no content.
         add_generation_prompt: end with the opening of the assistant's turn.
+        continue_final_message: end with the content of the last message, without what the template
+            writes after it.
         tools: JSON schemas of the functions the model may call.
         variables: further variables of the template, such as `bos_token`.
 
@@ -51,11 +56,17 @@ def render_chat(
         raise RequestError(
             "this model has no chat template; send a plain prompt, or use an instruct model"
         )
-    context = {"documents": None, **variables}
-    context |= {"messages": normalize_messages(messages), "tools": tools}
+    messages = normalize_messages(messages)
+    if continue_final_message:
+        if add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt conflict; set one of them."
+            )
+        messages[-1]["content"] += _END_OF_CONTENT
+    context = {"documents": None, **variables, "messages": messages, "tools": tools}
     context["add_generation_prompt"] = add_generation_prompt
     try:
-        return LimitedEnvironment.render(_compile(template), context)
+        text = LimitedEnvironment.render(_compile(template), context)
     except TemplateLimitError as error:
         raise RequestError(f"the chat template was stopped: {error}") from error
     except jinja2.TemplateSyntaxError as error:
@@ -66,6 +77,14 @@ def render_chat(
         raise RequestError(
             f"the chat template cannot render these messages: {str(error)[:_SHOWN_CHARS]}"
         ) from error
+    if not continue_final_message:
+        return text
+    begin, found, _ = text.rpartition(_END_OF_CONTENT)
+    if not found:
+        raise RequestError(
+            "continue_final_message is set, but the chat template leaves the last message out."
+        )
+    return begin
 
 
 def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -146,7 +146,7 @@ class Tokenizer:
     @cached_property
     def vocab_size(self) -> int:
         """One more than the largest token id; a model's embedding may be padded beyond it."""
-        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        return max(self.get_vocab().values(), default=-1) + 1
 
     @cached_property
     def longest_token(self) -> int:
@@ -171,6 +171,20 @@ class Tokenizer:
         """The token that begins a text, if the model has one."""
         bos = self._special_tokens.get("bos_token")
         return None if bos is None else self._backend.token_to_id(bos)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The tokenizer's own end token, else the first of `eos_token_ids`."""
+        eos = self._backend.token_to_id(self._special_tokens.get("eos_token", ""))
+        return next(iter(self.eos_token_ids), None) if eos is None else eos
+
+    def get_vocab(self) -> dict[str, int]:
+        """Token ids by the tokens as the vocabulary spells them."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str | None]:
+        """Tokens as the vocabulary spells them; None for ids outside the vocabulary."""
+        return [None if i < 0 else self._backend.id_to_token(i) for i in token_ids]
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -244,18 +258,23 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         /,  # Positional only: a template variable may have the same name.
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The prompt text of a conversation; see `jaxserve.text.chat.render_chat`.
+        """The prompt text of a conversation; see `jaxserve.text.chat.render_chat`. By default it
+        has a generation prompt unless `continue_final_message`.
 
         Further keyword arguments are variables of the template (such as `enable_thinking`).
         """
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
         return render_chat(
             self.tool_template if tools else self.chat_template,
             messages,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             tools=tools,
             variables={**self._special_tokens, **kwargs},
         )

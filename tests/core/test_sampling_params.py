@@ -74,8 +74,6 @@ def test_messages_name_the_value_and_the_range():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"n": 2, "temperature": 0.0}, "n must be 1"),
-        ({"n": 2, "temperature": 9e-6}, "greedy"),
         ({"min_tokens": 17}, "max_tokens=16"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5"),
         ({"stop": "x", "detokenize": False}, "stop_token_ids"),

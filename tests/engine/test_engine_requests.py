@@ -53,7 +53,7 @@ REFUSED = {
     "a prompt that is a number": (17, {}, "17"),
     "bytes": (b"abc", {}, "decode it"),
     "a truth value for a token": ([1, True], {}, "True is not an integer"),
-    "a dict with another key": ({"prompt": "hi"}, {}, "prompt_token_ids"),
+    "a dict with another key": ({"text": "hi"}, {}, "prompt_token_ids"),
     "text that is not Unicode": ("\ud800", {}, "Unicode"),
     "a stop token beyond the vocabulary": ([1], {"stop_token_ids": (999,)}, "stop_token_ids.*999"),
     "a bias beyond the vocabulary": ([1], {"logit_bias": {256: 1.0}}, "logit_bias.*256"),

@@ -24,6 +24,15 @@ def values(engine):
 
 def test_every_metric_is_shaped_for_an_exporter():
     metrics = kv_metrics(KVManager(PagePool(9, 4)))
+    config = metrics.pop("vllm:cache_config_info")
+    assert config.kind == "info"
+    assert config.value == {
+        "block_size": "4",
+        "num_gpu_blocks": "8",
+        "num_cpu_blocks": "0",
+        "enable_prefix_caching": "True",
+    }
+    assert metrics.pop("vllm:kv_cache_usage_perc").value == 0
     for name, metric in metrics.items():
         assert name.startswith("jaxserve:kv_")
         assert (metric.kind == "counter") == name.endswith("_total"), name
@@ -44,6 +53,7 @@ def test_pages_are_in_one_state_at_every_step(llama, kv_llm_for):
         for tier, pages in now["kv_offload_pages"].items():
             assert 0 <= pages <= now["kv_lower_capacity_pages"][tier]
         used.add(now["kv_pages"]["used"])
+        assert now["kv_cache_usage_perc"] == now["kv_pages"]["used"] / (NUM_PAGES - 1)
 
     arrivals = [Arrival(prompt, SEEDED, step) for step, prompt in enumerate(llama.prompts)]
     drive(engine, arrivals, look)
@@ -51,6 +61,7 @@ def test_pages_are_in_one_state_at_every_step(llama, kv_llm_for):
     settle(engine)
     now = values(engine)
     assert now["kv_pages"]["used"] == now["kv_transfers_in_flight"] == 0
+    assert now["kv_cache_usage_perc"] == 0
     assert now["kv_nodes"] >= now["kv_pages"]["cached"]
 
 

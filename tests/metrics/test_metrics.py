@@ -15,6 +15,7 @@ from jaxserve.metrics.statistics import HistogramValue
 from jaxserve.metrics.summaries import Percentiles, RunSummary
 
 DEADLINES = Deadlines(linear_prefill(1_000_000, 0), decode_us=100_000)
+PARTS = ("queue", "prefill", "decode", "inference")
 
 
 class Run:
@@ -93,7 +94,14 @@ def test_one_request_by_hand():
     assert run.value("jaxserve:token_deadlines_total") == {"met": 3, "missed": 0}
     assert observed(run.value("jaxserve:fluidity_index"), 0.99) == 0
     assert run.value("jaxserve:padded_tokens_total") == 12
-    assert run.value("vllm:kv_cache_usage_perc") == 0.25
+    times = {part: run.value(f"vllm:request_{part}_time_seconds").sum for part in PARTS}
+    assert times == {"queue": 0.003, "prefill": 0.047, "decode": 0.449, "inference": 0.496}
+    assert run.value("vllm:request_time_per_output_token_seconds").sum == 0.2245
+    assert run.value("vllm:request_prompt_tokens").sum == 20
+    assert run.value("vllm:request_prefill_kv_computed_tokens").sum == 4
+    assert run.value("vllm:request_generation_tokens").sum == 3
+    steps = run.value("vllm:iteration_tokens_total")
+    assert (steps.sum, steps.count) == (20 + 3, 3)
     host = run.value("jaxserve:host_seconds_total")
     assert host["schedule"] == pytest.approx(9e-6)
     assert host["pack"] == pytest.approx(6e-6)
@@ -125,6 +133,28 @@ def test_gauges_follow_a_sequence_through_its_states():
     # What was cut short says nothing about latency.
     assert run.value("vllm:e2e_request_latency_seconds").count == 0
     assert run.value("vllm:prompt_tokens_total") == 0
+
+
+def test_parameters_are_those_of_arrived_requests():
+    """n is of a request, max_tokens of each of its sequences that has a limit."""
+    run = Run()
+    for index in range(3):
+        run.log.arrived(index, "a", 5, max_tokens=7, index=index, n=3)
+    run.log.arrived(3, "b", 5)
+    n, limits = run.value("vllm:request_params_n"), run.value("vllm:request_params_max_tokens")
+    assert (n.sum, n.count) == (3 + 1, 2)
+    assert (limits.sum, limits.count) == (21, 3)
+
+
+def test_what_was_aborted_is_in_no_histogram_of_completed_requests():
+    run = Run()
+    run.log.arrived(0, "a", 5)
+    run.log.admitted(0)
+    run.step(10, 20, [0])
+    run.log.finished(0, "abort")
+    names = [f"vllm:request_{part}_time_seconds" for part in PARTS]
+    names += ["vllm:request_prompt_tokens", "vllm:request_generation_tokens"]
+    assert {run.value(name).count for name in names} == {0}
 
 
 def test_several_tokens_of_a_step_are_one_delivery():
@@ -160,6 +190,8 @@ def test_device_is_busy_from_call_or_previous_result_to_result():
     run.step(301, 400, [])  # idle from 200 to 300
     assert run.value("jaxserve:device_busy_seconds_total") == pytest.approx(200e-6)
     assert run.value("jaxserve:device_busy_share") == pytest.approx(200 / 300)
+    while_idle = run.metrics.get_metrics(now_us=1_100)["jaxserve:device_busy_share"]
+    assert while_idle.value == pytest.approx(200 / 1000)
     # Overlapped: the second of two steps on their way counts from the end of the first.
     log = run.at(500)
     shape = {"decode_rows": 1, "prefill": (), "padded_tokens": 0}
@@ -300,12 +332,11 @@ def test_a_random_session_adds_up(random, requests, drain):
     assert replayed.finished() == metrics.finished()
 
 
-def test_the_core_ten_are_named_as_in_vllm_and_shaped_for_an_exporter():
+def test_metrics_are_named_as_in_vllm_and_shaped_for_an_exporter():
     snapshot = Metrics().get_metrics()
     kinds = {
         "vllm:num_requests_running": "gauge",
         "vllm:num_requests_waiting": "gauge",
-        "vllm:kv_cache_usage_perc": "gauge",
         "vllm:num_preemptions_total": "counter",
         "vllm:prompt_tokens_total": "counter",
         "vllm:generation_tokens_total": "counter",
@@ -315,10 +346,19 @@ def test_the_core_ten_are_named_as_in_vllm_and_shaped_for_an_exporter():
         "vllm:inter_token_latency_seconds": "histogram",
         "vllm:e2e_request_latency_seconds": "histogram",
         "vllm:request_success_total": "counter",
+        **{f"vllm:request_{part}_time_seconds": "histogram" for part in PARTS},
+        "vllm:request_time_per_output_token_seconds": "histogram",
+        "vllm:request_prompt_tokens": "histogram",
+        "vllm:request_prefill_kv_computed_tokens": "histogram",
+        "vllm:request_generation_tokens": "histogram",
+        "vllm:request_params_n": "histogram",
+        "vllm:request_params_max_tokens": "histogram",
+        "vllm:iteration_tokens_total": "histogram",
     }
     assert {name: snapshot[name].kind for name in kinds} == kinds
     for name, metric in snapshot.items():
-        assert (metric.kind == "counter") == name.endswith("_total"), name
+        if name != "vllm:iteration_tokens_total":
+            assert (metric.kind == "counter") == name.endswith("_total"), name
         assert (metric.kind == "histogram") == isinstance(metric.value, HistogramValue), name
         assert (metric.label is not None) == isinstance(metric.value, dict), name
         if metric.kind == "histogram":

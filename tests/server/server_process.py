@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -53,6 +54,14 @@ class ServerProcess:
         response = self.post("/v1/completions", body)
         assert response.status_code == 200, response.text
         return response.json()
+
+    def events(self, path: str, body: Any) -> list[dict[str, Any]]:
+        """The events of a stream, which must end as streams do."""
+        with self.client.stream("POST", path, json=body) as response:
+            assert response.status_code == 200, response.read()
+            lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+        assert lines.pop() == "[DONE]"
+        return [json.loads(line) for line in lines]
 
     def metrics(self) -> dict[tuple[str, ...], float]:
         """Samples by name and the values of their labels, but for the model's name."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 from itertools import chain, pairwise
 
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from jaxserve.core.errors import RequestError
 from jaxserve.core.outputs import CompletionOutput, Delta, Logprob, RequestMetrics, RequestOutput
 from jaxserve.models.loading.checkpoint import open_checkpoint
+from jaxserve.offline.requests import parse as batch_request
 from jaxserve.protocol.endpoints import ENDPOINTS
 from jaxserve.protocol.logprobs import LEAST_LOGPROB
 from jaxserve.protocol.model import Model
@@ -189,19 +192,110 @@ def test_chunks_add_up_to_the_answer(model, data):
 
 
 def test_a_template_without_tools_serves_forced_calls_alone(model):
-    import dataclasses
-
-    bare = dataclasses.replace(model, tokenizer=_without_template_tools(model.tokenizer))
-    with pytest.raises(RequestError, match="chat template has no tools"):
-        CHAT.parse({"messages": MESSAGES, "tools": TOOLS}, bare)
+    tokenizer = _with_template(model.tokenizer, "{{ messages[0].content }}")
+    bare = dataclasses.replace(model, tokenizer=tokenizer)
+    auto = CHAT.parse({"messages": MESSAGES, "tools": TOOLS}, bare)
+    assert auto.tool_use is None and "chat template has no tools" in auto.warning
+    line = {"custom_id": "a", "messages": MESSAGES, "tools": TOOLS}
+    with pytest.raises(RequestError, match="tools are ignored: this model's chat template"):
+        batch_request(line, 1, bare, seed=0)
+    assert CHAT.parse({"messages": MESSAGES, "tools": TOOLS}, model).warning is None
     forced = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
     assert CHAT.parse(forced, bare).params.structured_outputs.json
+    assert CHAT.parse(forced, bare).warning is None
     assert CHAT.parse(forced | {"tool_choice": "none"}, bare).params.structured_outputs is None
 
 
-def _without_template_tools(tokenizer):
-    import copy
-
+def _with_template(tokenizer, template: str):
     other = copy.copy(tokenizer)
-    other._chat_templates = {"default": "{{ messages[0].content }}"}
+    other._chat_templates = {"default": template}
     return other
+
+
+def test_prompts_are_truncated_on_the_side_asked_for(model):
+    def tokens(**fields):
+        return COMPLETIONS.parse({"prompt": [1, 2, 3, 4]} | fields, model).prompts[0].token_ids
+
+    assert tokens(truncate_prompt_tokens=3) == [2, 3, 4]
+    assert tokens(truncate_prompt_tokens=3, truncation_side="right") == [1, 2, 3]
+    assert tokens(truncate_prompt_tokens=4) == tokens(truncate_prompt_tokens=-1) == [1, 2, 3, 4]
+    long = {"prompt": list(range(100)) * 30, "truncate_prompt_tokens": -1, "max_tokens": 48}
+    assert len(COMPLETIONS.parse(long, model).prompts[0].token_ids) == 2000
+    chat = CHAT.parse({"messages": MESSAGES, "truncate_prompt_tokens": 5}, model)
+    assert model.tokenizer.decode(chat.prompts[0].token_ids) == "tant:"
+
+
+def test_the_final_message_is_continued_and_echoed(model):
+    messages = [*MESSAGES, {"role": "assistant", "content": "Well, "}]
+    body = {"messages": messages, "continue_final_message": True, "echo": True, "stream": True}
+    call = CHAT.parse(body, model)
+    assert call.prompts[0].text == "user: Hiassistant: Well, "
+    answer = call.response([output(call, [[72, 73]])], "id", 5)["choices"][0]["message"]
+    assert answer["content"] == "Well, " + model.tokenizer.decode([72, 73])
+    (first,) = call.chunks("id", 5).begin()
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": "Well, "}
+    # Without an assistant's message there is nothing to repeat.
+    assert CHAT.parse({"messages": MESSAGES, "echo": True}, model).echoed == ""
+
+
+def test_logprobs_may_name_tokens_by_id(model):
+    body = {"prompt": "a", "logprobs": 1, "return_tokens_as_token_ids": True}
+    entry = {70: Logprob(-1.0, 2, "g"), 71: Logprob(-0.5, 1, "h")}
+    choice = CompletionOutput(0, "g", (70,), logprobs=[entry], finish_reason="stop")
+    found = RequestOutput("r", None, (68,), [choice], True, RequestMetrics(0))
+    answer = COMPLETIONS.parse(body, model).response([found], "id", 5)["choices"][0]["logprobs"]
+    assert answer["tokens"] == ["token_id:70"]
+    assert answer["top_logprobs"] == [{"token_id:71": -0.5, "token_id:70": -1.0}]
+    body = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1}
+    call = CHAT.parse(body | {"return_tokens_as_token_ids": True}, model)
+    (token,) = call.response([found], "id", 5)["choices"][0]["logprobs"]["content"]
+    assert (token["token"], token["top_logprobs"][0]["token"]) == ("token_id:70", "token_id:71")
+    assert bytes(token["bytes"]).decode() == model.tokenizer.token_text(70)
+
+
+def test_fields_that_change_no_answer_are_accepted(model):
+    harmless = {
+        "user": "u",
+        "store": True,
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+        "spaces_between_special_tokens": True,
+    }
+    of_chats = {"verbosity": "low", "modalities": ["text"], "parallel_tool_calls": False}
+    plain = COMPLETIONS.parse({"prompt": "hi"}, model)
+    assert COMPLETIONS.parse({"prompt": "hi"} | harmless, model) == plain
+    chat = {"messages": MESSAGES}
+    assert CHAT.parse(chat | harmless | of_chats, model) == CHAT.parse(chat, model)
+
+
+def test_reasoning_effort_is_a_variable_of_templates_that_have_it(model):
+    tokenizer = _with_template(model.tokenizer, "{{ reasoning_effort }} {{ messages[0].content }}")
+    reasons = dataclasses.replace(model, tokenizer=tokenizer)
+    body = {"messages": MESSAGES, "reasoning_effort": "low"}
+    assert CHAT.parse(body, reasons).prompts[0].text == "low Hi"
+
+
+def test_what_other_servers_put_into_messages_passes(model):
+    """LiteLLM's tool loop sends back what it made of an answer; a template sees fields it knows."""
+    function = {"name": "f", "arguments": "{}", "provider_specific_fields": None}
+    call = {"id": "1", "type": "function", "function": function, "caller": "x"}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {"a": 1}}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [call],
+            "provider_specific_fields": {"refusal": None},
+            "annotations": [{"type": "url_citation"}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "done", "mood": "good"},
+    ]
+    text = CHAT.parse({"messages": messages}, model).prompts[0].text
+    assert text == "user: Hiassistant: {}tool: doneassistant:"
+    moody = _with_template(model.tokenizer, "{{ messages[-1].mood }}")
+    called = CHAT.parse({"messages": messages}, dataclasses.replace(model, tokenizer=moody))
+    assert called.prompts[0].text == "good"
+    with pytest.raises(RequestError, match=r"messages\[0\] must have names"):
+        CHAT.parse({"messages": [MESSAGES[0] | {"\ud800": 1}]}, model)

@@ -136,7 +136,7 @@ def test_a_body_that_is_all_wrong_is_refused_at_its_first_mistake(fields):
 
 
 def test_a_million_messages_are_refused_at_the_first_that_is_wrong():
-    body = {"messages": [{"role": "user", "unknown": 1}] * MANY}
+    body = {"messages": [{"role": 1}] * MANY}
     with pytest.raises(ValidationError) as refusal:
         ENDPOINTS["/v1/chat/completions"].request.model_validate(body)
     assert refusal.value.error_count() == 1

@@ -104,13 +104,13 @@ def test_calls_that_are_wrong_are_text(call):
     text = hermes(call)
     assert read("hermes", text) == (text, [])
     assert read("llama", json.dumps(call)) == (json.dumps(call), [])
-    assert read("required", json.dumps([call])) == (json.dumps([call]), [])
 
 
-def test_a_call_cut_off_is_text():
+def test_a_call_cut_off_is_text_unless_it_was_forced():
     text = hermes(GOOD)[:-25]
     assert read("hermes", text) == (text, [])
-    assert read("named", '{"city": "Zü', tools=TOOLS[:1]) == ('{"city": "Zü', [])
+    assert read("named", '{"city": "Zü', tools=TOOLS[:1]) == ("", [])
+    assert read("required", json.dumps([GOOD])[:-3]) == ("", [])
 
 
 def test_llama_calls():
@@ -128,7 +128,13 @@ def test_forced_calls():
 def test_what_a_forced_call_is_written_by():
     import jsonschema
 
-    assert forced_schema(TOOLS, CHOSEN, True) == WEATHER
+    closed = {"additionalProperties": False}
+    assert forced_schema(TOOLS, CHOSEN, True) == WEATHER | closed
+    wait = ChosenTool.model_validate({"type": "function", "function": {"name": "wait"}})
+    assert forced_schema(TOOLS, wait, True) == {"type": "object"} | closed
+    for parameters in ({"additionalProperties": True}, {"anyOf": [{"properties": {"a": {}}}]}):
+        written = forced_schema([tool("weather", parameters)], CHOSEN, True)
+        assert written == parameters | {"type": "object"}
     schema = forced_schema(TOOLS, "required", parallel=False)
     jsonschema.validate([GOOD], schema)
     for wrong in ([], [GOOD, GOOD], [{"name": "weather", "arguments": {"city": "a", "days": 0}}]):

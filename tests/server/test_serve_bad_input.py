@@ -14,6 +14,8 @@ PROMPT = {"prompt": "hi", "max_tokens": 2}
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
+STRING_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}
+
 
 def completion(**fields):
     return COMPLETIONS, PROMPT | fields
@@ -41,7 +43,8 @@ BAD = [
     (*completion(n=10**30), "n must be"),
     (*completion(n=0), "n must be"),
     (*completion(n="2"), "n must be"),
-    (*completion(n=2, temperature=0), "n=2"),
+    (*completion(request_id="a b"), "request_id must be 1 to 128"),
+    (*completion(truncate_prompt_tokens=0), "truncate_prompt_tokens is 0"),
     (*completion(best_of=3), "best_of"),
     (*completion(suffix="x"), "suffix"),
     (*completion(temperature=3), "temperature"),
@@ -76,9 +79,12 @@ BAD = [
     (*chat(messages="hi"), "messages"),
     (*chat(messages=[{"role": "user"}]), "messages[0].content"),
     (*chat(messages=[{"content": "hi"}]), "messages[0].role is missing"),
-    (*chat(messages=[{"role": "user", "content": "hi", "mood": "x"}]), "messages[0].mood"),
     (*chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "content[0].type"),
     (*chat(prompt="hi"), "prompt is not a field"),
+    (*chat(modalities=["audio"]), "modalities"),
+    (*chat(reasoning_effort="low"), "reasoning_effort is not a variable"),
+    (*chat(continue_final_message=True, add_generation_prompt=True), "conflict"),
+    (*chat(tools=[STRING_TOOL]), "tools[0].function.parameters.type"),
     (*chat(top_logprobs=2), "top_logprobs"),
     (*chat(logprobs=True, top_logprobs=21), "logprobs"),
     (*chat(max_tokens=2, max_completion_tokens=3), "max_tokens"),

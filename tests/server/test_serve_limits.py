@@ -61,15 +61,18 @@ def test_a_server_is_there_before_its_model_and_keeps_to_its_key(start, tmp_path
 
 
 def test_a_fair_share_is_of_an_api_key_whatever_salts_are_sent(start, tmp_path):
-    """A client with a backlog gains nothing by a new cache_salt for each request."""
+    """A client with a backlog gains nothing by a new cache_salt for each request. Scrapers of this
+    server need no key."""
     keys = tmp_path / "keys"
     keys.write_text("heavy\nlight\n")
-    server = start(f"--api-key-file={keys}", "--fair-share").wait_ready()
+    server = start(f"--api-key-file={keys}", "--fair-share", "--metrics-without-api-key")
+    server.wait_ready()
+    assert server.client.get("/v1/models").status_code == 401
     heavy, light = ({"authorization": f"Bearer {key}"} for key in ("heavy", "light"))
     body = LONG | {"max_tokens": 300}
 
     def num_open():
-        lines = server.client.get("/metrics", headers=light).text.splitlines()
+        lines = server.client.get("/metrics").text.splitlines()
         (line,) = [line for line in lines if line.startswith("jaxserve:open_sequences{")]
         return float(line.split()[-1])
 

@@ -20,6 +20,7 @@ GAUGES = {
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
     "vllm:kv_cache_usage_perc",
+    "vllm:cache_config_info",
     "jaxserve:device_busy_share",
     "jaxserve:startup_seconds",
 }
@@ -27,6 +28,15 @@ HISTOGRAMS = {
     "vllm:time_to_first_token_seconds",
     "vllm:inter_token_latency_seconds",
     "vllm:e2e_request_latency_seconds",
+    "vllm:iteration_tokens_total",
+    "vllm:request_queue_time_seconds",
+    "vllm:request_prefill_time_seconds",
+    "vllm:request_decode_time_seconds",
+    "vllm:request_inference_time_seconds",
+    "vllm:request_prompt_tokens",
+    "vllm:request_generation_tokens",
+    "vllm:request_params_n",
+    "vllm:request_params_max_tokens",
     "jaxserve:fluidity_index",
 }
 
@@ -41,6 +51,8 @@ def test_names_types_and_labels(server):
             assert families[name].type == kind, name
             for sample in families[name].samples:
                 assert sample.labels["model_name"] == "tiny"
+    (cache,) = families["vllm:cache_config_info"].samples
+    assert cache.value == 1 and cache.labels["block_size"] == "16"
     phases = {s.labels["phase"] for s in families["jaxserve:startup_seconds"].samples}
     assert len(phases) >= 3
 
@@ -58,6 +70,22 @@ def test_counters_count(server):
     assert gained("vllm:request_success_total", "length") == 2
     assert gained("vllm:e2e_request_latency_seconds_count") == 2
     assert gained("vllm:time_to_first_token_seconds_count") == 2
+    # As vLLM's own test counts.
+    assert gained("vllm:iteration_tokens_total_sum") == 14 + 10
+    assert gained("vllm:request_prompt_tokens_sum") == 14
+    assert gained("vllm:request_generation_tokens_sum") == 10
+    assert gained("vllm:request_params_n_sum") == 2
+    assert gained("vllm:request_params_max_tokens_sum") == 10
     bounds = [name for name in after if name[0] == "vllm:time_to_first_token_seconds_bucket"]
     counts = [after[name] for name in sorted(bounds, key=lambda name: float(name[1]))]
     assert counts == sorted(counts) and bounds[-1][1] == "+Inf"
+
+
+def test_an_idle_server_uses_no_pages(server):
+    """Routers send a request to the replica with the least KV in use."""
+    body = {"prompt": "busy", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with server.client.stream("POST", "/v1/completions", json=body) as answer:
+        next(answer.iter_lines())
+        assert server.metrics()["vllm:kv_cache_usage_perc",] > 0
+    server.wait_idle()
+    assert server.metrics()["vllm:kv_cache_usage_perc",] == 0

@@ -34,6 +34,9 @@ def test_smollm2_facts(smollm2: Tokenizer) -> None:
     assert smollm2.eos_token_ids == (2,)
     assert smollm2.special_token_ids == frozenset(range(17))
     assert smollm2.token_text(2) == "<|im_end|>"
+    assert smollm2.eos_token_id == smollm2.get_vocab()["<|im_end|>"] == 2
+    spelled = smollm2.convert_ids_to_tokens([*smollm2.encode(" sky"), 99_999, -1])
+    assert spelled == ["\u0120sky", None, None]
 
 
 @settings(deadline=None)
