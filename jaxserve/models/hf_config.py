@@ -6,6 +6,8 @@ import math
 import sys
 from typing import Any
 
+import numpy as np
+
 from jaxserve.core.errors import ModelError, UnsupportedModelError
 from jaxserve.core.model_config import ModelConfig, RopeConfig
 from jaxserve.core.model_files import shown
@@ -23,7 +25,7 @@ _MAX_SIZE = {
     "num_attention_heads": 1 << 12,
     "num_key_value_heads": 1 << 12,
     "head_dim": 1 << 13,
-    "max_position_embeddings": 1 << 30,
+    "max_position_embeddings": 1 << 28,
 }
 
 
@@ -151,7 +153,11 @@ def rope_config(raw: dict[str, Any], head_dim: int) -> RopeConfig:
         required = f"above low_freq_factor {rope.low_freq_factor}"
         raise malformed("high_freq_factor", rope.high_freq_factor, required)
     try:
-        frequencies(rope, trained)  # fails here rather than when programs are traced
+        # Fails here rather than when programs are traced.
+        with np.errstate(all="ignore"):
+            inverse, scale = frequencies(rope, trained)
+        if not (np.isfinite(inverse).all() and math.isfinite(scale)):
+            raise ArithmeticError("a frequency is not finite")
     except (ArithmeticError, ValueError) as error:
         raise ModelError(
             f"config.json asks for {shown(rope)}, which is undefined: {error}."

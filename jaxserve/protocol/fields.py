@@ -187,6 +187,12 @@ class GenerationFields(Fields):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredFields | None = None
+    guided_json: JsonObject | str | None = Field(
+        None, description="structured_outputs.json, by an older name; so are the other guided_*."
+    )
+    guided_regex: str | None = None
+    guided_choice: ListOf[str] | None = None
+    guided_grammar: str | None = None
     prompt_logprobs: StrictInt | None = None
     return_token_ids: StrictBool | None = None
     return_tokens_as_token_ids: StrictBool | None = Field(
@@ -203,6 +209,8 @@ class GenerationFields(Fields):
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
     spaces_between_special_tokens: Ignored = None
+    guided_decoding_backend: Ignored = None
+    use_beam_search: Literal[False] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -237,14 +245,20 @@ class GenerationFields(Fields):
 
     def constraint(self) -> dict[str, Any] | None:
         """The output constraint in the form of SamplingParams. Raises FieldError."""
-        wanted = None if self.response_format is None else self.response_format.constraint
+        found: dict[str, dict[str, Any]] = {}
+        if self.response_format is not None and self.response_format.constraint is not None:
+            found["response_format"] = self.response_format.constraint
         if self.structured_outputs is not None:
-            if wanted is not None:
-                raise FieldError(
-                    "structured_outputs", "and response_format conflict; give one of them."
-                )
-            wanted = self.structured_outputs.model_dump(by_alias=True, exclude_none=True)
-        return wanted
+            given = self.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+            found["structured_outputs"] = given
+        for kind in ("json", "regex", "choice", "grammar"):
+            value = getattr(self, f"guided_{kind}")
+            if value is not None:
+                found[f"guided_{kind}"] = {kind: value}
+        if len(found) > 1:
+            first, second, *_ = sorted(found, reverse=True)
+            raise FieldError(first, f"and {second} conflict; give one of them.")
+        return next(iter(found.values()), None)
 
     def sampling(self, model: Model, defaults: dict[str, Any], **more: Any) -> SamplingParams:
         """Sampling parameters, by precedence: values of `more` that are not None, request fields,

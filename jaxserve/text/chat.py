@@ -24,6 +24,7 @@ from jaxserve.text.template_limits import LimitedEnvironment, TemplateLimitError
 _SHOWN_CHARS = 2000
 
 _END_OF_CONTENT = "END-OF-THE-FINAL-MESSAGE"
+"""Marks in a rendered conversation where the content of the last message ends."""
 
 
 def render_chat(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -165,3 +166,10 @@ def test_shards_go_to_their_devices(source, converted):
         timeout=120,
     )
     assert done.stdout.strip() == "sharded equals whole", done.stderr
+
+
+def test_what_is_no_regular_file_is_never_opened(converted, tmp_path):
+    shutil.copytree(converted, tmp_path / "model")
+    os.mkfifo(tmp_path / "model" / "params" / "more")
+    with pytest.raises(ModelError, match="it is a FIFO, not a regular file"):
+        open_checkpoint(tmp_path / "model")

@@ -11,6 +11,7 @@ import threading
 
 import pytest
 
+from jaxserve.cli.serve import Serve
 from jaxserve.core.errors import OverloadedError
 from jaxserve.protocol.errors import UnavailableError
 from jaxserve.server import app as apps
@@ -178,6 +179,21 @@ def test_a_header_too_large_is_refused_though_it_comes_in_one_piece():
         return sent[0]["status"]
 
     assert asyncio.run(ask()) == 431
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_keys", "hosts"),
+    [
+        ({}, False, ()),
+        ({"host": "::1", "allowed_hosts": ("a",)}, False, ("a",)),
+        ({}, True, None),
+        ({"allowed_hosts": ("a",)}, True, ("a",)),
+        ({"host": "0.0.0.0"}, False, None),
+        ({"host": "0.0.0.0", "allowed_hosts": ("a",)}, False, ("a",)),
+    ],
+)
+def test_which_hosts_are_accepted(settings, has_keys, hosts):
+    assert Serve(**settings)._hosts(has_keys) == hosts
 
 
 def test_workers_refuse_what_is_too_much_or_too_late(monkeypatch):

@@ -93,6 +93,7 @@ def test_forms_of_structured_outputs(model):
     for fields, wanted in (
         ({"response_format": form}, json.dumps(schema)),
         ({"structured_outputs": {"json": schema}}, json.dumps(schema)),
+        ({"guided_json": schema}, json.dumps(schema)),
     ):
         made = CHAT.parse({"messages": MESSAGES, **fields}, model).params.structured_outputs
         assert json.loads(made.json) == json.loads(wanted)
@@ -102,6 +103,10 @@ def test_forms_of_structured_outputs(model):
     assert CHAT.parse(anything, model).params.structured_outputs.json_object
     with pytest.raises(RequestError, match="conflict"):
         CHAT.parse(anything | {"structured_outputs": {"regex": "a"}}, model)
+    with pytest.raises(RequestError, match="guided_regex and guided_choice conflict"):
+        CHAT.parse({"messages": MESSAGES, "guided_regex": "a", "guided_choice": ["a"]}, model)
+    guided = CHAT.parse({"messages": MESSAGES, "guided_choice": ["a"]}, model)
+    assert guided.params.structured_outputs.choice == ("a",)
 
 
 def test_choices_of_several_prompts_are_numbered(model):
@@ -262,6 +267,7 @@ def test_fields_that_change_no_answer_are_accepted(model):
         "safety_identifier": "s",
         "prompt_cache_key": "k",
         "spaces_between_special_tokens": True,
+        "use_beam_search": False,
     }
     of_chats = {"verbosity": "low", "modalities": ["text"], "parallel_tool_calls": False}
     plain = COMPLETIONS.parse({"prompt": "hi"}, model)

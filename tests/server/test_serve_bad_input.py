@@ -165,6 +165,11 @@ def test_routes_methods_and_models_there_are_not(server):
     assert_refused(server.post(*completion(model="gpt-5")), 404, "model 'gpt-5' is not served")
 
 
+def test_a_server_without_keys_has_no_names_of_other_sites(server):
+    headers = {"host": f"evil.example:{server.port}"}
+    assert_refused(server.client.get("/v1/models", headers=headers), 403, "--allowed-hosts")
+
+
 @pytest.mark.parametrize("given", ["a b", "x" * 129, "é"])
 def test_request_ids_that_no_log_should_have(server, given):
     response = server.client.get("/version", headers={"x-request-id": given.encode()})

@@ -83,9 +83,10 @@ def test_counters_count(server):
 
 def test_an_idle_server_uses_no_pages(server):
     """Routers send a request to the replica with the least KV in use."""
-    body = {"prompt": "busy", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    body = {"prompt": "busy", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     with server.client.stream("POST", "/v1/completions", json=body) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # Kept: without it the stream would be closed.
+        next(lines)
         assert server.metrics()["vllm:kv_cache_usage_perc",] > 0
     server.wait_idle()
     assert server.metrics()["vllm:kv_cache_usage_perc",] == 0

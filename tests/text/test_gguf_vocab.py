@@ -175,6 +175,10 @@ def test_space_prefix_can_be_off(sentencepiece_metadata: dict[str, Any]) -> None
         ({"tokenizer.ggml.model": "bert"}, r"'bert'.*gpt2.*llama"),
         ({"tokenizer.ggml.bos_token_id": 10**6}, r"bos_token_id is 1000000"),
         ({"tokenizer.ggml.merges": ["no such"]}, r"inconsistent"),
+        ({"tokenizer.ggml.merges": [1]}, r"merges is \[1\]; it must be a list of str"),
+        ({"tokenizer.ggml.tokens": "a"}, r"tokens is 'a'; it must be a list of str"),
+        ({"tokenizer.ggml.eos_token_id": "a"}, r"eos_token_id is 'a'; it must be a int"),
+        ({"tokenizer.chat_template": [["a"]]}, r"chat_template is .*; it must be a str"),
     ],
 )
 def test_bad_metadata(
@@ -182,6 +186,15 @@ def test_bad_metadata(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         Tokenizer.from_gguf(byte_level_metadata | change)
+
+
+def test_long_pieces_are_not_cut_everywhere(sentencepiece_metadata: dict[str, Any]) -> None:
+    """Finding the merges of a piece takes the square of its length."""
+    tokens = [*sentencepiece_metadata["tokenizer.ggml.tokens"], "a" * 100_000]
+    scores = [*sentencepiece_metadata["tokenizer.ggml.scores"], 0.0]
+    changes = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": scores}
+    with pytest.raises(ModelError, match="a token of 100,000, and no merges"):
+        Tokenizer.from_gguf(sentencepiece_metadata | changes)
 
 
 @pytest.mark.parametrize("key", ["model", "tokens", "merges"])

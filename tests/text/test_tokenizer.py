@@ -240,5 +240,54 @@ def test_unknown_decoder_is_refused(directory: Path) -> None:
         Tokenizer.from_directory(directory)
 
 
+def _split_by(directory: Path, pattern: str) -> None:
+    """Give the tokenizer of `directory` a pattern that finds its words."""
+    file = directory / "tokenizer.json"
+    content = json.loads(file.read_text())
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    steps = [split | {"invert": False}, content["pre_tokenizer"]]
+    _write(file, content | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}})
+
+
+@pytest.mark.parametrize("pattern", [r"(a+)+$", r"(\w+)*$", r"(\s+)+$", r"(!+)+\?"])
+def test_a_pattern_of_exponential_time_is_refused(directory: Path, pattern: str) -> None:
+    _split_by(directory, pattern)
+    with pytest.raises(ModelError, match="takes exponential time"):
+        Tokenizer.from_directory(directory)
+
+
+def test_a_pattern_that_takes_too_long_for_a_text_fails_that_text(directory: Path) -> None:
+    _split_by(directory, r"((ab)+)+$")
+    tokenizer = Tokenizer.from_directory(directory)
+    assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
+    with pytest.raises(RequestError, match=r"cannot encode this text: .*retry-limit"):
+        tokenizer.encode("ab" * 100 + "c")
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", {"bos_token": 1}),
+        ("tokenizer_config.json", {"chat_template": [{"name": "default"}]}),
+        ("tokenizer_config.json", {"chat_template": 1}),
+        ("generation_config.json", {"eos_token_id": ["</s>"]}),
+        ("generation_config.json", {"eos_token_id": 1 << 40}),
+    ],
+)
+def test_fields_of_another_type_are_named(directory: Path, file: str, content: Any) -> None:
+    _write(directory / file, content)
+    with pytest.raises(ModelError, match=r"bos_token|chat_template|eos_token_id|end token"):
+        Tokenizer.from_directory(directory)
+
+
+def test_token_ids_are_bounded(directory: Path) -> None:
+    file = directory / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"]["far"] = 1 << 31
+    _write(file, content)
+    with pytest.raises(ModelError, match="ids must be below 16777216"):
+        Tokenizer.from_directory(directory)
+
+
 def _write(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content))

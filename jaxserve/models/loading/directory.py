@@ -67,7 +67,7 @@ def read_config_files(directory: Path) -> dict[str, dict[str, Any]]:
     """File name to content; ModelError when `config.json` is absent or either is malformed."""
     files = {CONFIG: read_json(directory / CONFIG)}
     generation = directory / GENERATION_CONFIG
-    return files | ({GENERATION_CONFIG: read_json(generation)} if generation.is_file() else {})
+    return files | ({GENERATION_CONFIG: read_json(generation)} if generation.exists() else {})
 
 
 def config_from_files(files: dict[str, dict[str, Any]]) -> ModelConfig:

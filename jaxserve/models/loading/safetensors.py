@@ -67,7 +67,7 @@ class SafetensorsCheckpoint(ModelDirectory):
 def _weight_files(directory: Path) -> tuple[Path, ...]:
     """The shards that the index names, or every safetensors file if there is no index."""
     index = directory / INDEX
-    if index.is_file():
+    if index.exists():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise WeightsError(
