@@ -56,7 +56,8 @@ class CompletionRequest(GenerationFields):
             raise FieldError("prompt", f"must hold 1 to {MAX_PROMPTS} prompts, got {len(given)}.")
         try:
             special = self.add_special_tokens is not False
-            prompts = tuple(model.tokenize(prompt, special) for prompt in given)
+            truncates = self.truncate_prompt_tokens is not None
+            prompts = tuple(model.tokenize(prompt, special, truncates) for prompt in given)
         except PromptTooLongError:
             raise
         except RequestError as error:

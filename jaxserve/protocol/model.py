@@ -55,12 +55,14 @@ class Model:
                 f"model {name!r:.200} is not served here; use {', '.join(map(repr, self.names))}."
             )
 
-    def tokenize(self, prompt: Prompt, add_special_tokens: bool = True) -> TokenizedPrompt:
+    def tokenize(
+        self, prompt: Prompt, add_special_tokens: bool = True, truncates: bool = False
+    ) -> TokenizedPrompt:
         """Raises RequestError for an invalid prompt, PromptTooLongError before it is tokenized for
-        one that is certainly too long."""
+        one that is certainly too long. `truncates`: token ids are cut to the limit later."""
         if isinstance(prompt, str):
             self.check_text(prompt)
-        elif len(prompt) > self.max_model_len:
+        elif len(prompt) > self.max_model_len and not truncates:
             raise PromptTooLongError(
                 f"the prompt has {len(prompt)} tokens and the context limit is "
                 f"{self.max_model_len}; shorten it to at most {self.max_model_len - 1}"
