@@ -196,8 +196,8 @@ def assert_as_documented(command: Any, run: Run) -> None:
     """The shape of what a command prints and writes."""
     if isinstance(command, Launch):
         if command.dry_run:
-            (manifest,) = (run.directory / "jaxserve.yaml").read_text().split("\n---\n")
-            assert yaml.safe_load(manifest)["kind"] == "JobSet"
+            manifests = yaml.safe_load_all((run.directory / "jaxserve.yaml").read_text())
+            assert [manifest["kind"] for manifest in manifests] == ["Secret", "JobSet"]
         elif is_script(command.job.command):
             assert run.stdout == f"{command.job.hosts * command.job.devices_per_host}\n"
         else:

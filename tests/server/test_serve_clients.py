@@ -20,9 +20,10 @@ CHATTING = MESSAGES | {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
 def test_load_generators_count_tokens_while_they_stream(server, path, body):
     """GuideLLM's options, with those of OpenAI's client."""
     options = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": True}
-    chunks = server.events(path, body | {"stream": True, "stream_options": options})
+    long = {"max_tokens": 100, "ignore_eos": True, "stream": True, "stream_options": options}
+    chunks = server.events(path, body | long)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts) and counts[-1] == 4 and len(set(counts)) > 2
+    assert counts == sorted(counts) and counts[-1] == 100 and len(set(counts)) > 2
     assert len({chunk["usage"]["prompt_tokens"] for chunk in chunks}) == 1
     assert chunks[-1]["choices"] == [] and "prompt_tokens_details" in chunks[-1]["usage"]
 
