@@ -208,7 +208,7 @@ def assert_as_documented(command: Any, run: Run) -> None:
         if command.trace_file is not None:
             assert json.loads((run.directory / command.trace_file).read_text())["traceEvents"]
     elif isinstance(command, Chat):
-        assert run.stdout.strip() and "/reset" in run.stderr
+        assert run.stdout.strip() and "/help" in run.stderr
     elif isinstance(command, Plan):
         assert "MEMORY" in run.stdout and "PROGRAMS" in run.stdout
     elif isinstance(command, Compile):
