@@ -18,7 +18,7 @@ from jaxserve.core.events import EventLog
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.step_plan import StepPlan
 from jaxserve.engine.input_processor import InputProcessor
-from jaxserve.engine.output_processor import Ended, OutputProcessor, SampledToken
+from jaxserve.engine.output_processor import Ended, OutputProcessor
 from jaxserve.engine.request import Request, SequenceOutput, Stop
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.page_table import PageTable
@@ -265,13 +265,13 @@ class EngineCore:
         self._measured(step, results, ready_us - max(begun_us, self._last_ready_us))
         self._last_ready_us = ready_us
         tokens = [
-            SampledToken(row, chunk.seq.seq_id, token_id)
+            (row, chunk.seq.seq_id, token_id)
             for row, (chunk, token_id) in enumerate(zip(results.sampled, results.token_ids))
             if self.scheduler.collect(chunk, token_id)
         ]
         self.log.collected(
             step.step_id,
-            [token.seq_id for token in tokens],
+            [seq_id for _, seq_id, _ in tokens],
             begin_us=begin_us,
             ready_us=ready_us,
         )

@@ -10,13 +10,8 @@ from jaxserve.engine.request import Request, SequenceOutput, Stop, TokenScores
 from jaxserve.runtime.in_flight import StepResults
 from jaxserve.sampling import NO_TOKEN, TokenLogprobs
 
-
-class SampledToken(NamedTuple):
-    """A token sampled for a sequence, and its row in the step's results."""
-
-    row: int
-    seq_id: int
-    token_id: int
+SampledToken = tuple[int, int, int]
+"""A token that a sequence gained: its row in the step's results, the sequence's id, its own id."""
 
 
 class Ended(NamedTuple):

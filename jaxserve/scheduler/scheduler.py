@@ -282,7 +282,7 @@ class Scheduler:
                     self.preempt(self.running[-1])
                 if seq.slot is None:
                     break
-            chunks.append(self._advance(seq, 1))
+            chunks.append(self._advance(seq, 1, table))
         return chunks
 
     # Prefills
@@ -300,7 +300,7 @@ class Scheduler:
         else:
             budget = TokenBudget(self.policy.chunk, room, config.min_chunk_tokens)
             self._share_by_order(budget)
-        return [self._advance(seq, share) for seq, share in budget.taken]
+        return [self._advance(seq, share, self.tables[seq.seq_id]) for seq, share in budget.taken]
 
     def _share_by_order(self, budget: TokenBudget) -> None:
         """Prefills in progress first, except those that a waiting sequence outranks."""
@@ -439,12 +439,11 @@ class Scheduler:
         if not prefix.num_members:
             self.kv.unpin(self._prefix_nodes.pop(prefix, []))
 
-    def _advance(self, seq: Sequence, num_tokens: int) -> ScheduledChunk:
+    def _advance(self, seq: Sequence, num_tokens: int, table: PageTable) -> ScheduledChunk:
         """Schedules a sequence's next tokens and advances it past them."""
         start = seq.num_computed
         end = start + num_tokens
         samples = end >= seq.prefill_end
-        table = self.tables[seq.seq_id]
         num_uploaded = table.upload()
         chunk = ScheduledChunk(
             seq, start, num_tokens, samples, seq.num_output, seq.slot, table.pages, num_uploaded
