@@ -38,7 +38,7 @@ DIMENSIONS: Mapping[str, str] = {
     # Activations.
     "tokens": "tokens of a step, of all its sequences",
     "features": "the hidden state of a token",
-    # The KV cache, besides layers, kv_heads and head_dim.
+    # The KV cache, in addition to layers, kv_heads and head_dim.
     "pages": "pages of the pool",
     "page_tokens": "tokens of a page",
 }

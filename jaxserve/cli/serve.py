@@ -37,9 +37,9 @@ class Serve(Logged):
         metrics_without_api_key: let scrapers read /metrics without a key.
         served_model_name: names that requests may use for the model; by default the name given
             here.
-        allowed_hosts: names that the Host header of a request may have, besides localhost and
-            addresses. Any by default, but none on a server that listens on localhost without API
-            keys: name a proxy in front of it here.
+        allowed_hosts: names accepted in a request's Host header, in addition to localhost and
+            addresses. By default all, but none on a server that listens on localhost without API
+            keys: add the name of a proxy in front of it.
         max_queued_requests: sequences that may wait beyond those that run; more get 429.
         max_body_bytes: maximum size of a request body.
         shutdown_timeout: seconds that requests in flight get to finish at shutdown.

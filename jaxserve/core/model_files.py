@@ -1,6 +1,6 @@
-"""Reading the files of a model, which may come from anybody: regular files of a bounded size only.
+"""Reads model files, which are untrusted: only regular files of a bounded size.
 
-A link is followed, since the Hugging Face cache is made of links; what it leads to is judged.
+Links are followed, since the Hugging Face cache uses them; their target is checked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settings of vLLM that jaxserve has under another name, or has not."""
+"""Settings of vLLM that jaxserve names differently or does not have."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ releases the port to JAX.
 Every message is a line of JSON behind its HMAC-SHA256 under the job's secret and a nonce that the
 receiver drew, so that neither side takes another program, or a recorded line, for a host. Host 0
 reads all connections at once, each for a limited time: one that is slow or sends anything else
-delays nobody.
+delays no host.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SECRET_VARIABLE = "JAXSERVE_JOB_SECRET"
 _LINE_BYTES = 1 << 14
 _RETRY_S = 0.2
 _HELLO_S = 5.0
-# Connections whose hello is awaited, besides those of the job's hosts; then the oldest is closed.
+# Connections without a hello, in addition to one per host; beyond that the oldest is closed.
 _STRANGERS = 256
 
 

@@ -181,7 +181,7 @@ class Engine:
     @property
     def leads(self) -> bool:
         """Whether this is the only host, or host 0 of several, whose commands are authoritative."""
-        return not isinstance(self._core, ReplicatedCore) or self._core.leads
+        return self._core.leads
 
     def follow(self) -> None:
         """Run every step that host 0 runs, until it closes its engine: for hosts that receive no
@@ -207,7 +207,7 @@ class Engine:
             if touched is None:  # Interrupted within the step: the device state is inconsistent.
                 self._closed = f"the engine stopped: {type(error).__name__}: {error}"
             raise
-        if isinstance(self._core, ReplicatedCore) and self._core.ended:
+        if self._core.ended:
             self._closed = "host 0 has closed its engine"
         return touched
 

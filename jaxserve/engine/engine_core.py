@@ -112,6 +112,11 @@ class EngineCore:
         self._last_ready_us = 0
         self._step_ids = itertools.count()
 
+    leads = True
+    """Whether this host's commands count: always, unless it is one of several."""
+    ended = False
+    """Whether host 0 of several has closed its engine."""
+
     @property
     def requests(self) -> dict[str, Request]:
         """Unfinished requests, by id."""

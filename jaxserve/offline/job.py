@@ -32,7 +32,7 @@ _VERSION = 1
 def settings_of(
     config: EngineConfig, fingerprint: str, tokenizer: Tokenizer, names: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Everything outputs depend on besides the requests: a resolved `config`, the `fingerprint` of
+    """Everything outputs depend on except the requests: a resolved `config`, the `fingerprint` of
     its checkpoint, its tokenizer and chat templates, served model names other than its own, and the
     version of jaxserve."""
     return {

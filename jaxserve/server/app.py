@@ -31,7 +31,7 @@ class AppSettings:
         api_keys: a request must send one of them, except to /health; empty disables the check.
         max_body_bytes: maximum size of a request body.
         log_requests: log a line per request.
-        allowed_hosts: names in Host headers that are accepted, besides localhost and addresses;
+        allowed_hosts: names accepted in Host headers, in addition to localhost and addresses;
             None accepts any.
         metrics_without_api_key: /metrics needs no key either.
     """

@@ -37,7 +37,7 @@ class Workers:
 
     @property
     def busy(self) -> bool:
-        """Whether work runs or waits, work that nobody waits for any more included."""
+        """Whether work runs or waits, including work whose caller has left."""
         return not all(future.done() for future in self._open)
 
     async def run(self, max_open: int, work: Callable[..., T], *arguments: Any) -> T:
@@ -72,7 +72,7 @@ class Workers:
             self._callers.discard(result)
 
     def close(self) -> None:
-        """Refuse all callers, those that wait included. Does not wait for what runs."""
+        """Refuse all callers, including those that wait. Does not wait for running work."""
         self._closed = True
         for result in self._callers:
             result.cancel()

@@ -65,7 +65,7 @@ _TEKKEN_SPLIT = (
 
 @dataclass(frozen=True)
 class _BytePairs:
-    """Differences between byte-level BPE tokenizers besides the vocabulary."""
+    """Differences between byte-level BPE tokenizers other than the vocabulary."""
 
     split: str | None = None
     """Words are the matches of this pattern; None for GPT-2's own pattern."""

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from pallas_kernels.quantized_matmul.formats import QuantizedWeight
 
 GROUPS = (32, 64, 128)
-"""Supported group sizes, besides whole rows."""
+"""Supported group sizes, in addition to whole rows."""
 
 ROWS = 64
 """Outputs per warpgroup: the rows of a wgmma."""

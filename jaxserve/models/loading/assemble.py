@@ -33,7 +33,7 @@ class TensorSource(Protocol):
         """The slice of a tensor, in any floating dtype that holds its values exactly."""
 
     def unclaimed(self, names: set[str]) -> list[str]:
-        """Tensors besides `names` that a model must not ignore."""
+        """Tensors not in `names` that a model must not ignore."""
 
 
 def check_tensors(source: TensorSource, specs: Params, where: str) -> None:

@@ -71,7 +71,7 @@ class ExecutableCache:
         self._link(path, name)
 
     def _path(self, lowered: jax.stages.Lowered) -> Path:
-        # An entry has the trees of arguments and results besides the code, and the code omits
+        # An entry has the code and the trees of arguments and results, and the code omits
         # unused arguments.
         parts = (_devices(self._devices), lowered.in_tree, lowered.args_info, lowered.out_tree)
         return self._lowered / _digest("\n".join((*map(str, parts), lowered.as_text())))

@@ -54,7 +54,7 @@ class ProgramSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program. `temp_bytes` is its scratch memory besides arguments and results."""
+    """A compiled program. `temp_bytes` is its scratch memory, without arguments and results."""
 
     name: str
     call: jax.stages.Compiled

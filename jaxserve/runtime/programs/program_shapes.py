@@ -250,7 +250,7 @@ class ProgramShapes:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes on one device of the state kept across steps, besides pages."""
+        """Bytes on one device of the state kept across steps, without pages."""
         state = [self.abstract_state, self.abstract_last_tokens, self.abstract_tables]
         state += [self.masks(rows) for rows in self.sample_rows]
         state += [self.masks(self.sample_rows[-1])] * 2  # Of the step in flight, and the next.

@@ -40,7 +40,7 @@ class SlotMapping(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """Inputs of a step besides the model, all int32.
+    """Inputs of a step other than the model, all int32.
 
     Token i < rows is a decode whose id is on the device in `slots[i]`; the ids of the others are
     `prefill_ids`. `sampled [sample_rows]` are indices of the tokens to sample from.
