@@ -1,8 +1,8 @@
 """jaxserve against its peers on a CPU: same model, same prompts, same greedy tokens, one run.
 
 Peers are Hugging Face `generate`, one request at a time and padded to a batch, its continuous
-batching `generate_batch`, and llama.cpp. All but llama.cpp, which multiplies the file's 4-bit
-weights, compute in float32. Rounds alternate between the engines and the best of each is reported,
+batching `generate_batch`, and llama.cpp where llama-cpp-python is installed. All but llama.cpp,
+which multiplies the file's 4-bit weights, compute in float32. Rounds alternate between the engines and the best of each is reported,
 so that other load on a shared machine does not penalize a single engine. The limit is the time of
 the weights' matrix products alone, at rates measured here.
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import os
 import sys
 import time
@@ -51,6 +52,7 @@ class Ours:
         self.llm = LLM()
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+        self.llm.reset_prefix_cache()  # or a second round would find the first one's pages
         params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
@@ -161,7 +163,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
     ours, padded = Ours(), HuggingFace()
-    engines = [ours, padded, HuggingFaceContinuous(padded), LlamaCpp()]
+    engines = [ours, padded, HuggingFaceContinuous(padded)]
+    if importlib.util.find_spec("llama_cpp"):
+        engines.append(LlamaCpp())
     rows = []
     vocab_size = ours.llm.plan().shapes.model.vocab_size
     for workload, (prompts, new_tokens) in workloads(vocab_size).items():
