@@ -25,8 +25,8 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.models.partition import partition
 from jaxserve.models.registry import get_family
 from jaxserve.runtime.device_rates import device_rates
+from jaxserve.runtime.programs.forward_programs import Forward, PipelineStep
 from jaxserve.runtime.programs.program_shapes import ProgramShapes
-from jaxserve.runtime.programs.specs import part_name, program_specs
 from sharding_rules import make_mesh
 
 ROOT = Path(__file__).parents[1]
@@ -197,11 +197,9 @@ class Compiled:
 
     @classmethod
     def of(cls, shapes: ProgramShapes, key: ProgramKey) -> Compiled:
-        part = "pipeline-step" if shapes.stages > 1 else "forward"
+        kind = (PipelineStep if shapes.stages > 1 else Forward)(shapes)
         with jax.sharding.use_abstract_mesh(shapes.mesh.abstract_mesh):
-            name = part_name(part, key)
-            (spec,) = (spec for spec in program_specs(shapes) if spec.name == name)
-            compiled = spec.lower().compile()
+            compiled = kind.spec(key).lower().compile()
         memory = compiled.memory_analysis()
         results = memory.output_size_in_bytes - memory.alias_size_in_bytes
         return cls(

@@ -35,8 +35,7 @@ class ProgramKey(NamedTuple):
     def num_tokens(self) -> int:
         return self.rows + self.prefill_tokens
 
-    @property
-    def name(self) -> str:
+    def __str__(self) -> str:
         return f"{self.rows}-{self.prefill_tokens}{'-ring' if self.ring else ''}"
 
 

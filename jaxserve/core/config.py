@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -26,6 +27,10 @@ _DTYPE_NAMES = {
 def default_dtype(platform: str) -> str:
     """The fastest dtype on a JAX platform: CPUs without bfloat16 units convert at every use."""
     return "float32" if platform == "cpu" else "bfloat16"
+
+
+_OF_NO_PROGRAM = {"of_programs": False}
+"""Marks a setting that changes no program, or only by the number of KV pages."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +89,7 @@ class EngineConfig:
         compilation_cache: store compiled programs in the cache directory.
     """
 
-    model: str | Path = "smollm2-135m-instruct"
+    model: str | Path = field(default="smollm2-135m-instruct", metadata=_OF_NO_PROGRAM)
     dtype: str | None = None
     quantization: Literal["gguf", "int8", "int4", "fp8"] | None = None
     max_model_len: int | None = None
@@ -95,25 +100,29 @@ class EngineConfig:
     pipeline_parallel_size: int = 1
     context_parallel_size: int = 1
     sequence_parallel: bool = False
-    devices: tuple[int, ...] | None = None
-    memory_utilization: float = 0.9
-    kv_cache_memory_bytes: int | None = None
-    scheduler: Literal["static", "orca", "vllm", "sarathi", "splitfuse", "medha"] = "sarathi"
-    target_step_us: int | None = None
-    priority_ageing_s: float | None = None
-    fair_share: bool = False
-    enable_prefix_caching: bool = True
-    host_kv_bytes: int | None = None
-    disk_kv_dir: Path | None = None
-    disk_kv_bytes: int = 0
-    preemption: Literal["auto", "swap", "recompute"] = "auto"
-    debug_kv: bool = False
+    devices: tuple[int, ...] | None = field(default=None, metadata=_OF_NO_PROGRAM)
+    memory_utilization: float = field(default=0.9, metadata=_OF_NO_PROGRAM)
+    kv_cache_memory_bytes: int | None = field(default=None, metadata=_OF_NO_PROGRAM)
+    scheduler: Literal["static", "orca", "vllm", "sarathi", "splitfuse", "medha"] = field(
+        default="sarathi", metadata=_OF_NO_PROGRAM
+    )
+    target_step_us: int | None = field(default=None, metadata=_OF_NO_PROGRAM)
+    priority_ageing_s: float | None = field(default=None, metadata=_OF_NO_PROGRAM)
+    fair_share: bool = field(default=False, metadata=_OF_NO_PROGRAM)
+    enable_prefix_caching: bool = field(default=True, metadata=_OF_NO_PROGRAM)
+    host_kv_bytes: int | None = field(default=None, metadata=_OF_NO_PROGRAM)
+    disk_kv_dir: Path | None = field(default=None, metadata=_OF_NO_PROGRAM)
+    disk_kv_bytes: int = field(default=0, metadata=_OF_NO_PROGRAM)
+    preemption: Literal["auto", "swap", "recompute"] = field(
+        default="auto", metadata=_OF_NO_PROGRAM
+    )
+    debug_kv: bool = field(default=False, metadata=_OF_NO_PROGRAM)
     batch_invariant: bool = False
-    seed: int = 0
-    load_format: Literal["auto", "dummy"] = "auto"
+    seed: int = field(default=0, metadata=_OF_NO_PROGRAM)
+    load_format: Literal["auto", "dummy"] = field(default="auto", metadata=_OF_NO_PROGRAM)
     attention_backend: Literal["auto", "xla", "pallas"] = "auto"
     program_scope: Literal["step", "layer"] | None = None
-    compilation_cache: bool = True
+    compilation_cache: bool = field(default=True, metadata=_OF_NO_PROGRAM)
 
     def __post_init__(self) -> None:
         """Converts other names of a dtype. Raises ConfigError, naming the setting, its value and
@@ -243,6 +252,15 @@ class EngineConfig:
             f"tensor_parallel_size {self.tensor_parallel_size} x pipeline_parallel_size "
             f"{self.pipeline_parallel_size} x context_parallel_size {self.context_parallel_size}"
         )
+
+    def of_programs(self) -> dict[str, Any]:
+        """The settings that determine programs, those of no program left out. Of the devices, which
+        they run on, programs are stored separately."""
+        return {
+            setting.name: getattr(self, setting.name)
+            for setting in dataclasses.fields(self)
+            if setting.metadata.get("of_programs", True)
+        }
 
     def resolve(self, model: ModelConfig, platform: str) -> EngineConfig:
         """A copy with every None resolved except the sizes of the KV pools (runtime/memory.py).

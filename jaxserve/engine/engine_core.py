@@ -246,7 +246,7 @@ class EngineCore:
             self.log.resumed(seq.seq_id)
         self.log.dispatched(
             packed.step_id,
-            f"step-{packed.key.name}",
+            f"step-{packed.key}",
             begin_us=begin_us,
             scheduled_us=scheduled_us,
             packed_us=packed_us,

@@ -34,8 +34,8 @@ from jaxserve.runtime.hosts import Hosts
 from jaxserve.runtime.memory import MemoryPlan, plan_memory
 from jaxserve.runtime.programs.executable_cache import ExecutableCache
 from jaxserve.runtime.programs.executables import Compilation, Program, Programs
+from jaxserve.runtime.programs.kinds import ProgramKinds, check_attention
 from jaxserve.runtime.programs.program_shapes import ProgramShapes
-from jaxserve.runtime.programs.specs import check_attention, program_specs
 from jaxserve.runtime.runner import Runner
 from jaxserve.scheduler.admission import AdmissionRule
 from jaxserve.scheduler.config import SchedulerConfig
@@ -106,7 +106,7 @@ class EnginePlan:
 
     def compile(self, progress: Progress = no_progress, log: EventLog | None = None) -> Compilation:
         """Start to load or compile every program."""
-        all_specs = program_specs(self.shapes)
+        all_specs = ProgramKinds(self.shapes).specs()
         done: list[str] = []
 
         def on_done(program: Program) -> None:

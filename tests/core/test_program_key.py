@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -12,9 +13,9 @@ from tiny_engines import CONTEXT, TinyModel
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.runtime import startup
-from jaxserve.runtime.programs.program_shapes import NOT_OF_PROGRAMS, ProgramShapes
+from jaxserve.runtime.programs.kinds import ProgramKinds
+from jaxserve.runtime.programs.program_shapes import ProgramShapes
 from jaxserve.runtime.programs.program_sources import program_sources
-from jaxserve.runtime.programs.specs import program_specs
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,9 +32,7 @@ def geometry_of(path: Path, **changes) -> ProgramShapes:
 
 def lowered(shapes: ProgramShapes) -> dict[str, str]:
     """The text of every program, by name."""
-    return {
-        spec.name: spec._jitted().lower(*spec.arguments).as_text() for spec in program_specs(shapes)
-    }
+    return {spec.name: spec.lower().as_text() for spec in ProgramKinds(shapes).specs()}
 
 
 def test_settings_outside_the_key_change_no_program(model, tmp_path):
@@ -59,7 +58,8 @@ def test_settings_outside_the_key_change_no_program(model, tmp_path):
         "debug_kv": True,
         "devices": [0],
     }
-    assert set(changes) == set(NOT_OF_PROGRAMS)
+    settings = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert set(changes) == settings - set(plain.config.of_programs())
     changed = geometry_of(changes.pop("model"), **changes)
     assert changed.describe() == plain.describe()
     programs, others = lowered(plain), lowered(changed)
@@ -98,14 +98,14 @@ def test_all_of_ours_that_runs_while_programs_are_traced_is_digested(model):
     finally:
         sys.setprofile(None)
     ours = {path for path in map(Path, ran) if path.is_relative_to(ROOT)} - {Path(__file__)}
-    assert {"specs.py", "step.py", "llama.py", "sample.py"} <= {path.name for path in ours}
+    assert {"kinds.py", "step.py", "llama.py", "sample.py"} <= {path.name for path in ours}
     assert ours <= set(program_sources())
 
 
 def test_all_of_ours_that_the_program_functions_import_is_digested():
     """As Python imports it, whatever the reader of imports makes of it."""
     script = """
-        import sys, jaxserve.runtime.programs.specs, jaxserve.models.registry
+        import sys, jaxserve.runtime.programs.kinds, jaxserve.models.registry
         files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
         print(*filter(None, files), sep="\\n")
     """

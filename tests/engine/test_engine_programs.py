@@ -10,7 +10,7 @@ from tiny_engines import CONTEXT, LONGEST, NUM_PAGES, Arrival, drive, generate, 
 
 from jaxserve.core.errors import ConfigError, MemoryPlanError
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.runtime.programs.specs import program_specs
+from jaxserve.runtime.programs.kinds import ProgramKinds
 
 
 def mixture(llama):
@@ -55,7 +55,7 @@ def test_the_programs_are_the_enumerated_ones(llama, tmp_path, monkeypatch, comp
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "cache"))
     settings = {"page_size": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 16}
     with llama.load(**settings) as cold:
-        names = {spec.name for spec in program_specs(cold.plan().shapes)}
+        names = {spec.name for spec in ProgramKinds(cold.plan().shapes).specs()}
         kept = cold.plan().cache.directory
         assert compiled_programs(cold) == len(names)
         assert {path.name for path in kept.iterdir()} == names

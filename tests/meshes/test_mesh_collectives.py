@@ -12,8 +12,8 @@ from mesh_engines import PAGE_SIZE, SEQS, degrees, on_mesh, write_llama
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.runtime import startup
+from jaxserve.runtime.programs.kinds import ProgramKinds
 from jaxserve.runtime.programs.program_shapes import ProgramShapes
-from jaxserve.runtime.programs.specs import program_specs
 
 pytestmark = pytest.mark.meshes
 
@@ -39,7 +39,7 @@ class Compiled:
             **settings,
         )
         self.shapes: ProgramShapes = startup.plan(config).shapes
-        self._specs = {spec.name: spec for spec in program_specs(self.shapes)}
+        self._specs = {spec.name: spec for spec in ProgramKinds(self.shapes).specs()}
 
     def kinds(self, name: str) -> dict[str, int]:
         """Collectives of a program by kind; what it gathers is no weight and no pool."""

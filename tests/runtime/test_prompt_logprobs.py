@@ -11,13 +11,13 @@ import pytest
 import sampling_reference as reference
 
 from jaxserve.models.registry import get_family
-from jaxserve.runtime.programs import step
+from jaxserve.runtime.programs import sampling_programs
 
 VOCAB, FEATURES = 300, 8
 FAMILY = dataclasses.replace(
     get_family("LlamaForCausalLM"), logits=lambda embed, config, hidden: embed @ hidden
 )
-prompt_logprobs = functools.partial(step.prompt_logprobs, FAMILY, None)
+prompt_logprobs = functools.partial(sampling_programs.prompt_logprobs, FAMILY, None)
 
 
 @pytest.mark.parametrize("tile", [None, 16])

@@ -298,14 +298,14 @@ def test_nothing_is_compiled_for_it_once_the_engine_is_ready(llama):
 
 def test_steps_without_a_grammar_upload_no_masks(llama, llm_for):
     """They are given masks that have lain on the device since the start, and read no tokens."""
-    runner, given = llm_for().engine._runner, []
-    masks = runner._masks
+    general, given = llm_for().engine._runner._kinds.general, []
+    run = general.run
 
-    def seen(packed, bucket):
-        given.append(masks(packed, bucket))
-        return given[-1]
+    def seen(state, key, hidden, rows, masks):
+        given.append(masks)
+        return run(state, key, hidden, rows, masks)
 
-    runner._masks = seen
+    general.run = seen
     try:
         sampled = dataclasses.replace(FREE, temperature=1.0, seed=1)
         drive(llm_for().engine, [Arrival(llama.prompts[i], sampled) for i in (3, 6, 9)])
@@ -313,7 +313,7 @@ def test_steps_without_a_grammar_upload_no_masks(llama, llm_for):
         drive(llm_for().engine, [Arrival(llama.prompts[3], GREEDY)])
         assert isinstance(given[-1], np.ndarray)
     finally:
-        del runner._masks
+        del general.run
 
 
 @pytest.mark.parametrize("steps", [0, 1, 6, 30])

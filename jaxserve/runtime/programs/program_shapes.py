@@ -20,6 +20,7 @@ from jaxserve.models.family import Family, Params
 from jaxserve.models.parallel import VOCAB
 from jaxserve.models.partition import local
 from jaxserve.runtime.device_rates import device_rates
+from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.step_layout import StepLayout
 from jaxserve.runtime.programs.tiles import DEFAULT_TILE_TOKENS, TILE_TOKENS
 from jaxserve.sampling import BY_TOKEN, SamplingState, abstract_state
@@ -38,29 +39,6 @@ DECODE_LAYERS = 6
 
 PARAMETERS = MEGATRON | {"vocab": VOCAB}
 """Rules for parameters: the vocabulary is split over stages too, to store no unused copies."""
-
-NOT_OF_PROGRAMS = (
-    "model",
-    "load_format",
-    "seed",
-    "scheduler",
-    "target_step_us",
-    "memory_utilization",
-    "kv_cache_memory_bytes",
-    "compilation_cache",
-    "fair_share",
-    "priority_ageing_s",
-    "enable_prefix_caching",
-    "host_kv_bytes",
-    "disk_kv_dir",
-    "disk_kv_bytes",
-    "preemption",
-    "debug_kv",
-    "devices",
-)
-"""Settings that change no program, or only through sizes that `ProgramShapes.describe` includes.
-Every other setting is part of the key of the executable cache. (The devices themselves are in the
-key, whether named or not.)"""
 
 PAGE_NAMES = KVPages(
     k=("pages", "kv_heads", "head_dim", "page_tokens"),
@@ -250,13 +228,24 @@ class ProgramShapes:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes on one device of the state kept across steps, without pages."""
-        state = [self.abstract_state, self.abstract_last_tokens, self.abstract_tables]
-        state += [self.masks(rows) for rows in self.sample_rows]
-        state += [self.masks(self.sample_rows[-1])] * 2  # Of the step in flight, and the next.
-        if self.stages > 1:
-            state.append(self.abstract_carry)
-        return sum(_shard_bytes(array) for array in jax.tree.leaves(state))
+        """Bytes on one device of the state kept across steps, without parameters and pages."""
+        kept = dataclasses.replace(self.abstract_state, params={}, kv=[])
+        masks = [self._masks(self.sample_rows[-1])] * 2  # Of the step in flight, and the next.
+        return sum(_shard_bytes(array) for array in jax.tree.leaves((kept, masks)))
+
+    @functools.cached_property
+    def abstract_state(self) -> DeviceState:
+        """Shapes of everything that the devices hold across steps."""
+        slots = self.trash_slot + 1
+        return DeviceState(
+            params=self.abstract_params,
+            kv=self.abstract_kv,
+            tables=self.int32(self.stages * slots, self.max_pages, spec=(STAGE,)),
+            last_tokens=self.int32(slots),
+            sampling=self._abstract_sampling,
+            no_masks={rows: self._masks(rows) for rows in self.sample_rows},
+            carry=self._abstract_carry if self.stages > 1 else None,
+        )
 
     @property
     def abstract_kv(self) -> list[KVPages]:
@@ -272,18 +261,7 @@ class ProgramShapes:
         return [layer] * self.local_model.num_layers
 
     @property
-    def abstract_last_tokens(self) -> jax.ShapeDtypeStruct:
-        """Shape of the newest token of every slot, the trash slot included."""
-        return self.int32(self.trash_slot + 1)
-
-    @property
-    def abstract_tables(self) -> jax.ShapeDtypeStruct:
-        """Shape of the page tables of all slots, the trash slot included; every stage has its own,
-        concatenated."""
-        return self.int32(self.stages * (self.trash_slot + 1), self.max_pages, spec=(STAGE,))
-
-    @property
-    def abstract_state(self) -> SamplingState:
+    def _abstract_sampling(self) -> SamplingState:
         state = abstract_state(self.trash_slot, self.model.vocab_size, self.vocab_ranks)
 
         def of(name: str) -> Sharding:
@@ -299,16 +277,21 @@ class ProgramShapes:
         tile = self.tile or 1
         return tuple(rows + -rows % tile for rows in self.buckets.rows)
 
-    def masks(self, rows: int) -> jax.ShapeDtypeStruct:
+    def _masks(self, rows: int) -> jax.ShapeDtypeStruct:
         """Shape of the masks of a step that samples `rows`: one bit per token."""
         return self.int32(rows, mask_words(self.model.vocab_size))
 
     @property
-    def abstract_carry(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    def _abstract_carry(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Shapes of the activations that a stage passes to the next: of decodes and of prefill
         tokens, at the largest sizes of a step."""
         rows, tokens = self.buckets.rows[-1], self.buckets.max_prefill_tokens
         return self.hidden(rows, staged=True), self.hidden(tokens, sharded=True, staged=True)
+
+    @property
+    def sampled_hidden(self) -> jax.ShapeDtypeStruct:
+        """Shape of the hidden states that every step hands to sampling."""
+        return self.hidden(self.sample_rows[-1])
 
     def hidden(
         self, tokens: int, *, sharded: bool = False, staged: bool = False
@@ -346,11 +329,8 @@ class ProgramShapes:
 
     def describe(self) -> str:
         """Text that changes whenever any program would: the key of the executable cache."""
-        config = dataclasses.asdict(self.config)
-        for name in NOT_OF_PROGRAMS:
-            del config[name]
         formats = [spec.format for spec in jax.tree.leaves(self.specs)]
-        return repr((sorted(config.items()), self.model, formats, self.num_pages))
+        return repr((self.config.of_programs(), self.model, formats, self.num_pages))
 
 
 def placed(array: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:

@@ -1,7 +1,7 @@
-"""The pure functions that are compiled into programs: forward a batch, sample a token.
+"""The pure functions that run the model over one packed step.
 
-Their shapes are fixed by a StepLayout, and the buffers they replace (KV pages, page tables, last
-tokens, sampling state) are donated. The model is one program, `forward`, or three kinds of
+Their shapes are fixed by a StepLayout, and the buffers they replace (KV pages, page tables) are
+donated. The model is one program, `forward`, or three kinds of
 programs, `embed`, `layers` and `final_norm`; one `layers` program serves every group of equal
 layers (docs/decisions/002-programs.md).
 """
@@ -22,15 +22,8 @@ from jaxserve.runtime.programs import context_parallel
 from jaxserve.runtime.programs.context_parallel import ShardedTokens
 from jaxserve.runtime.programs.step_layout import SlotMapping, StepLayout
 from jaxserve.runtime.programs.tiles import batch_of_tile, num_real_tokens, scan_tiles
-from jaxserve.sampling import SampleOutput, SamplingState, TokenLogprobs, token_logprobs
-from jaxserve.sampling import general as sample_general
-from jaxserve.sampling import greedy as sample_greedy
-from jaxserve.sampling.rows import SLOT
 from pallas_kernels.paged_attention import KVPages, paged_attention, write_kv
 from sharding_rules import STAGE
-
-PROMPT_TILE = 32
-"""Prompt tokens scored at a time."""
 
 
 def forward(
@@ -223,82 +216,3 @@ def pipeline_step(
         carry[1].at[:, :tokens].set(x[:, rows : rows + tokens]),
     )
     return kv, tables, carry, _for_sampling(layout, parallel.of_last_stage(hidden)), of_prefill
-
-
-def greedy(
-    family: Family,
-    config: ModelConfig,
-    tile: int | None,
-    head: Params,
-    last_tokens: jax.Array,
-    hidden: jax.Array,
-    slots: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Most likely token int32 [rows] for the sequences in `slots` [rows], from the first columns
-    of hidden [hidden, sample_width].
-
-    `tile` as in StepLayout. Returns `last_tokens` with the tokens in their slots, and the tokens.
-    """
-
-    def sample(carry, hidden):
-        return carry, sample_greedy(family.logits(head, config, hidden))
-
-    hidden = hidden[:, : len(slots)]
-    _, token_ids = scan_tiles(sample, (), hidden, tile, _num_real(last_tokens, slots))
-    return last_tokens.at[slots].set(jnp.maximum(token_ids, 0)), token_ids
-
-
-def general(
-    family: Family,
-    config: ModelConfig,
-    tile: int | None,
-    head: Params,
-    last_tokens: jax.Array,
-    state: SamplingState,
-    hidden: jax.Array,
-    rows: jax.Array,
-    masks: jax.Array,
-) -> tuple[jax.Array, SamplingState, SampleOutput]:
-    """Sample one token per row with all sampling parameters. `rows` come from `pack_rows`; `masks`
-    int32 [rows, mask_words] are the masks of rows with a grammar. `tile` as in StepLayout."""
-
-    def sample(state, arrays):
-        hidden, rows, masks = arrays
-        output, state = sample_general(family.logits(head, config, hidden.T), state, rows, masks)
-        return state, output
-
-    slots = rows[:, SLOT]
-    arrays = (hidden[:, : len(rows)].T, rows, masks)
-    count = _num_real(last_tokens, slots)
-    state, output = scan_tiles(sample, state, arrays, tile, count, axis=0)
-    return last_tokens.at[slots].set(jnp.maximum(output.token_ids, 0)), state, output
-
-
-def _num_real(last_tokens: jax.Array, slots: jax.Array) -> jax.Array:
-    """Rows that sample for a sequence; the rows after them are padding, in the trash slot."""
-    return jnp.sum(slots != len(last_tokens) - 1)
-
-
-def prompt_logprobs(
-    family: Family,
-    config: ModelConfig,
-    tile: int | None,
-    head: Params,
-    hidden: jax.Array,
-    targets: jax.Array,
-) -> TokenLogprobs:
-    """Log probabilities of the prompt's next tokens, `targets` int32 [tokens]."""
-
-    def score(carry, arrays):
-        hidden, targets = arrays
-        logits = family.logits(head, config, hidden.T)
-        return carry, token_logprobs(logits, targets, jnp.bool_(True))
-
-    # Always tiled: logits [vocab, tokens] of a whole prompt would not fit.
-    tile = tile or PROMPT_TILE
-    hidden = parallel.of_last_stage(hidden).T
-    tokens = len(targets)
-    padding = -tokens % tile
-    arrays = jnp.pad(hidden, ((0, padding), (0, 0))), jnp.pad(targets, (0, padding))
-    _, scored = scan_tiles(score, (), arrays, tile, tokens, axis=0)
-    return jax.tree.map(lambda x: x[:tokens], scored)

@@ -1,0 +1,204 @@
+"""Kinds of programs that run the model over a step: all of it at once, or in parts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxserve.core.buckets import ProgramKey
+from jaxserve.core.model_config import LayerKind
+from jaxserve.models.parallel import sequence_parallel
+from jaxserve.runtime.device_rates import device_rates
+from jaxserve.runtime.programs import step
+from jaxserve.runtime.programs.device_state import DeviceState
+from jaxserve.runtime.programs.executables import ProgramSpec
+from jaxserve.runtime.programs.program_kind import ProgramKind, partition_specs
+from jaxserve.runtime.programs.program_shapes import ProgramShapes, placed
+from jaxserve.runtime.programs.step_layout import FrozenPlan
+from sharding_rules import SEQ, STAGE
+
+Hidden = tuple[jax.Array, jax.Array]
+"""Hidden states to sample from [hidden, sample_width], and of the prefill tokens."""
+
+
+class _OfStep(ProgramKind[ProgramKey]):
+    """A kind with one program for each shape of a step."""
+
+    def keys(self) -> Iterable[ProgramKey]:
+        return self.shapes.layouts
+
+    def static(self, key: ProgramKey) -> tuple[Any, ...]:
+        return self.shapes.family, self.shapes.local_model, self.shapes.layouts[key]
+
+    def uploads(self, key: ProgramKey) -> tuple[Any, ...]:
+        return (self.shapes.int32(self.shapes.layouts[key].size),)
+
+
+class Forward(_OfStep):
+    """The model as one program."""
+
+    title = "forward"
+    reads = ("params", "kv", "tables", "last_tokens")
+    replaces = ("kv", "tables")
+    outputs = (P(), P(None, SEQ))
+    pure = step.forward
+
+    def function(self, key: ProgramKey) -> Callable[..., Any]:
+        return _between_layers(self.shapes, key, super().function(key))
+
+    def __call__(self, state: DeviceState, key: ProgramKey, steps: Sequence[FrozenPlan]) -> Hidden:
+        """Hidden states of the only one of `steps`."""
+        return self.run(state, key, *map(self.shapes.layouts[key].pack, steps))
+
+
+class PipelineStep(Forward):
+    """The model as one program, each of whose stages works on another step."""
+
+    title = "pipeline-step"
+    reads = ("params", "kv", "tables", "carry", "last_tokens")
+    replaces = ("kv", "tables", "carry")
+    outputs = (P(), P(STAGE, SEQ))
+    pure = step.pipeline_step
+
+    def uploads(self, key: ProgramKey) -> tuple[Any, ...]:
+        return (self.shapes.int32(self.shapes.stages, self.shapes.layouts[key].size),)
+
+    def __call__(self, state: DeviceState, key: ProgramKey, steps: Sequence[FrozenPlan]) -> Hidden:
+        """Hidden states of the oldest of `steps`, the newest of which is first."""
+        return self.run(state, key, np.stack([*map(self.shapes.layouts[key].pack, steps)]))
+
+
+class ForwardByLayer:
+    """The model as several programs: embed, groups of layers, final norm."""
+
+    def __init__(self, shapes: ProgramShapes) -> None:
+        self._embed = _Embed(shapes)
+        self._layers = _Layers(shapes, self._embed)
+        self._final_norm = _FinalNorm(shapes, self._embed)
+
+    @property
+    def kinds(self) -> tuple[ProgramKind[Any], ...]:
+        return self._embed, self._layers, self._final_norm
+
+    def __call__(self, state: DeviceState, key: ProgramKey, steps: Sequence[FrozenPlan]) -> Hidden:
+        """Hidden states of the only one of `steps`."""
+        (metadata,) = map(self._embed.shapes.layouts[key].pack, steps)
+        x, shared, slot_mapping, sampled = self._embed.run(state, key, metadata)
+        x = self._layers(state, key, x, shared, slot_mapping)
+        return self._final_norm.run(state, key, x, sampled)
+
+
+class _Embed(_OfStep):
+    title = "embed"
+    reads = ("outside_layers", "tables", "last_tokens")
+    replaces = ("tables",)
+    outputs = (P(), P(), P(), P())
+    pure = step.embed
+
+    def __init__(self, shapes: ProgramShapes) -> None:
+        super().__init__(shapes)
+        self._results: dict[ProgramKey, Any] = {}
+
+    def results(self, key: ProgramKey) -> Any:
+        """Shapes of its results, which the other parts take."""
+        if key not in self._results:
+            place = self.shapes.sharding()
+            _, *results = self.spec(key).results()
+            self._results[key] = jax.tree.map(lambda array: placed(array, place), results)
+        return self._results[key]
+
+
+class _LayersKey(NamedTuple):
+    """One program serves every group of layers of the same kinds."""
+
+    step: ProgramKey
+    kinds: tuple[LayerKind, ...]
+
+    def __str__(self) -> str:
+        """Number and kind of each run of equal layers."""
+        runs = (
+            f"{len(list(run))}x{kind.window or 'full'}{'' if kind.rotates else '-unrotated'}"
+            for kind, run in itertools.groupby(self.kinds)
+        )
+        return f"{self.step}-{'+'.join(runs)}"
+
+
+class _Layers(ProgramKind[_LayersKey]):
+    title = "layers"
+    pure = step.layers
+
+    def __init__(self, shapes: ProgramShapes, embed: _Embed) -> None:
+        super().__init__(shapes)
+        self._embed = embed
+        kinds = shapes.local_model.layer_kinds
+        self._groups = {
+            key: [(group, _LayersKey(key, tuple(kinds[group]))) for group in shapes.groups(key)]
+            for key in shapes.layouts
+        }
+
+    def keys(self) -> Iterable[_LayersKey]:
+        return dict.fromkeys(key for groups in self._groups.values() for _, key in groups)
+
+    def static(self, key: _LayersKey) -> tuple[Any, ...]:
+        shapes = self.shapes
+        return shapes.family, shapes.local_model, shapes.layouts[key.step], key.kinds
+
+    def function(self, key: _LayersKey) -> Callable[..., Any]:
+        return _between_layers(self.shapes, key.step, super().function(key))
+
+    def uploads(self, key: _LayersKey) -> tuple[Any, ...]:
+        return tuple(self._embed.results(key.step)[:3])
+
+    def spec(self, key: _LayersKey) -> ProgramSpec:
+        state = self.shapes.abstract_state
+        group = next(group for group, other in self._groups[key.step] if other == key)
+        params, kv = state.params["layers"][group], state.kv[group]
+        return ProgramSpec(
+            self.name(key),
+            self.function(key),
+            (params, kv, *self.uploads(key)),
+            donated=(1, 2),
+            outputs=(partition_specs(kv), P()),
+        )
+
+    def __call__(
+        self, state: DeviceState, key: ProgramKey, x: jax.Array, shared: Any, slot_mapping: Any
+    ) -> jax.Array:
+        params, kv = state.params["layers"], state.kv
+        for group, layers in self._groups[key]:
+            program = self._executables[layers]
+            kv[group], x = program(params[group], kv[group], x, shared, slot_mapping)
+        return x
+
+
+class _FinalNorm(_OfStep):
+    title = "final-norm"
+    reads = ("outside_layers",)
+    outputs = (P(), P())
+    pure = step.final_norm
+
+    def __init__(self, shapes: ProgramShapes, embed: _Embed) -> None:
+        super().__init__(shapes)
+        self._embed = embed
+
+    def uploads(self, key: ProgramKey) -> tuple[Any, ...]:
+        x, _, _, sampled = self._embed.results(key)
+        return x, sampled
+
+
+def _between_layers(
+    shapes: ProgramShapes, key: ProgramKey, function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`function` with sequence parallelism over `tensor`, where configured. Decode-only steps have
+    few tokens and keep the all-reduce."""
+    own_tokens = key.rows + key.prefill_tokens // shapes.seq
+    if not shapes.config.sequence_parallel or not key.prefill_tokens:
+        return function
+    if shapes.tensor == 1 or own_tokens % shapes.tensor:
+        return function
+    return sequence_parallel(device_rates(shapes.device))(function)

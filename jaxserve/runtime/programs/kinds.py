@@ -1,0 +1,91 @@
+"""The enumerated set of programs of one engine, by kind."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.core.errors import ConfigError
+from jaxserve.runtime.programs.executables import Programs, ProgramSpec
+from jaxserve.runtime.programs.forward_programs import Forward, ForwardByLayer, PipelineStep
+from jaxserve.runtime.programs.page_programs import (
+    CopyPages,
+    GatherPages,
+    ScatterPages,
+    SetTables,
+)
+from jaxserve.runtime.programs.program_kind import ProgramKind
+from jaxserve.runtime.programs.program_shapes import ProgramShapes
+from jaxserve.runtime.programs.sampling_programs import Admit, General, Greedy, PromptLogprobs
+from pallas_kernels import backends
+from pallas_kernels.page_copy import copy_pages
+from pallas_kernels.paged_attention import RaggedBatch, paged_attention, write_kv
+
+
+class ProgramKinds:
+    """Every program that an engine can call. `specs` are compiled, and `bind` makes the kinds
+    callable."""
+
+    def __init__(self, shapes: ProgramShapes) -> None:
+        self.forward: Forward | ForwardByLayer
+        forward: tuple[ProgramKind[Any], ...]
+        if shapes.config.program_scope == "layer":
+            self.forward = by_layer = ForwardByLayer(shapes)
+            forward = by_layer.kinds
+        else:
+            self.forward = whole = (PipelineStep if shapes.stages > 1 else Forward)(shapes)
+            forward = (whole,)
+        self.greedy = Greedy(shapes)
+        self.general = General(shapes)
+        self.admit = Admit(shapes)
+        self.prompt_logprobs = PromptLogprobs(shapes)
+        self.set_tables = SetTables(shapes)
+        self.copy = CopyPages(shapes)
+        self.gather = GatherPages(shapes)
+        self.scatter = ScatterPages(shapes)
+        self._backend = shapes.config.attention_backend
+        self._all = (
+            *forward,
+            *(self.greedy, self.general, self.prompt_logprobs, self.admit),
+            *(self.set_tables, self.copy, self.gather, self.scatter),
+        )
+
+    def specs(self) -> list[ProgramSpec]:
+        """Every program, the largest steps first to balance the compile threads."""
+        traced = backends.using(self._backend)
+        with backends.using(self._backend):
+            specs = [kind.spec(key) for kind in self._all for key in reversed([*kind.keys()])]
+        # Functions are traced later, in other threads.
+        return [dataclasses.replace(spec, function=traced(spec.function)) for spec in specs]
+
+    def bind(self, programs: Programs) -> None:
+        """Makes every kind callable. Raises ProgramMissError when a program is missing."""
+        for kind in self._all:
+            kind.bind(programs)
+
+
+def check_attention(shapes: ProgramShapes) -> None:
+    """Raises ConfigError when the attention backend cannot run the model's shapes or pages."""
+    pages, model = shapes.pages, shapes.local_model
+    layout = shapes.layouts[shapes.buckets.keys()[-1]]
+    q = jax.ShapeDtypeStruct((layout.key.num_tokens, model.num_heads, model.head_dim), shapes.dtype)
+    rows = jax.ShapeDtypeStruct((layout.rows,), jnp.int32)
+    tables = jax.ShapeDtypeStruct((layout.rows, layout.max_pages), jnp.int32)
+    batch = RaggedBatch(tables, rows, rows, rows)
+    backend = shapes.config.attention_backend
+
+    def all_of_it(q, pages, batch):
+        scale, num_decodes = model.attention_scale, layout.key.rows
+        attended = paged_attention(q, pages, batch, num_decodes=num_decodes, scale=scale)
+        new, places = q[:, : model.num_kv_heads], jnp.zeros(len(q), jnp.int32)
+        pages = write_kv(pages, new, new, places, places)
+        return attended, copy_pages([pages], batch.starts, batch.starts)
+
+    try:
+        with backends.using(backend):
+            jax.eval_shape(all_of_it, q, pages.shapes, batch)
+    except ValueError as error:
+        raise ConfigError(f"attention_backend is {backend!r}. {error}") from error

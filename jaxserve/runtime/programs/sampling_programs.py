@@ -1,0 +1,251 @@
+"""Kinds of programs that sample tokens and score prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.sequence import Sequence
+from jaxserve.core.step_plan import ScheduledChunk
+from jaxserve.models import parallel
+from jaxserve.models.family import Family, Params
+from jaxserve.runtime.programs.device_state import DeviceState
+from jaxserve.runtime.programs.program_kind import (
+    ProgramKind,
+    holding,
+    padded,
+)
+from jaxserve.runtime.programs.tiles import scan_tiles
+from jaxserve.sampling import (
+    SampleOutput,
+    SamplingState,
+    TokenLogprobs,
+    admit,
+    pack_admission,
+    pack_rows,
+    token_logprobs,
+)
+from jaxserve.sampling import general as sample_general
+from jaxserve.sampling import greedy as sample_greedy
+from jaxserve.sampling.rows import NUM_FIELDS, SLOT
+from sharding_rules import SEQ
+
+PROMPT_TILE = 32
+"""Prompt tokens scored at a time."""
+
+
+def greedy(
+    family: Family,
+    config: ModelConfig,
+    tile: int | None,
+    head: Params,
+    last_tokens: jax.Array,
+    hidden: jax.Array,
+    slots: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Most likely token int32 [rows] for the sequences in `slots` [rows], from the first columns
+    of hidden [hidden, sample_width].
+
+    `tile` as in StepLayout. Returns `last_tokens` with the tokens in their slots, and the tokens.
+    """
+
+    def sample(carry, hidden):
+        return carry, sample_greedy(family.logits(head, config, hidden))
+
+    hidden = hidden[:, : len(slots)]
+    _, token_ids = scan_tiles(sample, (), hidden, tile, _num_real(last_tokens, slots))
+    return last_tokens.at[slots].set(jnp.maximum(token_ids, 0)), token_ids
+
+
+def general(
+    family: Family,
+    config: ModelConfig,
+    tile: int | None,
+    head: Params,
+    last_tokens: jax.Array,
+    state: SamplingState,
+    hidden: jax.Array,
+    rows: jax.Array,
+    masks: jax.Array,
+) -> tuple[jax.Array, SamplingState, SampleOutput]:
+    """Sample one token per row with all sampling parameters. `rows` come from `pack_rows`; `masks`
+    int32 [rows, mask_words] are the masks of rows with a grammar. `tile` as in StepLayout."""
+
+    def sample(state, arrays):
+        hidden, rows, masks = arrays
+        output, state = sample_general(family.logits(head, config, hidden.T), state, rows, masks)
+        return state, output
+
+    slots = rows[:, SLOT]
+    arrays = (hidden[:, : len(rows)].T, rows, masks)
+    count = _num_real(last_tokens, slots)
+    state, output = scan_tiles(sample, state, arrays, tile, count, axis=0)
+    return last_tokens.at[slots].set(jnp.maximum(output.token_ids, 0)), state, output
+
+
+def _num_real(last_tokens: jax.Array, slots: jax.Array) -> jax.Array:
+    """Rows that sample for a sequence; the rows after them are padding, in the trash slot."""
+    return jnp.sum(slots != len(last_tokens) - 1)
+
+
+def prompt_logprobs(
+    family: Family,
+    config: ModelConfig,
+    tile: int | None,
+    head: Params,
+    hidden: jax.Array,
+    targets: jax.Array,
+) -> TokenLogprobs:
+    """Log probabilities of the prompt's next tokens, `targets` int32 [tokens]."""
+
+    def score(carry, arrays):
+        hidden, targets = arrays
+        logits = family.logits(head, config, hidden.T)
+        return carry, token_logprobs(logits, targets, jnp.bool_(True))
+
+    # Always tiled: logits [vocab, tokens] of a whole prompt would not fit.
+    tile = tile or PROMPT_TILE
+    hidden = parallel.of_last_stage(hidden).T
+    tokens = len(targets)
+    padding = -tokens % tile
+    arrays = jnp.pad(hidden, ((0, padding), (0, 0))), jnp.pad(targets, (0, padding))
+    _, scored = scan_tiles(score, (), arrays, tile, tokens, axis=0)
+    return jax.tree.map(lambda x: x[:tokens], scored)
+
+
+class _OnHead(ProgramKind[int]):
+    """A kind that computes logits."""
+
+    def static(self, key: int) -> tuple[Any, ...]:
+        return self.shapes.family, self.shapes.local_model, self.shapes.tile
+
+
+class Greedy(_OnHead):
+    """The most likely token of each row."""
+
+    title = "greedy"
+    reads = ("outside_layers", "last_tokens")
+    replaces = ("last_tokens",)
+    outputs = (P(),)
+    pure = greedy
+
+    def keys(self) -> Iterable[int]:
+        return self.shapes.sample_rows
+
+    def uploads(self, key: int) -> tuple[Any, ...]:
+        return self.shapes.sampled_hidden, self.shapes.int32(key)
+
+    def __call__(self, state: DeviceState, hidden: jax.Array, slots: SequenceOf[int]) -> jax.Array:
+        """Tokens int32 [at least slots] for the sequences in `slots`."""
+        key = holding(self.keys(), len(slots))
+        return self.run(state, key, hidden, padded(slots, key, self.shapes.trash_slot))
+
+
+class General(_OnHead):
+    """Tokens by all sampling parameters."""
+
+    title = "general"
+    reads = ("outside_layers", "last_tokens", "sampling")
+    replaces = ("last_tokens", "sampling")
+    outputs = (P(),)
+    pure = general
+
+    def keys(self) -> Iterable[int]:
+        return self.shapes.sample_rows
+
+    def uploads(self, key: int) -> tuple[Any, ...]:
+        shapes = self.shapes
+        masks = shapes.abstract_state.no_masks[key]
+        return shapes.sampled_hidden, shapes.int32(key, NUM_FIELDS), masks
+
+    def __call__(
+        self,
+        state: DeviceState,
+        hidden: jax.Array,
+        constants: SequenceOf[np.ndarray],
+        chunks: SequenceOf[ScheduledChunk],
+        masks: Mapping[int, np.ndarray],
+    ) -> SampleOutput:
+        """Samples for each of `chunks`, with its row of `constants`; `masks` has the grammar's mask
+        of some rows."""
+        key = holding(self.keys(), len(chunks))
+        slots, positions = zip(*((chunk.slot, chunk.output_index) for chunk in chunks))
+        rows = pack_rows(constants, slots, positions, key, self.shapes.trash_slot)
+        all_masks = state.no_masks[key]
+        if masks:
+            all_masks = np.zeros(all_masks.shape, np.int32)
+            for row, mask in masks.items():
+                all_masks[row] = mask
+        return self.run(state, key, hidden, rows, all_masks)
+
+
+class PromptLogprobs(_OnHead):
+    """Log probabilities of the token after each prefill token."""
+
+    title = "prompt-logprobs"
+    reads = ("outside_layers",)
+    outputs = (P(SEQ),)
+    pure = prompt_logprobs
+
+    def keys(self) -> Iterable[int]:
+        return self.shapes.buckets.prefill_tokens
+
+    def uploads(self, key: int) -> tuple[Any, ...]:
+        hidden = self.shapes.hidden(key, sharded=True, staged=True)
+        return hidden, self.shapes.int32(key, spec=(SEQ,))
+
+    def __call__(
+        self, state: DeviceState, hidden: jax.Array, prefills: SequenceOf[ScheduledChunk]
+    ) -> TokenLogprobs:
+        """One row for each prefill token of a step, padding included."""
+        tokens, start = hidden.shape[1], 0
+        targets = np.zeros(tokens, np.int32)
+        for chunk in prefills:
+            first = chunk.start + 1
+            following = chunk.seq.prompt_token_ids[first : first + chunk.num_tokens]
+            targets[start : start + len(following)] = following
+            start += chunk.num_tokens
+        return self.run(state, tokens, hidden, targets)
+
+
+class Admit(ProgramKind[int]):
+    """Fills a slot's row of sampling state, which another sequence may have used."""
+
+    title = "admit"
+    pure = admit
+    reads = replaces = ("sampling",)
+
+    def keys(self) -> Iterable[int]:
+        """Elements of a slot's state."""
+        arrays = jax.tree.leaves(self.shapes.abstract_state.sampling)
+        return (sum(array.size // array.shape[0] for array in arrays),)
+
+    def uploads(self, key: int) -> tuple[Any, ...]:
+        return self.shapes.int32(), self.shapes.int32(key)
+
+    def pack(
+        self,
+        seq: Sequence,
+        eos_token_ids: tuple[int, ...],
+        bad_word_ids: SequenceOf[SequenceOf[int]],
+    ) -> np.ndarray:
+        """A sequence's row. Raises RequestError when it has too many or too long bad words."""
+        return pack_admission(
+            seq.params,
+            self.shapes.model.vocab_size,
+            seq.prompt_token_ids,
+            seq.output_token_ids,
+            eos_token_ids=eos_token_ids,
+            bad_word_ids=bad_word_ids,
+            ranks=self.shapes.vocab_ranks,
+        )
+
+    def __call__(self, state: DeviceState, slot: int, row: np.ndarray) -> None:
+        self.run(state, len(row), np.int32(slot), row)
