@@ -107,7 +107,7 @@ def main() -> None:
                     100 * hits / total,
                     hits / bound,
                     total / run.num_prefill_tokens,
-                    kv.offload.counters.fetched_pages.get(Tier.HOST, 0),
+                    kv.move_counters.fetched_pages.get(Tier.HOST, 0),
                     run.num_preemptions,
                 )
             )

@@ -40,10 +40,10 @@ def converse(llm: LLM, conversations: int, turns: int, reuse: bool) -> tuple[lis
             engine.add(f"{reuse} {turn} {index}", context, ANSWER)
             for index, context in enumerate(contexts)
         ]
-        while engine.has_work or kv.offload.num_in_flight_transfers:
+        while engine.has_work or kv.num_in_flight_transfers:
             if not reuse:
                 for node in [node for node in kv.tree if node.device is not None]:
-                    kv.offload.forget(node)
+                    kv.forget(node)
             engine.step()
         for context, request in zip(contexts, requests):
             (generation,) = request.sequence_outputs
@@ -60,7 +60,7 @@ def main() -> None:
     rows = []
     with LLM(host_kv_bytes=512 << 20, preemption="swap") as llm:
         kv = llm.engine.kv
-        moves, page_bytes = kv.offload.counters, kv.offload.page_bytes
+        moves, page_bytes = kv.move_counters, kv.page_bytes
         store = llm.engine._paging._stores[Tier.HOST]
         # Nobody's pages, so that few are left, and the programs are those of any other engine.
         kv.pool.allocate(kv.pool.num_free - POOL_PAGES)

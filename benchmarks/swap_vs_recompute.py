@@ -64,12 +64,12 @@ def preempt(llm: LLM, request: Request) -> float:
     engine, kv = llm.engine, llm.engine.kv
     seq = request.sequence_outputs[0].seq
     for node in list(kv.tree):
-        kv.offload.forget(node)
+        kv.forget(node)
     wanted = len(seq.output_token_ids) + seq.num_in_flight + 1
     time.sleep(0.1)  # The step under way ends: it would delay all three by the same.
     begin = time.perf_counter()
     engine.scheduler.preempt(seq)
-    kv.evict(kv.num_evictable)
+    kv.evict(kv.pool.num_cached)
     while len(seq.output_token_ids) < wanted:
         engine.step()
     return 1000 * (time.perf_counter() - begin)

@@ -161,7 +161,7 @@ def simulate(
             now = end_us
         elif in_flight:
             collect()
-        elif kv.offload.num_in_flight_transfers:
+        elif kv.num_in_flight_transfers:
             continue
         elif arrivals:
             now = arrivals[0].arrival_us
@@ -176,12 +176,12 @@ def _begin_moves(kv: KVManager, transfer_worker: TransferWorker | None) -> None:
     for load in operations.loads:
         load.handle.consume()
     for save in operations.saves:
-        images = np.zeros((len(save.nodes), kv.offload.page_bytes), np.uint8)
+        images = np.zeros((len(save.nodes), kv.page_bytes), np.uint8)
         kv.begin(save, images if transfer_worker.reserve() else None)
 
 
 def _end_moves(kv: KVManager, transfer_worker: TransferWorker) -> None:
-    while kv.offload.num_in_flight_transfers:
+    while kv.num_in_flight_transfers:
         transfer_worker.wait(timeout_us=1_000_000)
         kv.poll(now_us=0)
 

@@ -41,7 +41,7 @@ def settle(engine: Engine) -> None:
     """Lets an idle engine's moves end and be passed on, until nothing moves any more."""
     for _ in range(STEPS_TO_SETTLE):
         engine.step()
-        if not engine.kv.offload.transfers():
+        if not engine.kv.transfers():
             return
     raise AssertionError("moves beget moves for ever")
 

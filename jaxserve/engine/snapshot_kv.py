@@ -21,7 +21,7 @@ from jaxserve.engine.snapshot_files import SnapshotReader, SnapshotWriter
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.match import Match
 from jaxserve.kv.page_table import PageTable
-from jaxserve.kv.prefix_tree import Node, unpack_tokens
+from jaxserve.kv.prefix_tree import unpack_tokens
 from jaxserve.kv.tiers import PageCorruptError, Tier
 from jaxserve.kv.transfers import MOVE_PAGES
 
@@ -72,7 +72,7 @@ def prefixes_of(
         places = [(Tier.DEVICE, page) for page in table.pages[: kv.pool.pages_for(num_tokens)]]
         if not running:
             nodes, num_tokens = kv.known(table, seq.num_prompt + len(seq.output_token_ids))
-            places = [_place(node) for node in nodes]
+            places = [node.nearest for node in nodes]
         if num_tokens:
             yield Prefix(num_tokens, places, seq.request_id, seq.index)
     if cache:
@@ -80,16 +80,10 @@ def prefixes_of(
             token_ids = [token for node in path for token in unpack_tokens(node.tokens)]
             yield Prefix(
                 len(token_ids),
-                [_place(node) for node in path],
+                [node.nearest for node in path],
                 salt=path[0].parent.tokens.decode(),
                 token_ids=token_ids,
             )
-
-
-def _place(node: Node) -> Place:
-    if node.device is not None:
-        return Tier.DEVICE, node.device
-    return (Tier.HOST, node.host) if node.host is not None else (Tier.DISK, node.disk)
 
 
 def save_kv(
@@ -167,7 +161,7 @@ class SavedKV:
         last. `table_of` returns the page table for a prefix, a sequence's own where it has one;
         None to skip the prefix. `carry_out` dispatches the manager's page operations.
         """
-        room = kv.pool.capacity + sum(tier_pool.num_pages for tier_pool in kv.offload.tier_pools)
+        room = kv.pool.capacity + sum(tier.num_pages for tier in kv.tiers.values())
         chosen, seen = [], set()
         for prefix in self.prefixes:
             new = set(prefix["rows"]) - seen

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterable
 
 from jaxserve.kv.manager import KVManager
+from jaxserve.kv.node import ON_DEVICE, Node, NodeState
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.pages import TRASH_PAGE, PageError
-from jaxserve.kv.prefix_tree import Node
+from jaxserve.kv.tiers import Tier
 
 
 def check_invariants(manager: KVManager, tables: Iterable[PageTable]) -> None:
@@ -20,8 +21,8 @@ def check_invariants(manager: KVManager, tables: Iterable[PageTable]) -> None:
     _check_references(manager, tables)
     nodes = _all_nodes(manager, tables)
     _check_device(manager, nodes)
-    for index in range(len(manager.offload.tier_pools)):
-        _check_lower(manager, nodes, index)
+    for tier in manager.tiers:
+        _check_lower(manager, nodes, tier)
     for table in tables:
         for page, node in zip(table.pages, table.nodes):
             _require(node.device == page, f"a table has page {page}, its node has {node.device}")
@@ -46,7 +47,7 @@ def _all_nodes(manager: KVManager, tables: list[PageTable]) -> list[Node]:
         _require(not node.without_kv or bool(node.children), "the tree has a leaf without KV")
     for table in tables:
         nodes.update(dict.fromkeys(table.nodes))
-    for transfer in manager.offload.transfers():
+    for transfer in manager.transfers():
         nodes.update(dict.fromkeys(transfer.nodes))
     return list(nodes)
 
@@ -55,32 +56,37 @@ def _check_device(manager: KVManager, nodes: list[Node]) -> None:
     pool = manager.pool
     places = [node.device for node in nodes if node.device is not None]
     _require(len(set(places)) == len(places), "a device page belongs to two nodes")
-    cached = [node for node in nodes if node.device is not None and not pool.refs(node.device)]
-    _require(
-        len(cached) == pool.num_cached == manager.num_evictable,
-        f"{pool.num_cached} pages are cached, {len(cached)} of them have a node, and "
-        f"{manager.num_evictable} are evictable",
-    )
     for node in nodes:
-        _require(node.device is None or not node.in_transfer, "a node on the device is in transfer")
+        on_device = node.device is not None
+        used = on_device and pool.refs(node.device) > 0
+        _require(
+            on_device == (node.state in ON_DEVICE) and used == (node.state is NodeState.IN_USE),
+            f"a node is {node.state.name} and has the device page {node.device}",
+        )
+    cached = {node for node in nodes if node.state is NodeState.CACHED}
+    evictable = manager._states.evictable()
+    _require(
+        len(cached) == len(evictable) == pool.num_cached and cached == set(evictable),
+        f"{pool.num_cached} pages are cached, {len(cached)} of them have a node, and "
+        f"{len(evictable)} are evictable",
+    )
 
 
-def _check_lower(manager: KVManager, nodes: list[Node], index: int) -> None:
-    tier_pool = manager.offload.tier_pools[index]
-    tier = tier_pool.tier
-    places = [tier_pool.page(node) for node in nodes if tier_pool.page(node) is not None]
-    for transfer in manager.offload.transfers():
+def _check_lower(manager: KVManager, nodes: list[Node], tier: Tier) -> None:
+    places = [node.lower[tier] for node in nodes if tier in node.lower]
+    for transfer in manager.transfers():
         if transfer.target is tier:
             places += transfer.target_pages
         if transfer.source is tier:
-            sources = [tier_pool.page(node) for node in transfer.nodes]
+            sources = [node.lower.get(tier) for node in transfer.nodes]
             _require(
                 sources == transfer.source_pages, f"a {tier.value} page was reused in transfer"
             )
     _require(len(set(places)) == len(places), f"a {tier.value} page has two uses")
+    num_used = manager.tiers[tier].num_used
     _require(
-        len(places) == tier_pool.num_used,
-        f"{tier_pool.num_used} {tier.value} pages are allocated and {len(places)} used",
+        len(places) == num_used,
+        f"{num_used} {tier.value} pages are allocated and {len(places)} used",
     )
 
 

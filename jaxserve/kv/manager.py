@@ -17,15 +17,16 @@ takes twice as long as recomputing, only shortens the cached prefix.
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxserve.kv.match import Match, Preemption, PrefixMatcher
-from jaxserve.kv.offload_manager import OffloadManager
+from jaxserve.kv.node import Node, NodeState
+from jaxserve.kv.node_states import NodeStates
+from jaxserve.kv.offload_manager import MoveCounters, OffloadManager
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.pages import PagePool
-from jaxserve.kv.prefix_tree import Node, PrefixTree
+from jaxserve.kv.prefix_tree import PrefixTree
 from jaxserve.kv.rates import Rates
 from jaxserve.kv.tiers import Tier
 from jaxserve.kv.transfer_worker import TransferHandle, TransferWorker
@@ -42,6 +43,13 @@ class KVCounters:
     lost_pages: int = 0
     swaps: int = 0
     recomputes: int = 0
+
+
+class TierUsage(NamedTuple):
+    """Pages of a tier below the device."""
+
+    num_used: int
+    num_pages: int
 
 
 class KVManager:
@@ -65,26 +73,35 @@ class KVManager:
         self.tree = PrefixTree(pool.page_size)
         self.rates = rates or Rates()
         self.counters = KVCounters()
-        self.offload = OffloadManager(
-            tiers or {},
-            transfer_worker,
-            page_bytes,
-            pool.page_size,
-            self.rates,
-            settled=self._update_lru,
-        )
+        self.page_bytes = page_bytes
         self.prefix_caching = prefix_caching
+        self._states = NodeStates(pool, self.tree, tiers or {}, prefix_caching)
+        self._offload = OffloadManager(
+            self._states, transfer_worker, page_bytes, pool.page_size, self.rates
+        )
         self._preemption = preemption
-        self._evictable: OrderedDict[Node, None] = OrderedDict()
-        self._evictable_pinned: OrderedDict[Node, None] = OrderedDict()
         self._copies: list[tuple[int, int]] = []
-        self._freed: list[int] = []
         self._matcher = PrefixMatcher(self.tree, pool, self.rates, page_bytes, preemption)
 
     @property
-    def num_evictable(self) -> int:
-        """Cached pages on the device that no sequence uses."""
-        return len(self._evictable) + len(self._evictable_pinned)
+    def tiers(self) -> dict[Tier, TierUsage]:
+        """The tiers below the device, from the top down, and how full they are."""
+        pools = self._states.tier_pools.items()
+        return {tier: TierUsage(pool.num_used, pool.num_pages) for tier, pool in pools}
+
+    @property
+    def num_in_flight_transfers(self) -> int:
+        """Transfers that the transfer worker has not ended."""
+        return self._offload.num_in_flight_transfers
+
+    @property
+    def move_counters(self) -> MoveCounters:
+        """What was saved and fetched, and what failed."""
+        return self._offload.counters
+
+    def transfers(self) -> list[Transfer]:
+        """Every planned or in-flight transfer."""
+        return self._offload.transfers()
 
     # Admission
 
@@ -107,17 +124,17 @@ class KVManager:
         fetched, partial = list(match.fetched), match.partial
         if partial is not None and partial.device is None:
             fetched.append(partial)
-        fetches = self.offload.fetch(fetched, len(match.fetched))
+        fetches = self._offload.fetch(fetched, len(match.fetched))
         if partial is not None and partial.device is not None:
             self._share_part(table, partial, match.partial_tokens)
         self.unpin_table(table)
         table.pages += self._allocate(num_pages - len(table.pages), table.pages)
         table.num_cached = match.num_tokens
-        self.offload.begin_fetches(fetches, table, len(match.shared))
+        self._offload.begin_fetches(fetches, table, len(match.shared))
 
     def is_fetching(self, table: PageTable) -> bool:
         """Whether KV is being copied from a lower tier to pages of a table."""
-        return bool(self.offload.fetches(table))
+        return bool(self._offload.fetches(table))
 
     def append_page(self, table: PageTable) -> bool:
         """Adds one page to a table; False when every page is in use."""
@@ -141,7 +158,7 @@ class KVManager:
     def cached(self) -> Iterator[list[Node]]:
         """Cached prefixes on the device that no sequence uses, each as its list of nodes; most
         recently used first."""
-        for last in reversed((*self._evictable, *self._evictable_pinned)):
+        for last in reversed(self._states.evictable()):
             if any(node.device is not None for node in last.children):
                 continue  # Part of a longer cached prefix.
             path, node = [], last
@@ -173,20 +190,16 @@ class KVManager:
         `pin` pins its nodes until the sequence takes pages again, or until `unpin_table`. Without
         `keep`, evicted pages are not saved to a lower tier.
         """
-        arriving = [node for fetch in self.offload.fetches(table) for node in fetch.nodes]
-        self.offload.abandon_fetches(table, 0)
+        arriving = [node for fetch in self._offload.fetches(table) for node in fetch.nodes]
+        self._offload.abandon_fetches(table, 0)
         self.cache_pages(table, num_tokens, partial=True)
         if pin:
             table.pinned = table.nodes + arriving
-            for node in table.pinned:
-                node.pins += 1
+            self.pin(table.pinned)
         # Release tails first, so that the head of a prefix is evicted last.
         for index in reversed(range(len(table.pages))):
-            page, node = table.pages[index], None
-            if index < len(table.nodes):
-                node = table.nodes[index]
-                node.keep = keep or node.pins > 0 or self.pool.refs(page) > 1
-            self._let_go(page, node)
+            node = table.nodes[index] if index < len(table.nodes) else None
+            self._states.release(table.pages[index], node, keep=keep)
         table.clear()
 
     def unpin_table(self, table: PageTable) -> None:
@@ -197,14 +210,14 @@ class KVManager:
     def prefers_swap(self, table: PageTable, num_tokens: int) -> bool:
         """Whether to swap a sequence that is being preempted to a lower tier, rather than
         recompute its first `num_tokens` tokens."""
-        swap = bool(self.offload.tier_pools) and self._preemption != "recompute"
+        below = next(iter(self._states.tier_pools), None)
+        swap = below is not None and self._preemption != "recompute"
         # An ongoing fetch was already judged cheaper than recomputing.
         if swap and self._preemption == "auto" and not self.is_fetching(table):
-            below = self.offload.tier_pools[0].tier
             num_pages = self.pool.pages_for(num_tokens)
-            saved = sum(node.saved for node in table.nodes)
-            out_bytes = self.offload.staged_bytes(max(0, num_pages - saved))
-            back_bytes = self.offload.staged_bytes(num_pages)
+            saved = sum(bool(node.lower) for node in table.nodes)
+            out_bytes = self._offload.staged_bytes(max(0, num_pages - saved))
+            back_bytes = self._offload.staged_bytes(num_pages)
             swap = self.rates.prefers_swap(
                 0, num_tokens, [(Tier.DEVICE, below, out_bytes), (below, Tier.DEVICE, back_bytes)]
             )
@@ -215,67 +228,66 @@ class KVManager:
     def pin(self, nodes: Iterable[Node]) -> None:
         """Pins nodes: their pages are evicted only when no unpinned page is left."""
         for node in nodes:
-            node.pins += 1
-            self._update_lru(node)
+            self._states.pin(node)
 
     def unpin(self, nodes: Sequence[Node]) -> None:
         """Undoes one `pin` of each node."""
         for node in reversed(nodes):
-            node.pins -= 1
-            self._update_lru(node)
+            self._states.pin(node, -1)
+
+    def forget(self, node: Node) -> None:
+        """Frees a node's lower-tier pages, unless a transfer is using them."""
+        self._offload.forget(node)
 
     def reset(self) -> None:
         """Clears the prefix cache. Sequences keep their pages, which new ones cannot share."""
-        for node in self.tree.clear():
-            self._update_lru(node)
+        self._states.reset()
 
     def evict(self, count: int) -> int:
         """Evicts up to `count` pages that no sequence uses; returns how many."""
         for done in range(count):
-            order = self._evictable or self._evictable_pinned
-            if not order:
+            node = self._states.next_to_evict()
+            if node is None:
                 return done
-            self._evict(next(iter(order)))
+            self._evict(node)
         return count
 
     # Transfers
 
     def poll(self, now_us: int) -> list[TransferHandle]:
         """Processes ended transfers and returns their handles; call before planning a step."""
-        return self.offload.poll(now_us)
+        return self._offload.poll(now_us)
 
     def operations(self) -> Operations:
         """The device operations to run before the step just planned."""
         copies, self._copies = self._copies, []
-        freed, self._freed = self._freed, []
         copied = {target for _, target in copies}
         return Operations(
-            loads=self.offload.take_loads(),
-            saves=self.offload.take_saves(),
+            loads=self._offload.take_loads(),
+            saves=self._offload.take_saves(),
             copies=copies,
-            freed=[page for page in freed if page not in copied],
+            freed=[page for page in self._states.take_freed() if page not in copied],
         )
 
     def begin(self, save: Transfer, staging: Any) -> None:
         """Starts a save whose source pages were gathered into `staging`; None cancels it."""
         if staging is None:
-            self.offload.refuse_save(save)
+            self._offload.refuse_save(save)
         else:
-            self.offload.begin_save(save, staging)
+            self._offload.begin_save(save, staging)
 
     # Internals
 
     def _share(self, table: PageTable, node: Node) -> None:
-        self.pool.share(node.device)
-        node.keep = True
-        self._update_lru(node)
+        self._states.use(node)
         table.pages.append(node.device)
         table.nodes.append(node)
 
     def _share_part(self, table: PageTable, node: Node, num_tokens: int) -> None:
         """Appends a page that holds this node's first `num_tokens` tokens, writable after them:
         the node's own page if it matches whole and no sequence uses it, else a copy."""
-        if num_tokens == node.num_tokens < self.pool.page_size and not self._used(node):
+        whole = num_tokens == node.num_tokens < self.pool.page_size
+        if whole and node.state is NodeState.CACHED:
             self._share(table, node)
             return
         # Allocating the copy may evict the source page: it is read before it is written.
@@ -308,18 +320,15 @@ class KVManager:
             table.nodes.pop()
         if known.device is None:
             if own is not None:
-                own.device = None
-                self._update_lru(own)
-            known.device = table.pages[index]
+                self._states.transition(own, NodeState.ABSENT)
+            self._states.transition(known, NodeState.IN_USE, table.pages[index])
             table.nodes.append(known)
-            self._update_lru(known)
         else:  # Computed twice: drop the duplicate page.
             page = table.pages[index]
-            self.pool.share(known.device)
-            self._update_lru(known)
+            self._states.use(known)
             table.replace(index, known.device)
             table.nodes.append(known)
-            self._let_go(page, own)
+            self._states.release(page, own)
         return True
 
     def _enter_new(
@@ -327,19 +336,10 @@ class KVManager:
     ) -> None:
         if own is None:
             node = self.tree.add(parent, tokens)
-            node.device = table.pages[index]
+            self._states.transition(node, NodeState.IN_USE, table.pages[index])
             table.nodes.append(node)
         else:
             self.tree.grow(own, tokens)
-
-    def _let_go(self, page: int, node: Node | None) -> None:
-        """Drops a reference to a page; without any it is cached if it has a node, else freed."""
-        if self.pool.drop(page):
-            return
-        if node is None:
-            self._free(page)
-        else:
-            self._update_lru(node)
 
     def _allocate(self, count: int, pages: Sequence[int]) -> list[int]:
         """Allocates pages to follow `pages`, evicting cached ones if needed."""
@@ -349,39 +349,10 @@ class KVManager:
         return self.pool.allocate(count, pages[-1] if pages else None)
 
     def _evict(self, node: Node) -> None:
-        page = node.device
-        saved = node.saved or (node.keep and not node.in_transfer and self.offload.save(node, page))
+        """Evicts a cached node's device page, saving it first where no tier has it."""
         self.counters.evicted_pages += 1
-        self.counters.lost_pages += not saved
-        self._free_device(node)
-        self._update_lru(node)
-
-    def _free_device(self, node: Node) -> None:
-        if node.device is not None:
-            page, node.device = node.device, None
-            self._free(page)
-
-    def _free(self, page: int) -> None:
-        self.pool.free(page)
-        self._freed.append(page)
-
-    def _used(self, node: Node) -> bool:
-        return node.device is not None and self.pool.refs(node.device) > 0
-
-    def _update_lru(self, node: Node) -> None:
-        """Applies a node's state: puts it in its eviction order, frees pages, prunes the tree."""
-        order = None
-        if node.device is not None and not self._used(node):
-            if not node.attached or not (self.prefix_caching or node.pins):
-                self._free_device(node)
-            else:
-                order = self._evictable_pinned if node.pins else self._evictable
-        for other in (self._evictable, self._evictable_pinned):
-            if other is not order:
-                other.pop(node, None)
-        if order is not None:
-            order.setdefault(node)  # Keep an existing place: heads stay behind their tails.
-        if not self.prefix_caching and not node.pins and node.device is None:
-            self.offload.forget(node)
-        self.offload.update_lru(node)
-        self.tree.prune(node)
+        if not node.lower:
+            if node.keep and self._offload.save(node):
+                return
+            self.counters.lost_pages += 1
+        self._states.transition(node, NodeState.ABSENT)

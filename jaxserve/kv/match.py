@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Literal
 
+from jaxserve.kv.node import Node
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.pages import PagePool
-from jaxserve.kv.prefix_tree import Node, PrefixTree
+from jaxserve.kv.prefix_tree import PrefixTree
 from jaxserve.kv.rates import Rates
 from jaxserve.kv.tiers import Tier
 from jaxserve.kv.transfers import staged_pages
@@ -123,7 +124,7 @@ class PrefixMatcher:
         if away and self._preemption != "swap":
             start = split * page_size
             stop = start + len(fetched) * page_size + common
-            tiers = Counter(Tier.DISK if node.host is None else Tier.HOST for node in away)
+            tiers = Counter(node.nearest[0] for node in away)
             fetches = [
                 (tier, Tier.DEVICE, staged_pages(count) * self._page_bytes)
                 for tier, count in tiers.items()

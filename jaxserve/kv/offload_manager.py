@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from jaxserve.kv.node import Node, NodeState
+from jaxserve.kv.node_states import NodeStates
 from jaxserve.kv.page_table import PageTable
-from jaxserve.kv.prefix_tree import DeviceTransfer, Node
 from jaxserve.kv.rates import Rates
 from jaxserve.kv.tier_pool import TierPool
 from jaxserve.kv.tiers import Tier
@@ -35,30 +36,27 @@ class MoveCounters:
 
 
 class OffloadManager:
-    """Tracks every transfer: which nodes are in flight, and which lower-tier page each node owns.
+    """Tracks every transfer, and has `NodeStates` record what begins and ends.
 
     A node takes part in at most one transfer to or from the device and one between lower tiers.
-    Pages named by a transfer are not reused before its handle has ended. `settled` is called for
-    each node whose transfer has ended.
+    Pages named by a transfer are not reused before its handle has ended.
     """
 
     def __init__(
         self,
-        tiers: Mapping[Tier, int],
+        states: NodeStates,
         transfer_worker: TransferWorker | None,
         page_bytes: int,
         page_size: int,
         rates: Rates,
-        settled: Callable[[Node], None],
     ) -> None:
-        """`tiers` gives the number of pages of each tier below the device, from the top down."""
-        self.tier_pools = [TierPool(tier, num_pages) for tier, num_pages in tiers.items()]
         self.counters = MoveCounters()
         self.page_bytes = page_bytes
+        self._states = states
+        self._tier_pools = list(states.tier_pools.values())
         self._worker = transfer_worker
         self._page_size = page_size
         self._rates = rates
-        self._settled = settled
         self._in_flight: dict[TransferHandle, Transfer] = {}
         self._fetches: dict[PageTable, list[Transfer]] = {}
         self._resting_until_us = 0
@@ -84,28 +82,20 @@ class OffloadManager:
         """Every planned or in-flight transfer."""
         return [*self._saves, *self._in_flight.values()]
 
-    def update_lru(self, node: Node) -> None:
-        """Updates a node's place in the eviction orders; frees its lower pages if detached."""
-        for tier_pool in self.tier_pools:
-            page = tier_pool.page(node)
-            if page is not None and not node.attached and not node.moving:
-                tier_pool.put(node, None)
-                tier_pool.free(page)
-            tier_pool.update_lru(node)
-
     def forget(self, node: Node) -> None:
         """Frees a node's lower-tier pages, unless a transfer is using them."""
         if not node.moving:
-            for tier_pool in self.tier_pools:
-                self._give_up(tier_pool, node)
+            for tier in tuple(node.lower):
+                self._states.discard(node, tier)
 
-    def save(self, node: Node, page: int) -> bool:
-        """Plans to save a node whose device page is evicted; False if no lower tier has room."""
+    def save(self, node: Node) -> bool:
+        """Plans to save a cached node, and evicts its device page; False if no lower tier has
+        room."""
         for may_lose in (False, True):  # Prefer a slower tier over evicting an only copy.
-            for tier_pool in self.tier_pools:
+            for tier_pool in self._tier_pools:
                 target = self._take_page(tier_pool, may_lose)
                 if target is not None:
-                    self._add_save(tier_pool.tier, node, page, target)
+                    self._add_save(tier_pool.tier, node, target)
                     return True
         return False
 
@@ -116,18 +106,15 @@ class OffloadManager:
         """
         transfers: list[Transfer] = []
         for index, node in enumerate(nodes):
-            tier_pool = next(
-                tier_pool for tier_pool in self.tier_pools if tier_pool.page(node) is not None
-            )
+            tier, page = node.nearest
             last = transfers[-1] if transfers else None
-            if last is None or last.source is not tier_pool.tier or len(last.nodes) == MOVE_PAGES:
-                transfers.append(Transfer(tier_pool.tier, Tier.DEVICE))
+            if last is None or last.source is not tier or len(last.nodes) == MOVE_PAGES:
+                transfers.append(Transfer(tier, Tier.DEVICE))
             transfer = transfers[-1]
             transfer.nodes.append(node)
-            transfer.source_pages.append(tier_pool.page(node))
+            transfer.source_pages.append(page)
             transfer.num_shared += index < num_shared
-            node.transfer = DeviceTransfer.AWAITED
-            tier_pool.update_lru(node)
+            self._states.transition(node, NodeState.FETCHING)
         return transfers
 
     def begin_fetches(self, transfers: Sequence[Transfer], table: PageTable, first: int) -> None:
@@ -155,7 +142,7 @@ class OffloadManager:
         """Abandons the transfers into a table's pages from page `start` on."""
         for transfer in [fetch for fetch in self.fetches(table) if fetch.first >= start]:
             self._end_waiting(table, transfer)
-            transfer.stop_waiting()
+            self._stop_waiting(transfer)
             transfer.handle.abandon()
 
     def staged_bytes(self, num_pages: int) -> int:
@@ -188,7 +175,7 @@ class OffloadManager:
                 self._lose_patience(transfer)
                 self._learn(transfer.handle, now_us - transfer.handle.begun_us)  # A lower bound.
         if now_us >= self._resting_until_us:
-            for upper, lower in zip(self.tier_pools, self.tier_pools[1:]):
+            for upper, lower in zip(self._tier_pools, self._tier_pools[1:]):
                 self._pass_on(upper, lower)
         return ended
 
@@ -214,9 +201,17 @@ class OffloadManager:
     def _lose_patience(self, transfer: Transfer) -> None:
         """Stops waiting for a transfer; a save that still completes is used."""
         self.counters.slow_moves += 1
-        transfer.stop_waiting()
+        self._stop_waiting(transfer)
         if transfer.target is Tier.DEVICE:
             self._cut_short(transfer)
+
+    def _stop_waiting(self, transfer: Transfer) -> None:
+        """Marks that no sequence waits for a transfer any more."""
+        if transfer.awaited:
+            transfer.awaited = False
+            if Tier.DEVICE in (transfer.source, transfer.target):
+                for node in transfer.nodes:
+                    self._states.transition(node, NodeState.ABANDONED)
 
     def _cut_short(self, transfer: Transfer) -> None:
         """Has the sequence recompute the pages of this fetch and all pages after them."""
@@ -236,42 +231,44 @@ class OffloadManager:
                 self._resting_until_us = transfer.handle.ended_us + _REST_US
 
     def _end_fetch(self, transfer: Transfer, landed: bool) -> None:
-        tier_pool = self._tier_pool(transfer.source)
+        table = transfer.table
         if landed:
             self._loads.append(transfer)
-            table = transfer.table
             self._end_waiting(table, transfer)
-            for offset, node in enumerate(transfer.nodes[: transfer.num_shared]):
-                if node.attached and len(table.nodes) == transfer.first + offset:
-                    node.device = transfer.target_pages[offset]
-                    table.nodes.append(node)
-            _count(self.counters.fetched_pages, tier_pool.tier, len(transfer.nodes))
+            _count(self.counters.fetched_pages, transfer.source, len(transfer.nodes))
         elif transfer.awaited:
             self._cut_short(transfer)
-        for node in transfer.nodes:
-            node.transfer = DeviceTransfer.NONE
-            if transfer.handle.state is TransferState.FAILED and not node.moving:
-                self._give_up(tier_pool, node)  # A failed read may be permanent.
-            self._settled(node)
+        failed = transfer.handle.state is TransferState.FAILED
+        for offset, node in enumerate(transfer.nodes):
+            if (
+                landed
+                and offset < transfer.num_shared
+                and node.attached
+                and len(table.nodes) == transfer.first + offset
+            ):
+                self._states.transition(node, NodeState.IN_USE, transfer.target_pages[offset])
+                table.nodes.append(node)
+                continue
+            self._states.transition(node, NodeState.ABSENT)
+            if failed and not node.moving:
+                self._states.discard(node, transfer.source)  # A failed read may be permanent.
 
     def _end_save(self, transfer: Transfer, landed: bool) -> None:
         """Ends a save, or a spill between lower tiers, which keeps the upper copy."""
-        tier_pool = self._tier_pool(transfer.target)
-        for node, page in zip(transfer.nodes, transfer.target_pages):
-            if transfer.source is Tier.DEVICE:
-                node.transfer = DeviceTransfer.NONE
-            else:
-                node.spilling = False
+        tier_pool = self._states.tier_pools[transfer.target]
+        pairs = list(zip(transfer.nodes, transfer.target_pages))
+        # Nodes whose spill failed are still the least recently used, the first of them first.
+        for node, page in pairs if landed else reversed(pairs):
             if landed:
-                tier_pool.put(node, page)
+                self._states.store(node, transfer.target, page)
             else:
                 tier_pool.free(page)
-            self._settled(node)
+            if transfer.source is Tier.DEVICE:
+                self._states.transition(node, NodeState.ABSENT)
+            else:
+                self._states.end_spill(node, retry=None if landed else transfer.source)
         if landed:
-            _count(self.counters.saved_pages, tier_pool.tier, len(transfer.nodes))
-        elif transfer.source is not Tier.DEVICE:  # They are still the least recently used.
-            for node in reversed(transfer.nodes):
-                self._tier_pool(transfer.source).first(node)
+            _count(self.counters.saved_pages, transfer.target, len(transfer.nodes))
 
     def _pass_on(self, upper: TierPool, lower: TierPool) -> None:
         """Spills the next pages to be evicted to the tier below, ahead of their eviction."""
@@ -284,22 +281,21 @@ class OffloadManager:
             if page is None:
                 break
             transfer.nodes.append(node)
-            transfer.source_pages.append(upper.page(node))
+            transfer.source_pages.append(node.lower[upper.tier])
             transfer.target_pages.append(page)
-            node.spilling = True
-            upper.update_lru(node)
+            self._states.begin_spill(node)
         if transfer.nodes:
             self._start(transfer, self._patience_us(0, len(transfer.nodes)))
 
-    def _add_save(self, target: Tier, node: Node, page: int, target_page: int) -> None:
+    def _add_save(self, target: Tier, node: Node, target_page: int) -> None:
         last = self._saves[-1] if self._saves else None
         if last is None or last.target is not target or len(last.nodes) == MOVE_PAGES:
             self._saves.append(Transfer(Tier.DEVICE, target))
         transfer = self._saves[-1]
         transfer.nodes.append(node)
-        transfer.source_pages.append(page)
+        transfer.source_pages.append(node.device)
         transfer.target_pages.append(target_page)
-        node.transfer = DeviceTransfer.AWAITED
+        self._states.transition(node, NodeState.SAVING)
 
     def _take_page(
         self, tier_pool: TierPool, may_lose: bool, above: TierPool | None = None
@@ -312,19 +308,8 @@ class OffloadManager:
                 victim = next(iter(tier_pool.oldest(1)), None)
                 self.counters.lost_pages += victim is not None
             if victim is not None:
-                self._give_up(tier_pool, victim)
-                self._settled(victim)
+                self._states.discard(victim, tier_pool.tier)
         return tier_pool.allocate()
-
-    def _give_up(self, tier_pool: TierPool, node: Node) -> None:
-        page = tier_pool.page(node)
-        if page is not None:
-            tier_pool.put(node, None)
-            tier_pool.free(page)
-            tier_pool.update_lru(node)
-
-    def _tier_pool(self, tier: Tier) -> TierPool:
-        return next(tier_pool for tier_pool in self.tier_pools if tier_pool.tier is tier)
 
 
 def _count(counts: dict[Tier, int], tier: Tier, num_pages: int) -> None:

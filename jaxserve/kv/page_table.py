@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jaxserve.kv.prefix_tree import Node, chain_key, pack_tokens, salt_key
-
-_TOKEN_BYTES = 4
+from jaxserve.kv.node import TOKEN_BYTES, Node
+from jaxserve.kv.prefix_tree import chain_key, pack_tokens, salt_key
 
 
 class PageTable:
@@ -61,10 +60,10 @@ class PageTable:
 
     def tokens(self, start: int, stop: int) -> bytes:
         """The tokens at positions start .. stop - 1, packed. They must be known."""
-        known = len(self._packed) // _TOKEN_BYTES
+        known = len(self._packed) // TOKEN_BYTES
         if stop > known:
             self._packed += pack_tokens(self._token_ids(known, stop))
-        return bytes(self._packed[start * _TOKEN_BYTES : stop * _TOKEN_BYTES])
+        return bytes(self._packed[start * TOKEN_BYTES : stop * TOKEN_BYTES])
 
     def key(self, index: int, page_size: int) -> bytes:
         """The hash of all tokens up to the end of page `index`, which must be known."""

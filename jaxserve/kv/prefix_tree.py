@@ -9,7 +9,6 @@ sequences with different salts share nothing.
 
 from __future__ import annotations
 
-import enum
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -17,7 +16,8 @@ from operator import attrgetter
 
 import numpy as np
 
-_TOKEN_BYTES = 4
+from jaxserve.kv.node import TOKEN_BYTES, Node
+
 _tokens = attrgetter("tokens")
 
 
@@ -41,103 +41,13 @@ def chain_key(parent_key: bytes, tokens: bytes) -> bytes:
     return blake2b(tokens, digest_size=16, key=parent_key).digest()
 
 
-class DeviceTransfer(enum.Enum):
-    """Whether a node's KV is being copied to or from the device.
-
-    AWAITED: yes, and matching sequences should wait for it. ABANDONED: the copy is still in flight
-    and its pages are in use, but sequences no longer wait for it.
-    """
-
-    NONE = enum.auto()
-    AWAITED = enum.auto()
-    ABANDONED = enum.auto()
-
-
-class Node:
-    """Tokens after a prefix, and the location of their KV: a page number per tier, or None.
-
-    `tokens` are packed, at most one page of them (a root has the salt instead); only roots and full
-    pages have children. `pins` counts holders that will use the node again. `spilling`: its KV is
-    being copied from one lower tier to the next. A node that is not `attached` cannot be matched,
-    and its pages are freed by their last user.
-    """
-
-    __slots__ = (
-        "attached",
-        "children",
-        "device",
-        "disk",
-        "host",
-        "keep",
-        "key",
-        "parent",
-        "pins",
-        "spilling",
-        "tokens",
-        "transfer",
-    )
-
-    def __init__(self, parent: Node | None, tokens: bytes, key: bytes) -> None:
-        self.parent = parent
-        self.tokens = tokens
-        self.key = key
-        self.children: list[Node] = []
-        self.device: int | None = None
-        self.host: int | None = None
-        self.disk: int | None = None
-        self.pins = 0
-        self.transfer = DeviceTransfer.NONE
-        self.spilling = False
-        self.keep = True
-        """Whether to save it to a lower tier when its device page is evicted."""
-        self.attached = True
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens) // _TOKEN_BYTES
-
-    @property
-    def moving(self) -> bool:
-        """Whether a transfer worker may be reading its pages on lower tiers."""
-        return self.in_transfer or self.spilling
-
-    @property
-    def in_transfer(self) -> bool:
-        """Whether its KV is being copied to or from the device."""
-        return self.transfer is not DeviceTransfer.NONE
-
-    @property
-    def saved(self) -> bool:
-        """Whether a lower tier holds its KV."""
-        return self.host is not None or self.disk is not None
-
-    @property
-    def cached(self) -> bool:
-        """Whether any tier has its KV."""
-        return self.device is not None or self.saved
-
-    @property
-    def readable(self) -> bool:
-        """Whether its KV can be shared or fetched now."""
-        return self.device is not None or (self.saved and not self.in_transfer)
-
-    @property
-    def arriving(self) -> bool:
-        """Whether its KV will be readable soon."""
-        return self.transfer is DeviceTransfer.AWAITED
-
-    @property
-    def without_kv(self) -> bool:
-        """Whether no tier holds its KV and no transfer to or from the device is in flight."""
-        return not (self.device is not None or self.saved or self.in_transfer)
-
-
 class PrefixTree:
-    """The nodes of all salts. Independent of the page pools: the manager sets page numbers."""
+    """The nodes of all salts. It changes what a node's tokens are and whether it is attached; the
+    rest of a node is changed by `NodeStates`."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
-        self._page_bytes = page_size * _TOKEN_BYTES
+        self._page_bytes = page_size * TOKEN_BYTES
         self._roots: dict[bytes, Node] = {}
         self._full: dict[bytes, Node] = {}
         self._size = 0
@@ -231,4 +141,4 @@ def _common_tokens(a: bytes, b: bytes) -> int:
     """Length of the common prefix, in tokens."""
     size = min(len(a), len(b))
     differing = int.from_bytes(a[:size]) ^ int.from_bytes(b[:size])
-    return (size - (differing.bit_length() + 7) // 8) // _TOKEN_BYTES
+    return (size - (differing.bit_length() + 7) // 8) // TOKEN_BYTES

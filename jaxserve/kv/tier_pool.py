@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from jaxserve.kv.extents import ExtentAllocator
-from jaxserve.kv.prefix_tree import Node
+from jaxserve.kv.node import Node
 from jaxserve.kv.tiers import Tier
 
 
@@ -37,14 +37,6 @@ class TierPool:
         """Pages that are free or evictable without losing an only copy."""
         return self._extents.num_free + len(self._copies)
 
-    def page(self, node: Node) -> int | None:
-        """The node's page number in this tier, or None."""
-        return getattr(node, self.tier.value)
-
-    def put(self, node: Node, page: int | None) -> None:
-        """Sets the node's page number in this tier."""
-        setattr(node, self.tier.value, page)
-
     def allocate(self) -> int | None:
         """A free page, or None; preferably the one before the page allocated last.
 
@@ -65,7 +57,7 @@ class TierPool:
     def copy_of_another(self, above: TierPool | None = None) -> Node | None:
         """The first node to evict among those that also have a copy on another tier. Nodes with a
         copy on `above` are skipped: spilling from `above` into their page gains no capacity."""
-        nodes = (node for node in self._copies if above is None or above.page(node) is None)
+        nodes = (node for node in self._copies if above is None or above.tier not in node.lower)
         return next(nodes, None)
 
     def oldest(self, count: int) -> list[Node]:
@@ -82,9 +74,9 @@ class TierPool:
         """Puts a node in the eviction order that its state requires, as most recently used."""
         self._copies.pop(node, None)
         self._only.pop(node, None)
-        if self.page(node) is None or node.moving:
+        if self.tier not in node.lower or node.moving:
             return
-        if sum(page is not None for page in (node.device, node.host, node.disk)) > 1:
+        if node.device is not None or len(node.lower) > 1:
             self._copies[node] = None
         elif not node.pins:
             self._only[node] = None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxserve.kv.node import Node
 from jaxserve.kv.page_table import PageTable
-from jaxserve.kv.prefix_tree import DeviceTransfer, Node
 from jaxserve.kv.tiers import Tier
 from jaxserve.kv.transfer_worker import TransferHandle
 
@@ -42,13 +42,6 @@ class Transfer:
     deadline_us: int | None = None
     awaited: bool = True
     """Whether it is worth waiting for; its pages are released when its handle ends either way."""
-
-    def stop_waiting(self) -> None:
-        """Marks that no sequence waits for it any more."""
-        self.awaited = False
-        if Tier.DEVICE in (self.source, self.target):
-            for node in self.nodes:
-                node.transfer = DeviceTransfer.ABANDONED
 
 
 @dataclasses.dataclass

@@ -15,12 +15,11 @@ def kv_metrics(kv: KVManager) -> dict[str, Metric]:
 
 
 def _vllm_metrics(kv: KVManager) -> dict[str, Metric]:
-    pool, tiers = kv.pool, kv.offload.tier_pools
-    host_pages = sum(shelf.num_pages for shelf in tiers if shelf.tier is Tier.HOST)
+    pool, host = kv.pool, kv.tiers.get(Tier.HOST)
     config = {
         "block_size": pool.page_size,
         "num_gpu_blocks": pool.capacity,
-        "num_cpu_blocks": host_pages,
+        "num_cpu_blocks": host.num_pages if host else 0,
         "enable_prefix_caching": kv.prefix_caching,
     }
     return {
@@ -36,7 +35,7 @@ def _vllm_metrics(kv: KVManager) -> dict[str, Metric]:
 
 
 def _pages(kv: KVManager) -> dict[str, Metric]:
-    pool, tier_pools = kv.pool, kv.offload.tier_pools
+    pool, tiers = kv.pool, kv.tiers
     device = {"free": pool.num_free, "used": pool.num_used, "cached": pool.num_cached}
     return {
         "kv_pages": Metric(
@@ -45,24 +44,24 @@ def _pages(kv: KVManager) -> dict[str, Metric]:
         "kv_offload_pages": Metric(
             "gauge",
             "Pages in use on each tier below the device",
-            {tier_pool.tier.value: tier_pool.num_used for tier_pool in tier_pools},
+            {tier.value: usage.num_used for tier, usage in tiers.items()},
             "tier",
         ),
         "kv_lower_capacity_pages": Metric(
             "gauge",
             "Capacity in pages of each tier below the device",
-            {tier_pool.tier.value: tier_pool.num_pages for tier_pool in tier_pools},
+            {tier.value: usage.num_pages for tier, usage in tiers.items()},
             "tier",
         ),
         "kv_nodes": Metric("gauge", "Nodes (pages of tokens) in the prefix tree", len(kv.tree)),
         "kv_transfers_in_flight": Metric(
-            "gauge", "Transfers between tiers in flight", kv.offload.num_in_flight_transfers
+            "gauge", "Transfers between tiers in flight", kv.num_in_flight_transfers
         ),
     }
 
 
 def _counters(kv: KVManager) -> dict[str, Metric]:
-    counters, moves = kv.counters, kv.offload.counters
+    counters, moves = kv.counters, kv.move_counters
     return {
         "kv_copied_pages_total": Metric("counter", "Pages copied on write", counters.copied_pages),
         "kv_evicted_pages_total": Metric(
@@ -95,8 +94,8 @@ def _counters(kv: KVManager) -> dict[str, Metric]:
 
 
 def _rates(kv: KVManager) -> dict[str, Metric]:
-    rates, tiers = kv.rates, [tier_pool.tier for tier_pool in kv.offload.tier_pools]
-    ways = [way for tier in tiers for way in ((Tier.DEVICE, tier), (tier, Tier.DEVICE))]
+    rates = kv.rates
+    ways = [way for tier in kv.tiers for way in ((Tier.DEVICE, tier), (tier, Tier.DEVICE))]
     return {
         "kv_prefill_tokens_per_second": Metric(
             "gauge", "Measured prefill rate", rates.prefill_tokens_per_s() or 0

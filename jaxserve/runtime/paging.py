@@ -122,7 +122,7 @@ class Paging:
         while True:
             self.poll()
             self.carry_out()
-            if not self.manager.offload.num_in_flight_transfers or self._log.now() > give_up_us:
+            if not self.manager.num_in_flight_transfers or self._log.now() > give_up_us:
                 return
             self.wait()
 
@@ -133,7 +133,7 @@ class Paging:
 
     def wait(self) -> None:
         """Waits briefly for a transfer, when the engine is idle."""
-        if self._worker is not None and self.manager.offload.num_in_flight_transfers:
+        if self._worker is not None and self.manager.num_in_flight_transfers:
             self._worker.wait(_IDLE_WAIT_US)
 
     def close(self) -> None:

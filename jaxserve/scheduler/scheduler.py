@@ -29,8 +29,8 @@ from operator import attrgetter
 from jaxserve.core.sequence import Sequence, SequenceState, SharedPrefix
 from jaxserve.core.step_plan import ScheduledChunk, StepPlan
 from jaxserve.kv.manager import KVManager, Match
+from jaxserve.kv.node import Node
 from jaxserve.kv.page_table import PageTable
-from jaxserve.kv.prefix_tree import Node
 from jaxserve.scheduler.admission import AdmissionRule, kv_limit
 from jaxserve.scheduler.config import SchedulerConfig
 from jaxserve.scheduler.policies import POLICIES

@@ -192,7 +192,7 @@ def test_others_run_while_a_fetch_hangs(llama, alone, llm, copies_of):
 
     copies_of(llm).wrap("upload", wait)
     engine = llm.engine
-    engine.kv.offload._patience_us = lambda *given: 60_000_000
+    engine.kv._offload._patience_us = lambda *given: 60_000_000
     try:
         stuck = engine.add("stuck", prompt, SEEDED)
         request = engine.add("other", other, SEEDED)
@@ -208,7 +208,7 @@ def test_others_run_while_a_fetch_hangs(llama, alone, llm, copies_of):
         assert token_ids(engine.output(stuck)) == alone.tokens(prompt, SEEDED)
     finally:
         hang.set()
-        del engine.kv.offload._patience_us
+        del engine.kv._offload._patience_us
         engine.abort("stuck")
         engine.abort("other")
         while engine.has_work:
@@ -281,7 +281,7 @@ def test_what_comes_before_a_damaged_page_is_used(llama, alone, disk_llm):
     evict_all(engine)
     store = engine._paging._stores[Tier.DISK]
     path = nodes_of(engine, prompt)
-    offset = path[18].disk * store.page_bytes
+    offset = path[18].lower[Tier.DISK] * store.page_bytes
     os.pwrite(store._file.fileno(), b"damaged", offset)
     output = generate(disk_llm, prompt, SEEDED)
     assert token_ids(output) == alone.tokens(prompt, SEEDED)
@@ -383,7 +383,7 @@ def test_closing_while_pages_move(llama):
     generate(llm, llama.prompts[-1], dataclasses.replace(SEEDED, max_tokens=2))
     llm.engine.kv.evict(30)
     llm.engine.step()
-    assert llm.engine.kv.offload.num_in_flight_transfers
+    assert llm.engine.kv.num_in_flight_transfers
     release.set()
     llm.close()
     llm.close()

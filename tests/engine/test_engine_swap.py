@@ -92,7 +92,7 @@ def test_a_preemption_after_every_step(llama, alone, any_llm, evicts):
     kinds = engine.get_metrics()["jaxserve:kv_preemptions_total"].value
     if engine.plan.config.preemption == "swap":
         assert kinds["recompute"] == 0 < kinds["swap"]
-        assert not evicts or sum(engine.kv.offload.counters.fetched_pages.values()) > 0
+        assert not evicts or sum(engine.kv.move_counters.fetched_pages.values()) > 0
     if engine.plan.config.preemption == "recompute":
         assert kinds["swap"] == 0 < kinds["recompute"]
 
@@ -207,11 +207,11 @@ def test_recomputing_starts_from_nothing(longest, alone, kv_llm_for, name):
     engine = kv_llm_for(**ENGINES[name]).engine
     _, between = once(engine, lambda seq: seq.num_output == 10)
     work = [Arrival(longest, SEEDED)]
-    saved = dict(engine.kv.offload.counters.saved_pages)
+    saved = dict(engine.kv.move_counters.saved_pages)
     computed, outputs = prefilled(engine, lambda: drive(engine, work, between))
     check(alone, work, outputs)
     assert computed == 2 * len(longest) + 10
-    assert engine.kv.offload.counters.saved_pages == saved
+    assert engine.kv.move_counters.saved_pages == saved
 
 
 def test_a_second_swap_out_saves_only_what_is_new(longest, alone, kv_llm_for):
@@ -226,7 +226,7 @@ def test_a_second_swap_out_saves_only_what_is_new(longest, alone, kv_llm_for):
                 before = count(engine, "kv_evicted_pages_total")
                 engine.kv.evict(engine.kv.pool.capacity)
                 assert count(engine, "kv_evicted_pages_total") - before >= 26
-                saved.append(sum(len(save.nodes) for save in engine.kv.offload.transfers()))
+                saved.append(sum(len(save.nodes) for save in engine.kv.transfers()))
 
     work = [Arrival(longest, SEEDED)]
     check(alone, work, drive(engine, work, between))
@@ -258,7 +258,7 @@ def test_a_conversation_finds_its_pages_below(llama, alone, swapping):
         conversation += [*output.outputs[0].token_ids, 70 + turn, 80, 90]
         evict_all(swapping.engine)
         assert count(swapping.engine, "kv_pages", "cached") == 0
-        assert sum(shelf.num_used for shelf in swapping.engine.kv.offload.tier_pools) > 0
+        assert sum(tier.num_used for tier in swapping.engine.kv.tiers.values()) > 0
 
 
 def test_conversations_pushed_to_the_disk_by_others_come_back(llama, alone, kv_llm_for):

@@ -16,9 +16,9 @@ from cranked_transfer_worker import CrankedTransferWorker
 
 from jaxserve.kv.invariants import check_invariants
 from jaxserve.kv.manager import KVManager, Match, Preemption
+from jaxserve.kv.node import Node
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.pages import PagePool
-from jaxserve.kv.prefix_tree import Node
 from jaxserve.kv.tiers import DiskStore, HostStore, Tier
 from jaxserve.kv.transfer_worker import TransferHandle
 
@@ -127,7 +127,7 @@ class World:
 
     @property
     def evictable(self) -> int:
-        return self.manager.num_evictable
+        return self.manager.pool.num_cached
 
     @property
     def disk(self) -> DiskStore | None:
@@ -275,7 +275,7 @@ class World:
 
     def evict(self, count: int) -> None:
         pool = self.manager.pool
-        free, evictable = pool.num_free, self.manager.num_evictable
+        free, evictable = pool.num_free, self.manager.pool.num_cached
         done = self.manager.evict(count % 4)
         assert done == min(count % 4, evictable) == pool.num_free - free
 
@@ -345,8 +345,8 @@ class World:
             contents = self.contents(*_prefix(node))[-node.num_tokens :]
             if node.device is not None:
                 assert self.device[node.device, : node.num_tokens].tolist() == contents
-            if node.host is not None:
-                (image,) = self.stores[Tier.HOST].read([node.host]).view(np.int64)
+            if Tier.HOST in node.lower:
+                (image,) = self.stores[Tier.HOST].read([node.lower[Tier.HOST]]).view(np.int64)
                 assert image[: node.num_tokens].tolist() == contents
 
     def contents(self, salt: bytes, token_ids: list[int]) -> list[int]:
@@ -370,10 +370,7 @@ class World:
             while self.begun:
                 self.end_move(0, 0)
             self.poll(0)
-            if (
-                not self.transfer_worker.num_pending
-                and not self.manager.offload.num_in_flight_transfers
-            ):
+            if not self.transfer_worker.num_pending and not self.manager.num_in_flight_transfers:
                 self.step()
                 return
         raise AssertionError("moves beget moves for ever")
@@ -390,16 +387,13 @@ class World:
         self.check_images()
         pool, tree = self.manager.pool, self.manager.tree
         assert pool.num_used == 0
-        assert pool.num_cached == self.manager.num_evictable
+        assert pool.num_cached == self.manager.pool.num_cached
         assert self.transfer_worker.free_buffers == (self.staging_buffers, self.staging_buffers)
         assert not any(node.pins or node.in_transfer for node in tree)
         self.manager.reset()
         assert pool.num_free == pool.capacity
-        assert all(
-            tier_pool.num_free == tier_pool.num_pages
-            for tier_pool in self.manager.offload.tier_pools
-        )
-        assert self.manager.offload.transfers() == []
+        assert all(usage.num_used == 0 for usage in self.manager.tiers.values())
+        assert self.manager.transfers() == []
         assert not tree._full and not tree._roots
 
 

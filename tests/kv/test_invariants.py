@@ -9,6 +9,7 @@ from kv_bench import OTHER, PROMPT, Bench
 
 from jaxserve.kv.invariants import check_invariants
 from jaxserve.kv.pages import PageError
+from jaxserve.kv.tiers import Tier
 
 
 def leak_a_page(bench: Bench) -> None:
@@ -25,17 +26,17 @@ def have_a_page_twice(bench: Bench) -> None:
 
 
 def forget_a_node(bench: Bench) -> None:
-    tree, kept = bench.manager.tree, next(iter(bench.manager._evictable))
+    tree, kept = bench.manager.tree, bench.manager._states.next_to_evict()
     tree._take_out(kept)
 
 
 def leak_below(bench: Bench) -> None:
-    bench.manager.offload.tier_pools[0].allocate()
+    bench.manager._states.tier_pools[Tier.HOST].allocate()
 
 
 def keep_nothing(bench: Bench) -> None:
-    node = next(node for node in bench.manager.tree if node.host is not None)
-    node.host = None
+    node = next(node for node in bench.manager.tree if node.lower)
+    node.lower.clear()
 
 
 @pytest.mark.parametrize(

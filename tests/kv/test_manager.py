@@ -183,7 +183,7 @@ def test_a_page_in_use_is_never_given_up(make):
     bench.leave(bench.run(OTHER[:8]))
     sample = bench.run(PROMPT[:12])
     assert bench.manager.evict(100) == 2
-    assert bench.manager.num_evictable == 0
+    assert bench.manager.pool.num_cached == 0
     for _ in range(2):
         assert bench.manager.append_page(sample.table)
     assert not bench.manager.append_page(sample.table)
@@ -217,7 +217,7 @@ def test_what_is_not_worth_keeping_is_not_saved(make, keep):
     bench.leave(bench.run(PROMPT[:8]), keep=keep)
     bench.manager.evict(2)
     bench.settle()
-    assert bench.manager.offload.counters.saved_pages == ({Tier.HOST: 2} if keep else {})
+    assert bench.manager.move_counters.saved_pages == ({Tier.HOST: 2} if keep else {})
     assert bench.manager.counters.lost_pages == (0 if keep else 2)
     assert bench.hit(PROMPT[:9]) == (8 if keep else 0)
 
@@ -229,7 +229,7 @@ def test_another_who_comes_back_has_it_kept(make):
     bench.leave(second, keep=False)
     bench.manager.evict(3)
     bench.settle()
-    assert bench.manager.offload.counters.saved_pages == {Tier.HOST: 2}
+    assert bench.manager.move_counters.saved_pages == {Tier.HOST: 2}
 
 
 def test_without_prefix_caching_pages_are_kept_for_those_who_come_back(make):
@@ -238,7 +238,7 @@ def test_without_prefix_caching_pages_are_kept_for_those_who_come_back(make):
     assert bench.manager.pool.num_free == 16
     sample = bench.run(PROMPT[:8], b"two")
     bench.leave(sample, pin=True)
-    assert bench.manager.num_evictable == 2
+    assert bench.manager.pool.num_cached == 2
     bench.manager.evict(1)
     bench.settle()
     bench.come_back(sample)
@@ -248,4 +248,4 @@ def test_without_prefix_caching_pages_are_kept_for_those_who_come_back(make):
     bench.manager.unpin_table(sample.table)
     bench.settle()
     assert bench.manager.pool.num_free == 16
-    assert bench.manager.offload.tier_pools[0].num_used == 0
+    assert bench.manager.tiers[Tier.HOST].num_used == 0

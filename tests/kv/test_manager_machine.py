@@ -19,6 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from kv_world import OPERATIONS, World
 
 from jaxserve.kv import page_table, prefix_tree
+from jaxserve.kv.node import TRANSITIONS
+from jaxserve.kv.node_states import NodeStates
 from jaxserve.kv.tiers import Tier
 
 NUM_CHOICES = {
@@ -94,15 +96,24 @@ def drive(seed: int, num_operations: int) -> World:
     return world
 
 
-def test_a_hundred_thousand_operations():
+def test_a_hundred_thousand_operations(monkeypatch):
+    taken = set()
+    transition = NodeStates.transition
+
+    def noted(self, node, state, page=None):
+        taken.add((node.state, state))
+        transition(self, node, state, page)
+
+    monkeypatch.setattr(NodeStates, "transition", noted)
     worlds = [drive(seed, 400) for seed in range(250)]
     assert sum(world.num_operations for world in worlds) >= 100_000
-    # They went everywhere.
+    # They went everywhere, and took every transition that a node may take.
+    assert taken == {(before, after) for before in TRANSITIONS for after in TRANSITIONS[before]}
     managers = [world.manager for world in worlds]
     counters = [manager.counters for manager in managers]
     for name in ("copied_pages", "evicted_pages", "lost_pages", "swaps", "recomputes"):
         assert sum(getattr(counter, name) for counter in counters) > 400
-    moves = [manager.offload.counters for manager in managers]
+    moves = [manager.move_counters for manager in managers]
     for tier in (Tier.HOST, Tier.DISK):
         assert sum(move.saved_pages.get(tier, 0) for move in moves) > 200
         assert sum(move.fetched_pages.get(tier, 0) for move in moves) > 20
@@ -128,4 +139,4 @@ def test_the_same_operations_give_the_same_pages(seed):
     first, second = drive(seed, 300), drive(seed, 300)
     assert (first.device == second.device).all()
     assert first.manager.counters == second.manager.counters
-    assert first.manager.offload.counters == second.manager.offload.counters
+    assert first.manager.move_counters == second.manager.move_counters

@@ -29,7 +29,7 @@ def test_out_and_back(make):
     assert bench.manager.match(sample.table, 17).must_fetch
     bench.come_back(sample)
     assert sample.num_computed == 17  # The step has compared what it reads.
-    counters = bench.manager.offload.counters
+    counters = bench.manager.move_counters
     assert counters.saved_pages == counters.fetched_pages == {Tier.HOST: 5}
 
 
@@ -44,7 +44,7 @@ def test_the_second_time_out_copies_only_what_is_new(make):
         bench.manager.evict(16)
         bench.settle()
     # Four pages, then the fifth with two tokens, then the fifth anew with four.
-    assert bench.manager.offload.counters.saved_pages == {Tier.HOST: 4 + 1 + 1}
+    assert bench.manager.move_counters.saved_pages == {Tier.HOST: 4 + 1 + 1}
     bench.come_back(sample)
     assert sample.num_computed == 19
 
@@ -84,7 +84,7 @@ def test_a_failed_fetch_makes_the_prefix_shorter(make, failing):
     sample = swapped_out(bench, 20)
     assert bench.take(sample) is not None
     bench.step()
-    assert sample.table.num_cached == 19 and len(bench.manager.offload.fetches(sample.table)) == 2
+    assert sample.table.num_cached == 19 and len(bench.manager._offload.fetches(sample.table)) == 2
     for number in range(2):
         if bench.startable:
             bench.begin_move(0)
@@ -93,7 +93,7 @@ def test_a_failed_fetch_makes_the_prefix_shorter(make, failing):
             bench.step()
     assert not bench.manager.is_fetching(sample.table)
     assert sample.num_computed == failing * MOVE_PAGES
-    assert bench.manager.offload.counters.failed_moves == 1
+    assert bench.manager.move_counters.failed_moves == 1
     bench.write(sample)
     assert sample.num_computed == 20
     check_invariants(bench.manager, [sample.table])
@@ -108,7 +108,7 @@ def test_a_fetch_that_takes_too_long_is_given_up(make):
     bench.poll(31)
     assert not bench.manager.is_fetching(sample.table) and not sample.fetching
     assert sample.num_computed == 0
-    assert bench.manager.offload.counters.slow_moves == 1
+    assert bench.manager.move_counters.slow_moves == 1
     bench.write(sample)
     bench.settle()  # It comes late, and is dropped.
     bench.check_readable(sample)
@@ -117,10 +117,10 @@ def test_a_fetch_that_takes_too_long_is_given_up(make):
 def test_a_page_that_the_disk_has_changed_is_computed_again(make):
     bench = make(disk_pages=8)
     sample = swapped_out(bench, 8)
-    bench.corrupt(next(iter(bench.manager.tree)).disk)
+    bench.corrupt(next(iter(bench.manager.tree)).lower[Tier.DISK])
     bench.come_back(sample)
     assert sample.num_computed == 0
-    assert bench.manager.offload.counters.failed_moves == 1
+    assert bench.manager.move_counters.failed_moves == 1
     bench.write(sample)
     bench.leave(sample)
     bench.manager.evict(2)
@@ -138,9 +138,9 @@ def test_what_cannot_be_saved_is_lost_and_nothing_else(make, reason):
     bench.begin_move(0)
     bench.end_move(0, fails=15 * (reason == "the medium refuses"))
     bench.settle()
-    saved = bench.manager.offload.counters.saved_pages.get(Tier.HOST, 0)
+    saved = bench.manager.move_counters.saved_pages.get(Tier.HOST, 0)
     assert saved == {"no room below": 2, "no staging buffer": MOVE_PAGES}.get(reason, 0)
-    assert bench.manager.offload.tier_pools[0].num_used == saved
+    assert bench.manager.tiers[Tier.HOST].num_used == saved
     sample = bench.run(PROMPT[:19])
     assert sample.num_computed == 19
 
@@ -185,10 +185,10 @@ def test_a_tail_whose_other_image_gives_way_still_goes_before_its_head(make):
     sample.token_ids.append(0)
     bench.come_back(sample)
     head, tail = sample.table.nodes
-    assert None not in (head.device, head.host, tail.device, tail.host)
+    assert None not in (head.device, tail.device) and head.lower and tail.lower
     bench.leave(sample)
     bench.manager.evict(1)  # That of the other, whose image takes the room of one of these.
-    assert (head.host is None) != (tail.host is None)
+    assert bool(head.lower) != bool(tail.lower)
     bench.settle()
     bench.manager.evict(1)
     assert tail.device is None and head.device is not None
@@ -207,7 +207,7 @@ def test_a_quarter_of_the_hosts_pages_could_always_be_taken(make):
     for _ in range(5):
         bench.poll(0)  # However often it looks while they are on the way.
     bench.settle()
-    host, disk = bench.manager.offload.tier_pools
+    host, disk = bench.manager._states.tier_pools.values()
     assert (host.num_used, host.num_spare, disk.num_used) == (16, 4, 4)
     assert bench.hit(PROMPT[:17]) == 16
 
@@ -224,7 +224,7 @@ def test_from_the_disk_to_the_device(make):
     sample = bench.start([0, 1, 2])
     bench.settle()
     assert sample.num_computed == 2
-    assert bench.manager.offload.counters.fetched_pages[Tier.DISK] == 2
+    assert bench.manager.move_counters.fetched_pages[Tier.DISK] == 2
 
 
 @pytest.mark.parametrize("disk_pages", [1, 2, 8])
@@ -234,7 +234,7 @@ def test_moves_come_to_rest_however_small_the_disk(make, disk_pages):
         bench.leave(bench.run(list(range(start, start + 10))))
         bench.manager.evict(10)
         bench.settle()
-    host, disk = bench.manager.offload.tier_pools
+    host, disk = bench.manager._states.tier_pools.values()
     assert disk.num_used == disk_pages
     assert host.num_spare == min(4, disk_pages)
 
@@ -272,5 +272,5 @@ def test_what_is_sooner_computed_than_fetched_is_not_fetched(make):
         rates.prefilled(8, 36, 1)
     assert bench.hit(PROMPT[:13]) == 0
     assert bench.take(sample).num_tokens == 0
-    assert bench.manager.num_evictable == 0
+    assert bench.manager.pool.num_cached == 0
     bench.step()

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jaxserve.kv import prefix_tree
+from jaxserve.kv.node import Node, NodeState
 from jaxserve.kv.page_table import PageTable
-from jaxserve.kv.prefix_tree import Node, PrefixTree, chain_key, pack_tokens, salt_key
+from jaxserve.kv.prefix_tree import PrefixTree, chain_key, pack_tokens, salt_key
+from jaxserve.kv.tiers import Tier
 
 PAGE_SIZE = 4
 
@@ -22,7 +24,7 @@ def tree():
 def add(tree: PrefixTree, parent: Node, *token_ids: int) -> Node:
     """A child that has an image."""
     node = tree.add(parent, pack_tokens(list(token_ids)))
-    node.host = 0
+    node.lower[Tier.HOST] = 0
     return node
 
 
@@ -32,7 +34,7 @@ def find(tree: PrefixTree, parent: Node, *token_ids: int) -> Node | None:
 
 
 def lose(tree: PrefixTree, node: Node) -> None:
-    node.host = None
+    node.lower.clear()
     tree.prune(node)
 
 
@@ -162,10 +164,13 @@ def test_a_node_is_taken_out_when_it_has_no_image_and_no_descendant(tree):
     assert tree.root(b"") is not root  # Of a salt without nodes nothing is remembered.
 
 
-@pytest.mark.parametrize("place", ["device", "host", "disk", "transfer"])
+@pytest.mark.parametrize("place", [Tier.HOST, Tier.DISK, *list(NodeState)[1:]])
 def test_a_node_with_an_image_anywhere_or_on_its_way_stays(tree, place):
     node = tree.add(tree.root(b""), pack_tokens([1]))
-    setattr(node, place, 0)
+    if isinstance(place, Tier):
+        node.lower[place] = 0
+    else:
+        node.state = place
     tree.prune(node)
     assert node.attached and list(tree) == [node]
 
@@ -238,7 +243,7 @@ class TreeMachine(RuleBasedStateMachine):
         else:
             assert key not in self.nodes
             node = self.nodes[key] = self.tree.add(parent, pack_tokens(page))
-            node.host = 0
+            node.lower[Tier.HOST] = 0
 
     def known(self, salt: bytes) -> list[tuple[int, ...]]:
         return [token_ids for known_salt, token_ids in self.nodes if known_salt == salt]
@@ -268,7 +273,7 @@ class TreeMachine(RuleBasedStateMachine):
             else:
                 assert parent is node and before == token_ids
             # A node stays for an image of its own or for the sake of those after it.
-            assert node.host is not None or node.children
+            assert node.lower or node.children
 
 
 TestTree = TreeMachine.TestCase

@@ -114,7 +114,7 @@ def serve(
                 computed[prefix].update(range(chunk.start, chunk.start + chunk.num_tokens))
         if forgetful:
             on_device = [node for node in kv.tree if node.pins and node.device is not None]
-            kv.evict(kv.num_evictable - sum(not pool.refs(node.device) for node in on_device))
+            kv.evict(pool.num_cached - sum(not pool.refs(node.device) for node in on_device))
 
     run = simulate(order, config_for(policy), kv, linear_us(10, 1), on_step=watch)
     prefixes = list(dict.fromkeys(job.shared_prefix for job in order if job.shared_prefix))
