@@ -2,9 +2,9 @@
 
 Peers are Hugging Face `generate`, one request at a time and padded to a batch, its continuous
 batching `generate_batch`, and llama.cpp where llama-cpp-python is installed. All but llama.cpp,
-which multiplies the file's 4-bit weights, compute in float32. Rounds alternate between the engines and the best of each is reported,
-so that other load on a shared machine does not penalize a single engine. The limit is the time of
-the weights' matrix products alone, at rates measured here.
+which multiplies the file's 4-bit weights, compute in float32. Rounds alternate between the engines
+and the best of each is reported, so that other load on a shared machine does not penalize a single
+engine. The limit is the time of the weights' matrix products alone, at rates measured here.
 
     pip install -e '.[peers]'
     python benchmarks/peers_cpu.py

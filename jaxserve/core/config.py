@@ -285,12 +285,6 @@ class EngineConfig:
                 f"page_size is {page_size}, which is not divisible by context_parallel_size "
                 f"{shares}; set it to a multiple of {shares}."
             )
-        by_layer = self.pipeline_parallel_size == shares == 1
-        if self.program_scope == "layer" and not by_layer:
-            raise ConfigError(
-                "program_scope is 'layer', which pipeline_parallel_size and context_parallel_size "
-                "above 1 do not support; omit it, or set it to 'step'."
-            )
         return dataclasses.replace(
             self,
             dtype=self.dtype or default_dtype(platform),
@@ -301,7 +295,7 @@ class EngineConfig:
             page_size=page_size,
             target_step_us=self.target_step_us
             or ((500_000 if on_cpu else 50_000) if self.scheduler == "medha" else None),
-            program_scope=self.program_scope or ("layer" if on_cpu and by_layer else "step"),
+            program_scope=self.program_scope or ("layer" if on_cpu else "step"),
         )
 
 

@@ -19,14 +19,14 @@ MESHES = {
     "TP4": {"sequence_parallel": True},
     "TP8": {},
     "PP2": {"max_num_batched_tokens": 2 + 64},
-    "PP4": {"max_num_seqs": 4},
-    "SP2": {},
+    "PP4": {"max_num_seqs": 4, "program_scope": "layer"},
+    "SP2": {"program_scope": "layer"},
     "SP4": {"page_size": 16},
     "SP8": {},
     "TP4 PP2": {"sequence_parallel": True},
-    "TP2 SP2": {"sequence_parallel": True},
+    "TP2 SP2": {"sequence_parallel": True, "program_scope": "layer"},
     "PP2 SP2": {"max_num_batched_tokens": 2 + 64},
-    "TP2 PP2 SP2": {},
+    "TP2 PP2 SP2": {"program_scope": "layer"},
 }
 
 
@@ -35,15 +35,15 @@ def test_a_mesh_answers_as_one_device(answered, mesh):
     on_mesh(mesh, check_answers, answered, **MESHES[mesh])
 
 
-@pytest.mark.parametrize("mesh", ["SP2", "TP2 SP4"])
-def test_keys_go_around_a_ring(answered, mesh):
+@pytest.mark.parametrize(("mesh", "scope"), [("SP2", "layer"), ("TP2 SP4", "step")])
+def test_keys_go_around_a_ring(answered, mesh, scope):
     """A first chunk of 32 tokens is better kept where it is."""
-    on_mesh(mesh, check_ring, answered)
+    on_mesh(mesh, check_ring, answered, scope)
 
 
-def check_ring(mesh: str, directory: Path) -> None:
+def check_ring(mesh: str, directory: Path, scope: str) -> None:
     model = TinyModel.open(directory / "model")
-    with load(model, mesh, max_num_batched_tokens=2 + 32) as llm:
+    with load(model, mesh, max_num_batched_tokens=2 + 32, program_scope=scope) as llm:
         runner, ring = llm.engine._runner, []
         forward = runner._forward
 

@@ -74,43 +74,61 @@ class PipelineStep(Forward):
 
 
 class ForwardByLayer:
-    """The model as several programs: embed, groups of layers, final norm."""
+    """The model as several programs: the first part, groups of layers, the last part."""
 
     def __init__(self, shapes: ProgramShapes) -> None:
-        self._embed = _Embed(shapes)
-        self._layers = _Layers(shapes, self._embed)
-        self._final_norm = _FinalNorm(shapes, self._embed)
+        staged = shapes.stages > 1
+        self._first = (_EnterStage if staged else _Embed)(shapes)
+        self._layers = (_StageLayers if staged else _Layers)(shapes, self._first)
+        self._last = (_LeaveStage if staged else _FinalNorm)(shapes, self._first)
 
     @property
     def kinds(self) -> tuple[ProgramKind[Any], ...]:
-        return self._embed, self._layers, self._final_norm
+        return self._first, self._layers, self._last
 
     def __call__(self, state: DeviceState, key: ProgramKey, steps: Sequence[FrozenPlan]) -> Hidden:
-        """Hidden states of the only one of `steps`."""
-        (metadata,) = map(self._embed.shapes.layouts[key].pack, steps)
-        x, shared, slot_mapping, sampled = self._embed.run(state, key, metadata)
+        """Hidden states of the oldest of `steps`, the newest of which is first."""
+        x, shared, slot_mapping, sampled = self._first(state, key, steps)
         x = self._layers(state, key, x, shared, slot_mapping)
-        return self._final_norm.run(state, key, x, sampled)
+        return self._last.run(state, key, x, sampled)
+
+
+BY_RANK = P((STAGE, SEQ))
+"""Activations between programs are concatenated over ranks along their first dimension, whatever
+it is: each program takes them apart as the last one put them together."""
 
 
 class _Embed(_OfStep):
     title = "embed"
     reads = ("outside_layers", "tables", "last_tokens")
     replaces = ("tables",)
-    outputs = (P(), P(), P(), P())
+    outputs = (BY_RANK, BY_RANK, BY_RANK, BY_RANK)
     pure = step.embed
 
     def __init__(self, shapes: ProgramShapes) -> None:
         super().__init__(shapes)
         self._results: dict[ProgramKey, Any] = {}
 
+    def __call__(self, state: DeviceState, key: ProgramKey, steps: Sequence[FrozenPlan]) -> Any:
+        return self.run(state, key, *map(self.shapes.layouts[key].pack, steps))
+
     def results(self, key: ProgramKey) -> Any:
         """Shapes of its results, which the other parts take."""
         if key not in self._results:
-            place = self.shapes.sharding()
-            _, *results = self.spec(key).results()
+            place = self.shapes.sharding(*BY_RANK)
+            results = self.spec(key).results()[len(self.replaces) :]
             self._results[key] = jax.tree.map(lambda array: placed(array, place), results)
         return self._results[key]
+
+
+class _EnterStage(_Embed):
+    title = "enter-stage"
+    reads = ("outside_layers", "tables", "carry", "last_tokens")
+    pure = step.enter_stage
+    uploads = PipelineStep.uploads
+
+    def __call__(self, state: DeviceState, key: ProgramKey, steps: Sequence[FrozenPlan]) -> Any:
+        return self.run(state, key, np.stack([*map(self.shapes.layouts[key].pack, steps)]))
 
 
 class _LayersKey(NamedTuple):
@@ -132,9 +150,9 @@ class _Layers(ProgramKind[_LayersKey]):
     title = "layers"
     pure = step.layers
 
-    def __init__(self, shapes: ProgramShapes, embed: _Embed) -> None:
+    def __init__(self, shapes: ProgramShapes, first: _Embed) -> None:
         super().__init__(shapes)
-        self._embed = embed
+        self._first = first
         kinds = shapes.local_model.layer_kinds
         self._groups = {
             key: [(group, _LayersKey(key, tuple(kinds[group]))) for group in shapes.groups(key)]
@@ -152,7 +170,7 @@ class _Layers(ProgramKind[_LayersKey]):
         return _between_layers(self.shapes, key.step, super().function(key))
 
     def uploads(self, key: _LayersKey) -> tuple[Any, ...]:
-        return tuple(self._embed.results(key.step)[:3])
+        return tuple(self._first.results(key.step)[:3])
 
     def spec(self, key: _LayersKey) -> ProgramSpec:
         state = self.shapes.abstract_state
@@ -163,7 +181,7 @@ class _Layers(ProgramKind[_LayersKey]):
             self.function(key),
             (params, kv, *self.uploads(key)),
             donated=(1, 2),
-            outputs=(partition_specs(kv), P()),
+            outputs=(partition_specs(kv), BY_RANK),
         )
 
     def __call__(
@@ -176,19 +194,31 @@ class _Layers(ProgramKind[_LayersKey]):
         return x
 
 
+class _StageLayers(_Layers):
+    pure = step.stage_layers
+
+
 class _FinalNorm(_OfStep):
     title = "final-norm"
     reads = ("outside_layers",)
-    outputs = (P(), P())
+    outputs = (P(), P(None, SEQ))
     pure = step.final_norm
 
-    def __init__(self, shapes: ProgramShapes, embed: _Embed) -> None:
+    def __init__(self, shapes: ProgramShapes, first: _Embed) -> None:
         super().__init__(shapes)
-        self._embed = embed
+        self._first = first
 
     def uploads(self, key: ProgramKey) -> tuple[Any, ...]:
-        x, _, _, sampled = self._embed.results(key)
+        x, _, _, sampled = self._first.results(key)
         return x, sampled
+
+
+class _LeaveStage(_FinalNorm):
+    title = "leave-stage"
+    reads = ("outside_layers", "carry")
+    replaces = ("carry",)
+    outputs = (P(), P(STAGE, SEQ))
+    pure = step.leave_stage
 
 
 def _between_layers(

@@ -194,7 +194,7 @@ class ProgramShapes:
 
         Decode steps are short, so they use larger groups and fewer calls.
         """
-        size, count = 1 if key.prefill_tokens else DECODE_LAYERS, self.model.num_layers
+        size, count = 1 if key.prefill_tokens else DECODE_LAYERS, self.local_model.num_layers
         return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
     @property

@@ -1,9 +1,10 @@
 """The pure functions that run the model over one packed step.
 
 Their shapes are fixed by a StepLayout, and the buffers they replace (KV pages, page tables) are
-donated. The model is one program, `forward`, or three kinds of
-programs, `embed`, `layers` and `final_norm`; one `layers` program serves every group of equal
-layers (docs/decisions/002-programs.md).
+donated. The model is one program, `forward`, or three kinds of programs, `embed`, `layers` and
+`final_norm`; one `layers` program serves every group of equal layers
+(docs/decisions/002-programs.md). In a pipeline these are `pipeline_step`, or `enter_stage`,
+`stage_layers` and `leave_stage`.
 """
 
 from __future__ import annotations
@@ -150,11 +151,11 @@ def final_norm(
     sampled: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Last part of `forward`: hidden states to sample from, and of the prefill tokens."""
-    picked, of_prefill = _final_norm(family, config, layout, params, x, sampled)
+    picked, of_prefill = _normed(family, config, layout, params, x, sampled)
     return _for_sampling(layout, picked), of_prefill
 
 
-def _final_norm(
+def _normed(
     family: Family,
     config: ModelConfig,
     layout: StepLayout,
@@ -196,6 +197,27 @@ def pipeline_step(
     Returns what `forward` does, for the oldest step, and the carry for the next stage. Hidden
     states of prefill tokens are valid on the last stage only.
     """
+    tables, x, shared, slot_mapping, sampled = enter_stage(
+        family, config, layout, params, tables, carry, last_tokens, metadata
+    )
+    kv, x = stage_layers(
+        family, config, layout, config.layer_kinds, params["layers"], kv, x, shared, slot_mapping
+    )
+    return kv, tables, *leave_stage(family, config, layout, params, carry, x, sampled)
+
+
+def enter_stage(
+    family: Family,
+    config: ModelConfig,
+    layout: StepLayout,
+    params: Params,
+    tables: jax.Array,
+    carry: tuple[jax.Array, jax.Array],
+    last_tokens: jax.Array,
+    metadata: jax.Array,
+) -> tuple[jax.Array, jax.Array, Any, SlotMapping, jax.Array]:
+    """First part of `pipeline_step`, as `embed`: the activations are embeddings on the first stage,
+    else the previous stage's; the sampled tokens are those of the oldest step."""
     stages, stage = lax.axis_size(STAGE), lax.axis_index(STAGE)
     rows, tokens = layout.key.rows, layout.key.prefill_tokens // layout.seq
     _, newest, *_ = embed(family, config, layout, params, tables, last_tokens, metadata[0])
@@ -206,13 +228,38 @@ def pipeline_step(
     handed = jnp.concatenate([carry[0][:, :rows], carry[1][:, :tokens]], axis=1)
     handed = jnp.pad(handed, ((0, 0), (0, newest.shape[1] - handed.shape[1])))
     x = jnp.where(stage == 0, newest, handed)
+    return tables, x, shared, slot_mapping, oldest.sampled
 
-    own = jax.tree.map(lambda array: array[0], params["layers"])
-    kv, x = layers(family, config, layout, config.layer_kinds, own, kv, x, shared, slot_mapping)
-    hidden, of_prefill = _final_norm(family, config, layout, params, x, oldest.sampled)
+
+def stage_layers(
+    family: Family,
+    config: ModelConfig,
+    layout: StepLayout,
+    kinds: Sequence[LayerKind],
+    params: Sequence[Params],
+    *arrays: Any,
+) -> tuple[list[KVPages], jax.Array]:
+    """Middle part of `pipeline_step`: `layers` with this stage's slice of the stacked `params`."""
+    own = jax.tree.map(lambda array: array[0], params)
+    return layers(family, config, layout, kinds, own, *arrays)
+
+
+def leave_stage(
+    family: Family,
+    config: ModelConfig,
+    layout: StepLayout,
+    params: Params,
+    carry: tuple[jax.Array, jax.Array],
+    x: jax.Array,
+    sampled: jax.Array,
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
+    """Last part of `pipeline_step`: the carry for the next stage, and as `final_norm`."""
+    stages, rows = lax.axis_size(STAGE), layout.key.rows
+    tokens = layout.key.prefill_tokens // layout.seq
+    picked, of_prefill = _normed(family, config, layout, params, x, sampled)
     x = lax.ppermute(x, STAGE, [(s, s + 1) for s in range(stages - 1)])
     carry = (
         carry[0].at[:, :rows].set(x[:, :rows]),
         carry[1].at[:, :tokens].set(x[:, rows : rows + tokens]),
     )
-    return kv, tables, carry, _for_sampling(layout, parallel.of_last_stage(hidden)), of_prefill
+    return carry, _for_sampling(layout, parallel.of_last_stage(picked)), of_prefill
