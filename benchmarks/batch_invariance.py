@@ -14,6 +14,7 @@ import argparse
 import time
 
 import jax
+from table import print_table
 
 from jaxserve import LLM, SamplingParams
 
@@ -72,10 +73,7 @@ def agreement(engines: dict[str, LLM], count: int) -> None:
             SamplingParams(temperature=1, top_p=0.9, seed=i, **common) for i in range(count)
         ],
     }
-    print(
-        "| alone and together | " + " | ".join(f"{name}: tokens, bits" for name in engines) + " |"
-    )
-    print("|---|" + "---:|" * len(engines))
+    rows = []
     for kind, params in kinds.items():
         cells = []
         for llm in engines.values():
@@ -89,7 +87,9 @@ def agreement(engines: dict[str, LLM], count: int) -> None:
             tokens = sum(a.token_ids == b.token_ids for a, b in pairs)
             bits = sum(a.logprobs == b.logprobs for a, b in pairs)
             cells.append(f"{tokens}, {bits} of {count}")
-        print(f"| {kind} | " + " | ".join(cells) + " |")
+        rows.append((kind, *cells))
+    columns = ("alone and together", *(f"{name}: tokens, bits" for name in engines))
+    print_table("Requests that are the same", columns, rows)
 
 
 def cost(engines: dict[str, LLM], count: int) -> None:
@@ -106,8 +106,7 @@ def cost(engines: dict[str, LLM], count: int) -> None:
             count * TOKENS,
         ),
     }
-    print("| tokens/s | " + " | ".join(engines) + " | ratio |")
-    print("|---|" + "---:|" * (len(engines) + 1))
+    rows = []
     for name, (prompts, params, tokens) in cases.items():
         best = dict.fromkeys(engines, 0.0)
         for _ in range(ROUNDS):
@@ -118,7 +117,8 @@ def cost(engines: dict[str, LLM], count: int) -> None:
                 llm.generate(requests, params, use_tqdm=False)
                 best[engine] = max(best[engine], tokens / (time.perf_counter() - begin))
         ratio = best["batch_invariant"] / best["default"]
-        print(f"| {name} | " + " | ".join(f"{x:.1f}" for x in best.values()) + f" | {ratio:.2f} |")
+        rows.append((name, *best.values(), ratio))
+    print_table("Tokens a second", ("tokens/s", *engines, "ratio"), rows)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,7 @@ from workloads import Job
 
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.pages import PagePool
-from jaxserve.scheduler.planned_order import planned_order
-from jaxserve.scheduler.prefix_groups import plan_prefix_groups, saved_tokens
+from jaxserve.scheduler.prefix_groups import plan_prefix_groups, planned_order, saved_tokens
 from jaxserve.scheduler.scheduler import SchedulerConfig
 
 PAGE_SIZE = 16

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import jax
+from table import print_table
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.engine.engine import Engine
@@ -104,17 +105,18 @@ def main() -> None:
         for _ in range(ROUNDS):
             for case in cases():
                 rounds[case.name].append(decode(llm.engine, case.params, options.batch))
-    print(f"{options.batch} rows, {STEPS} steps, best of {ROUNDS}, on {jax.devices()[0]}\n")
     best = {name: Round(*map(min, zip(*measured))) for name, measured in rounds.items()}
-    print("| all rows | step, ms | masks, ms | processor, ms | step, ratio | processor, ratio |")
-    print("|---|---:|---:|---:|---:|---:|")
+    rows = []
     for case in cases():
         own, base = best[case.name], best[case.base]
-        print(
-            f"| {case.name} | {own.step_us / 1e3:.2f} | {own.masks_us / 1e3:.2f} "
-            f"| {own.processor_us / 1e3:.2f} | {own.step_us / base.step_us:.3f} "
-            f"| {own.processor_us / base.processor_us:.3f} |"
-        )
+        ms = (us / 1e3 for us in (own.step_us, own.masks_us, own.processor_us))
+        step, processor = own.step_us / base.step_us, own.processor_us / base.processor_us
+        rows.append((case.name, *ms, f"{step:.3f}", f"{processor:.3f}"))
+    print_table(
+        f"{options.batch} rows, {STEPS} steps, best of {ROUNDS}, on {jax.devices()[0]}",
+        ("all rows", "step, ms", "masks, ms", "processor, ms", "step, ratio", "processor, ratio"),
+        rows,
+    )
 
 
 def decode(engine: Engine, params: SamplingParams, batch: int) -> Round:

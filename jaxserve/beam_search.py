@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from jaxserve.core.errors import RequestError
 from jaxserve.core.outputs import Logprob
@@ -102,16 +102,16 @@ def search(
     prompts: SequenceOf[Prompt],
     params: BeamSearchParams,
     request_ids: Iterator[str],
-    on_end: Callable[[], Any],
+    on_end: Callable[[int], None],
     alone: bool,
     tenant: str | None = None,
 ) -> list[BeamSearchOutput]:
     """Search for each prompt; outputs are in the order of the prompts. Steps the engine until all
     searches end.
 
-    No search waits for another one's tokens. `on_end` is called when each ends. A rejected prompt
-    has an output with an `error`, or raises RequestError if `alone`. An interrupt aborts all
-    requests.
+    No search waits for another one's tokens. `on_end` is called when one ends, with the number that
+    have ended. A rejected prompt has an output with an `error`, or raises RequestError if `alone`.
+    An interrupt aborts all requests.
     """
     if not isinstance(params, BeamSearchParams):
         raise RequestError(f"params is {params!r:.80}; it must be a BeamSearchParams.")
@@ -130,7 +130,7 @@ def search(
                 each.go_on(request_ids, asked, alone)
                 if each.done:
                     num_open -= 1
-                    on_end()
+                    on_end(len(searches) - len(waiting) - num_open)
     except BaseException:
         for request_id in asked:
             engine.abort(request_id)

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, Self, Unpack
 
 import numpy as np
-from tqdm import tqdm
 
 from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams, search
 from jaxserve.core.config import EngineConfig, EngineSettings
 from jaxserve.core.errors import RequestError
 from jaxserve.core.output_file import check_output_file
 from jaxserve.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxserve.core.progress import ProgressBar, TerminalProgress
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import SharedPrefix
 from jaxserve.engine.delta_stream import DeltaStream
@@ -27,9 +27,8 @@ from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.request import Request
 from jaxserve.metrics.metrics import Metric
 from jaxserve.metrics.trace import write_trace
-from jaxserve.runtime.progress import TerminalProgress
 from jaxserve.runtime.startup import EnginePlan, Progress, no_progress
-from jaxserve.scheduler.planned_order import planned_order
+from jaxserve.scheduler.prefix_groups import planned_order
 from jaxserve.text import Tokenizer
 
 Messages = SequenceOf[Mapping[str, Any]]
@@ -144,7 +143,7 @@ class LLM:
         single = _is_single(prompts)
         batch = [prompts] if single else list(prompts)
         ids = iter(self._next_id, None)
-        with _Bar(total=len(batch), disable=not use_tqdm, unit="req", dynamic_ncols=True) as bar:
+        with ProgressBar("Searched prompts", len(batch), show=use_tqdm) as bar:
             found = search(self.engine, batch, params, ids, bar.update, single, tenant)
         _warn_of_errors([output.error for output in found], stacklevel=3)
         return found
@@ -296,13 +295,13 @@ class LLM:
         priorities = _matching("priority", priority, len(inputs))
         outputs: dict[str, RequestOutput] = {}
         ids = [self._next_id() for _ in inputs]
-        bar = _Bar(total=len(inputs), disable=not use_tqdm, unit="req", dynamic_ncols=True)
+        bar = ProgressBar("Processed prompts", len(inputs), show=use_tqdm)
 
         def refuse(index: int, error: RequestError) -> None:
             if alone:
                 raise error
             outputs[ids[index]] = self._refused(ids[index], inputs[index], error)
-            bar.update()
+            bar.update(len(outputs))
 
         try:
             prompts: dict[int, TokenizedPrompt] = {}
@@ -330,7 +329,7 @@ class LLM:
                     if request.finished:
                         pending.remove(request.request_id)
                         outputs[request.request_id] = self.engine.output(request)
-                        bar.update()
+                        bar.update(len(outputs))
         except BaseException:
             for request_id in ids:
                 self.engine.abort(request_id)
@@ -385,12 +384,6 @@ class LLM:
         if not isinstance(sampling_params, (list, tuple)):
             return [sampling_params] * count
         return _matching("sampling_params", sampling_params, count)
-
-
-class _Bar(tqdm):
-    """A progress bar without tqdm's monitor thread, which would outlive it."""
-
-    monitor_interval = 0
 
 
 def _warn_of_errors(errors: SequenceOf[str | None], stacklevel: int = 4) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.tree_util import SequenceKey, keystr, tree_flatten_with_path
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from sharding_rules.rules import KV, MEGATRON, Rules, named_sharding
 
@@ -81,9 +83,12 @@ class Placement:
         return sum(arrays.global_bytes for arrays in self.arrays)
 
     def __str__(self) -> str:
-        rows = [("ARRAY", "COUNT", "DTYPE", "SHAPE", "SPLIT", "SHARD", "BYTES PER DEVICE")]
-        rows += [
-            (
+        table = Table(box=None, pad_edge=False)
+        for heading in ("ARRAY", "COUNT", "DTYPE", "SHAPE", "SPLIT", "SHARD", "BYTES PER DEVICE"):
+            right = heading in ("COUNT", "BYTES PER DEVICE")
+            table.add_column(heading, justify="right" if right else "left", no_wrap=True)
+        for placed in self.arrays:
+            cells = (
                 placed.name,
                 str(placed.count),
                 jnp.dtype(placed.array.dtype).name,
@@ -92,12 +97,11 @@ class Placement:
                 " ".join(map(str, placed.shard_shape)),
                 f"{placed.bytes_per_device:,}",
             )
-            for placed in self.arrays
-        ]
+            table.add_row(*map(Text, cells))
+        lines = "".join(segment.text for segment in Console(width=1_000_000).render(table))
         degrees = " x ".join(f"{axis} {n}" for axis, n in self.mesh.shape.items())
         return (
-            f"{_table(rows)}\n"
-            f"each of {math.prod(self.mesh.shape.values())} devices ({degrees}): "
+            f"{lines}each of {math.prod(self.mesh.shape.values())} devices ({degrees}): "
             f"{self.bytes_per_device:,} bytes; every array once: {self.global_bytes:,} bytes"
         )
 
@@ -130,16 +134,3 @@ def _num_bytes(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> int:
 
 def _dimension(name: str | None, size: int) -> str:
     return str(size) if name is None else f"{name}={size}"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Lines with aligned columns; the second and the last, which are numbers, right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if column in (1, len(row) - 1) else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells))
-    return "\n".join(lines)

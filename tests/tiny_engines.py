@@ -24,7 +24,7 @@ from jaxserve.llm import LLM
 from jaxserve.models.family import Family, Params, ParamSpec
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.params import load_params
-from jaxserve.models.packing import with_formats
+from jaxserve.models.quantization import with_formats
 from jaxserve.models.registry import get_family
 from pallas_kernels.quantized_matmul import dequantize, quantize
 

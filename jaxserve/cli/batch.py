@@ -16,9 +16,9 @@ from tyro.conf import Positional, arg
 from jaxserve.cli.batch_progress import BatchProgress
 from jaxserve.cli.follow import follow
 from jaxserve.cli.options import EngineOptions, Logged, load
-from jaxserve.cli.text import table
 from jaxserve.core.errors import BatchError
 from jaxserve.core.output_file import check_output_file
+from jaxserve.core.tables import table
 
 if TYPE_CHECKING:
     from jaxserve.offline.job import BatchJob
@@ -73,7 +73,10 @@ class Batch(Logged):
             return self._run(job, alone=jax.process_count() == 1)
 
     def _check_report(self) -> None:
-        """Raises BatchError or ConfigError if the report would overwrite another file."""
+        """Raises BatchError or ConfigError if the report would overwrite another file, and
+        MissingDependencyError if it could not be drawn."""
+        import jaxserve.offline.report  # noqa: F401  Fails now, and not after the job.
+
         check_output_file("report", self.report)
         if self.report.suffix != ".html" or self.report.resolve() == self.output.resolve():
             raise BatchError(

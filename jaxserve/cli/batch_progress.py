@@ -6,13 +6,13 @@ import sys
 import time
 from typing import TYPE_CHECKING, Self
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import MofNCompleteColumn, TextColumn
+
+from jaxserve.core.progress import ProgressBar
 
 if TYPE_CHECKING:
     from jaxserve.offline.run import BatchRun
 
-_DRAW_S = 0.2
 _LINE_S = 30.0
 
 
@@ -21,39 +21,22 @@ class BatchProgress:
     and is removed when the `with` block ends."""
 
     def __init__(self) -> None:
-        self._bar = Progress(
-            TextColumn("Answering"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rest]}"),
-            console=Console(stderr=True),
-            transient=True,
-            auto_refresh=False,
-        )
-        self._draws = self._bar.console.is_terminal
-        self._task = self._bar.add_task("", rest="")
-        self._next = time.monotonic() + (0.0 if self._draws else _LINE_S)
+        columns = MofNCompleteColumn(), TextColumn("{task.fields[rest]}")
+        self._bar = ProgressBar("Answering", None, *columns, transient=True, rest="")
+        self._next_s = time.monotonic() + _LINE_S
 
     def __call__(self, run: BatchRun) -> None:
-        now = time.monotonic()
-        if now < self._next:
-            return
-        done, total, rest = run.done, run.num_left, _rest(run)
-        if self._draws:
-            self._bar.update(self._task, completed=done, total=total, rest=rest, refresh=True)
-            self._next = now + _DRAW_S
-        else:
-            print(f"{done:,}/{total:,} lines, {rest}", file=sys.stderr)
-            self._next = now + _LINE_S
+        if self._bar.draws:
+            self._bar.update(run.done, total=run.num_left, rest=_rest(run))
+        elif time.monotonic() >= self._next_s:
+            print(f"{run.done:,}/{run.num_left:,} lines, {_rest(run)}", file=sys.stderr)
+            self._next_s = time.monotonic() + _LINE_S
 
     def __enter__(self) -> Self:
-        if self._draws:
-            self._bar.start()
         return self
 
     def __exit__(self, *raised: object) -> None:
-        if self._draws:
-            self._bar.stop()
+        self._bar.close()
 
 
 def _rest(run: BatchRun) -> str:

@@ -7,7 +7,7 @@ import time
 
 from jaxserve.cli.options import Logged, ModelSettings
 from jaxserve.core.errors import ConfigError
-from jaxserve.runtime.progress import TerminalProgress
+from jaxserve.core.progress import TerminalProgress
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from jaxserve.cli.options import Logged
-from jaxserve.runtime.progress import TerminalProgress
+from jaxserve.core.progress import TerminalProgress
 
 
 @dataclasses.dataclass(frozen=True)

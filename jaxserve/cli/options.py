@@ -11,8 +11,8 @@ from tyro.conf import Positional, arg
 from jaxserve.cli.values import OptionalSize, Size
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.logs import LogLevel
+from jaxserve.core.progress import TerminalProgress
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.runtime.progress import TerminalProgress
 
 if TYPE_CHECKING:
     from jaxserve.llm import LLM

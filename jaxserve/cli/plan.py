@@ -7,8 +7,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli.options import Logged, ModelSettings
-from jaxserve.cli.text import device_name, size, table
-from jaxserve.runtime.progress import TerminalProgress
+from jaxserve.cli.text import device_name, size
+from jaxserve.core.progress import TerminalProgress
+from jaxserve.core.tables import table
 
 if TYPE_CHECKING:
     from jaxserve.runtime.memory import MemoryPlan

@@ -13,7 +13,7 @@ from jaxserve.cli.options import Logged, ModelSettings
 from jaxserve.cli.values import Size
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.output_file import check_output_file
-from jaxserve.runtime.progress import TerminalProgress
+from jaxserve.core.progress import TerminalProgress
 
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncEngine

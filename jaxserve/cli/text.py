@@ -1,9 +1,8 @@
-"""Format numbers, tables and runs for people."""
+"""Format numbers and runs for people."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxserve.metrics.summaries import RunSummary
@@ -12,17 +11,6 @@ if TYPE_CHECKING:
     import jax
 
     from jaxserve.llm import LLM
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Lines with aligned columns: the first left-aligned, the others right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = []
-    for first, *others in rows:
-        cells = [first.ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:])]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 def size(num_bytes: int) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ModelConfig
@@ -131,18 +132,11 @@ class EngineConfig:
             raise ConfigError("model is empty; give a name, a path or a Hugging Face id.")
         if isinstance(self.dtype, str) and self.dtype in _DTYPE_NAMES:
             object.__setattr__(self, "dtype", _DTYPE_NAMES[self.dtype])
-        for name, choices in (
-            ("dtype", (None, *DTYPES)),
-            ("quantization", (None, "gguf", "int8", "int4", "fp8")),
-            ("scheduler", ("static", "orca", "vllm", "sarathi", "splitfuse", "medha")),
-            ("attention_backend", ("auto", "xla", "pallas")),
-            ("program_scope", (None, "step", "layer")),
-            ("load_format", ("auto", "dummy")),
-            ("preemption", ("auto", "swap", "recompute")),
-        ):
-            if getattr(self, name) not in choices:
-                known = ", ".join(choice for choice in choices if choice)
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {known}.")
+        for name, choices in _choices().items():
+            value = getattr(self, name)
+            if not any(value == choice and type(value) is type(choice) for choice in choices):
+                known = ", ".join(str(choice) for choice in choices if choice is not None)
+                raise ConfigError(f"{name} is {value!r}; it must be one of {known}.")
         for name, least in (
             ("max_model_len", 2),
             ("max_num_seqs", 1),
@@ -159,17 +153,6 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
                 raise ConfigError(f"{name} is {value!r}; it must be an integer of {least} or more.")
-        for name in (
-            "fair_share",
-            "enable_prefix_caching",
-            "debug_kv",
-            "batch_invariant",
-            "compilation_cache",
-            "sequence_parallel",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                value = getattr(self, name)
-                raise ConfigError(f"{name} is {value!r}; it must be True or False.")
         if self.devices is not None:
             self._check_devices()
         if self.target_step_us is not None and self.scheduler != "medha":
@@ -297,6 +280,22 @@ class EngineConfig:
             or ((500_000 if on_cpu else 50_000) if self.scheduler == "medha" else None),
             program_scope=self.program_scope or ("layer" if on_cpu else "step"),
         )
+
+
+@functools.cache
+def _choices() -> dict[str, tuple[object, ...]]:
+    """The values of the settings that have few: those of their Literal types, True and False."""
+    choices: dict[str, tuple[object, ...]] = {"dtype": (None, *DTYPES)}
+    for name, hint in get_type_hints(EngineConfig).items():
+        kinds = (hint, *get_args(hint))
+        literals = [
+            choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)
+        ]
+        if literals:
+            choices[name] = (*literals, None) if type(None) in kinds else tuple(literals)
+        elif hint is bool:
+            choices[name] = (True, False)
+    return choices
 
 
 class EngineSettings(TypedDict, total=False):

@@ -65,6 +65,10 @@ class EngineClosedError(JaxserveError, RuntimeError):
     """The engine was closed, or its loop failed with the error given as the cause."""
 
 
+class MissingDependencyError(JaxserveError, ImportError):
+    """A feature needs a package that only an extra of jaxserve installs."""
+
+
 class RequestError(JaxserveError, ValueError):
     """A request is malformed: contradictory sampling fields, token ids out of range, and so on."""
 

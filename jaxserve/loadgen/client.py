@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
-
+from jaxserve.core.extras import extra
 from jaxserve.loadgen.answer import Answer, now_us
-from jaxserve.loadgen.sse import EventDecoder
+
+with extra("loadgen"):
+    import aiohttp
 
 _DETAIL_CHARACTERS = 500
 
@@ -67,6 +68,27 @@ async def stream(http: aiohttp.ClientSession, url: str, body: bytes) -> Answer:
         detail=None if detail is None else detail[:_DETAIL_CHARACTERS],
         **reading.usage,
     )
+
+
+class EventDecoder:
+    """Extracts the data of server-sent events (WHATWG), however the bytes are chunked."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The data of the events that `chunk` completes; lines of one event are joined."""
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        events = []
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                events.append(b"\n".join(self._data))
+                self._data = []
+        return events
 
 
 class _BadEvent(Exception):

@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import aiohttp
-
 from jaxserve.core.errors import ConfigError, EndpointError
+from jaxserve.core.extras import extra
 from jaxserve.loadgen.answer import Answer
 from jaxserve.loadgen.client import stream
 from jaxserve.loadgen.prompts import WORDS, TextLength
+
+with extra("loadgen"):
+    import aiohttp
 
 Kind = Literal["completions", "chat"]
 PromptFormat = Literal["auto", "text", "token_ids"]

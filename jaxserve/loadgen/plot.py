@@ -6,16 +6,18 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
-
+from jaxserve.core.extras import extra
 from jaxserve.loadgen.results import Objectives, RequestResult
 from jaxserve.loadgen.series import Curve, distribution, in_flight, thinned, token_rate
 from jaxserve.metrics.fluidity import Deadlines
 from jaxserve.metrics.svg_page import LETTERS, html_page, svg_element
+
+with extra("plots"):
+    from matplotlib import rc_context
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
 _COLOR, _LIMIT_COLOR = "#2563eb", "#dc2626"
 _STYLE = """

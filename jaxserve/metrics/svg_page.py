@@ -5,8 +5,11 @@ from __future__ import annotations
 import html
 import io
 
-from matplotlib import rc_context
-from matplotlib.figure import Figure
+from jaxserve.core.extras import extra
+
+with extra("plots"):
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
 LETTERS = {"svg.fonttype": "none"}
 """Text as text, not paths: searchable, accessible, and a tenth of the size."""

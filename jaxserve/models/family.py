@@ -37,7 +37,7 @@ class ParamSpec:
     `axes` names each dimension for the sharding rules. The parameter is its `parts` concatenated
     along `concat_axis`; a single part needs no axis. The last `num_inputs` dimensions are those
     that a linear layer contracts; 0 for other parameters. With a `format` the parameter is a
-    QuantizedWeight [outputs, inputs] (models/packing.py).
+    QuantizedWeight [outputs, inputs] (models/quantization.py).
     """
 
     shape: tuple[int, ...]

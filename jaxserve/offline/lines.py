@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxserve.core.errors import BatchError, RequestError
+from jaxserve.core.extras import extra
 
 MAX_LINE_BYTES = 8 << 20
 """Maximum size of a line or record, that of a request's body in the server by default."""
@@ -103,7 +104,8 @@ class ParquetRows:
     JSON as text. The last row group read is held in memory."""
 
     def __init__(self, path: Path) -> None:
-        from pyarrow.parquet import ParquetFile
+        with extra("parquet"):
+            from pyarrow.parquet import ParquetFile
 
         self.digest = _digest(path)
         self._file = ParquetFile(path)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
+from jaxserve.core.extras import extra
 from jaxserve.metrics.svg_page import svg_element
 from jaxserve.offline.timeline import Sample
+
+with extra("plots"):
+    import matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
 # Placeholder colours, each replaced by one of the page's.
 _INK, _GRID, _FIRST, _SECOND = "#010203", "#010204", "#010205", "#010206"

@@ -14,7 +14,7 @@ from jaxserve.offline.job import BatchJob
 from jaxserve.offline.journal import Result
 from jaxserve.offline.requests import BatchRequest, parse, refused
 from jaxserve.protocol.model import Model
-from jaxserve.scheduler.planned_order import planned_order
+from jaxserve.scheduler.prefix_groups import planned_order
 
 _log = logging.getLogger(__name__)
 

@@ -66,7 +66,7 @@ class CompletionRequest(GenerationFields):
             raise FieldError("prompt", "is empty; it needs at least one token.")
         return prompts
 
-    def call(self, model: Model) -> Completion:
+    def call(self, model: Model) -> ParsedCompletion:
         """Convert the body to a request for the engine. Raises RequestError."""
         self.check(model)
         if self.best_of is not None and self.best_of != (self.n or 1):
@@ -84,7 +84,7 @@ class CompletionRequest(GenerationFields):
                 raise FieldError("max_tokens", "is 0, which needs echo; set echo to true.")
             more["max_tokens"] = 1  # The engine samples one token, which is dropped.
         params = self.sampling(model, {}, **more)
-        return Completion(
+        return ParsedCompletion(
             model=model,
             prompts=tuple(self.truncated(each, model, params) for each in self.prompts(model)),
             params=params,
@@ -101,7 +101,7 @@ class CompletionRequest(GenerationFields):
 
 
 @dataclasses.dataclass(frozen=True)
-class Completion:
+class ParsedCompletion:
     """A request of one or more prompts; choice p * n + i is sequence i of prompt p.
 
     `scores_only` drops the generated token, for max_tokens 0. `tokens_as_ids` is of logprobs.
@@ -195,7 +195,7 @@ class Completion:
 class CompletionChunks:
     """Chunks of a streamed completion. Echoed prompts come first."""
 
-    def __init__(self, call: Completion, head: dict[str, Any]) -> None:
+    def __init__(self, call: ParsedCompletion, head: dict[str, Any]) -> None:
         self._call = call
         self._head = head
         self._usage = StreamUsage(

@@ -70,22 +70,22 @@ class Completion(BaseModel):
     usage: Usage
 
 
-class CalledFunction(BaseModel):
+class MessageFunction(BaseModel):
     name: str
     arguments: str
 
 
-class CalledTool(BaseModel):
+class MessageToolCall(BaseModel):
     id: str
     type: Literal["function"]
-    function: CalledFunction
+    function: MessageFunction
 
 
 class AssistantMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: list[CalledTool] = []
+    tool_calls: list[MessageToolCall] = []
 
 
 class TokenLogprob(BaseModel):

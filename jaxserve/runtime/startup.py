@@ -17,8 +17,8 @@ from jaxserve.core.version import __version__
 from jaxserve.kv.tiers import DiskStore
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.params import load_params
-from jaxserve.models.packing import with_formats
 from jaxserve.models.partition import partition
+from jaxserve.models.quantization import with_formats
 from jaxserve.models.registry import get_family, is_registered
 from jaxserve.runtime.alternatives import (
     Changes,
@@ -167,7 +167,7 @@ def decide_on(
             f"quantization is {config.quantization!r}, but quantized weights run on one device "
             f"only, and the config asks for {config.num_devices}; leave quantization out."
         )
-    specs = with_formats(family.param_specs(model), config.quantization, checkpoint.packed_kind)
+    specs = with_formats(family.param_specs(model), config.quantization, checkpoint.quantized_kind)
     if mesh is not None:
         model, specs = partition(
             model,

@@ -29,12 +29,13 @@ prompts x sqrt(depth) steps in total after the sort, and linear memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from jaxserve.core.errors import ConfigError, RequestError
+from jaxserve.core.sequence import SharedPrefix
 
 _TOKEN = np.dtype(">u4")
 
@@ -94,6 +95,21 @@ def plan_prefix_groups(
         return -decode / max(1, prefill), min(group.members)
 
     return sorted(groups, key=heaviest_decode_first)
+
+
+def planned_order(
+    prompts: Sequence[Sequence[int]], decode_tokens: Sequence[int], page_size: int
+) -> Iterator[tuple[int, SharedPrefix | None]]:
+    """Yields indices of prompts in execution order, each with the prefix it shares with others.
+
+    Prompts of a group are consecutive, so that their prefix is computed once and pinned until the
+    last of them has finished; groups with a high decode-to-prefill ratio come first (BatchLLM,
+    Zheng et al. 2025). Prefixes of less than a page are not shared.
+    """
+    for group in plan_prefix_groups(prompts, decode_tokens, min_prefix_tokens=page_size):
+        shared = SharedPrefix(group.prefix_tokens) if group.prefix_tokens else None
+        for index in group.members:
+            yield index, shared
 
 
 def computed_tokens(prompts: Sequence[Sequence[int]], groups: Sequence[PrefixGroup]) -> int:

@@ -26,7 +26,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
-from jaxserve.core.sequence import Sequence, SequenceState, SharedPrefix
+from jaxserve.core.sequence import Sequence, SequenceState
 from jaxserve.core.step_plan import ScheduledChunk, StepPlan
 from jaxserve.kv.manager import KVManager, Match
 from jaxserve.kv.node import Node
@@ -35,6 +35,7 @@ from jaxserve.scheduler.admission import AdmissionRule, kv_limit
 from jaxserve.scheduler.config import SchedulerConfig
 from jaxserve.scheduler.policies import POLICIES
 from jaxserve.scheduler.request_queue import FairQueue, SlackQueue, WaitingQueue
+from jaxserve.scheduler.shared_prefixes import SharedPrefixes
 from jaxserve.scheduler.slack import RelativeSlack
 from jaxserve.scheduler.step_time import StepLoad, StepTime
 from jaxserve.scheduler.token_budget import TimedTokenBudget, TokenBudget
@@ -74,7 +75,7 @@ class Scheduler:
         self._admitted: list[ScheduledChunk] = []
         self._resumed: list[Sequence] = []
         self._preempted: list[Sequence] = []
-        self._prefix_nodes: dict[SharedPrefix, list[Node]] = {}
+        self._prefixes = SharedPrefixes(kv)
         self._num_steps = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._admission = AdmissionRule.of(config, self.pool.capacity, self.pool.page_size)
@@ -105,8 +106,7 @@ class Scheduler:
         self.waiting.add(seq)
         self._unfinished[seq.seq_id] = seq
         self.tables[seq.seq_id] = PageTable(seq.token_ids, seq.salt)
-        for prefix in seq.prefixes:
-            prefix.num_members += 1
+        self._prefixes.join(seq)
 
     def schedule(self, now_us: int = 0) -> StepPlan:
         """Plans the next step and advances its sequences as if it had run.
@@ -182,8 +182,7 @@ class Scheduler:
             self.kv.unpin_table(self.tables[seq.seq_id])
         elif seq.slot is not None:
             self._release(seq)
-        for prefix in seq.prefixes:
-            self._leave(prefix)
+        self._prefixes.leave(seq)
         self.waiting.finished(seq)
         seq.transition(SequenceState.FINISHED)
         seq.finish_reason = reason
@@ -237,7 +236,7 @@ class Scheduler:
         if first is None or self.policy.pages == "reserve" or first.num_in_flight:
             return
         displaced = [seq for seq in self.running if self._outranks(first, seq)]
-        if not displaced or any(prefix.keeps_waiting(first) for prefix in first.prefixes):
+        if not displaced or self._prefixes.keep_waiting(first):
             return
         held = Counter(page for seq in displaced for page in self.tables[seq.seq_id].pages)
         theirs = sum(self.pool.refs(page) == count for page, count in held.items())
@@ -346,7 +345,7 @@ class Scheduler:
     def _admit_into(self, budget: TokenBudget | TimedTokenBudget, seq: Sequence) -> bool:
         """Admits a waiting sequence if it fits and gets a chunk; False if admission must stop at
         it."""
-        if any(prefix.keeps_waiting(seq) for prefix in seq.prefixes):
+        if self._prefixes.keep_waiting(seq):
             return True
         match = self._fit(seq)
         if match is None:
@@ -399,9 +398,7 @@ class Scheduler:
             self._fetching.add(seq)
         else:
             seq.num_computed = match.num_tokens
-        for prefix in seq.prefixes:
-            if not prefix.ready:
-                prefix.leader = seq
+        self._prefixes.lead(seq)
 
     def _end_fetches(self) -> None:
         """Makes sequences runnable whose pages have arrived."""
@@ -426,18 +423,7 @@ class Scheduler:
             return
         table = self.tables[seq.seq_id]
         self.kv.cache_pages(table, seq.num_written)
-        for prefix in seq.prefixes:
-            if prefix.leader is seq and not prefix.ready and seq.num_written >= prefix.num_tokens:
-                self.kv.cache_pages(table, seq.num_written, partial=True)
-                prefix.ready = True
-                nodes = table.nodes[: self.pool.pages_for(prefix.num_tokens)]
-                self._prefix_nodes[prefix] = nodes
-                self.kv.pin(nodes)
-
-    def _leave(self, prefix: SharedPrefix) -> None:
-        prefix.num_members -= 1
-        if not prefix.num_members:
-            self.kv.unpin(self._prefix_nodes.pop(prefix, []))
+        self._prefixes.computed(seq, table)
 
     def _advance(self, seq: Sequence, num_tokens: int, table: PageTable) -> ScheduledChunk:
         """Schedules a sequence's next tokens and advances it past them."""

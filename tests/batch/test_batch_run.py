@@ -18,7 +18,7 @@ from jaxserve.offline.custom_ids import seed_of
 from jaxserve.offline.job import BatchJob, settings_of
 from jaxserve.offline.run import BatchRun
 from jaxserve.offline.shards import Shard
-from jaxserve.protocol.completions import Completion, CompletionRequest
+from jaxserve.protocol.completions import CompletionRequest, ParsedCompletion
 from jaxserve.protocol.model import Model
 
 LINES = prompts(24)
@@ -190,17 +190,17 @@ def test_grammars_are_compiled_while_others_run(batch_llm, tmp_path: Path):
 def test_a_mistake_of_ours_stops_one_line(batch_llm, tmp_path: Path, monkeypatch, caplog):
     """One while a line is read, and one while its answer is written."""
     lines = [{"prompt": text, "max_tokens": 2} for text in ("good", "unread", "unwritten", "last")]
-    call_of, response_of = CompletionRequest.call, Completion.response
+    call_of, response_of = CompletionRequest.call, ParsedCompletion.response
 
-    def call(request: CompletionRequest, model: Model) -> Completion:
+    def call(request: CompletionRequest, model: Model) -> ParsedCompletion:
         return 1 // 0 if request.prompt == "unread" else call_of(request, model)
 
-    def response(call: Completion, outputs, request_id: str, created: int):
+    def response(call: ParsedCompletion, outputs, request_id: str, created: int):
         body = response_of(call, outputs, request_id, created)
         return body["missing"] if request_id == "batch_req_3" else body
 
     monkeypatch.setattr(CompletionRequest, "call", call)
-    monkeypatch.setattr(Completion, "response", response)
+    monkeypatch.setattr(ParsedCompletion, "response", response)
     run = run_batch(batch_llm, write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
     assert run.complete
     assert errors(tmp_path / "out.jsonl") == {2: "internal_error", 3: "internal_error"}

@@ -16,7 +16,7 @@ import jaxserve
 from jaxserve.cli import main, parse
 from jaxserve.cli.errors import in_flags
 from jaxserve.cli.plan import Plan
-from jaxserve.runtime.progress import TerminalProgress
+from jaxserve.core.progress import TerminalProgress
 
 COMMANDS = ("generate", "chat", "bench", "plan", "compile", "convert")
 

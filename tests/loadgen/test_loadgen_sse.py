@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.loadgen.sse import EventDecoder
+from jaxserve.loadgen.client import EventDecoder
 
 
 @pytest.mark.parametrize(

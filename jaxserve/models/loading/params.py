@@ -16,7 +16,7 @@ from jaxserve.models.family import AnySpec, Params
 from jaxserve.models.loading.assemble import TensorSource, assemble, by_slice
 from jaxserve.models.loading.checkpoint import Checkpoint, Restorable
 from jaxserve.models.loading.gguf import GgufCheckpoint
-from jaxserve.models.packing import stack
+from jaxserve.models.quantization import stack
 from pallas_kernels.quantized_matmul import GGUF, QuantizedWeight, quantize
 
 Progress = Callable[[int, int], None]
@@ -57,7 +57,7 @@ def load_params(
     total_bytes = params_bytes(specs, numpy_dtype)
     if isinstance(checkpoint, Restorable):
         params = checkpoint.restore(specs, numpy_dtype, shardings)
-        params = jax.tree.map(_packed_after, specs, params)
+        params = jax.tree.map(_quantized_after, specs, params)
         if progress:
             progress(total_bytes, total_bytes)
         return params
@@ -86,14 +86,14 @@ def _load_param(
     if spec.format is None:
         return _load_array(source, dtype, spec, sharding)
     if isinstance(source, GgufCheckpoint) and all(
-        GGUF.get(source.packed_kind(part.tensor)) == spec.format for part in spec.parts
+        GGUF.get(source.quantized_kind(part.tensor)) == spec.format for part in spec.parts
     ):
-        parts = [source.read_packed(part.tensor) for part in spec.parts]
+        parts = [source.read_quantized(part.tensor) for part in spec.parts]
         return jax.device_put(stack(spec, parts), sharding)
-    return _packed_after(spec, _load_array(source, np.dtype(np.float32), spec, sharding))
+    return _quantized_after(spec, _load_array(source, np.dtype(np.float32), spec, sharding))
 
 
-def _packed_after(spec: AnySpec, array: jax.Array) -> jax.Array | QuantizedWeight:
+def _quantized_after(spec: AnySpec, array: jax.Array) -> jax.Array | QuantizedWeight:
     """`array`, quantized if `spec` has a format."""
     if spec.format is None:
         return array

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from jaxserve.models.loading.fetch import default_model_path
-from jaxserve.models.loading.gguf import read_metadata
+from jaxserve.models.loading.gguf_header import read_gguf
 from jaxserve.text.tokenizer import Tokenizer
 
 MAX_TOKENS = 48
@@ -81,7 +81,7 @@ def conversation(turns: list[str]) -> list[dict[str, str]]:
 
 def main() -> None:
     path = default_model_path()
-    tokenizer = Tokenizer.from_gguf(read_metadata(path))
+    tokenizer = Tokenizer.from_gguf(read_gguf(path).metadata)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     ).eval()

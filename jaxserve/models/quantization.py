@@ -39,13 +39,13 @@ def with_formats(
     if quantization is None:
         return specs
     if quantization == AS_STORED:
-        packed = jax.tree.map(lambda spec: _as_stored(spec, stored_kind), specs)
-        if not any(spec.format for spec in jax.tree.leaves(packed)):
+        stored = jax.tree.map(lambda spec: _as_stored(spec, stored_kind), specs)
+        if not any(spec.format for spec in jax.tree.leaves(stored)):
             raise ConfigError(
                 f"quantization is {AS_STORED!r}, but the model has no weights in blocks of "
                 f"{', '.join(GGUF)}; give a .gguf file that has, or one of {', '.join(FORMATS)}."
             )
-        return packed
+        return stored
     layers = jax.tree.map(lambda spec: _rounded(spec, FORMATS[quantization]), specs["layers"])
     return specs | {"layers": layers}
 

@@ -13,7 +13,7 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.convert import convert
 from jaxserve.models.loading.params import load_params, params_bytes
-from jaxserve.models.packing import FORMATS, with_formats
+from jaxserve.models.quantization import FORMATS, with_formats
 from jaxserve.models.registry import param_specs
 from pallas_kernels.quantized_matmul import QuantizedWeight, dequantize, quantize
 
@@ -23,7 +23,7 @@ LINEAR = ("qkv", "attn_out", "gate_up", "down")
 def load(path, quantization=None):
     checkpoint = open_checkpoint(path)
     specs = param_specs(checkpoint.config)
-    specs = with_formats(specs, quantization, checkpoint.packed_kind)
+    specs = with_formats(specs, quantization, checkpoint.quantized_kind)
     params = load_params(checkpoint, specs, dtype="float32")
     size = sum(array.nbytes for array in jax.tree.leaves(params))
     assert size == params_bytes(specs, np.dtype(np.float32))
@@ -83,7 +83,7 @@ def test_weights_are_rounded_as_they_load(tmp_path, quantization, source):
     checkpoint = open_checkpoint(path, "dummy" if source == "dummy" else "auto")
     specs = param_specs(checkpoint.config)
     whole = load_params(checkpoint, specs, dtype="float32")
-    specs = with_formats(specs, quantization, checkpoint.packed_kind)
+    specs = with_formats(specs, quantization, checkpoint.quantized_kind)
     packed = load_params(checkpoint, specs, dtype="float32")
     assert not is_packed(packed["embed"]) and not is_packed(packed["lm_head"])
     for layer, before in zip(packed["layers"], whole["layers"]):
@@ -121,7 +121,7 @@ def test_what_cannot_be_packed_is_refused(tmp_path):
 
 def test_several_devices_are_refused(tmp_path):
     checkpoint = open_checkpoint(write_hf(tmp_path / "hf", CONFIG, random_tensors(CONFIG)))
-    specs = with_formats(param_specs(checkpoint.config), "int8", checkpoint.packed_kind)
+    specs = with_formats(param_specs(checkpoint.config), "int8", checkpoint.quantized_kind)
 
     class TwoDevices(jax.sharding.Sharding):
         device_set = frozenset({0, 1})
