@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, Unpack
 
 from jaxserve.core.config import EngineConfig, EngineSettings
-from jaxserve.core.errors import EngineClosedError
+from jaxserve.core.errors import EngineClosedError, StepTimeoutError
 from jaxserve.core.outputs import Delta, RequestOutput
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
@@ -29,6 +29,7 @@ from jaxserve.engine.output_queue import (
 )
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.request import Request
+from jaxserve.engine.watchdog import Watchdog
 from jaxserve.metrics.metrics import Metric
 from jaxserve.metrics.trace import write_trace
 from jaxserve.runtime.startup import EnginePlan, Progress, no_progress
@@ -46,9 +47,16 @@ class AsyncEngine:
         ended: done when that thread has ended, by `close` or by `failure`.
     """
 
-    def __init__(self, engine: Engine, trace_file: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        trace_file: str | Path | None = None,
+        watchdog_timeout: float | None = None,
+    ) -> None:
         """`trace_file` receives a timeline for Perfetto when the engine is closed, if the engine
-        keeps its events."""
+        keeps its events. `watchdog_timeout`: seconds that a step may take before the engine fails;
+        0 is no limit. By default it is 20 times the slowest step so far, but at least 60 s, and
+        600 s for each of the first hundred steps."""
         self._engine = engine
         self._trace_file = trace_file
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -62,6 +70,7 @@ class AsyncEngine:
         self._failure: BaseException | None = None
         self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.ended.set_running_or_notify_cancel()  # A cancelled waiter must not cancel it.
+        self._watchdog = Watchdog(watchdog_timeout, self._give_up)
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
 
@@ -72,12 +81,14 @@ class AsyncEngine:
         *,
         progress: Progress = no_progress,
         trace_file: str | Path | None = None,
+        watchdog_timeout: float | None = None,
         **settings: Unpack[EngineSettings],
     ) -> Self:
-        """Load a model and start serving it; arguments as for LLM. Blocks until ready."""
+        """Load a model and start serving it; arguments as for LLM and `AsyncEngine`. Blocks until
+        ready."""
         config = EngineConfig.of(model=model, **settings)
         engine = Engine.load(config, progress=progress, keep_events=trace_file is not None)
-        return cls(engine, trace_file)
+        return cls(engine, trace_file, watchdog_timeout)
 
     def get_tokenizer(self) -> Tokenizer:
         return self._engine.tokenizer
@@ -261,6 +272,7 @@ class AsyncEngine:
             request_id: Restored(
                 request.prompt_token_ids,
                 request.params,
+                request.sequence_outputs[0].seq.tenant,
                 asyncio.create_task(left_output(updates)),
             )
             for request_id, (request, updates) in restored.items()
@@ -275,6 +287,16 @@ class AsyncEngine:
         """The error that ended the engine, if any."""
         return self._failure
 
+    @property
+    def stalled(self) -> bool:
+        """Whether the step in progress has taken more than half of the time that it may."""
+        return self._watchdog.stalled
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the engine's thread runs on after `close`: it hangs in a step."""
+        return self._closing and self._thread.is_alive()
+
     def get_metrics(self) -> dict[str, Metric]:
         return self._engine.get_metrics()
 
@@ -283,7 +305,8 @@ class AsyncEngine:
         Idempotent."""
         self._closing = True
         self._command(lambda: None)
-        self._thread.join(timeout_s)
+        if not isinstance(self._failure, StepTimeoutError):
+            self._thread.join(timeout_s)
         if self._trace_file is not None:
             write_trace(self._trace_file, self._engine.log.records)
             self._trace_file = None
@@ -329,17 +352,23 @@ class AsyncEngine:
     # In the loop thread
 
     def _run(self) -> None:
+        failure: BaseException | None = None
         try:
             while not self._closing:
                 self._obey(wait=not self._engine.has_work)
                 if self._engine.has_work and not self._closing:
-                    for request in self._engine.step():
+                    with self._watchdog.step():
+                        touched = self._engine.step()
+                    for request in touched:
                         self._publish(request)
                 self._dispatcher.send()
         except BaseException as error:
-            self._failure = error
-        finally:
-            self._end()
+            failure = error
+        try:
+            self._engine.close()
+        except Exception as error:
+            failure = failure or error
+        self._end(failure)
 
     def _obey(self, wait: bool) -> None:
         """Run the queued commands; with `wait`, at least one.
@@ -377,14 +406,19 @@ class AsyncEngine:
             del self._listeners[request.request_id]
             self._dispatcher.put(output_queue, number, self._engine.output(request))
 
-    def _end(self) -> None:
+    def _give_up(self, error: StepTimeoutError) -> None:
+        """End without the engine's thread, which hangs in a step. Called by the watchdog."""
+        self._engine.refuse(str(error))
+        self._end(error)
+
+    def _end(self, failure: BaseException | None) -> None:
+        """Tell everyone who waits. Does nothing if the watchdog has done it."""
         with self._door:
-            self._ended = True
-        try:
-            self._engine.close()
-        except Exception as error:
-            self._failure = self._failure or error
-        reason = f": {self._failure}" if self._failure else ""
+            if self._ended:
+                return
+            self._failure, self._ended = failure, True
+        self._watchdog.close()
+        reason = f": {failure}" if failure else ""
         while not self._commands.empty():
             with contextlib.suppress(Exception):
                 self._commands.get_nowait()()
@@ -401,4 +435,5 @@ class Restored(NamedTuple):
 
     prompt_token_ids: list[int]
     params: SamplingParams
+    tenant: str | None
     output: asyncio.Task[RequestOutput]

@@ -11,8 +11,9 @@ import pytest
 from tiny_engines import LONGEST, assert_idle
 
 from jaxserve.async_engine import AsyncEngine
-from jaxserve.core.errors import EngineClosedError, RequestError
+from jaxserve.core.errors import EngineClosedError, RequestError, StepTimeoutError
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine import watchdog
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
@@ -22,7 +23,7 @@ ENDLESS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 def engine(llama):
     threads = threading.active_count()
     engine = AsyncEngine.load(llama.path, **llama.settings())
-    assert threading.active_count() == threads + 1
+    assert threading.active_count() == threads + 2  # of steps, and of their watchdog
     yield engine
     engine.close()
     engine.close()
@@ -193,3 +194,38 @@ def test_an_error_of_the_device_reaches_every_task(llama, engine, monkeypatch):
         assert "fell off the bus" in str(refusal.value.__cause__)
 
     run(scenario())
+
+
+def test_a_step_that_hangs_ends_the_engine_and_all_who_wait(llama, monkeypatch):
+    monkeypatch.setattr(watchdog, "TICK_S", 0.02)
+    go_on = threading.Event()
+    engine = AsyncEngine.load(llama.path, watchdog_timeout=0.5, **llama.settings())
+    read = engine._engine._runner.read
+
+    def hanging(step):
+        go_on.wait(60)
+        return read(step)
+
+    async def scenario():
+        assert len((await engine.generate([5, 6], GREEDY)).outputs) == 1
+        monkeypatch.setattr(engine._engine._runner, "read", hanging)
+        waiting = [asyncio.create_task(engine.generate([5, 6], GREEDY)) for _ in range(3)]
+        while not engine.stalled:
+            await asyncio.sleep(0.01)
+        late = asyncio.create_task(engine.generate([5, 6], GREEDY))
+        for task in (*waiting, late):
+            with pytest.raises(EngineClosedError, match=r"a step has not ended within 0\.5 s"):
+                await task
+        with pytest.raises(EngineClosedError, match="the engine is closed"):
+            await engine.generate([5, 6], GREEDY)
+
+    try:
+        run(scenario())
+        assert isinstance(engine.failure, StepTimeoutError)
+        begin = time.monotonic()
+        engine.close()
+        assert engine.stuck and time.monotonic() - begin < 5
+    finally:
+        go_on.set()
+        engine._thread.join(30)
+    assert not engine.stuck, "a step that ends after all frees the device"

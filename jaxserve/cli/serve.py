@@ -31,8 +31,9 @@ class Serve(Logged):
     Attributes:
         host: address to listen on; 0.0.0.0 is all interfaces.
         port: port to listen on.
-        api_key: API keys; a request must send one of them, except to /health. Each key is a tenant.
-            Other users of this machine can see them in the process list: prefer a file.
+        api_key: API keys; a request must send one of them, except to /health and /livez. Each key
+            is a tenant. Other users of this machine can see them in the process list: prefer a
+            file.
         api_key_file: a file with one API key per line.
         metrics_without_api_key: let scrapers read /metrics without a key.
         served_model_name: names that requests may use for the model; by default the name given
@@ -40,8 +41,14 @@ class Serve(Logged):
         allowed_hosts: names accepted in a request's Host header, in addition to localhost and
             addresses. By default all, but none on a server that listens on localhost without API
             keys: add the name of a proxy in front of it.
+        min_priority: the lowest, that is best, priority that requests may set; by default any.
+        hide_cached_tokens: report 0 cached tokens in every `usage`, which else tells what was
+            asked before under the same API key.
         max_queued_requests: sequences that may wait beyond those that run; more get 429.
         max_body_bytes: maximum size of a request body.
+        watchdog_timeout: seconds that a step may take before the server exits with status 1,
+            because the device or another host hangs; 0 is no limit. By default 20 times the slowest
+            step so far, but at least 60, and 600 for each of the first hundred steps.
         shutdown_timeout: seconds that requests in flight get to finish at shutdown.
         snapshot_dir: write a snapshot of the requests unfinished by then and exit with status 75.
             The next server resumes them: a client that resends its request with the same
@@ -58,8 +65,11 @@ class Serve(Logged):
     metrics_without_api_key: bool = False
     served_model_name: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
+    min_priority: int | None = None
+    hide_cached_tokens: bool = False
     max_queued_requests: int = 1024
     max_body_bytes: Size = 8 << 20
+    watchdog_timeout: float | None = None
     shutdown_timeout: float = 20.0
     snapshot_dir: Path | None = None
     log_requests: bool = False
@@ -73,7 +83,7 @@ class Serve(Logged):
             return follow(self.engine)
         from jaxserve.server.app import AppSettings
         from jaxserve.server.run import Stopping, listen, serve
-        from jaxserve.server.service import Service
+        from jaxserve.server.service import ClientPolicy, Service
 
         keys = self._keys()
         settings = AppSettings(
@@ -86,7 +96,8 @@ class Serve(Logged):
         if self.snapshot_dir is not None:
             self._check_snapshot_dir()
         names = self.served_model_name or (str(self.engine.model),)
-        service = Service(names, self.max_queued_requests)
+        policy = ClientPolicy(self.min_priority, self.hide_cached_tokens)
+        service = Service(names, self.max_queued_requests, policy)
         with listen(self.host, self.port) as listener:
             stopping = Stopping(self.shutdown_timeout, self.snapshot_dir)
             return asyncio.run(serve(service, settings, listener, self._load, stopping))
@@ -96,7 +107,10 @@ class Serve(Logged):
 
         with TerminalProgress() as progress:
             return AsyncEngine.load(
-                **dataclasses.asdict(self.engine), progress=progress, trace_file=self.trace_file
+                **dataclasses.asdict(self.engine),
+                progress=progress,
+                trace_file=self.trace_file,
+                watchdog_timeout=self.watchdog_timeout,
             )
 
     def _check(self) -> None:
@@ -105,9 +119,11 @@ class Serve(Logged):
             ("max_queued_requests", 0),
             ("max_body_bytes", 1),
             ("shutdown_timeout", 0),
+            ("watchdog_timeout", 0),
         ):
-            if not getattr(self, name) >= least:  # also rejects NaN
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {least} or more.")
+            value = getattr(self, name)
+            if value is not None and not value >= least:  # also rejects NaN
+                raise ConfigError(f"{name} is {value!r}; it must be {least} or more.")
         if self.api_key and self.api_key_file is not None:
             raise ConfigError("api_key and api_key_file are both given; give one of them.")
         if self.trace_file is not None:

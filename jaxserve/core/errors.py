@@ -69,6 +69,10 @@ class MissingDependencyError(JaxserveError, ImportError):
     """A feature needs a package that only an extra of jaxserve installs."""
 
 
+class StepTimeoutError(JaxserveError):
+    """A step has not ended in time: the device, or another host, hangs."""
+
+
 class RequestError(JaxserveError, ValueError):
     """A request is malformed: contradictory sampling fields, token ids out of range, and so on."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import jax
+from jax._src import clusters  # What `jax.distributed.initialize` detects has no public name.
 
 from jaxserve.core.errors import DistributedError
 from jaxserve.core.version import __version__
@@ -39,7 +40,7 @@ def join(
         timeout_s: how long to wait for all hosts to join, in seconds.
         secret: what only the hosts of this job know, the same on each; by default that of the
             environment variable JAXSERVE_JOB_SECRET, which may be absent. Without one, host 0
-            takes any process that reaches its port for a host. Not used where JAX detects the job.
+            takes any process that reaches its port for a host.
 
     Raises:
         DistributedError: the hosts cannot join: the coordinator is unreachable, its port is in
@@ -50,8 +51,11 @@ def join(
             "this process has already joined the other hosts; it can join only once. Under "
             "`jaxserve launch` a script need not join."
         )
+    secret = os.environ.get(rendezvous.SECRET_VARIABLE, "") if secret is None else secret
     if (coordinator, num_hosts, host) == (None, None, None):
         set_cpu_devices(devices)
+        if secret and (detected := _detect(timeout_s)) is not None:
+            _meet(*detected, timeout_s, secret)
         local_devices = None if devices is None else range(devices)
         _initialize(local_device_ids=local_devices, initialization_timeout=timeout_s)
         return
@@ -66,10 +70,7 @@ def join(
         )
     address = rendezvous.Address.parse(coordinator)
     set_cpu_devices(devices)
-    versions = {"version of jaxserve": __version__, "version of JAX": jax.__version__}
-    me = rendezvous.Participant(host, num_hosts, versions)
-    secret = os.environ.get(rendezvous.SECRET_VARIABLE, "") if secret is None else secret
-    (rendezvous.call if host == 0 else rendezvous.answer)(address, me, timeout_s, secret)
+    _meet(address, num_hosts, host, timeout_s, secret)
     _initialize(
         coordinator_address=str(address),
         num_processes=num_hosts,
@@ -79,6 +80,30 @@ def join(
         initialization_timeout=timeout_s,
         coordinator_bind_address=address.bind,
     )
+
+
+def _detect(timeout_s: int) -> tuple[rendezvous.Address, int, int] | None:
+    """The coordinator, the number of hosts and this host's index as JAX detects them; None where
+    it finds no job. Raises DistributedError."""
+    try:
+        found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+            None, None, None, None, None, timeout_s
+        )
+    except (RuntimeError, ValueError) as error:
+        raise DistributedError(f"JAX cannot read the job's environment: {error}") from error
+    coordinator, num_hosts, host, _ = found
+    if coordinator is None or num_hosts is None or host is None:
+        return None
+    return rendezvous.Address.parse(coordinator), num_hosts, host
+
+
+def _meet(
+    address: rendezvous.Address, num_hosts: int, host: int, timeout_s: int, secret: str
+) -> None:
+    """Check that all hosts are there. Raises DistributedError."""
+    versions = {"version of jaxserve": __version__, "version of JAX": jax.__version__}
+    me = rendezvous.Participant(host, num_hosts, versions)
+    (rendezvous.call if host == 0 else rendezvous.answer)(address, me, timeout_s, secret)
 
 
 def set_cpu_devices(devices: int | None) -> None:

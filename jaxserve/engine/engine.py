@@ -270,6 +270,10 @@ class Engine:
             self._snapshots.restore_kv(taken_up)
         return taken_up.requests
 
+    def refuse(self, reason: str) -> None:
+        """Accept no more requests, while a step hangs in another thread."""
+        self._closed = reason
+
     def close(self) -> None:
         """Abort all requests and free the device's memory. Can be called twice."""
         try:

@@ -24,6 +24,7 @@ _PARAM = re.compile(r"(?:a token id of )?([a-z_]+)")
 _PARAMS = {"prompt", "messages", *(field.name for field in dataclasses.fields(SamplingParams))}
 _UNION_TAG = re.compile(r"[a-z-]+\[.*\]|str|int|float|bool|dict|none|[A-Z]\w*")
 MAX_SHOWN_CHARS = 80
+MAX_MESSAGE_CHARS = 2000
 _SHORT = reprlib.Repr()  # It never formats the part that it leaves out.
 _SHORT.maxstring = _SHORT.maxother = MAX_SHOWN_CHARS
 
@@ -91,7 +92,7 @@ def reply_to(error: BaseException) -> ErrorReply:
 
     An exception that is not a JaxserveError is a bug: status 500, without details.
     """
-    message = str(error)
+    message = _shortened(str(error))
     match error:
         case ModelNotFoundError():
             return ErrorReply(404, message, "invalid_request_error", "model", "model_not_found")
@@ -111,6 +112,12 @@ def reply_to(error: BaseException) -> ErrorReply:
         case UnavailableError() | EngineClosedError():
             return ErrorReply(503, message, "service_unavailable_error", None, "unavailable", 5)
     return ErrorReply(500, "internal server error; see the server log.", "server_error")
+
+
+def _shortened(message: str) -> str:
+    """A message that may quote what a client sent, without its middle if it is long."""
+    half = MAX_MESSAGE_CHARS // 2
+    return message if len(message) <= 2 * half else f"{message[:half]} ... {message[-half:]}"
 
 
 def check_generated(outputs: Sequence[RequestOutput]) -> None:

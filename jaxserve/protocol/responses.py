@@ -159,7 +159,7 @@ class TokenizerInfo(BaseModel):
 
 
 class Health(BaseModel):
-    status: Literal["ready", "starting", "draining", "failed"]
+    status: Literal["ready", "starting", "stalled", "draining", "failed"]
 
 
 class Version(BaseModel):

@@ -8,15 +8,18 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.version import __version__
 from jaxserve.protocol.errors import ErrorReply, field_error_of, reply_to
 from jaxserve.server import generation_routes, model_routes, status_routes
-from jaxserve.server.connections import MAX_CONNECTIONS, MAX_PEER_CONNECTIONS
-from jaxserve.server.middleware import OPEN_PATH, ApiKeys, BodyLimit, HeaderChecks, RequestLimits
-from jaxserve.server.request_log import RequestLog
+from jaxserve.server.connections import ConnectionLimits
+from jaxserve.server.disconnect import ClientGoneError
+from jaxserve.server.middleware import OPEN_PATHS, ApiKeys, BodyLimit, HeaderChecks, RequestLimits
+from jaxserve.server.request_log import CLIENT_GONE, RequestLog
+from jaxserve.server.request_state import state_of
 from jaxserve.server.responses import JsonResponse, error_response
 from jaxserve.server.service import Service
 
@@ -28,7 +31,7 @@ class AppSettings:
     """Settings of the HTTP application.
 
     Attributes:
-        api_keys: a request must send one of them, except to /health; empty disables the check.
+        api_keys: a request must send one of them, except to `OPEN_PATHS`; empty disables the check.
         max_body_bytes: maximum size of a request body.
         log_requests: log a line per request.
         allowed_hosts: names accepted in Host headers, in addition to localhost and addresses;
@@ -43,8 +46,11 @@ class AppSettings:
     metrics_without_api_key: bool = False
 
 
-def create_app(service: Service, settings: AppSettings) -> ASGIApp:
-    """The ASGI application for a service, which may still be starting."""
+def create_app(
+    service: Service, settings: AppSettings, limits: ConnectionLimits | None = None
+) -> ASGIApp:
+    """The ASGI application for a service, which may still be starting. `limits` are also those of
+    requests in progress."""
     app = FastAPI(
         title="jaxserve",
         version=__version__,
@@ -58,13 +64,14 @@ def create_app(service: Service, settings: AppSettings) -> ASGIApp:
     app.add_exception_handler(RequestValidationError, _bad_body)
     app.add_exception_handler(HTTPException, _bad_route)
     app.add_exception_handler(JaxserveError, _refused)
+    app.add_exception_handler(ClientGoneError, _gone)
     app.add_exception_handler(Exception, _refused)
     guarded: ASGIApp = BodyLimit(app, settings.max_body_bytes, BODY_TIMEOUT_S)
     if settings.api_keys:
-        open_paths = (OPEN_PATH, "/metrics") if settings.metrics_without_api_key else (OPEN_PATH,)
-        guarded = ApiKeys(guarded, settings.api_keys, open_paths)
+        more = ("/metrics",) if settings.metrics_without_api_key else ()
+        guarded = ApiKeys(guarded, settings.api_keys, OPEN_PATHS + more)
     guarded = HeaderChecks(guarded, settings.allowed_hosts)
-    guarded = RequestLimits(guarded, MAX_CONNECTIONS, MAX_PEER_CONNECTIONS)
+    guarded = RequestLimits(guarded, limits or ConnectionLimits())
     return RequestLog(guarded, settings.log_requests)
 
 
@@ -86,6 +93,12 @@ async def _bad_route(request: Request, error: HTTPException) -> JsonResponse:
     answer = error_response(ErrorReply(error.status_code, message, "invalid_request_error"))
     answer.headers.update(error.headers or {})
     return answer
+
+
+async def _gone(request: Request, error: ClientGoneError) -> Response:
+    """A response for nobody."""
+    state_of(request.scope).client_gone = True
+    return Response(status_code=CLIENT_GONE)
 
 
 async def _refused(request: Request, error: Exception) -> JsonResponse:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 from collections import Counter
-from typing import Any
+from typing import Any, Self
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -14,46 +14,49 @@ HEADER_TIMEOUT_S = 10.0
 """How long a client may take to send a request's header."""
 
 MAX_CONNECTIONS = 4096
-MAX_PEER_CONNECTIONS = 3072
-"""Connections from one address. The rest are for others."""
 
 RESERVED = 64
-"""Connections beyond these limits that may ask for /health; other requests are refused on them."""
+"""Connections beyond the limits that may ask for /health; other requests are refused on them."""
 
 _OTHER_FILES = 512
 
 
-def allow_open_files() -> int:
-    """Raise the process's limit on open files as far as all connections need and the system allows;
-    returns how many connections that is."""
-    needed = MAX_CONNECTIONS + RESERVED + _OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        needed = soft
-    return max(1, needed - RESERVED - _OTHER_FILES)
-
-
 class ConnectionLimits:
-    """Counts open connections, in all and by the address of their peer.
+    """Limits of open connections, in all and by the address of their peer, and their count.
 
     When there are too many, the one that has waited longest for a request is closed: it is
     half-open, or kept alive for a request that may never come.
+
+    Attributes:
+        most: how many connections there may be, and requests in progress.
+        most_of_peer: how many of them one address may have, three quarters; the rest are for
+            others.
     """
 
-    def __init__(self, most: int, most_of_peer: int) -> None:
-        self._most = most
-        self._most_of_peer = most_of_peer
+    def __init__(self, most: int = MAX_CONNECTIONS) -> None:
+        self.most = most
+        self.most_of_peer = max(1, most * 3 // 4)
         self._open: set[HttpConnection] = set()
         self._of_peer: Counter[str] = Counter()
         self._waiting: dict[HttpConnection, None] = {}  # the longest first
+
+    @classmethod
+    def of_system(cls) -> Self:
+        """As many as the system lets this process open, whose limit on open files is raised as far
+        as need be, at most `MAX_CONNECTIONS`."""
+        needed = MAX_CONNECTIONS + RESERVED + _OTHER_FILES
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != resource.RLIM_INFINITY and soft < needed:
+            soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            needed = soft
+        return cls(max(1, needed - RESERVED - _OTHER_FILES))
 
     def add(self, connection: HttpConnection) -> None:
         """Count a new connection, and close one if there are too many. That is the new one only if
         requests are in progress on all others and on the reserved ones."""
         if self._excess(connection.peer) >= 0:
-            of_peer = self._of_peer[connection.peer] >= self._most_of_peer
+            of_peer = self._of_peer[connection.peer] >= self.most_of_peer
             waiting = (c for c in self._waiting if not of_peer or c.peer == connection.peer)
             if (longest := next(waiting, None)) is not None:
                 longest.close()
@@ -78,7 +81,7 @@ class ConnectionLimits:
 
     def _excess(self, peer: str) -> int:
         """How many connections there are above the limits; 0 if a new one would be the first."""
-        return max(len(self._open) - self._most, self._of_peer[peer] - self._most_of_peer)
+        return max(len(self._open) - self.most, self._of_peer[peer] - self.most_of_peer)
 
 
 class HttpConnection(H11Protocol):

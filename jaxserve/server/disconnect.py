@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.types import Receive
+
+T = TypeVar("T")
 
 
 class ClientGoneError(Exception):
     """The client closed its connection; no response can be sent."""
 
 
-async def unless_hung_up(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` for a client whose request has been read, and cancel it if the client disconnects.
-    Raises what the work raises, or ClientGoneError."""
+async def unless_hung_up(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work` for a client whose request has been read; cancelled if the client
+    disconnects. Raises what the work raises, or ClientGoneError."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_hung_up(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGoneError
-        task.result()
+        return task.result()
     finally:
         gone.cancel()
         task.cancel()

@@ -10,7 +10,7 @@ from jaxserve.protocol.responses import ChatCompletion, Completion
 from jaxserve.server.openapi import ERRORS, documented_responses
 from jaxserve.server.request_state import state_of
 from jaxserve.server.responses import GeneratedResponse
-from jaxserve.server.workers import kind_of
+from jaxserve.server.workers import prepared
 
 router = APIRouter()
 
@@ -33,6 +33,5 @@ async def _generated(body: CompletionRequest | ChatCompletionRequest, request: R
     service, state = request.app.state.service, state_of(request.scope)
     if body.request_id is not None and state.id_is_new:
         state.request_id = body.request_id
-    kind = await kind_of(request, has_tools=bool(getattr(body, "tools", None)))
-    call = await service.prepare(body.call, kind)
+    call = await prepared(request, body.call, has_tools=bool(getattr(body, "tools", None)))
     return GeneratedResponse(service, call)

@@ -6,22 +6,29 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.protocol.errors import ErrorReply
+from jaxserve.server.connections import ConnectionLimits
 from jaxserve.server.disconnect import ClientGoneError
 from jaxserve.server.request_state import state_of
 from jaxserve.server.responses import error_response
+from jaxserve.server.workers import LARGE_BYTES
 
-OPEN_PATH = "/health"
-"""A route that needs no key, and is answered under any load."""
+OPEN_PATHS = ("/health", "/livez")
+"""Routes that need no key, and are answered under any load."""
 
 MAX_HEADER_BYTES = 1 << 16
 
+MAX_JSON_PARTS = 32_768
+"""Lists and objects in a body: a small one takes as long to check as many of its bytes."""
+
 _DROPPED_BYTES = 64 << 20
+_JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 _UNAUTHORIZED = ErrorReply(
     401,
@@ -58,7 +65,7 @@ class HeaderChecks:
             message = "the header has Content-Length and Transfer-Encoding; send one of them."
             return ErrorReply(400, message, "invalid_request_error")
         host = given.get(b"host", b"").decode("latin-1").lower()
-        if self._hosts is not None and scope["path"] != OPEN_PATH and not self._knows(host):
+        if self._hosts is not None and scope["path"] not in OPEN_PATHS and not self._knows(host):
             message = (
                 f"this server has no API key, and does not answer to the host {host!r:.80}; start "
                 "it with --allowed-hosts and that name, or with --api-key-file."
@@ -79,18 +86,18 @@ class HeaderChecks:
 
 
 class RequestLimits:
-    """Refuses requests, except to /health, while too many are in progress."""
+    """Refuses requests, except to `OPEN_PATHS`, while too many are in progress."""
 
-    def __init__(self, app: ASGIApp, most: int, most_of_peer: int) -> None:
+    def __init__(self, app: ASGIApp, limits: ConnectionLimits) -> None:
         self._app = app
-        self._most = most
-        self._most_of_peer = most_of_peer
+        self._limits = limits
         self._of_peer: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         peer = scope["client"][0] if scope["client"] else ""
-        full = self._of_peer.total() >= self._most or self._of_peer[peer] >= self._most_of_peer
-        if full and scope["path"] != OPEN_PATH:
+        limits, of_peer = self._limits, self._of_peer[peer]
+        full = self._of_peer.total() >= limits.most or of_peer >= limits.most_of_peer
+        if full and scope["path"] not in OPEN_PATHS:
             message = "too many requests are in progress; retry later."
             refusal = ErrorReply(503, message, "service_unavailable_error", None, "unavailable", 5)
             await _close_with(refusal, scope, receive, send)
@@ -116,7 +123,7 @@ class ApiKeys:
     def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: Collection[str]) -> None:
         self._app = app
         self._open_paths = open_paths
-        self._tenants = {b"Bearer " + key.encode(): _tenant(key) for key in keys}
+        self._tenants = {b"Bearer " + key.encode(): tenant_of(key) for key in keys}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         shown = dict(scope["headers"]).get(b"authorization", b"")
@@ -135,7 +142,8 @@ class ApiKeys:
             await answer(scope, receive, send)
 
 
-def _tenant(key: str) -> str:
+def tenant_of(key: str) -> str:
+    """The tenant that requests with an API key belong to: a digest of the key."""
     return hashlib.blake2b(key.encode(), digest_size=16, person=b"jaxserve tenant").hexdigest()
 
 
@@ -146,6 +154,7 @@ class BodyLimit:
         self._app = app
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
+        self._turns = _Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -158,10 +167,14 @@ class BodyLimit:
             state_of(scope).client_gone = True
             return
         else:
-            if body is not None:
-                await self._app(scope, _again(body, receive), send)
-                return
             message = f"the body is larger than the limit of {self._max_bytes} bytes."
+            if body is not None:
+                if len(body) > LARGE_BYTES:
+                    await self._turns.wait()
+                if not _has_many_parts(body):
+                    await self._app(scope, _again(body, receive), send)
+                    return
+                message = f"the body has more than {MAX_JSON_PARTS} JSON lists and objects."
             refusal = ErrorReply(413, message, "invalid_request_error", code="body_too_large")
         await _close_with(refusal, scope, receive, send)
 
@@ -185,6 +198,30 @@ class BodyLimit:
             if not message.get("more_body"):
                 return bytes(body) if size <= self._max_bytes else None
         return None
+
+
+def _has_many_parts(body: bytes) -> bool:
+    """Whether a body has more than `MAX_JSON_PARTS`, were it JSON."""
+
+    def count(text: bytes) -> int:
+        return text.count(b"[") + text.count(b"{")
+
+    return count(body) > MAX_JSON_PARTS and count(_JSON_STRING.sub(b"", body)) > MAX_JSON_PARTS
+
+
+class _Turns:
+    """Lets large bodies into the application one at a time. It parses them in the event loop, so
+    for as long as one has taken, others are served before the next."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+
+    async def wait(self) -> None:
+        """Wait for a turn; it is over once the caller waits for something else."""
+        await self._turn.acquire()
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
+        loop.call_soon(lambda: loop.call_later(loop.time() - begin, self._turn.release))
 
 
 def _again(body: bytes, receive: Receive) -> Receive:

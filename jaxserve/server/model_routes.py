@@ -18,7 +18,7 @@ from jaxserve.protocol.responses import (
 from jaxserve.protocol.tokenizing import DetokenizeRequest, TokenizeRequest, tokenizer_info
 from jaxserve.server.openapi import ERRORS, documented_responses
 from jaxserve.server.responses import JsonResponse
-from jaxserve.server.workers import kind_of
+from jaxserve.server.workers import prepared
 
 router = APIRouter()
 _STARTED = int(time.time())
@@ -42,15 +42,13 @@ async def model(name: str, request: Request) -> JsonResponse:
 @router.post("/tokenize", responses=documented_responses(Tokenized) | ERRORS)
 async def tokenize(body: TokenizeRequest, request: Request) -> JsonResponse:
     """Token ids of a text or a conversation."""
-    kind = await kind_of(request, has_tools=bool(body.tools))
-    return JsonResponse(await request.app.state.service.prepare(body.answer, kind))
+    return JsonResponse(await prepared(request, body.answer, has_tools=bool(body.tools)))
 
 
 @router.post("/detokenize", responses=documented_responses(Detokenized) | ERRORS)
 async def detokenize(body: DetokenizeRequest, request: Request) -> JsonResponse:
     """The text of token ids."""
-    kind = await kind_of(request, has_tools=False)
-    return JsonResponse(await request.app.state.service.prepare(body.answer, kind))
+    return JsonResponse(await prepared(request, body.answer))
 
 
 @router.get("/tokenizer_info", responses=documented_responses(TokenizerInfo) | ERRORS)

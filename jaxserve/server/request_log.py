@@ -18,7 +18,7 @@ HEADER = b"x-request-id"
 CLIENT_GONE = 499
 """The logged status of a request without a response, as in nginx."""
 
-_POLLED = ("/health", "/metrics")
+_POLLED = ("/health", "/livez", "/metrics")
 _log = logging.getLogger("jaxserve.server")
 
 
@@ -27,7 +27,7 @@ class RequestLog:
     which a route may replace by that of the body.
 
     With `log_requests`, logs one line per request, with timing and token counts but no contents.
-    Polled endpoints (/health, /metrics) are not logged.
+    Polled endpoints (/health, /livez, /metrics) are not logged.
     """
 
     def __init__(self, app: ASGIApp, log_requests: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import faulthandler
 import functools
 import logging
 import os
@@ -13,26 +14,25 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from jaxserve.async_engine import AsyncEngine
-from jaxserve.core.errors import ConfigError
+from jaxserve.core.errors import ConfigError, EngineClosedError
 from jaxserve.engine.snapshot_files import discard
 from jaxserve.resume import STOPPED
 from jaxserve.server.app import AppSettings, create_app
-from jaxserve.server.connections import (
-    MAX_PEER_CONNECTIONS,
-    ConnectionLimits,
-    HttpConnection,
-    allow_open_files,
-)
+from jaxserve.server.connections import ConnectionLimits, HttpConnection
 from jaxserve.server.middleware import MAX_HEADER_BYTES
 from jaxserve.server.service import Service
 
 LAST_WORDS_S = 5
 """How long clients have to read the rest of their responses."""
+
+CLOSE_S = 10
+"""How long the step in progress has to end, after its requests."""
 
 SNAPSHOT_S = 8
 """Time limit for writing KV to a snapshot: with shutdown_timeout, below Kubernetes' 30 s."""
@@ -84,13 +84,12 @@ async def serve(
 
     Returns 503 until `load`, which runs in its own thread, returns the engine. The first signal
     stops admission and drains requests in flight; a second one stops the drain, and a third one
-    exits at once. If the engine fails, the server exits with status 1, for a supervisor to restart
-    it. Raises what `load` raises.
+    exits at once. If the engine fails, or hangs in a step, the server exits with status 1, for a
+    supervisor to restart it. Raises what `load` raises.
     """
     status = await _serve(service, settings, listener, load, stopping)
     if service.preparing:
-        logging.shutdown()
-        os._exit(status)
+        _exit(status)
     return status
 
 
@@ -118,9 +117,8 @@ async def _serve(
     load: Callable[[], AsyncEngine],
     stopping: Stopping,
 ) -> int:
-    most = allow_open_files()
-    limits = ConnectionLimits(most, min(MAX_PEER_CONNECTIONS, most * 3 // 4))
-    server = http_server(create_app(service, settings), limits)
+    limits = ConnectionLimits.of_system()
+    server = http_server(create_app(service, settings, limits), limits)
     stop = _Stop()
     _log.info("listening on http://%s:%d", *listener.getsockname()[:2])
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -148,7 +146,10 @@ async def _serve(
         try:
             await serving
         finally:
-            await asyncio.to_thread(engine.close)
+            await asyncio.to_thread(engine.close, CLOSE_S)
+            if engine.stuck:  # Python, and JAX at its exit, would wait for the step that hangs.
+                faulthandler.dump_traceback(all_threads=True)
+                _exit(1)
 
 
 async def _loaded(load: Callable[[], AsyncEngine], stop: _Stop) -> AsyncEngine:
@@ -187,14 +188,20 @@ async def _drain(service: Service, engine: AsyncEngine, stop: _Stop, stopping: S
             discard(stopping.snapshot_dir)
         return 0
     draining.cancel()
-    status = 0
-    if stopping.snapshot_dir is not None and engine.failure is None:
-        await engine.snapshot(stopping.snapshot_dir, deadline_s=SNAPSHOT_S)
-        status = STOPPED
-        _log.info("snapshot written to %s, for the next server to resume", stopping.snapshot_dir)
+    status, directory = 0, stopping.snapshot_dir
+    if directory is not None and engine.failure is None:
+        with contextlib.suppress(EngineClosedError):  # It fails now, and says why.
+            await engine.snapshot(directory, deadline_s=SNAPSHOT_S)
+            status = STOPPED
+            _log.info("snapshot written to %s, for the next server to resume", directory)
     await service.abort_all()
     await service.drain(LAST_WORDS_S)
     return status
+
+
+def _exit(status: int) -> NoReturn:
+    logging.shutdown()
+    os._exit(status)
 
 
 class _Stop:

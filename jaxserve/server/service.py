@@ -12,7 +12,8 @@ from typing import Literal, TypeVar
 
 from jaxserve.async_engine import AsyncEngine, Restored
 from jaxserve.core.errors import RequestError
-from jaxserve.core.outputs import CompletionOutput, Delta
+from jaxserve.core.outputs import CompletionOutput, Delta, RequestOutput
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.output_queue import Update
 from jaxserve.engine.snapshot_files import exists
 from jaxserve.metrics.metrics import Metric
@@ -23,18 +24,46 @@ from jaxserve.server.exposition import Exposition
 from jaxserve.server.workers import NUM_THREADS, Kind, Workers
 
 T = TypeVar("T")
-State = Literal["starting", "ready", "draining", "failed"]
+State = Literal["starting", "ready", "stalled", "draining", "failed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ClientPolicy:
+    """What clients may set and see.
+
+    Attributes:
+        min_priority: the best priority that a request may have; None for any.
+        hide_cached_tokens: report no prompt token as cached.
+    """
+
+    min_priority: int | None = None
+    hide_cached_tokens: bool = False
+
+    def check(self, params: SamplingParams) -> None:
+        """Raises FieldError for a priority that is better than allowed."""
+        if self.min_priority is not None and params.priority < self.min_priority:
+            raise FieldError(
+                "priority",
+                f"is {params.priority}; on this server it must be {self.min_priority} or more.",
+            )
 
 
 class Service:
     """One engine, while it loads, serves and drains. For one event loop.
 
     Attributes:
+        policy: what clients may set and see.
         num_sequences: sequences of requests admitted and not yet answered.
         exposition: the metrics; only the server's own before the engine is ready.
     """
 
-    def __init__(self, model_names: Sequence[str], max_queued_requests: int) -> None:
+    def __init__(
+        self,
+        model_names: Sequence[str],
+        max_queued_requests: int,
+        policy: ClientPolicy = ClientPolicy(),
+    ) -> None:
+        self.policy = policy
         self._model_names = model_names
         self._max_queued = max_queued_requests
         self._engine: AsyncEngine | None = None
@@ -52,7 +81,9 @@ class Service:
             return "failed"
         if self._draining:
             return "draining"
-        return "starting" if self._engine is None else "ready"
+        if self._engine is None:
+            return "starting"
+        return "stalled" if self._engine.stalled else "ready"
 
     @property
     def engine(self) -> AsyncEngine:
@@ -104,12 +135,13 @@ class Service:
 
         Prompts get the request's id in the engine, or one derived from it if that is in use, as
         when a proxy gives one id to several requests. A request in a restored snapshot is claimed
-        by sending it again under its id.
+        by its tenant, by sending it again under its id.
 
         Raises RequestError, OverloadedError when the queue is full, UnavailableError.
         """
         engine = self.engine
-        ids = self._ids(request_id, len(call.prompts))
+        self.policy.check(call.params)
+        ids = self._ids(request_id, len(call.prompts), tenant)
         with self._let_in(len(ids) * call.params.n):
             restored = {
                 i: self._restored[name] for i, name in enumerate(ids) if name in self._restored
@@ -131,7 +163,8 @@ class Service:
                 async with await submitted as updates:
                     if self._aborted:  # abort_all() ran while this one was being submitted.
                         await self.abort_all()
-                    yield self._taken_up(ids, restored, anew, updates) if restored else updates
+                    seen = self._taken_up(ids, restored, anew, updates) if restored else updates
+                    yield _without_cached_tokens(seen) if self.policy.hide_cached_tokens else seen
             finally:
                 self._running.difference_update(new_ids)
 
@@ -181,12 +214,14 @@ class Service:
         """Maximum number of sequences that run or wait."""
         return self._engine.plan().config.max_num_seqs + self._max_queued
 
-    def _ids(self, request_id: str, count: int) -> list[str]:
-        """Engine ids for a request's prompts, none of them in use."""
+    def _ids(self, request_id: str, count: int, tenant: str | None) -> list[str]:
+        """Engine ids for a request's prompts, none of them in use or that of a restored request of
+        another tenant."""
         ids = [request_id] if count == 1 else [f"{request_id}-{i}" for i in range(count)]
-        if self._running.isdisjoint(ids):
+        restored = [self._restored[name] for name in ids if name in self._restored]
+        if self._running.isdisjoint(ids) and all(each.tenant == tenant for each in restored):
             return ids
-        return self._ids(f"{request_id}~{uuid.uuid4().hex[:8]}", count)
+        return self._ids(f"{request_id}~{uuid.uuid4().hex[:8]}", count, tenant)
 
     async def _taken_up(
         self,
@@ -206,6 +241,16 @@ class Service:
         for number, output in sorted(outputs.items()):
             yield number, [_as_delta(choice) for choice in output.outputs]
             yield number, output
+
+
+async def _without_cached_tokens(
+    updates: AsyncIterable[tuple[int, Update]],
+) -> AsyncIterator[tuple[int, Update]]:
+    async for number, update in updates:
+        if isinstance(update, RequestOutput):
+            metrics = dataclasses.replace(update.metrics, cached_tokens=0)
+            update = dataclasses.replace(update, metrics=metrics)
+        yield number, update
 
 
 def _check_same(request: Restored, call: ParsedRequest, number: int, request_id: str) -> None:

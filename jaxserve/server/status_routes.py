@@ -18,12 +18,26 @@ router = APIRouter()
     "/health",
     responses=documented_responses(Health)
     | ERRORS
-    | {503: {"model": Health, "description": "Not ready: starting, draining or failed."}},
+    | {503: {"model": Health, "description": "Not ready: starting, stalled, draining or failed."}},
 )
 async def health(request: Request) -> JsonResponse:
     """Whether the server accepts requests."""
     state = request.app.state.service.state
     return JsonResponse({"status": state}, 200 if state == "ready" else 503)
+
+
+@router.head("/livez", include_in_schema=False)
+@router.get(
+    "/livez",
+    responses=documented_responses(Health)
+    | ERRORS
+    | {503: {"model": Health, "description": "The engine has failed."}},
+)
+async def livez(request: Request) -> JsonResponse:
+    """Whether the process should be left alone: false if the engine has failed. For liveness
+    probes."""
+    state = request.app.state.service.state
+    return JsonResponse({"status": state}, 503 if state == "failed" else 200)
 
 
 @router.get("/version", responses=documented_responses(Version) | ERRORS)

@@ -11,6 +11,8 @@ from starlette.requests import Request
 
 from jaxserve.core.errors import OverloadedError
 from jaxserve.protocol.errors import UnavailableError
+from jaxserve.protocol.model import Model
+from jaxserve.server.disconnect import unless_hung_up
 
 DEADLINE_S = 30.0
 """Time limit for a preparation, its time in the queue included."""
@@ -81,6 +83,16 @@ class Workers:
 
 def _stopping() -> UnavailableError:
     return UnavailableError("the server is stopping; retry on another server.")
+
+
+async def prepared(request: Request, work: Callable[[Model], T], has_tools: bool = False) -> T:
+    """The result of `work` on the served model, in a thread. If the client hangs up meanwhile, work
+    that has not begun is dropped.
+
+    Raises ClientGoneError, and as `Service.prepare` does.
+    """
+    kind = await kind_of(request, has_tools)
+    return await unless_hung_up(request.receive, request.app.state.service.prepare(work, kind))
 
 
 async def kind_of(request: Request, has_tools: bool) -> Kind:

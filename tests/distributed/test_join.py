@@ -67,3 +67,65 @@ def test_where_jax_finds_no_job_it_says_what_to_give():
         """,
         timeout_s=60,
     )
+
+
+DETECTED = """
+    import os, sys, threading
+    import jax
+    jax.config.update("jax_platforms", "cpu")
+    from jaxserve.distributed import rendezvous
+    from jaxserve.distributed.runtime import _detect, join
+    from jaxserve.core.errors import DistributedError
+    os.environ |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost",
+                   "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    address, num_hosts, host = _detect(5)
+    assert (address.name, num_hosts, host) == ("localhost", 2, 0)
+"""
+
+
+def test_hosts_that_jax_detects_prove_that_they_know_the_secret_too():
+    """In the environment of a task of Slurm."""
+    run_script(
+        DETECTED
+        + """
+    os.environ["JAXSERVE_JOB_SECRET"] = "ours"
+    other = rendezvous.Participant(1, 2, {})
+    told = []
+    def impostor():
+        try:
+            rendezvous.answer(address, other, 5, "guess")
+        except DistributedError as error:
+            told.append(str(error))
+    thread = threading.Thread(target=impostor)
+    thread.start()
+    try:
+        join(timeout_s=3)
+    except DistributedError as error:
+        assert "missing: 1." in str(error), error
+        assert "want of this job's secret: 1." in str(error), error
+    else:
+        raise AssertionError("it has joined")
+    thread.join()
+    assert "another job secret" in told[0], told
+""",
+        timeout_s=60,
+    )
+
+
+def test_two_hosts_that_jax_detects_join_with_a_secret():
+    run_script(
+        DETECTED
+        + """
+    import subprocess
+    os.environ["JAXSERVE_JOB_SECRET"] = "ours"
+    code = ("import jax; jax.config.update('jax_platforms', 'cpu')\\n"
+            "from jaxserve.distributed.runtime import join\\n"
+            "join(devices=1, timeout_s=30); import os; os._exit(jax.device_count())")
+    other = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"SLURM_PROCID": "1"})
+    join(devices=1, timeout_s=30)
+    assert jax.device_count() == 2
+    assert other.wait(30) == 2
+    os._exit(0)  # JAX would wait for the other host, which has ended likewise
+""",
+        timeout_s=90,
+    )

@@ -206,6 +206,11 @@ def test_slurm_writes_a_batch_script(dry_run):
     assert "--kill-on-bad-exit=1" in host
     assert host[-4:] == ["--", "generate", "hi", "--tensor-parallel-size=32"]
     assert not any(word.startswith(("--coordinator", "--host=")) for word in host)  # JAX finds them
+    draw = next(line for line in script.splitlines() if line.startswith(SECRET_VARIABLE))
+    shell = f"{draw}; export {SECRET_VARIABLE}; printenv {SECRET_VARIABLE}"
+    assert f"export {SECRET_VARIABLE}" in script.splitlines()
+    drawn = {subprocess.check_output(["sh", "-c", shell], text=True) for _ in range(2)}
+    assert len(drawn) == 2 and all(len(secret) == 65 for secret in drawn)
 
 
 def test_kubernetes_gpu_pods_meet_at_the_first(dry_run):
@@ -243,7 +248,9 @@ def test_kubernetes_gpu_pods_meet_at_the_first(dry_run):
 def test_kubernetes_tpu_pods_are_a_slice(dry_run, refused):
     options = ("--backend=k8s", "--image=i", "--accelerator=tpu-v6e-slice", "--topology=4x4")
     command = ("--", "generate", "hi", "--tensor-parallel-size=16")
-    manifest = yaml.safe_load(dry_run(*options, "--hosts=4", "--devices-per-host=4", *command))
+    secret, manifest = yaml.safe_load_all(
+        dry_run(*options, "--hosts=4", "--devices-per-host=4", *command)
+    )
     pod = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     assert pod["nodeSelector"] == {
         "cloud.google.com/gke-tpu-accelerator": "tpu-v6e-slice",
@@ -251,6 +258,8 @@ def test_kubernetes_tpu_pods_are_a_slice(dry_run, refused):
     }
     assert pod["containers"][0]["resources"]["limits"] == {"google.com/tpu": 4}
     assert not any("--coordinator" in word for word in pod["containers"][0]["command"])
+    assert secret["kind"] == "Secret"
+    assert pod["containers"][0]["env"][0]["name"] == SECRET_VARIABLE
     error = refused(*options, "--hosts=2", "--devices-per-host=4", "--", "-m", "job")
     assert "topology 4x4 has 16 chips, but 2 hosts of 4 have 8" in error
 
@@ -290,16 +299,19 @@ def test_ssh_hosts_meet_at_the_first(dry_run, hostfile):
 
 
 def test_hosts_that_join_each_other_are_given_a_new_secret(hostfile):
-    for backend in (Local(), Ssh(hostfile)):
-        job = TWO_HOSTS
-        first, second = backend._hosts(job), backend._hosts(job)
+    job = TWO_HOSTS
+    for hosts in (
+        lambda: Local()._hosts(job),
+        lambda: Ssh(hostfile)._hosts(job),
+        lambda: TpuVm()._plan(job)[1],
+    ):
+        first, second = hosts(), hosts()
         assert len({host.stdin for host in first}) == 1
         assert first[0].stdin != second[0].stdin
         assert len(first[0].stdin) == 65
         for host in first:
             assert "--secret-on-stdin" in " ".join(host.argv)
             assert first[0].stdin.decode().strip() not in str(host)
-    assert "--secret-on-stdin" not in TpuVm().dry_run(TWO_HOSTS)  # JAX joins these
 
 
 def test_a_host_without_the_secret_it_should_read_says_so():

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from server_process import ServerProcess
-from tiny_checkpoints import CONFIG, random_tensors, write_hf
-
-CONTEXT = 2048
-TEMPLATE = (
-    "{% if tools %}<tool_call> {{ tools | tojson }}\n{% endif %}"
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
-    "{% for call in message.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}\n"
-    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-)
+from server_process import ServerProcess, write_chat_model
 
 
 @pytest.fixture(scope="session")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with a vocabulary of bytes, and a chat template with tools, whose answers are
-    short unless asked to be long."""
-    config = CONFIG | {"max_position_embeddings": CONTEXT}
-    directory = write_hf(tmp_path_factory.mktemp("served") / "m", config, random_tensors(config))
-    (directory / "generation_config.json").write_text(json.dumps({"max_new_tokens": 32}))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    return directory
+    """See `write_chat_model`."""
+    return write_chat_model(tmp_path_factory.mktemp("served"))
 
 
 @pytest.fixture(scope="session")

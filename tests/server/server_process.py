@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from tiny_checkpoints import CONFIG, random_tensors, write_hf
 
 SETTINGS = (
     "--max-num-seqs=4",
@@ -22,18 +23,33 @@ SETTINGS = (
     f"--kv-cache-memory-bytes={8 << 20}",
 )
 READY_S = 600
+CONTEXT = 2048
+TEMPLATE = (
+    "{% if tools %}<tool_call> {{ tools | tojson }}\n{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
 _JAXSERVE = (sys.executable, "-m", "jaxserve.cli")
 
 
 class ServerProcess:
     """A server on a free port of loopback; `log` is the file with its standard error, and `launch`
-    the command that starts it on several hosts."""
+    the command that starts it on several hosts. `program` is the command line's, or one that
+    breaks it."""
 
-    def __init__(self, model: Path, log: Path, *args: str, launch: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        *args: str,
+        launch: tuple[str, ...] = (),
+        program: tuple[str, ...] = _JAXSERVE,
+    ) -> None:
         self.log = log
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [*_JAXSERVE, *launch, "serve", str(model), "--port=0", *SETTINGS, *args],
+                [*program, *launch, "serve", str(model), "--port=0", *SETTINGS, *args],
                 stdin=subprocess.DEVNULL,
                 stdout=stderr,
                 stderr=stderr,
@@ -118,3 +134,13 @@ class ServerProcess:
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     """Token ids of which no two seeds begin alike."""
     return [3 + (seed * 7 + place * (seed + 3)) % 250 for place in range(length)]
+
+
+def write_chat_model(directory: Path, template: str = TEMPLATE) -> Path:
+    """A random model with a vocabulary of bytes, and a chat template with tools, whose answers are
+    short unless asked to be long."""
+    config = CONFIG | {"max_position_embeddings": CONTEXT}
+    model = write_hf(directory / "m", config, random_tensors(config))
+    (model / "generation_config.json").write_text(json.dumps({"max_new_tokens": 32}))
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return model

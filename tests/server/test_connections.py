@@ -26,14 +26,15 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 WAITS_FOR_BODY = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
 
 
-def served(scenario, keys=(), most=100, most_of_peer=100) -> None:
+def served(scenario, keys=(), most=100) -> None:
     """Run a scenario with the port of a server that has no engine, so /health says "starting"."""
 
     async def run() -> None:
         settings = apps.AppSettings(keys, 1 << 20, log_requests=False)
-        app = apps.create_app(Service(["tiny"], 8), settings)
+        limits = ConnectionLimits(most)
+        app = apps.create_app(Service(["tiny"], 8), settings, limits)
         with listen("127.0.0.1", 0) as listener:
-            server = http_server(app, ConnectionLimits(most, most_of_peer))
+            server = http_server(app, limits)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             try:
                 async with contextlib.AsyncExitStack() as stack:
@@ -115,12 +116,10 @@ def test_many_half_open_connections_keep_nobody_out():
         assert not await closed(flood[-1][0], 0.1)
         assert not await closed(others[-1][0], 0.1)
 
-    served(scenario, most=10, most_of_peer=6)
+    served(scenario, most=8)
 
 
 def test_requests_in_progress_are_bounded_and_health_is_answered(monkeypatch):
-    monkeypatch.setattr(apps, "MAX_CONNECTIONS", 6)
-    monkeypatch.setattr(apps, "MAX_PEER_CONNECTIONS", 4)
     monkeypatch.setattr(connections, "RESERVED", 4)
 
     async def scenario(connect):
@@ -139,7 +138,7 @@ def test_requests_in_progress_are_bounded_and_health_is_answered(monkeypatch):
             body.write(b'{"a": 1}\n')
             assert (await answer(reader)).startswith(b"HTTP/1.1 400"), "none was cut off"
 
-    served(scenario, most=6, most_of_peer=4)
+    served(scenario, most=6)
 
 
 @pytest.mark.parametrize(
@@ -231,11 +230,46 @@ def test_as_many_files_may_be_open_as_the_system_allows():
     """In a process of its own, whose limits cannot be raised again."""
     code = """
 import resource
-from jaxserve.server.connections import allow_open_files
+from jaxserve.server.connections import ConnectionLimits
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 2000))
-print(allow_open_files(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+limits = ConnectionLimits.of_system()
+print(limits.most, limits.most_of_peer, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
-    assert run.stdout.split() == ["1424", "2000"]
+    assert run.stdout.split() == ["1424", "1068", "2000"]
+
+
+@pytest.mark.parametrize(
+    ("body", "too_many"),
+    [
+        (b"[" * 32_769, True),
+        (b'[{}, "a", ' * 16_385, True),
+        (b'["' + b"a" * 200_000, False),
+        (b"[" * 32_768, False),
+        (b'{"a": "' + b"[{" * 100_000 + b'"}', False),
+        (b'{"a": "' + rb"\"[\\[\"{" * 30_000 + b'", "b": "[[["}', False),
+    ],
+    ids=range(6),
+)
+def test_a_body_of_too_many_lists_is_refused_before_it_is_parsed(body, too_many):
+    """Brackets in strings count for nothing."""
+
+    async def ask() -> int:
+        async def receive():
+            return {"type": "http.request", "body": body}
+
+        async def send(message):
+            sent.append(message)
+
+        sent: list[dict] = []
+        app = apps.create_app(Service(["tiny"], 8), apps.AppSettings((), 1 << 20, False))
+        path = "/v1/completions"
+        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode()}
+        headers = [(b"content-type", b"application/json")]
+        scope |= {"query_string": b"", "client": None, "headers": headers}
+        await app(scope, receive, send)
+        return sent[0]["status"]
+
+    assert asyncio.run(ask()) == (413 if too_many else 400)

@@ -146,3 +146,11 @@ def test_half_a_million_token_ids_take_their_reading_and_no_more():
     begin = time.process_time()
     CompletionRequest.model_validate({"prompt": list(range(500_000))})
     assert time.process_time() - begin < 0.5  # It is 0.03 s; with all findings, more than 1 s.
+
+
+def test_a_message_that_quotes_its_client_is_bounded():
+    error = RequestError("structured_outputs.regex: " + "(" * 100_000 + " is bad.")
+    message = reply_to(error).message
+    assert len(message) < 2100
+    assert message.startswith("structured_outputs.regex: (((") and message.endswith("((( is bad.")
+    assert reply_to(RequestError("x" * 2000)).message == "x" * 2000

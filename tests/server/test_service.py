@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 
 import httpx
 import pytest
 
 from jaxserve.async_engine import AsyncEngine
 from jaxserve.server.app import AppSettings, create_app
-from jaxserve.server.service import Service
+from jaxserve.server.middleware import tenant_of
+from jaxserve.server.service import ClientPolicy, Service
 
 PATH = "/v1/completions"
 BODY = {"prompt": [[5, 6, 7], [8, 9]], "max_tokens": 40, "ignore_eos": True, "temperature": 0}
 HEADERS = {"x-request-id": "mine"}
 
 
-def run(llama, scenario, snapshot=None) -> None:
+def run(llama, scenario, snapshot=None, keys=(), policy=None) -> None:
     """A scenario with a client of a service whose engine may take up a snapshot."""
 
     async def with_client():
-        service = Service(["tiny"], max_queued_requests=8)
-        app = create_app(service, AppSettings((), 1 << 20, log_requests=False))
+        service = Service(["tiny"], max_queued_requests=8, policy=policy or ClientPolicy())
+        app = create_app(service, AppSettings(keys, 1 << 20, log_requests=False))
         engine = await asyncio.to_thread(AsyncEngine.load, llama.path, **llama.settings())
         try:
             await service.begin(engine, snapshot)
@@ -91,3 +93,117 @@ def test_what_a_snapshot_has_not_is_done_anew(llama, half_done, stream):
         assert not service.holds_unclaimed
 
     run(llama, scenario, snapshot)
+
+
+KEYS = ("one", "two")
+
+
+def of_key(key: str) -> dict[str, str]:
+    return HEADERS | {"authorization": f"Bearer {key}"}
+
+
+def test_a_restored_request_is_taken_up_by_its_own_api_key_only(llama, tmp_path):
+    body = BODY | {"prompt": [8, 9]}
+
+    async def saved(client, service, engine):
+        params = engine.default_sampling_params(max_tokens=40, ignore_eos=True, temperature=0)
+        submitted = engine.submit([[8, 9]], params, ["mine"], tenant=tenant_of("one"))
+        async with await submitted as updates:
+            await updates.__aiter__().__anext__()
+            await engine.snapshot(tmp_path)
+
+    async def scenario(client, service, engine):
+        for fields in ({}, {"prompt": [1, 2]}):  # No answer tells that there is such a request.
+            other = await client.post(PATH, json=body | fields, headers=of_key("two"))
+            assert other.status_code == 200 and other.headers["x-request-id"] == "mine"
+            assert service.holds_unclaimed
+        own = await client.post(PATH, json=body, headers=of_key("one"))
+        assert own.status_code == 200 and not service.holds_unclaimed
+
+    run(llama, saved, keys=KEYS)
+    run(llama, scenario, tmp_path, keys=KEYS)
+
+
+@pytest.mark.parametrize("hide", [False, True])
+def test_what_one_api_key_caches_no_other_is_told_of(llama, hide):
+    body = BODY | {"prompt": [list(range(5, 30))], "max_tokens": 2}
+
+    async def scenario(client, service, engine):
+        async def cached(key, **fields):
+            answer = (await client.post(PATH, json=body | fields, headers=of_key(key))).json()
+            return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        assert await cached("one") == 0
+        assert await cached("two") == 0
+        for key in KEYS:
+            assert await cached(key) == (0 if hide else 24)
+        assert await cached("one", cache_salt="another") == 0
+
+    run(llama, scenario, keys=KEYS, policy=ClientPolicy(hide_cached_tokens=hide))
+
+
+def test_priorities_are_bounded(llama):
+    async def scenario(client, service, engine):
+        for priority, status in ((-1, 400), (0, 200), (5, 200)):
+            body = BODY | {"max_tokens": 1, "priority": priority}
+            answer = await client.post(PATH, json=body)
+            assert answer.status_code == status
+            if status == 400:
+                error = answer.json()["error"]
+                assert error["param"] == "priority" and "must be 0 or more" in error["message"]
+
+    run(llama, scenario, policy=ClientPolicy(min_priority=0))
+
+
+def test_who_hangs_up_leaves_the_queue_of_the_threads(llama, monkeypatch):
+    """What has begun cannot be stopped; what waits is dropped."""
+    body = json.dumps(BODY | {"prompt": "text"}).encode()
+    scope = {"type": "http", "method": "POST", "path": PATH, "raw_path": PATH.encode()}
+    scope |= {"query_string": b"", "client": None, "headers": []}
+    scope["headers"].append((b"content-type", b"application/json"))
+
+    async def scenario(client, service, engine):
+        go_on, hung_up = threading.Event(), asyncio.Event()
+        tokenizer = engine.get_tokenizer()
+        encode = tokenizer.encode
+        begun = []
+
+        def slow(*arguments, **options):
+            begun.append(arguments)
+            go_on.wait(30)
+            return encode(*arguments, **options)
+
+        monkeypatch.setattr(tokenizer, "encode", slow)
+        app = client._transport.app
+
+        async def post():
+            sent = [{"type": "http.request", "body": body}]
+
+            async def receive():
+                if sent:
+                    return sent.pop()
+                await hung_up.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message):
+                if message["type"] == "http.response.start":
+                    statuses.append(message["status"])
+
+            await app(dict(scope), receive, send)
+
+        statuses: list[int] = []
+        posts = [asyncio.create_task(post()) for _ in range(7)]
+        while len(begun) < 4:
+            await asyncio.sleep(0.01)
+        hung_up.set()
+        await asyncio.wait_for(asyncio.gather(*posts), 10)
+        assert statuses == [499] * 7
+        assert service.preparing
+        go_on.set()
+        while service.preparing:
+            await asyncio.sleep(0.01)
+        assert len(begun) == 4
+        assert "vllm:prompt_tokens_total" in (await client.get("/metrics")).text
+        assert engine.get_metrics()["vllm:prompt_tokens_total"].value == 0
+
+    run(llama, scenario)

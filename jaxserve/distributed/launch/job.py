@@ -107,8 +107,8 @@ class Job:
             python: the interpreter, unless the job sets one.
             coordinator: host 0's address, name:port; None if JAX detects the cluster.
             host: index of the host, or the backend's placeholder for it.
-            stdin_line: whether the host exits at EOF of its stdin, which with a coordinator
-                begins with `secret_line()`.
+            stdin_line: whether the host exits at EOF of its stdin, which begins with
+                `secret_line()` unless hosts are independent.
 
         Raises ConfigError for independent hosts whose indices only JAX could detect.
         """
@@ -124,7 +124,8 @@ class Job:
         elif coordinator is not None:
             arguments += [f"--coordinator={coordinator}", f"--num-hosts={self.hosts}"]
             arguments += [f"--host={host}"]
-            arguments += ["--secret-on-stdin"] if stdin_line else []
+        if stdin_line and not self.independent:
+            arguments += ["--secret-on-stdin"]
         if self.devices_per_host is not None:
             arguments += [f"--devices={self.devices_per_host}"]
         if not self.independent:

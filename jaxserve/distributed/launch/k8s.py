@@ -56,9 +56,9 @@ class Kubernetes:
         return applied.returncode
 
     def _manifests(self, job: Job) -> list[dict[str, Any]]:
-        """The JobSet, after the secret of its hosts if they meet at the first pod."""
+        """The JobSet, after the secret of its hosts if they join each other."""
         job_set = self._job_set(job)
-        if not _meets_at_first_pod(job):
+        if job.independent:
             return [job_set]
         secret = {
             "apiVersion": "v1",
@@ -111,7 +111,7 @@ class Kubernetes:
             "image": self.image,
             "command": self._command(job),
         }
-        if _meets_at_first_pod(job):
+        if not job.independent:
             reference = {"name": _secret_name(job), "key": _SECRET_KEY}
             variable = {"name": SECRET_VARIABLE, "valueFrom": {"secretKeyRef": reference}}
             container["env"] = [variable]
@@ -167,11 +167,6 @@ class Kubernetes:
 
 def _secret_name(job: Job) -> str:
     return f"{job.name}-{_SECRET_KEY}"
-
-
-def _meets_at_first_pod(job: Job) -> bool:
-    """Whether hosts join by the rendezvous: TPU pods are joined by JAX."""
-    return not (job.independent or _is_tpu(job))
 
 
 def _is_tpu(job: Job) -> bool:

@@ -16,6 +16,7 @@ from typing import IO, NamedTuple
 from jaxserve.core.errors import ConfigError, DistributedError
 from jaxserve.distributed.launch.job import HERE, Job, require
 from jaxserve.distributed.launch.processes import signals_to
+from jaxserve.distributed.rendezvous import SECRET_VARIABLE
 
 _POLL_S = 1.0
 # How long slurmctld may be unavailable, such as during a restart.
@@ -75,6 +76,9 @@ class Slurm:
         lines += [
             f'logs="{job.name}-$SLURM_JOB_ID"',
             'mkdir -p "$logs"',
+            # The tasks inherit the environment, which no other user can read.
+            f"{SECRET_VARIABLE}=$(od -An -v -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+            f"export {SECRET_VARIABLE}",
             # Slurm binds each task to one core unless told otherwise.
             "exec srun --kill-on-bad-exit=1 --cpu-bind=none --input=none \\",
             '  --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \\',

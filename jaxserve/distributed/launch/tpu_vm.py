@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.distributed.launch.job import Job, is_script, require
+from jaxserve.distributed.launch.job import Job, is_script, require, secret_line
 from jaxserve.distributed.launch.processes import HostProcess, run_together
 
 _PYTHON = "python3"
@@ -67,8 +67,10 @@ class TpuVm:
             steps.append(self._gcloud("scp", script, f"{job.name}:", "--worker=all"))
             job = dataclasses.replace(job, command=(f"./{Path(script).name}", *arguments))
         command = shlex.join(job.host_command(_PYTHON, stdin_line=True))
+        secret = secret_line()
         return steps, [
-            HostProcess(self._on(job, str(host), f"exec {command}")) for host in range(hosts)
+            HostProcess(self._on(job, str(host), f"exec {command}"), stdin=secret)
+            for host in range(hosts)
         ]
 
     def _create(self, job: Job) -> list[str]:

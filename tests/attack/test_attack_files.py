@@ -1,0 +1,341 @@
+"""Model files made up by hypothesis, ten thousand in all: opening any of them ends soon, and with
+what it holds or in a typed error."""
+
+from __future__ import annotations
+
+import copy
+import json
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from tiny_checkpoints import CONFIG, random_tensors, write_gguf, write_hf
+
+from jaxserve.core.errors import JaxserveError, WeightsError
+from jaxserve.models.loading.checkpoint import open_checkpoint
+from jaxserve.models.loading.directory import config_from_files
+from jaxserve.models.loading.gguf_config import ARCHITECTURES as GGUF_ARCHITECTURES
+from jaxserve.models.loading.gguf_header import read_gguf
+from jaxserve.models.registry import ARCHITECTURES, param_specs
+from jaxserve.text.chat import render_chat
+from jaxserve.text.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.attack
+
+BOUND_S = 5.0
+"""For any one file; most take milliseconds."""
+INDEX = "model.safetensors.index.json"
+
+opened = 0
+"""Files so far."""
+
+
+def fuzzed(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """So many examples of a test."""
+    return settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+
+
+# Numbers that JSON can write, and Python reads as they are.
+NUMBERS = st.sampled_from([0, -1, 1, 2, 3, 1.5, 10**6, 10**12, 10**18, -(10**18), 10**400]) | (
+    st.sampled_from([float("inf"), float("-inf"), float("nan"), 1e308, 5e-324])
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=6,
+)
+DEEP = "[" * 100_000
+
+
+@contextmanager
+def soon_or_refused() -> Iterator[None]:
+    """Passes for a block that works or raises an error of ours, within the bound."""
+    global opened
+    opened += 1
+    begin = time.monotonic()
+    try:
+        yield
+    except JaxserveError as error:
+        assert len(str(error)) < 4000
+    assert time.monotonic() - begin < BOUND_S
+
+
+@pytest.fixture(scope="module")
+def tensors() -> dict[str, Any]:
+    return random_tensors(CONFIG)
+
+
+@pytest.fixture
+def directory(tmp_path, tensors) -> Path:
+    return write_hf(tmp_path / "model", CONFIG, tensors, shards=2)
+
+
+@fuzzed(1200)
+@given(
+    architecture=st.sampled_from(sorted(ARCHITECTURES)),
+    changes=st.dictionaries(
+        st.sampled_from(
+            (
+                *CONFIG,
+                "_name_or_path",
+                "attention_bias",
+                "bos_token_id",
+                "hidden_act",
+                "layer_types",
+                "max_window_layers",
+                "mlp_bias",
+                "no_rope_layer_interval",
+                "no_rope_layers",
+                "pad_token_id",
+                "partial_rotary_factor",
+                "quantization_config",
+                "rope_parameters",
+                "rope_scaling",
+                "sliding_window",
+                "use_sliding_window",
+            )
+        ),
+        VALUES,
+        min_size=1,
+        max_size=3,
+    ),
+)
+def test_any_config(architecture, changes):
+    with soon_or_refused():
+        raw = CONFIG | {"architectures": [architecture]} | changes
+        param_specs(config_from_files({"config.json": raw}))
+
+
+ROPE_KINDS = ["linear", "dynamic", "llama3", "yarn", "longrope", "default", "spiral"]
+
+
+@fuzzed(600)
+@given(
+    kind=st.sampled_from(ROPE_KINDS),
+    fields=st.dictionaries(
+        st.sampled_from(
+            (
+                "factor",
+                "original_max_position_embeddings",
+                "low_freq_factor",
+                "beta_fast",
+                "high_freq_factor",
+                "beta_slow",
+                "mscale",
+                "mscale_all_dim",
+                "truncate",
+                "attention_factor",
+                "rope_theta",
+                "short_factor",
+                "long_factor",
+            )
+        ),
+        NUMBERS | st.floats() | VALUES | st.just([1e-308] * 8),
+    ),
+)
+def test_any_rope_scaling(kind, fields):
+    with soon_or_refused():
+        raw = CONFIG | {"rope_scaling": {"rope_type": kind} | fields}
+        config_from_files({"config.json": raw})
+
+
+@fuzzed(500)
+@given(
+    generation=st.dictionaries(
+        st.sampled_from(
+            (
+                "temperature",
+                "top_k",
+                "top_p",
+                "min_p",
+                "repetition_penalty",
+                "max_new_tokens",
+                "do_sample",
+                "eos_token_id",
+            )
+        ),
+        VALUES,
+    )
+)
+def test_any_generation_config(generation):
+    with soon_or_refused():
+        config_from_files({"config.json": CONFIG, "generation_config.json": generation})
+
+
+@fuzzed(900)
+@given(content=VALUES | st.fixed_dictionaries({"weight_map": VALUES}))
+def test_any_index(directory, content):
+    (directory / INDEX).write_text(json.dumps(content))
+    with soon_or_refused():
+        open_checkpoint(directory)
+
+
+HEADER_VALUES = VALUES | st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["F32", "F8_E4M3", "X"]) | VALUES,
+        "shape": st.lists(NUMBERS, max_size=5) | VALUES,
+        "data_offsets": st.lists(NUMBERS, max_size=3) | VALUES,
+    }
+)
+
+
+@fuzzed(2000)
+@given(
+    changes=st.dictionaries(st.sampled_from(["model.norm.weight", "new"]), HEADER_VALUES),
+    tail=st.binary(max_size=64),
+)
+@example(changes={"new": {"dtype": "F32", "shape": [1 << 62, 4], "data_offsets": [0, 0]}}, tail=b"")
+def test_any_safetensors_header(tmp_path, tensors, changes, tail):
+    path = tmp_path / "model.safetensors"
+    if not path.exists():
+        write_hf(tmp_path, CONFIG, tensors)
+        (tmp_path / "original").write_bytes(path.read_bytes())
+    content = (tmp_path / "original").read_bytes()
+    (length,) = struct.unpack_from("<Q", content)
+    header = json.loads(content[8 : 8 + length]) | changes
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :] + tail)
+    with soon_or_refused():
+        open_checkpoint(tmp_path)
+
+
+@fuzzed(900)
+@given(prefix=st.binary(max_size=200))
+@example(prefix=struct.pack("<Q", 1 << 63))
+@example(prefix=struct.pack("<Q", len(DEEP)) + DEEP.encode())
+def test_any_bytes_as_safetensors(tmp_path, prefix):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "model.safetensors").write_bytes(prefix)
+    with soon_or_refused(), pytest.raises(WeightsError):
+        open_checkpoint(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def gguf_bytes(tmp_path_factory, tensors) -> bytes:
+    path = write_gguf(tmp_path_factory.mktemp("gguf") / "m.gguf", CONFIG, tensors)
+    return path.read_bytes()
+
+
+@fuzzed(2000)
+@given(data=st.data())
+def test_any_change_in_a_gguf_header(tmp_path, gguf_bytes, data):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_bytes)
+    header = len(read_gguf(path).header)
+    content = bytearray(gguf_bytes)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, header - 1))
+        new = data.draw(st.binary(min_size=1, max_size=8) | st.just(b"\xff" * 8))
+        content[at : at + len(new)] = new
+    path.write_bytes(content)
+    with soon_or_refused():
+        open_checkpoint(path).tokenizer()
+
+
+GGUF_VALUES = st.recursive(
+    st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=4),
+    max_leaves=4,
+)
+
+
+@fuzzed(700)
+@given(data=st.data())
+def test_any_gguf_metadata(tmp_path, gguf_bytes, data, monkeypatch):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_bytes)
+    file = read_gguf(path)
+    keys = [*file.metadata, "tokenizer.chat_template", "tokenizer.chat_templates"]
+    keys += [f"tokenizer.ggml.{name}" for name in ("bos_token_id", "eot_token_id", "pre", "scores")]
+    keys += [f"llama.{name}" for name in ("rope.scaling.type", "rope.scaling.factor")]
+    keys += ["llama.rope.dimension_count", "llama.attention.sliding_window", "general.name"]
+    keys += ["general.sampling.temp", "llama.expert_count", "llama.attention.key_length"]
+    changes = data.draw(
+        st.dictionaries(
+            st.sampled_from(keys),
+            GGUF_VALUES | st.sampled_from(sorted(GGUF_ARCHITECTURES)),
+            min_size=1,
+            max_size=3,
+        )
+    )
+    metadata = copy.deepcopy(file.metadata)
+    metadata |= changes
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "jaxserve.models.loading.gguf.read_gguf",
+            lambda path: file.__class__(path, metadata, file.tensors, file.header),
+        )
+        with soon_or_refused():
+            open_checkpoint(path).tokenizer()
+
+
+@fuzzed(500)
+@given(
+    name=st.sampled_from(
+        ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json"]
+    ),
+    content=st.dictionaries(
+        st.sampled_from(["chat_template", "bos_token", "eos_token", "unk_token", "eos_token_id"]),
+        VALUES
+        | st.fixed_dictionaries({"content": VALUES})
+        | st.lists(st.fixed_dictionaries({"name": VALUES, "template": VALUES}), max_size=2),
+    ),
+)
+def test_any_tokenizer_config(directory, name, content):
+    for other in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
+        (directory / other).unlink(missing_ok=True)
+    (directory / name).write_text(json.dumps(content))
+    with soon_or_refused():
+        Tokenizer.from_directory(directory)
+
+
+@fuzzed(300)
+@given(
+    part=st.sampled_from(["model", "pre_tokenizer", "decoder", "normalizer", "added_tokens"]),
+    content=VALUES,
+)
+def test_any_tokenizer_json(directory, part, content):
+    whole = json.loads((directory / "tokenizer.json").read_text())
+    (directory / "tokenizer.json").write_text(json.dumps(whole | {part: content}))
+    try:
+        with soon_or_refused():
+            Tokenizer.from_directory(directory)
+    finally:
+        (directory / "tokenizer.json").write_text(json.dumps(whole))
+
+
+PIECES = st.sampled_from(
+    [
+        *("{% for m in messages %}", "{% endfor %}", "{% if tools %}", "{% else %}", "{% endif %}"),
+        *("{{ m.role }}", "{{ m.content | trim }}", "{% set x = messages %}", "{{ x | tojson }}"),
+        *("{% macro f(a) %}", "{% endmacro %}", "{{ f(9) }}", "{{ raise_exception('no') }}"),
+        *("{{ range(99999) | list }}", "{{ 'a' * 99999 }}", "{{ x[0] }}", "{{ m.__class__ }}"),
+        *("{% generation %}", "{% endgeneration %}", "{% include 'a' %}", "{{ loop.index }}", "{"),
+    ]
+)
+
+
+@fuzzed(400)
+@given(source=st.lists(PIECES, max_size=12).map("".join))
+def test_any_template(source):
+    with soon_or_refused():
+        messages = [{"role": "user", "content": "hi"}]
+        render_chat(source, messages, add_generation_prompt=True, variables={})
+
+
+def test_there_were_ten_thousand(request):
+    tests = [each.name for each in request.session.items if each.path == request.path]
+    if len(tests) < 12:
+        pytest.skip("not all of them have run")
+    assert opened >= 10_000

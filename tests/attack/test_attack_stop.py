@@ -1,0 +1,48 @@
+"""The end of the server that was attacked: nothing is left of it all, and it stops when told to,
+however busy it is kept."""
+
+from __future__ import annotations
+
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from server_process import prompt_of
+
+pytestmark = pytest.mark.attack
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SLOW = {
+    "messages": [{"role": "user", "content": "slow"}],
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+}
+LONG = {"prompt": prompt_of(20), "max_tokens": 1900, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture
+def unnoticed():
+    """The bystander is not served by a server that stops."""
+
+
+def test_nothing_is_left(attacked, bystander):
+    bystander.check()
+    attacked.wait_idle()
+    text = attacked.text()
+    assert "Traceback" not in text and "error" not in text.lower().replace("http error", "")
+
+
+def test_it_stops_while_it_is_kept_busy(attacked, bystander):
+    """By templates that take for ever, by streams, and by who never read their answers."""
+    bystander.end()
+    with ThreadPoolExecutor(40) as pool:
+        posts = [pool.submit(attacked.post, CHAT, SLOW) for _ in range(16)]
+        posts += [pool.submit(attacked.post, COMPLETIONS, LONG) for _ in range(20)]
+        time.sleep(1)
+        begin = time.monotonic()
+        attacked.process.send_signal(signal.SIGTERM)
+        assert attacked.process.wait(30) == 0, attacked.text()
+        assert time.monotonic() - begin < 20
+        for post in posts:
+            assert post.exception() is not None or post.result().status_code in (200, 429, 500, 503)
+    assert "Traceback" not in attacked.text()
