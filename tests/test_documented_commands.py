@@ -103,7 +103,7 @@ PROGRAMS = [
     for block in documented.blocks()
     if block.language == "python" and block.document not in NOT_PROGRAMS
 ]
-CLIENTS = [block for block in PROGRAMS if "openai.OpenAI" in block.text]
+CLIENTS = [block for block in PROGRAMS if "base_url=" in block.text]
 
 
 class Run(NamedTuple):

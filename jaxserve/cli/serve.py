@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from jaxserve.cli.follow import follow
 from jaxserve.cli.options import Logged, ModelSettings
 from jaxserve.cli.values import Size
+from jaxserve.core.chat_settings import ChatSettings, ReasoningParser
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.output_file import check_output_file
 from jaxserve.core.progress import TerminalProgress
@@ -44,6 +45,11 @@ class Serve(Logged):
         min_priority: the lowest, that is best, priority that requests may set; by default any.
         hide_cached_tokens: report 0 cached tokens in every `usage`, which else tells what was
             asked before under the same API key.
+        allowed_origins: origins of web pages that may use this server (CORS), such as
+            https://chat.example.com; * is any. By default none.
+        reasoning_parser: how reasoning is split from content, by vLLM's name for the model; auto
+            looks for <think> tags in the chat template, none leaves it in the content.
+        trust_request_chat_template: let requests bring a chat_template of their own.
         max_queued_requests: sequences that may wait beyond those that run; more get 429.
         max_body_bytes: maximum size of a request body.
         watchdog_timeout: seconds that a step may take before the server exits with status 1,
@@ -67,6 +73,9 @@ class Serve(Logged):
     allowed_hosts: tuple[str, ...] = ()
     min_priority: int | None = None
     hide_cached_tokens: bool = False
+    allowed_origins: tuple[str, ...] = ()
+    reasoning_parser: ReasoningParser = "auto"
+    trust_request_chat_template: bool = False
     max_queued_requests: int = 1024
     max_body_bytes: Size = 8 << 20
     watchdog_timeout: float | None = None
@@ -92,12 +101,14 @@ class Serve(Logged):
             log_requests=self.log_requests,
             allowed_hosts=self._hosts(bool(keys)),
             metrics_without_api_key=self.metrics_without_api_key,
+            allowed_origins=self.allowed_origins,
         )
         if self.snapshot_dir is not None:
             self._check_snapshot_dir()
         names = self.served_model_name or (str(self.engine.model),)
         policy = ClientPolicy(self.min_priority, self.hide_cached_tokens)
-        service = Service(names, self.max_queued_requests, policy)
+        chat = ChatSettings(self.reasoning_parser, self.trust_request_chat_template)
+        service = Service(names, self.max_queued_requests, policy, chat)
         with listen(self.host, self.port) as listener:
             stopping = Stopping(self.shutdown_timeout, self.snapshot_dir)
             return asyncio.run(serve(service, settings, listener, self._load, stopping))

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
@@ -88,6 +89,8 @@ class EngineConfig:
             compiles several times faster and costs a few more calls per step; layer on CPUs, else
             step.
         compilation_cache: store compiled programs in the cache directory.
+        logits_processors: functions that change a row's logits before it is sampled, or
+            `module:function`; a request applies those that its `extra_args` name (docs/serving.md).
     """
 
     model: str | Path = field(default="smollm2-135m-instruct", metadata=_OF_NO_PROGRAM)
@@ -124,6 +127,7 @@ class EngineConfig:
     attention_backend: Literal["auto", "xla", "pallas"] = "auto"
     program_scope: Literal["step", "layer"] | None = None
     compilation_cache: bool = field(default=True, metadata=_OF_NO_PROGRAM)
+    logits_processors: tuple[str | Callable[..., Any], ...] = ()
 
     def __post_init__(self) -> None:
         """Converts other names of a dtype. Raises ConfigError, naming the setting, its value and
@@ -155,6 +159,15 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {value!r}; it must be an integer of {least} or more.")
         if self.devices is not None:
             self._check_devices()
+        given = self.logits_processors
+        if not isinstance(given, list | tuple) or not all(
+            callable(each) or isinstance(each, str) for each in given
+        ):
+            raise ConfigError(
+                f"logits_processors is {given!r:.200}; it must be a list of functions, or of "
+                "'module:function'."
+            )
+        object.__setattr__(self, "logits_processors", tuple(given))
         if self.target_step_us is not None and self.scheduler != "medha":
             raise ConfigError(
                 f"target_step_us is {self.target_step_us}, but scheduler {self.scheduler!r} has "
@@ -330,3 +343,4 @@ class EngineSettings(TypedDict, total=False):
     attention_backend: Literal["auto", "xla", "pallas"]
     program_scope: Literal["step", "layer"] | None
     compilation_cache: bool
+    logits_processors: Sequence[str | Callable[..., Any]]

@@ -21,6 +21,7 @@ MAX_LOGIT_BIAS_MAGNITUDE = 100.0
 MAX_ALLOWED_TOKEN_IDS = 1 << 18
 MAX_BAD_WORDS = 32
 MAX_BAD_WORD_CHARS = 256
+MAX_EXTRA_ARGS = 16
 MIN_REPETITION_PENALTY = 1e-6  # and at most its inverse: a penalized float32 logit stays finite
 
 _INT32_MAX = 2**31 - 1
@@ -44,7 +45,8 @@ class SamplingParams:
     prompt and output. `max_tokens=None` generates up to the context limit. `logprobs` and
     `prompt_logprobs` are of the raw distribution, before any of these settings.
     Lists are stored as tuples, also `stop` given as one string; `structured_outputs`, the required
-    output format, may be given as a mapping.
+    output format, may be given as a mapping. `extra_args` applies those of the engine's logits
+    processors that it names, each with its number.
     """
 
     n: int = 1
@@ -70,6 +72,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     structured_outputs: StructuredOutputs | None = None
+    extra_args: dict[str, float] | None = None
     priority: int = 0
 
     def __post_init__(self) -> None:
@@ -131,6 +134,8 @@ class SamplingParams:
             self._set("allowed_token_ids", allowed)
         if self.logit_bias is not None:
             self._set("logit_bias", _logit_bias(self.logit_bias))
+        if self.extra_args is not None:
+            self._set("extra_args", _extra_args(self.extra_args))
 
     def _check_together(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -247,3 +252,19 @@ def _logit_bias(value: Any) -> dict[int, float]:
             )
         biases[token] = float(min(max(bias, -bound), bound))
     return biases
+
+
+def _extra_args(value: Any) -> dict[str, float]:
+    if not isinstance(value, Mapping) or len(value) > MAX_EXTRA_ARGS:
+        raise RequestError(
+            f"extra_args must map at most {MAX_EXTRA_ARGS} names of logits processors to numbers, "
+            f"got {value!r:.80}."
+        )
+    for name, number in value.items():
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not isinstance(name, str) or not is_number or not abs(number) < 1e38:
+            raise RequestError(
+                f"extra_args must map names of logits processors to finite numbers, "
+                f"got {name!r:.80}: {number!r:.80}."
+            )
+    return {name: float(number) for name, number in value.items()}

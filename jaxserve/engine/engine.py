@@ -70,7 +70,12 @@ class Engine:
         self.eos_token_ids = frozenset((*model.eos_token_ids, *tokenizer.eos_token_ids))
         self._runner = runner
         self._input = InputProcessor(
-            plan.config, tokenizer, model.vocab_size, self.eos_token_ids, log.now
+            plan.config,
+            tokenizer,
+            model.vocab_size,
+            self.eos_token_ids,
+            log.now,
+            plan.shapes.processors.names,
         )
         parts = (self.scheduler, self._paging, runner, self._input, log, self.eos_token_ids)
         self._core = EngineCore(*parts) if hosts is None else ReplicatedCore(*parts, hosts=hosts)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 
 from jaxserve.core.commands import AddRequest
@@ -31,12 +31,15 @@ class InputProcessor:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         clock: Callable[[], int],
+        processors: Collection[str] = (),
     ) -> None:
+        """`processors` are the names of the engine's logits processors."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
         self._clock = clock
         self._shares = config.enable_prefix_caching
+        self._processors = processors
         self._grammars = Grammars(tokenizer, vocab_size, eos_token_ids)
         self._seeds = random.Random(config.seed)
         self._next_seq_id = 0
@@ -71,6 +74,7 @@ class InputProcessor:
             if text is not None and (not isinstance(text, str) or not text):
                 raise RequestError(f"{name} is {text!r}; it must be a non-empty string.")
         params.check_vocabulary(self._vocab_size)
+        self._check_processors(params)
         if not isinstance(prompt, TokenizedPrompt):
             prompt = self.tokenize(prompt)
         return AddRequest(
@@ -134,7 +138,9 @@ class InputProcessor:
         )
 
     def rebuild(self, added: AddRequest) -> Request:
-        """As `build`, for a request accepted by another engine, with sequence ids of this one."""
+        """As `build`, for a request accepted by another engine, with sequence ids of this one.
+        Raises RequestError if it needs logits processors that this one lacks."""
+        self._check_processors(added.params)
         self.skip_seed(added.params)
         return self.build(dataclasses.replace(added, first_seq_id=self._next_seq_id))
 
@@ -161,6 +167,13 @@ class InputProcessor:
                 if token_ids and token_ids not in words:
                     words.append(token_ids)
         return words
+
+    def _check_processors(self, params: SamplingParams) -> None:
+        if unknown := sorted(set(params.extra_args or ()) - set(self._processors)):
+            raise RequestError(
+                f"extra_args names {unknown[0]!r:.80}, which is none of this engine's logits "
+                f"processors: {', '.join(self._processors) or 'it has none'}."
+            )
 
 
 def _check_params(params: SamplingParams) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from jaxserve.core.errors import BatchError
+from jaxserve.protocol.usage import num_tokens
 
 SYNC_S = 2.0
 """Interval of syncs to disk, checked after each step. A killed process loses nothing it wrote."""
@@ -63,8 +64,7 @@ def _is_sound(content: dict[str, Any]) -> bool:
     error = content["error"]
     if error is not None:
         return isinstance(error["code"], str) and isinstance(error["message"], str)
-    usage = content["response"]["body"]["usage"]
-    return all(type(usage[name]) is int for name in ("prompt_tokens", "completion_tokens"))
+    return all(type(count) is int for count in num_tokens(content["response"]["body"]["usage"]))
 
 
 class Journal:

@@ -58,11 +58,11 @@ class BatchRequest:
             return refused(self.number, self.custom_id, error)
         name = f"batch_req_{self.number}"
         try:
-            body = self.call.response(outputs, name, created)
+            body = self.call.response(_without_cache(outputs), name, created)
         except Exception as error:  # A bug fails one line, not the job.
             _log.exception("the result of line %d could not be created.", self.number)
             return refused(self.number, self.custom_id, error, "internal_error")
-        body["usage"].pop("prompt_tokens_details")  # Cache hits depend on other requests.
+        body["usage"].pop("prompt_tokens_details", None)
         response = {"status_code": 200, "request_id": name, "body": body}
         return Result.of(self.number, custom_id=self.custom_id, response=response, error=None)
 
@@ -102,6 +102,14 @@ def refused(
         },
         error={"code": code, "message": f"line {number}: {reply.message}"},
     )
+
+
+def _without_cache(outputs: list[RequestOutput]) -> list[RequestOutput]:
+    """Outputs without cache hits, which depend on other requests."""
+    return [
+        dataclasses.replace(output, metrics=dataclasses.replace(output.metrics, cached_tokens=0))
+        for output in outputs
+    ]
 
 
 def _url_and_body(record: Record) -> tuple[Any, Any]:

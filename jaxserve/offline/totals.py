@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Self
 
 from jaxserve.offline.journal import Result
+from jaxserve.protocol.usage import num_tokens
 
 
 def _ints() -> array[int]:
@@ -39,9 +40,9 @@ class Totals:
             self.errors[error["code"]] += 1
             self.examples.setdefault(error["code"], error["message"])
             return
-        usage = result.content["response"]["body"]["usage"]
-        self.prompt_tokens.append(usage["prompt_tokens"])
-        self.output_tokens.append(usage["completion_tokens"])
+        prompt, output = num_tokens(result.content["response"]["body"]["usage"])
+        self.prompt_tokens.append(prompt)
+        self.output_tokens.append(output)
 
     @property
     def num_errors(self) -> int:

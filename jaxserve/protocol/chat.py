@@ -12,6 +12,7 @@ from jaxserve.protocol.errors import FieldError
 from jaxserve.protocol.fields import GenerationFields, Ignored, JsonObject, ListOf
 from jaxserve.protocol.messages import Message
 from jaxserve.protocol.model import Model
+from jaxserve.protocol.reasoning import ends_in_reasoning, marks_reasoning
 from jaxserve.protocol.tool_calls import format_of, knows_tools
 from jaxserve.protocol.tools import ChosenTool, Tool, check_tools, forced_schema
 
@@ -43,6 +44,12 @@ class ChatCompletionRequest(GenerationFields):
     modalities: ListOf[Literal["text"]] | None = None
     verbosity: Ignored = None
     prediction: Ignored = None
+    include_reasoning: StrictBool | None = Field(
+        None, description="Whether the answer has its reasoning_content; true by default."
+    )
+    chat_template: str | None = Field(
+        None, description="A Jinja template in the place of the model's, if the server allows it."
+    )
     chat_template_kwargs: JsonObject | None = Field(
         None, description="Extra variables for the chat template, such as enable_thinking."
     )
@@ -69,7 +76,7 @@ class ChatCompletionRequest(GenerationFields):
         warning = None
         if self.tools and tool_use is None and self.tool_choice != "none":
             warning = (
-                f"tools are ignored: this model's chat template {_lack(model)}; "
+                f"tools are ignored: this model's chat template {self._lack(model)}; "
                 "the tool_choice required, or a named function, forces a call."
             )
         # Without max_tokens, generate up to the context limit, unless the model's config sets one.
@@ -77,6 +84,10 @@ class ChatCompletionRequest(GenerationFields):
         params = self.sampling(model, defaults, **more)
         prompt = self.prompt(model, self._shown_tools(model, tool_use))
         echoed = self.echo and self.messages[-1].role == "assistant"
+        # Structured output has its format from the first token on, and so no reasoning.
+        reasons = params.structured_outputs is None and marks_reasoning(
+            model.chat.reasoning_parser, self._template(model, tool_use is not None)
+        )
         return Chat(
             model=model,
             prompts=(self.truncated(prompt, model, params),),
@@ -86,6 +97,9 @@ class ChatCompletionRequest(GenerationFields):
             include_usage=self.include_usage,
             continuous_usage=self.continuous_usage,
             tool_use=tool_use,
+            reasons=reasons,
+            begins_in_reasoning=ends_in_reasoning(prompt.text or ""),
+            include_reasoning=self.include_reasoning is not False,
             prompt_logprobs=self.prompt_logprobs is not None,
             token_ids=bool(self.return_token_ids),
             tokens_as_ids=bool(self.return_tokens_as_token_ids),
@@ -100,6 +114,7 @@ class ChatCompletionRequest(GenerationFields):
             tools,
             self._variables(model, tools),
             self.add_generation_prompt,
+            chat_template=self._template(model, bool(tools)),
             continue_final_message=bool(self.continue_final_message),
             add_special_tokens=bool(self.add_special_tokens),
         )
@@ -111,9 +126,7 @@ class ChatCompletionRequest(GenerationFields):
         """The extra variables of the chat template."""
         variables = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
-            tokenizer = model.tokenizer
-            template = tokenizer.tool_template if tools else tokenizer.chat_template
-            if "reasoning_effort" not in (template or ""):
+            if "reasoning_effort" not in (self._template(model, bool(tools)) or ""):
                 raise FieldError(
                     "reasoning_effort",
                     "is not a variable of this model's chat template; leave it out.",
@@ -128,7 +141,7 @@ class ChatCompletionRequest(GenerationFields):
         if not tools or chosen == "none":
             return None
         if chosen == "auto":
-            template = model.tokenizer.tool_template
+            template = self._template(model, has_tools=True)
             how = format_of(template) if knows_tools(template) else None
             return None if how is None else ToolUse(tuple(tools), how, parallel)
         schema = forced_schema(tools, chosen, parallel)
@@ -139,12 +152,14 @@ class ChatCompletionRequest(GenerationFields):
 
     def _shown_tools(self, model: Model, tool_use: ToolUse | None) -> list[dict[str, Any]] | None:
         """The tools for the chat template, if it supports tools."""
-        if tool_use is None or not knows_tools(model.tokenizer.tool_template):
+        if tool_use is None or not knows_tools(self._template(model, has_tools=True)):
             return None
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
+    def _template(self, model: Model, has_tools: bool) -> str | None:
+        return model.chat_template(has_tools, self.chat_template)
 
-def _lack(model: Model) -> str:
-    """Why a model cannot be offered tools."""
-    knows = knows_tools(model.tokenizer.tool_template)
-    return "has an unknown tool format" if knows else "has no tools"
+    def _lack(self, model: Model) -> str:
+        """Why the model cannot be offered tools."""
+        knows = knows_tools(self._template(model, has_tools=True))
+        return "has an unknown tool format" if knows else "has no tools"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from jaxserve.core.outputs import CompletionOutput, Delta, RequestOutput
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.prompts import TokenizedPrompt
+from jaxserve.protocol.answer import Answer, AnswerReader
+from jaxserve.protocol.errors import ErrorReply
 from jaxserve.protocol.logprobs import chat_logprobs, prompt_logprobs, token_names
 from jaxserve.protocol.model import Model
-from jaxserve.protocol.tool_calls import Format, ToolCall, ToolReader
+from jaxserve.protocol.reasoning import ReasoningReader, num_reasoning_tokens
+from jaxserve.protocol.tool_calls import Format, Piece, ToolReader
 from jaxserve.protocol.tools import Tool
 from jaxserve.protocol.usage import StreamUsage, usage
 
@@ -36,8 +39,9 @@ class ToolUse:
 class Chat:
     """A chat request, with one prompt; choice i is its sequence i.
 
-    `tokens_as_ids` is of logprobs. `echoed` is text that each answer begins with. `warning` says
-    which part of the request the answer leaves out.
+    `reasons`: outputs may have reasoning, and begin in it if `begins_in_reasoning`. `tokens_as_ids`
+    is of logprobs. `echoed` is text that each answer begins with. `warning` says which part of the
+    request the answer leaves out.
     """
 
     model: Model
@@ -48,11 +52,15 @@ class Chat:
     include_usage: bool
     continuous_usage: bool
     tool_use: ToolUse | None
+    reasons: bool
+    begins_in_reasoning: bool
+    include_reasoning: bool
     prompt_logprobs: bool
     token_ids: bool
     tokens_as_ids: bool
     echoed: str
     warning: str | None
+    named_events: ClassVar[bool] = False
 
     def response(
         self, outputs: Sequence[RequestOutput], request_id: str, created: int
@@ -62,7 +70,7 @@ class Chat:
         body = {
             **self.head(request_id, created, "chat.completion"),
             "choices": [self._choice(choice, request_id) for choice in output.outputs],
-            "usage": usage(outputs),
+            "usage": self.usage(outputs),
         }
         if self.prompt_logprobs:
             body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
@@ -82,6 +90,26 @@ class Chat:
             "model": self.model.name,
         }
 
+    def reader(self) -> AnswerReader:
+        """A reader of one choice."""
+        return AnswerReader(
+            ReasoningReader(self.begins_in_reasoning) if self.reasons else None,
+            None if self.tool_use is None else self.tool_use.reader(),
+        )
+
+    def usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """OpenAI's `usage`, with the reasoning's part where the model marks it."""
+        counted = usage(outputs)
+        if self.reasons:
+            choices = [choice for output in outputs for choice in output.outputs]
+            tokenizer, is_open = self.model.tokenizer, self.begins_in_reasoning
+            reasoned = sum(
+                num_reasoning_tokens(tokenizer, each.text, each.token_ids, is_open)
+                for each in choices
+            )
+            counted["completion_tokens_details"] = {"reasoning_tokens": reasoned}
+        return counted
+
     def scores(self, source: CompletionOutput | Delta) -> dict[str, Any] | None:
         """Log probabilities of the generated tokens, if requested."""
         if self.params.logprobs is None or source.logprobs is None:
@@ -96,40 +124,69 @@ class Chat:
         )
 
     def _choice(self, choice: CompletionOutput, request_id: str) -> dict[str, Any]:
-        content, calls = choice.text, ()
-        if self.tool_use is not None:
-            reader = self.tool_use.reader()
-            before = reader.push(choice.text)
-            rest, calls = reader.finish()
-            content = before + rest
-        content = self.echoed + content
+        answer = Answer.of(self.reader(), choice.text)
+        content = self.echoed + answer.content
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if calls:
+        if self.reasons and self.include_reasoning:
+            message["reasoning_content"] = answer.reasoning or None
+        if answer.calls:
             message["content"] = content.strip() or None
-            message["tool_calls"] = call_bodies(calls, request_id, choice.index)
-        answer = {
+            message["tool_calls"] = [
+                call.body(call_id(request_id, choice.index, number))
+                for number, call in enumerate(answer.calls)
+            ]
+        body = {
             "index": choice.index,
             "message": message,
             "logprobs": self.scores(choice),
-            "finish_reason": finish_reason(choice.finish_reason, bool(calls)),
+            "finish_reason": finish_reason(choice.finish_reason, bool(answer.calls)),
             "stop_reason": choice.stop_reason,
         }
         if self.token_ids:
-            answer["token_ids"] = list(choice.token_ids)
-        return answer
+            body["token_ids"] = list(choice.token_ids)
+        return body
+
+
+@dataclasses.dataclass(frozen=True)
+class InBlocks:
+    """A chat request of one choice, to be answered in the blocks of another API, whose events are
+    named by their `type`."""
+
+    chat: Chat
+    named_events: ClassVar[bool] = True
+
+    @property
+    def prompts(self) -> tuple[TokenizedPrompt, ...]:
+        return self.chat.prompts
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.chat.params
+
+    @property
+    def cache_salt(self) -> str | None:
+        return self.chat.cache_salt
+
+    @property
+    def stream(self) -> bool:
+        return self.chat.stream
+
+    @property
+    def warning(self) -> str | None:
+        return self.chat.warning
 
 
 class ChatChunks:
-    """Chunks of a streamed response: role, content deltas, tool calls, finish reason."""
+    """Chunks of a streamed response: role, deltas of reasoning, content and tool calls, finish
+    reason."""
 
     def __init__(self, call: Chat, request_id: str, created: int) -> None:
         self._call = call
         self._request_id = request_id
         self._head = call.head(request_id, created, "chat.completion.chunk")
         self._usage = StreamUsage(call.prompts, call.include_usage, call.continuous_usage)
-        self._readers: dict[int, ToolReader] = {}
-        if call.tool_use is not None:
-            self._readers = {index: call.tool_use.reader() for index in range(call.params.n)}
+        self._readers = [call.reader() for _ in range(call.params.n)]
+        self._num_calls = [0] * call.params.n
 
     def begin(self) -> Iterator[dict[str, Any]]:
         for index in range(self._call.params.n):
@@ -142,21 +199,17 @@ class ChatChunks:
         """Chunks for new deltas; `number` is the index of the single prompt."""
         for delta in deltas:
             self._usage.count(delta)
-            text, calls = delta.text, ()
-            if reader := self._readers.get(delta.index):
-                text = reader.push(text)
-                if delta.finish_reason is not None:
-                    rest, calls = reader.finish()
-                    text += rest
-            gained: dict[str, Any] = {"content": text} if text else {}
-            if calls:
-                bodies = call_bodies(calls, self._request_id, delta.index)
-                gained["tool_calls"] = [{"index": i, **body} for i, body in enumerate(bodies)]
+            reader = self._readers[delta.index]
+            pieces = reader.push(delta.text)
+            if delta.finish_reason is not None:
+                pieces += reader.finish()
+            gained = self._gained(delta.index, pieces)
             scores = self._call.scores(delta)
             chunk = self._chunk(delta.index, gained)
             choice = chunk["choices"][0]
             choice["logprobs"] = scores
-            choice["finish_reason"] = finish_reason(delta.finish_reason, bool(calls))
+            has_calls = self._num_calls[delta.index] > 0
+            choice["finish_reason"] = finish_reason(delta.finish_reason, has_calls)
             if delta.finish_reason is not None:
                 choice["stop_reason"] = delta.stop_reason
             if self._call.token_ids:
@@ -168,16 +221,48 @@ class ChatChunks:
     def end(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
         """The final chunks, once the output is complete."""
         if self._call.include_usage:
-            yield {**self._head, "choices": [], "usage": usage(outputs)}
+            yield {**self._head, "choices": [], "usage": self._call.usage(outputs)}
+
+    def failed(self, reply: ErrorReply) -> Iterator[dict[str, Any]]:
+        """The event of an error after the beginning."""
+        yield reply.body
+
+    def _gained(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """The delta of a choice that has gained `pieces`."""
+        gained: dict[str, Any] = {}
+        for piece in pieces:
+            match piece.kind:
+                case "content":
+                    gained["content"] = gained.get("content", "") + piece.text
+                case "reasoning" if self._call.include_reasoning:
+                    gained["reasoning_content"] = gained.get("reasoning_content", "") + piece.text
+                case "call":
+                    number = self._num_calls[index]
+                    self._num_calls[index] += 1
+                    gained.setdefault("tool_calls", []).append(
+                        {
+                            "index": number,
+                            "id": call_id(self._request_id, index, number),
+                            "type": "function",
+                            "function": {"name": piece.text, "arguments": ""},
+                        }
+                    )
+                case "arguments":
+                    calls = gained.setdefault("tool_calls", [])
+                    if not calls:
+                        more = {"index": self._num_calls[index] - 1, "function": {"arguments": ""}}
+                        calls.append(more)
+                    calls[-1]["function"]["arguments"] += piece.text
+        return gained
 
     def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return {**self._head, **self._usage.of_chunk, "choices": [choice]}
 
 
-def call_bodies(calls: Sequence[ToolCall], request_id: str, index: int) -> list[dict[str, Any]]:
-    """Tool calls, with ids that are stable if the request is resent under the same id."""
-    return [call.body(f"call-{request_id}-{index}-{number}") for number, call in enumerate(calls)]
+def call_id(request_id: str, index: int, number: int) -> str:
+    """The id of a choice's tool call, the same if the request is resent under the same id."""
+    return f"call-{request_id}-{index}-{number}"
 
 
 def finish_reason(reason: str | None, has_calls: bool) -> str | None:

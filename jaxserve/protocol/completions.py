@@ -12,7 +12,7 @@ from jaxserve.core.errors import PromptTooLongError, RequestError
 from jaxserve.core.outputs import CompletionOutput, Delta, RequestOutput
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.prompts import TokenizedPrompt
-from jaxserve.protocol.errors import FieldError
+from jaxserve.protocol.errors import ErrorReply, FieldError
 from jaxserve.protocol.fields import GenerationFields, ListOf
 from jaxserve.protocol.logprobs import (
     TextOffsets,
@@ -120,6 +120,7 @@ class ParsedCompletion:
     token_ids: bool
     tokens_as_ids: bool
     warning: ClassVar[str | None] = None
+    named_events: ClassVar[bool] = False
 
     def response(
         self, outputs: Sequence[RequestOutput], request_id: str, created: int
@@ -241,6 +242,10 @@ class CompletionChunks:
         if self._call.include_usage:
             counted = usage(outputs, dropped=self._call.scores_only)
             yield {**self._head, "choices": [], "usage": counted}
+
+    def failed(self, reply: ErrorReply) -> Iterator[dict[str, Any]]:
+        """The event of an error after the beginning."""
+        yield reply.body
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         return {**self._head, **self._usage.of_chunk, "choices": [choice]}

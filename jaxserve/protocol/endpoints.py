@@ -1,4 +1,4 @@
-"""The generation endpoints, by path: parse a body into a request for the engine."""
+"""The generation endpoints of batch jobs, by path: parse a body into a request for the engine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.chat import ChatCompletionRequest
 from jaxserve.protocol.completions import CompletionRequest
-from jaxserve.protocol.errors import FieldError, field_error, shown
+from jaxserve.protocol.errors import ErrorReply, FieldError, field_error, shown
 from jaxserve.protocol.model import Model
+from jaxserve.protocol.responses_api.request import ResponsesRequest
 
 
 class Chunks(Protocol):
-    """A streamed response: `begin`, then `add` for each update of a prompt, then `end`."""
+    """A streamed response: `begin`, then `add` for each update of a prompt, then `end`; or `failed`
+    at any time."""
 
     def begin(self) -> Iterator[dict[str, Any]]: ...
 
@@ -25,16 +27,26 @@ class Chunks(Protocol):
 
     def end(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]: ...
 
+    def failed(self, reply: ErrorReply) -> Iterator[dict[str, Any]]: ...
+
 
 class ParsedRequest(Protocol):
     """A validated request: its prompts, sampling parameters, and response format. `warning` says
-    which part of it the response leaves out."""
+    which part of it the response leaves out. With `named_events` the events of its stream are named
+    by their `type`, and no `[DONE]` follows them."""
 
-    prompts: tuple[TokenizedPrompt, ...]
-    params: SamplingParams
-    cache_salt: str | None
-    stream: bool
-    warning: str | None
+    @property
+    def prompts(self) -> tuple[TokenizedPrompt, ...]: ...
+    @property
+    def params(self) -> SamplingParams: ...
+    @property
+    def cache_salt(self) -> str | None: ...
+    @property
+    def stream(self) -> bool: ...
+    @property
+    def warning(self) -> str | None: ...
+    @property
+    def named_events(self) -> bool: ...
 
     def response(
         self, outputs: Sequence[RequestOutput], request_id: str, created: int
@@ -62,4 +74,5 @@ class Endpoint(NamedTuple):
 ENDPOINTS: Mapping[str, Endpoint] = {
     "/v1/completions": Endpoint(CompletionRequest),
     "/v1/chat/completions": Endpoint(ChatCompletionRequest),
+    "/v1/responses": Endpoint(ResponsesRequest),
 }

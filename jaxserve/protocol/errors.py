@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import ValidationError
@@ -56,6 +56,15 @@ class FieldError(RequestError):
         super().__init__(f"{field} {message}")
         self.field = field
         self.code = code
+
+
+def renamed(error: FieldError, names: Mapping[str, str]) -> FieldError:
+    """The error of a field that has another name in the client's request."""
+    for name, other in names.items():
+        if re.match(rf"{re.escape(name)}(?![a-z_])", error.field):
+            field = other + error.field.removeprefix(name)
+            return FieldError(field, str(error).removeprefix(f"{error.field} "), error.code)
+    return error
 
 
 class ModelNotFoundError(RequestError):

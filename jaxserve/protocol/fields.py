@@ -193,6 +193,9 @@ class GenerationFields(Fields):
     guided_regex: str | None = None
     guided_choice: ListOf[str] | None = None
     guided_grammar: str | None = None
+    vllm_xargs: dict[str, StrictFloat] | None = Field(
+        None, description="Numbers for the server's logits processors, by name."
+    )
     prompt_logprobs: StrictInt | None = None
     return_token_ids: StrictBool | None = None
     return_tokens_as_token_ids: StrictBool | None = Field(
@@ -267,6 +270,7 @@ class GenerationFields(Fields):
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_id(t): bias for t, bias in self.logit_bias.items()}
         given["structured_outputs"] = self.constraint()
+        given["extra_args"] = self.vllm_xargs
         given |= more
         given = {name: value for name, value in given.items() if value is not None}
         return SamplingParams.from_defaults(model.default_sampling, **(defaults | given))

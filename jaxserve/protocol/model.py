@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from jaxserve.core.chat_settings import ChatSettings
 from jaxserve.core.errors import PromptTooLongError
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt, tokenize_prompt
 from jaxserve.protocol.errors import FieldError, ModelNotFoundError
@@ -15,7 +16,10 @@ if TYPE_CHECKING:
     from jaxserve.runtime.startup import EnginePlan
 
 _OURS = frozenset(
-    {"messages", "tools", "add_generation_prompt", "continue_final_message", "documents"}
+    {
+        *("messages", "tools", "documents"),
+        *("add_generation_prompt", "continue_final_message", "chat_template"),
+    }
 )
 
 
@@ -31,9 +35,16 @@ class Model:
     vocab_size: int
     max_model_len: int
     default_sampling: Mapping[str, Any]
+    chat: ChatSettings = dataclasses.field(default_factory=ChatSettings)
 
     @classmethod
-    def of(cls, plan: EnginePlan, tokenizer: Tokenizer, names: Sequence[str] = ()) -> Self:
+    def of(
+        cls,
+        plan: EnginePlan,
+        tokenizer: Tokenizer,
+        names: Sequence[str] = (),
+        chat: ChatSettings | None = None,
+    ) -> Self:
         """The model of an engine; without `names` its name is the `model` setting."""
         model = plan.shapes.model
         return cls(
@@ -42,11 +53,24 @@ class Model:
             vocab_size=model.vocab_size,
             max_model_len=plan.config.max_model_len,
             default_sampling=dict(model.default_sampling),
+            chat=chat or ChatSettings(),
         )
 
     @property
     def name(self) -> str:
         return self.names[0]
+
+    def chat_template(self, has_tools: bool, of_request: str | None = None) -> str | None:
+        """The chat template of a request. Raises FieldError for one that it brings, unless this
+        server trusts them."""
+        if of_request is not None:
+            if not self.chat.trust_request_chat_template:
+                raise FieldError(
+                    "chat_template",
+                    "is only allowed by a server with --trust-request-chat-template; leave it out.",
+                )
+            return of_request
+        return self.tokenizer.tool_template if has_tools else self.tokenizer.chat_template
 
     def check_name(self, name: str | None) -> None:
         """Raises ModelNotFoundError unless `name` is None or one of the model's names."""
@@ -86,10 +110,11 @@ class Model:
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool | None = None,
         *,
+        chat_template: str | None = None,
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
     ) -> TokenizedPrompt:
-        """A conversation rendered by the chat template, with `variables` as extra variables; the
+        """A conversation rendered by `chat_template`, with `variables` as extra variables; the
         other arguments are those of `Tokenizer.apply_chat_template` and `Tokenizer.encode`.
 
         Raises RequestError for messages that the template rejects, PromptTooLongError for a text
@@ -99,7 +124,12 @@ class Model:
         if taken := sorted(_OURS & set(variables)):
             raise FieldError("chat_template_kwargs", f"must not set {taken[0]!r}.")
         text = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt, tools, continue_final_message, **variables
+            messages,
+            add_generation_prompt,
+            tools,
+            continue_final_message,
+            chat_template,
+            **variables,
         )
         self.check_text(text)
         return TokenizedPrompt(text, self.tokenizer.encode(text, add_special_tokens))

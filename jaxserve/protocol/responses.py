@@ -3,7 +3,7 @@ cheaper to build for every token."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -85,6 +85,7 @@ class AssistantMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str | None = None
     tool_calls: list[MessageToolCall] = []
 
 
@@ -121,6 +122,51 @@ class ChatCompletion(BaseModel):
     usage: Usage
     prompt_logprobs: PromptLogprobs = []
     prompt_token_ids: list[int] = []
+
+
+class ResponsesUsage(BaseModel):
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class Response(BaseModel):
+    """It also repeats fields of the request. Items are messages, function calls and reasoning."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete", "failed"]
+    error: dict[str, str] | None
+    incomplete_details: dict[str, str] | None
+    model: str
+    output: list[dict[str, Any]]
+    usage: ResponsesUsage
+
+
+class InputTokens(BaseModel):
+    input_tokens: int
+
+
+class MessageUsage(InputTokens):
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class Message(BaseModel):
+    """Blocks are text, thinking and uses of tools."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
 
 
 class ModelCard(BaseModel):
@@ -164,3 +210,28 @@ class Health(BaseModel):
 
 class Version(BaseModel):
     version: str
+
+
+class Load(BaseModel):
+    """As in vLLM: the number of sequences that are not answered yet."""
+
+    server_load: int
+
+
+class ServerInfo(BaseModel):
+    """The version, the model's names, and the engine's settings."""
+
+    version: str
+    models: list[str]
+    settings: dict[str, Any]
+
+
+class About(BaseModel):
+    """What answers here, and where to read on."""
+
+    name: Literal["jaxserve"]
+    version: str
+    status: Literal["ready", "starting", "draining", "failed"]
+    models: list[str]
+    docs: str
+    openapi: str

@@ -27,6 +27,7 @@ class TokenizeRequest(Fields):
     tools: ListOf[Tool] | None = None
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: JsonObject | None = None
 
     def answer(self, model: Model) -> dict[str, Any]:
@@ -48,6 +49,7 @@ class TokenizeRequest(Fields):
             "tools",
             "add_generation_prompt",
             "continue_final_message",
+            "chat_template",
             "chat_template_kwargs",
         ):
             if getattr(self, name) is not None:
@@ -64,6 +66,7 @@ class TokenizeRequest(Fields):
             tools,
             self.chat_template_kwargs,
             self.add_generation_prompt,
+            chat_template=model.chat_template(bool(tools), self.chat_template),
             continue_final_message=bool(self.continue_final_message),
             add_special_tokens=bool(self.add_special_tokens),
         )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import jsonschema
-import referencing
 from jsonschema import Draft202012Validator
-from pydantic import ConfigDict, Field, PrivateAttr, StrictBool
+from pydantic import ConfigDict, Field, StrictBool
 
 from jaxserve.protocol.errors import FieldError
 from jaxserve.protocol.fields import Fields, JsonObject
@@ -27,22 +26,11 @@ CACHED_SCHEMAS = 256
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
-MAX_KEYWORDS = 20_000
-"""Limit on evaluations of a function's schema keywords per request: about 0.2 s of work."""
-
-# A client's pattern could make Python's regular expressions run forever. `unevaluated*` keywords
-# walk the schema in ways that MAX_KEYWORDS does not count.
-_LEFT_OUT = {"pattern", "patternProperties", "unevaluatedItems", "unevaluatedProperties"}
 # Beside one of these, additionalProperties would exclude properties that it declares.
 _DECLARE_PROPERTIES = {
     *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"),
     *("additionalProperties", "patternProperties", "unevaluatedProperties"),
 }
-_NO_REMOTE_SCHEMAS = referencing.Registry()
-
-
-class _TooLongError(Exception):
-    """Validation exceeded MAX_KEYWORDS."""
 
 
 class Function(Fields):
@@ -52,7 +40,6 @@ class Function(Fields):
     description: str | None = None
     parameters: JsonObject | None = None
     strict: StrictBool | None = None
-    _keywords_left: int = PrivateAttr(MAX_KEYWORDS)
 
     def check(self, where: str) -> None:
         """Raises FieldError if `parameters` is not a JSON schema of an object."""
@@ -79,34 +66,6 @@ class Function(Fields):
             schema["additionalProperties"] = False
         return schema
 
-    def accepts(self, arguments: Any) -> bool:
-        """Whether arguments are an object that matches the schema. Patterns and `unevaluated*`
-        keywords are ignored. False once this request has evaluated MAX_KEYWORDS keywords."""
-        if not isinstance(arguments, dict):
-            return False
-        try:
-            validator = self._validator()(self.schema_of_arguments, registry=_NO_REMOTE_SCHEMAS)
-            return validator.is_valid(arguments)
-        except (referencing.exceptions.Unresolvable, RecursionError, _TooLongError):
-            return False
-
-    def _validator(self) -> type[Draft202012Validator]:
-        """A bounded validator: a short chain of references that fan out could otherwise run
-        forever."""
-
-        def bounded(keyword: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
-            def look(*args: Any) -> Iterator[Any]:
-                self._keywords_left -= 1
-                if self._keywords_left < 0:
-                    raise _TooLongError
-                return keyword(*args) or iter(())
-
-            return look
-
-        keywords = Draft202012Validator.VALIDATORS.items()
-        looks = {name: None if name in _LEFT_OUT else bounded(look) for name, look in keywords}
-        return jsonschema.validators.extend(Draft202012Validator, looks)
-
 
 @functools.lru_cache(CACHED_SCHEMAS)
 def _fault_of_schema(text: str) -> str | None:
@@ -125,6 +84,20 @@ class Tool(Fields):
 
     type: Literal["function"]
     function: Function
+
+
+def tool_of_type(known: str) -> Callable[[Any], Any]:
+    """A validator that refuses tools of other types by that alone, whatever else they lack."""
+
+    def check(given: Any) -> Any:
+        kind = given.get("type", known) if isinstance(given, Mapping) else known
+        if kind not in (known, None):
+            raise ValueError(
+                f"is of the type {kind!r:.80}, which this server does not have; use {known!r}"
+            )
+        return given
+
+    return check
 
 
 class ChosenName(Fields):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.core.outputs import Delta, RequestOutput
@@ -19,6 +19,14 @@ def usage(outputs: Sequence[RequestOutput], dropped: bool = False) -> dict[str, 
     completion = 0 if dropped else generated
     cached = sum(output.metrics.cached_tokens for output in outputs)
     return _counts(prompt, completion) | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def num_tokens(usage: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Tokens of the prompt and of the output in a response's `usage`, by the names that chats or
+    responses have for them. Raises KeyError if there are none."""
+    if "input_tokens" in usage:
+        return usage["input_tokens"], usage["output_tokens"]
+    return usage["prompt_tokens"], usage["completion_tokens"]
 
 
 class StreamUsage:

@@ -79,9 +79,16 @@ class Runner:
         params, stateful = seq.params, needs_state(seq.params)
         row = SamplingRow(
             constants=row_constants(
-                params, seed, multi_token_bad_words=any(len(word) > 1 for word in words)
+                params,
+                seed,
+                multi_token_bad_words=any(len(word) > 1 for word in words),
+                processors=self.shapes.processors.names,
             ),
-            plain=params.greedy and not stateful and params.logprobs is None and matcher is None,
+            plain=params.greedy
+            and not stateful
+            and params.logprobs is None
+            and matcher is None
+            and not params.extra_args,
             stateful=stateful,
             matcher=matcher,
             bad_word_ids=words,

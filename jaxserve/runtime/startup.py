@@ -196,6 +196,7 @@ def accept(decided: EnginePlan, hosts: Hosts | None = None) -> EnginePlan:
         DiskStore(config.disk_kv_dir, memory.disk_pages, memory.image_bytes).close()
     shapes = _with_pool(decided.shapes, memory)
     _check_backend(shapes)
+    _ = shapes.processors  # Fail now, not while programs compile.
     return dataclasses.replace(decided, shapes=shapes, memory=memory)
 
 
@@ -253,6 +254,10 @@ _VERSIONS = {
 def _common(config: EngineConfig) -> dict[str, Any]:
     """Settings that must be equal on all hosts. Paths may differ."""
     settings = dataclasses.asdict(config)
+    settings["logits_processors"] = [
+        each if isinstance(each, str) else getattr(each, "__name__", "")
+        for each in config.logits_processors
+    ]
     return {name: settings[name] for name in settings if name not in ("model", "disk_kv_dir")}
 
 

@@ -25,7 +25,7 @@ MIN_P = 9
 PRESENCE = 10
 FREQUENCY = 11
 REPETITION = 12
-NUM_FIELDS = 13
+NUM_FIELDS = 13  # and then a float for each of the engine's logits processors
 
 FLAG_BIAS = 1  # adds its slot's bias row
 FLAG_PENALTY = 2
@@ -34,6 +34,7 @@ FLAG_TRACK = 8  # sampled tokens are recorded in its slot
 FLAG_LOGPROBS = 16  # needs the sampled token's logprob and rank
 FLAG_TOP_LOGPROBS = 32  # and the most likely tokens
 FLAG_MASK = 64  # samples only what its row of the step's masks allows
+FLAG_PROCESSORS = 128  # applies the logits processors whose fields are not NaN
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio, as in SplitMix64
 
@@ -48,13 +49,17 @@ def sequence_seed(seed: int, index: int) -> int:
 
 
 def row_constants(
-    params: SamplingParams, seed: int, *, multi_token_bad_words: bool = False
+    params: SamplingParams,
+    seed: int,
+    *,
+    multi_token_bad_words: bool = False,
+    processors: Sequence[str] = (),
 ) -> np.ndarray:
-    """The constant row of a sequence, int32 [NUM_FIELDS], with SLOT and POSITION zero.
+    """The constant row of a sequence, int32 [NUM_FIELDS + processors], with SLOT and POSITION zero.
 
     `seed` is the sequence's own (see `sequence_seed`); the engine draws one for requests without.
     `multi_token_bad_words` says whether tokenizing `params.bad_words` gave any sequence of more
-    than one token.
+    than one token. `processors` are the names of the engine's logits processors.
     """
     penalty = (
         params.presence_penalty != 0
@@ -70,8 +75,9 @@ def row_constants(
         | FLAG_LOGPROBS * (params.logprobs is not None)
         | FLAG_TOP_LOGPROBS * bool(params.logprobs)
         | FLAG_MASK * (params.structured_outputs is not None)
+        | FLAG_PROCESSORS * bool(params.extra_args)
     )
-    row = np.zeros(NUM_FIELDS, np.int32)
+    row = np.zeros(NUM_FIELDS + len(processors), np.int32)
     row[[SEED_HIGH, SEED_LOW]] = np.array(
         [seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32
     ).view(np.int32)
@@ -84,6 +90,7 @@ def row_constants(
         params.repetition_penalty,
     )
     floats[TOP_P] = 1.0
+    floats[NUM_FIELDS:] = [(params.extra_args or {}).get(name, np.nan) for name in processors]
     if not params.greedy:  # a greedy row keeps its filters off: they cannot change the maximum
         row[TOP_K] = max(params.top_k, 0)
         floats[[TEMPERATURE, TOP_P, MIN_P]] = params.temperature, params.top_p, params.min_p
@@ -96,13 +103,14 @@ def pack_rows(
     positions: Sequence[int] | np.ndarray,
     bucket: int,
     trash_slot: int,
+    num_processors: int = 0,
 ) -> np.ndarray:
-    """The upload of one step, int32 [bucket, NUM_FIELDS].
+    """The upload of one step, int32 [bucket, NUM_FIELDS + num_processors].
 
     Row i samples for the sequence with `constants[i]`, `slots[i]` (`trash_slot` if it has none)
     and `positions[i]`. Rows past `len(constants)` are padding: greedy, in the trash slot.
     """
-    rows = np.zeros((bucket, NUM_FIELDS), np.int32)
+    rows = np.zeros((bucket, NUM_FIELDS + num_processors), np.int32)
     rows[:, SLOT] = trash_slot
     count = len(constants)
     if count:

@@ -14,6 +14,7 @@ from jaxserve.sampling import rows as row
 from jaxserve.sampling.logprobs import TokenLogprobs, no_logprobs, token_logprobs
 from jaxserve.sampling.noise import exponentials
 from jaxserve.sampling.process import add_bias, ban_tokens, mask_tokens, penalize, when
+from jaxserve.sampling.processors import NO_PROCESSORS, Processors, apply_processors
 from jaxserve.sampling.state import SamplingState, record
 from jaxserve.sampling.threshold import weight_floor
 from jaxserve.sampling.vocabulary import CELL, largest, padded
@@ -49,12 +50,16 @@ def greedy(logits: jax.Array) -> jax.Array:
 
 
 def general(
-    logits: jax.Array, state: SamplingState, meta: jax.Array, masks: jax.Array
+    logits: jax.Array,
+    state: SamplingState,
+    meta: jax.Array,
+    masks: jax.Array,
+    processors: Processors = NO_PROCESSORS,
 ) -> tuple[SampleOutput, SamplingState]:
     """Samples one token per row with all of SamplingParams.
 
     `logits` float32 [vocab, rows], of this rank's part of the vocabulary; `meta` int32
-    [rows, NUM_FIELDS] from `pack_rows`; real rows have distinct slots. `masks` int32
+    [rows, NUM_FIELDS + processors] from `pack_rows`; real rows have distinct slots. `masks` int32
     [rows, mask_words] has a bit for each token of the whole vocabulary that a row with FLAG_MASK
     may sample; other rows of `masks` are not read. Returns the state with the tokens recorded where
     they are needed. A row's token depends only on its own logits, state, fields and mask.
@@ -64,7 +69,7 @@ def general(
     slots, flags = meta[:, row.SLOT], meta[:, row.FLAGS]
     temperature = floats[:, row.TEMPERATURE]
 
-    scores = _processed(logits, state, meta, floats, masks)
+    scores = _processed(logits, state, meta, floats, masks, processors)
     best = parallel.max_over_vocab(jnp.max(scores, axis=1))
     weights = _weights(scores, best, temperature)
     floor = weight_floor(weights, meta[:, row.TOP_K], floats[:, row.TOP_P], floats[:, row.MIN_P])
@@ -87,9 +92,15 @@ def _any(flags: jax.Array, flag: int) -> jax.Array:
 
 
 def _processed(
-    logits: jax.Array, state: SamplingState, meta: jax.Array, floats: jax.Array, masks: jax.Array
+    logits: jax.Array,
+    state: SamplingState,
+    meta: jax.Array,
+    floats: jax.Array,
+    masks: jax.Array,
+    processors: Processors,
 ) -> jax.Array:
-    """Scores [rows, padded vocab]: logits with mask, bias, bans and penalties; -inf in the padding.
+    """Scores [rows, padded vocab]: logits with mask, bias, bans, processors and penalties; -inf in
+    the padding.
 
     Rows are made contiguous first: one extra pass, after which all later passes and the gathers of
     state access memory sequentially.
@@ -113,11 +124,17 @@ def _processed(
                 ban_tokens, before_min_tokens=early, with_bad_words=worded, count=count
             ),
         ),
-        (_any(flags, row.FLAG_PENALTY), functools.partial(penalize, penalties=penalties)),
     )
     for wanted, stage in stages:
         scores = when(wanted, functools.partial(stage, state=state), scores, slots)
-    return scores
+    if processors.functions:
+        stage = functools.partial(apply_processors, processors=processors, count=count)
+        numbers = jnp.where(
+            (flags & row.FLAG_PROCESSORS > 0)[:, None], floats[:, row.NUM_FIELDS :], jnp.nan
+        )
+        scores = when(_any(flags, row.FLAG_PROCESSORS), stage, scores, numbers)
+    stage = functools.partial(penalize, state=state, penalties=penalties)
+    return when(_any(flags, row.FLAG_PENALTY), stage, scores, slots)
 
 
 def _weights(scores: jax.Array, best: jax.Array, temperature: jax.Array) -> jax.Array:

@@ -29,7 +29,6 @@ from operator import attrgetter
 from jaxserve.core.sequence import Sequence, SequenceState
 from jaxserve.core.step_plan import ScheduledChunk, StepPlan
 from jaxserve.kv.manager import KVManager, Match
-from jaxserve.kv.node import Node
 from jaxserve.kv.page_table import PageTable
 from jaxserve.scheduler.admission import AdmissionRule, kv_limit
 from jaxserve.scheduler.config import SchedulerConfig

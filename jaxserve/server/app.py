@@ -7,6 +7,7 @@ import dataclasses
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -14,7 +15,7 @@ from starlette.types import ASGIApp
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.version import __version__
 from jaxserve.protocol.errors import ErrorReply, field_error_of, reply_to
-from jaxserve.server import generation_routes, model_routes, status_routes
+from jaxserve.server import docs_routes, generation_routes, model_routes, status_routes
 from jaxserve.server.connections import ConnectionLimits
 from jaxserve.server.disconnect import ClientGoneError
 from jaxserve.server.middleware import OPEN_PATHS, ApiKeys, BodyLimit, HeaderChecks, RequestLimits
@@ -37,6 +38,7 @@ class AppSettings:
         allowed_hosts: names accepted in Host headers, in addition to localhost and addresses;
             None accepts any.
         metrics_without_api_key: /metrics needs no key either.
+        allowed_origins: origins of web pages that may use the server (CORS); "*" is any.
     """
 
     api_keys: tuple[str, ...]
@@ -44,6 +46,7 @@ class AppSettings:
     log_requests: bool
     allowed_hosts: tuple[str, ...] | None = None
     metrics_without_api_key: bool = False
+    allowed_origins: tuple[str, ...] = ()
 
 
 def create_app(
@@ -55,11 +58,12 @@ def create_app(
         title="jaxserve",
         version=__version__,
         default_response_class=JsonResponse,
-        docs_url=None,  # These pages load third-party scripts.
+        docs_url=None,  # These pages load third-party scripts; /docs is of docs_routes.
         redoc_url=None,
     )
     app.state.service = service
-    for routes in (generation_routes, model_routes, status_routes):
+    app.state.settings = settings
+    for routes in (generation_routes, model_routes, status_routes, docs_routes):
         app.include_router(routes.router)
     app.add_exception_handler(RequestValidationError, _bad_body)
     app.add_exception_handler(HTTPException, _bad_route)
@@ -70,6 +74,14 @@ def create_app(
     if settings.api_keys:
         more = ("/metrics",) if settings.metrics_without_api_key else ()
         guarded = ApiKeys(guarded, settings.api_keys, OPEN_PATHS + more)
+    if settings.allowed_origins:  # Browsers ask without a key first.
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After", "Warning"],
+        )
     guarded = HeaderChecks(guarded, settings.allowed_hosts)
     guarded = RequestLimits(guarded, limits or ConnectionLimits())
     return RequestLog(guarded, settings.log_requests)
@@ -78,19 +90,21 @@ def create_app(
 async def _bad_body(request: Request, error: RequestValidationError) -> JsonResponse:
     # FastAPI prefixes each location with "body", which clients do not write.
     found = [{**each, "loc": each["loc"][1:]} for each in error.errors()]
+    path = request.url.path
     if found[0]["type"] == "json_invalid":
         reason = found[0].get("ctx", {}).get("error", "")
         message = f"the body is not JSON: {reason} at character {found[0]['loc'][0]}."
-        return error_response(ErrorReply(400, message, "invalid_request_error"))
+        return error_response(ErrorReply(400, message, "invalid_request_error"), path)
     if isinstance(found[0]["input"], bytes):
         message = "the body must be JSON, and the header Content-Type application/json."
-        return error_response(ErrorReply(400, message, "invalid_request_error"))
-    return error_response(reply_to(field_error_of(found)))
+        return error_response(ErrorReply(400, message, "invalid_request_error"), path)
+    return error_response(reply_to(field_error_of(found)), path)
 
 
 async def _bad_route(request: Request, error: HTTPException) -> JsonResponse:
     message = f"{request.method} {request.url.path!r:.80}: {error.detail}."
-    answer = error_response(ErrorReply(error.status_code, message, "invalid_request_error"))
+    reply = ErrorReply(error.status_code, message, "invalid_request_error")
+    answer = error_response(reply, request.url.path)
     answer.headers.update(error.headers or {})
     return answer
 
@@ -102,4 +116,4 @@ async def _gone(request: Request, error: ClientGoneError) -> Response:
 
 
 async def _refused(request: Request, error: Exception) -> JsonResponse:
-    return error_response(reply_to(error))
+    return error_response(reply_to(error), request.url.path)

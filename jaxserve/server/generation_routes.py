@@ -1,4 +1,4 @@
-"""`/v1/completions` and `/v1/chat/completions`."""
+"""Routes that generate: completions, chats, responses and messages."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from fastapi import APIRouter, Request, Response
 
 from jaxserve.protocol.chat import ChatCompletionRequest
 from jaxserve.protocol.completions import CompletionRequest
-from jaxserve.protocol.responses import ChatCompletion, Completion
+from jaxserve.protocol.messages_api.request import CountTokensRequest, MessagesRequest
+from jaxserve.protocol.responses import ChatCompletion, Completion, InputTokens
+from jaxserve.protocol.responses import Message as MessageResponse
+from jaxserve.protocol.responses import Response as ResponsesResponse
+from jaxserve.protocol.responses_api.request import ResponsesRequest
 from jaxserve.server.openapi import ERRORS, documented_responses
 from jaxserve.server.request_state import state_of
-from jaxserve.server.responses import GeneratedResponse
+from jaxserve.server.responses import GeneratedResponse, JsonResponse
 from jaxserve.server.workers import prepared
 
 router = APIRouter()
@@ -29,7 +33,30 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
     return await _generated(body, request)
 
 
-async def _generated(body: CompletionRequest | ChatCompletionRequest, request: Request) -> Response:
+@router.post(
+    "/v1/responses", responses=documented_responses(ResponsesResponse, stream=True) | ERRORS
+)
+async def responses(body: ResponsesRequest, request: Request) -> Response:
+    """Answer a conversation, in OpenAI's newer format. Nothing is stored."""
+    return await _generated(body, request)
+
+
+@router.post("/v1/messages", responses=documented_responses(MessageResponse, stream=True) | ERRORS)
+async def messages(body: MessagesRequest, request: Request) -> Response:
+    """Generate the next message of a conversation, in Anthropic's format."""
+    return await _generated(body, request)
+
+
+@router.post("/v1/messages/count_tokens", responses=documented_responses(InputTokens) | ERRORS)
+async def count_tokens(body: CountTokensRequest, request: Request) -> JsonResponse:
+    """The length of a conversation in tokens, in Anthropic's format."""
+    return JsonResponse(await prepared(request, body.answer, has_tools=bool(body.tools)))
+
+
+async def _generated(
+    body: CompletionRequest | ChatCompletionRequest | ResponsesRequest | MessagesRequest,
+    request: Request,
+) -> Response:
     service, state = request.app.state.service, state_of(request.scope)
     if body.request_id is not None and state.id_is_new:
         state.request_id = body.request_id

@@ -111,7 +111,7 @@ class RequestLimits:
 
 async def _close_with(refusal: ErrorReply, scope: Scope, receive: Receive, send: Send) -> None:
     """Respond, and close the connection, since the rest of the request is not read."""
-    answer = error_response(refusal)
+    answer = error_response(refusal, scope["path"])
     answer.headers["connection"] = "close"
     await answer(scope, receive, send)
 
@@ -137,7 +137,7 @@ class ApiKeys:
         if tenants or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
         else:
-            answer = error_response(_UNAUTHORIZED)
+            answer = error_response(_UNAUTHORIZED, scope["path"])
             answer.headers["www-authenticate"] = "Bearer"
             await answer(scope, receive, send)
 

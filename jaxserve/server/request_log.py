@@ -18,7 +18,7 @@ HEADER = b"x-request-id"
 CLIENT_GONE = 499
 """The logged status of a request without a response, as in nginx."""
 
-_POLLED = ("/health", "/livez", "/metrics")
+_POLLED = ("/health", "/livez", "/ping", "/load", "/metrics")
 _log = logging.getLogger("jaxserve.server")
 
 
@@ -27,7 +27,7 @@ class RequestLog:
     which a route may replace by that of the body.
 
     With `log_requests`, logs one line per request, with timing and token counts but no contents.
-    Polled endpoints (/health, /livez, /metrics) are not logged.
+    Polled endpoints (such as /health) are not logged.
     """
 
     def __init__(self, app: ASGIApp, log_requests: bool) -> None:
@@ -54,7 +54,8 @@ class RequestLog:
                 await self._app(scope, receive, send_with_id)
             else:
                 error = FieldError("X-Request-Id", f"must be {REQUEST_ID_RULE}.")
-                await error_response(reply_to(error))(scope, receive, send_with_id)
+                answer = error_response(reply_to(error), scope["path"])
+                await answer(scope, receive, send_with_id)
         except Exception:
             _log.exception("id=%s failed", request_state.request_id)
             if status == CLIENT_GONE:  # No response has been started.

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from jaxserve.core.outputs import RequestOutput
 from jaxserve.protocol.endpoints import ParsedRequest
 from jaxserve.protocol.errors import ErrorReply, check_generated, reply_to
+from jaxserve.protocol.messages_api.reply import error_body
 from jaxserve.server.disconnect import ClientGoneError, unless_hung_up
 from jaxserve.server.request_state import RequestState, state_of
 from jaxserve.server.service import Service
@@ -43,10 +44,12 @@ class JsonResponse(JSONResponse):
         return to_json(content)
 
 
-def error_response(reply: ErrorReply) -> JsonResponse:
+def error_response(reply: ErrorReply, path: str) -> JsonResponse:
+    """The response of an error, in the format of the API that the path is of."""
     after = reply.retry_after_s
     headers = None if after is None else {"retry-after": str(after)}
-    return JsonResponse(reply.body, reply.status, headers)
+    body = error_body(reply) if "/v1/messages" in path else reply.body
+    return JsonResponse(body, reply.status, headers)
 
 
 class GeneratedResponse(Response):
@@ -97,21 +100,22 @@ class GeneratedResponse(Response):
         ) as updates:
             headers = [*_STREAM_HEADERS, *self._warning()]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await _send_events(send, chunks.begin())
+            named = call.named_events
+            await _send_events(send, chunks.begin(), named)
             try:
                 async for number, update in updates:
                     if isinstance(update, RequestOutput):
                         outputs[number] = update
                     else:
-                        await _send_events(send, chunks.add(number, update))
+                        await _send_events(send, chunks.add(number, update), named)
                 check_generated(outputs)
-                await _send_events(send, chunks.end(outputs))
+                await _send_events(send, chunks.end(outputs), named)
             except ClientGoneError:
                 raise
             except Exception as error:  # The status is sent; report the error as an event.
                 request_state.error = error
-                await _send_events(send, [reply_to(error).body])
-        await send({"type": "http.response.body", "body": _DONE})
+                await _send_events(send, chunks.failed(reply_to(error)), named)
+        await send({"type": "http.response.body", "body": b"" if named else _DONE})
 
     def _warning(self) -> list[tuple[bytes, bytes]]:
         """The header that says what the response leaves out. 199 is a warning of any kind."""
@@ -119,11 +123,16 @@ class GeneratedResponse(Response):
         return [] if warning is None else [(b"warning", f'199 jaxserve "{warning}"'.encode())]
 
 
-async def _send_events(send: Send, chunks: Iterable[dict[str, Any]]) -> None:
-    body = b"".join(b"data: " + to_json(chunk) + b"\n\n" for chunk in chunks)
+async def _send_events(send: Send, chunks: Iterable[dict[str, Any]], named: bool) -> None:
+    body = b"".join(_event(chunk, named) for chunk in chunks)
     if body:
         try:
             async with asyncio.timeout(WRITE_TIMEOUT_S):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         except TimeoutError:
             raise ClientGoneError from None
+
+
+def _event(chunk: dict[str, Any], named: bool) -> bytes:
+    name = b"event: " + chunk["type"].encode() + b"\n" if named else b""
+    return name + b"data: " + to_json(chunk) + b"\n\n"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from jaxserve.async_engine import AsyncEngine, Restored
+from jaxserve.core.chat_settings import ChatSettings
 from jaxserve.core.errors import RequestError
 from jaxserve.core.outputs import CompletionOutput, Delta, RequestOutput
 from jaxserve.core.sampling_params import SamplingParams
@@ -53,6 +54,7 @@ class Service:
 
     Attributes:
         policy: what clients may set and see.
+        model_names: names that requests may use for the model.
         num_sequences: sequences of requests admitted and not yet answered.
         exposition: the metrics; only the server's own before the engine is ready.
     """
@@ -62,9 +64,11 @@ class Service:
         model_names: Sequence[str],
         max_queued_requests: int,
         policy: ClientPolicy = ClientPolicy(),
+        chat: ChatSettings | None = None,
     ) -> None:
         self.policy = policy
-        self._model_names = model_names
+        self.model_names = model_names
+        self._chat = chat
         self._max_queued = max_queued_requests
         self._engine: AsyncEngine | None = None
         self._draining = False
@@ -97,7 +101,8 @@ class Service:
     @property
     def model(self) -> Model:
         """Raises UnavailableError as `engine` does."""
-        return Model.of(self.engine.plan(), self.engine.get_tokenizer(), self._model_names)
+        plan, tokenizer = self.engine.plan(), self.engine.get_tokenizer()
+        return Model.of(plan, tokenizer, self.model_names, self._chat)
 
     async def begin(self, engine: AsyncEngine, snapshot_dir: Path | None) -> None:
         """Start accepting requests, and resume those of a snapshot if there is one. Raises
@@ -114,6 +119,10 @@ class Service:
         """
         model = self.model
         return await self._workers[kind].run(self._room, work, model)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget the KV of finished requests. Raises UnavailableError."""
+        await self.engine.reset_prefix_cache()
 
     @property
     def preparing(self) -> bool:

@@ -1,12 +1,15 @@
-"""Health, version and metrics routes."""
+"""Routes about the server's state, and one to change it: the prefix cache is emptied."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+import dataclasses
+from pathlib import Path
+
+from fastapi import APIRouter, HTTPException, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from jaxserve.core.version import __version__
-from jaxserve.protocol.responses import Health, Version
+from jaxserve.protocol.responses import Health, Load, ServerInfo, Version
 from jaxserve.server.openapi import ERRORS, documented_responses
 from jaxserve.server.responses import JsonResponse
 
@@ -38,6 +41,41 @@ async def livez(request: Request) -> JsonResponse:
     probes."""
     state = request.app.state.service.state
     return JsonResponse({"status": state}, 503 if state == "failed" else 200)
+
+
+@router.get("/ping", include_in_schema=False)
+@router.post("/ping", include_in_schema=False)
+async def ping(request: Request) -> JsonResponse:
+    """As `/health`, by SageMaker's name."""
+    return await health(request)
+
+
+@router.get("/load", responses=documented_responses(Load) | ERRORS)
+async def load(request: Request) -> JsonResponse:
+    """The number of sequences of requests that are not answered yet."""
+    return JsonResponse({"server_load": request.app.state.service.num_sequences})
+
+
+@router.get("/server_info", responses=documented_responses(ServerInfo) | ERRORS)
+async def server_info(request: Request) -> JsonResponse:
+    """The version, the model's names and the engine's settings."""
+    service = request.app.state.service
+    plan = service.engine.plan()
+    settings = dataclasses.asdict(plan.config)
+    shown = {k: str(v) if isinstance(v, Path) else v for k, v in settings.items()}
+    shown["logits_processors"] = plan.shapes.processors.names
+    names = list(service.model_names)
+    return JsonResponse({"version": __version__, "models": names, "settings": shown})
+
+
+@router.post("/reset_prefix_cache", responses=ERRORS)
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget the KV of finished requests, for measurements. A server of several API keys refuses:
+    one would slow down the others."""
+    if len(request.app.state.settings.api_keys) > 1:
+        raise HTTPException(403, "this server has several API keys, which share the cache")
+    await request.app.state.service.reset_prefix_cache()
+    return Response()
 
 
 @router.get("/version", responses=documented_responses(Version) | ERRORS)

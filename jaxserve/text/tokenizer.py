@@ -261,17 +261,21 @@ class Tokenizer:
         add_generation_prompt: bool | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
+        chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
         """The prompt text of a conversation; see `jaxserve.text.chat.render_chat`. By default it
-        has a generation prompt unless `continue_final_message`.
+        has a generation prompt unless `continue_final_message`, and is rendered by the model's
+        `chat_template`.
 
         Further keyword arguments are variables of the template (such as `enable_thinking`).
         """
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
+        if chat_template is None:
+            chat_template = self.tool_template if tools else self.chat_template
         return render_chat(
-            self.tool_template if tools else self.chat_template,
+            chat_template,
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import typing
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,10 +65,14 @@ def test_a_setting_out_of_range_is_refused_with_its_value(settings, message):
 
 
 def test_type_checkers_know_every_setting():
-    """Keyword arguments of `LLM` and `AsyncEngine.load`; two take more types than the config."""
+    """Keyword arguments of `LLM` and `AsyncEngine.load`; some take more types than the config."""
     known = typing.get_type_hints(EngineConfig)
     del known["model"]
-    wider = {"devices": list[int] | tuple[int, ...] | None, "disk_kv_dir": str | Path | None}
+    wider = {
+        "devices": list[int] | tuple[int, ...] | None,
+        "disk_kv_dir": str | Path | None,
+        "logits_processors": Sequence[str | Callable[..., Any]],
+    }
     assert typing.get_type_hints(EngineSettings) == known | wider
     assert not EngineSettings.__required_keys__
     for function in (LLM.__init__, AsyncEngine.load):

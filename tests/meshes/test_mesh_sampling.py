@@ -6,6 +6,7 @@ import functools
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -24,6 +25,8 @@ from jaxserve.sampling import (
     pack_rows,
     row_constants,
 )
+from jaxserve.sampling.processors import Processors
+from jaxserve.sampling.rows import NUM_FIELDS
 from jaxserve.structured.bitmask import mask_words
 from sharding_rules import make_mesh
 
@@ -42,7 +45,13 @@ PARAMS = [
     SamplingParams(temperature=0.0, logit_bias={3: 50.0}, bad_words=["w"], min_tokens=5),
     SamplingParams(temperature=1.1, allowed_token_ids=[0, 5, 11, 50, 54]),
     MASKED,
+    SamplingParams(temperature=1.2, extra_args={"ranked": 0.5}, logit_bias={7: 3.0}),
 ]
+
+
+def ranked(logits, number):
+    """Each logit with a part of its neighbour's: a rank's own part is not enough."""
+    return logits + number * jnp.roll(logits, 1)
 
 
 def _specs(tree):
@@ -69,13 +78,11 @@ def sampled_on_a_mesh_as_on_one_device(mesh_name: str, vocab: int) -> None:
     padded = np.full((ranks * count, rows), -np.inf, np.float32)
     padded[:vocab] = logits
     over_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-    on_ranks = jax.jit(
-        over_mesh(
-            general,
-            in_specs=(P(parallel.VOCAB), _specs(states[1]), P(), P()),
-            out_specs=(P(), _specs(states[1])),
-        )
-    )
+    processors = Processors.of([ranked], vocab)
+    general_ = functools.partial(general, processors=processors)
+    in_specs = (P(parallel.VOCAB), _specs(states[1]), P(), P())
+    out_specs = (P(), _specs(states[1]))
+    on_ranks = jax.jit(over_mesh(general_, in_specs=in_specs, out_specs=out_specs))
     admit_on_ranks = jax.jit(
         over_mesh(admit, in_specs=(_specs(states[1]), P(), P()), out_specs=_specs(states[1]))
     )
@@ -91,12 +98,16 @@ def sampled_on_a_mesh_as_on_one_device(mesh_name: str, vocab: int) -> None:
             )
             states[place] = run(states[place], np.int32(slot), packed)
 
-    constants = [row_constants(p, 5, multi_token_bad_words=bool(p.bad_words)) for p in PARAMS]
+    names = processors.names
+    constants = [
+        row_constants(p, 5, multi_token_bad_words=bool(p.bad_words), processors=names)
+        for p in PARAMS
+    ]
     allowed = rng.random((rows, mask_words(vocab) * 32)) < 0.3
     masks = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
-    one = jax.jit(general)
+    one = jax.jit(general_)
     for position in range(12):
-        meta = pack_rows(constants, range(rows), [position] * rows, rows, SLOTS)
+        meta = pack_rows(constants, range(rows), [position] * rows, rows, SLOTS, len(names))
         (expected, states[0]), (output, states[1]) = (
             run(values, state, meta, masks)
             for run, values, state in zip((one, on_ranks), (logits, padded), states)
@@ -117,8 +128,10 @@ def sampled_on_a_mesh_as_on_one_device(mesh_name: str, vocab: int) -> None:
             alone, parts = alone[:, :vocab], parts.reshape(len(parts), -1)[:, :vocab]
         np.testing.assert_array_equal(parts[:SLOTS], alone[:SLOTS])
 
-    # Ranks exchange candidates, 64 cells of 64 tokens, where the vocabulary is larger than that.
-    program = on_ranks.lower(padded, states[1], meta, masks).compile().as_text()
+    # Ranks exchange candidates, 64 cells of 64 tokens, where the vocabulary is larger than that,
+    # unless there are logits processors.
+    plain = jax.jit(over_mesh(general, in_specs=in_specs, out_specs=out_specs))
+    program = plain.lower(padded, states[1], meta[:, :NUM_FIELDS], masks).compile().as_text()
     gathered = re.findall(r"= \w+\[\d+,(\d+)\]\S* all-gather\(", program)
     assert gathered and all(int(width) <= min(64 * 64, ranks * (count + 64)) for width in gathered)
 

@@ -187,7 +187,12 @@ def test_chunks_add_up_to_the_answer(model, data):
     *told, counted = made
     choices = [chunk["choices"][0] for chunk in told]
     content = "".join(c["delta"].get("content", "") for c in choices)
-    calls = [each for c in choices for each in c["delta"].get("tool_calls", [])]
+    calls: list[dict] = []
+    for each in chain.from_iterable(c["delta"].get("tool_calls", []) for c in choices):
+        if each["index"] == len(calls):
+            calls.append(copy.deepcopy(each))
+        else:
+            calls[each["index"]]["function"]["arguments"] += each["function"]["arguments"]
     assert content.strip() == (whole["message"]["content"] or "").strip()
     without_index = [{k: v for k, v in each.items() if k != "index"} for each in calls]
     assert without_index == whole["message"].get("tool_calls", [])

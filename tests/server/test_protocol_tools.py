@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.protocol.answer import Answer, AnswerReader
 from jaxserve.protocol.errors import FieldError
-from jaxserve.protocol.tool_calls import ToolReader, format_of, knows_tools
+from jaxserve.protocol.reasoning import ReasoningReader
+from jaxserve.protocol.tool_calls import Piece, ToolReader, format_of, knows_tools
 from jaxserve.protocol.tools import ChosenTool, Tool, check_tools, forced_schema
 
 WEATHER = {
@@ -33,13 +35,24 @@ GOOD = {"name": "weather", "arguments": {"city": "Zürich", "days": 2}}
 CHOSEN = ChosenTool.model_validate({"type": "function", "function": {"name": "weather"}})
 
 
+class InPieces:
+    """An AnswerReader that reads a text in pieces."""
+
+    def __init__(self, reader: AnswerReader, cuts=()) -> None:
+        self.cuts = cuts
+        self.reader = reader
+        self.finish = reader.finish
+
+    def push(self, text: str):
+        places = [0, *sorted(self.cuts), len(text)]
+        return [piece for a, b in pairwise(places) for piece in self.reader.push(text[a:b])]
+
+
 def read(how: str, text: str, cuts=(), parallel: bool = True, tools=TOOLS):
     """Content and calls (name, arguments) of a text that comes in pieces."""
-    reader = ToolReader(tools, how, parallel)
-    places = [0, *sorted(cuts), len(text)]
-    content = "".join(reader.push(text[a:b]) for a, b in pairwise(places))
-    rest, calls = reader.finish()
-    return content + rest, [(call.name, json.loads(call.arguments)) for call in calls]
+    reader = AnswerReader(None, ToolReader(tools, how, parallel))
+    answer = Answer.of(InPieces(reader, cuts), text)
+    return answer.content, [(call.name, json.loads(call.arguments)) for call in answer.calls]
 
 
 def hermes(*calls) -> str:
@@ -55,7 +68,7 @@ def test_hermes_calls_in_pieces(data):
     before = data.draw(st.text(max_size=12).filter(lambda text: "<" not in text))
     text = before + hermes(GOOD, WAIT)
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
-    assert read("hermes", text, cuts) == (before, [FOUND, ("wait", {})])
+    assert read("hermes", text, cuts) == (before if before.strip() else "", [FOUND, ("wait", {})])
 
 
 @given(st.data())
@@ -82,18 +95,57 @@ def test_text_without_calls_is_never_lost(text, data):
 
 def test_text_that_cannot_be_a_call_is_not_held_back():
     reader = ToolReader(TOOLS, "hermes", True)
-    assert reader.push("a < b, and <tool") == "a < b, and "
-    assert reader.push("s> are") == "<tools> are"
-    assert ToolReader(TOOLS, "llama", True).push("Hello") == "Hello"
+    assert reader.push("a < b, and <tool") == [Piece("content", "a < b, and ")]
+    assert reader.push("s> are") == [Piece("content", "<tools> are")]
+    assert ToolReader(TOOLS, "llama", True).push("Hello") == [Piece("content", "Hello")]
+
+
+@pytest.mark.parametrize("how", ["hermes", "llama", "required", "named"])
+def test_arguments_are_passed_on_as_they_come(how):
+    """Every character as soon as it is written, with the name before."""
+    whole = {"hermes": hermes(GOOD), "llama": json.dumps(GOOD), "required": json.dumps([GOOD])}
+    text = whole.get(how, json.dumps(GOOD["arguments"]))
+    arguments = json.dumps(GOOD["arguments"])
+    begin = text.index(arguments)
+    reader = ToolReader(TOOLS[:1], how, True)
+    assert not reader.push(text[:begin])
+    first = reader.push(text[begin])
+    assert first == [Piece("call", "weather"), Piece("arguments", "{")]
+    place = begin + 1
+    for place in range(begin + 1, begin + len(arguments)):
+        first, *more = reader.push(text[place])
+        assert first == Piece("arguments", text[place])
+    more += reader.push(text[place + 1 :]) + reader.finish()
+    assert more == [Piece("end")]
+
+
+@pytest.mark.parametrize("how", ["hermes", "llama"])
+def test_calls_written_in_another_order_are_found(how):
+    call = {"id": 3, "arguments": GOOD["arguments"], "name": "weather", "x": ["}"]}
+    text = hermes(call) if how == "hermes" else json.dumps(call)
+    for cut in range(len(text)):
+        assert read(how, text, [cut]) == ("", [FOUND])
+
+
+def test_a_call_without_its_last_brace_ends_at_the_tag():
+    text = hermes(GOOD).replace("}}\n", "}\n")
+    assert read("hermes", text + " so " + hermes(WAIT)) == (" so ", [FOUND, ("wait", {})])
+
+
+def test_a_long_answer_is_read_in_linear_time():
+    begin = time.process_time()
+    for how in ("hermes", "llama"):
+        reader = ToolReader(TOOLS, how, True)
+        for _ in range(50_000):
+            reader.push('<tool_call>{"a": [{"b": "c' if how == "hermes" else '{"a": [')
+        reader.finish()
+    assert time.process_time() - begin < 20
 
 
 @pytest.mark.parametrize(
     "call",
     [
         {"name": "nobody", "arguments": {}},
-        {"name": "weather", "arguments": {}},
-        {"name": "weather", "arguments": {"city": 3}},
-        {"name": "weather", "arguments": {"city": "a", "days": 0}},
         {"name": "weather", "arguments": ["a"]},
         {"name": "weather"},
         {"arguments": {}},
@@ -148,36 +200,6 @@ def test_definitions_that_clash_are_refused():
         forced_schema([TOOLS[0], tool("other", other)], "required", True)
 
 
-def test_schemas_from_elsewhere_and_slow_patterns_are_not_looked_at():
-    remote = tool("far", {"type": "object", "properties": {"a": {"$ref": "http://127.0.0.1:1/"}}})
-    assert not remote.function.accepts({"a": 1})
-    slow = tool("slow", {"properties": {"a": {"type": "string", "pattern": "^(a+)+$"}}})
-    assert slow.function.accepts({"a": "a" * 200 + "b"})
-
-
-@pytest.mark.parametrize("first", [{}, {"unevaluatedProperties": False}])
-def test_references_that_fan_out_do_not_keep_the_server_busy(first):
-    def level(number: int) -> dict:
-        to = {"$ref": f"#/$defs/d{number + 1}"}
-        return first | to | {"allOf": [to, to], "$dynamicRef": to["$ref"]}
-
-    definitions = {f"d{number}": level(number) for number in range(60)} | {"d60": {}}
-    tool_ = tool("wide", {"$ref": "#/$defs/d0", "$defs": definitions})
-    tool_.function.check("tools[0].function")
-    begin = time.process_time()
-    for _ in range(200):  # A model may be told to write as many calls as it has room for.
-        assert not tool_.function.accepts({"a": 1})
-    assert time.process_time() - begin < 5
-
-
-def test_large_arguments_are_looked_at():
-    item = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    long = tool("long", {"properties": {"items": {"type": "array", "items": item}}})
-    good = [{"a": 1}] * 2000
-    assert long.function.accepts({"items": good})
-    assert not long.function.accepts({"items": [*good, {"a": "b"}]})
-
-
 def test_tools_are_checked():
     with pytest.raises(FieldError, match="at most 128"):
         check_tools([tool(f"f{i}") for i in range(129)], None)
@@ -216,3 +238,28 @@ def test_formats_are_read_off_templates():
     assert format_of("{{ tools }} <tool_call>") == "hermes"
     assert format_of('{{ tools }} {"name": f, "parameters": p}') == "llama"
     assert format_of("{{ tools }} [TOOL_CALLS]") is None
+
+
+@given(st.data())
+def test_reasoning_in_pieces(data):
+    """With the opening tag in the output or in the prompt, before text and calls."""
+    is_open = data.draw(st.booleans())
+    text = (
+        ("" if is_open else "\n<think>") + "\nSo <b> or\n\n</b>?\n</think>\n\nYes. " + hermes(WAIT)
+    )
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+    reader = AnswerReader(ReasoningReader(is_open), ToolReader(TOOLS, "hermes", True))
+    answer = Answer.of(InPieces(reader, cuts), text)
+    assert answer.reasoning == "So <b> or\n\n</b>?" and answer.content == "Yes. "
+    assert [call.name for call in answer.calls] == ["wait"]
+
+
+@pytest.mark.parametrize("text", ["", " ", "<thin", "<", "a <think>b</think>", "</think>c"])
+def test_text_without_reasoning_is_content(text):
+    answer = Answer.of(AnswerReader(ReasoningReader(False), None), text)
+    assert answer == Answer("", text, ())
+
+
+def test_reasoning_that_was_cut_off():
+    answer = Answer.of(AnswerReader(ReasoningReader(True), None), " because </thi")
+    assert answer == Answer("because </thi", "", ())

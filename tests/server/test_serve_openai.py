@@ -209,12 +209,17 @@ def test_a_named_tool_is_called(client, stream):
     fields = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": chosen, "max_tokens": 200}
     answer = client.chat.completions.create(**fields, model="tiny", seed=3, stream=stream)
     if stream:
-        *_, last = answer
-        choice, calls = last.choices[0], last.choices[0].delta.tool_calls
+        choices = [chunk.choices[0] for chunk in answer]
+        call, *more = [delta for each in choices for delta in each.delta.tool_calls or ()]
+        for delta in more:
+            assert (delta.index, delta.id, delta.function.name) == (0, None, None)
+            call.function.arguments += delta.function.arguments
+        choice = choices[-1]
+        assert len(more) > 3
     else:
-        choice, calls = answer.choices[0], answer.choices[0].message.tool_calls
+        choice = answer.choices[0]
+        (call,) = choice.message.tool_calls
         assert choice.message.content is None
-    (call,) = calls
     assert choice.finish_reason == "tool_calls" and call.function.name == "paint"
     assert json.loads(call.function.arguments)["colour"] in ("red", "green")
     back = {"role": "assistant", "tool_calls": [call.model_dump()]}

@@ -23,7 +23,8 @@ class ProgramSpec:
 
     `arguments` are trees of jax.ShapeDtypeStruct; `donated` are positions of donated arguments.
     With arguments on a mesh, the function runs per device on its shards (shard_map), and `outputs`
-    are the PartitionSpecs of its results.
+    are the PartitionSpecs of its results. `cached_by_name`: the name and the engine's description
+    determine the program; one with a caller's functions must be lowered to be found.
     """
 
     name: str
@@ -31,6 +32,7 @@ class ProgramSpec:
     arguments: tuple[Any, ...]
     donated: tuple[int, ...] = ()
     outputs: Any = None
+    cached_by_name: bool = True
 
     def lower(self) -> jax.stages.Lowered:
         return self._jitted().lower(*self.arguments)
@@ -106,7 +108,8 @@ class Compilation:
         self._futures: list[Future[Program]] = [self._pool.submit(self._build, s) for s in specs]
 
     def _build(self, spec: ProgramSpec) -> Program:
-        compiled = self._cache.load(spec.name) if self._cache else None
+        by_name = self._cache if spec.cached_by_name else None
+        compiled = by_name.load(spec.name) if by_name else None
         from_cache = compiled is not None
         if compiled is None:
             lowered = spec.lower()

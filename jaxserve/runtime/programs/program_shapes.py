@@ -24,6 +24,7 @@ from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.step_layout import StepLayout
 from jaxserve.runtime.programs.tiles import DEFAULT_TILE_TOKENS, TILE_TOKENS
 from jaxserve.sampling import BY_TOKEN, SamplingState, abstract_state
+from jaxserve.sampling.processors import Processors
 from jaxserve.structured.bitmask import mask_words
 from pallas_kernels.paged_attention import KVPages, PageLayout
 from pallas_kernels.ring_attention import choose_scheme
@@ -327,10 +328,16 @@ class ProgramShapes:
             return self.sharding()
         return named_sharding(self.mesh, names, shape, rules)
 
+    @functools.cached_property
+    def processors(self) -> Processors:
+        """The logits processors. Raises ConfigError for one that cannot be compiled."""
+        return Processors.of(self.config.logits_processors, self.model.vocab_size)
+
     def describe(self) -> str:
         """Text that changes whenever any program would: the key of the executable cache."""
+        settings = self.config.of_programs() | {"logits_processors": self.processors.names}
         formats = [spec.format for spec in jax.tree.leaves(self.specs)]
-        return repr((self.config.of_programs(), self.model, formats, self.num_pages))
+        return repr((settings, self.model, formats, self.num_pages))
 
 
 def placed(array: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:

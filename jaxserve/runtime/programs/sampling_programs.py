@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -17,6 +18,7 @@ from jaxserve.core.step_plan import ScheduledChunk
 from jaxserve.models import parallel
 from jaxserve.models.family import Family, Params
 from jaxserve.runtime.programs.device_state import DeviceState
+from jaxserve.runtime.programs.executables import ProgramSpec
 from jaxserve.runtime.programs.program_kind import (
     ProgramKind,
     holding,
@@ -34,6 +36,7 @@ from jaxserve.sampling import (
 )
 from jaxserve.sampling import general as sample_general
 from jaxserve.sampling import greedy as sample_greedy
+from jaxserve.sampling.processors import Processors
 from jaxserve.sampling.rows import NUM_FIELDS, SLOT
 from sharding_rules import SEQ
 
@@ -68,6 +71,7 @@ def general(
     family: Family,
     config: ModelConfig,
     tile: int | None,
+    processors: Processors,
     head: Params,
     last_tokens: jax.Array,
     state: SamplingState,
@@ -80,7 +84,8 @@ def general(
 
     def sample(state, arrays):
         hidden, rows, masks = arrays
-        output, state = sample_general(family.logits(head, config, hidden.T), state, rows, masks)
+        logits = family.logits(head, config, hidden.T)
+        output, state = sample_general(logits, state, rows, masks, processors)
         return state, output
 
     slots = rows[:, SLOT]
@@ -162,8 +167,15 @@ class General(_OnHead):
 
     def uploads(self, key: int) -> tuple[Any, ...]:
         shapes = self.shapes
-        masks = shapes.abstract_state.no_masks[key]
-        return shapes.sampled_hidden, shapes.int32(key, NUM_FIELDS), masks
+        rows = shapes.int32(key, NUM_FIELDS + len(shapes.processors.names))
+        return shapes.sampled_hidden, rows, shapes.abstract_state.no_masks[key]
+
+    def static(self, key: int) -> tuple[Any, ...]:
+        return (*super().static(key), self.shapes.processors)
+
+    def spec(self, key: int) -> ProgramSpec:
+        by_name = not self.shapes.processors.names
+        return dataclasses.replace(super().spec(key), cached_by_name=by_name)
 
     def __call__(
         self,
@@ -177,7 +189,14 @@ class General(_OnHead):
         of some rows."""
         key = holding(self.keys(), len(chunks))
         slots, positions = zip(*((chunk.slot, chunk.output_index) for chunk in chunks))
-        rows = pack_rows(constants, slots, positions, key, self.shapes.trash_slot)
+        rows = pack_rows(
+            constants,
+            slots,
+            positions,
+            key,
+            self.shapes.trash_slot,
+            len(self.shapes.processors.names),
+        )
         all_masks = state.no_masks[key]
         if masks:
             all_masks = np.zeros(all_masks.shape, np.int32)

@@ -1,0 +1,180 @@
+"""The request body of `/v1/messages`, which becomes a chat request."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, StrictBool, StrictInt, model_validator
+
+from jaxserve.protocol.chat import ChatCompletionRequest
+from jaxserve.protocol.errors import FieldError, renamed
+from jaxserve.protocol.fields import (
+    Fields,
+    GenerationFields,
+    Ignored,
+    JsonObject,
+    JsonSchema,
+    ListOf,
+    ResponseFormat,
+)
+from jaxserve.protocol.messages_api.blocks import Text, Turn, messages_of
+from jaxserve.protocol.messages_api.reply import MessagesCall
+from jaxserve.protocol.model import Model
+from jaxserve.protocol.tools import ChosenName, ChosenTool, Function, Name, Tool, tool_of_type
+
+_NAMES = {
+    "stop": "stop_sequences",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+}
+
+
+class CustomTool(Fields):
+    """A function that the model may call. Other tools, which Anthropic runs, are not supported."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["custom"] | None = None
+    name: Name
+    description: str | None = None
+    input_schema: JsonObject
+
+    _known = model_validator(mode="before")(tool_of_type("custom"))
+
+
+class ToolChoice(Fields):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: StrictBool | None = None
+
+
+class Thinking(Fields):
+    """Whether the model thinks, for chat templates with `enable_thinking`. Budgets are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: str
+
+
+class OutputFormat(Fields):
+    type: Literal["json_schema"]
+    schema_: JsonObject = Field(alias="schema")
+
+
+class OutputConfig(Fields):
+    """The output's JSON schema, and `reasoning_effort` for chat templates that know it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
+class MessagesRequest(GenerationFields):
+    """The request body: Anthropic's fields, and the extensions of chats."""
+
+    messages: ListOf[Turn]
+    max_tokens: StrictInt
+    system: Text | None = None
+    stop_sequences: ListOf[str] | None = None
+    tools: ListOf[CustomTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(
+        None, description="output_config.format, by an older name."
+    )
+    chat_template: str | None = None
+    chat_template_kwargs: JsonObject | None = None
+    context_management: Ignored = None
+    cache_control: Ignored = None
+    diagnostics: Ignored = None
+    inference_geo: Ignored = None
+    speed: Ignored = None
+    user_profile_id: Ignored = None
+    workspace_id: Ignored = None
+
+    # Fields of chats that have another name here, or whose results have no place in a response.
+    n: Literal[1] | None = None
+    stop: None = None
+    response_format: None = None
+    prompt_logprobs: None = None
+    return_token_ids: None = None
+
+    def call(self, model: Model) -> MessagesCall:
+        """Convert the body to a request for the engine. Raises RequestError."""
+        try:
+            return MessagesCall(self._as_chat().call(model))
+        except FieldError as error:
+            raise renamed(error, _NAMES) from None
+
+    def _as_chat(self) -> ChatCompletionRequest:
+        shared = {name: getattr(self, name) for name in GenerationFields.model_fields}
+        choice, parallel = self._chosen()
+        # As Anthropic's models, one goes on with its own last message.
+        goes_on = bool(self.messages) and self.messages[-1].role == "assistant"
+        return ChatCompletionRequest.model_construct(
+            **shared
+            | {
+                "messages": self._messages(),
+                "stop": self.stop_sequences,
+                "tools": None if self.tools is None else [_as_tool(tool) for tool in self.tools],
+                "tool_choice": choice,
+                "parallel_tool_calls": parallel,
+                "response_format": self._format(),
+                "continue_final_message": goes_on,
+                "chat_template": self.chat_template,
+                "chat_template_kwargs": self._variables(),
+            }
+        )
+
+    def _messages(self) -> list[Any]:
+        if not self.messages:
+            raise FieldError("messages", "is empty; it needs at least one message.")
+        return messages_of(self.messages, self.system)
+
+    def _chosen(self) -> tuple[str | ChosenTool | None, bool]:
+        given = self.tool_choice
+        if given is None:
+            return None, True
+        parallel = given.disable_parallel_tool_use is not True
+        if given.type != "tool":
+            return {"any": "required"}.get(given.type, given.type), parallel
+        if given.name is None:
+            raise FieldError(
+                "tool_choice.name", "is missing; it is required.", "missing_required_parameter"
+            )
+        return ChosenTool(type="function", function=ChosenName(name=given.name)), parallel
+
+    def _format(self) -> ResponseFormat | None:
+        given = self.output_config and self.output_config.format
+        given = given or self.output_format
+        if given is None:
+            return None
+        schema = JsonSchema(name="output", schema=given.schema_)
+        return ResponseFormat(type="json_schema", json_schema=schema)
+
+    def _variables(self) -> dict[str, Any]:
+        """Variables of the chat template; one that does not have them ignores them."""
+        variables: dict[str, Any] = {}
+        if self.thinking is not None:
+            variables["enable_thinking"] = self.thinking.type != "disabled"
+        if self.output_config is not None and self.output_config.effort is not None:
+            variables["reasoning_effort"] = self.output_config.effort
+        return variables | (self.chat_template_kwargs or {})
+
+
+class CountTokensRequest(MessagesRequest):
+    """The request body of `/v1/messages/count_tokens`."""
+
+    max_tokens: StrictInt = 1
+
+    def answer(self, model: Model) -> dict[str, int]:
+        """Raises RequestError."""
+        (prompt,) = self.call(model).prompts
+        return {"input_tokens": len(prompt.token_ids)}
+
+
+def _as_tool(tool: CustomTool) -> Tool:
+    function = Function(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    return Tool(type="function", function=function)

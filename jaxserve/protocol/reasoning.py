@@ -1,0 +1,94 @@
+"""Separate a model's reasoning from its answer, in generated text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from jaxserve.core.chat_settings import ReasoningParser
+from jaxserve.protocol.tool_calls import Piece, place_of
+from jaxserve.text import Tokenizer
+
+_OPEN, _CLOSE = "<think>", "</think>"
+
+
+def marks_reasoning(parser: ReasoningParser, template: str | None) -> bool:
+    """Whether a model with this chat template marks its reasoning."""
+    return _CLOSE in (template or "") if parser == "auto" else parser != "none"
+
+
+def ends_in_reasoning(prompt: str) -> bool:
+    """Whether a prompt opens the reasoning, as that of many templates does."""
+    return prompt.rstrip().endswith(_OPEN)
+
+
+class ReasoningReader:
+    """Incrementally separates reasoning from content in the output of one sequence. Space around
+    the reasoning is left out."""
+
+    def __init__(self, is_open: bool) -> None:
+        """`is_open`: the prompt ends in reasoning; else the output may begin with it."""
+        self._state: Literal["begin", "reasoning", "margin", "content"] = (
+            "reasoning" if is_open else "begin"
+        )
+        self._reasoned = False
+        self._held = ""
+
+    def push(self, text: str) -> list[Piece]:
+        """Add text; returns what is known about it and about the text before."""
+        self._held += text
+        pieces = []
+        if self._state == "begin":
+            begin = self._held.lstrip()
+            if _OPEN.startswith(begin) and begin != _OPEN:
+                return []
+            if begin.startswith(_OPEN):
+                self._state, self._held = "reasoning", begin.removeprefix(_OPEN)
+            else:
+                self._state = "content"
+        if self._state == "reasoning":
+            pieces += self._reasoning()
+        if self._state == "margin":
+            self._held = self._held.lstrip()
+            self._state = "content" if self._held else "margin"
+        if self._state == "content" and self._held:
+            pieces.append(Piece("content", self._held))
+            self._held = ""
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        """The rest, at the end of the text."""
+        if self._state == "reasoning":
+            rest = self._held.rstrip()
+            return [Piece("reasoning", rest)] if rest else []
+        return [Piece("content", self._held)] if self._held else []
+
+    def _reasoning(self) -> list[Piece]:
+        place = place_of(self._held, _CLOSE)
+        text, rest = self._held[:place], self._held[place:]
+        if not self._reasoned:
+            text = text.lstrip()
+        shown = text.rstrip()
+        self._reasoned = self._reasoned or bool(shown)
+        if rest.startswith(_CLOSE):
+            self._state, self._held = "margin", rest.removeprefix(_CLOSE)
+        else:
+            self._held = text[len(shown) :] + rest
+        return [Piece("reasoning", shown)] if shown else []
+
+
+def num_reasoning_tokens(
+    tokenizer: Tokenizer, text: str, token_ids: Sequence[int], is_open: bool
+) -> int:
+    """How many tokens of an output are reasoning, tags included."""
+    if not is_open and not text.lstrip().startswith(_OPEN):
+        return 0
+    before, closing, _ = text.partition(_CLOSE)
+    if not closing:
+        return len(token_ids)
+    left = len((before + closing).encode("utf-8", "surrogatepass"))
+    for number, token_id in enumerate(token_ids):
+        if left <= 0:
+            return number
+        left -= len(tokenizer.token_bytes(token_id))
+    return len(token_ids)

@@ -1,0 +1,1 @@
+"""OpenAI's `/v1/responses`: answers as lists of items, from and to those of chats."""

@@ -1,0 +1,206 @@
+"""The response of `/v1/responses`: whole, or streamed in events."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxserve.core.outputs import Delta, RequestOutput
+from jaxserve.protocol.chat_reply import InBlocks, call_id
+from jaxserve.protocol.errors import ErrorReply
+from jaxserve.protocol.tool_calls import Piece
+
+Event = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class ResponsesCall(InBlocks):
+    """A chat request, answered in items. `described` are fields that repeat the request."""
+
+    described: dict[str, Any]
+
+    def response(
+        self, outputs: Sequence[RequestOutput], request_id: str, created: int
+    ) -> dict[str, Any]:
+        """The response body: that of the last event of a stream."""
+        chunks = self.chunks(request_id, created)
+        (choice,) = outputs[0].outputs
+        whole = Delta(0, choice.text, choice.token_ids, choice.logprobs, choice.finish_reason)
+        for _ in chunks.add(0, [whole]):
+            pass
+        *_, last = chunks.end(outputs)
+        return last["response"]
+
+    def chunks(self, request_id: str, created: int) -> ResponsesChunks:
+        """The response in streamed events."""
+        return ResponsesChunks(self, request_id, created)
+
+    def usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        counted = self.chat.usage(outputs)
+        details = counted.get("completion_tokens_details", {})
+        cached = counted.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+        return {
+            "input_tokens": counted["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": cached},
+            "output_tokens": counted["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": details.get("reasoning_tokens", 0)},
+            "total_tokens": counted["total_tokens"],
+        }
+
+
+class ResponsesChunks:
+    """Events of a streamed response: those of one item after the other, within those of the
+    response."""
+
+    def __init__(self, call: ResponsesCall, request_id: str, created: int) -> None:
+        self._call = call
+        self._request_id = request_id
+        self._created = created
+        self._reader = call.chat.reader()
+        self._sequence_number = 0
+        self._items: list[dict[str, Any]] = []
+        self._num_calls = 0
+        self._is_open = False  # The last item.
+        self._scores: list[Any] = []  # Of tokens whose text has not been sent yet.
+        self._finish_reason: str | None = None
+
+    def begin(self) -> Iterator[Event]:
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event(kind, response=self._response("in_progress", None))
+
+    def add(self, number: int, deltas: Sequence[Delta]) -> Iterator[Event]:
+        """Events for new deltas; `number` is the index of the single prompt."""
+        for delta in deltas:
+            scores = self._call.chat.scores(delta)
+            self._scores += scores["content"] if scores is not None else []
+            pieces = self._reader.push(delta.text)
+            if delta.finish_reason is not None:
+                self._finish_reason = delta.finish_reason
+                pieces += self._reader.finish()
+            for piece in pieces:
+                yield from self._gain(piece)
+
+    def end(self, outputs: Sequence[RequestOutput]) -> Iterator[Event]:
+        """The final events, once the output is complete."""
+        cut_off = self._finish_reason != "stop"
+        if not self._items:
+            yield from self._begin(self._message())
+        yield from self._end("incomplete" if cut_off else "completed")
+        status = "incomplete" if cut_off else "completed"
+        response = self._response(status, self._call.usage(outputs))
+        yield self._event(f"response.{status}", response=response)
+
+    def failed(self, reply: ErrorReply) -> Iterator[Event]:
+        """The event of an error after the beginning."""
+        response = self._response("failed", None)
+        response["error"] = {"code": "server_error", "message": reply.message}
+        yield self._event("response.failed", response=response)
+
+    def _gain(self, piece: Piece) -> Iterator[Event]:
+        match piece.kind:
+            case "reasoning":
+                if not self._in("reasoning"):
+                    yield from self._end("completed")
+                    yield from self._begin(self._reasoning())
+                yield self._grow("response.reasoning_text.delta", piece.text)
+            case "content":
+                if not self._in("message"):
+                    yield from self._end("completed")
+                    yield from self._begin(self._message())
+                scores, self._scores = self._scores, []
+                self._part["logprobs"] += scores
+                yield self._grow("response.output_text.delta", piece.text, logprobs=scores)
+            case "call":
+                yield from self._end("completed")
+                yield from self._begin(self._function_call(piece.text))
+            case "arguments":
+                self._items[-1]["arguments"] += piece.text
+                kind = "response.function_call_arguments.delta"
+                yield self._event(kind, **self._place, delta=piece.text)
+            case "end":
+                yield from self._end("completed")
+            case "cut":
+                yield from self._end("incomplete")
+
+    def _in(self, kind: str) -> bool:
+        return self._is_open and self._items[-1]["type"] == kind
+
+    @property
+    def _part(self) -> dict[str, Any]:
+        return self._items[-1]["content"][0]
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+
+    def _grow(self, kind: str, text: str, **more: Any) -> Event:
+        """Add text to the open part."""
+        self._part["text"] += text
+        return self._event(kind, **self._place, content_index=0, delta=text, **more)
+
+    def _begin(self, item: dict[str, Any]) -> Iterator[Event]:
+        self._items.append(item)
+        self._is_open = True
+        shown = item | ({"content": []} if "content" in item else {})
+        kind = "response.output_item.added"
+        yield self._event(kind, output_index=len(self._items) - 1, item=shown)
+        if "content" in item:
+            kind = "response.content_part.added"
+            yield self._event(kind, **self._place, content_index=0, part=dict(self._part))
+
+    def _end(self, status: str) -> Iterator[Event]:
+        """End the open item, if there is one."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        item = self._items[-1]
+        item["status"] = status
+        if item["type"] == "function_call":
+            kind, arguments = "response.function_call_arguments.done", item["arguments"]
+            yield self._event(kind, **self._place, name=item["name"], arguments=arguments)
+        else:
+            part, place = self._part, self._place | {"content_index": 0}
+            text = {"text": part["text"]}
+            if item["type"] == "message":
+                text["logprobs"] = part["logprobs"]
+            yield self._event(f"response.{part['type']}.done", **place, **text)
+            yield self._event("response.content_part.done", **place, part=part)
+        index = len(self._items) - 1
+        yield self._event("response.output_item.done", output_index=index, item=item)
+
+    def _message(self) -> dict[str, Any]:
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        return self._item("message", "msg") | {"role": "assistant", "content": [part]}
+
+    def _reasoning(self) -> dict[str, Any]:
+        part = {"type": "reasoning_text", "text": ""}
+        return self._item("reasoning", "rs") | {"summary": [], "content": [part]}
+
+    def _function_call(self, name: str) -> dict[str, Any]:
+        call = call_id(self._request_id, 0, self._num_calls)
+        self._num_calls += 1
+        return self._item("function_call", "fc") | {"call_id": call, "name": name, "arguments": ""}
+
+    def _item(self, kind: str, prefix: str) -> dict[str, Any]:
+        name = f"{prefix}_{self._request_id}_{len(self._items)}"
+        return {"id": name, "type": kind, "status": "in_progress"}
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        event = {"type": kind, "sequence_number": self._sequence_number, **fields}
+        self._sequence_number += 1
+        return event
+
+    def _response(self, status: str, usage: dict[str, Any] | None) -> dict[str, Any]:
+        too_long = status == "incomplete" and self._finish_reason == "length"
+        return {
+            "id": f"resp_{self._request_id}",
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if too_long else None,
+            "output": list(self._items) if status != "in_progress" else [],
+            "usage": usage,
+            **self._call.described,
+        }

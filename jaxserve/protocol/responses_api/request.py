@@ -1,0 +1,207 @@
+"""The request body of `/v1/responses`, which becomes a chat request."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, StrictBool, StrictInt, model_validator
+
+from jaxserve.protocol.chat import ChatCompletionRequest
+from jaxserve.protocol.chat_reply import Chat
+from jaxserve.protocol.errors import FieldError, renamed
+from jaxserve.protocol.fields import (
+    Fields,
+    GenerationFields,
+    Ignored,
+    JsonObject,
+    JsonSchema,
+    ListOf,
+    ResponseFormat,
+)
+from jaxserve.protocol.messages import Message
+from jaxserve.protocol.model import Model
+from jaxserve.protocol.responses_api.items import InputItem, messages_of
+from jaxserve.protocol.responses_api.reply import ResponsesCall
+from jaxserve.protocol.tools import ChosenName, ChosenTool, Function, Tool, tool_of_type
+
+LOGPROBS = "message.output_text.logprobs"
+_NAMES = {
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+
+
+class TextFormat(Fields):
+    """As `response_format` of chats, without its inner object."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema_: JsonObject | None = Field(None, alias="schema")
+    strict: StrictBool | None = None
+
+
+class TextOptions(Fields):
+    format: TextFormat | None = None
+    verbosity: Ignored = None
+
+
+class Reasoning(Fields):
+    """`effort` is as `reasoning_effort` of chats; reasoning is never summarized."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    effort: str | None = None
+
+
+class FunctionTool(Function):
+    """A function that the model may call. Other tools, which OpenAI runs, are not supported."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["function"]
+
+    _known = model_validator(mode="before")(tool_of_type("function"))
+
+
+class ChosenFunction(Fields):
+    type: Literal["function"]
+    name: str
+
+
+class AllowedTools(Fields):
+    """Those of the tools that may be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: ListOf[ChosenFunction]
+
+
+class ResponsesRequest(GenerationFields):
+    """The request body: OpenAI's fields, and the extensions of chats."""
+
+    input: str | ListOf[InputItem] = Field(examples=["Hi!"])
+    instructions: str | None = Field(None, description="A system message before the input.")
+    max_output_tokens: StrictInt | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    tools: ListOf[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | AllowedTools | None = None
+    parallel_tool_calls: StrictBool | None = None
+    include: ListOf[str] | None = Field(
+        None, description=f"{LOGPROBS} adds log probabilities; other entries have no effect."
+    )
+    top_logprobs: StrictInt | None = None
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="auto is as truncate_prompt_tokens of -1."
+    )
+    chat_template: str | None = None
+    chat_template_kwargs: JsonObject | None = None
+    max_tool_calls: Ignored = None
+    prompt_cache_options: Ignored = None
+    access_programs: Ignored = None
+    previous_response_id: str | None = Field(None, description="Not supported.")
+    conversation: Any = Field(None, description="Not supported.")
+    prompt: Any = Field(None, description="Not supported.")
+    background: Literal[False] | None = None
+
+    # Fields of chats that have another name here, or whose results have no place in a response.
+    n: Literal[1] | None = None
+    max_tokens: None = None
+    response_format: None = None
+    prompt_logprobs: None = None
+    return_token_ids: None = None
+
+    def call(self, model: Model) -> ResponsesCall:
+        """Convert the body to a request for the engine. Raises RequestError."""
+        for name in ("previous_response_id", "conversation", "prompt"):
+            if getattr(self, name) is not None:
+                raise FieldError(
+                    name,
+                    "refers to what an earlier request stored, and this server stores nothing; "
+                    "send the whole conversation as input.",
+                )
+        try:
+            chat = self._as_chat().call(model)
+        except FieldError as error:
+            raise renamed(error, _NAMES) from None
+        return ResponsesCall(chat, self._described(chat))
+
+    def _as_chat(self) -> ChatCompletionRequest:
+        shared = {name: getattr(self, name) for name in GenerationFields.model_fields}
+        tools, choice = self._chosen()
+        logprobs = LOGPROBS in (self.include or ()) or None
+        shared |= {
+            "messages": self._messages(),
+            "max_completion_tokens": self.max_output_tokens,
+            "response_format": self._format(),
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
+            "tools": tools,
+            "tool_choice": choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "logprobs": logprobs,
+            "top_logprobs": self.top_logprobs if logprobs else None,
+            "chat_template": self.chat_template,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+        if self.truncation == "auto" and self.truncate_prompt_tokens is None:
+            shared["truncate_prompt_tokens"] = -1
+        return ChatCompletionRequest.model_construct(**shared)
+
+    def _messages(self) -> list[Message]:
+        items = self.input
+        if isinstance(items, str):
+            items = [InputItem(role="user", content=items)]
+        messages = messages_of(items, self.instructions)
+        if not messages:
+            raise FieldError("input", "is empty; it needs at least one message.")
+        return messages
+
+    def _format(self) -> ResponseFormat | None:
+        given = self.text and self.text.format
+        if given is None:
+            return None
+        if given.type != "json_schema":
+            return ResponseFormat(type=given.type)
+        schema = JsonSchema(name=given.name or "", schema=given.schema_)
+        return ResponseFormat(type="json_schema", json_schema=schema)
+
+    def _chosen(self) -> tuple[list[Tool] | None, str | ChosenTool | None]:
+        tools, choice = self.tools, self.tool_choice
+        if isinstance(choice, AllowedTools):
+            allowed = {tool.name for tool in choice.tools}
+            tools = [tool for tool in tools or () if tool.name in allowed]
+            choice = choice.mode
+        elif isinstance(choice, ChosenFunction):
+            choice = ChosenTool(type="function", function=ChosenName(name=choice.name))
+        if tools is None:
+            return None, choice
+        functions = [tool.model_dump(exclude={"type"}) for tool in tools]
+        return [Tool(type="function", function=Function(**given)) for given in functions], choice
+
+    def _described(self, chat: Chat) -> dict[str, Any]:
+        """The fields of a response that repeat the request."""
+        choice = self.tool_choice or "auto"
+        given = (self.text and self.text.format) or TextFormat()
+        return {
+            "model": chat.model.name,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata if isinstance(self.metadata, dict) else {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": self.reasoning and self.reasoning.effort, "summary": None},
+            "store": False,
+            "background": False,
+            "temperature": chat.params.temperature,
+            "top_p": chat.params.top_p,
+            "text": {"format": given.model_dump(by_alias=True, exclude_none=True)},
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [tool.model_dump() for tool in self.tools or ()],
+            "top_logprobs": self.top_logprobs,
+            "truncation": self.truncation or "disabled",
+        }

@@ -1,0 +1,84 @@
+"""Routes about the server itself, and pages of other origins."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from jaxserve.server.app import AppSettings, create_app
+from jaxserve.server.service import Service
+
+ORIGIN = "https://chat.example.com"
+
+
+def get(path: str, method: str = "GET", keys=(), origins=(), **headers: str) -> httpx.Response:
+    """The response of a server that is still starting."""
+    settings = AppSettings(keys, 1 << 20, False, allowed_origins=origins)
+    app = create_app(Service(["tiny"], 8), settings)
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.request(method, path, headers=headers)
+
+    return asyncio.run(ask())
+
+
+def test_the_root_says_what_this_is():
+    said = get("/").json()
+    assert (said["name"], said["status"], said["models"]) == ("jaxserve", "starting", ["tiny"])
+    assert get(said["docs"]).status_code == get(said["openapi"]).status_code == 200
+
+
+def test_docs_have_every_route_and_load_nothing():
+    page = get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    for path in get("/openapi.json").json()["paths"]:
+        assert path in page.text, path
+    for field in ("max_output_tokens", "stop_sequences", "truncate_prompt_tokens"):
+        assert f"<code>{field}</code>" in page.text
+    assert "<script" not in page.text and "http" not in page.text.split("</style>")[1]
+
+
+def test_a_server_that_starts_answers_probes():
+    for method in ("GET", "POST"):
+        assert get("/ping", method).json() == {"status": "starting"}
+    assert get("/load").json() == {"server_load": 0}
+    assert get("/server_info").status_code == 503
+    assert get("/reset_prefix_cache", "POST").status_code == 503
+
+
+def test_one_of_several_keys_does_not_empty_the_cache_of_the_others():
+    key = {"authorization": "Bearer a"}
+    assert get("/reset_prefix_cache", "POST", ("a",), **key).status_code == 503
+    refused = get("/reset_prefix_cache", "POST", ("a", "b"), **key)
+    assert refused.status_code == 403 and "several API keys" in refused.text
+
+
+PREFLIGHT = {
+    "origin": ORIGIN,
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type",
+}
+
+
+@pytest.mark.parametrize("keys", [(), ("a",)])
+def test_pages_of_allowed_origins_may_ask(keys):
+    """Browsers ask without a key first."""
+    asked = get("/v1/chat/completions", "OPTIONS", keys, (ORIGIN,), **PREFLIGHT)
+    assert asked.status_code == 200
+    assert asked.headers["access-control-allow-origin"] == ORIGIN
+    assert "authorization" in asked.headers["access-control-allow-headers"]
+    answer = get("/v1/models", keys=keys, origins=(ORIGIN,), origin=ORIGIN)
+    assert answer.headers["access-control-allow-origin"] == ORIGIN
+    assert answer.status_code == (401 if keys else 503)
+
+
+def test_pages_of_other_origins_may_not():
+    for origins in ((), (ORIGIN,)):
+        other = PREFLIGHT | {"origin": "https://other.example.com"}
+        asked = get("/v1/chat/completions", "OPTIONS", (), origins, **other)
+        assert "access-control-allow-origin" not in asked.headers
+        assert asked.status_code in (400, 405)

@@ -1,0 +1,182 @@
+"""Reasoning, and templates of requests, from bodies to answers in every format."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+
+from jaxserve.core.chat_settings import ChatSettings
+from jaxserve.core.errors import RequestError
+from jaxserve.core.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
+from jaxserve.models.loading.checkpoint import open_checkpoint
+from jaxserve.offline.journal import Result
+from jaxserve.offline.requests import parse as batch_request
+from jaxserve.offline.totals import Totals
+from jaxserve.protocol.chat import ChatCompletionRequest
+from jaxserve.protocol.errors import ErrorReply
+from jaxserve.protocol.messages_api.request import MessagesRequest
+from jaxserve.protocol.model import Model
+from jaxserve.protocol.responses_api.request import ResponsesRequest
+from jaxserve.protocol.tokenizing import TokenizeRequest
+
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{{ message.content }}|{% endfor %}{% if enable_thinking is not false %}<think>\n{% endif %}"
+)
+MESSAGES = [{"role": "user", "content": "Hi"}]
+TEXT = "Because.\n</think>\n\nYes."
+NUM_TOKENS = len("Because.\n</think>")  # A token is a byte here.
+
+
+@pytest.fixture(scope="module")
+def model(chat_model):
+    tokenizer = copy.copy(open_checkpoint(chat_model).tokenizer())
+    tokenizer._chat_templates = {"default": TEMPLATE}
+    return Model(("tiny",), tokenizer, 256, 2048, {})
+
+
+def output(model: Model, text: str) -> RequestOutput:
+    token_ids = tuple(model.tokenizer.encode(text, add_special_tokens=False))
+    choice = CompletionOutput(0, text, token_ids, finish_reason="stop")
+    return RequestOutput("r", None, (5, 6), [choice], True, RequestMetrics(0, cached_tokens=1))
+
+
+def streamed(call, text: str) -> list[dict]:
+    """All chunks of a text that comes in single characters."""
+    chunks = call.chunks("r", 5)
+    made = list(chunks.begin())
+    for place, character in enumerate(text):
+        reason = "stop" if place == len(text) - 1 else None
+        made += chunks.add(0, [Delta(0, character, (7,), finish_reason=reason)])
+    return [
+        *made,
+        *chunks.end([output(call.chat.model if hasattr(call, "chat") else call.model, text)]),
+    ]
+
+
+def parse(kind, model: Model, **fields):
+    return kind.model_validate(fields).call(model)
+
+
+def test_chats_have_it_beside_the_content(model):
+    call = parse(ChatCompletionRequest, model, messages=MESSAGES, stream=True)
+    body = call.response([output(model, TEXT)], "r", 5)
+    message = body["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Because.", "Yes.")
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": NUM_TOKENS}
+    deltas = [chunk["choices"][0]["delta"] for chunk in streamed(call, TEXT)]
+    for name in ("reasoning_content", "content"):
+        assert "".join(delta.get(name, "") for delta in deltas) == message[name]
+
+
+def test_responses_have_it_as_an_item(model):
+    call = parse(ResponsesRequest, model, input="Hi", stream=True)
+    body = call.response([output(model, TEXT)], "r", 5)
+    thought, message = body["output"]
+    assert (thought["type"], thought["content"][0]["text"]) == ("reasoning", "Because.")
+    assert message["content"][0]["text"] == "Yes."
+    assert body["usage"]["output_tokens_details"] == {"reasoning_tokens": NUM_TOKENS}
+    events = streamed(call, TEXT)
+    assert events[-1]["response"] == body
+    deltas = [e["delta"] for e in events if e["type"] == "response.reasoning_text.delta"]
+    assert "".join(deltas) == "Because."
+    again = parse(ResponsesRequest, model, input=[*MESSAGES, *body["output"], *MESSAGES])
+    assert again.prompts[0].text == "Hi|<think>Because.</think>Yes.|Hi|<think>\n"
+
+
+def test_lines_of_batch_jobs_may_ask_for_responses(model):
+    line = {"custom_id": "a", "url": "/v1/responses", "body": {"input": "Hi"}}
+    result = batch_request(line, 1, model, seed=0).result([output(model, TEXT)], 5)
+    body = result.content["response"]["body"]
+    assert body["output"][1]["content"][0]["text"] == "Yes."
+    assert body["usage"]["input_tokens_details"] == {"cached_tokens": 0}
+    totals = Totals.of([Result.parse(result.text)])
+    assert [*totals.prompt_tokens, *totals.output_tokens] == [2, len(TEXT)]
+
+
+def test_messages_have_it_as_a_block(model):
+    call = parse(MessagesRequest, model, messages=MESSAGES, max_tokens=99, stream=True)
+    body = call.response([output(model, TEXT)], "r", 5)
+    thought, text = body["content"]
+    assert (thought["type"], thought["thinking"]) == ("thinking", "Because.")
+    assert text == {"type": "text", "text": "Yes."} and body["stop_reason"] == "end_turn"
+    kinds = [e.get("delta", {}).get("type") or e["type"] for e in streamed(call, TEXT)]
+    assert kinds[:3] == ["message_start", "content_block_start", "thinking_delta"]
+    between = kinds.index("signature_delta")
+    assert kinds[between + 1 : between + 4] == [
+        *("content_block_stop", "content_block_start", "text_delta")
+    ]
+    turns = [*MESSAGES, {"role": "assistant", "content": body["content"]}, *MESSAGES]
+    again = parse(MessagesRequest, model, messages=turns, max_tokens=99)
+    assert again.prompts[0].text == "Hi|<think>Because.</think>Yes.|Hi|<think>\n"
+
+
+def test_a_client_turns_it_off(model):
+    for call in (
+        parse(
+            MessagesRequest, model, messages=MESSAGES, max_tokens=9, thinking={"type": "disabled"}
+        ),
+        parse(
+            ChatCompletionRequest,
+            model,
+            messages=MESSAGES,
+            chat_template_kwargs={"enable_thinking": False},
+        ),
+    ):
+        assert call.prompts[0].text == "Hi|"
+    shown = parse(ChatCompletionRequest, model, messages=MESSAGES, include_reasoning=False)
+    message = shown.response([output(model, TEXT)], "r", 5)["choices"][0]["message"]
+    assert message["content"] == "Yes." and "reasoning_content" not in message
+
+
+@pytest.mark.parametrize("parser", ["none", "auto", "qwen3"])
+def test_the_server_says_who_marks_it(model, parser):
+    plain = copy.copy(model.tokenizer)
+    plain._chat_templates = {"default": "{{ messages[0].content }}"}
+    chatty = dataclasses.replace(model, tokenizer=plain, chat=ChatSettings(parser))
+    call = parse(ChatCompletionRequest, chatty, messages=MESSAGES)
+    text = "<think>" + TEXT
+    message = call.response([output(model, text)], "r", 5)["choices"][0]["message"]
+    if parser == "qwen3":
+        assert (message["reasoning_content"], message["content"]) == ("Because.", "Yes.")
+    else:
+        assert message["content"] == text and "reasoning_content" not in message
+
+
+def test_structured_output_is_content(model):
+    """It has its format from the first token on."""
+    format_ = {"type": "json_object"}
+    call = parse(ChatCompletionRequest, model, messages=MESSAGES, response_format=format_)
+    message = call.response([output(model, "{}")], "r", 5)["choices"][0]["message"]
+    assert message["content"] == "{}"
+
+
+def test_a_template_of_the_request_needs_trust(model):
+    fields = {"messages": MESSAGES, "chat_template": "<{{ messages[0].content }}>"}
+    for kind in (ChatCompletionRequest, TokenizeRequest):
+        request = kind.model_validate(fields)
+        with pytest.raises(RequestError, match="--trust-request-chat-template"):
+            request.answer(model) if kind is TokenizeRequest else request.call(model)
+    with pytest.raises(RequestError, match="must not set 'chat_template'"):
+        given = {"chat_template_kwargs": {"chat_template": "x"}}
+        parse(ChatCompletionRequest, model, messages=MESSAGES, **given)
+    trusting = dataclasses.replace(model, chat=ChatSettings(trust_request_chat_template=True))
+    assert parse(ChatCompletionRequest, trusting, **fields).prompts[0].text == "<Hi>"
+    assert TokenizeRequest.model_validate(fields).answer(trusting)["count"] == len("<Hi>")
+    broken = fields | {"chat_template": "{% if %}"}
+    with pytest.raises(RequestError, match="not valid Jinja"):
+        parse(ChatCompletionRequest, trusting, **broken)
+
+
+def test_streams_that_fail_say_so_in_their_format(model):
+    reply = ErrorReply(422, "no token", "invalid_request_error", None, "generation_failed")
+    responses = parse(ResponsesRequest, model, input="Hi", stream=True).chunks("r", 5)
+    (event,) = responses.failed(reply)
+    assert event["type"] == "response.failed" and event["response"]["status"] == "failed"
+    assert event["response"]["error"]["message"] == "no token"
+    messages = parse(MessagesRequest, model, messages=MESSAGES, max_tokens=9, stream=True)
+    (event,) = messages.chunks("r", 5).failed(reply)
+    assert event["type"] == "error" and event["error"]["message"] == "no token"
