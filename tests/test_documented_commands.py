@@ -49,7 +49,7 @@ ELSEWHERE = {
 """Parts of jaxserve's lines that are not run here."""
 OTHERS = {
     "pip": "needs a package index; .ci/run runs the README's lines",
-    "lm_eval": "tests/server/test_serve_lm_eval.py runs it",
+    "lm_eval": "tests/clients/test_lm_eval.py runs it",
     "python benchmarks/": "needs the compilers or the devices that it measures",
     "python tests/models/golden/": "needs torch, and rewrites files of the repository",
     "pytest": "tests do not run themselves",

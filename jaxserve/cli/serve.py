@@ -15,9 +15,11 @@ from jaxserve.core.chat_settings import ChatSettings, ReasoningParser
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.output_file import check_output_file
 from jaxserve.core.progress import TerminalProgress
+from jaxserve.core.sampling_params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncEngine
+    from jaxserve.server.listening import Tls
 
 _KEY = re.compile("[!-~]+")
 
@@ -32,6 +34,11 @@ class Serve(Logged):
     Attributes:
         host: address to listen on; 0.0.0.0 is all interfaces.
         port: port to listen on.
+        uds: listen on a Unix socket at this path instead.
+        root_path: path below which a proxy serves this API, such as /llm.
+        ssl_certfile: serve HTTPS with this certificate (PEM, with its chain).
+        ssl_keyfile: key of the certificate; by default it is in the same file.
+        ssl_ca_certs: require client certificates of these authorities (PEM).
         api_key: API keys; a request must send one of them, except to /health and /livez. Each key
             is a tenant. Other users of this machine can see them in the process list: prefer a
             file.
@@ -50,6 +57,7 @@ class Serve(Logged):
         reasoning_parser: how reasoning is split from content, by vLLM's name for the model; auto
             looks for <think> tags in the chat template, none leaves it in the content.
         trust_request_chat_template: let requests bring a chat_template of their own.
+        max_logprobs: most log probabilities for a token that a request may ask for, 20 at most.
         max_queued_requests: sequences that may wait beyond those that run; more get 429.
         max_body_bytes: maximum size of a request body.
         watchdog_timeout: seconds that a step may take before the server exits with status 1,
@@ -66,6 +74,11 @@ class Serve(Logged):
     engine: ModelSettings = dataclasses.field(default_factory=ModelSettings)
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: Path | None = None
+    root_path: str = ""
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    ssl_ca_certs: Path | None = None
     api_key: tuple[str, ...] = ()
     api_key_file: Path | None = None
     metrics_without_api_key: bool = False
@@ -76,6 +89,7 @@ class Serve(Logged):
     allowed_origins: tuple[str, ...] = ()
     reasoning_parser: ReasoningParser = "auto"
     trust_request_chat_template: bool = False
+    max_logprobs: int = MAX_LOGPROBS
     max_queued_requests: int = 1024
     max_body_bytes: Size = 8 << 20
     watchdog_timeout: float | None = None
@@ -91,16 +105,18 @@ class Serve(Logged):
         if jax.distributed.is_initialized() and jax.process_index() > 0:
             return follow(self.engine)
         from jaxserve.server.app import AppSettings
-        from jaxserve.server.run import Stopping, listen, serve
+        from jaxserve.server.listening import listen, listening_on_file
+        from jaxserve.server.run import Stopping, serve
         from jaxserve.server.service import ClientPolicy, Service
 
-        keys = self._keys()
+        keys, tls = self._keys(), self._tls()
         settings = AppSettings(
             api_keys=keys,
             max_body_bytes=self.max_body_bytes,
             log_requests=self.log_requests,
             allowed_hosts=self._hosts(bool(keys)),
             metrics_without_api_key=self.metrics_without_api_key,
+            root_path=self.root_path.rstrip("/"),
             allowed_origins=self.allowed_origins,
         )
         if self.snapshot_dir is not None:
@@ -108,10 +124,12 @@ class Serve(Logged):
         names = self.served_model_name or (str(self.engine.model),)
         policy = ClientPolicy(self.min_priority, self.hide_cached_tokens)
         chat = ChatSettings(self.reasoning_parser, self.trust_request_chat_template)
-        service = Service(names, self.max_queued_requests, policy, chat)
-        with listen(self.host, self.port) as listener:
+        service = Service(names, self.max_queued_requests, policy, chat, self.max_logprobs)
+        uds = self.uds
+        address = listen(self.host, self.port) if uds is None else listening_on_file(uds)
+        with address as listener:
             stopping = Stopping(self.shutdown_timeout, self.snapshot_dir)
-            return asyncio.run(serve(service, settings, listener, self._load, stopping))
+            return asyncio.run(serve(service, settings, listener, self._load, stopping, tls))
 
     def _load(self) -> AsyncEngine:
         from jaxserve.async_engine import AsyncEngine
@@ -128,6 +146,7 @@ class Serve(Logged):
         """Raises ConfigError for invalid settings, before the model is loaded."""
         for name, least in (
             ("max_queued_requests", 0),
+            ("max_logprobs", 0),
             ("max_body_bytes", 1),
             ("shutdown_timeout", 0),
             ("watchdog_timeout", 0),
@@ -135,10 +154,30 @@ class Serve(Logged):
             value = getattr(self, name)
             if value is not None and not value >= least:  # also rejects NaN
                 raise ConfigError(f"{name} is {value!r}; it must be {least} or more.")
+        if self.max_logprobs > MAX_LOGPROBS:
+            raise ConfigError(
+                f"max_logprobs is {self.max_logprobs}; it must be {MAX_LOGPROBS} or less, for "
+                "which programs are compiled."
+            )
         if self.api_key and self.api_key_file is not None:
             raise ConfigError("api_key and api_key_file are both given; give one of them.")
+        if self.root_path and not self.root_path.startswith("/"):
+            raise ConfigError(f"root_path is {self.root_path!r}; start it with a slash.")
         if self.trace_file is not None:
             check_output_file("trace_file", self.trace_file)
+
+    def _tls(self) -> Tls | None:
+        """Raises ConfigError for files that cannot be used."""
+        from jaxserve.server.listening import Tls
+
+        if self.ssl_certfile is None:
+            for name in ("ssl_keyfile", "ssl_ca_certs"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name} needs ssl_certfile.")
+            return None
+        tls = Tls(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
+        tls.check()
+        return tls
 
     def _keys(self) -> tuple[str, ...]:
         """Raises ConfigError for a key that no header can carry, or a file without keys."""
@@ -160,6 +199,7 @@ class Serve(Logged):
     def _hosts(self, has_keys: bool) -> tuple[str, ...] | None:
         """Names that Host headers may have; None for any."""
         local = self.host == "localhost" or self.host == "::1" or self.host.startswith("127.")
+        local = local and self.uds is None  # No web page reaches a Unix socket.
         return self.allowed_hosts if self.allowed_hosts or (local and not has_keys) else None
 
     def _check_snapshot_dir(self) -> None:

@@ -44,6 +44,8 @@ class SamplingParams:
     `presence_penalty` and `frequency_penalty` apply to output tokens, `repetition_penalty` to
     prompt and output. `max_tokens=None` generates up to the context limit. `logprobs` and
     `prompt_logprobs` are of the raw distribution, before any of these settings.
+    `include_stop_str_in_output` leaves the stop string, or the text of the token that ended the
+    output, in its text. Without `detokenize` outputs have no text, and logprobs no decoded tokens.
     Lists are stored as tuples, also `stop` given as one string; `structured_outputs`, the required
     output format, may be given as a mapping. `extra_args` applies those of the engine's logits
     processors that it names, each with its number.

@@ -14,16 +14,22 @@ MAX_GRAMMAR_BYTES = 1 << 16
 
 MAX_CHOICES = 1024
 
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """The required format of an output: exactly one field is set.
+    """The required format of an output: exactly one field is set, of the first five.
 
     `json` is a JSON schema, as text or as a mapping, which is stored as text: properties are
     generated in its order. `regex` matches the whole output, in the syntax of Rust's `regex`.
     `choice` lists the possible outputs. `grammar` is in Lark syntax, as supported by llguidance,
     with the rule `start`; or in GBNF, as in llama.cpp, with the rule `root`. `json_object`
     requests any JSON object.
+
+    An object of a schema has only the properties that it declares, unless the schema has
+    `additionalProperties`, or `disable_additional_properties` is False: then, as by the JSON Schema
+    standard, it may have any others.
 
     Raises RequestError for anything that is invalid for every model. Compile errors are raised when
     the request is added.
@@ -34,14 +40,19 @@ class StructuredOutputs:
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_additional_properties: bool | None = None
 
     def __post_init__(self) -> None:
-        names = [field.name for field in dataclasses.fields(self)]
-        given = [name for name in names if getattr(self, name) is not None]
+        given = [name for name in _KINDS if getattr(self, name) is not None]
         if len(given) != 1:
             raise RequestError(
                 f"structured_outputs has {' and '.join(given) or 'nothing'} set; "
-                f"set exactly one of {', '.join(names)}."
+                f"set exactly one of {', '.join(_KINDS)}."
+            )
+        if not isinstance(self.disable_additional_properties, bool | None):
+            raise RequestError(
+                "structured_outputs.disable_additional_properties must be True or False, got "
+                f"{self.disable_additional_properties!r:.80}."
             )
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
@@ -75,13 +86,12 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """Name of the field that is set."""
-        fields = dataclasses.fields(self)
-        return next(field.name for field in fields if getattr(self, field.name) is not None)
+        """Name of the field that sets the format."""
+        return next(name for name in _KINDS if getattr(self, name) is not None)
 
     def to_json(self) -> dict[str, Any]:
-        """The field that is set, as a mapping for `of`."""
-        return {self.kind: getattr(self, self.kind)}
+        """The fields that are set, as a mapping for `of`."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def _schema_text(schema: Any) -> str:

@@ -107,7 +107,7 @@ class SequenceOutput:
                 stop = Stop("stop")
         text = ""
         if self._detokenizer is not None:
-            if not ends_by_token:
+            if not ends_by_token or self.seq.params.include_stop_str_in_output:
                 text = self._detokenizer.push((token_id,))
             if self._detokenizer.stop_reason is not None:
                 stop = Stop("stop", self._detokenizer.stop_reason)
@@ -148,7 +148,8 @@ class SequenceOutput:
         return Stop("length") if count >= seq.max_tokens else None
 
     def _entry(self, token_id: int, scores: TokenScores) -> dict[int, Logprob]:
-        return logprob_entry(self._tokenizer, token_id, scores, self.seq.params.logprobs)
+        tokenizer = self._tokenizer if self.seq.params.detokenize else None
+        return logprob_entry(tokenizer, token_id, scores, self.seq.params.logprobs)
 
 
 class Request:
@@ -174,7 +175,7 @@ class Request:
         self.error: str | None = None
         self.seed = seed
         self.bad_word_ids = bad_word_ids
-        self._tokenizer = tokenizer
+        self._tokenizer = tokenizer if params.detokenize else None
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = (
             None if params.prompt_logprobs is None else [None] * len(prompt_token_ids)
         )

@@ -127,6 +127,7 @@ class Summary:
 
     `between_us` is over all gaps of all responses, `tpot_us` over the means of the responses.
     `goodput` counts requests that met the objectives, None without objectives.
+    `fluid_tokens_per_s` is None if the responses were too short to limit it.
     """
 
     requests: int
@@ -147,7 +148,7 @@ class Summary:
     goodput: int | None
     mean_fluidity: float | None
     fluid: int
-    fluid_tokens_per_s: float
+    fluid_tokens_per_s: float | None
 
     @classmethod
     def of(

@@ -45,6 +45,9 @@ def linear_prefill(base_us: int, per_token_us: int) -> Callable[[int], int]:
     return lambda prompt_tokens: base_us + per_token_us * prompt_tokens
 
 
+SHORTEST_US = 1
+"""The shortest time per token that is told apart."""
+
 INTERACTIVE = Deadlines(prefill_us=linear_prefill(1_000_000, 2_000), decode_us=100_000)
 """Interactive use: 10 tokens per second, the first after 1 s plus 2 ms per prompt token."""
 
@@ -104,11 +107,12 @@ def fluid_decode_us(
     return 1 + bisect_left(range(1, longest), True, key=acceptable)
 
 
-def fluid_token_rate(decode_us: Iterable[int | None], percent: int = 99) -> float:
+def fluid_token_rate(decode_us: Iterable[int | None], percent: int = 99) -> float | None:
     """The fluid token generation rate of a set of streams, in tokens per second.
 
     `decode_us` has one `fluid_decode_us` per stream. The rate is the highest at which `percent`
-    % of the streams are fluid (nearest rank); 0 if fewer are fluid at any rate.
+    % of the streams are fluid (nearest rank); 0 if fewer are fluid at any rate, None if so many are
+    at every rate: a stream of a few tokens has more time for its first one than it needs for all.
     """
     longest = percentile((math.inf if us is None else us for us in decode_us), percent)
-    return 1_000_000 / longest
+    return 1_000_000 / longest if longest > SHORTEST_US else None

@@ -69,6 +69,7 @@ class Chat:
         (output,) = outputs
         body = {
             **self.head(request_id, created, "chat.completion"),
+            "service_tier": None,
             "choices": [self._choice(choice, request_id) for choice in output.outputs],
             "usage": self.usage(outputs),
         }
@@ -88,6 +89,7 @@ class Chat:
             "object": kind,
             "created": created,
             "model": self.model.name,
+            "system_fingerprint": self.model.system_fingerprint,
         }
 
     def reader(self) -> AnswerReader:
@@ -126,7 +128,8 @@ class Chat:
     def _choice(self, choice: CompletionOutput, request_id: str) -> dict[str, Any]:
         answer = Answer.of(self.reader(), choice.text)
         content = self.echoed + answer.content
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        message |= {"refusal": None, "annotations": [], "audio": None, "function_call": None}
         if self.reasons and self.include_reasoning:
             message["reasoning_content"] = answer.reasoning or None
         if answer.calls:
@@ -190,7 +193,8 @@ class ChatChunks:
 
     def begin(self) -> Iterator[dict[str, Any]]:
         for index in range(self._call.params.n):
-            chunk = self._chunk(index, {"role": "assistant", "content": self._call.echoed})
+            start = {"role": "assistant", "content": self._call.echoed, "refusal": None}
+            chunk = self._chunk(index, start)
             if self._call.token_ids:
                 chunk["prompt_token_ids"] = list(self._call.prompts[0].token_ids)
             yield chunk

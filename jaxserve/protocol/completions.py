@@ -10,7 +10,7 @@ from pydantic import Field, StrictBool, StrictInt, field_validator
 
 from jaxserve.core.errors import PromptTooLongError, RequestError
 from jaxserve.core.outputs import CompletionOutput, Delta, RequestOutput
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sampling_params import MAX_N, SamplingParams
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.errors import ErrorReply, FieldError
 from jaxserve.protocol.fields import GenerationFields, ListOf
@@ -33,7 +33,11 @@ class CompletionRequest(GenerationFields):
     prompt: str | ListOf[str] | ListOf[StrictInt] | ListOf[ListOf[StrictInt]] = Field(
         description="Text or token ids, or a list of either.", examples=["The sky is"]
     )
-    best_of: StrictInt | None = Field(None, description="Must equal n if given.")
+    best_of: StrictInt | None = Field(
+        None,
+        description="Sequences to sample, of which the n with the highest mean log probability of "
+        "a token are returned.",
+    )
     echo: StrictBool | None = None
     logprobs: StrictInt | None = None
     suffix: None = Field(None, description="Not supported.")
@@ -69,11 +73,9 @@ class CompletionRequest(GenerationFields):
     def call(self, model: Model) -> ParsedCompletion:
         """Convert the body to a request for the engine. Raises RequestError."""
         self.check(model)
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise FieldError("best_of", f"is {self.best_of}; it must equal n.")
         if self.echo and self.logprobs is not None and self.stream:
             raise FieldError("logprobs", "of an echoed prompt cannot be streamed.")
-        more: dict[str, Any] = {"logprobs": self.logprobs}
+        more: dict[str, Any] = {"logprobs": self.logprobs} | self._sampled_for_best()
         if self.echo and self.logprobs is not None:
             if self.prompt_logprobs not in (None, self.logprobs):
                 raise FieldError("prompt_logprobs", "must equal logprobs, since echo is true.")
@@ -97,14 +99,29 @@ class CompletionRequest(GenerationFields):
             prompt_logprobs=self.prompt_logprobs is not None,
             token_ids=bool(self.return_token_ids),
             tokens_as_ids=bool(self.return_tokens_as_token_ids),
+            logprobs=self.logprobs is not None,
+            n=self.n or 1,
         )
+
+    def _sampled_for_best(self) -> dict[str, Any]:
+        """The sampling parameters that `best_of` sets. Raises FieldError."""
+        best_of, n = self.best_of, self.n or 1
+        if best_of is None or best_of == n:
+            return {}
+        if not n < best_of <= MAX_N:
+            raise FieldError("best_of", f"is {best_of}; it must be n or more, at most {MAX_N}.")
+        if self.stream:
+            raise FieldError("best_of", "above n cannot be streamed; set stream to false.")
+        return {"n": best_of, "logprobs": self.logprobs or 0}
 
 
 @dataclasses.dataclass(frozen=True)
 class ParsedCompletion:
-    """A request of one or more prompts; choice p * n + i is sequence i of prompt p.
+    """A request of one or more prompts; choice p * n + i is sequence i of prompt p, or its i-th
+    best one if `params` sample more than `n`.
 
-    `scores_only` drops the generated token, for max_tokens 0. `tokens_as_ids` is of logprobs.
+    `scores_only` drops the generated token, for max_tokens 0. `logprobs` and `prompt_logprobs` are
+    whether the response has them, `tokens_as_ids` how they name tokens.
     """
 
     model: Model
@@ -119,6 +136,8 @@ class ParsedCompletion:
     prompt_logprobs: bool
     token_ids: bool
     tokens_as_ids: bool
+    logprobs: bool
+    n: int
     warning: ClassVar[str | None] = None
     named_events: ClassVar[bool] = False
 
@@ -129,9 +148,9 @@ class ParsedCompletion:
         return {
             **self.head(request_id, created),
             "choices": [
-                self._choice(number, output, choice)
+                self._choice(number, index, output, choice)
                 for number, output in enumerate(outputs)
-                for choice in output.outputs
+                for index, choice in enumerate(self._best(output.outputs))
             ],
             "usage": usage(outputs, dropped=self.scores_only),
         }
@@ -146,12 +165,16 @@ class ParsedCompletion:
             "object": "text_completion",
             "created": created,
             "model": self.model.name,
+            "system_fingerprint": self.model.system_fingerprint,
         }
 
     def echoed(self, number: int) -> str:
-        """The text of a prompt."""
+        """The text of a prompt, with the special tokens that the client gave."""
         prompt = self.prompts[number]
-        return self.model.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
+        return self._decoded(prompt.token_ids) if prompt.text is None else prompt.text
+
+    def _decoded(self, token_ids: Sequence[int]) -> str:
+        return self.model.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def offsets(self, number: int) -> TextOffsets:
         """Text offsets of tokens generated after a prompt, which is counted if echoed."""
@@ -162,27 +185,40 @@ class ParsedCompletion:
         )
         return TextOffsets(detokenizer, len(self.echoed(number)) if self.echo else 0)
 
+    def _prompt_offsets(self, number: int) -> list[int]:
+        """Text offsets of an echoed prompt's tokens; 0 for those that the tokenizer added before
+        its text."""
+        token_ids = self.prompts[number].token_ids
+        detokenizer = Detokenizer(self.model.tokenizer, skip_special_tokens=False)
+        added = len(self._decoded(token_ids)) - len(self.echoed(number))
+        offsets = TextOffsets(detokenizer, begin=min(0, -added)).of(token_ids)
+        return [max(0, offset) for offset in offsets]
+
+    def _best(self, choices: Sequence[CompletionOutput]) -> Sequence[CompletionOutput]:
+        if len(choices) == self.n:
+            return choices
+        return sorted(choices, key=_mean_logprob, reverse=True)[: self.n]
+
     def _choice(
-        self, number: int, output: RequestOutput, choice: CompletionOutput
+        self, number: int, index: int, output: RequestOutput, choice: CompletionOutput
     ) -> dict[str, Any]:
         text, token_ids, entries = choice.text, list(choice.token_ids), choice.logprobs or []
         if self.scores_only:
             text, token_ids, entries = "", [], []
         answer: dict[str, Any] = {
-            "index": number * self.params.n + choice.index,
+            "index": number * self.n + index,
             "text": (self.echoed(number) if self.echo else "") + text,
             "logprobs": None,
             "finish_reason": "length" if self.scores_only else choice.finish_reason,
             "stop_reason": None if self.scores_only else choice.stop_reason,
         }
-        if self.params.logprobs is not None:
+        if self.logprobs:
             scored, tokenizer = token_ids, self.model.tokenizer
             offsets = self.offsets(number).of(token_ids)
             if self.echo:
                 scored = [*output.prompt_token_ids, *token_ids]
                 entries = [*output.prompt_logprobs, *entries]
-                of_prompt = TextOffsets(Detokenizer(tokenizer)).of(output.prompt_token_ids)
-                offsets = [*of_prompt, *offsets]
+                offsets = [*self._prompt_offsets(number), *offsets]
             name = token_names(tokenizer, self.tokens_as_ids)
             answer["logprobs"] = completion_logprobs(scored, entries, name, offsets)
         if self.prompt_logprobs:
@@ -191,6 +227,10 @@ class ParsedCompletion:
             answer["token_ids"] = token_ids
             answer["prompt_token_ids"] = list(output.prompt_token_ids)
         return answer
+
+
+def _mean_logprob(choice: CompletionOutput) -> float:
+    return (choice.cumulative_logprob or 0.0) / max(1, len(choice.token_ids))
 
 
 class CompletionChunks:

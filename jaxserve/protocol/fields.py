@@ -110,6 +110,9 @@ class ResponseFormat(Fields):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: JsonObject | None = Field(
+        None, alias="schema", description="With the type json_object: the object's schema."
+    )
 
     @property
     def constraint(self) -> dict[str, Any] | None:
@@ -118,6 +121,8 @@ class ResponseFormat(Fields):
             raise FieldError(
                 "response_format", "must have a json_schema exactly if its type is json_schema."
             )
+        if self.schema_ is not None and self.type != "json_object":
+            raise FieldError("response_format.schema", "is only for the type json_object.")
         if self.type == "json_schema":
             if self.json_schema.schema_ is None:
                 raise FieldError(
@@ -126,6 +131,8 @@ class ResponseFormat(Fields):
                     "missing_required_parameter",
                 )
             return {"json": self.json_schema.schema_}
+        if self.schema_ is not None:
+            return {"json": self.schema_}
         return {"json_object": True} if self.type == "json_object" else None
 
 
@@ -137,6 +144,11 @@ class StructuredFields(Fields):
     choice: ListOf[str] | None = None
     grammar: str | None = None
     json_object: StrictBool | None = None
+    disable_additional_properties: StrictBool | None = Field(
+        None,
+        description="Whether objects have only the properties that their schema declares, unless "
+        "it has additionalProperties; true by default. The JSON Schema standard has false.",
+    )
 
 
 class GenerationFields(Fields):
@@ -213,7 +225,9 @@ class GenerationFields(Fields):
     prompt_cache_retention: Ignored = None
     spaces_between_special_tokens: Ignored = None
     guided_decoding_backend: Ignored = None
-    use_beam_search: Literal[False] | None = None
+    use_beam_search: Literal[False] | None = Field(
+        None, description="Beam search is not served; LLM.beam_search has it."
+    )
 
     @property
     def include_usage(self) -> bool:
@@ -273,7 +287,11 @@ class GenerationFields(Fields):
         given["extra_args"] = self.vllm_xargs
         given |= more
         given = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams.from_defaults(model.default_sampling, **(defaults | given))
+        params = SamplingParams.from_defaults(model.default_sampling, **(defaults | given))
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > model.max_logprobs:
+                raise FieldError(name, f"may be {model.max_logprobs} at most on this server.")
+        return params
 
 
 def _token_id(key: str) -> int:

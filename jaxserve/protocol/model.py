@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from jaxserve.core.chat_settings import ChatSettings
 from jaxserve.core.errors import PromptTooLongError
+from jaxserve.core.sampling_params import MAX_LOGPROBS
+from jaxserve.core.version import __version__
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt, tokenize_prompt
 from jaxserve.protocol.errors import FieldError, ModelNotFoundError
 from jaxserve.text import Tokenizer
@@ -27,7 +31,9 @@ _OURS = frozenset(
 class Model:
     """A served model: its names (responses carry the first), its tokenizer and limits.
 
-    `default_sampling` comes from its generation_config.json.
+    `default_sampling` comes from its generation_config.json. `system_fingerprint` changes with what
+    the tokens of a seed depend on: the weights, their dtype and quantization, the kind of device
+    and the version of jaxserve.
     """
 
     names: tuple[str, ...]
@@ -35,7 +41,9 @@ class Model:
     vocab_size: int
     max_model_len: int
     default_sampling: Mapping[str, Any]
+    system_fingerprint: str | None = None
     chat: ChatSettings = dataclasses.field(default_factory=ChatSettings)
+    max_logprobs: int = MAX_LOGPROBS
 
     @classmethod
     def of(
@@ -44,16 +52,21 @@ class Model:
         tokenizer: Tokenizer,
         names: Sequence[str] = (),
         chat: ChatSettings | None = None,
+        max_logprobs: int = MAX_LOGPROBS,
     ) -> Self:
         """The model of an engine; without `names` its name is the `model` setting."""
-        model = plan.shapes.model
+        model, config = plan.shapes.model, plan.config
+        parts = (plan.checkpoint.fingerprint, config.dtype, config.quantization)
+        basis = json.dumps([*parts, plan.device.device_kind, __version__])
         return cls(
-            names=tuple(names) or (str(plan.config.model),),
+            names=tuple(names) or (str(config.model),),
             tokenizer=tokenizer,
             vocab_size=model.vocab_size,
-            max_model_len=plan.config.max_model_len,
+            max_model_len=config.max_model_len,
             default_sampling=dict(model.default_sampling),
+            system_fingerprint=f"fp_{hashlib.sha256(basis.encode()).hexdigest()[:10]}",
             chat=chat or ChatSettings(),
+            max_logprobs=max_logprobs,
         )
 
     @property

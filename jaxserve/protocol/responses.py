@@ -66,6 +66,7 @@ class Completion(BaseModel):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str | None
     choices: list[CompletionChoice]
     usage: Usage
 
@@ -85,6 +86,9 @@ class AssistantMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    annotations: list[None]
+    audio: None
+    function_call: None
     reasoning_content: str | None = None
     tool_calls: list[MessageToolCall] = []
 
@@ -118,6 +122,8 @@ class ChatCompletion(BaseModel):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str | None
+    service_tier: None
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs = []
@@ -199,6 +205,7 @@ class TokenizerInfo(BaseModel):
     eos_token: str | None
     unk_token: str | None
     pad_token: str | None
+    tokenizer_class: str
     chat_template: str | None
     vocab_size: int
     model_max_length: int

@@ -22,7 +22,9 @@ class TokenizeRequest(Fields):
     add_special_tokens: StrictBool | None = Field(
         None, description="By default true for texts and false for conversations, as elsewhere."
     )
-    return_token_strs: StrictBool | None = None
+    return_token_strs: StrictBool | None = Field(
+        None, description="Whether to return the tokens as the vocabulary spells them, too."
+    )
     messages: ListOf[Message] | None = None
     tools: ListOf[Tool] | None = None
     add_generation_prompt: StrictBool | None = None
@@ -36,12 +38,12 @@ class TokenizeRequest(Fields):
         if (self.prompt is None) == (self.messages is None):
             raise FieldError("prompt", "or messages must be given, but not both.")
         token_ids = self._text(model) if self.messages is None else self._conversation(model)
-        text = model.tokenizer.token_text
+        names = model.tokenizer.convert_ids_to_tokens
         return {
             "count": len(token_ids),
             "max_model_len": model.max_model_len,
             "tokens": token_ids,
-            "token_strs": [text(i) for i in token_ids] if self.return_token_strs else None,
+            "token_strs": names(token_ids) if self.return_token_strs else None,
         }
 
     def _text(self, model: Model) -> list[int]:
@@ -96,6 +98,7 @@ def tokenizer_info(model: Model) -> dict[str, Any]:
     return {
         **{f"{name}_token": None for name in ("bos", "eos", "unk", "pad")},
         **tokenizer.special_tokens,
+        "tokenizer_class": tokenizer.tokenizer_class,
         "chat_template": tokenizer.chat_template,
         "vocab_size": model.vocab_size,
         "model_max_length": model.max_model_len,

@@ -26,7 +26,7 @@ CACHED_SCHEMAS = 256
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
-# Beside one of these, additionalProperties would exclude properties that it declares.
+# A schema with one of these may declare properties.
 _DECLARE_PROPERTIES = {
     *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"),
     *("additionalProperties", "patternProperties", "unevaluatedProperties"),
@@ -59,11 +59,11 @@ class Function(Fields):
 
     @property
     def schema_of_forced_arguments(self) -> dict[str, Any]:
-        """As `schema_of_arguments`, without undeclared properties unless the schema allows them, so
+        """As `schema_of_arguments`; a schema that says nothing about properties declares none, so
         that a forced call of a function without parameters is `{}`."""
         schema = self.schema_of_arguments | {"type": "object"}
         if _DECLARE_PROPERTIES.isdisjoint(schema):
-            schema["additionalProperties"] = False
+            schema.setdefault("properties", {})
         return schema
 
 

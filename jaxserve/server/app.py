@@ -18,7 +18,14 @@ from jaxserve.protocol.errors import ErrorReply, field_error_of, reply_to
 from jaxserve.server import docs_routes, generation_routes, model_routes, status_routes
 from jaxserve.server.connections import ConnectionLimits
 from jaxserve.server.disconnect import ClientGoneError
-from jaxserve.server.middleware import OPEN_PATHS, ApiKeys, BodyLimit, HeaderChecks, RequestLimits
+from jaxserve.server.middleware import (
+    OPEN_PATHS,
+    ApiKeys,
+    BodyLimit,
+    HeaderChecks,
+    RequestLimits,
+    RootPath,
+)
 from jaxserve.server.request_log import CLIENT_GONE, RequestLog
 from jaxserve.server.request_state import state_of
 from jaxserve.server.responses import JsonResponse, error_response
@@ -38,6 +45,7 @@ class AppSettings:
         allowed_hosts: names accepted in Host headers, in addition to localhost and addresses;
             None accepts any.
         metrics_without_api_key: /metrics needs no key either.
+        root_path: path below which a proxy serves this application; "" is none.
         allowed_origins: origins of web pages that may use the server (CORS); "*" is any.
     """
 
@@ -46,6 +54,7 @@ class AppSettings:
     log_requests: bool
     allowed_hosts: tuple[str, ...] | None = None
     metrics_without_api_key: bool = False
+    root_path: str = ""
     allowed_origins: tuple[str, ...] = ()
 
 
@@ -60,6 +69,7 @@ def create_app(
         default_response_class=JsonResponse,
         docs_url=None,  # These pages load third-party scripts; /docs is of docs_routes.
         redoc_url=None,
+        root_path=settings.root_path,
     )
     app.state.service = service
     app.state.settings = settings
@@ -84,7 +94,8 @@ def create_app(
         )
     guarded = HeaderChecks(guarded, settings.allowed_hosts)
     guarded = RequestLimits(guarded, limits or ConnectionLimits())
-    return RequestLog(guarded, settings.log_requests)
+    guarded = RequestLog(guarded, settings.log_requests)
+    return RootPath(guarded, settings.root_path) if settings.root_path else guarded
 
 
 async def _bad_body(request: Request, error: RequestValidationError) -> JsonResponse:

@@ -32,10 +32,25 @@ _JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 _UNAUTHORIZED = ErrorReply(
     401,
-    "the Authorization header must be 'Bearer' and an API key of this server.",
+    "the Authorization header must be 'Bearer' and an API key of this server, or the header "
+    "X-Api-Key must be one.",
     "authentication_error",
     code="invalid_api_key",
 )
+
+
+class RootPath:
+    """Removes the path below which a proxy serves the application, if the proxy has left it in the
+    request's."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app = app
+        self._root = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].startswith(f"{self._root}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(self._root)}
+        await self._app(scope, receive, send)
 
 
 class HeaderChecks:
@@ -126,14 +141,16 @@ class ApiKeys:
         self._tenants = {b"Bearer " + key.encode(): tenant_of(key) for key in keys}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        shown = dict(scope["headers"]).get(b"authorization", b"")
+        headers = dict(scope["headers"])
+        shown = (headers.get(b"authorization", b""), b"Bearer " + headers.get(b"x-api-key", b""))
         tenants = [
             tenant
+            for header in shown
             for expected, tenant in self._tenants.items()
-            if hmac.compare_digest(shown, expected)
+            if hmac.compare_digest(header, expected)
         ]
         if tenants:
-            (state_of(scope).tenant,) = tenants
+            state_of(scope).tenant = tenants[0]
         if tenants or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
         else:

@@ -1,4 +1,4 @@
-"""Server lifecycle: bind the port, load the engine, serve requests until shutdown."""
+"""Server lifecycle: load the engine, serve requests until shutdown."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from jaxserve.async_engine import AsyncEngine
-from jaxserve.core.errors import ConfigError, EngineClosedError
+from jaxserve.core.errors import EngineClosedError
 from jaxserve.engine.snapshot_files import discard
 from jaxserve.resume import STOPPED
 from jaxserve.server.app import AppSettings, create_app
 from jaxserve.server.connections import ConnectionLimits, HttpConnection
+from jaxserve.server.listening import Tls, address_of
 from jaxserve.server.middleware import MAX_HEADER_BYTES
 from jaxserve.server.service import Service
 
@@ -55,27 +56,13 @@ class Stopping:
     snapshot_dir: Path | None
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError if the address does not exist or is in use."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Only if the protocol is named, asyncio turns off the delay of small packets (TCP_NODELAY).
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(2048)
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise ConfigError(f"host {host!r} and port {port}: {error}; give others.") from None
-    return listener
-
-
 async def serve(
     service: Service,
     settings: AppSettings,
     listener: socket.socket,
     load: Callable[[], AsyncEngine],
     stopping: Stopping,
+    tls: Tls | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT, and return the exit status.
 
@@ -87,13 +74,13 @@ async def serve(
     exits at once. If the engine fails, or hangs in a step, the server exits with status 1, for a
     supervisor to restart it. Raises what `load` raises.
     """
-    status = await _serve(service, settings, listener, load, stopping)
+    status = await _serve(service, settings, listener, load, stopping, tls)
     if service.preparing:
         _exit(status)
     return status
 
 
-def http_server(app: ASGIApp, limits: ConnectionLimits) -> uvicorn.Server:
+def http_server(app: ASGIApp, limits: ConnectionLimits, tls: Tls | None = None) -> uvicorn.Server:
     """A server of the application, to be started with a socket of `listen`."""
     return _Server(
         uvicorn.Config(
@@ -106,6 +93,7 @@ def http_server(app: ASGIApp, limits: ConnectionLimits) -> uvicorn.Server:
             server_header=False,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             timeout_graceful_shutdown=LAST_WORDS_S,
+            **({} if tls is None else tls.uvicorn_settings),
         )
     )
 
@@ -116,11 +104,12 @@ async def _serve(
     listener: socket.socket,
     load: Callable[[], AsyncEngine],
     stopping: Stopping,
+    tls: Tls | None,
 ) -> int:
     limits = ConnectionLimits.of_system()
-    server = http_server(create_app(service, settings, limits), limits)
+    server = http_server(create_app(service, settings, limits), limits, tls)
     stop = _Stop()
-    _log.info("listening on http://%s:%d", *listener.getsockname()[:2])
+    _log.info("listening on %s", address_of(listener, tls is not None))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         engine = await _loaded(load, stop)

@@ -14,7 +14,7 @@ from jaxserve.async_engine import AsyncEngine, Restored
 from jaxserve.core.chat_settings import ChatSettings
 from jaxserve.core.errors import RequestError
 from jaxserve.core.outputs import CompletionOutput, Delta, RequestOutput
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxserve.engine.output_queue import Update
 from jaxserve.engine.snapshot_files import exists
 from jaxserve.metrics.metrics import Metric
@@ -65,12 +65,15 @@ class Service:
         max_queued_requests: int,
         policy: ClientPolicy = ClientPolicy(),
         chat: ChatSettings | None = None,
+        max_logprobs: int = MAX_LOGPROBS,
     ) -> None:
         self.policy = policy
         self.model_names = model_names
         self._chat = chat
+        self._max_logprobs = max_logprobs
         self._max_queued = max_queued_requests
         self._engine: AsyncEngine | None = None
+        self._model: Model | None = None
         self._draining = False
         self._aborted = False
         self._running: set[str] = set()
@@ -101,8 +104,13 @@ class Service:
     @property
     def model(self) -> Model:
         """Raises UnavailableError as `engine` does."""
-        plan, tokenizer = self.engine.plan(), self.engine.get_tokenizer()
-        return Model.of(plan, tokenizer, self.model_names, self._chat)
+        engine = self.engine
+        if self._model is None:
+            plan, tokenizer = engine.plan(), engine.get_tokenizer()
+            self._model = Model.of(
+                plan, tokenizer, self.model_names, self._chat, self._max_logprobs
+            )
+        return self._model
 
     async def begin(self, engine: AsyncEngine, snapshot_dir: Path | None) -> None:
         """Start accepting requests, and resume those of a snapshot if there is one. Raises

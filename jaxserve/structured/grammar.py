@@ -13,6 +13,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from jaxserve.core.errors import RequestError
 from jaxserve.core.structured_outputs import StructuredOutputs
+from jaxserve.structured.closed_schema import close_objects
 from jaxserve.structured.matcher import Matcher, error_of
 from jaxserve.structured.vocabulary import Vocabulary
 
@@ -63,9 +64,9 @@ def _source(spec: StructuredOutputs) -> str:
     compiler = llguidance.LLMatcher
     match spec.kind:
         case "json":
-            return _source_of_schema(spec.json)
+            return _source_of_schema(spec.json, spec.disable_additional_properties is not False)
         case "json_object":
-            return _source_of_schema('{"type": "object"}')
+            return _source_of_schema('{"type": "object"}', closes=False)
         case "regex":
             return compiler.grammar_from_regex(spec.regex)
         case "choice":
@@ -80,15 +81,19 @@ def _source(spec: StructuredOutputs) -> str:
                 raise RequestError(f"structured_outputs.grammar: {error}.") from error
 
 
-def _source_of_schema(schema: str) -> str:
+def _source_of_schema(text: str, closes: bool) -> str:
     """Grammar of a JSON schema with bounded whitespace, unless the schema sets its own whitespace
-    in llguidance's `x-guidance`."""
-    own = json.loads(schema).get("x-guidance")
+    in llguidance's `x-guidance`. `closes` its objects, as `close_objects` does."""
+    schema = json.loads(text)
+    own = schema.get("x-guidance")
     options = isinstance(own, dict) and any(name.startswith("whitespace") for name in own)
     defaults = {} if options else {"whitespace_pattern": JSON_WHITESPACE}
     try:
-        return llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=defaults)
-    except ValueError as error:
+        if closes:
+            close_objects(schema)
+            text = json.dumps(schema, allow_nan=False, ensure_ascii=False)
+        return llguidance.LLMatcher.grammar_from_json_schema(text, defaults=defaults)
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"structured_outputs.json: {error}.") from error
 
 

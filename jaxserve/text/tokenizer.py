@@ -34,6 +34,7 @@ class Tokenizer:
     Attributes:
         eos_token_ids: tokens that end an answer.
         special_token_ids: tokens omitted from decoded text unless requested.
+        tokenizer_class: the class in transformers that the model names.
         strips_leading_space: whether decoding drops the first space, as SentencePiece models do.
     """
 
@@ -44,6 +45,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         eos_token_ids: Iterable[int],
         chat_templates: Mapping[str, str],
+        tokenizer_class: str = "PreTrainedTokenizerFast",
     ) -> None:
         """Prefer `from_directory` or `from_gguf`.
 
@@ -53,6 +55,7 @@ class Tokenizer:
             eos_token_ids: tokens that end an answer.
             chat_templates: template name to Jinja source; `default` is the usual one, `tool_use`
                 is used for conversations with tools.
+            tokenizer_class: the class in transformers that the model names.
 
         Raises `ModelError` for a tokenizer that cannot be used: of an unknown kind, with ids out of
         range, or with a pattern that takes exponential time.
@@ -67,6 +70,7 @@ class Tokenizer:
         self._token_bytes: dict[int, bytes] = {}
         self._whole_texts: dict[int, str | None] = {}
         self.eos_token_ids = tuple(eos_token_ids)
+        self.tokenizer_class = tokenizer_class
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         self.strips_leading_space = self._spelling.strips_leading_space
@@ -103,6 +107,7 @@ class Tokenizer:
             special_tokens=special_tokens,
             eos_token_ids=_eos_token_ids(directory, backend, special_tokens),
             chat_templates=_chat_templates(directory, config),
+            tokenizer_class=str(config.get("tokenizer_class") or "PreTrainedTokenizerFast"),
         )
 
     @classmethod

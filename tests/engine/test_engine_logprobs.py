@@ -79,6 +79,17 @@ def test_decoded_tokens(llama, llm):
             assert logprob.decoded_token == tokenizer.token_text(token)
 
 
+def test_nothing_is_decoded_that_is_not_asked_for(llama, llm, monkeypatch):
+    params = dataclasses.replace(SAMPLED, detokenize=False, prompt_logprobs=2)
+    for name in ("decode", "token_text", "token_bytes", "whole_text"):
+        monkeypatch.setattr(llm.get_tokenizer(), name, None)
+    output = generate(llm, llama.prompts[4], params)
+    (completion,) = output.outputs
+    assert completion.text == "" and len(completion.token_ids) == LONGEST
+    entries = [*completion.logprobs, *output.prompt_logprobs[1:]]
+    assert {logprob.decoded_token for entry in entries for logprob in entry.values()} == {None}
+
+
 def test_streamed_logprobs_are_those_of_the_output(llama, llm):
     whole = generate(llm, llama.prompts[4], SAMPLED).outputs[0]
     deltas = list(llm.stream(llama.prompts[4], SAMPLED))

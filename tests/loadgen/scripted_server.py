@@ -181,12 +181,16 @@ async def hangs(send, asked):
     await asyncio.sleep(SLOW_S)
 
 
-async def interrupts(send, asked):
+async def interrupts(send, asked, number=signal.SIGINT):
     """After an answer of several tokens, Ctrl-C for the process that started this server."""
     await plain(send, asked)
     if asked["max_tokens"] > 1:
         await asyncio.sleep(0.5)
-        os.kill(os.getppid(), signal.SIGINT)
+        os.kill(os.getppid(), number)
+
+
+async def terminates(send, asked):
+    await interrupts(send, asked, signal.SIGTERM)
 
 
 SCRIPTS = {
@@ -209,5 +213,6 @@ SCRIPTS = {
         one_token,
         hangs,
         interrupts,
+        terminates,
     )
 }

@@ -94,11 +94,13 @@ def test_when_nothing_succeeds_the_status_says_so(bench):
     assert "time to first token" not in rows
 
 
-def test_ctrl_c_ends_the_load_and_tells_what_was_measured(bench, tmp_path):
+@pytest.mark.parametrize("signal", ["interrupts", "terminates"])
+def test_a_signal_ends_the_load_and_tells_what_was_measured(bench, tmp_path, signal):
     trace = tmp_path / "trace.csv"
     trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0,9,2\n3600,9,2\n")
-    status, rows, err = bench("--trace", trace, "--model-name=interrupts")
+    status, rows, err = bench("--trace", trace, f"--model-name={signal}")
     assert status == 130
+    assert "tokens/s at which 99% are fluid" not in rows  # two tokens say nothing of it
     assert rows["requests"] == rows["completed"] == ["1"]
     assert "stopped after 1 of 2 requests" in err
 

@@ -55,7 +55,7 @@ class ServerProcess:
                 stderr=stderr,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
             )
-        self.port = self._port()
+        self.port = self._port()  # 0 on a Unix socket
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120)
 
     def wait_ready(self) -> ServerProcess:
@@ -113,15 +113,20 @@ class ServerProcess:
     def text(self) -> str:
         return self.log.read_text()
 
+    def wait_logged(self, words: str) -> None:
+        """Until a line with these words is in the log. That of a request follows its response."""
+        self._until(lambda: words in self.text(), 30)
+
     def _port(self) -> int:
         found: list[re.Match[str]] = []
 
         def listening() -> bool:
-            found[:] = re.finditer(r"listening on http://127\.0\.0\.1:(\d+)", self.text())
+            address = r"listening on (?:https?://127\.0\.0\.1:(\d+)|unix:)"
+            found[:] = re.finditer(address, self.text())
             return bool(found)
 
         self._until(listening, READY_S)
-        return int(found[0][1])
+        return int(found[0][1] or 0)
 
     def _until(self, condition, within_s: float) -> None:
         give_up = time.monotonic() + within_s

@@ -17,7 +17,8 @@ from jaxserve.protocol.errors import UnavailableError
 from jaxserve.server import app as apps
 from jaxserve.server import connections, workers
 from jaxserve.server.connections import ConnectionLimits
-from jaxserve.server.run import http_server, listen
+from jaxserve.server.listening import listen
+from jaxserve.server.run import http_server
 from jaxserve.server.service import Service
 from jaxserve.server.workers import Workers
 

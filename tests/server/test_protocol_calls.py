@@ -162,6 +162,24 @@ def test_offsets_are_those_of_the_text(model, prompt, text):
     assert echoed[0] == 0 and echoed == sorted(echoed)
 
 
+def test_an_echoed_prompt_keeps_its_special_tokens(smollm2_path):
+    tokenizer = open_checkpoint(smollm2_path).tokenizer()
+    model = Model(("real",), tokenizer, tokenizer.vocab_size, 2048, {})
+    text = "<|im_start|>user\nhé<|im_end|>"
+    token_ids = tokenizer.encode(text)
+    for prompt in (text, token_ids):
+        body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 0}
+        call = COMPLETIONS.parse(body, model)
+        assert call.echoed(0) == text
+        asked = [None, *({token: Logprob(-1.0, 1, "")} for token in token_ids[1:])]
+        choice = CompletionOutput(0, "", (), logprobs=[])
+        found = RequestOutput("r", None, tuple(token_ids), [choice], True, RequestMetrics(0), asked)
+        (answer,) = call.response([found], "id", 5)["choices"]
+        offsets = answer["logprobs"]["text_offset"]
+        assert answer["text"] == text and offsets[:2] == [0, len("<|im_start|>")]
+        assert offsets[-1] == len(text) - len("<|im_end|>")
+
+
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
@@ -243,7 +261,7 @@ def test_the_final_message_is_continued_and_echoed(model):
     answer = call.response([output(call, [[72, 73]])], "id", 5)["choices"][0]["message"]
     assert answer["content"] == "Well, " + model.tokenizer.decode([72, 73])
     (first,) = call.chunks("id", 5).begin()
-    assert first["choices"][0]["delta"] == {"role": "assistant", "content": "Well, "}
+    assert first["choices"][0]["delta"]["content"] == "Well, "
     # Without an assistant's message there is nothing to repeat.
     assert CHAT.parse({"messages": MESSAGES, "echo": True}, model).echoed == ""
 

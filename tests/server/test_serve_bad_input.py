@@ -45,7 +45,11 @@ BAD = [
     (*completion(n="2"), "n must be"),
     (*completion(request_id="a b"), "request_id must be 1 to 128"),
     (*completion(truncate_prompt_tokens=0), "truncate_prompt_tokens is 0"),
-    (*completion(best_of=3), "best_of"),
+    (*completion(best_of=1, n=2), "best_of is 1; it must be n or more"),
+    (*completion(best_of=65), "at most 64"),
+    (*completion(best_of=2, stream=True), "best_of above n cannot be streamed"),
+    (*completion(use_beam_search=True), "use_beam_search"),
+    (*completion(response_format={"type": "text", "schema": {}}), "response_format.schema"),
     (*completion(suffix="x"), "suffix"),
     (*completion(temperature=3), "temperature"),
     (*completion(temperature=True), "temperature"),
@@ -203,6 +207,7 @@ def test_an_id_in_use_is_served_beside_it(server):
 def test_the_log_has_numbers_and_no_contents(server):
     secret = "a very private matter"
     server.post(COMPLETIONS, {"prompt": secret, "max_tokens": 3}, **{"x-request-id": "logged-1"})
+    server.wait_logged("id=logged-1")
     (line,) = [line for line in server.text().splitlines() if "id=logged-1" in line]
     for part in (
         "status=200",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -39,7 +40,7 @@ def test_a_request_may_name_itself(server):
     answer = server.post(COMPLETIONS, body)
     assert answer.json()["id"] == "cmpl-body-1"
     assert answer.headers["x-request-id"] == "body-1"
-    assert "id=body-1 POST" in server.text()
+    server.wait_logged("id=body-1 POST")
     assert (
         server.post(COMPLETIONS, body, **{"x-request-id": "head-1"}).json()["id"] == "cmpl-head-1"
     )
@@ -55,6 +56,74 @@ def test_an_answer_is_continued(server):
     chunks = server.events(CHAT, body | {"stream": True})
     pieces = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
     assert "".join(pieces) == answer
+
+
+def test_the_best_of_several_samples(server):
+    """Those that the same request returns without best_of, by their mean log probability."""
+    body = PROMPT | {"temperature": 1.5, "seed": 3, "max_tokens": 6}
+    sampled = server.complete(body | {"n": 5, "logprobs": 0})
+    means = {
+        choice["text"]: sum(choice["logprobs"]["token_logprobs"]) / 6
+        for choice in sampled["choices"]
+    }
+    best = server.complete(body | {"n": 2, "best_of": 5})
+    assert [c["text"] for c in best["choices"]] == sorted(means, key=means.get, reverse=True)[:2]
+    assert [c["index"] for c in best["choices"]] == [0, 1]
+    assert best["choices"][0]["logprobs"] is None
+    assert best["usage"] == sampled["usage"]
+
+
+def test_the_token_that_ends_an_answer_may_stay_in_its_text(server):
+    token_ids = server.complete(PROMPT | {"return_token_ids": True})["choices"][0]["token_ids"]
+    body = PROMPT | {"stop_token_ids": token_ids[2:3], "ignore_eos": False}
+    (without,) = server.complete(body)["choices"]
+    (with_it,) = server.complete(body | {"include_stop_str_in_output": True})["choices"]
+    assert without["stop_reason"] == with_it["stop_reason"] == token_ids[2]
+    last = server.post("/detokenize", {"tokens": token_ids[2:3]}).json()["prompt"]
+    assert with_it["text"] == without["text"] + last and last
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_regex": "[ab]{3}"}, "[ab]{3}"),
+        ({"guided_choice": ["left", "right"], "guided_decoding_backend": "outlines"}, "left|right"),
+        ({"guided_grammar": 'root ::= "x" | "yy"'}, "x|yy"),
+        ({"guided_json": {"enum": ["u", "v"]}}, '"[uv]"'),
+        ({"response_format": {"type": "json_object", "schema": {"enum": ["u"]}}}, '"u"'),
+    ],
+)
+def test_constraints_by_names_of_other_servers(server, fields, pattern):
+    (choice,) = server.complete(PROMPT | {"max_tokens": 20, "ignore_eos": False} | fields)[
+        "choices"
+    ]
+    assert choice["finish_reason"] == "stop" and re.fullmatch(pattern, choice["text"])
+
+
+@pytest.mark.parametrize("standard", [False, True])
+def test_objects_have_only_declared_properties_unless_asked_for_others(server, standard):
+    schema = {"properties": {"a": {"const": 1}}, "required": ["a"], "type": "object"}
+    wish = {"json": schema | {"x-guidance": {"whitespace_flexible": False}}}
+    if standard:
+        wish["disable_additional_properties"] = False
+    body = PROMPT | {"structured_outputs": wish, "max_tokens": 40, "ignore_eos": False, "n": 8}
+    texts = {c["text"] for c in server.complete(body | {"temperature": 1, "seed": 1})["choices"]}
+    assert (texts == {'{"a":1}'}) == (not standard)
+
+
+def test_null_fields_of_openais_bodies_are_there(server):
+    chat = server.post(CHAT, CHATTING).json()
+    assert chat["service_tier"] is None and chat["system_fingerprint"].startswith("fp_")
+    (choice,) = chat["choices"]
+    assert choice["logprobs"] is None
+    message = choice["message"]
+    assert message.keys() >= {"role", "content", "refusal", "annotations", "audio", "function_call"}
+    assert {message[name] for name in ("refusal", "audio", "function_call")} == {None}
+    completion = server.complete(PROMPT)
+    assert completion["choices"][0]["logprobs"] is None
+    first, *_ = server.events(CHAT, CHATTING | {"stream": True})
+    prints = {body["system_fingerprint"] for body in (chat, completion, first)}
+    assert prints == {chat["system_fingerprint"]}
 
 
 TOOLS = [{"type": "function", "function": {"name": "wait"}}]

@@ -11,7 +11,8 @@ import httpx
 
 from jaxserve.async_engine import AsyncEngine
 from jaxserve.server.app import AppSettings, create_app
-from jaxserve.server.run import Stopping, listen, serve
+from jaxserve.server.listening import listen
+from jaxserve.server.run import Stopping, serve
 from jaxserve.server.service import Service
 
 PATH = "/v1/completions"

@@ -39,19 +39,30 @@ def start(chat_model, tmp_path):
 def test_a_server_is_there_before_its_model_and_keeps_to_its_key(start, tmp_path):
     key = tmp_path / "key"
     key.write_text("s3cret\n")
-    server = start(f"--api-key-file={key}")
+    server = start(f"--api-key-file={key}", "--max-logprobs=2")
     health = server.client.get("/health")
     assert (health.status_code, health.json()) == (503, {"status": "starting"})
     early = server.post(PATH, SHORT, authorization="Bearer s3cret")
     assert early.status_code == 503 and early.headers["retry-after"]
     assert "starting" in early.json()["error"]["message"]
     server.wait_ready()
-    for shown in ({}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret"}):
+    for shown in (
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": "s3cret"},
+        {"x-api-key": "wrong"},
+        {"x-api-key": "Bearer s3cret"},
+    ):
         for path in ("/v1/models", "/metrics", "/version", "/openapi.json", "/nowhere"):
             refused = server.client.get(path, headers=shown)
             assert refused.status_code == 401, path
             assert refused.headers["www-authenticate"] == "Bearer"
         assert server.post(PATH, SHORT, **shown).status_code == 401
+    assert server.client.get("/v1/models", headers={"x-api-key": "s3cret"}).status_code == 200
+    scored = {"x-api-key": "s3cret"}
+    assert server.post(PATH, SHORT | {"logprobs": 2}, **scored).status_code == 200
+    refused = server.post(PATH, SHORT | {"logprobs": 3}, **scored).json()["error"]
+    assert (refused["param"], "2 at most" in refused["message"]) == ("logprobs", True)
     openai = pytest.importorskip("openai")
     url = f"http://127.0.0.1:{server.port}/v1"
     with openai.OpenAI(base_url=url, api_key="s3cret") as client:
@@ -171,8 +182,14 @@ def test_what_has_not_ended_is_taken_up_by_the_next_server(start, tmp_path):
         (["--api-key-file=/dev/null"], "/dev/null"),
         (["--shutdown-timeout=-1"], "--shutdown-timeout is"),
         (["--max-queued-requests=-1"], "--max-queued-requests is"),
+        (["--max-logprobs=21"], "--max-logprobs is 21; it must be 20 or less"),
         (["--trace-file=/nowhere/trace.json"], "--trace-file is"),
         (["--snapshot-dir=/proc/nowhere"], "/proc/nowhere"),
+        (["--uds=/dev/null"], "--uds is '/dev/null', but that is not a socket"),
+        (["--uds=/nowhere/socket"], "--uds is '/nowhere/socket'"),
+        (["--root-path=llm"], "--root-path is 'llm'"),
+        (["--ssl-keyfile=/nowhere"], "--ssl-keyfile needs --ssl-certfile"),
+        (["--ssl-certfile=/dev/null"], "--ssl-certfile and --ssl-keyfile: '/dev/null' are not"),
     ],
 )
 def test_settings_that_cannot_be(args, says, capsys):

@@ -158,7 +158,11 @@ def test_tokenizer_routes(server, llm):
     assert back == {"prompt": "hello"}
     chat = server.post("/tokenize", {"messages": MESSAGES}).json()
     assert chat["tokens"] == llm.chat_prompt(MESSAGES)
-    assert server.client.get("/tokenizer_info").json()["chat_template"] == tokenizer.chat_template
+    info = server.client.get("/tokenizer_info").json()
+    assert info["chat_template"] == tokenizer.chat_template
+    assert info["tokenizer_class"] == "PreTrainedTokenizerFast"
+    spelled = server.post("/tokenize", {"prompt": "a b", "return_token_strs": True}).json()
+    assert spelled["token_strs"] == ["a", "Ġ", "b"]
 
 
 def test_models_by_name(client):

@@ -153,6 +153,12 @@ PERSON = {
         ({"json": PERSON}, ['{"name":"Ä","age":3}', '{ "name" : "",\n\t"age": 3}'], ["{}"]),
         ({"json": PERSON}, [json.dumps({"name": "a", "age": 1}, indent=8)], ['{"age":3}', "3"]),
         ({"json": PERSON}, [], ['{"name":' + " " * 41 + '"a","age":3}']),
+        ({"json": PERSON}, [], ['{"name":"a","age":3,"more":1}']),
+        (
+            {"json": PERSON, "disable_additional_properties": False},
+            ['{"name":"a","age":3}', '{"name":"a","age":3,"more":1}'],
+            ['{"more":1}'],
+        ),
         (
             {"json": PERSON | {"x-guidance": {"whitespace_flexible": False}}},
             ['{"name":"a","age":3}'],

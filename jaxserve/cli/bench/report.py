@@ -68,6 +68,8 @@ def _quality(summary: Summary, objectives: Objectives) -> list[tuple[str, str]]:
         rows += [
             ("fluidity index, mean", f"{summary.mean_fluidity:.3f}"),
             (f"fluid requests (at least {FLUID:g})", f"{summary.fluid / summary.completed:.1%}"),
-            ("tokens/s at which 99% are fluid", f"{summary.fluid_tokens_per_s:,.1f}"),
         ]
+        if summary.fluid_tokens_per_s is not None:
+            rate = f"{summary.fluid_tokens_per_s:,.1f}"
+            rows.append(("tokens/s at which 99% are fluid", rate))
     return rows

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import secrets
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,13 +30,17 @@ if TYPE_CHECKING:
 _PLOT_SUFFIXES = (".html", ".svg", ".png")
 _NOTABLE_LAG_US = 50_000
 
+STOPPED = 130
+"""The exit status of a load that Ctrl-C or SIGTERM ended."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Serve(Logged):
     """Benchmark any OpenAI endpoint under load, as clients see it.
 
     The load is open-loop: each request is sent at its arrival time and never waits for another.
-    Outputs have the full length if the server supports ignore_eos.
+    Outputs have the full length if the server supports ignore_eos. Ctrl-C or SIGTERM ends the load
+    and prints what was measured.
 
     Attributes:
         base_url: URL of the server, including /v1.
@@ -79,12 +84,15 @@ class Serve(Logged):
 
         seed = secrets.randbits(32) if self.load.seed is None else self.load.seed
         requests = self.load.requests(seed)
-        with TerminalProgress() as progress:
-            endpoint, results = asyncio.run(self._measure(requests, seed, progress))
+        try:
+            with TerminalProgress() as progress:
+                endpoint, results = asyncio.run(self._measure(requests, seed, progress))
+        except asyncio.CancelledError:  # SIGTERM, before anything was sent.
+            return STOPPED
         if len(results) < len(requests):
             print(f"stopped after {len(results)} of {len(requests)} requests", file=sys.stderr)
             if not results:
-                return 130
+                return STOPPED
         objectives, deadlines = self.slo.objectives(), self.deadline.deadlines()
         summary = Summary.of(results, objectives, deadlines)
         told = report(_facts(endpoint, seed), summary, objectives)
@@ -96,7 +104,7 @@ class Serve(Logged):
             title = f"{endpoint.model} at {self.base_url}"
             write_plot(self.plot, results, objectives, deadlines, title, told)
         if len(results) < len(requests):
-            return 130
+            return STOPPED
         return 0 if summary.completed else 1
 
     async def _measure(
@@ -107,6 +115,9 @@ class Serve(Logged):
         from jaxserve.loadgen.prompts import prompt_maker
         from jaxserve.loadgen.replay import replay
 
+        # As Ctrl-C does: batch systems and `timeout` send SIGTERM.
+        stop = asyncio.current_task().cancel
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
         async with open_session(self.api_key, self.timeout_s) as http:
             endpoint = await find_out(
                 http,

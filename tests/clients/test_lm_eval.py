@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_process import ServerProcess
+from wishes import MODEL
 
-pytestmark = [pytest.mark.peers, pytest.mark.interfaces]
+pytestmark = [pytest.mark.clients, pytest.mark.peers]
+pytest.importorskip("lm_eval")
+CLIENT = "lm-eval"
 
 CHOICES = [
     ("The capital of France is", [" Paris", " Rome", " Berlin"]),
@@ -59,13 +61,6 @@ def tasks(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def server(smollm2_path: Path, tmp_path: Path):
-    server = ServerProcess(smollm2_path, tmp_path / "log", "--max-model-len=512")
-    yield server.wait_ready()
-    server.stop()
-
-
 def evaluate(model: str, tasks: Path, arguments: dict[str, Any]):
     """Scores by task, and what was answered to each question: numbers and texts."""
     import lm_eval
@@ -96,10 +91,9 @@ def flat(choices) -> tuple[list[float], list[str]]:
     return [float(logprob) for logprob, _ in found], [str(greedy) for _, greedy in found]
 
 
-def test_scores_are_those_of_the_model_itself(server, tasks, smollm2_path):
-    pytest.importorskip("lm_eval")
-    url = f"http://127.0.0.1:{server.port}/v1/completions"
-    ours = {"model": str(smollm2_path), "base_url": url}
+def test_scores(url, tasks, smollm2_path):
+    """`local-completions`, tokenizer included, gives the scores of `hf`"""
+    ours = {"model": MODEL, "base_url": f"{url}/completions"}
     theirs = {"pretrained": str(smollm2_path.parent), "gguf_file": smollm2_path.name}
     theirs |= {"dtype": "float32", "device": "cpu"}
     scores, samples = evaluate("local-completions", tasks, ours)

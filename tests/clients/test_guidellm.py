@@ -1,0 +1,39 @@
+"""GuideLLM, a load generator."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from wishes import MODEL
+
+pytestmark = [pytest.mark.clients, pytest.mark.peers]
+pytest.importorskip("guidellm")
+CLIENT = "guidellm"
+REQUESTS = 5
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+def test_load(url, tmp_path, tokenizer_path, route):
+    """every request of a streamed load succeeds, chats and completions"""
+    report = tmp_path / "report.json"
+    target = url.removesuffix("/v1")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "guidellm", "run", "--disable-console"),
+            f"--backend=kind=openai_http,target={target},model={MODEL},request_format={route}",
+            "--profile=kind=concurrent,streams=2",
+            f"--constraint=kind=max_requests,count={REQUESTS}",
+            f"--tokenizer=kind=huggingface_auto,model={tokenizer_path}",
+            "--data=kind=synthetic_text,prompt_tokens=24,output_tokens=8",
+            f"--output=kind=json,path={report}",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    totals = benchmark["metrics"]["request_totals"]
+    assert (totals["successful"], totals["errored"]) == (REQUESTS, 0)
