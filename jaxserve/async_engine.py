@@ -13,7 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import Any, NamedTuple, Self, Unpack
+from typing import Any, NamedTuple, Self, TypeVar, Unpack
 
 from jaxserve.core.config import EngineConfig, EngineSettings
 from jaxserve.core.errors import EngineClosedError, StepTimeoutError
@@ -29,6 +29,7 @@ from jaxserve.engine.output_queue import (
 )
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.request import Request
+from jaxserve.engine.snapshots import exported_params
 from jaxserve.engine.watchdog import Watchdog
 from jaxserve.metrics.metrics import Metric
 from jaxserve.metrics.trace import write_trace
@@ -36,6 +37,7 @@ from jaxserve.runtime.startup import EnginePlan, Progress, no_progress
 from jaxserve.text import Tokenizer
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 class AsyncEngine:
@@ -259,13 +261,9 @@ class AsyncEngine:
 
         def restore() -> None:
             for request in self._engine.restore(directory):
-                listener = OutputQueue(loop, wants_deltas=False), 0
-                listeners = {request.request_id: listener}
-                updates = self._updates(listener[0], listeners)
+                updates = self._resume(request, OutputQueue(loop, wants_deltas=False))
                 restored[request.request_id] = request, updates
-                self._listeners |= listeners
                 self._unclaimed[request.request_id] = request
-                self._publish(request)
 
         await self._result_of(restore)
         return {
@@ -281,6 +279,26 @@ class AsyncEngine:
     async def claim(self, request_id: str) -> None:
         """Mark the output of a restored request as delivered: later snapshots omit it."""
         self._command(lambda: self._unclaimed.pop(request_id, None))
+
+    async def export_request(self, request_id: str, with_kv: bool = True) -> list[bytes]:
+        """An unfinished request as bytes, for `import_request` of another engine; it runs on here
+        until `abort`. Its KV is copied between two steps, which takes as long as its bytes take
+        from the devices to memory. Raises as `LLM.export_request`."""
+        return await self._result_of(lambda: list(self._engine.export_request(request_id, with_kv)))
+
+    async def import_request(
+        self, parts: SequenceOf[bytes], *, wants_deltas: bool = True
+    ) -> OutputStream:
+        """Add a request that another engine has exported, and stream its output from its first
+        token on. Leaving the stream early aborts the request. Raises SnapshotError, as
+        `LLM.import_request`."""
+        preparation = self._engine.preparation(exported_params(parts))
+        if preparation is not None:  # Compiled grammars are cached.
+            await asyncio.wrap_future(preparation)
+        output_queue = OutputQueue(asyncio.get_running_loop(), wants_deltas)
+        return await self._result_of(
+            lambda: self._resume(self._engine.import_request(parts), output_queue)
+        )
 
     @property
     def failure(self) -> BaseException | None:
@@ -317,14 +335,21 @@ class AsyncEngine:
         abandon = functools.partial(self._abandon, listeners)
         return OutputStream(output_queue, len(listeners), functools.partial(self._command, abandon))
 
+    def _resume(self, request: Request, output_queue: OutputQueue) -> OutputStream:
+        """The output of a request that begins with what another engine generated."""
+        listeners = {request.request_id: (output_queue, 0)}
+        self._listeners |= listeners
+        self._publish(request)
+        return self._updates(output_queue, listeners)
+
     def _next_id(self) -> str:
         """An id that no open request has; restored requests keep theirs."""
         ids = (f"async-{number}" for number in self._ids)
         return next(request_id for request_id in ids if request_id not in self._listeners)
 
-    async def _result_of(self, work: Callable[[], object]) -> None:
-        """Run `work` in the loop thread between steps; raises what it raises."""
-        done: concurrent.futures.Future[object] = concurrent.futures.Future()
+    async def _result_of(self, work: Callable[[], _T]) -> _T:
+        """Run `work` in the loop thread between steps; returns or raises what it does."""
+        done: concurrent.futures.Future[_T] = concurrent.futures.Future()
 
         def command() -> None:
             if done.set_running_or_notify_cancel():
@@ -335,7 +360,7 @@ class AsyncEngine:
 
         if self._closing or not self._command(command):
             raise self._closed()
-        await asyncio.wrap_future(done)
+        return await asyncio.wrap_future(done)
 
     def _closed(self) -> EngineClosedError:
         error = EngineClosedError("the engine is closed; make a new one.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any, Self, Unpack
@@ -213,6 +213,28 @@ class LLM:
                 key=lambda request: (len(request.request_id), request.request_id),
             )
             return [self._stream_of(request) for request in requests]
+
+    def export_request(self, request_id: str, with_kv: bool = True) -> Iterator[bytes]:
+        """The request of an open stream as bytes, for `import_request` of another engine on any
+        devices: in parts of about 64 MB, made one by one. Read the last before this engine goes on.
+
+        The request runs on here as well, with the same tokens, until its stream is closed.
+
+        Raises RequestError when no unfinished request has this id, SnapshotError when a part is
+        read too late.
+        """
+        return self.engine.export_request(request_id, with_kv)
+
+    def import_request(self, parts: Iterable[bytes]) -> DeltaStream:
+        """A stream of a request that another engine has exported; it begins with the output
+        generated before.
+
+        Raises SnapshotError, with the request not added, when a part is damaged or missing, when
+        this engine has another model, vocabulary, dtype or quantization or is too small for the
+        request, or when its id is in use.
+        """
+        with interrupts_held():
+            return self._stream_of(self.engine.import_request(parts))
 
     def abort(self, request_id: str) -> bool:
         """End a request early; False if there is no such unfinished request."""

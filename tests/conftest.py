@@ -22,6 +22,7 @@ for helpers in (
     "tests/meshes",
     "tests/models",
     "tests/sampling",
+    "tests/simulator",
     "benchmarks",
 ):
     sys.path.insert(0, str(ROOT / helpers))

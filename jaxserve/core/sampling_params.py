@@ -270,3 +270,15 @@ def _extra_args(value: Any) -> dict[str, float]:
                 f"got {name!r:.80}: {number!r:.80}."
             )
     return {name: float(number) for name, number in value.items()}
+
+
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio, as in SplitMix64
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """Seed of sequence `index` of a request with n > 1, in -2**63..2**63-1 as all seeds are.
+
+    The first has the request's own seed. The others are far from the seeds of other requests: with
+    `seed + index`, sample 1 of seed 7 would be sample 0 of seed 8.
+    """
+    return (seed + index * _SEED_STRIDE + 2**63) % 2**64 - 2**63

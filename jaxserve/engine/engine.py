@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from pathlib import Path
@@ -24,8 +24,9 @@ from jaxserve.engine.interrupts import interrupts_held
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.replication import ReplicatedCore
 from jaxserve.engine.request import Request
-from jaxserve.engine.snapshot_files import check_writable
-from jaxserve.engine.snapshots import Snapshots
+from jaxserve.engine.snapshot_files import SnapshotReader, check_writable
+from jaxserve.engine.snapshot_parts import PartReader
+from jaxserve.engine.snapshots import Snapshots, TakenUp
 from jaxserve.metrics.kv_metrics import kv_metrics
 from jaxserve.metrics.metrics import Metric, Metrics
 from jaxserve.runtime.cpu_threads import make_room_for_collectives
@@ -66,6 +67,7 @@ class Engine:
         self.kv = self._paging.manager
         self.scheduler = Scheduler(plan.scheduler, self.kv)
         self._closed: str | None = None
+        self._num_changes = 0
         model = plan.shapes.model
         self.eos_token_ids = frozenset((*model.eos_token_ids, *tokenizer.eos_token_ids))
         self._runner = runner
@@ -204,6 +206,7 @@ class Engine:
 
     def _step(self, **options: bool) -> list[Request]:
         self._check_open()
+        self._num_changes += 1
         touched: list[Request] | None = None
         try:
             with interrupts_held():
@@ -267,13 +270,66 @@ class Engine:
         """
         self._check_open()
         self._check_one_host()
-        taken_up = self._snapshots.read(directory, self._requests, self.log.now())
-        with interrupts_held():
+        reader = SnapshotReader(directory)
+        taken_up = self._snapshots.read(reader, self._requests, self.log.now())
+        self._take_up(taken_up)
+        return taken_up.requests
+
+    def export_request(self, request_id: str, with_kv: bool = True) -> Iterator[bytes]:
+        """An unfinished request as bytes, for `import_request` of another engine: its parameters,
+        its tokens and, `with_kv`, the KV of its sequences, in a form that knows neither mesh nor
+        page size. In parts of about 64 MB, made one by one; read the last before the engine's next
+        step.
+
+        The request stays here, and runs on. Once it is imported elsewhere, end it here by `abort`;
+        if the import fails, nothing has to be undone. Both engines generate the same tokens.
+
+        Raises RequestError when no unfinished request has this id, and SnapshotError in a
+        multi-host job, or for a part that is read too late.
+        """
+        self._check_open()
+        self._check_one_host()
+        request = self._requests.get(request_id)
+        if request is None:
+            raise RequestError(f"request_id {request_id!r} is not an unfinished request.")
+        return self._while_unchanged(self._snapshots.export(request, self.log.now(), with_kv))
+
+    def import_request(self, parts: Iterable[bytes]) -> Request:
+        """Add a request that another engine has exported. It resumes where it was, and streams all
+        its deltas again.
+
+        Raises SnapshotError, with the request not added, when a part is damaged or missing, when
+        this engine has another model, vocabulary, dtype or quantization or is too small for the
+        request, or when its id is in use.
+        """
+        self._check_open()
+        self._check_one_host()
+        reader = PartReader(parts)
+        taken_up = self._snapshots.read_exported(reader, self._requests, self.log.now())
+        self._take_up(taken_up, finish=reader.finish)
+        return taken_up.requests[0]
+
+    def _take_up(self, taken_up: TakenUp, finish: Callable[[], None] = lambda: None) -> None:
+        self._num_changes += 1
+        with interrupts_held(), self._snapshots.kv_placed(taken_up):
+            finish()
             for request in taken_up.requests:
                 if not request.finished:
                     self._core.accept(request)
-            self._snapshots.restore_kv(taken_up)
-        return taken_up.requests
+
+    def _while_unchanged(self, parts: Iterator[bytes]) -> Iterator[bytes]:
+        """These parts, as long as no step writes to the pages that they are read from."""
+        num_changes = self._num_changes
+        while True:
+            if self._num_changes != num_changes:
+                raise SnapshotError(
+                    "the engine has run since the export began; read all parts before its next "
+                    "step."
+                )
+            part = next(parts, None)
+            if part is None:
+                return
+            yield part
 
     def refuse(self, reason: str) -> None:
         """Accept no more requests, while a step hangs in another thread."""

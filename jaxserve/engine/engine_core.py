@@ -15,6 +15,8 @@ from typing import Protocol
 
 from jaxserve.core.commands import Abort, AddRequest, Command, ResetPrefixCache, SetPriority
 from jaxserve.core.events import EventLog
+from jaxserve.core.in_flight import DispatchedStep, PackedStep, StepResults
+from jaxserve.core.sampling_params import sequence_seed
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.step_plan import StepPlan
 from jaxserve.engine.input_processor import InputProcessor
@@ -23,8 +25,6 @@ from jaxserve.engine.request import Request, SequenceOutput, Stop
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.rates import causal_pairs
-from jaxserve.runtime.in_flight import DispatchedStep, PackedStep, StepResults
-from jaxserve.sampling import sequence_seed
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.structured.grammar import Grammar
 from jaxserve.structured.matcher import Matcher

@@ -27,13 +27,14 @@ class InputProcessor:
     def __init__(
         self,
         config: EngineConfig,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         vocab_size: int,
         eos_token_ids: frozenset[int],
         clock: Callable[[], int],
         processors: Collection[str] = (),
     ) -> None:
-        """`processors` are the names of the engine's logits processors."""
+        """`tokenizer`: None to accept tokenized prompts only, without bad words, and to output no
+        text. `processors` are the names of the engine's logits processors."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos = eos_token_ids

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+
+from jaxserve.core.in_flight import NO_TOKEN, StepResults, TokenLogprobs
 from jaxserve.core.step_plan import ScheduledChunk, StepPlan
 from jaxserve.engine.request import Request, SequenceOutput, Stop, TokenScores
-from jaxserve.runtime.in_flight import StepResults
-from jaxserve.sampling import NO_TOKEN, TokenLogprobs
 
 SampledToken = tuple[int, int, int]
 """A token that a sequence gained: its row in the step's results, the sequence's id, its own id."""
@@ -66,7 +67,7 @@ class OutputProcessor:
                 ended.append(Ended(request, output, stop, output.error))
         return list(touched.values()), ended
 
-    def _add_prompt_logprobs(self, plan: StepPlan, scored: TokenLogprobs) -> None:
+    def _add_prompt_logprobs(self, plan: StepPlan, scored: TokenLogprobs[np.ndarray]) -> None:
         first = 0
         for chunk in plan.prefills:
             request, _ = self._owners.get(chunk.seq.seq_id, (None, None))
@@ -75,7 +76,9 @@ class OutputProcessor:
             first += chunk.num_tokens
 
 
-def _add_chunk(request: Request, chunk: ScheduledChunk, scored: TokenLogprobs, first: int) -> None:
+def _add_chunk(
+    request: Request, chunk: ScheduledChunk, scored: TokenLogprobs[np.ndarray], first: int
+) -> None:
     """A token's hidden state scores the next token."""
     position = chunk.start + 1
     count = min(chunk.num_tokens, len(request.prompt_token_ids) - position)
@@ -85,7 +88,7 @@ def _add_chunk(request: Request, chunk: ScheduledChunk, scored: TokenLogprobs, f
     )
 
 
-def _scores(scored: TokenLogprobs, row: int, count: int) -> TokenScores:
+def _scores(scored: TokenLogprobs[np.ndarray], row: int, count: int) -> TokenScores:
     ids, logprobs = scored.top_ids[row, :count], scored.top_logprobs[row, :count]
     return TokenScores(
         logprob=float(scored.logprobs[row]),

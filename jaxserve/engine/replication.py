@@ -7,12 +7,12 @@ from typing import Any
 
 from jaxserve.core.commands import AddRequest, Command
 from jaxserve.core.errors import JaxserveError
+from jaxserve.core.in_flight import DispatchedStep, StepResults
 from jaxserve.core.step_plan import StepPlan
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.replicated_log import ReplicatedLog
 from jaxserve.engine.request import Request
 from jaxserve.runtime.hosts import Hosts
-from jaxserve.runtime.in_flight import DispatchedStep, StepResults
 from jaxserve.structured.grammar import Grammar
 
 

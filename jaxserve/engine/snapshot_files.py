@@ -21,7 +21,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (gives numpy the bfloat16 that safetensors asks it for)
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
+from safetensors.numpy import load, save
 
 from jaxserve.core.errors import SnapshotError
 from jaxserve.core.output_file import sync_directory
@@ -49,8 +49,24 @@ def discard(directory: str | Path) -> None:
 def check_writable(directory: str | Path) -> None:
     """Raises SnapshotError for a directory to which SnapshotWriter could not write."""
     writer = SnapshotWriter(directory)
-    writer.add_json("probe", None)
+    writer.add("probe", None)
     writer._path("probe.json").unlink()
+
+
+class RowsMissing(SnapshotError):
+    """Rows of KV that a snapshot lists and does not have: to be recomputed."""
+
+
+def encoded(name: str, content: Any) -> tuple[str, bytes]:
+    """The name and the bytes of a file: of an array safetensors, of anything else JSON."""
+    if isinstance(content, np.ndarray):
+        return f"{name}.safetensors", save({_ROWS: np.ascontiguousarray(content)})
+    return f"{name}.json", json.dumps(content).encode()
+
+
+def decoded_rows(data: bytes) -> np.ndarray:
+    """The array of a safetensors file."""
+    return load(data)[_ROWS]
 
 
 class SnapshotWriter:
@@ -73,12 +89,12 @@ class SnapshotWriter:
                 "a new or empty directory."
             )
 
-    def add_json(self, name: str, content: Any) -> None:
-        self._add(f"{name}.json", json.dumps(content).encode())
-
-    def add_rows(self, name: str, rows: np.ndarray) -> None:
-        """Adds an array, of which a reader can load any rows."""
-        self._add(f"{name}.safetensors", save({_ROWS: np.ascontiguousarray(rows)}))
+    def add(self, name: str, content: Any) -> None:
+        """Adds JSON, or an array of which a reader can load any rows."""
+        name, data = encoded(name, content)
+        with self._refused():
+            _write(self._path(name), data)
+        self._files[name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
 
     def commit(self, facts: dict[str, Any]) -> None:
         """Makes this the directory's snapshot. `facts`: its model and KV format.
@@ -92,11 +108,6 @@ class SnapshotWriter:
             os.replace(temporary, self.directory / MANIFEST)
             sync_directory(self.directory)
         _sweep(self.directory, keep=[self._path(name).name for name in self._files])
-
-    def _add(self, name: str, data: bytes) -> None:
-        with self._refused():
-            _write(self._path(name), data)
-        self._files[name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
 
     def _path(self, name: str) -> Path:
         return self.directory / f"{self._stamp}-{name}"
@@ -114,6 +125,9 @@ class SnapshotWriter:
 
 class SnapshotReader:
     """A verified snapshot: every file has the size and checksum it was written with."""
+
+    in_order = False
+    """Rows can be read in any order."""
 
     def __init__(self, directory: str | Path) -> None:
         """Raises SnapshotError when there is no snapshot, or it is newer or damaged."""
@@ -153,13 +167,18 @@ class SnapshotReader:
         return json.loads(self._path(f"{name}.json").read_bytes())
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows start .. stop - 1 of an array. Raises SnapshotError when they cannot be read."""
+        """Rows start .. stop - 1 of an array. Raises RowsMissing when they cannot be read."""
+        if f"{name}.safetensors" not in self._files:
+            raise RowsMissing(f"the snapshot in {self.directory} has no {name}.")
         path = self._path(f"{name}.safetensors")
         try:
             with safe_open(path, framework="numpy") as file:
                 return file.get_slice(_ROWS)[start:stop]
         except (SafetensorError, OSError) as error:
-            raise SnapshotError(f"{path} cannot be read: {error}.") from error
+            raise RowsMissing(f"{path} cannot be read: {error}.") from error
+
+    def forget(self, name: str) -> None:
+        """Does nothing: files stay on disk."""
 
     def _check(self, name: str, num_bytes: int, crc32: int) -> None:
         path = self._path(name)

@@ -8,8 +8,11 @@ changes. Page sizes may differ.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import time
+import itertools
+import operator
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,16 +20,16 @@ import numpy as np
 
 from jaxserve.core.errors import SnapshotError
 from jaxserve.core.sequence import Sequence as EngineSequence
-from jaxserve.engine.snapshot_files import SnapshotReader, SnapshotWriter
+from jaxserve.engine.snapshot_files import RowsMissing
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.match import Match
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.prefix_tree import unpack_tokens
-from jaxserve.kv.tiers import PageCorruptError, Tier
+from jaxserve.kv.tiers import Tier
 from jaxserve.kv.transfers import MOVE_PAGES
 
 _FILE_BYTES = 64 << 20
-"""Approximate size of one KV file: the memory used at a time, and the most lost at a deadline."""
+"""Size of one array of KV: the memory used at a time, and the most lost at a deadline."""
 
 Place = tuple[Tier, int]
 """A page's tier and number."""
@@ -34,6 +37,9 @@ Place = tuple[Tier, int]
 
 class Pages(Protocol):
     """KV [pages, page_tokens, layers, 2, kv_heads, head_dim] of up to MOVE_PAGES pages."""
+
+    page_tokens: int
+    page_bytes: int
 
     def read(self, tier: Tier, pages: Sequence[int]) -> np.ndarray: ...
 
@@ -86,69 +92,68 @@ def prefixes_of(
             )
 
 
-def save_kv(
-    writer: SnapshotWriter,
-    prefixes: Iterable[Prefix],
-    pages: Pages,
-    page_tokens: int,
-    deadline_s: float | None,
-) -> None:
-    """Writes prefixes in order, until `deadline_s` (on time.monotonic's clock), a full disk or an
-    unreadable page."""
+def kv_entries(prefixes: Iterable[Prefix], pages: Pages) -> Iterator[tuple[str, Any]]:
+    """The KV of prefixes as named entries: an index of all, then arrays of _FILE_BYTES each.
+
+    Raises PageCorruptError or OSError for an unreadable page; what came before it counts.
+    """
     prefixes = list(prefixes)
-    rows: dict[Place, int] = {}
+    numbers: dict[Place, int] = {}
     for prefix in prefixes:
         for place in prefix.places:
-            rows.setdefault(place, len(rows) * page_tokens)
-    files: list[tuple[str, int]] = []
-    try:
-        for first, kv in _batches(list(rows), pages):
-            if deadline_s is not None and time.monotonic() > deadline_s:
-                break
-            writer.add_rows(name := f"kv-{len(files):05d}", kv.reshape(-1, *kv.shape[2:]))
-            files.append((name, (first + len(kv)) * page_tokens))
-    except (SnapshotError, PageCorruptError, OSError):
-        pass  # KV that is not saved is recomputed.
-    num_rows = files[-1][1] if files else 0
+            numbers.setdefault(place, len(numbers))
+    places = list(numbers)
+    page_tokens, size = pages.page_tokens, max(1, _FILE_BYTES // pages.page_bytes)
+    batches = [places[first : first + size] for first in range(0, len(places), size)]
+    files, num_rows = [], 0
+    for batch in batches:
+        num_rows += len(batch) * page_tokens
+        files.append((f"kv-{len(files):05d}", num_rows))
     listed = []
     for prefix in prefixes:
-        starts = [rows[place] for place in prefix.places]
-        kept = next((i for i, start in enumerate(starts) if start >= num_rows), len(starts))
-        num_tokens = min(prefix.num_tokens, kept * page_tokens)
-        if num_tokens:
-            fields = dataclasses.asdict(prefix) | {"num_tokens": num_tokens}
-            del fields["places"]
-            listed.append(fields | {"rows": starts[:kept]})
-    writer.add_json("kv", {"page_tokens": page_tokens, "files": files, "prefixes": listed})
+        fields = dataclasses.asdict(prefix)
+        rows = [numbers[place] * page_tokens for place in fields.pop("places")]
+        listed.append(fields | {"rows": rows})
+    yield "kv", {"page_tokens": page_tokens, "files": files, "prefixes": listed}
+    for (name, _), batch in zip(files, batches):
+        kv = np.concatenate(list(_read(batch, pages)))
+        yield name, kv.reshape(-1, *kv.shape[2:])
 
 
-def _batches(places: Sequence[Place], pages: Pages) -> Iterator[tuple[int, np.ndarray]]:
-    """The KV of these pages in order, in batches of one file, each preceded by the number of its
-    first page."""
-    first, batch, num_bytes, start = 0, [], 0, 0
-    while start < len(places):
-        tier = places[start][0]
-        stop = start
-        while stop < len(places) and places[stop][0] is tier and stop - start < MOVE_PAGES:
-            stop += 1
-        batch.append(pages.read(tier, [page for _, page in places[start:stop]]))
-        num_bytes += batch[-1].nbytes
-        start = stop
-        if num_bytes >= _FILE_BYTES or start == len(places):
-            yield first, np.concatenate(batch)
-            first, batch, num_bytes = start, [], 0
+def _read(places: Sequence[Place], pages: Pages) -> Iterator[np.ndarray]:
+    """The KV of these pages in order, up to MOVE_PAGES of one tier at a time."""
+    for tier, group in itertools.groupby(places, key=operator.itemgetter(0)):
+        numbers = [page for _, page in group]
+        for first in range(0, len(numbers), MOVE_PAGES):
+            yield pages.read(tier, numbers[first : first + MOVE_PAGES])
+
+
+class Reader(Protocol):
+    """A snapshot that is being read: a directory, or parts that come `in_order`."""
+
+    in_order: bool
+
+    def json(self, name: str) -> Any: ...
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray: ...
+
+    def forget(self, name: str) -> None: ...
 
 
 class SavedKV:
     """The KV of a snapshot that is being restored."""
 
-    def __init__(self, reader: SnapshotReader) -> None:
+    def __init__(self, reader: Reader) -> None:
         """Raises SnapshotError when the snapshot is damaged."""
         self._reader = reader
         content = reader.json("kv")
         self._page_tokens: int = content["page_tokens"]
         self._files: list[tuple[str, int]] = content["files"]
         self.prefixes: list[dict[str, Any]] = content["prefixes"]
+        self._last_use: dict[int, int] = {}
+        for number, prefix in enumerate(self.prefixes):
+            self._last_use |= {self._file_of(row): number for row in prefix["rows"]}
+        self._number = 0
 
     def restore(
         self,
@@ -157,27 +162,28 @@ class SavedKV:
         table_of: Callable[[dict[str, Any]], PageTable | None],
         carry_out: Callable[[], None],
     ) -> None:
-        """Inserts prefixes into the prefix tree, the first ones last, so that they are evicted
-        last. `table_of` returns the page table for a prefix, a sequence's own where it has one;
-        None to skip the prefix. `carry_out` dispatches the manager's page operations.
+        """Inserts prefixes into the prefix tree; if they can be read in any order the first ones
+        last, so that they are evicted last. `table_of` returns the page table for a prefix, a
+        sequence's own where it has one; None to skip the prefix. `carry_out` dispatches the
+        manager's page operations.
+
+        Raises SnapshotError when rows cannot be read. What was inserted before stays.
         """
         room = kv.pool.capacity + sum(tier.num_pages for tier in kv.tiers.values())
         chosen, seen = [], set()
-        for prefix in self.prefixes:
+        for number, prefix in enumerate(self.prefixes):
             new = set(prefix["rows"]) - seen
             room -= kv.pool.pages_for(len(new) * self._page_tokens)
             if room < 0:
                 break
-            chosen.append(prefix)
+            chosen.append((number, prefix))
             seen |= new
-        for prefix in reversed(chosen):
+        for number, prefix in chosen if self._reader.in_order else reversed(chosen):
             table = table_of(prefix)
-            if table is None:
-                continue
-            try:
-                self._put(prefix, table, kv, pages, carry_out)
-            except SnapshotError:
-                return  # A read failed; the rest is recomputed.
+            if table is not None:
+                self._number = number
+                with contextlib.suppress(RowsMissing):
+                    self._put(prefix, table, kv, pages, carry_out)
 
     def _put(
         self,
@@ -226,10 +232,21 @@ class SavedKV:
         return np.concatenate(parts)
 
     def _row_range(self, row: int, count: int) -> np.ndarray:
-        """Consecutive rows of one page, and so of one file."""
-        before = 0
-        for name, end in self._files:
-            if row < end:
-                return self._reader.rows(name, row - before, row - before + count)
-            before = end
-        raise SnapshotError(f"the snapshot has {before} rows of KV, so not row {row}.")
+        """Consecutive rows of one page, and so of one file. Frees the files before it that no later
+        prefix has rows of."""
+        index = self._file_of(row)
+        for earlier in range(index):
+            if self._last_use.get(earlier, 0) <= self._number:
+                self._reader.forget(self._files[earlier][0])
+        before = self._files[index - 1][1] if index else 0
+        rows = self._reader.rows(self._files[index][0], row - before, row - before + count)
+        if len(rows) != count:
+            raise SnapshotError(f"the snapshot's {self._files[index][0]} has too few rows of KV.")
+        return rows
+
+    def _file_of(self, row: int) -> int:
+        """The index of the file with a row."""
+        index = bisect_right(self._files, row, key=operator.itemgetter(1))
+        if index == len(self._files):
+            raise SnapshotError(f"the snapshot has no file with row {row} of its KV.")
+        return index

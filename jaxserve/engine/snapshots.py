@@ -7,21 +7,28 @@ terms of the model alone, so that the next engine's mesh, page size and pool may
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from jaxserve.core.errors import RequestError, SnapshotError
-from jaxserve.core.sequence import SharedPrefix
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sequence import Sequence, SharedPrefix
 from jaxserve.core.version import __version__
 from jaxserve.engine.input_processor import InputProcessor
 from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot_files import SnapshotReader, SnapshotWriter
-from jaxserve.engine.snapshot_kv import SavedKV, prefixes_of, save_kv
+from jaxserve.engine.snapshot_kv import SavedKV, kv_entries, prefixes_of
+from jaxserve.engine.snapshot_parts import PartReader, parts
 from jaxserve.engine.snapshot_requests import RequestSnapshot
 from jaxserve.kv.page_table import PageTable
+from jaxserve.kv.tiers import PageCorruptError
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.text import Tokenizer
 
@@ -33,6 +40,11 @@ if TYPE_CHECKING:
 _KV_FACTS = ("dtype", "quantization", "rope_context")
 """Facts that must match for KV to be reused; rope_context is max_model_len if RoPE depends on it.
 """
+
+
+def exported_params(parts: Iterable[bytes]) -> SamplingParams:
+    """The sampling parameters of an exported request. Raises SnapshotError for anything else."""
+    return _states_of(PartReader(parts))[0].added.params
 
 
 class TakenUp(NamedTuple):
@@ -70,59 +82,92 @@ class Snapshots:
     ) -> None:
         """Writes these requests to `directory`; then KV, that of running sequences first, for up to
         `deadline_s` seconds. Raises SnapshotError when writing fails."""
-        give_up_s = None if deadline_s is None else time.monotonic() + deadline_s
+        give_up_s = math.inf if deadline_s is None else time.monotonic() + deadline_s
         writer = SnapshotWriter(directory)
-        writer.add_json("requests", _states(requests, now_us))
+        writer.add("requests", _states(requests, now_us))
         writer.commit(self._facts)
         if with_kv:
             self._paging.settle()
             scheduler = self._scheduler
-            prefixes = prefixes_of(
-                scheduler.kv,
-                [*scheduler.running, *scheduler.waiting],
-                scheduler.tables,
-                cache=self._config.enable_prefix_caching,
-            )
-            pages = self._paging.images(self._model.config)
-            save_kv(writer, prefixes, pages, scheduler.pool.page_size, give_up_s)
+            sequences = [*scheduler.running, *scheduler.waiting]
+            entries = self._kv(sequences, cache=self._config.enable_prefix_caching)
+            with contextlib.suppress(SnapshotError, PageCorruptError, OSError):
+                for name, content in entries:  # KV that is not saved is recomputed.
+                    if isinstance(content, np.ndarray) and time.monotonic() > give_up_s:
+                        break
+                    writer.add(name, content)
             writer.commit(self._facts)
 
-    def read(self, directory: str | Path, in_use: Iterable[str], now_us: int) -> TakenUp:
-        """The requests of a snapshot, with their progress. Does not change the engine.
+    def export(self, request: Request, now_us: int, with_kv: bool) -> Iterator[bytes]:
+        """The parts of a snapshot of one unfinished request, with the KV of its sequences. They are
+        read from the pages one after another: the engine must not run until the last."""
 
-        Raises SnapshotError when the snapshot is damaged, newer, of another model, or has
-        requests that do not fit this engine, or whose ids are `in_use`.
+        def entries() -> Iterator[tuple[str, Any]]:
+            yield "requests", _states([request], now_us)
+            if with_kv:
+                with contextlib.suppress(PageCorruptError, OSError):
+                    yield from self._kv([output.seq for output in request.unfinished], cache=False)
+
+        return parts(self._facts, entries())
+
+    def read(
+        self, reader: SnapshotReader | PartReader, in_use: Iterable[str], now_us: int
+    ) -> TakenUp:
+        """The requests of a snapshot, with their progress. Does not change the engine. KV that
+        cannot be used here is left out.
+
+        Raises SnapshotError when the snapshot is damaged, of another model, or has requests that
+        do not fit this engine, or whose ids are `in_use`.
         """
-        reader = SnapshotReader(directory)
         theirs, ours = reader.facts, self._facts
-        if theirs["fingerprint"] != ours["fingerprint"]:
-            raise SnapshotError(
-                f"the snapshot in {directory} is of model {theirs['model']!r} with fingerprint "
-                f"{theirs['fingerprint']}, but this engine runs {ours['model']!r} with "
-                f"{ours['fingerprint']}; load the model that the snapshot was written with."
-            )
-        states = [RequestSnapshot.from_json(fields) for fields in reader.json("requests")]
+        for name in ("fingerprint", "vocabulary"):
+            # Snapshots of version 0.1 do not name the vocabulary.
+            if theirs.get(name, ours[name] if name == "vocabulary" else None) != ours[name]:
+                raise SnapshotError(
+                    f"the snapshot is of model {theirs.get('model')!r} with {name} "
+                    f"{theirs.get(name)}, but this engine runs {ours['model']!r} with "
+                    f"{ours[name]}; load the model that the snapshot was written with."
+                )
+        states = _states_of(reader)
         taken = {state.added.request_id for state in states}.intersection(in_use)
         if taken:
             raise SnapshotError(
-                f"request {min(taken)!r} of the snapshot in {directory} has the id of an "
-                "unfinished request of this engine; restore before adding requests."
+                f"request {min(taken)!r} of the snapshot has the id of an unfinished request of "
+                "this engine; restore before adding requests."
             )
         prefixes: dict[int, SharedPrefix] = {}
         made = [self._made(state, prefixes, now_us) for state in states]
-        usable = reader.has("kv") and all(theirs[name] == ours[name] for name in _KV_FACTS)
-        return TakenUp(made, SavedKV(reader) if usable else None)
+        usable = all(theirs.get(name) == ours[name] for name in _KV_FACTS)
+        return TakenUp(made, SavedKV(reader) if reader.has("kv") and usable else None)
 
-    def restore_kv(self, taken_up: TakenUp) -> None:
-        """Writes KV to pages: of the restored requests, which must be waiting, and of the prefix
-        cache."""
-        if taken_up.kv is None:
-            return
-        tables = {
-            (request.request_id, output.seq.index): self._scheduler.tables[output.seq.seq_id]
+    def read_exported(self, reader: PartReader, in_use: Iterable[str], now_us: int) -> TakenUp:
+        """As `read`, for an exported request, which must go on with the same tokens: raises
+        SnapshotError also when this engine computes in another dtype or quantization."""
+        theirs, ours = reader.facts, self._facts
+        for name in _KV_FACTS:
+            if theirs.get(name) != ours[name]:
+                raise SnapshotError(
+                    f"{name} is {theirs.get(name)!r} in the engine that exported the request and "
+                    f"{ours[name]!r} in this one, which would go on with other tokens; import it "
+                    f"into an engine with the same {name}."
+                )
+        return self.read(reader, in_use, now_us)
+
+    @contextlib.contextmanager
+    def kv_placed(self, taken_up: TakenUp) -> Iterator[None]:
+        """Writes KV to pages, for a block that adds the unfinished requests: that of their
+        sequences stays pinned until they run, that of the prefix cache is cached. What was not
+        added in the end is unpinned.
+
+        Raises SnapshotError when KV is damaged; what came before it is cached.
+        """
+        kv = self._scheduler.kv
+        sequences = {
+            (request.request_id, output.seq.index): output.seq
             for request in taken_up.requests
             for output in request.unfinished
         }
+        tables = {key: PageTable(seq.token_ids, seq.salt) for key, seq in sequences.items()}
 
         def table_of(prefix: dict[str, Any]) -> PageTable | None:
             if prefix["request_id"] is not None:
@@ -133,8 +178,23 @@ class Snapshots:
             salt = prefix["salt"].encode()
             return PageTable(lambda start, stop: token_ids[start:stop], salt)
 
-        pages = self._paging.images(self._model.config)
-        taken_up.kv.restore(self._scheduler.kv, pages, table_of, self._paging.settle)
+        try:
+            if taken_up.kv is not None:
+                pages = self._paging.images(self._model.config)
+                taken_up.kv.restore(kv, pages, table_of, self._paging.settle)
+            yield
+        finally:
+            for key, table in tables.items():
+                added = self._scheduler.tables.get(sequences[key].seq_id)
+                if added is None:
+                    kv.unpin_table(table)
+                else:
+                    added.pinned = table.pinned
+
+    def _kv(self, sequences: Iterable[Sequence], cache: bool) -> Iterator[tuple[str, Any]]:
+        scheduler = self._scheduler
+        prefixes = prefixes_of(scheduler.kv, sequences, scheduler.tables, cache=cache)
+        return kv_entries(prefixes, self._paging.images(self._model.config))
 
     def _made(
         self, state: RequestSnapshot, prefixes: dict[int, SharedPrefix], now_us: int
@@ -163,8 +223,17 @@ class Snapshots:
             "fingerprint": self._model.fingerprint,
             "dtype": self._config.dtype,
             "quantization": self._config.quantization,
+            "vocabulary": self._tokenizer.fingerprint,
             "rope_context": self._config.max_model_len if stretched else None,
         }
+
+
+def _states_of(reader: SnapshotReader | PartReader) -> list[RequestSnapshot]:
+    """The requests of a snapshot."""
+    try:
+        return [RequestSnapshot.from_json(fields) for fields in reader.json("requests")]
+    except (KeyError, TypeError, ValueError) as error:
+        raise SnapshotError(f"the snapshot's requests are damaged ({error!r}).") from error
 
 
 def _states(requests: Iterable[Request], now_us: int) -> list[dict[str, Any]]:

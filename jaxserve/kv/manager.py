@@ -29,7 +29,7 @@ from jaxserve.kv.pages import PagePool
 from jaxserve.kv.prefix_tree import PrefixTree
 from jaxserve.kv.rates import Rates
 from jaxserve.kv.tiers import Tier
-from jaxserve.kv.transfer_worker import TransferHandle, TransferWorker
+from jaxserve.kv.transfer_worker import TransferHandle, TransferQueue
 from jaxserve.kv.transfers import Operations, Transfer
 
 
@@ -63,7 +63,7 @@ class KVManager:
         preemption: Preemption = "auto",
         tiers: Mapping[Tier, int] | None = None,
         page_bytes: int = 0,
-        transfer_worker: TransferWorker | None = None,
+        transfer_worker: TransferQueue | None = None,
         rates: Rates | None = None,
     ) -> None:
         """`tiers` gives the number of pages of each tier below the device, from the top down; with

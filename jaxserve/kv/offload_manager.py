@@ -12,7 +12,7 @@ from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.rates import Rates
 from jaxserve.kv.tier_pool import TierPool
 from jaxserve.kv.tiers import Tier
-from jaxserve.kv.transfer_worker import TransferHandle, TransferState, TransferWorker
+from jaxserve.kv.transfer_worker import TransferHandle, TransferQueue, TransferState
 from jaxserve.kv.transfers import MOVE_PAGES, Transfer, staged_pages
 
 _LEAST_PATIENCE_US = 50_000
@@ -45,7 +45,7 @@ class OffloadManager:
     def __init__(
         self,
         states: NodeStates,
-        transfer_worker: TransferWorker | None,
+        transfer_worker: TransferQueue | None,
         page_bytes: int,
         page_size: int,
         rates: Rates,

@@ -1,11 +1,13 @@
 """Transfers KV pages between tiers in background threads.
 
-The one primitive is `TransferWorker.move`, which returns a `TransferHandle`. The device's KV pool
+The one primitive is `TransferQueue.move`, which returns a `TransferHandle`. The device's KV pool
 is never touched here: a program gathers pages into a *staging* array before a transfer from the
 device, and another scatters it into the pool after a transfer to the device. The engine thread
 dispatches both, in order with its steps, so that no copy sees a partly written page and no step
 reads a page that has not arrived (the swap manager of FastSwitch, Shen et al. 2024, with staging
 arrays instead of copies to and from the pool itself).
+
+`TransferQueue` has the books, `TransferWorker` the threads; the simulator has virtual time instead.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import dataclasses
 import enum
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +40,7 @@ class TransferState(enum.StrEnum):
 
 @dataclasses.dataclass(eq=False)
 class TransferHandle:
-    """Handle of one transfer, created by `TransferWorker.move`.
+    """Handle of one transfer, created by `TransferQueue.move`.
 
     `begun_us` is when a thread began it (until then: when it was requested). None of its pages may
     be reused before it has ended (`ended_us`). `error` is the cause of a failure; the target pages
@@ -56,7 +58,7 @@ class TransferHandle:
     ended_us: int | None = None
     error: str | None = None
     staged: Any = dataclasses.field(default=None, repr=False)
-    _worker: TransferWorker = dataclasses.field(kw_only=True, repr=False)
+    _worker: TransferQueue = dataclasses.field(kw_only=True, repr=False)
     _gathered: Any = dataclasses.field(default=None, kw_only=True, repr=False)
     _holds_buffer: bool = dataclasses.field(default=False, kw_only=True, repr=False)
     _abandoned: bool = dataclasses.field(default=False, kw_only=True, repr=False)
@@ -87,11 +89,12 @@ class TransferHandle:
         return self._worker._consume(self)
 
 
-class TransferWorker:
-    """Runs transfers in two threads: one for transfers to the device, one for all others.
+class TransferQueue:
+    """Queued transfers and their staging buffers; a subclass runs the transfers.
 
-    So fetches never wait behind saves. Each thread runs its transfers in FIFO order; between the
-    two there is no order, and the owner must ensure that no page of a pending handle is reused.
+    There are two queues, one for transfers to the device, one for all others, so that fetches never
+    wait behind saves. Each is FIFO; between the two there is no order, and the owner must ensure
+    that no page of a pending handle is reused.
 
     At most `staging_buffers` staging arrays exist in each direction. A transfer to the device takes
     one when it begins and holds it until `TransferHandle.consume`; for a transfer from the device
@@ -101,27 +104,19 @@ class TransferWorker:
 
     def __init__(
         self,
-        stores: Mapping[Tier, Store],
+        tiers: Iterable[Tier],
         *,
-        download: Callable[[Any], np.ndarray],
-        upload: Callable[[np.ndarray], Any],
         page_bytes: int,
         clock: Callable[[], int],
         staging_buffers: int = 2,
     ) -> None:
-        """Starts the threads. `clock` gives integer microseconds.
-
-        `download` copies a staging array to host memory, in the layout of `Store.write`; `upload`
-        copies the result of `Store.read` to a new staging array, which may have padding rows.
-        Both run in the transfer worker's threads and return when the copy is done.
+        """`tiers` are those below the device; `clock` gives integer microseconds.
 
         Raises ConfigError without a staging buffer.
         """
         if staging_buffers < 1:
             raise ConfigError(f"staging_buffers is {staging_buffers}; it must be at least 1")
-        self._stores = dict(stores)
-        self._download = download
-        self._upload = upload
+        self._tiers = frozenset(tiers)
         self._page_bytes = page_bytes
         self._clock = clock
         # Guards all fields below and every handle; notified on every change that threads wait for.
@@ -133,15 +128,6 @@ class TransferWorker:
         self._num_pending = 0
         self._ended: list[TransferHandle] = []
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._run, args=(queue,), name=name, daemon=True)
-            for queue, name in (
-                (self._to_device, "jaxserve-kv-in"),
-                (self._from_device, "jaxserve-kv-out"),
-            )
-        ]
-        for thread in self._threads:
-            thread.start()
 
     def move(
         self,
@@ -212,10 +198,7 @@ class TransferWorker:
         return self._num_pending
 
     def close(self) -> None:
-        """Finishes transfers in flight, fails those not begun, and stops the threads; idempotent.
-
-        The stores stay open. `ended` still returns ended handles.
-        """
+        """Fails the transfers not begun; idempotent. `ended` still returns ended handles."""
         with self._changed:
             self._closed = True
             for queue in (self._to_device, self._from_device):
@@ -225,8 +208,6 @@ class TransferWorker:
                         error="the transfer worker was closed before the transfer began",
                     )
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
 
     def _check(
         self,
@@ -240,7 +221,7 @@ class TransferWorker:
         if source is target is Tier.DEVICE:
             raise MoveError(f"{names}: copies within the device are done by a program")
         for tier in (source, target):
-            if tier is not Tier.DEVICE and tier not in self._stores:
+            if tier is not Tier.DEVICE and tier not in self._tiers:
                 raise MoveError(f"{names}: this transfer worker has no {tier.value} tier")
         if not source_pages or len(source_pages) != len(target_pages):
             raise MoveError(
@@ -255,44 +236,18 @@ class TransferWorker:
     def _queue_of(self, handle: TransferHandle) -> deque[TransferHandle]:
         return self._to_device if handle.target is Tier.DEVICE else self._from_device
 
-    def _run(self, queue: deque[TransferHandle]) -> None:
-        while (handle := self._begin(queue)) is not None:
-            self._carry_out(handle)
+    def _can_begin(self, queue: deque[TransferHandle]) -> bool:
+        """Whether a queue has a transfer, and a staging buffer for it."""
+        return bool(queue) and (queue is self._from_device or self._free_in > 0)
 
-    def _begin(self, queue: deque[TransferHandle]) -> TransferHandle | None:
-        """Dequeues the next handle, with a staging buffer if it needs one; None once closed."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed or (queue and (queue is self._from_device or self._free_in))
-            )
-            if self._closed:
-                return None
-            handle = queue.popleft()
-            if handle.target is Tier.DEVICE:
-                self._free_in -= 1
-                handle._holds_buffer = True
-            handle.begun_us = self._clock()
-            return handle
-
-    def _carry_out(self, handle: TransferHandle) -> None:
-        try:
-            staged = self._copy(handle)
-        except Exception as error:  # any error fails only this transfer
-            self._end(handle, error=f"{type(error).__name__}: {error}")
-        else:
-            self._end(handle, staged)
-
-    def _copy(self, handle: TransferHandle) -> Any:
-        """Copies the pages; returns the staged array of a transfer to the device, else None."""
-        if handle.source is Tier.DEVICE:
-            images = self._download(handle._gathered)
-        else:
-            images = self._stores[handle.source].read(handle.source_pages)
-        if handle._abandoned:
-            return None
+    def _begin(self, queue: deque[TransferHandle]) -> TransferHandle:
+        """Dequeues the next handle of a queue that `_can_begin`."""
+        handle = queue.popleft()
         if handle.target is Tier.DEVICE:
-            return self._upload(images)
-        return self._stores[handle.target].write(handle.target_pages, images)
+            self._free_in -= 1
+            handle._holds_buffer = True
+        handle.begun_us = self._clock()
+        return handle
 
     def _end(self, handle: TransferHandle, staged: Any = None, error: str | None = None) -> None:
         with self._changed:
@@ -333,3 +288,78 @@ class TransferWorker:
             staged, handle.staged = handle.staged, None
             self._give_back(handle)
             return staged
+
+
+class TransferWorker(TransferQueue):
+    """Runs transfers in two threads, one for each queue."""
+
+    def __init__(
+        self,
+        stores: Mapping[Tier, Store],
+        *,
+        download: Callable[[Any], np.ndarray],
+        upload: Callable[[np.ndarray], Any],
+        page_bytes: int,
+        clock: Callable[[], int],
+        staging_buffers: int = 2,
+    ) -> None:
+        """Starts the threads.
+
+        `download` copies a staging array to host memory, in the layout of `Store.write`; `upload`
+        copies the result of `Store.read` to a new staging array, which may have padding rows.
+        Both run in the transfer worker's threads and return when the copy is done.
+        """
+        super().__init__(
+            stores, page_bytes=page_bytes, clock=clock, staging_buffers=staging_buffers
+        )
+        self._stores = dict(stores)
+        self._download = download
+        self._upload = upload
+        self._threads = [
+            threading.Thread(target=self._run, args=(queue,), name=name, daemon=True)
+            for queue, name in (
+                (self._to_device, "jaxserve-kv-in"),
+                (self._from_device, "jaxserve-kv-out"),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Finishes transfers in flight, fails those not begun, and stops the threads; idempotent.
+
+        The stores stay open. `ended` still returns ended handles.
+        """
+        super().close()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, queue: deque[TransferHandle]) -> None:
+        while (handle := self._wait_for(queue)) is not None:
+            self._carry_out(handle)
+
+    def _wait_for(self, queue: deque[TransferHandle]) -> TransferHandle | None:
+        """The next handle of a queue, begun; None once closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._can_begin(queue))
+            return None if self._closed else self._begin(queue)
+
+    def _carry_out(self, handle: TransferHandle) -> None:
+        try:
+            staged = self._copy(handle)
+        except Exception as error:  # any error fails only this transfer
+            self._end(handle, error=f"{type(error).__name__}: {error}")
+        else:
+            self._end(handle, staged)
+
+    def _copy(self, handle: TransferHandle) -> Any:
+        """Copies the pages; returns the staged array of a transfer to the device, else None."""
+        if handle.source is Tier.DEVICE:
+            images = self._download(handle._gathered)
+        else:
+            images = self._stores[handle.source].read(handle.source_pages)
+        if handle._abandoned:
+            return None
+        if handle.target is Tier.DEVICE:
+            return self._upload(images)
+        return self._stores[handle.target].write(handle.target_pages, images)

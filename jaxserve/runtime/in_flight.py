@@ -1,4 +1,4 @@
-"""A step in flight: packed, dispatched, read."""
+"""A step in flight on the devices: its uploads and its arrays."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from jaxserve.core.buckets import ProgramKey
+from jaxserve.core.in_flight import DispatchedStep, PackedStep, TokenLogprobs
 from jaxserve.core.step_plan import ScheduledChunk, StepPlan
 from jaxserve.runtime.programs.step_layout import FrozenPlan
-from jaxserve.sampling import TokenLogprobs
 from jaxserve.structured.matcher import Matcher
 
 
@@ -28,15 +28,9 @@ class SamplingRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedStep:
-    """A plan with its uploads, independent of state that the scheduler changes.
+class PackedInputs(PackedStep):
+    """A packed step with its uploads."""
 
-    `key` is the program that it enters. In a pipeline it continues in those of later steps.
-    """
-
-    step_id: int
-    plan: StepPlan
-    key: ProgramKey
     frozen: FrozenPlan
     sampled: tuple[ScheduledChunk, ...]
     rows: tuple[SamplingRow, ...]
@@ -44,43 +38,17 @@ class PackedStep:
 
 
 @dataclasses.dataclass(frozen=True)
-class DispatchedStep:
-    """A step completed by a dispatch: arrays that the device may not have computed yet.
+class DeviceStep(DispatchedStep):
+    """A dispatched step with its arrays, which the device may not have computed yet."""
 
-    `number` and `begun_us` are that dispatch's number and time; `begun_us` is None if it only
-    emptied the pipeline before a page operation.
-    """
-
-    step_id: int
-    number: int
-    begun_us: int | None
-    plan: StepPlan
-    key: ProgramKey
-    """The program of that dispatch."""
-    together: tuple[StepPlan, ...]
-    """The plans that it ran: in a pipeline one per stage."""
     sampled: tuple[ScheduledChunk, ...]
     hidden: jax.Array
     """Hidden states to sample from. `read` waits for them even if nothing was sampled: the host
     must not run ahead by all the chunks of a long prompt."""
     token_ids: jax.Array | None
-    logprobs: TokenLogprobs | None
-    prompt_logprobs: TokenLogprobs | None
+    logprobs: TokenLogprobs[jax.Array] | None
+    prompt_logprobs: TokenLogprobs[jax.Array] | None
 
 
-@dataclasses.dataclass(frozen=True)
-class StepResults:
-    """Results of a step on the host: `token_ids[i]` was sampled by `sampled[i]`.
-
-    `logprobs` has the same rows; `prompt_logprobs` one row per prefill token of the step. Both are
-    numpy, or None if not requested.
-    """
-
-    sampled: tuple[ScheduledChunk, ...]
-    token_ids: list[int]
-    logprobs: TokenLogprobs | None
-    prompt_logprobs: TokenLogprobs | None
-
-
-BUBBLE = PackedStep(-1, StepPlan(), ProgramKey(0, 0), FrozenPlan(), (), ())
+BUBBLE = PackedInputs(-1, StepPlan(), ProgramKey(0, 0), FrozenPlan(), (), ())
 """Pipeline bubble: a stage without a step."""

@@ -9,10 +9,12 @@ any page size and any mesh.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jaxserve.core.errors import SnapshotError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.kv.tiers import Store, Tier
 from jaxserve.runtime.programs.program_shapes import ProgramShapes
@@ -64,6 +66,8 @@ class PageImages:
 
     def __init__(self, layout: ImageLayout, runner: Runner, stores: Mapping[Tier, Store]) -> None:
         self.layout = layout
+        self.page_tokens = layout.page_tokens
+        self.page_bytes = self.page_tokens * math.prod(layout.token_shape) * layout.dtype.itemsize
         self._runner = runner
         self._stores = stores
 
@@ -77,5 +81,14 @@ class PageImages:
         return self.layout.tokens(images)
 
     def write(self, pages: Sequence[int], tokens: np.ndarray) -> None:
-        """Writes KV of whole pages to up to MOVE_PAGES pages of the device."""
+        """Writes KV of whole pages to up to MOVE_PAGES pages of the device.
+
+        Raises SnapshotError for KV of another shape or dtype.
+        """
+        layout = self.layout
+        if tokens.shape[2:] != layout.token_shape or tokens.dtype != layout.dtype:
+            raise SnapshotError(
+                f"a token's KV is {tokens.dtype} {list(tokens.shape[2:])} in the snapshot, and "
+                f"{layout.dtype} {list(layout.token_shape)} in this engine."
+            )
         self._runner.write_pages(pages, self.layout.images(tokens))

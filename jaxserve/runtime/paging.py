@@ -1,23 +1,18 @@
-"""Carries out the plans of the KV manager: page operations before each step, tier transfers.
-
-Only programs dispatched here and the steps themselves touch the device's pool, all from the
-engine's thread and so in one order.
-"""
+"""The page transfers of a runner: opens the lower tiers and measures them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.events import EventLog
 from jaxserve.core.model_config import ModelConfig
-from jaxserve.kv.invariants import check_invariants
 from jaxserve.kv.manager import KVManager
-from jaxserve.kv.page_table import PageTable
+from jaxserve.kv.page_transfers import PageTransfers
 from jaxserve.kv.pages import TRASH_PAGE, PagePool
 from jaxserve.kv.rates import Rates
 from jaxserve.kv.tiers import DiskStore, HostStore, Store, Tier
-from jaxserve.kv.transfer_worker import TransferHandle, TransferState, TransferWorker
+from jaxserve.kv.transfer_worker import TransferHandle, TransferWorker
 from jaxserve.kv.transfers import MOVE_SIZES
 from jaxserve.runtime.memory import STAGING_BUFFERS
 from jaxserve.runtime.page_images import ImageLayout, PageImages
@@ -25,18 +20,12 @@ from jaxserve.runtime.runner import Runner
 from jaxserve.runtime.staging import Staging
 from jaxserve.runtime.startup import EnginePlan
 
-_STAGING_WAIT_US = 100_000
-"""How long a step waits for a staging buffer before it drops the save: too short for streaming
-users to notice. After a timeout no step waits until a buffer is free again."""
-_IDLE_WAIT_US = 10_000
-"""How long an idle engine waits for a transfer."""
-_SETTLE_US = 1_000_000
-"""How long a snapshot waits for transfers: the KV of unfinished ones can be recomputed."""
 _CALIBRATIONS = 3
+_CALIBRATION_WAIT_US = 100_000
 
 
-class Paging:
-    """An engine's KV manager, with the device, the transfer worker and the stores it uses."""
+class Paging(PageTransfers):
+    """The page transfers of a runner, with the stores of its lower tiers."""
 
     def __init__(self, plan: EnginePlan, runner: Runner, log: EventLog) -> None:
         """Opens the lower tiers and times transfers to and from them.
@@ -45,9 +34,6 @@ class Paging:
         """
         config, memory = plan.config, plan.memory
         self._runner = runner
-        self._log = log
-        self._debug = config.debug_kv
-        self._stalled = False
         self._stores: dict[Tier, Store] = {}
         if memory.host_pages:
             self._stores[Tier.HOST] = HostStore(memory.host_pages, memory.image_bytes)
@@ -55,10 +41,10 @@ class Paging:
             self._stores[Tier.DISK] = DiskStore(
                 config.disk_kv_dir, memory.disk_pages, memory.image_bytes
             )
-        self._worker = None
+        worker, rates = None, Rates()
         if self._stores:
             staging = Staging(plan.shapes.staging(1))
-            self._worker = TransferWorker(
+            worker = TransferWorker(
                 self._stores,
                 download=staging.download,
                 upload=staging.upload,
@@ -66,81 +52,29 @@ class Paging:
                 clock=log.now,
                 staging_buffers=STAGING_BUFFERS,
             )
-        rates = Rates()
-        if self._worker is not None:
-            with log.phase("startup", "calibrate moves"):
-                self._calibrate(rates)
-        self.manager = KVManager(
+        manager = KVManager(
             PagePool(memory.num_pages, config.page_size),
             prefix_caching=config.enable_prefix_caching,
             preemption=config.preemption,
             tiers={tier: store.num_pages for tier, store in self._stores.items()},
             page_bytes=memory.image_bytes,
-            transfer_worker=self._worker,
+            transfer_worker=worker,
             rates=rates,
         )
-
-    def poll(self) -> None:
-        """Processes finished transfers. Call it before a step is planned."""
-        for handle in self.manager.poll(self._log.now()):
-            if handle.state is TransferState.ABANDONED:
-                continue  # It may never have started, and transferred nothing.
-            self._log.moved(
-                handle.source.value,
-                handle.target.value,
-                pages=len(handle.source_pages),
-                num_bytes=handle.num_bytes,
-                begin_us=handle.begun_us,
-                end_us=handle.ended_us,
-                error=handle.error,
-            )
-
-    def carry_out(self) -> None:
-        """Dispatches the device operations needed before the step just planned."""
-        operations = self.manager.operations()
-        for load in operations.loads:
-            self._runner.scatter(load.target_pages, load.handle.consume())
-        for save in operations.saves:
-            staging = None
-            self._stalled = not self._worker.reserve(0 if self._stalled else _STAGING_WAIT_US)
-            if not self._stalled:
-                staging = self._runner.gather(save.source_pages)
-            self.manager.begin(save, staging)
-        if operations.copies:
-            self._runner.copy(operations.copies)
-        if self._debug and operations.freed:
-            self._runner.poison(operations.freed)
+        super().__init__(manager, worker, runner, log, debug=config.debug_kv)
+        if worker is not None:
+            with log.phase("startup", "calibrate moves"):
+                self._calibrate(rates)
 
     def images(self, model: ModelConfig) -> PageImages:
         """Access to pages on any tier; `model` is the config of the checkpoint, unpartitioned."""
         layout = ImageLayout(self._runner.shapes, model)
         return PageImages(layout, self._runner, self._stores)
 
-    def settle(self) -> None:
-        """Waits for all transfers in flight, for _SETTLE_US at most."""
-        give_up_us = self._log.now() + _SETTLE_US
-        while True:
-            self.poll()
-            self.carry_out()
-            if not self.manager.num_in_flight_transfers or self._log.now() > give_up_us:
-                return
-            self.wait()
-
-    def check(self, tables: Mapping[int, PageTable]) -> None:
-        """In debug mode, raises PageError when these tables violate the KV invariants."""
-        if self._debug:
-            check_invariants(self.manager, tables.values())
-
-    def wait(self) -> None:
-        """Waits briefly for a transfer, when the engine is idle."""
-        if self._worker is not None and self.manager.num_in_flight_transfers:
-            self._worker.wait(_IDLE_WAIT_US)
-
     def close(self) -> None:
         """Stops the transfer worker, frees the lower tiers and the device's memory. Idempotent."""
         self._runner = None
-        if self._worker is not None:
-            self._worker.close()
+        super().close()
         for store in self._stores.values():
             store.close()
         self._stores.clear()
@@ -184,4 +118,4 @@ class Paging:
 
     def _finish(self, handle: TransferHandle) -> None:
         while handle not in self._worker.ended():
-            self._worker.wait(_STAGING_WAIT_US)
+            self._worker.wait(_CALIBRATION_WAIT_US)

@@ -15,17 +15,12 @@ import jax
 import numpy as np
 
 from jaxserve.core.buckets import ProgramKey
+from jaxserve.core.in_flight import StepResults, TokenLogprobs
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.step_plan import StepPlan
 from jaxserve.kv.transfers import MOVE_PAGES, MOVE_SIZES
 from jaxserve.models.family import Params
-from jaxserve.runtime.in_flight import (
-    BUBBLE,
-    DispatchedStep,
-    PackedStep,
-    SamplingRow,
-    StepResults,
-)
+from jaxserve.runtime.in_flight import BUBBLE, DeviceStep, PackedInputs, SamplingRow
 from jaxserve.runtime.programs.device_state import allocate, filled
 from jaxserve.runtime.programs.executables import Programs
 from jaxserve.runtime.programs.kinds import ProgramKinds
@@ -34,7 +29,6 @@ from jaxserve.runtime.programs.program_shapes import ProgramShapes
 from jaxserve.runtime.programs.step_layout import FrozenPlan
 from jaxserve.sampling import (
     NO_TOKEN,
-    TokenLogprobs,
     needs_state,
     row_constants,
 )
@@ -56,7 +50,7 @@ class Runner:
         self._rows: dict[int, SamplingRow] = {}
         self._stages = collections.deque([BUBBLE] * (shapes.stages - 1))
         self.num_dispatches = 0
-        self.in_flight: collections.deque[DispatchedStep] = collections.deque()
+        self.in_flight: collections.deque[DeviceStep] = collections.deque()
 
     @property
     def busy(self) -> bool:
@@ -101,14 +95,14 @@ class Runner:
     def forget(self, seq: Sequence) -> None:
         self._rows.pop(seq.seq_id, None)
 
-    def pack(self, plan: StepPlan, step_id: int) -> PackedStep:
+    def pack(self, plan: StepPlan, step_id: int) -> PackedInputs:
         """Fixes a plan's uploads. Raises ProgramMissError when no program holds it."""
         sampled = (*plan.decodes, *(chunk for chunk in plan.prefills if chunk.samples))
         rows = tuple(self._rows[chunk.seq.seq_id] for chunk in sampled)
         frozen = FrozenPlan.of(plan, self.shapes.config.page_size)
-        return PackedStep(step_id, plan, self._key(plan), frozen, sampled, rows)
+        return PackedInputs(step_id, plan, self._key(plan), frozen, sampled, rows)
 
-    def dispatch(self, packed: PackedStep, begun_us: int | None) -> None:
+    def dispatch(self, packed: PackedInputs, begun_us: int | None) -> None:
         """Calls a step's programs; returns before the devices are done.
 
         In a pipeline the step enters the first stage, all others advance by one, and the oldest is
@@ -135,20 +129,20 @@ class Runner:
 
     def _sampled(
         self,
-        packed: PackedStep,
+        packed: PackedInputs,
         key: ProgramKey,
         together: tuple[StepPlan, ...],
         begun_us: int | None,
         hidden: jax.Array,
         prefill_hidden: jax.Array,
-    ) -> DispatchedStep:
+    ) -> DeviceStep:
         token_ids = logprobs = None
         if packed.sampled:
             token_ids, logprobs = self._sample(packed, hidden)
         prompt_logprobs = self._score_prompts(packed, prefill_hidden)
         for array in jax.tree.leaves((token_ids, logprobs, prompt_logprobs)):
             array.copy_to_host_async()
-        return DispatchedStep(
+        return DeviceStep(
             packed.step_id,
             self.num_dispatches,
             begun_us,
@@ -162,7 +156,7 @@ class Runner:
             prompt_logprobs,
         )
 
-    def read(self, step: DispatchedStep) -> StepResults:
+    def read(self, step: DeviceStep) -> StepResults:
         """Wait for a step and bring its results to the host."""
         step.hidden.block_until_ready()
         token_ids = [] if step.token_ids is None else np.asarray(step.token_ids).tolist()
@@ -233,8 +227,8 @@ class Runner:
         return self._kinds.forward(self._state, key, steps)
 
     def _sample(
-        self, packed: PackedStep, hidden: jax.Array
-    ) -> tuple[jax.Array, TokenLogprobs | None]:
+        self, packed: PackedInputs, hidden: jax.Array
+    ) -> tuple[jax.Array, TokenLogprobs[jax.Array] | None]:
         sampled, rows = packed.sampled, packed.rows
         if all(row.plain for row in rows):
             slots = [chunk.slot for chunk in sampled]
@@ -247,7 +241,7 @@ class Runner:
         wanted = any(chunk.seq.params.logprobs is not None for chunk in sampled)
         return output.token_ids, output.logprobs if wanted else None
 
-    def _masks(self, packed: PackedStep) -> dict[int, np.ndarray]:
+    def _masks(self, packed: PackedInputs) -> dict[int, np.ndarray]:
         """Grammar masks by row. A matcher needs all previous tokens of its row, so the host waits
         for those while the devices run the forward pass."""
         matched = [
@@ -260,7 +254,7 @@ class Runner:
                 advance(self._matched_tokens(step))
         return {place: matcher.mask for place, matcher, _ in matched}
 
-    def _matched_tokens(self, step: DispatchedStep) -> Iterator[tuple[Matcher, int, int]]:
+    def _matched_tokens(self, step: DeviceStep) -> Iterator[tuple[Matcher, int, int]]:
         """Tokens that a step sampled for sequences with a matcher, as input to `advance`."""
         if step.token_ids is None:
             return
@@ -269,7 +263,9 @@ class Runner:
             if row is not None and row.matcher is not None and token_id != NO_TOKEN:
                 yield row.matcher, chunk.output_index, token_id
 
-    def _score_prompts(self, packed: PackedStep, hidden: jax.Array) -> TokenLogprobs | None:
+    def _score_prompts(
+        self, packed: PackedInputs, hidden: jax.Array
+    ) -> TokenLogprobs[jax.Array] | None:
         """Log probabilities of the token after each prefill token, if a request asks for them."""
         prefills = packed.plan.prefills
         if all(chunk.seq.params.prompt_logprobs is None for chunk in prefills):

@@ -84,20 +84,7 @@ class EnginePlan:
     @property
     def scheduler(self) -> SchedulerConfig:
         """The limits of the engine's scheduler."""
-        config, buckets = self.config, self.shapes.buckets
-        ageing_s = config.priority_ageing_s
-        return SchedulerConfig(
-            policy=config.scheduler,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_prefill_tokens=buckets.max_prefill_tokens,
-            max_model_len=config.max_model_len,
-            fair_share=config.fair_share,
-            priority_ageing_us=None if ageing_s is None else round(ageing_s * 1e6),
-            num_stages=config.pipeline_parallel_size,
-            target_step_us=config.target_step_us,
-            buckets=buckets,
-        )
+        return SchedulerConfig.of(self.config, self.shapes.buckets)
 
     @property
     def admission(self) -> AdmissionRule:

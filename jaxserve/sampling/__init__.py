@@ -5,9 +5,10 @@ everything else and skips, at run time, what no row of the batch requested. `Sam
 per-sequence history (counts, bans), one row per slot.
 """
 
-from jaxserve.sampling.logprobs import TOP_LOGPROBS, TokenLogprobs, token_logprobs
-from jaxserve.sampling.rows import pack_rows, row_constants, sequence_seed
-from jaxserve.sampling.sample import NO_TOKEN, SampleOutput, general, greedy
+from jaxserve.core.in_flight import NO_TOKEN, TokenLogprobs
+from jaxserve.sampling.logprobs import TOP_LOGPROBS, token_logprobs
+from jaxserve.sampling.rows import pack_rows, row_constants
+from jaxserve.sampling.sample import SampleOutput, general, greedy
 from jaxserve.sampling.state import (
     BY_TOKEN,
     SamplingState,
@@ -32,6 +33,5 @@ __all__ = [
     "pack_admission",
     "pack_rows",
     "row_constants",
-    "sequence_seed",
     "token_logprobs",
 ]

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.core.in_flight import TokenLogprobs
 from jaxserve.core.sampling_params import MAX_LOGPROBS as TOP_LOGPROBS
 from jaxserve.models import parallel
 from jaxserve.sampling.vocabulary import ordered_sum
 
 
-@flax.struct.dataclass
-class TokenLogprobs:
-    """`logprobs` float32 [n] and `ranks` int32 [n] of given tokens, 1 being the most likely.
-
-    `top_ids` int32 and `top_logprobs` float32 [n, 20] are the most likely tokens, best first,
-    lower ids first on ties.
-    """
-
-    logprobs: jax.Array
-    ranks: jax.Array
-    top_ids: jax.Array
-    top_logprobs: jax.Array
-
-
-def no_logprobs(rows: int) -> TokenLogprobs:
+def no_logprobs(rows: int) -> TokenLogprobs[jax.Array]:
     """Zeros, for rows that did not request logprobs."""
     return TokenLogprobs(
         logprobs=jnp.zeros((rows,), jnp.float32),
@@ -36,7 +22,9 @@ def no_logprobs(rows: int) -> TokenLogprobs:
     )
 
 
-def token_logprobs(logits: jax.Array, token_ids: jax.Array, with_top: jax.Array) -> TokenLogprobs:
+def token_logprobs(
+    logits: jax.Array, token_ids: jax.Array, with_top: jax.Array
+) -> TokenLogprobs[jax.Array]:
     """Logprobs of `token_ids` [rows] from raw `logits` [vocab, rows], this rank's part of the
     vocabulary; also the top ones if the scalar `with_top` is set.
 

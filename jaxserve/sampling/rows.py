@@ -36,17 +36,6 @@ FLAG_TOP_LOGPROBS = 32  # and the most likely tokens
 FLAG_MASK = 64  # samples only what its row of the step's masks allows
 FLAG_PROCESSORS = 128  # applies the logits processors whose fields are not NaN
 
-_SEED_STRIDE = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio, as in SplitMix64
-
-
-def sequence_seed(seed: int, index: int) -> int:
-    """Seed of sequence `index` of a request with n > 1, in -2**63..2**63-1 as all seeds are.
-
-    The first has the request's own seed. The others are far from the seeds of other requests: with
-    `seed + index`, sample 1 of seed 7 would be sample 0 of seed 8.
-    """
-    return (seed + index * _SEED_STRIDE + 2**63) % 2**64 - 2**63
-
 
 def row_constants(
     params: SamplingParams,

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.core.in_flight import NO_TOKEN, TokenLogprobs
 from jaxserve.models import parallel
 from jaxserve.sampling import rows as row
-from jaxserve.sampling.logprobs import TokenLogprobs, no_logprobs, token_logprobs
+from jaxserve.sampling.logprobs import no_logprobs, token_logprobs
 from jaxserve.sampling.noise import exponentials
 from jaxserve.sampling.process import add_bias, ban_tokens, mask_tokens, penalize, when
 from jaxserve.sampling.processors import NO_PROCESSORS, Processors, apply_processors
@@ -19,16 +20,13 @@ from jaxserve.sampling.state import SamplingState, record
 from jaxserve.sampling.threshold import weight_floor
 from jaxserve.sampling.vocabulary import CELL, largest, padded
 
-# Token id of a row whose logits are all NaN or leave nothing to sample.
-NO_TOKEN = -1
-
 
 @flax.struct.dataclass
 class SampleOutput:
     """`token_ids` int32 [rows], NO_TOKEN where sampling failed; logprobs zero if not asked for."""
 
     token_ids: jax.Array
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs[jax.Array]
 
 
 def greedy(logits: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxserve.core.buckets import Buckets
+from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.scheduler.policies import POLICIES
 
@@ -38,6 +39,23 @@ class SchedulerConfig:
     num_stages: int = 1
     target_step_us: int | None = None
     buckets: Buckets | None = None
+
+    @classmethod
+    def of(cls, config: EngineConfig, buckets: Buckets) -> SchedulerConfig:
+        """The limits of an engine's scheduler, for a resolved config."""
+        ageing_s = config.priority_ageing_s
+        return cls(
+            policy=config.scheduler,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_prefill_tokens=buckets.max_prefill_tokens,
+            max_model_len=config.max_model_len,
+            fair_share=config.fair_share,
+            priority_ageing_us=None if ageing_s is None else round(ageing_s * 1e6),
+            num_stages=config.pipeline_parallel_size,
+            target_step_us=config.target_step_us,
+            buckets=buckets,
+        )
 
     def __post_init__(self) -> None:
         """Raises ConfigError when a limit is out of range or would starve prefills."""

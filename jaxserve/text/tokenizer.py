@@ -86,6 +86,11 @@ class Tokenizer:
                     f"{_MAX_VOCABULARY}."
                 )
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex digest that changes with the vocabulary, and with how text is split and joined."""
+        return hashlib.sha256(self._backend.to_str().encode()).hexdigest()
+
     @classmethod
     def from_directory(cls, path: str | Path) -> Tokenizer:
         """Reads a Hugging Face model directory. Raises `ModelError` if that fails."""

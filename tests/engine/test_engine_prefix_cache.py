@@ -23,8 +23,7 @@ from tiny_engines import (
 
 from jaxserve.beam_search import BeamSearchParams
 from jaxserve.core.errors import RequestError
-from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.sampling import sequence_seed
+from jaxserve.core.sampling_params import SamplingParams, sequence_seed
 from jaxserve.scheduler.policies import POLICIES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

@@ -27,8 +27,8 @@ ROWS = np.arange(60, dtype=np.float32).reshape(10, 6)
 def written(tmp_path):
     directory = tmp_path / "new" / "snapshot"
     writer = SnapshotWriter(directory)
-    writer.add_json("requests", [{"prompt": "grüße \ud800"}])
-    writer.add_rows("kv-00000", ROWS)
+    writer.add("requests", [{"prompt": "grüße \ud800"}])
+    writer.add("kv-00000", ROWS)
     writer.commit({"fingerprint": "abc"})
     return directory
 
@@ -47,7 +47,7 @@ def test_what_is_read_is_what_was_written(written):
 def test_rows_of_any_dtype_to_the_last_bit(tmp_path, dtype):
     bits = np.arange(1 << 16, dtype=np.uint16).reshape(-1, 4)
     writer = SnapshotWriter(tmp_path)
-    writer.add_rows("kv", bits.view(dtype))
+    writer.add("kv", bits.view(dtype))
     writer.commit({})
     read = SnapshotReader(tmp_path).rows("kv", 0, len(bits))
     assert read.dtype == dtype
@@ -56,7 +56,7 @@ def test_rows_of_any_dtype_to_the_last_bit(tmp_path, dtype):
 
 def test_the_older_one_counts_until_the_newer_is_whole(written):
     writer = SnapshotWriter(written)
-    writer.add_json("requests", ["newer"])
+    writer.add("requests", ["newer"])
     assert SnapshotReader(written).json("requests") != ["newer"]
     writer.commit({})
     assert SnapshotReader(written).json("requests") == ["newer"]
@@ -106,8 +106,8 @@ def test_a_file_that_is_missing(written):
 def test_any_changed_byte_or_lost_end_is_noticed(tmp_path_factory, data):
     directory = tmp_path_factory.mktemp("damaged")
     writer = SnapshotWriter(directory)
-    writer.add_json("requests", ["a", {"b": 1.5}])
-    writer.add_rows("kv-00000", ROWS)
+    writer.add("requests", ["a", {"b": 1.5}])
+    writer.add("kv-00000", ROWS)
     writer.commit({})
     files = sorted(path for path in directory.iterdir() if path.name != MANIFEST)
     file = data.draw(st.sampled_from(files))

@@ -19,7 +19,7 @@ class CrankedTransferWorker(TransferWorker):
 
     def can_begin(self, to_device: bool) -> bool:
         """Whether there is a move in one direction, and a buffer for it."""
-        return bool(self._to_device and self._free_in if to_device else self._from_device)
+        return self._can_begin(self._to_device if to_device else self._from_device)
 
     def begin(self, to_device: bool) -> TransferHandle:
         return self._begin(self._to_device if to_device else self._from_device)

@@ -20,8 +20,7 @@ from tiny_engines import Arrival, drive, generate
 
 from jaxserve.beam_search import BeamSearchParams
 from jaxserve.core.errors import MemoryPlanError
-from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.sampling import sequence_seed
+from jaxserve.core.sampling_params import SamplingParams, sequence_seed
 from jaxserve.scheduler.policies import POLICIES
 
 WHOLE = SamplingParams(temperature=0, max_tokens=48)

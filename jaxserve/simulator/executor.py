@@ -1,0 +1,135 @@
+"""An executor that computes nothing: steps take the time that `StepTimes` gives them."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+
+from jaxserve.core.buckets import Buckets, ProgramKey
+from jaxserve.core.in_flight import DispatchedStep, PackedStep, StepResults
+from jaxserve.core.sequence import Sequence
+from jaxserve.core.step_plan import StepPlan
+from jaxserve.kv.transfers import staged_pages
+from jaxserve.simulator.step_times import StepTimes
+from jaxserve.simulator.virtual_clock import VirtualClock
+from jaxserve.structured.matcher import Matcher
+
+_BUBBLE = PackedStep(-1, StepPlan(), ProgramKey(0, 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedStep(DispatchedStep):
+    """A dispatched step whose results are ready at `ready_us`."""
+
+    ready_us: int
+
+
+class SimulatedExecutor:
+    """Runs step plans on a virtual clock, in dispatch order, one dispatch after another.
+
+    The host takes no time: the clock moves on when the results of a step are read.
+    """
+
+    def __init__(
+        self,
+        buckets: Buckets,
+        num_stages: int,
+        times: StepTimes,
+        clock: VirtualClock,
+        token_of: Callable[[Sequence, int], int],
+    ) -> None:
+        """`token_of` gives the token that a sequence samples at a position of its output."""
+        self.in_flight: collections.deque[SimulatedStep] = collections.deque()
+        self.num_dispatches = 0
+        self._buckets = buckets
+        self._times = times
+        self._clock = clock
+        self._token_of = token_of
+        self._stages = collections.deque([_BUBBLE] * (num_stages - 1))
+        self._free_us = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a dispatched step is still in the pipeline."""
+        return any(packed is not _BUBBLE for packed in self._stages)
+
+    def register(
+        self,
+        seq: Sequence,
+        seed: int,
+        bad_word_ids: SequenceOf[SequenceOf[int]],
+        eos_token_ids: tuple[int, ...],
+        matcher: Matcher | None,
+    ) -> None:
+        """Does nothing: `token_of` alone decides what a sequence samples."""
+
+    def forget(self, seq: Sequence) -> None:
+        """Does nothing."""
+
+    def pack(self, plan: StepPlan, step_id: int) -> PackedStep:
+        """Raises ProgramMissError when no program holds the plan."""
+        return PackedStep(step_id, plan, self._key(plan))
+
+    def dispatch(self, packed: PackedStep, begun_us: int | None) -> None:
+        """Enters a step into the pipeline; the oldest one there completes."""
+        self.num_dispatches += 1
+        self._stages.append(packed)
+        together = tuple(step.plan for step in self._stages)
+        key = self._key()
+        self._take(self._times.step(key, together))
+        oldest = self._stages.popleft()
+        if oldest is not _BUBBLE:
+            self.in_flight.append(
+                SimulatedStep(
+                    oldest.step_id,
+                    self.num_dispatches,
+                    begun_us,
+                    oldest.plan,
+                    key,
+                    together,
+                    self._free_us,
+                )
+            )
+
+    def advance(self, begun_us: int | None = None) -> None:
+        """Moves the pipeline on by one stage, with no step entering."""
+        self.dispatch(_BUBBLE, begun_us)
+
+    def read(self, step: SimulatedStep) -> StepResults:
+        """Moves the clock to the end of a step."""
+        self._clock.advance_to(step.ready_us)
+        sampled = tuple(
+            chunk for chunk in (*step.plan.decodes, *step.plan.prefills) if chunk.samples
+        )
+        tokens = [self._token_of(chunk.seq, chunk.output_index) for chunk in sampled]
+        return StepResults(sampled, tokens)
+
+    def gather(self, pages: SequenceOf[int]) -> int:
+        """Stands for a staging array: the number of its pages."""
+        self._copy(staged_pages(len(pages)))
+        return len(pages)
+
+    def scatter(self, pages: SequenceOf[int], staging: object) -> None:
+        self._copy(staged_pages(len(pages)))
+
+    def copy(self, pairs: SequenceOf[tuple[int, int]]) -> None:
+        self._copy(len(pairs))
+
+    def poison(self, pages: SequenceOf[int]) -> None:
+        """Does nothing: pages have no content."""
+
+    def _copy(self, num_pages: int) -> None:
+        while self.busy:  # Page operations apply to all stages at once.
+            self.advance()
+        self._take(self._times.copy(num_pages))
+
+    def _take(self, seconds: float) -> None:
+        """Occupies the devices, from the end of what they do now on."""
+        self._free_us = max(self._free_us, self._clock.now()) + round(seconds * 1e6)
+
+    def _key(self, *entering: StepPlan) -> ProgramKey:
+        """The program that holds all steps in the pipeline, and those `entering`."""
+        plans = (*entering, *(packed.plan for packed in self._stages))
+        return self._buckets.program(plan.shape for plan in plans)

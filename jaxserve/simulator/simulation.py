@@ -1,0 +1,132 @@
+"""A simulated engine: arrivals in, the requests and the events of the engine out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+
+from jaxserve.core.buckets import Buckets
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.events import EventLog
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sequence import Sequence
+from jaxserve.engine.engine_core import EngineCore
+from jaxserve.engine.input_processor import InputProcessor
+from jaxserve.engine.prompts import TokenizedPrompt
+from jaxserve.engine.request import Request
+from jaxserve.kv.manager import KVManager
+from jaxserve.kv.page_transfers import PageTransfers
+from jaxserve.kv.pages import PagePool
+from jaxserve.kv.tiers import Tier
+from jaxserve.metrics.metrics import Metrics
+from jaxserve.scheduler.config import SchedulerConfig
+from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.simulator.executor import SimulatedExecutor
+from jaxserve.simulator.step_times import StepTimes
+from jaxserve.simulator.transfers import Link, SimulatedTransfers
+from jaxserve.simulator.virtual_clock import VirtualClock
+
+_VOCAB_SIZE = 2**31
+"""Larger than any model's: token ids are those of the trace."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """A request that arrives at `time_us`."""
+
+    time_us: int
+    token_ids: SequenceOf[int]
+    params: SamplingParams
+    priority: int | None = None
+    tenant: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LowerTier:
+    """A tier of the KV cache below the device, and its link with the tier above."""
+
+    num_pages: int
+    link: Link
+
+
+def new_tokens(seq: Sequence, output_index: int) -> int:
+    """Tokens that no other sequence samples: no sampled text is ever found in the prefix cache."""
+    return 2**32 - 1 - seq.seq_id
+
+
+class Simulation:
+    """An engine of `config`, resolved, with its scheduler, KV manager, metrics and events, over
+    devices that exist only as `times`.
+
+    Attributes:
+        core: the engine core, as `Engine` has it.
+        metrics: what `Engine.get_metrics` is made of.
+        log: all events, on the virtual clock.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        buckets: Buckets,
+        num_pages: int,
+        times: StepTimes,
+        *,
+        page_bytes: int = 0,
+        tiers: Mapping[Tier, LowerTier] | None = None,
+        token_of: Callable[[Sequence, int], int] = new_tokens,
+        keep_events: bool = False,
+    ) -> None:
+        """`num_pages` as in the memory plan, the trash page included. `tiers` are from the top
+        down. `token_of` gives the token that a sequence samples at a position of its output."""
+        tiers = tiers or {}
+        self.clock = VirtualClock()
+        self.metrics = Metrics()
+        self.log = EventLog(self.metrics.fold, clock=self.clock.now, keep_all=keep_events)
+        worker = None
+        if tiers:
+            links = {tier: lower.link for tier, lower in tiers.items()}
+            worker = SimulatedTransfers(links, page_bytes=page_bytes, clock=self.clock)
+        manager = KVManager(
+            PagePool(num_pages, config.page_size),
+            prefix_caching=config.enable_prefix_caching,
+            preemption=config.preemption,
+            tiers={tier: lower.num_pages for tier, lower in tiers.items()},
+            page_bytes=page_bytes,
+            transfer_worker=worker,
+        )
+        if worker is not None:
+            worker.calibrate(manager.rates)
+        stages = config.pipeline_parallel_size
+        executor = SimulatedExecutor(buckets, stages, times, self.clock, token_of)
+        self.scheduler = Scheduler(SchedulerConfig.of(config, buckets), manager)
+        self._input = InputProcessor(config, None, _VOCAB_SIZE, frozenset(), self.log.now)
+        transfers = PageTransfers(manager, worker, executor, self.log, debug=config.debug_kv)
+        self.core = EngineCore(self.scheduler, transfers, executor, self._input, self.log, ())
+
+    def run(self, arrivals: Iterable[Arrival]) -> list[Request]:
+        """Serves requests to the end, in order of arrival. The engine takes them between steps.
+
+        Raises RequestError, as the engine does, for a request that can never run.
+        """
+        requests: list[Request] = []
+        for arrival in sorted(arrivals, key=lambda arrival: arrival.time_us):
+            while self.core.has_work and self.clock.now() < arrival.time_us:
+                self.core.step()
+            self.clock.advance_to(arrival.time_us)
+            requests.append(self._add(str(len(requests)), arrival))
+        while self.core.has_work:
+            self.core.step()
+        return requests
+
+    def _add(self, request_id: str, arrival: Arrival) -> Request:
+        added = self._input.process(
+            request_id,
+            TokenizedPrompt(None, list(arrival.token_ids)),
+            arrival.params,
+            arrival.priority,
+            arrival.tenant,
+            None,
+            None,
+        )
+        return self.core.apply(added)

@@ -1,0 +1,256 @@
+"""One request moved from an engine to another: the same tokens, from any moment, or a refusal."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_engines import Preempter, count, preemptible, prefilled, token_ids
+from tiny_engines import LONGEST, PAGE_SIZE, PROMPT_LENGTHS, assert_idle
+
+from jaxserve.core.errors import RequestError, SnapshotError
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.structured_outputs import StructuredOutputs
+from jaxserve.engine import snapshot_kv
+
+GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
+SEEDED = dataclasses.replace(GREEDY, temperature=0.8, seed=5)
+KINDS = {
+    "greedy": GREEDY,
+    "seeded": SEEDED,
+    "penalized": dataclasses.replace(SEEDED, presence_penalty=1.0, repetition_penalty=1.5),
+    "scored": dataclasses.replace(GREEDY, logprobs=2, prompt_logprobs=1),
+    "several": dataclasses.replace(SEEDED, n=3, max_tokens=9),
+    "stopped": dataclasses.replace(SEEDED, stop=("a", "e"), ignore_eos=False),
+    "structured": dataclasses.replace(
+        SEEDED, ignore_eos=False, structured_outputs=StructuredOutputs(regex="[a-f]{4,20}!")
+    ),
+}
+SWAPPING = {"preemption": "swap", "host": 64}
+
+
+@pytest.fixture
+def engines(kv_llm_for):
+    """Where a request begins, with a lower tier, and where it goes on, with larger pages."""
+    source, target = kv_llm_for(**SWAPPING), kv_llm_for(page_size=2 * PAGE_SIZE)
+    yield source, target
+    for llm in (source, target):
+        for request_id in list(llm.engine._requests):
+            llm.abort(request_id)
+
+
+def begun(llm, prompt, params, steps):
+    stream = llm.stream({"prompt_token_ids": prompt}, params)
+    for _ in range(steps):
+        llm.engine.step()
+    return stream
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    kind=st.sampled_from(list(KINDS)),
+    length=st.sampled_from(PROMPT_LENGTHS[3:]),
+    steps=st.integers(0, 30),
+    with_kv=st.booleans(),
+    disturbed=st.booleans(),
+)
+def test_a_request_moved_after_any_step(
+    llama, alone, kv_llm_for, kind, length, steps, with_kv, disturbed
+):
+    source, target = kv_llm_for(**SWAPPING), kv_llm_for(page_size=2 * PAGE_SIZE)
+    prompt, params = llama.prompts[PROMPT_LENGTHS.index(length)], KINDS[kind]
+    other = source.stream({"prompt_token_ids": llama.prompts[-1]}, GREEDY)  # Shares prompt pages.
+    stream = source.stream({"prompt_token_ids": prompt}, params)
+    preempter = Preempter(source.engine, seed=steps, evicts=True)
+    for _ in range(steps):
+        source.engine.step()
+        if disturbed:
+            preempter()
+    if stream.request.finished:
+        with pytest.raises(RequestError, match="not an unfinished request"):
+            source.export_request(stream.request_id)
+        other.close()
+        return
+    # The target runs while the parts arrive, and so does the source after they were made.
+    elsewhere = begun(target, llama.prompts[5], SEEDED, 3)
+    parts = list(source.export_request(stream.request_id, with_kv))
+    source.engine.step()
+    moved = target.import_request(iter(parts)).result()
+    assert elsewhere.result().finished
+    stayed = stream.result()
+    other.close()
+    assert token_ids(moved) == token_ids(stayed) == alone.tokens(prompt, params)
+    for ours, theirs in zip(moved.outputs, stayed.outputs, strict=True):
+        assert (ours.text, ours.finish_reason, ours.stop_reason) == (
+            theirs.text,
+            theirs.finish_reason,
+            theirs.stop_reason,
+        )
+        assert (ours.logprobs is None) == (params.logprobs is None)
+    assert_idle(target.engine)
+
+
+def test_only_the_newest_token_is_computed_again(llama, alone, engines):
+    source, target = engines
+    stream = begun(source, llama.prompts[-1], SEEDED, 12)
+    parts = list(source.export_request(stream.request_id))
+    stream.close()
+    computed, output = prefilled(target.engine, lambda: target.import_request(parts).result())
+    assert token_ids(output) == alone.tokens(llama.prompts[-1], SEEDED)
+    assert computed == 1
+
+
+def test_pages_on_a_lower_tier_come_along(llama, alone, engines):
+    source, target = engines
+    stream = begun(source, llama.prompts[-1], SEEDED, 14)
+    (seq,) = preemptible(source.engine)
+    source.engine.scheduler.preempt(seq)
+    source.engine.kv.evict(source.engine.kv.pool.capacity)
+    source.engine._paging.settle()
+    assert count(source.engine, "kv_pages", "cached") == 0
+    parts = list(source.export_request(stream.request_id))
+    computed, output = prefilled(target.engine, lambda: target.import_request(parts).result())
+    assert token_ids(output) == alone.tokens(llama.prompts[-1], SEEDED)
+    assert computed == 1
+
+
+def test_kv_comes_in_parts_and_is_freed_as_it_is_written(llama, alone, engines, monkeypatch):
+    source, target = engines
+    page_bytes = llama.config.kv_bytes_per_token(4) * PAGE_SIZE
+    monkeypatch.setattr(snapshot_kv, "_FILE_BYTES", 4 * page_bytes)
+    several = dataclasses.replace(KINDS["several"], max_tokens=12)
+    stream = begun(source, llama.prompts[-2], several, 10)
+    parts = list(source.export_request(stream.request_id))
+    arrays = [part for part in parts if part.startswith(b"kv-")]
+    assert len(arrays) > 5
+    assert max(map(len, arrays)) < 4 * page_bytes + 500
+    most = 0
+    readers = []
+
+    class Reader(snapshot_kv.SavedKV):
+        def __init__(self, reader):
+            super().__init__(reader)
+            readers.append(reader)
+
+        def _row_range(self, row, number):
+            nonlocal most
+            rows = super()._row_range(row, number)
+            most = max(most, len(readers[0]._arrays))
+            return rows
+
+    monkeypatch.setattr("jaxserve.engine.snapshots.SavedKV", Reader)
+    computed, output = prefilled(target.engine, lambda: target.import_request(parts).result())
+    assert token_ids(output) == alone.tokens(llama.prompts[-2], several)
+    # The prompt's arrays are kept for the three samples, others go as they are written.
+    assert most < len(arrays)
+    assert computed <= 3 * 2 * PAGE_SIZE
+
+
+def test_a_move_back_and_forth_streams_from_the_first_token(llama, alone, engines):
+    source, target = engines
+    stream = begun(source, llama.prompts[5], SEEDED, 6)
+    seen = [delta for delta, _ in zip(stream, range(4))]
+    there = target.import_request(list(source.export_request(stream.request_id)))
+    stream.close()
+    for _ in range(5):
+        target.engine.step()
+    back = source.import_request(list(target.export_request(there.request_id)))
+    there.close()
+    deltas = list(back)
+    assert [delta.token_ids for delta in deltas[:4]] == [delta.token_ids for delta in seen]
+    (expected,) = alone.tokens(llama.prompts[5], SEEDED)
+    assert tuple(itertools.chain(*(delta.token_ids for delta in deltas))) == expected
+
+
+def test_parts_read_after_a_step_are_refused(llama, engines):
+    source, _ = engines
+    stream = begun(source, llama.prompts[-1], SEEDED, 5)
+    parts = source.export_request(stream.request_id)
+    next(parts)
+    source.engine.step()
+    with pytest.raises(SnapshotError, match="has run since the export began"):
+        next(parts)
+
+
+# Refusals: nothing has changed
+
+
+def damaged(parts, place, byte):
+    part = bytearray(parts[place])
+    part[byte % len(part)] ^= 1
+    return [*parts[:place], bytes(part), *parts[place + 1 :]]
+
+
+@settings(max_examples=25, deadline=None)
+@given(place=st.integers(0, 5), byte=st.integers(0, 10_000), lost=st.booleans())
+def test_any_part_damaged_or_lost(llama, alone, kv_llm_for, place, byte, lost):
+    source, target = kv_llm_for(**SWAPPING), kv_llm_for(page_size=2 * PAGE_SIZE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot_kv, "_FILE_BYTES", 1 << 14)
+        stream = begun(source, llama.prompts[-1], SEEDED, 12)
+        parts = list(source.export_request(stream.request_id))
+    place %= len(parts)
+    bad = [*parts[:place], *parts[place + 1 :]] if lost else damaged(parts, place, byte)
+    with pytest.raises(SnapshotError):
+        target.import_request(bad)
+    assert_idle(target.engine)
+    assert not target.engine._requests
+    # It can be sent again, and has gone on where it was.
+    again = target.import_request(parts).result()
+    expected = alone.tokens(llama.prompts[-1], SEEDED)
+    assert token_ids(again) == token_ids(stream.result()) == expected
+
+
+def changed(parts, **facts):
+    """The parts with other facts in the header."""
+    from jaxserve.engine.snapshot_parts import PartReader, _part
+
+    header = {"version": 1, "facts": PartReader(parts).facts}
+    header["facts"] |= {name: value for name, value in facts.items() if name != "version"}
+    header["version"] = facts.get("version", 1)
+    return [_part("header", header), *parts[1:]]
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"fingerprint": "f00"},
+        {"vocabulary": "f00"},
+        {"dtype": "bfloat16"},
+        {"quantization": "int8"},
+        {"version": 99},
+    ],
+    ids=lambda facts: next(iter(facts)),
+)
+def test_another_engine_is_refused_by_name(llama, engines, facts):
+    source, target = engines
+    stream = begun(source, llama.prompts[-1], SEEDED, 6)
+    parts = list(source.export_request(stream.request_id))
+    ((name, value),) = facts.items()
+    with pytest.raises(SnapshotError, match=rf"{name} (is )?'?{value}"):
+        target.import_request(changed(parts, **facts))
+    assert_idle(target.engine)
+    with pytest.raises(SnapshotError, match="has the id"):
+        source.import_request(parts)
+    with pytest.raises(SnapshotError, match="without an end"):
+        target.import_request([])
+
+
+def test_a_request_too_long_for_the_other_engine(llama, engines, kv_llm_for):
+    source, _ = engines
+    short = kv_llm_for(max_model_len=64)
+    stream = begun(source, llama.prompts[-1], SEEDED, 6)
+    with pytest.raises(SnapshotError, match="does not fit this engine"):
+        short.import_request(list(source.export_request(stream.request_id)))
+    assert_idle(short.engine)
+
+
+def test_kv_of_another_shape_is_refused(llama, engines):
+    _, target = engines
+    pages = target.engine._paging.images(target.engine.plan.checkpoint.config)
+    with pytest.raises(SnapshotError, match="float16"):
+        pages.write([1], np.zeros((1, 2 * PAGE_SIZE, *pages.layout.token_shape), np.float16))

@@ -1,0 +1,186 @@
+"""The engine core on a virtual clock: without JAX, by hand, and beside the engine that computes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from scripts import run_script
+from simulations import TIMES, simulation, tiny_trace
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.events import Collected, Dispatched, EventLog
+from jaxserve.core.in_flight import PackedStep, StepResults
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.step_plan import ScheduledChunk, StepPlan
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.engine_core import EngineCore
+from jaxserve.kv.tiers import Tier
+from jaxserve.metrics.metrics import Metrics
+from jaxserve.runtime.in_flight import DeviceStep
+from jaxserve.runtime.runner import Runner
+from jaxserve.runtime.startup import start
+from jaxserve.scheduler.policies import POLICIES
+from jaxserve.simulator.executor import SimulatedExecutor
+from jaxserve.simulator.simulation import Arrival, Simulation
+from jaxserve.simulator.transfers import Link, SimulatedTransfers
+from jaxserve.simulator.virtual_clock import VirtualClock
+
+PLAIN = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+
+
+def test_every_scheduler_runs_where_jax_is_missing():
+    run_script(
+        """
+        import sys
+        sys.modules["jax"] = sys.modules["jaxlib"] = None
+        import simulations
+        simulations.check_all()
+        """,
+        timeout_s=300,
+    )
+
+
+def test_a_timeline_by_hand():
+    """Prompts of 8 tokens pad to 32: 5.2 ms and 8 + 7 + .. = 36 pairs; a decode of one row sees 9
+    tokens, then 10."""
+    simulated = simulation("sarathi")
+    first, second = (Arrival(us, range(token, token + 8), PLAIN) for us, token in ((0, 0), (1, 50)))
+    simulated.run([first])
+    steps = [r for r in simulated.log.records if isinstance(r, Collected)]
+    assert [step.time_us for step in steps if step.sequences] == [
+        5_236,
+        5_236 + 2_109,
+        5_236 + 2_109 + 2_110,
+    ]
+    begun = simulated.clock.now()
+    simulated.run([dataclasses.replace(second, time_us=begun)])
+    assert simulated.clock.now() - begun == begun
+    (step, *_) = (r for r in simulated.log.records if isinstance(r, Dispatched))
+    assert step.prefill_tokens == 8
+    assert step.padded_tokens == 24
+
+
+def test_transfers_take_the_time_of_their_bytes_one_at_a_time_in_each_queue():
+    clock = VirtualClock()
+    link = Link(bytes_per_s=1e6, latency_s=1e-3)
+    transfers = SimulatedTransfers({Tier.HOST: link}, page_bytes=1000, clock=clock)
+    assert transfers.reserve()
+    assert transfers.reserve()
+    save = transfers.move(Tier.DEVICE, [1, 2], Tier.HOST, [0, 1], 2)
+    other = transfers.move(Tier.DEVICE, [3], Tier.HOST, [2], 1)
+    fetch = transfers.move(Tier.HOST, [5], Tier.DEVICE, [4])
+    assert not transfers.ended()
+    assert not transfers.reserve(2_999)  # Both buffers are in use until 3 ms.
+    assert clock.now() == 2_999
+    assert transfers.reserve(1)
+    assert [handle.ended_us for handle in (fetch, save)] == [2_000, 3_000]
+    assert other.ended_us is None
+    assert transfers.ended() == [fetch, save]
+    assert fetch.consume()
+    assert transfers.wait(10_000)
+    assert (clock.now(), other.begun_us, other.ended_us) == (5_000, 3_000, 5_000)
+    assert transfers.ended() == [other]
+    assert not transfers.wait(10_000)
+    assert clock.now() == 5_000
+
+
+def chunk_of(chunk: ScheduledChunk) -> tuple[Any, ...]:
+    seq = chunk.seq
+    return (seq.request_id, seq.index, *chunk[1:6], list(chunk.pages), chunk.num_uploaded)
+
+
+@contextlib.contextmanager
+def decisions(core: EngineCore, decided: list[Any]) -> Iterator[None]:
+    """Within the block, `decided` gains every plan that the scheduler makes, as plain data."""
+    schedule = core.scheduler.schedule
+
+    def recorded(now_us: int) -> StepPlan:
+        plan = schedule(now_us)
+        chunks = [list(map(chunk_of, part)) for part in (plan.decodes, plan.prefills)]
+        events = [
+            [(seq.request_id, seq.index) for seq in part] for part in (plan.resumed, plan.preempted)
+        ]
+        decided.append((now_us, chunks, list(map(chunk_of, plan.admitted)), events))
+        return plan
+
+    core.scheduler.schedule = recorded
+    yield
+    core.scheduler.schedule = schedule
+
+
+class TimedRunner(Runner):
+    """A runner that computes, and takes the time that a simulated executor would take."""
+
+    def simulate(self, simulated: SimulatedExecutor, clock: VirtualClock) -> None:
+        self.simulated, self.clock = simulated, clock
+
+    def dispatch(self, packed: Any, begun_us: int | None) -> None:
+        super().dispatch(packed, begun_us)
+        step = PackedStep(packed.step_id, packed.plan, packed.key)
+        self.simulated.dispatch(step, begun_us)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        super().copy(pairs)
+        self.simulated.copy(pairs)
+
+    def read(self, step: DeviceStep) -> StepResults:
+        self.simulated.read(self.simulated.in_flight.popleft())
+        return super().read(step)
+
+
+@pytest.fixture(scope="module")
+def started(llama):
+    """Everything that an engine of the tiny Llama is made of."""
+    config = EngineConfig(str(llama.path), **llama.settings(debug_kv=True, host_kv_bytes=0))
+    plan, tokenizer, runner = start(config, EventLog())
+    runner.__class__ = TimedRunner
+    return plan, tokenizer, runner
+
+
+@pytest.mark.parametrize("scheduler", POLICIES)
+def test_decisions_are_those_of_the_engine_that_computes(started, scheduler):
+    plan, tokenizer, runner = started
+    target_us = 5_000 if scheduler == "medha" else None
+    config = dataclasses.replace(plan.config, scheduler=scheduler, target_step_us=target_us)
+    plan = dataclasses.replace(plan, config=config)
+    clock, metrics = VirtualClock(), Metrics()
+    log = EventLog(metrics.fold, clock=clock.now, keep_all=True)
+    engine = Engine(plan, tokenizer, runner, log, metrics)
+    runner.simulate(
+        SimulatedExecutor(plan.shapes.buckets, 1, TIMES, clock, lambda seq, index: 0), clock
+    )
+    trace = tiny_trace(seed=3)
+    decided, requests = [], []
+    with decisions(engine._core, decided):
+        for number, arrival in enumerate(trace):
+            while engine.has_work and clock.now() < arrival.time_us:
+                engine.step()
+            clock.advance_to(arrival.time_us)
+            requests.append(engine.add(str(number), arrival.token_ids, arrival.params))
+        while engine.has_work:
+            engine.step()
+    outputs = {
+        (request.request_id, output.seq.index): output.seq.output_token_ids
+        for request in requests
+        for output in request.sequence_outputs
+    }
+    simulated = Simulation(
+        plan.config,
+        plan.shapes.buckets,
+        plan.memory.num_pages,
+        TIMES,
+        token_of=lambda seq, index: outputs[seq.request_id, seq.index][index],
+        keep_events=True,
+    )
+    expected = []
+    with decisions(simulated.core, expected):
+        simulated.run(trace)
+    for number, (ours, theirs) in enumerate(zip(decided, expected)):
+        assert ours == theirs, f"step {number}"
+    assert len(decided) == len(expected) > len(trace)
+    assert log.records == simulated.log.records
+    assert metrics.get_metrics(0) == simulated.metrics.get_metrics(0)
