@@ -28,17 +28,17 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     up = "../" * depth
     tree = f"{config['repo_url']}/blob/main/"
     outside = (
-        r"(?:jaxserve|pallas_kernels|sharding_rules|tests|benchmarks|colab"
+        r"(?:jaxserve|pallas_kernels|sharding_rules|tests|benchmarks|colab|docker"
         r"|LICENSE|CONTRIBUTING|CHANGELOG|CITATION|pyproject)"
     )
     return re.sub(rf"\]\({re.escape(up)}({outside}[^)\s]*)\)", rf"]({tree}\1)", markdown)
 
 
 def _command_line() -> str:
-    """Every command's help, as it prints it."""
+    """The help of every command, as it prints it."""
     pages = ["# Command line", _block(_help())]
     for name in _commands():
-        pages += [f"## jaxserve {name}", _block(_help(name))]
+        pages += [f"## jaxserve {name}", _block(_help(*name.split()))]
     return "\n\n".join(pages) + "\n"
 
 
@@ -47,7 +47,9 @@ def _commands() -> list[str]:
 
     from jaxserve.cli import Command
 
-    return [get_args(command)[1].name for command in get_args(Command)]
+    names = [get_args(command)[1].name for command in get_args(Command)]
+    at = names.index("bench") + 1
+    return [*names[:at], "bench offline", "bench serve", *names[at:]]
 
 
 def _help(*command: str) -> str:
@@ -57,7 +59,7 @@ def _help(*command: str) -> str:
         text=True,
         check=True,
         cwd=ROOT,
-        env=os.environ | {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"},
+        env=os.environ | {"COLUMNS": "96", "NO_COLOR": "1", "TERM": "dumb"},
     )
     return done.stdout
 

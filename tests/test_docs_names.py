@@ -42,7 +42,9 @@ def fields(cls):
 
 
 @pytest.mark.parametrize(
-    "document", [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name
+    "document",
+    [DOCS.parent / "README.md", *sorted(DOCS.glob("**/*.md"))],
+    ids=lambda path: path.name,
 )
 def test_tests_that_are_named_exist(document):
     for path, name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", document.read_text("utf-8")):

@@ -48,6 +48,9 @@ ELSEWHERE = {
 }
 """Parts of jaxserve's lines that are not run here."""
 OTHERS = {
+    "git clone": "needs the network",
+    "--completion": "tests/cli/test_cli_main.py prints the script",
+    "docker": "needs docker; .ci/run runs the steps of the CPU image without it",
     "pip": "needs a package index; .ci/run runs the README's lines",
     "lm_eval": "tests/clients/test_lm_eval.py runs it",
     "python benchmarks/": "needs the compilers or the devices that it measures",

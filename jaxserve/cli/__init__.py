@@ -17,6 +17,7 @@ from jaxserve.cli.batch import Batch
 from jaxserve.cli.bench import Bench
 from jaxserve.cli.chat import Chat
 from jaxserve.cli.compile import Compile
+from jaxserve.cli.config_file import with_config_file
 from jaxserve.cli.convert import Convert
 from jaxserve.cli.errors import in_flags, reason
 from jaxserve.cli.generate import Generate
@@ -38,7 +39,8 @@ Examples:
   jaxserve plan ./my-model                      memory use and maximum concurrency
   jaxserve bench offline                        throughput on this machine
 
-See `jaxserve COMMAND --help` for each command. `jaxserve --version` prints the version.
+See `jaxserve COMMAND --help` for each command. `jaxserve --version` prints the version, and
+`jaxserve --completion SHELL` a script that completes commands and options in bash or zsh.
 """
 
 Command = (
@@ -60,14 +62,14 @@ class _Arguments:
 
 
 def parse(args: Sequence[str]) -> Command:
-    """Parse `args` into a command. Raises SystemExit(2), after printing the reason, for invalid
-    arguments, and JaxserveError for a combination of them that is refused."""
-    printed = io.StringIO()
+    """Parse `args` into a command, with the options of its `--config` file. Raises SystemExit(2),
+    after printing the reason, for invalid arguments, and JaxserveError for that file."""
+    args, printed = with_config_file(args, Command), io.StringIO()
     try:
         with CONSTRUCTORS, contextlib.redirect_stderr(printed):
             parsed = tyro.cli(_Arguments, prog="jaxserve", description=_DESCRIPTION, args=args)
     except SystemExit as stop:
-        why = reason(stop, args, _Arguments)
+        why = reason(stop, args, Command) if stop.code else None
         sys.stderr.write(printed.getvalue() if why is None else f"error: {why}\n")
         raise
     return parsed.command
@@ -90,6 +92,8 @@ def main(args: Sequence[str] | None = None) -> int:
     if args == ["--version"]:
         print(f"jaxserve {__version__}")
         return 0
+    if args[:1] == ["--completion"]:
+        args = ["--tyro-print-completion", *args[1:]]
     try:
         command = parse(args)
         _log_to_stderr(command)
@@ -97,7 +101,7 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except JaxserveError as error:
-        print(f"error: {in_flags(str(error), _Arguments)}", file=sys.stderr)
+        print(f"error: {in_flags(str(error), Command)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

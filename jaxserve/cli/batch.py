@@ -15,7 +15,7 @@ from tyro.conf import Positional, arg
 
 from jaxserve.cli.batch_progress import BatchProgress
 from jaxserve.cli.follow import follow
-from jaxserve.cli.options import EngineOptions, Logged, load
+from jaxserve.cli.options import Common, EngineOptions, load
 from jaxserve.core.errors import BatchError
 from jaxserve.core.output_file import check_output_file
 from jaxserve.core.tables import table
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch(Logged):
+class Batch(Common):
     """Run every request in a file, and append each result to another file.
 
     A line is an OpenAI batch request (custom_id, url, body), or just a body with `prompt` or

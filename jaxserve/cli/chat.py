@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxserve.cli.options import EngineOptions, Logged, Sampling, load, one_at_a_time
+from jaxserve.cli.options import Common, EngineOptions, Sampling, load, one_at_a_time
 from jaxserve.cli.streaming import receive
-from jaxserve.cli.text import summary
+from jaxserve.cli.text import device_name, summary
 from jaxserve.core.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _HINT = "/help lists the commands, /exit or Ctrl-D quits, Ctrl-C stops a respons
 
 
 @dataclasses.dataclass(frozen=True)
-class Chat(Logged):
+class Chat(Common):
     """Chat with a model: one line in, one streamed response out.
 
     Type /help for the commands, /exit or Ctrl-D to quit; Ctrl-C stops a response.
@@ -49,7 +49,8 @@ class Chat(Logged):
                     "use `jaxserve generate --raw`, or an instruct model."
                 )
             conversation = _Conversation(llm, self.sampling.params(llm), self.system)
-            _say(_HINT)
+            plan = llm.plan()
+            _say(f"{plan.checkpoint.path.name} on {device_name(plan.device)}. {_HINT}")
             while (line := _read_line()) is not None and line != "/exit":
                 if line.startswith("/"):
                     conversation.obey(line)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from jaxserve.cli.options import Logged, ModelSettings
+from jaxserve.cli.options import Common, ModelSettings
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.progress import TerminalProgress
 
 
 @dataclasses.dataclass(frozen=True)
-class Compile(Logged):
+class Compile(Common):
     """Compile all programs of an engine into the cache, so that later starts are fast.
 
     Programs are specific to the settings they were compiled with. Without --max-num-seqs, two sets

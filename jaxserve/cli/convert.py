@@ -9,12 +9,12 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from jaxserve.cli.options import Logged
+from jaxserve.cli.options import Common
 from jaxserve.core.progress import TerminalProgress
 
 
 @dataclasses.dataclass(frozen=True)
-class Convert(Logged):
+class Convert(Common):
     """Write a model as an Orbax checkpoint, from which each device loads only its shard.
 
     Attributes:

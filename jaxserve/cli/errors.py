@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+import difflib
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any, get_args, get_type_hints
+from collections.abc import Sequence
+from typing import Any
 
+from jaxserve.cli.chosen import chosen, settings_of
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.vllm_settings import ANSWERS, answer_to
 
@@ -19,7 +20,7 @@ def in_flags(message: str, command: Any) -> str:
     `command` is the type of the command, or the union of several. Names of one word are flags
     only where a message begins with them: elsewhere they are words.
     """
-    names = set(_fields(command)) - _POSITIONAL
+    names = {setting.name for setting in settings_of(command)} - _POSITIONAL
     first, _, rest = message.partition(" ")
     if first in names and rest.startswith(("is ", "has ", "must ")):
         message = f"{_flag(first)} {rest}"
@@ -30,7 +31,8 @@ def in_flags(message: str, command: Any) -> str:
 
 
 def reason(stop: BaseException, args: Sequence[str], command: Any) -> str | None:
-    """Why `args` were refused, when it is an error of ours or an option of vLLM's; else None."""
+    """Why `args` were refused, when it is an error of ours, an option of vLLM's or one that does
+    not exist; else None. `command` is the union of the commands."""
     cause: BaseException | None = stop
     while cause is not None:
         if isinstance(cause, JaxserveError):
@@ -40,18 +42,28 @@ def reason(stop: BaseException, args: Sequence[str], command: Any) -> str | None
         name = word.removeprefix("--").partition("=")[0].replace("-", "_")
         if word.startswith("--") and name in ANSWERS:
             return in_flags(answer_to(name), command).replace(name, _flag(name), 1)
+    return _misspelt(args, command)
+
+
+def _misspelt(args: Sequence[str], commands: Any) -> str | None:
+    """Of arguments that were refused: the first that no command or option has as its name, and
+    what it might mean. None if it is another mistake."""
+    command = chosen(args, commands)
+    if command is None:
+        return None
+    known = {_flag(name) for name in command.settings}
+    known |= {flag.replace("--", "--no-", 1) for flag in known}
+    for word in args[len(command.words) :]:
+        flag = word.partition("=")[0].replace("_", "-")
+        if word == "--":
+            break
+        if word.startswith("--") and flag not in known and flag != "--help":
+            close = difflib.get_close_matches(flag, known, n=1)
+            help_of = f"jaxserve {' '.join(command.words)} --help"
+            hint = f"did you mean {close[0]}?" if close else f"`{help_of}` lists the options."
+            return f"there is no option {flag}; {hint}"
     return None
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _fields(kind: Any) -> Iterator[str]:
-    """The names of a dataclass's fields, and of those within them; of each member of a union."""
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        hints = get_type_hints(kind, include_extras=True)
-        for field in dataclasses.fields(kind):
-            yield from list(_fields(hints[field.name])) or [field.name]
-    for part in get_args(kind):
-        yield from _fields(part)

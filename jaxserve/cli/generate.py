@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from jaxserve.cli.options import EngineOptions, Logged, Sampling, load, one_at_a_time
+from jaxserve.cli.options import Common, EngineOptions, Sampling, load, one_at_a_time
 from jaxserve.cli.streaming import Response, receive
 from jaxserve.cli.text import device_name, summary
 from jaxserve.core.errors import ModelError, RequestError, SnapshotError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Generate(Logged):
+class Generate(Common):
     """Stream the response to one prompt to standard output.
 
     Attributes:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from jaxserve.cli.values import OptionalSize, Size
+from jaxserve.cli import engine_options  # noqa: F401  groups the settings in --help
+from jaxserve.cli.values import OptionalDtype, OptionalSize, Size
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.logs import LogLevel
 from jaxserve.core.progress import TerminalProgress
@@ -23,6 +24,7 @@ class EngineOptions(EngineConfig):
     """Settings of one engine. None: chosen from the model and the device. A size is in bytes, or
     has a unit, such as 2GiB."""
 
+    dtype: OptionalDtype = None
     kv_cache_memory_bytes: OptionalSize = None
     host_kv_bytes: OptionalSize = None
     disk_kv_bytes: Size = 0
@@ -76,14 +78,17 @@ class Sampling:
 
 
 @dataclasses.dataclass(frozen=True)
-class Logged:
-    """A command that logs to stderr.
+class Common:
+    """Options of every command that runs here.
 
     Attributes:
+        config: a YAML file with more options, such as `max-num-seqs: 16`; those of the command line
+            take precedence.
         log_level: least severe messages to log; by default that of JAXSERVE_LOG_LEVEL, else info
             for `serve` and warning for other commands.
     """
 
+    config: Path | None = dataclasses.field(default=None, kw_only=True)
     log_level: LogLevel | None = dataclasses.field(default=None, kw_only=True)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.cli.options import Logged, ModelSettings
+from jaxserve.cli.options import Common, ModelSettings
 from jaxserve.cli.text import device_name, size
 from jaxserve.core.progress import TerminalProgress
 from jaxserve.core.tables import table
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(Logged):
+class Plan(Common):
     """Print the exact memory, capacity and programs of an engine, without reading its weights.
 
     For a model that does not fit, print what it needs, and settings with which it would fit.

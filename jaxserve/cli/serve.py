@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxserve.cli.follow import follow
-from jaxserve.cli.options import Logged, ModelSettings
+from jaxserve.cli.options import Common, ModelSettings
 from jaxserve.cli.values import Size
 from jaxserve.core.chat_settings import ChatSettings, ReasoningParser
 from jaxserve.core.errors import ConfigError
@@ -25,7 +25,7 @@ _KEY = re.compile("[!-~]+")
 
 
 @dataclasses.dataclass(frozen=True)
-class Serve(Logged):
+class Serve(Common):
     """Serve a model with an OpenAI-compatible HTTP API, on localhost by default.
 
     Returns 503 until the model is loaded. On SIGTERM or Ctrl-C, drains requests in flight; a second

@@ -8,6 +8,8 @@ from typing import Annotated, Any, TypeVar, get_args
 
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from jaxserve.core.config import DTYPES
+
 Value = TypeVar("Value")
 CONSTRUCTORS = ConstructorRegistry()
 
@@ -60,6 +62,8 @@ def _size(word: str) -> int:
 Size = Annotated[int, _one("SIZE", _size)]
 """Bytes, with or without a unit: 2147483648, 2GiB, 2.5GB."""
 OptionalSize = Annotated[int | None, _one_or_none("SIZE", _size)]
+OptionalDtype = Annotated[str | None, _one_or_none(f"{{{','.join(DTYPES)}}}", str)]
+"""Its other names, such as bf16, are left to EngineConfig."""
 
 
 @CONSTRUCTORS.primitive_rule

@@ -20,7 +20,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from jaxserve.core.notebook import NotebookText, in_notebook
+
 _DRAW_S = 0.2
+_WIDTH = 40
 
 _LABELS = {
     "weights": "Loading weights",
@@ -30,13 +33,14 @@ _LABELS = {
 
 
 class TerminalProgress:
-    """Draws a bar for each part of startup, or prints a line per part if stderr is not a terminal.
+    """Draws a bar for each part of startup on a terminal or in a notebook, else prints a line per
+    part.
 
-    Thread-safe. Out-of-order reports never move a bar back. The bars are removed when the `with`
-    block ends.
+    Thread-safe. Out-of-order reports never move a bar back. On a terminal the bars are removed when
+    the `with` block ends.
 
     Attributes:
-        draws: whether stderr is a terminal.
+        draws: whether stderr is a terminal, or this is a notebook.
     """
 
     def __init__(self) -> None:
@@ -52,7 +56,8 @@ class TerminalProgress:
             console=Console(stderr=True),
             transient=True,
         )
-        self.draws = self._bars.console.is_terminal
+        self._notebook = _NotebookBars() if in_notebook() else None
+        self.draws = self._notebook is not None or self._bars.console.is_terminal
 
     def __call__(self, part: str, done: int, total: int) -> None:
         """See `jaxserve.runtime.startup.Progress`."""
@@ -62,7 +67,9 @@ class TerminalProgress:
                 return
             self._done[part] = done
             label = _LABELS.get(part, part)
-            if self.draws:
+            if self._notebook is not None:
+                self._notebook.draw(label, done / total)
+            elif self.draws:
                 self._draw(part, label, done, total)
             elif done == total:
                 elapsed = time.monotonic() - self._begin
@@ -80,6 +87,26 @@ class TerminalProgress:
     def __exit__(self, *raised: object) -> None:
         if self.draws:
             self._bars.stop()
+
+
+class _NotebookBars:
+    """A line of text for each part, drawn every 0.2 s at most and whenever a part is done."""
+
+    def __init__(self) -> None:
+        self._text = NotebookText()
+        self._begin_s: dict[str, float] = {}
+        self._lines: dict[str, str] = {}
+        self._next_s = 0.0
+
+    def draw(self, label: str, share: float) -> None:
+        """`share` is from 0 to 1."""
+        now_s = time.monotonic()
+        elapsed_s = now_s - self._begin_s.setdefault(label, now_s)
+        bar = "━" * round(_WIDTH * share)
+        self._lines[label] = f"{label:<18} {bar:·<{_WIDTH}} {share:4.0%} {elapsed_s:6.1f} s"
+        if share >= 1 or now_s >= self._next_s:
+            self._text.show("\n".join(self._lines.values()))
+            self._next_s = now_s + _DRAW_S
 
 
 class ProgressBar:
@@ -102,8 +129,7 @@ class ProgressBar:
     ) -> None:
         """`columns` follow the bar: by default the number done and the times. `fields` are what
         they show besides. The bar is removed at the end if `transient`."""
-        console = Console(stderr=True)
-        self.draws = show and (console.is_terminal or console.is_jupyter)
+        self.draws = show and (Console(stderr=True).is_terminal or in_notebook())
         # Notebooks get text, as terminals do: rich's widgets would need ipywidgets.
         self._bars = Progress(
             TextColumn("{task.description}"),

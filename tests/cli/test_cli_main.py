@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import random
@@ -16,6 +17,8 @@ import jaxserve
 from jaxserve.cli import main, parse
 from jaxserve.cli.errors import in_flags
 from jaxserve.cli.plan import Plan
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ConfigError
 from jaxserve.core.progress import TerminalProgress
 
 COMMANDS = ("generate", "chat", "bench", "plan", "compile", "convert")
@@ -50,6 +53,17 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"jaxserve {jaxserve.__version__}\n"
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion(shell, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--completion", shell])
+    assert not stop.value.code
+    script = capsys.readouterr().out
+    assert "--max-num-seqs" in script and "generate" in script
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
 @pytest.mark.parametrize(
     ("args", "named"),
     [
@@ -65,7 +79,9 @@ def test_version(capsys):
         (["bench", "offline", "--num-prompts", "0"], "error: --num-prompts is 0"),
         (["plan", "--host-kv-bytes=2GiX"], "'2GiX' is not a size"),
         (["plan", "--devices=0,1"], "but --tensor-parallel-size 1 x"),
-        (["plan", "--max-nm-seqs=3"], "Perhaps you meant"),
+        (["plan", "--max-nm-seqs=3"], "no option --max-nm-seqs; did you mean --max-num-seqs?"),
+        (["bench", "offline", "--no-jsn"], "no option --no-jsn; did you mean --no-json?"),
+        (["generate", "hi", "--xyzzy"], "`jaxserve generate --help` lists the options."),
         (["serve", "--block-size=16"], "error: --block-size is a setting of vLLM"),
         (["serve", "--gpu-memory-utilization", "0.5"], "use --memory-utilization."),
     ],
@@ -85,6 +101,81 @@ def test_sizes_have_units_and_dtypes_short_names():
     assert parse(["plan", "--kv-cache-memory-bytes=4096"]).engine.kv_cache_memory_bytes == 4096
     assert parse(["plan", "--kv-cache-memory-bytes=None"]).engine.kv_cache_memory_bytes is None
     assert parse(["serve", "--max-body-bytes=1.5MB"]).max_body_bytes == 1_500_000
+
+
+def test_help_has_few_engine_settings_before_the_others(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    shown = capsys.readouterr().out.partition("advanced engine options")
+    basic, advanced = (re.findall(r"^\W*(--[a-z][\w-]+)", part, re.M) for part in shown[::2])
+    basic = basic[basic.index("--model") :]
+    assert "--max-num-seqs" in basic and "--page-size" in advanced
+    assert len(basic) <= 10
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert {flag[2:].replace("-", "_") for flag in (*basic, *advanced)} == names
+
+
+CONFIG = """
+model: my-model
+max-num-seqs: 16
+dtype: bf16
+enable_prefix_caching: false
+kv-cache-memory-bytes: 2GiB
+devices: [3, 5]
+tensor-parallel-size: 2
+served-model-name: [a, b]
+quantization: null
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / "serve.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def test_options_of_a_file(config_file):
+    written = "serve my-model --max-num-seqs 16 --dtype bf16 --no-enable-prefix-caching"
+    written += " --kv-cache-memory-bytes 2GiB --devices 3,5 --tensor-parallel-size 2"
+    expected = parse([*written.split(), "--served-model-name", "a", "b"])
+    assert parse(["serve", "--config", str(config_file)]) == expected
+    assert parse(["serve", f"--config={config_file}"]) == expected
+
+
+def test_the_command_line_takes_precedence_over_a_file(config_file):
+    args = ["other", "--config", str(config_file), "--max_num_seqs=4", "--enable-prefix-caching"]
+    engine = parse(["serve", *args]).engine
+    assert (engine.model, engine.max_num_seqs, engine.dtype) == ("other", 4, "bfloat16")
+    assert engine.enable_prefix_caching
+
+
+def test_a_file_may_follow_options_with_lists(tmp_path):
+    path = tmp_path / "options.yaml"
+    path.write_text("n: 2\nstop: [x, y]\n")
+    assert parse(["generate", "hi", "-n", "1", "--config", str(path)]).n == 1
+    command = parse(["generate", "hi", "--stop", "z", "--config", str(path)])
+    assert (command.prompt, command.n, command.sampling.stop) == ("hi", 2, ("z",))
+    path.write_text("num_prompts: 3\n")
+    assert parse(["bench", "offline", "--config", str(path)]).kind.num_prompts == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max-nm-seqs: 3", "has 'max_nm_seqs', which `plan` has not; did you mean 'max_num_seqs'?"),
+        ("dtype: {a: 1}", "give a text, number or list"),
+        ("- 3", "must have lines such as"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_files_that_are_refused(text, message, tmp_path):
+    path = tmp_path / "options.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse(["plan", "--config", str(path)])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        parse(["plan", "--config", str(tmp_path / "none")])
 
 
 def test_only_the_names_of_settings_become_flags():

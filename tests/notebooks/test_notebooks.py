@@ -49,3 +49,25 @@ def test_a_notebook_runs_from_top_to_bottom(name, smollm2_path, tmp_path, monkey
     assert warned == []
     if name == "batch_generation":
         assert any("<iframe" in output.get("data", {}).get("text/html", "") for output in outputs)
+
+
+def test_a_start_shows_its_progress_without_widgets(tmp_path, monkeypatch):
+    """As text that is replaced in place, and not on stderr, where rich would ask for ipywidgets."""
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))
+    source = """
+from jaxserve.core.progress import TerminalProgress
+with TerminalProgress() as progress:
+    assert progress.draws
+    progress("weights", 1, 2)
+    progress("programs", 3, 4)
+    progress("weights", 2, 2)
+"""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    (output,) = notebook.cells[0].outputs
+    weights, programs = output["data"]["text/plain"].splitlines()
+    assert weights.startswith("Loading weights") and "100%" in weights
+    assert programs.startswith("Preparing programs") and " 75%" in programs

@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.cli.options import EngineOptions, Logged
+from jaxserve.cli.options import Common, EngineOptions
 from jaxserve.cli.text import device_name, milliseconds, size
 from jaxserve.core.errors import ConfigError, ModelError
 from jaxserve.core.events import Dispatched
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Offline(Logged):
+class Offline(Common):
     """Benchmark an engine in this process, and compare it with the roofline of the device.
 
     All requests arrive at the start. Prompts are random tokens, and every output has the full

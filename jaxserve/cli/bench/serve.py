@@ -16,7 +16,7 @@ from tyro.conf import OmitArgPrefixes
 
 from jaxserve.cli.bench.options import Deadline, Load, Slo
 from jaxserve.cli.bench.report import report
-from jaxserve.cli.options import Logged
+from jaxserve.cli.options import Common
 from jaxserve.cli.text import milliseconds
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.output_file import check_output_file
@@ -35,7 +35,7 @@ STOPPED = 130
 
 
 @dataclasses.dataclass(frozen=True)
-class Serve(Logged):
+class Serve(Common):
     """Benchmark any OpenAI endpoint under load, as clients see it.
 
     The load is open-loop: each request is sent at its arrival time and never waits for another.
