@@ -17,7 +17,7 @@ from jaxserve.core.config import EngineConfig, EngineSettings
 from jaxserve.core.errors import RequestError
 from jaxserve.core.output_file import check_output_file
 from jaxserve.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from jaxserve.core.progress import ProgressBar, TerminalProgress
+from jaxserve.core.progress_bar import ProgressBar
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import SharedPrefix
 from jaxserve.engine.delta_stream import DeltaStream
@@ -27,6 +27,7 @@ from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.request import Request
 from jaxserve.metrics.metrics import Metric
 from jaxserve.metrics.trace import write_trace
+from jaxserve.runtime.progress import TerminalProgress
 from jaxserve.runtime.startup import EnginePlan, Progress, no_progress
 from jaxserve.scheduler.prefix_groups import planned_order
 from jaxserve.text import Tokenizer

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from rich.progress import MofNCompleteColumn, TextColumn
 
-from jaxserve.core.progress import ProgressBar
+from jaxserve.core.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
     from jaxserve.offline.run import BatchRun

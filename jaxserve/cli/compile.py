@@ -7,7 +7,7 @@ import time
 
 from jaxserve.cli.options import Common, ModelSettings
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.progress import TerminalProgress
+from jaxserve.runtime.progress import TerminalProgress
 
 
 @dataclasses.dataclass(frozen=True)

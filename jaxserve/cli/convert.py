@@ -10,7 +10,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from jaxserve.cli.options import Common
-from jaxserve.core.progress import TerminalProgress
+from jaxserve.runtime.progress import TerminalProgress
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.progress import TerminalProgress
+from jaxserve.runtime.progress import TerminalProgress
 
 
 def follow(config: EngineConfig) -> int:

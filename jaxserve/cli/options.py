@@ -12,8 +12,8 @@ from jaxserve.cli import engine_options  # noqa: F401  groups the settings in --
 from jaxserve.cli.values import OptionalDtype, OptionalSize, Size
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.logs import LogLevel
-from jaxserve.core.progress import TerminalProgress
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.runtime.progress import TerminalProgress
 
 if TYPE_CHECKING:
     from jaxserve.llm import LLM

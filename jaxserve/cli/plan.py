@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli.options import Common, ModelSettings
 from jaxserve.cli.text import device_name, size
-from jaxserve.core.progress import TerminalProgress
 from jaxserve.core.tables import table
+from jaxserve.runtime.progress import TerminalProgress
 
 if TYPE_CHECKING:
     from jaxserve.runtime.memory import MemoryPlan

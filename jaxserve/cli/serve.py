@@ -14,8 +14,8 @@ from jaxserve.cli.values import Size
 from jaxserve.core.chat_settings import ChatSettings, ReasoningParser
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.output_file import check_output_file
-from jaxserve.core.progress import TerminalProgress
 from jaxserve.core.sampling_params import MAX_LOGPROBS
+from jaxserve.runtime.progress import TerminalProgress
 
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncEngine

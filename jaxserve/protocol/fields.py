@@ -59,7 +59,7 @@ def _request_id(given: str) -> str:
 
 
 JsonObject = Annotated[dict[str, Any], BeforeValidator(valid_names)]
-LogitBias = Annotated[dict[str, StrictFloat], BeforeValidator(_not_too_many)]
+Numbers = Annotated[dict[str, StrictFloat], BeforeValidator(_not_too_many)]
 Ignored = Annotated[Any, Field(description="Accepted and ignored.")]
 
 
@@ -173,7 +173,7 @@ class GenerationFields(Fields):
     frequency_penalty: StrictFloat | None = None
     repetition_penalty: StrictFloat | None = None
     seed: StrictInt | None = None
-    logit_bias: LogitBias | None = None
+    logit_bias: Numbers | None = None
     allowed_token_ids: ListOf[StrictInt] | None = None
     bad_words: ListOf[str] | None = None
 
@@ -205,7 +205,7 @@ class GenerationFields(Fields):
     guided_regex: str | None = None
     guided_choice: ListOf[str] | None = None
     guided_grammar: str | None = None
-    vllm_xargs: dict[str, StrictFloat] | None = Field(
+    vllm_xargs: Numbers | None = Field(
         None, description="Numbers for the server's logits processors, by name."
     )
     prompt_logprobs: StrictInt | None = None

@@ -21,6 +21,16 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+class MessageErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class MessageError(BaseModel):
+    type: Literal["error"]
+    error: MessageErrorDetail
+
+
 class PromptTokensDetails(BaseModel):
     cached_tokens: int
 

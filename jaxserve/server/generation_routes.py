@@ -11,7 +11,7 @@ from jaxserve.protocol.responses import ChatCompletion, Completion, InputTokens
 from jaxserve.protocol.responses import Message as MessageResponse
 from jaxserve.protocol.responses import Response as ResponsesResponse
 from jaxserve.protocol.responses_api.request import ResponsesRequest
-from jaxserve.server.openapi import ERRORS, documented_responses
+from jaxserve.server.openapi import ERRORS, MESSAGE_ERRORS, documented_responses
 from jaxserve.server.request_state import state_of
 from jaxserve.server.responses import GeneratedResponse, JsonResponse
 from jaxserve.server.workers import prepared
@@ -41,13 +41,17 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     return await _generated(body, request)
 
 
-@router.post("/v1/messages", responses=documented_responses(MessageResponse, stream=True) | ERRORS)
+@router.post(
+    "/v1/messages", responses=documented_responses(MessageResponse, stream=True) | MESSAGE_ERRORS
+)
 async def messages(body: MessagesRequest, request: Request) -> Response:
     """Generate the next message of a conversation, in Anthropic's format."""
     return await _generated(body, request)
 
 
-@router.post("/v1/messages/count_tokens", responses=documented_responses(InputTokens) | ERRORS)
+@router.post(
+    "/v1/messages/count_tokens", responses=documented_responses(InputTokens) | MESSAGE_ERRORS
+)
 async def count_tokens(body: CountTokensRequest, request: Request) -> JsonResponse:
     """The length of a conversation in tokens, in Anthropic's format."""
     return JsonResponse(await prepared(request, body.answer, has_tools=bool(body.tools)))

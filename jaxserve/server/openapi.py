@@ -6,12 +6,19 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from jaxserve.protocol.responses import ErrorBody
+from jaxserve.protocol.responses import ErrorBody, MessageError
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorBody, "description": "The request is rejected; the error says why."},
-    503: {"model": ErrorBody, "description": "The server is not accepting requests."},
-}
+
+def _errors(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    return {
+        "4XX": {"model": model, "description": "The request is rejected; the error says why."},
+        503: {"model": model, "description": "The server is not accepting requests."},
+    }
+
+
+ERRORS = _errors(ErrorBody)
+MESSAGE_ERRORS = _errors(MessageError)
+"""In Anthropic's format."""
 
 
 def documented_responses(

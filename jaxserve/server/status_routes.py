@@ -68,7 +68,7 @@ async def server_info(request: Request) -> JsonResponse:
     return JsonResponse({"version": __version__, "models": names, "settings": shown})
 
 
-@router.post("/reset_prefix_cache", responses=ERRORS)
+@router.post("/reset_prefix_cache", response_class=Response, responses=ERRORS)
 async def reset_prefix_cache(request: Request) -> Response:
     """Forget the KV of finished requests, for measurements. A server of several API keys refuses:
     one would slow down the others."""

@@ -246,7 +246,7 @@ def test_many_large_bodies_at_once(attacked, value):
 
 
 def test_large_tools_are_refused_before_any_work(attacked):
-    properties = {f"p{number}": {"type": "string"} for number in range(120_000)}
+    properties = {f"{number:0>150}": {"type": "string"} for number in range(20_000)}
     body = chat(tools=[tool(type="object", properties=properties)])[1]
     content = json.dumps(body).encode()
     assert len(content) > 3 << 20

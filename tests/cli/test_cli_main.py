@@ -19,7 +19,7 @@ from jaxserve.cli.errors import in_flags
 from jaxserve.cli.plan import Plan
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.progress import TerminalProgress
+from jaxserve.runtime.progress import TerminalProgress
 
 COMMANDS = ("generate", "chat", "bench", "plan", "compile", "convert")
 

@@ -1,14 +1,14 @@
 """One server of the default model for all clients, and the page that says what passed.
 
 The clients are unmodified and from the package index: `pip install -e '.[test,clients]'`, then
-`pytest -n 0 -m clients`; those that need torch come with [peers] and run with `-m peers`. With
-`--write-compatibility` the rows of docs/compatibility.md are written from what passed.
+`pytest -n 0 -m 'clients and not peers' tests/clients`; those that need torch come with [peers] and
+run with `-m peers`. With `--write-compatibility` the rows of docs/compatibility.md are written from
+what passed.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,14 +19,6 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "ser
 import compatibility  # noqa: E402  (found by the path above)
 from server_process import ServerProcess  # noqa: E402
 from wishes import MODEL  # noqa: E402
-
-# No client looks for a model, counts its users, or traces its calls elsewhere.
-os.environ |= {
-    "HF_HUB_OFFLINE": "1",
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-    "OPENAI_AGENTS_DISABLE_TRACING": "1",
-    "LANGSMITH_TRACING": "false",
-}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

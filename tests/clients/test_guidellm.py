@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -30,6 +31,7 @@ def test_load(url, tmp_path, tokenizer_path, route):
             "--data=kind=synthetic_text,prompt_tokens=24,output_tokens=8",
             f"--output=kind=json,path={report}",
         ],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
     )

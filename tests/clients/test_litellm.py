@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from wishes import MODEL, WEATHER, get_weather
 
 pytestmark = pytest.mark.clients
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # No prices from elsewhere.
 litellm = pytest.importorskip("litellm")
 CLIENT = "litellm"
 

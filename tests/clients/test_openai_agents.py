@@ -9,6 +9,7 @@ from wishes import ASK, MODEL, WEATHER, Person, calls, get_weather
 
 pytestmark = pytest.mark.clients
 agents = pytest.importorskip("agents")
+agents.set_tracing_disabled(True)
 CLIENT = "openai-agents"
 
 

@@ -121,6 +121,7 @@ MANY = 100_000
         {"prompt": [1, 2] * MANY + ["a"]},
         {"prompt": [[1]] * MANY + [["a"]]},
         {"logit_bias": {str(i): "a" for i in range(MANY)}},
+        {"vllm_xargs": {str(i): 1.0 for i in range(MANY)}},
         {"structured_outputs": {"choice": [1] * MANY}},
         {"structured_outputs": {"json": {f"\ud800{i}": 1 for i in range(MANY)}}},
         {f"unknown{i}": i for i in range(MANY)},

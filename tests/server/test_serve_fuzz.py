@@ -23,7 +23,7 @@ CHECKS = [
     response_schema_conformance,
     status_code_conformance,
 ]
-ROUTES, BODIES = 9, 4
+ROUTES, BODIES = 17, 7
 EXAMPLES = 40
 
 

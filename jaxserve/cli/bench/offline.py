@@ -13,13 +13,13 @@ from jaxserve.cli.text import device_name, milliseconds, size
 from jaxserve.core.errors import ConfigError, ModelError
 from jaxserve.core.events import Dispatched
 from jaxserve.core.output_file import check_output_file
-from jaxserve.core.progress import TerminalProgress
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.tables import table
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.metrics.statistics import percentile
 from jaxserve.metrics.summaries import Percentiles, RunSummary
 from jaxserve.metrics.trace import write_trace
+from jaxserve.runtime.progress import TerminalProgress
 
 if TYPE_CHECKING:
     from jaxserve.cli.limits import Limits

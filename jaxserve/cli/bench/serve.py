@@ -20,9 +20,9 @@ from jaxserve.cli.options import Common
 from jaxserve.cli.text import milliseconds
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.output_file import check_output_file
-from jaxserve.core.progress import TerminalProgress
 from jaxserve.loadgen.results import RequestResult, Summary
 from jaxserve.loadgen.trace import TraceRequest
+from jaxserve.runtime.progress import TerminalProgress
 
 if TYPE_CHECKING:
     from jaxserve.loadgen.endpoint import Endpoint

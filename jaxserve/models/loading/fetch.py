@@ -24,7 +24,7 @@ from rich.progress import DownloadColumn, TransferSpeedColumn
 
 from jaxserve.core.cache_dir import cache_directory
 from jaxserve.core.errors import ModelError, WeightsError
-from jaxserve.core.progress import ProgressBar
+from jaxserve.core.progress_bar import ProgressBar
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,13 +11,14 @@ import threading
 
 import pytest
 
-from jaxserve.core.progress import ProgressBar
+from jaxserve.core.progress_bar import ProgressBar
 
 SCRIPT = """
 import sys
-from rich import console
-from jaxserve.core.progress import ProgressBar
-console._is_jupyter = lambda: len(sys.argv) > 1
+from types import SimpleNamespace as Fake
+from jaxserve.core.progress_bar import ProgressBar
+if len(sys.argv) > 1:
+    sys.modules["IPython"] = Fake(get_ipython=lambda: Fake(kernel=True))
 with ProgressBar("Answering", 1000) as bar:
     for done in range(1001):
         bar.update(done)

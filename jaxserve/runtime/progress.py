@@ -1,30 +1,26 @@
-"""Progress bars, on stderr, so that stdout holds only the output."""
+"""Startup progress, on stderr, so that stdout holds only the output."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
-from typing import Any, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     TaskID,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 
 from jaxserve.core.notebook import NotebookText, in_notebook
 
 _DRAW_S = 0.2
 _WIDTH = 40
-
 _LABELS = {
     "weights": "Loading weights",
     "programs": "Preparing programs",
@@ -107,60 +103,3 @@ class _NotebookBars:
         if share >= 1 or now_s >= self._next_s:
             self._text.show("\n".join(self._lines.values()))
             self._next_s = now_s + _DRAW_S
-
-
-class ProgressBar:
-    """One bar on stderr, if that is a terminal or a notebook; otherwise nothing is printed.
-
-    It is drawn by the thread that calls `update`, every 0.2 s at most, and starts no thread.
-
-    Attributes:
-        draws: whether anything is printed.
-    """
-
-    def __init__(
-        self,
-        label: str,
-        total: int | None,
-        *columns: ProgressColumn,
-        show: bool = True,
-        transient: bool = False,
-        **fields: Any,
-    ) -> None:
-        """`columns` follow the bar: by default the number done and the times. `fields` are what
-        they show besides. The bar is removed at the end if `transient`."""
-        self.draws = show and (Console(stderr=True).is_terminal or in_notebook())
-        # Notebooks get text, as terminals do: rich's widgets would need ipywidgets.
-        self._bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            *(columns or (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())),
-            console=Console(stderr=True, force_jupyter=False, force_terminal=self.draws),
-            transient=transient,
-            auto_refresh=False,
-            redirect_stdout=False,
-            redirect_stderr=False,
-            disable=not self.draws,
-        )
-        self._task = self._bars.add_task(label, total=total, **fields)
-        self._bars.start()
-        self._next_s = 0.0
-
-    def update(self, done: int, **fields: Any) -> None:
-        """Set how much is done, and other fields (also `total`)."""
-        if self.draws:
-            now = time.monotonic()
-            due = now >= self._next_s
-            self._bars.update(self._task, completed=done, refresh=due, **fields)
-            if due:
-                self._next_s = now + _DRAW_S
-
-    def close(self) -> None:
-        """Draw the last state. Idempotent."""
-        self._bars.stop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()
