@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg
 
 from jaxserve.cli import engine_options  # noqa: F401  groups the settings in --help
-from jaxserve.cli.values import OptionalDtype, OptionalSize, Size
+from jaxserve.cli.values import OptionalDtype, OptionalSize, OptionalSpeculation, Size
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.logs import LogLevel
 from jaxserve.core.sampling_params import SamplingParams
@@ -29,6 +29,7 @@ class EngineOptions(EngineConfig):
     host_kv_bytes: OptionalSize = None
     disk_kv_bytes: Size = 0
     logits_processors: tuple[str, ...] = ()
+    speculative_config: OptionalSpeculation = None
 
 
 @dataclasses.dataclass(frozen=True)

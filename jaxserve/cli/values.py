@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar, get_args
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from jaxserve.core.config import DTYPES
+from jaxserve.core.speculative import SpeculativeConfig
 
 Value = TypeVar("Value")
 CONSTRUCTORS = ConstructorRegistry()
@@ -64,6 +65,10 @@ Size = Annotated[int, _one("SIZE", _size)]
 OptionalSize = Annotated[int | None, _one_or_none("SIZE", _size)]
 OptionalDtype = Annotated[str | None, _one_or_none(f"{{{','.join(DTYPES)}}}", str)]
 """Its other names, such as bf16, are left to EngineConfig."""
+
+
+OptionalSpeculation = Annotated[Any, _one_or_none("JSON", SpeculativeConfig.of)]
+"""A SpeculativeConfig as one argument, and no flags of its fields."""
 
 
 @CONSTRUCTORS.primitive_rule

@@ -21,22 +21,28 @@ TOKEN_MULTIPLE = 16
 
 
 class ProgramKey(NamedTuple):
-    """Shape of a step: one token for each of `rows` decodes, then `prefill_tokens` tokens.
+    """Shape of a step: `width` tokens for each of `rows` decodes, then `prefill_tokens` tokens.
 
     `ring`: ring attention for a single prefill chunk, whose keys pass around the ranks that share
-    its sequence (runtime/programs/context_parallel.py).
+    its sequence (runtime/programs/context_parallel.py). `width`: the newest token and its drafts.
     """
 
     rows: int
     prefill_tokens: int
     ring: bool = False
+    width: int = 1
+
+    @property
+    def decode_tokens(self) -> int:
+        return self.rows * self.width
 
     @property
     def num_tokens(self) -> int:
-        return self.rows + self.prefill_tokens
+        return self.decode_tokens + self.prefill_tokens
 
     def __str__(self) -> str:
-        return f"{self.rows}-{self.prefill_tokens}{'-ring' if self.ring else ''}"
+        rows = str(self.rows) if self.width == 1 else f"{self.rows}x{self.width}"
+        return f"{rows}-{self.prefill_tokens}{'-ring' if self.ring else ''}"
 
 
 class StepShape(NamedTuple):
@@ -49,6 +55,8 @@ class StepShape(NamedTuple):
     num_decodes: int = 0
     prefill_tokens: int = 0
     lone_stop: int = 0
+    width: int = 1
+    """Tokens of the widest decode."""
 
     def plus(
         self, stop: int, num_tokens: int, *, scored: bool = False, extends: bool = False
@@ -70,6 +78,7 @@ class Buckets:
     mixed_rows: decode rows of steps with prefill, where a padded row is one token among many: none
         or the maximum.
     prefill_tokens: prefill tokens of steps with prefill.
+    widths: tokens of a decode row: one, and with speculation one and the drafts.
     ring_contexts: for each program that also has a ring variant, the longest context of a chunk
         that the ring variant is used for.
     """
@@ -77,6 +86,7 @@ class Buckets:
     rows: tuple[int, ...]
     mixed_rows: tuple[int, ...]
     prefill_tokens: tuple[int, ...]
+    widths: tuple[int, ...] = (1,)
     ring_contexts: Mapping[ProgramKey, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -89,6 +99,7 @@ class Buckets:
         pipelined: bool = False,
         seq: int = 1,
         tiled: bool = False,
+        num_drafts: int = 0,
     ) -> Buckets:
         """Powers of two up to the largest step: `max_num_seqs` rows, and prefill for the rest of
         the token budget. A full step therefore has no padding at all.
@@ -97,19 +108,22 @@ class Buckets:
         together with the prefill of the next one. `seq`: ranks that prefill tokens are distributed
         over, in equal shares. With both there is one prefill size: a step passes through several
         programs, and its tokens must stay on their ranks. `tiled`: programs compute the tokens of a
-        step but not its padding (tiles.py), so that one size of each kind suffices.
+        step but not its padding (tiles.py), so that one size of each kind suffices. `num_drafts`:
+        most drafts of a decode.
 
         Raises ConfigError when the budget leaves less than one multiple of 16 tokens, and of `seq`,
         for prefill.
         """
         multiple = math.lcm(TOKEN_MULTIPLE, seq)
-        most = max_num_batched_tokens - max_num_seqs
+        decode_tokens = max_num_seqs * (1 + num_drafts)
+        most = max_num_batched_tokens - decode_tokens
         most -= most % multiple
         if max_num_seqs < 1 or most < multiple:
             raise ConfigError(
                 f"max_num_batched_tokens {max_num_batched_tokens} with max_num_seqs "
-                f"{max_num_seqs}: the budget must exceed the sequences, at least 1, by "
-                f"{multiple} or more"
+                f"{max_num_seqs}: the budget must exceed the sequences, at least 1, "
+                + (f"with {num_drafts} drafts each, " if num_drafts else "")
+                + f"by {multiple} or more"
             )
         least = -(-min_prefill_tokens // multiple) * multiple
         one_prefill_size = tiled or (pipelined and seq > 1)
@@ -117,6 +131,7 @@ class Buckets:
             rows=(max_num_seqs,) if tiled else _doublings(1, max_num_seqs),
             mixed_rows=(0, max_num_seqs) if max_num_seqs > 1 or pipelined else (0,),
             prefill_tokens=(most,) if one_prefill_size else _doublings(least, most),
+            widths=(1, 1 + num_drafts) if num_drafts else (1,),
         )
 
     @property
@@ -125,9 +140,15 @@ class Buckets:
 
     def keys(self) -> tuple[ProgramKey, ...]:
         """All programs except ring programs, smallest first."""
-        decode = (ProgramKey(rows, 0) for rows in self.rows)
-        mixed = (ProgramKey(rows, n) for rows in self.mixed_rows for n in self.prefill_tokens)
-        return tuple(sorted((*decode, *mixed), key=lambda key: (key.num_tokens, key)))
+        decode = ((rows, 0) for rows in self.rows)
+        mixed = ((rows, n) for rows in self.mixed_rows for n in self.prefill_tokens)
+        keys = (
+            ProgramKey(*sizes, width=width)
+            for sizes in (*decode, *mixed)
+            for width in self.widths
+            if sizes[0] or width == 1
+        )
+        return tuple(sorted(keys, key=lambda key: (key.num_tokens, key)))
 
     def ring_keys(self) -> tuple[ProgramKey, ...]:
         """All ring programs."""
@@ -136,11 +157,11 @@ class Buckets:
     def program(self, steps: Iterable[StepShape]) -> ProgramKey:
         """The program of a dispatch of these steps: one step, or in a pipeline one per stage.
         Raises ProgramMissError if no program fits them."""
-        num_decodes, prefill_tokens, lone_stop = map(max, zip(*steps))
-        key = self.pick(num_decodes, prefill_tokens)
+        num_decodes, prefill_tokens, lone_stop, width = map(max, zip(*steps))
+        key = self.pick(num_decodes, prefill_tokens, width)
         return key._replace(ring=0 < lone_stop <= self.ring_contexts.get(key, 0))
 
-    def pick(self, num_decodes: int, num_prefill_tokens: int) -> ProgramKey:
+    def pick(self, num_decodes: int, num_prefill_tokens: int, width: int = 1) -> ProgramKey:
         """The smallest program that fits a step. Raises ProgramMissError if there is none."""
         if num_prefill_tokens:
             rows = _ceiling(self.mixed_rows, num_decodes)
@@ -154,7 +175,7 @@ class Buckets:
                 f"a step has 1 to {self.rows[-1]} decodes, or up to {self.mixed_rows[-1]} with "
                 f"1 to {self.max_prefill_tokens} prefill tokens"
             )
-        return ProgramKey(rows, tokens)
+        return ProgramKey(rows, tokens, width=_ceiling(self.widths, width) if rows else 1)
 
 
 def _doublings(first: int, last: int) -> tuple[int, ...]:

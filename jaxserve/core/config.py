@@ -6,13 +6,14 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.speculative import SpeculativeConfig
 from jaxserve.core.vllm_settings import answer_to
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -85,6 +86,9 @@ class EngineConfig:
             weights: "pallas", the device's kernels of pallas_kernels, on CPUs those of TPUs,
             interpreted; "xla", plain XLA; "auto", a kernel where it is supported and known to be
             correct, else XLA, and on CPUs XLA.
+        speculative_config: how to draft tokens that one step then verifies, with vLLM's keys:
+            method "ngram", num_speculative_tokens, prompt_lookup_max and prompt_lookup_min
+            (docs/speculation.md); a JSON object on the command line. None: one token at a time.
         program_scope: compile the model as one program per step, or per group of layers, which
             compiles several times faster and costs a few more calls per step; layer on CPUs, else
             step.
@@ -125,6 +129,7 @@ class EngineConfig:
     seed: int = field(default=0, metadata=_OF_NO_PROGRAM)
     load_format: Literal["auto", "dummy"] = field(default="auto", metadata=_OF_NO_PROGRAM)
     attention_backend: Literal["auto", "xla", "pallas"] = "auto"
+    speculative_config: SpeculativeConfig | None = None
     program_scope: Literal["step", "layer"] | None = None
     compilation_cache: bool = field(default=True, metadata=_OF_NO_PROGRAM)
     logits_processors: tuple[str | Callable[..., Any], ...] = ()
@@ -168,6 +173,15 @@ class EngineConfig:
                 "'module:function'."
             )
         object.__setattr__(self, "logits_processors", tuple(given))
+        if self.speculative_config is not None:
+            speculative = SpeculativeConfig.of(self.speculative_config)
+            object.__setattr__(self, "speculative_config", speculative)
+            if self.pipeline_parallel_size > 1:
+                raise ConfigError(
+                    "speculative_config needs the lengths of sequences before their steps have "
+                    f"left the pipeline; pipeline_parallel_size is {self.pipeline_parallel_size}, "
+                    "set it to 1, or leave speculative_config out."
+                )
         if self.target_step_us is not None and self.scheduler != "medha":
             raise ConfigError(
                 f"target_step_us is {self.target_step_us}, but scheduler {self.scheduler!r} has "
@@ -249,6 +263,11 @@ class EngineConfig:
             f"{self.pipeline_parallel_size} x context_parallel_size {self.context_parallel_size}"
         )
 
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Drafts of each decode; 0 without speculation."""
+        return self.speculative_config.num_speculative_tokens if self.speculative_config else 0
+
     def of_programs(self) -> dict[str, Any]:
         """The settings that determine programs, those of no program left out. Of the devices, which
         they run on, programs are stored separately."""
@@ -287,7 +306,7 @@ class EngineConfig:
             max_model_len=length,
             max_num_seqs=seqs,
             max_num_batched_tokens=self.max_num_batched_tokens
-            or ((512 if on_cpu else 2048) + seqs),
+            or ((512 if on_cpu else 2048) + seqs * (1 + self.num_speculative_tokens)),
             page_size=page_size,
             target_step_us=self.target_step_us
             or ((500_000 if on_cpu else 50_000) if self.scheduler == "medha" else None),
@@ -341,6 +360,7 @@ class EngineSettings(TypedDict, total=False):
     seed: int
     load_format: Literal["auto", "dummy"]
     attention_backend: Literal["auto", "xla", "pallas"]
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | None
     program_scope: Literal["step", "layer"] | None
     compilation_cache: bool
     logits_processors: Sequence[str | Callable[..., Any]]

@@ -118,7 +118,8 @@ class Collected(NamedTuple):
     """The tokens of a step reached the host, at `time_us`, after a wait since `begin_us`.
 
     `sequences` received output tokens, `counts` of them each (None: one each). A sequence's
-    first appearance here is its first token.
+    first appearance here is its first token. `drafts` has, for each sequence with drafts in the
+    step, how many were verified and how many accepted.
     """
 
     time_us: int
@@ -126,6 +127,7 @@ class Collected(NamedTuple):
     begin_us: int
     sequences: tuple[int, ...]
     counts: tuple[int, ...] | None
+    drafts: tuple[tuple[int, int], ...] = ()
 
     @property
     def wait_us(self) -> int:
@@ -249,6 +251,7 @@ class EventLog:
         sequences: Iterable[int],
         counts: Iterable[int] | None = None,
         *,
+        drafts: Iterable[tuple[int, int]] = (),
         begin_us: int,
         ready_us: int,
     ) -> None:
@@ -259,7 +262,9 @@ class EventLog:
         """
         counts = None if counts is None else tuple(counts)
         with self._lock:
-            self._write(Collected(ready_us, step, begin_us, tuple(sequences), counts))
+            self._write(
+                Collected(ready_us, step, begin_us, tuple(sequences), counts, tuple(drafts))
+            )
 
     def moved(
         self,

@@ -61,13 +61,16 @@ class DispatchedStep:
 
 @dataclasses.dataclass(frozen=True)
 class StepResults:
-    """Results of a step on the host: `token_ids[i]` was sampled by `sampled[i]`.
+    """Results of a step on the host: `token_ids[i]` were sampled by `sampled[i]`, the j-th of them
+    after it and j drafts, `num_drafts[i]` of which were verified.
 
-    `logprobs` has the same rows; `prompt_logprobs` one row per prefill token of the step. Both are
-    None if not requested.
+    `logprobs` has `width` rows for each; `prompt_logprobs` one row per prefill token of the step.
+    Both are None if not requested.
     """
 
     sampled: tuple[ScheduledChunk, ...]
-    token_ids: list[int]
+    token_ids: list[list[int]]
+    num_drafts: list[int]
+    width: int
     logprobs: TokenLogprobs[np.ndarray] | None = None
     prompt_logprobs: TokenLogprobs[np.ndarray] | None = None

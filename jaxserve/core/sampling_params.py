@@ -157,6 +157,13 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
 
+    @property
+    def speculative(self) -> bool:
+        """Whether tokens may be sampled after drafts: a distribution that depends on the tokens
+        before it otherwise than through the model needs them one by one."""
+        penalized = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return not (penalized or self.bad_words or self.structured_outputs)
+
     @classmethod
     def from_defaults(cls, defaults: Mapping[str, Any], **overrides: Any) -> SamplingParams:
         """Applies `overrides` to the defaults of the model's `generation_config.json`.

@@ -50,7 +50,9 @@ class Sequence:
     Steps are dispatched before the tokens of the previous step have been read, so the counters run
     ahead of the host: `num_computed` counts KV entries that *dispatched* steps have written, and
     `num_in_flight` counts sampled tokens that exist on the device but not yet in
-    `output_token_ids`. Always `num_computed < num_tokens` while the sequence is unfinished.
+    `output_token_ids`. A step in flight counts as one token in both; together those in flight may
+    keep up to `num_drafts_in_flight` drafts as well. Always `num_computed < num_tokens` while the
+    sequence is unfinished.
     """
 
     seq_id: int
@@ -76,6 +78,9 @@ class Sequence:
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     num_in_flight: int = 0
     num_computed: int = 0
+    num_speculative_tokens: int = 0
+    """Drafts that each of its decodes verifies, set when it is added to a scheduler."""
+    num_drafts_in_flight: int = 0
     prefill_end: int = 0
     """Tokens that had to be prefilled when it was last admitted; tokens after them are decoded."""
     kv_limit: int = 0

@@ -30,6 +30,16 @@ class ScheduledChunk(NamedTuple):
     slot: int
     pages: SequenceOf[int] = ()
     num_uploaded: int = 0
+    num_drafts: int = 0
+    """Drafts that a decode verifies, at most: the device knows how many there are, and that its
+    first token is further by the drafts kept in steps not yet read."""
+    slack: int = 0
+    """KV entries beyond its tokens that it may write, for these drafts and those in flight."""
+
+    @property
+    def stop(self) -> int:
+        """Position after the last that it may write."""
+        return self.start + self.num_tokens + self.slack
 
     @property
     def scored(self) -> bool:
@@ -58,16 +68,24 @@ class StepPlan:
         return sum(chunk.num_tokens for chunk in self.prefills)
 
     @property
+    def num_decode_tokens(self) -> int:
+        return len(self.decodes) + sum(chunk.num_drafts for chunk in self.decodes)
+
+    @property
     def num_tokens(self) -> int:
-        return len(self.decodes) + self.num_prefill_tokens
+        return self.num_decode_tokens + self.num_prefill_tokens
+
+    @property
+    def width(self) -> int:
+        """Tokens of the widest decode."""
+        return 1 + max((chunk.num_drafts for chunk in self.decodes), default=0)
 
     @property
     def shape(self) -> StepShape:
         """The shape that determines the step's program."""
-        shape = StepShape(len(self.decodes))
+        shape = StepShape(len(self.decodes), width=self.width)
         for chunk in self.prefills:
-            stop = chunk.start + chunk.num_tokens
-            shape = shape.plus(stop, chunk.num_tokens, scored=chunk.scored)
+            shape = shape.plus(chunk.stop, chunk.num_tokens, scored=chunk.scored)
         return shape
 
     @property

@@ -22,7 +22,6 @@ ANSWERS: Mapping[str, str] = MappingProxyType(
         "kv_cache_dtype": "use dtype; KV pages have the dtype of the activations",
         "data_parallel_size": "run one engine with its own devices for each replica",
         "distributed_executor_backend": "leave it out; use jaxserve launch for several hosts",
-        "speculative_config": "leave it out; it is not implemented",
         "enable_lora": "leave it out; it is not implemented",
     }
 )

@@ -269,21 +269,39 @@ class EngineCore:
         begun_us = begin_us if step.begun_us is None else step.begun_us
         self._measured(step, results, ready_us - max(begun_us, self._last_ready_us))
         self._last_ready_us = ready_us
-        tokens = [
-            (row, chunk.seq.seq_id, token_id)
-            for row, (chunk, token_id) in enumerate(zip(results.sampled, results.token_ids))
-            if self.scheduler.collect(chunk, token_id)
-        ]
+        self._outputs.add_prompt_logprobs(step.plan, results)
+        gained: collections.Counter[int] = collections.Counter()
+        touched: dict[str, Request] = {}
+        ended: dict[int, Ended] = {}
+        for place in range(max(map(len, results.token_ids), default=0)):
+            tokens = [
+                (row * results.width + place, chunk.seq.seq_id, token_ids[place])
+                for row, (chunk, token_ids) in enumerate(zip(results.sampled, results.token_ids))
+                if place < len(token_ids)
+                and chunk.seq.seq_id not in ended  # Tokens after a stop are dropped.
+                and self.scheduler.collect(chunk, token_ids[place], place)
+            ]
+            gained.update(seq_id for _, seq_id, _ in tokens)
+            requests, stopped = self._outputs.process(results, tokens)
+            touched |= {request.request_id: request for request in requests}
+            ended |= {end.output.seq.seq_id: end for end in stopped}
         self.log.collected(
             step.step_id,
-            [seq_id for _, seq_id, _ in tokens],
+            gained,
+            gained.values() if results.width > 1 else None,
+            drafts=[
+                (num_drafts, len(token_ids) - 1)
+                for chunk, num_drafts, token_ids in zip(
+                    results.sampled, results.num_drafts, results.token_ids
+                )
+                if num_drafts and chunk.seq.seq_id in gained
+            ],
             begin_us=begin_us,
             ready_us=ready_us,
         )
-        touched, ended = self._outputs.process(step.plan, results, tokens)
-        for sequence in ended:
-            self._end(sequence)
-        return touched
+        for end in ended.values():
+            self._end(end)
+        return list(touched.values())
 
     def _planned(self, plan: StepPlan) -> None:
         """Called after a step was dispatched."""

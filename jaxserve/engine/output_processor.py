@@ -12,7 +12,8 @@ from jaxserve.core.step_plan import ScheduledChunk, StepPlan
 from jaxserve.engine.request import Request, SequenceOutput, Stop, TokenScores
 
 SampledToken = tuple[int, int, int]
-"""A token that a sequence gained: its row in the step's results, the sequence's id, its own id."""
+"""A token that a sequence gained: its row in the step's log probabilities, the sequence's id, its
+own id."""
 
 
 class Ended(NamedTuple):
@@ -43,12 +44,11 @@ class OutputProcessor:
             del self.requests[request.request_id]
 
     def process(
-        self, plan: StepPlan, results: StepResults, tokens: Iterable[SampledToken]
+        self, results: StepResults, tokens: Iterable[SampledToken]
     ) -> tuple[list[Request], list[Ended]]:
-        """Appends a step's tokens, which `Sequence.output_token_ids` already has, to the outputs.
-        Returns the requests that gained tokens, and the sequences that end with them."""
-        if results.prompt_logprobs is not None:
-            self._add_prompt_logprobs(plan, results.prompt_logprobs)
+        """Appends a step's tokens, which `Sequence.output_token_ids` already has, to the outputs,
+        at most one per sequence. Returns the requests that gained tokens, and the sequences that
+        end with them."""
         touched: dict[str, Request] = {}
         ended = []
         for row, seq_id, token_id in tokens:
@@ -67,12 +67,15 @@ class OutputProcessor:
                 ended.append(Ended(request, output, stop, output.error))
         return list(touched.values()), ended
 
-    def _add_prompt_logprobs(self, plan: StepPlan, scored: TokenLogprobs[np.ndarray]) -> None:
+    def add_prompt_logprobs(self, plan: StepPlan, results: StepResults) -> None:
+        """Adds a step's log probabilities of prompt tokens, if it has any."""
+        if results.prompt_logprobs is None:
+            return
         first = 0
         for chunk in plan.prefills:
             request, _ = self._owners.get(chunk.seq.seq_id, (None, None))
             if request is not None and request.params.prompt_logprobs is not None:
-                _add_chunk(request, chunk, scored, first)
+                _add_chunk(request, chunk, results.prompt_logprobs, first)
             first += chunk.num_tokens
 
 

@@ -122,6 +122,9 @@ class Metrics:
         self._preemptions = 0
         self._prompt_tokens = 0
         self._output_tokens = 0
+        self._drafts = 0
+        self._draft_tokens = 0
+        self._accepted_tokens = 0
         self._prefix_queries = 0
         self._prefix_hits = 0
         self._ttft = Histogram(_TTFT_BOUNDS_US, _SECOND_US)
@@ -198,6 +201,13 @@ class Metrics:
             ),
             "prefix_cache_hits_total": _counter(
                 "Prompt tokens found in the prefix cache", self._prefix_hits
+            ),
+            "spec_decode_num_drafts_total": _counter("Drafts verified", self._drafts),
+            "spec_decode_num_draft_tokens_total": _counter(
+                "Draft tokens verified", self._draft_tokens
+            ),
+            "spec_decode_num_accepted_tokens_total": _counter(
+                "Draft tokens accepted", self._accepted_tokens
             ),
             "request_success_total": _counter(
                 "Sequences ended", dict(self._ended_by_reason), "finished_reason"
@@ -372,6 +382,10 @@ class Metrics:
                 self._prompt_tokens += live.prompt_tokens
                 self._ttft.observe(now - live.arrival_us)
         self._append_tokens(record)
+        self._drafts += len(record.drafts)
+        for verified, accepted in record.drafts:
+            self._draft_tokens += verified
+            self._accepted_tokens += accepted
         if sequences:
             self._step_tokens.observe(self._prompt_tokens + self._output_tokens - before)
         self._last_sequences = sequences

@@ -11,6 +11,7 @@ from jaxserve.core.buckets import ProgramKey
 from jaxserve.core.in_flight import DispatchedStep, PackedStep, TokenLogprobs
 from jaxserve.core.step_plan import ScheduledChunk, StepPlan
 from jaxserve.runtime.programs.step_layout import FrozenPlan
+from jaxserve.sampling.speculation import Acceptance
 from jaxserve.structured.matcher import Matcher
 
 
@@ -46,8 +47,27 @@ class DeviceStep(DispatchedStep):
     """Hidden states to sample from. `read` waits for them even if nothing was sampled: the host
     must not run ahead by all the chunks of a long prompt."""
     token_ids: jax.Array | None
+    """`width` tokens for each of `sampled`."""
+    acceptance: Acceptance | None
+    """With speculation, how many of them are kept; without it the only one."""
     logprobs: TokenLogprobs[jax.Array] | None
     prompt_logprobs: TokenLogprobs[jax.Array] | None
+
+    @property
+    def width(self) -> int:
+        return self.key.width
+
+    def tokens(self) -> list[list[int]]:
+        """The tokens that each of `sampled` gained; waits for them."""
+        if self.token_ids is None:
+            return []
+        count = len(self.sampled)
+        token_ids = np.asarray(self.token_ids)[: count * self.width]
+        rows = token_ids.reshape(count, self.width).tolist()
+        if self.acceptance is None:
+            return rows
+        kept = np.asarray(self.acceptance.num_tokens).tolist()
+        return [row[:num_tokens] for row, num_tokens in zip(rows, kept)]
 
 
 BUBBLE = PackedInputs(-1, StepPlan(), ProgramKey(0, 0), FrozenPlan(), (), ())

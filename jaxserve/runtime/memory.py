@@ -222,7 +222,8 @@ def _scratch_guess(config: EngineConfig, model: ModelConfig, itemsize: int) -> i
     """Temporaries of the largest step: activations of a few layers' width, logits of all rows."""
     widest = 4 * model.hidden_size + 3 * model.intermediate_size
     activations = config.max_num_batched_tokens * widest * max(itemsize, 4)
-    return activations + 4 * config.max_num_seqs * model.vocab_size * 4
+    rows = config.max_num_seqs * (1 + config.num_speculative_tokens)
+    return activations + 4 * rows * model.vocab_size * 4
 
 
 def _gib(size: int) -> str:

@@ -24,14 +24,14 @@ from jaxserve.runtime.in_flight import BUBBLE, DeviceStep, PackedInputs, Samplin
 from jaxserve.runtime.programs.device_state import allocate, filled
 from jaxserve.runtime.programs.executables import Programs
 from jaxserve.runtime.programs.kinds import ProgramKinds
-from jaxserve.runtime.programs.program_kind import holding
-from jaxserve.runtime.programs.program_shapes import ProgramShapes
+from jaxserve.runtime.programs.program_shapes import ProgramShapes, holding
 from jaxserve.runtime.programs.step_layout import FrozenPlan
 from jaxserve.sampling import (
     NO_TOKEN,
     needs_state,
     row_constants,
 )
+from jaxserve.sampling.speculation import Acceptance
 from jaxserve.structured.matcher import Matcher, advance
 
 
@@ -136,11 +136,11 @@ class Runner:
         hidden: jax.Array,
         prefill_hidden: jax.Array,
     ) -> DeviceStep:
-        token_ids = logprobs = None
+        token_ids = acceptance = logprobs = None
         if packed.sampled:
-            token_ids, logprobs = self._sample(packed, hidden)
+            token_ids, acceptance, logprobs = self._sample(packed, key.width, hidden)
         prompt_logprobs = self._score_prompts(packed, prefill_hidden)
-        for array in jax.tree.leaves((token_ids, logprobs, prompt_logprobs)):
+        for array in jax.tree.leaves((token_ids, acceptance, logprobs, prompt_logprobs)):
             array.copy_to_host_async()
         return DeviceStep(
             packed.step_id,
@@ -152,6 +152,7 @@ class Runner:
             packed.sampled,
             hidden,
             token_ids,
+            acceptance,
             logprobs,
             prompt_logprobs,
         )
@@ -159,10 +160,14 @@ class Runner:
     def read(self, step: DeviceStep) -> StepResults:
         """Wait for a step and bring its results to the host."""
         step.hidden.block_until_ready()
-        token_ids = [] if step.token_ids is None else np.asarray(step.token_ids).tolist()
+        num_drafts = [0] * len(step.sampled)
+        if step.acceptance is not None:
+            num_drafts = np.asarray(step.acceptance.num_drafts).tolist()[: len(step.sampled)]
         return StepResults(
             sampled=step.sampled,
-            token_ids=token_ids[: len(step.sampled)],
+            token_ids=step.tokens(),
+            num_drafts=num_drafts,
+            width=step.width,
             logprobs=jax.tree.map(np.asarray, step.logprobs),
             prompt_logprobs=jax.tree.map(np.asarray, step.prompt_logprobs),
         )
@@ -227,17 +232,31 @@ class Runner:
         return self._kinds.forward(self._state, key, steps)
 
     def _sample(
-        self, packed: PackedInputs, hidden: jax.Array
+        self, packed: PackedInputs, width: int, hidden: jax.Array
+    ) -> tuple[jax.Array, Acceptance | None, TokenLogprobs[jax.Array] | None]:
+        """Samples `width` tokens for each of a step's rows, and verifies their drafts."""
+        sampled, state = packed.sampled, self._state
+        if state.speculation is None:
+            token_ids, logprobs = self._draw(packed, width, hidden)
+            return token_ids, None, logprobs
+        for chunk in packed.plan.prefills:
+            if chunk.samples:
+                self._kinds.set_history(state, chunk)
+        token_ids, logprobs = self._draw(packed, width, hidden)
+        return token_ids, self._kinds.verify(state, token_ids, sampled, width), logprobs
+
+    def _draw(
+        self, packed: PackedInputs, width: int, hidden: jax.Array
     ) -> tuple[jax.Array, TokenLogprobs[jax.Array] | None]:
         sampled, rows = packed.sampled, packed.rows
         if all(row.plain for row in rows):
-            slots = [chunk.slot for chunk in sampled]
-            return self._kinds.greedy(self._state, hidden, slots), None
+            return self._kinds.greedy(self._state, hidden, sampled, width), None
         for chunk, row in zip(sampled, rows):
             if row.stateful and chunk in packed.plan.prefills:
                 self._kinds.admit(self._state, chunk.slot, self._admission(chunk.seq, row))
         constants = [row.constants for row in rows]
-        output = self._kinds.general(self._state, hidden, constants, sampled, self._masks(packed))
+        masks = self._masks(packed)
+        output = self._kinds.general(self._state, hidden, constants, sampled, masks, width)
         wanted = any(chunk.seq.params.logprobs is not None for chunk in sampled)
         return output.token_ids, output.logprobs if wanted else None
 
@@ -256,9 +275,7 @@ class Runner:
 
     def _matched_tokens(self, step: DeviceStep) -> Iterator[tuple[Matcher, int, int]]:
         """Tokens that a step sampled for sequences with a matcher, as input to `advance`."""
-        if step.token_ids is None:
-            return
-        for chunk, token_id in zip(step.sampled, np.asarray(step.token_ids).tolist()):
+        for chunk, (token_id, *_) in zip(step.sampled, step.tokens()):
             row = self._rows.get(chunk.seq.seq_id)
             if row is not None and row.matcher is not None and token_id != NO_TOKEN:
                 yield row.matcher, chunk.output_index, token_id

@@ -102,6 +102,8 @@ class Scheduler:
         seq.kv_limit = min(seq.kv_limit or limit, limit)  # A restored one has its own.
         seq.priority_ageing_us = self.config.priority_ageing_us
         seq.set_priority(seq.priority)
+        if seq.params.speculative:
+            seq.num_speculative_tokens = self.config.num_speculative_tokens
         self.waiting.add(seq)
         self._unfinished[seq.seq_id] = seq
         self.tables[seq.seq_id] = PageTable(seq.token_ids, seq.salt)
@@ -133,7 +135,8 @@ class Scheduler:
                 decodes = self._plan_decodes()
         else:
             decodes = self._plan_decodes()
-            prefills = self._plan_prefills(budget - len(decodes), decodes)
+            used = StepPlan(tuple(decodes))
+            prefills = self._plan_prefills(budget - len(decodes) * used.width, decodes)
         # Decode attention pads neighbouring rows to the longest of them.
         decodes.sort(key=_start, reverse=True)
         plan = StepPlan(
@@ -155,18 +158,27 @@ class Scheduler:
         if self.step_time is not None:
             self.step_time.observe(StepLoad.together(map(StepLoad.of, plans)), us)
 
-    def collect(self, chunk: ScheduledChunk, token_id: int) -> bool:
-        """Appends the token that `chunk` sampled, in dispatch order; False if it was dropped.
+    def collect(self, chunk: ScheduledChunk, token_id: int, place: int = 0) -> bool:
+        """Appends a token that `chunk` sampled, in dispatch order; False if it was dropped. `place`
+        counts the tokens of a decode: after the first they follow the drafts that were kept.
 
         A sequence preempted since keeps the token, for its context was correct. One that has
         finished since (the stop was seen a step late) drops it.
         """
         seq = chunk.seq
-        seq.num_in_flight -= 1
+        if not place:
+            seq.num_in_flight -= 1
+            seq.num_drafts_in_flight -= chunk.num_drafts
         if seq.finished:
             return False
         seq.output_token_ids.append(token_id)
-        if seq.slot is not None:
+        if place:
+            self.waiting.charge(seq, 0, 1)
+        if place and seq.slot is not None:
+            seq.num_computed = min(seq.num_computed + 1, seq.kv_limit)
+            if seq.num_computed == seq.kv_limit and seq.state is SequenceState.RUNNING:
+                self._drain(seq)
+        if seq.slot is not None and token_id >= 0:  # Negative if none could be sampled.
             num_written, table = seq.num_written, self.tables[seq.seq_id]
             if num_written // self.pool.page_size > len(table.nodes):
                 self.kv.cache_pages(table, num_written)
@@ -260,7 +272,8 @@ class Scheduler:
     # Decodes
 
     def _plan_decodes(self) -> list[ScheduledChunk]:
-        """One token of every prefilled sequence, preempting from the end when pages run out.
+        """A decode of every prefilled sequence, preempting from the end when pages run out. Pages
+        are allocated as if every draft were kept.
 
         With pipeline stages, a sequence can decode only after its previous token has left the
         pipeline. Each step takes 1 / num_stages of the sequences, so that every stage is busy.
@@ -275,12 +288,15 @@ class Scheduler:
             if seq.num_computed < seq.prefill_end or seq.ready_at > self._num_steps:
                 continue
             table = self.tables[seq.seq_id]
-            if seq.num_computed == len(table.pages) * page_size:
-                while seq.slot is not None and not self.kv.append_page(table):
+            end = seq.num_computed + 1
+            num_drafts = min(seq.num_speculative_tokens, seq.kv_limit - end)
+            slack = min(num_drafts + seq.num_drafts_in_flight, seq.kv_limit - end)
+            while seq.slot is not None and end + slack > len(table.pages) * page_size:
+                if not self.kv.append_page(table):
                     self.preempt(self.running[-1])
-                if seq.slot is None:
-                    break
-            chunks.append(self._advance(seq, 1, table))
+            if seq.slot is None:
+                break
+            chunks.append(self._advance(seq, 1, table, num_drafts, slack))
         return chunks
 
     # Prefills
@@ -424,14 +440,30 @@ class Scheduler:
         self.kv.cache_pages(table, seq.num_written)
         self._prefixes.computed(seq, table)
 
-    def _advance(self, seq: Sequence, num_tokens: int, table: PageTable) -> ScheduledChunk:
+    def _advance(
+        self,
+        seq: Sequence,
+        num_tokens: int,
+        table: PageTable,
+        num_drafts: int = 0,
+        slack: int = 0,
+    ) -> ScheduledChunk:
         """Schedules a sequence's next tokens and advances it past them."""
         start = seq.num_computed
         end = start + num_tokens
         samples = end >= seq.prefill_end
         num_uploaded = table.upload()
         chunk = ScheduledChunk(
-            seq, start, num_tokens, samples, seq.num_output, seq.slot, table.pages, num_uploaded
+            seq,
+            start,
+            num_tokens,
+            samples,
+            seq.num_output,
+            seq.slot,
+            table.pages,
+            num_uploaded,
+            num_drafts,
+            slack,
         )
         seq.num_computed = end
         if seq.state is SequenceState.ADMITTED:
@@ -445,11 +477,16 @@ class Scheduler:
         if samples:
             self.waiting.charge(seq, 0, 1)
             seq.num_in_flight += 1
+            seq.num_drafts_in_flight += num_drafts
             seq.ready_at = self._num_steps + self.config.num_stages
-            if end == seq.kv_limit:  # Samples its last token; its memory is freed after this step.
-                seq.transition(SequenceState.DRAINING)
-                self._draining.append(seq)
+            if end == seq.kv_limit:
+                self._drain(seq)
         return chunk
+
+    def _drain(self, seq: Sequence) -> None:
+        """Marks a sequence whose last token is sampled; its memory is freed after this step."""
+        seq.transition(SequenceState.DRAINING)
+        self._draining.append(seq)
 
 
 def _remove(queue: list[Sequence], seq: Sequence) -> None:

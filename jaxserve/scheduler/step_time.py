@@ -36,10 +36,12 @@ class StepLoad(NamedTuple):
     num_pairs: int = 0
     lone_stop: int = 0
     """As of StepShape."""
+    width: int = 1
 
     @classmethod
     def of(cls, plan: StepPlan) -> Self:
-        load = cls(len(plan.decodes), sum(chunk.start + 1 for chunk in plan.decodes))
+        contexts = sum(chunk.start + 1 for chunk in plan.decodes)
+        load = cls(len(plan.decodes), contexts, width=plan.width)
         for chunk in plan.prefills:
             load = load.plus(chunk.start, chunk.num_tokens, scored=chunk.scored)
         return load
@@ -52,7 +54,7 @@ class StepLoad(NamedTuple):
 
     @property
     def shape(self) -> StepShape:
-        return StepShape(self.num_decodes, self.prefill_tokens, self.lone_stop)
+        return StepShape(self.num_decodes, self.prefill_tokens, self.lone_stop, self.width)
 
     def plus(
         self, start: int, num_tokens: int, *, scored: bool = False, extends: bool = False

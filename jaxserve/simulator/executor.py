@@ -103,8 +103,8 @@ class SimulatedExecutor:
         sampled = tuple(
             chunk for chunk in (*step.plan.decodes, *step.plan.prefills) if chunk.samples
         )
-        tokens = [self._token_of(chunk.seq, chunk.output_index) for chunk in sampled]
-        return StepResults(sampled, tokens)
+        tokens = [[self._token_of(chunk.seq, chunk.output_index)] for chunk in sampled]
+        return StepResults(sampled, tokens, num_drafts=[0] * len(sampled), width=1)
 
     def gather(self, pages: SequenceOf[int]) -> int:
         """Stands for a staging array: the number of its pages."""

@@ -33,6 +33,25 @@ def test_compile_makes_the_set_for_one_reader_too(first_compile, run_here, tiny_
     assert second.startswith("max_num_seqs 1: ")
 
 
+def test_speculation_has_programs_of_two_widths(run_here, tiny_model):
+    ngram = '{"num_speculative_tokens": 1}'
+    settings = (*SETTINGS, "--max-num-batched-tokens=34", "--speculative-config", ngram)
+    run = run_here("plan", tiny_model, *settings, "--programs")
+    assert {"verify-1x1", "verify-1x2", "embed-1-0", "embed-1x2-0"} <= set(run.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("ngram", "reason"),
+    [
+        ("{", "--speculative-config is '{', which is not JSON"),
+        ("{}", "--speculative-config has no num_speculative_tokens"),
+        ('{"num_speculative_tokens": 99}', "num_speculative_tokens of --speculative-config is 99"),
+    ],
+)
+def test_bad_speculation(run_here, tiny_model, ngram, reason):
+    run_here("plan", tiny_model, f"--speculative-config={ngram}").assert_error(reason)
+
+
 def test_compile_without_a_cache(run_here, tiny_model):
     run = run_here("compile", tiny_model, *SETTINGS, "--no-compilation-cache")
     run.assert_error("--compilation-cache")

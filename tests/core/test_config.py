@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from jaxserve import LLM, AsyncEngine
 from jaxserve.core.config import EngineConfig, EngineSettings
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.speculative import SpeculativeConfig
 from jaxserve.core.model_config import ModelConfig, RopeConfig
 
 
@@ -102,8 +103,8 @@ def test_what_is_not_said_is_decided():
     resolved = EngineConfig().resolve(model("default"), "cpu")
     undecided = [name for name, value in vars(resolved).items() if value is None]
     pools = ["kv_cache_memory_bytes", "host_kv_bytes", "disk_kv_dir"]
-    settings = ["devices", "quantization", "target_step_us", "priority_ageing_s", *pools]
-    assert sorted(undecided) == sorted(settings)
+    chosen = ["devices", "quantization", "target_step_us", "priority_ageing_s"]
+    assert sorted(undecided) == sorted([*chosen, "speculative_config", *pools])
     assert EngineConfig().resolve(model("default"), "gpu").dtype == "bfloat16"
     assert EngineConfig(scheduler="medha").resolve(model("default"), "gpu").target_step_us == 50_000
 

@@ -35,6 +35,13 @@ def test_a_mesh_answers_as_one_device(answered, mesh):
     on_mesh(mesh, check_answers, answered, **MESHES[mesh])
 
 
+@pytest.mark.parametrize("mesh", ["TP2", "TP2 SP2"])
+def test_speculation_on_a_mesh(answered, mesh):
+    ngram = {"num_speculative_tokens": 2, "prompt_lookup_min": 1}
+    budget = 2 * 3 + 16
+    on_mesh(mesh, check_answers, answered, speculative_config=ngram, max_num_batched_tokens=budget)
+
+
 @pytest.mark.parametrize(("mesh", "scope"), [("SP2", "layer"), ("TP2 SP4", "step")])
 def test_keys_go_around_a_ring(answered, mesh, scope):
     """A first chunk of 32 tokens is better kept where it is."""

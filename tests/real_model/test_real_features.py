@@ -64,6 +64,15 @@ def test_every_scheduler(smollm2_path, scheduler):
         check_golden(golden, drive(llm.engine, arrivals))
 
 
+def test_speculation(smollm2_path):
+    """The golden tokens, some of them from drafts."""
+    golden, ngram = golden_prompts(*MESH_PROMPTS), {"num_speculative_tokens": 3}
+    with load_alone(smollm2_path, speculative_config=ngram) as llm:
+        arrivals = [Arrival(entry.prompt_token_ids, WHOLE) for entry in golden]
+        check_golden(golden, drive(llm.engine, arrivals))
+        assert llm.get_metrics()["vllm:spec_decode_num_accepted_tokens_total"].value > 0
+
+
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_every_preemption(smollm2_path, preemption):
     """A prompt that takes most of the pool, and three that grow until it is full."""

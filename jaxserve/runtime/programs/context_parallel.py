@@ -50,13 +50,13 @@ class ShardedTokens:
 
     def own(self, x: jax.Array) -> jax.Array:
         """This rank's part of x [tokens, ...]."""
-        rows = self.layout.key.rows
+        rows = self.layout.key.decode_tokens
         places = self.sharded.position(lax.axis_index(SEQ), jnp.arange(self.share, dtype=jnp.int32))
         return jnp.concatenate([x[:rows], x[rows:][places]])
 
     def whole(self, x: jax.Array) -> jax.Array:
         """All tokens of x [own tokens, ...]."""
-        rows = self.layout.key.rows
+        rows = self.layout.key.decode_tokens
         if not self.share:
             return x
         sharded = lax.all_gather(x[rows:], SEQ, axis=0, tiled=True)
@@ -67,7 +67,7 @@ class ShardedTokens:
 
     def pick(self, x: jax.Array, tokens: jax.Array) -> jax.Array:
         """x [features, own tokens] at the step's `tokens` int32 [n]: [features, n] on all ranks."""
-        rows, rank = self.layout.key.rows, lax.axis_index(SEQ)
+        rows, rank = self.layout.key.decode_tokens, lax.axis_index(SEQ)
         of_prefill = jnp.maximum(tokens - rows, 0)
         owner = jnp.where(tokens < rows, 0, self.sharded.rank(of_prefill))
         place = jnp.where(tokens < rows, tokens, rows + self.sharded.before(owner, of_prefill))
@@ -89,7 +89,7 @@ def attend(
 
     Returns out [own tokens, query_heads, head_dim] and the pages.
     """
-    tokens, rows = ShardedTokens(layout), layout.key.rows
+    tokens, rows = ShardedTokens(layout), layout.key.decode_tokens
     page_size, rank = pages.k.shape[3], lax.axis_index(SEQ)
     mine = slot_mapping.offsets // page_size == rank
     page_ids = jnp.where(mine, slot_mapping.page_ids, -1)
@@ -123,7 +123,11 @@ def attend(
 
 def _ring(layout, slot_mapping, pages, q, scale, window):
     """Decodes by merged partial attention, and the one chunk by ring attention."""
-    rows, batch, sharded = layout.key.rows, slot_mapping.batch, ShardedTokens(layout).sharded
+    rows, batch, sharded = (
+        layout.key.decode_tokens,
+        slot_mapping.batch,
+        ShardedTokens(layout).sharded,
+    )
     decodes = jax.tree.map(lambda array: array[:rows], batch)
     parts = []
     if rows:

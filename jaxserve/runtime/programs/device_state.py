@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxserve.models.family import Params
 from jaxserve.sampling import SamplingState
+from jaxserve.sampling.speculation import SpeculationState
 from pallas_kernels.paged_attention import KVPages
 
 
@@ -23,6 +24,7 @@ class DeviceState:
     last_tokens: the newest token of every slot, int32 [slots + 1].
     sampling: per-slot state of sampling parameters.
     no_masks: for each size of a sampling step, the masks of one without a grammar.
+    speculation: lengths, tokens and drafts of sequences; None without speculation.
     carry: activations between pipeline stages, of decodes and of prefill tokens; None without
         stages.
 
@@ -36,6 +38,7 @@ class DeviceState:
     last_tokens: jax.Array
     sampling: SamplingState
     no_masks: dict[int, jax.Array]
+    speculation: SpeculationState | None
     carry: tuple[jax.Array, jax.Array] | None
 
     @property

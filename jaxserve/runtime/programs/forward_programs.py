@@ -43,7 +43,7 @@ class Forward(_OfStep):
     """The model as one program."""
 
     title = "forward"
-    reads = ("params", "kv", "tables", "last_tokens")
+    reads = ("params", "kv", "tables", "last_tokens", "speculation")
     replaces = ("kv", "tables")
     outputs = (P(), P(None, SEQ))
     pure = step.forward
@@ -60,7 +60,7 @@ class PipelineStep(Forward):
     """The model as one program, each of whose stages works on another step."""
 
     title = "pipeline-step"
-    reads = ("params", "kv", "tables", "carry", "last_tokens")
+    reads = ("params", "kv", "tables", "carry", "last_tokens", "speculation")
     replaces = ("kv", "tables", "carry")
     outputs = (P(), P(STAGE, SEQ))
     pure = step.pipeline_step
@@ -100,7 +100,7 @@ it is: each program takes them apart as the last one put them together."""
 
 class _Embed(_OfStep):
     title = "embed"
-    reads = ("outside_layers", "tables", "last_tokens")
+    reads = ("outside_layers", "tables", "last_tokens", "speculation")
     replaces = ("tables",)
     outputs = (BY_RANK, BY_RANK, BY_RANK, BY_RANK)
     pure = step.embed
@@ -226,7 +226,7 @@ def _between_layers(
 ) -> Callable[..., Any]:
     """`function` with sequence parallelism over `tensor`, where configured. Decode-only steps have
     few tokens and keep the all-reduce."""
-    own_tokens = key.rows + key.prefill_tokens // shapes.seq
+    own_tokens = key.decode_tokens + key.prefill_tokens // shapes.seq
     if not shapes.config.sequence_parallel or not key.prefill_tokens:
         return function
     if shapes.tensor == 1 or own_tokens % shapes.tensor:

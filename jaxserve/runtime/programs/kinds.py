@@ -19,7 +19,14 @@ from jaxserve.runtime.programs.page_programs import (
 )
 from jaxserve.runtime.programs.program_kind import ProgramKind
 from jaxserve.runtime.programs.program_shapes import ProgramShapes
-from jaxserve.runtime.programs.sampling_programs import Admit, General, Greedy, PromptLogprobs
+from jaxserve.runtime.programs.sampling_programs import (
+    Admit,
+    General,
+    Greedy,
+    PromptLogprobs,
+    SetHistory,
+    Verify,
+)
 from pallas_kernels import backends
 from pallas_kernels.page_copy import copy_pages
 from pallas_kernels.paged_attention import RaggedBatch, paged_attention, write_kv
@@ -41,6 +48,8 @@ class ProgramKinds:
         self.greedy = Greedy(shapes)
         self.general = General(shapes)
         self.admit = Admit(shapes)
+        self.verify = Verify(shapes)
+        self.set_history = SetHistory(shapes)
         self.prompt_logprobs = PromptLogprobs(shapes)
         self.set_tables = SetTables(shapes)
         self.copy = CopyPages(shapes)
@@ -50,6 +59,7 @@ class ProgramKinds:
         self._all = (
             *forward,
             *(self.greedy, self.general, self.prompt_logprobs, self.admit),
+            *(self.verify, self.set_history),
             *(self.set_tables, self.copy, self.gather, self.scatter),
         )
 
@@ -72,13 +82,14 @@ def check_attention(shapes: ProgramShapes) -> None:
     pages, model = shapes.pages, shapes.local_model
     layout = shapes.layouts[shapes.buckets.keys()[-1]]
     q = jax.ShapeDtypeStruct((layout.key.num_tokens, model.num_heads, model.head_dim), shapes.dtype)
-    rows = jax.ShapeDtypeStruct((layout.rows,), jnp.int32)
-    tables = jax.ShapeDtypeStruct((layout.rows, layout.max_pages), jnp.int32)
+    num_rows = layout.key.decode_tokens + layout.chunks
+    rows = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
+    tables = jax.ShapeDtypeStruct((num_rows, layout.max_pages), jnp.int32)
     batch = RaggedBatch(tables, rows, rows, rows)
     backend = shapes.config.attention_backend
 
     def all_of_it(q, pages, batch):
-        scale, num_decodes = model.attention_scale, layout.key.rows
+        scale, num_decodes = model.attention_scale, layout.key.decode_tokens
         attended = paged_attention(q, pages, batch, num_decodes=num_decodes, scale=scale)
         new, places = q[:, : model.num_kv_heads], jnp.zeros(len(q), jnp.int32)
         pages = write_kv(pages, new, new, places, places)

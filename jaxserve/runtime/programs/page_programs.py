@@ -15,10 +15,10 @@ from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.executables import ProgramSpec
 from jaxserve.runtime.programs.program_kind import (
     ProgramKind,
-    holding,
     padded,
     partition_specs,
 )
+from jaxserve.runtime.programs.program_shapes import holding
 from jaxserve.runtime.programs.step_layout import FrozenPlan, set_tables
 from pallas_kernels.page_copy import copy_pages, gather_pages, scatter_pages
 from pallas_kernels.paged_attention import KVPages

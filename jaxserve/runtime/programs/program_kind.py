@@ -91,11 +91,6 @@ def partition_specs(arrays: Any) -> Any:
     return jax.tree.map(lambda array: getattr(array.sharding, "spec", None), arrays)
 
 
-def holding(sizes: Iterable[int], count: int) -> int:
-    """The smallest of `sizes` that holds `count`."""
-    return min(size for size in sizes if size >= count)
-
-
 def padded(values: Sequence[int], size: int, padding: int) -> np.ndarray:
     """`values` as int32 [size], filled up with `padding`."""
     array = np.full(size, padding, np.int32)

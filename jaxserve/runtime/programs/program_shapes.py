@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from bisect import bisect_left
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from jaxserve.runtime.programs.step_layout import StepLayout
 from jaxserve.runtime.programs.tiles import DEFAULT_TILE_TOKENS, TILE_TOKENS
 from jaxserve.sampling import BY_TOKEN, SamplingState, abstract_state
 from jaxserve.sampling.processors import Processors
+from jaxserve.sampling.speculation import SpeculationState, abstract_speculation
 from jaxserve.structured.bitmask import mask_words
 from pallas_kernels.paged_attention import KVPages, PageLayout
 from pallas_kernels.ring_attention import choose_scheme
@@ -105,6 +107,7 @@ class ProgramShapes:
             pipelined=self.stages > 1,
             seq=self.seq,
             tiled=self.config.batch_invariant,
+            num_drafts=self.config.num_speculative_tokens,
         )
         page_size, contexts = self.config.page_size, {}
         for key in buckets.keys():  # noqa: SIM118
@@ -121,6 +124,11 @@ class ProgramShapes:
         if not self.config.batch_invariant:
             return None
         return TILE_TOKENS.get(self.device.platform, DEFAULT_TILE_TOKENS)
+
+    @property
+    def max_width(self) -> int:
+        """Most tokens of a decode: the newest and its drafts."""
+        return 1 + self.config.num_speculative_tokens
 
     @property
     def trash_slot(self) -> int:
@@ -187,6 +195,7 @@ class ProgramShapes:
             seq=self.seq,
             ring_pages=context // self.config.page_size if key.ring else 0,
             ring_scheme="pass_kv_both_ways" if self._links_both_ways else "pass_kv",
+            max_width=self.max_width,
             tile=self.tile,
         )
 
@@ -245,6 +254,7 @@ class ProgramShapes:
             last_tokens=self.int32(slots),
             sampling=self._abstract_sampling,
             no_masks={rows: self._masks(rows) for rows in self.sample_rows},
+            speculation=self._abstract_speculation,
             carry=self._abstract_carry if self.stages > 1 else None,
         )
 
@@ -272,11 +282,27 @@ class ProgramShapes:
         return SamplingState(**{f.name: placed(getattr(state, f.name), of(f.name)) for f in fields})
 
     @property
+    def _abstract_speculation(self) -> SpeculationState | None:
+        num_drafts = self.config.num_speculative_tokens
+        if not num_drafts:
+            return None
+        state = abstract_speculation(self.trash_slot, self.config.max_model_len, num_drafts)
+        return SpeculationState(*(placed(array, self.sharding()) for array in state))
+
+    @functools.cached_property
     def sample_rows(self) -> tuple[int, ...]:
         """Rows that sampling programs are compiled for, ascending: a step uses the smallest that
         fits, whichever program computed its hidden states."""
-        tile = self.tile or 1
-        return tuple(rows + -rows % tile for rows in self.buckets.rows)
+        sizes = {rows * width for rows in self.buckets.rows for width in self.buckets.widths}
+        return tuple(sorted({self._tiled(size) for size in sizes}))
+
+    def sampled(self, num_rows: int, width: int) -> int:
+        """Rows of the sampling program for `num_rows` sequences with `width` tokens each."""
+        return self._tiled(holding(self.buckets.rows, num_rows) * width)
+
+    def _tiled(self, count: int) -> int:
+        """`count` rounded up to whole tiles."""
+        return count + (-count % self.tile if self.tile else 0)
 
     def _masks(self, rows: int) -> jax.ShapeDtypeStruct:
         """Shape of the masks of a step that samples `rows`: one bit per token."""
@@ -338,6 +364,11 @@ class ProgramShapes:
         settings = self.config.of_programs() | {"logits_processors": self.processors.names}
         formats = [spec.format for spec in jax.tree.leaves(self.specs)]
         return repr((settings, self.model, formats, self.num_pages))
+
+
+def holding(sizes: Iterable[int], count: int) -> int:
+    """The smallest of `sizes` that holds `count`."""
+    return min(size for size in sizes if size >= count)
 
 
 def placed(array: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,8 @@ from jaxserve.models import parallel
 from jaxserve.models.family import Family, Params
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.executables import ProgramSpec
-from jaxserve.runtime.programs.program_kind import (
-    ProgramKind,
-    holding,
-    padded,
-)
+from jaxserve.runtime.programs.program_kind import ProgramKind, padded
+from jaxserve.runtime.programs.program_shapes import holding
 from jaxserve.runtime.programs.tiles import scan_tiles
 from jaxserve.sampling import (
     SampleOutput,
@@ -37,7 +34,8 @@ from jaxserve.sampling import (
 from jaxserve.sampling import general as sample_general
 from jaxserve.sampling import greedy as sample_greedy
 from jaxserve.sampling.processors import Processors
-from jaxserve.sampling.rows import NUM_FIELDS, SLOT
+from jaxserve.sampling.rows import FLAG_TRACK, FLAGS, NUM_FIELDS, POSITION, SLOT
+from jaxserve.sampling.speculation import Acceptance, SpeculationState, set_history, verify
 from sharding_rules import SEQ
 
 PROMPT_TILE = 32
@@ -75,12 +73,14 @@ def general(
     head: Params,
     last_tokens: jax.Array,
     state: SamplingState,
+    speculation: SpeculationState | None,
     hidden: jax.Array,
     rows: jax.Array,
     masks: jax.Array,
 ) -> tuple[jax.Array, SamplingState, SampleOutput]:
     """Sample one token per row with all sampling parameters. `rows` come from `pack_rows`; `masks`
-    int32 [rows, mask_words] are the masks of rows with a grammar. `tile` as in StepLayout."""
+    int32 [rows, mask_words] are the masks of rows with a grammar. With `speculation`, positions
+    count from the length of the sequence. `tile` as in StepLayout."""
 
     def sample(state, arrays):
         hidden, rows, masks = arrays
@@ -89,6 +89,8 @@ def general(
         return state, output
 
     slots = rows[:, SLOT]
+    if speculation is not None:
+        rows = rows.at[:, POSITION].add(speculation.lengths[slots])
     arrays = (hidden[:, : len(rows)].T, rows, masks)
     count = _num_real(last_tokens, slots)
     state, output = scan_tiles(sample, state, arrays, tile, count, axis=0)
@@ -147,9 +149,12 @@ class Greedy(_OnHead):
     def uploads(self, key: int) -> tuple[Any, ...]:
         return self.shapes.sampled_hidden, self.shapes.int32(key)
 
-    def __call__(self, state: DeviceState, hidden: jax.Array, slots: SequenceOf[int]) -> jax.Array:
-        """Tokens int32 [at least slots] for the sequences in `slots`."""
-        key = holding(self.keys(), len(slots))
+    def __call__(
+        self, state: DeviceState, hidden: jax.Array, chunks: SequenceOf[ScheduledChunk], width: int
+    ) -> jax.Array:
+        """`width` tokens for each of `chunks`, int32 [at least as many]."""
+        key = self.shapes.sampled(len(chunks), width)
+        slots = [chunk.slot for chunk in chunks for _ in range(width)]
         return self.run(state, key, hidden, padded(slots, key, self.shapes.trash_slot))
 
 
@@ -157,7 +162,7 @@ class General(_OnHead):
     """Tokens by all sampling parameters."""
 
     title = "general"
-    reads = ("outside_layers", "last_tokens", "sampling")
+    reads = ("outside_layers", "last_tokens", "sampling", "speculation")
     replaces = ("last_tokens", "sampling")
     outputs = (P(),)
     pure = general
@@ -167,8 +172,12 @@ class General(_OnHead):
 
     def uploads(self, key: int) -> tuple[Any, ...]:
         shapes = self.shapes
-        rows = shapes.int32(key, NUM_FIELDS + len(shapes.processors.names))
+        rows = shapes.int32(key, NUM_FIELDS + self._num_processors)
         return shapes.sampled_hidden, rows, shapes.abstract_state.no_masks[key]
+
+    @property
+    def _num_processors(self) -> int:
+        return len(self.shapes.processors.names)
 
     def static(self, key: int) -> tuple[Any, ...]:
         return (*super().static(key), self.shapes.processors)
@@ -184,25 +193,43 @@ class General(_OnHead):
         constants: SequenceOf[np.ndarray],
         chunks: SequenceOf[ScheduledChunk],
         masks: Mapping[int, np.ndarray],
+        width: int,
     ) -> SampleOutput:
-        """Samples for each of `chunks`, with its row of `constants`; `masks` has the grammar's mask
-        of some rows."""
-        key = holding(self.keys(), len(chunks))
-        slots, positions = zip(*((chunk.slot, chunk.output_index) for chunk in chunks))
-        rows = pack_rows(
-            constants,
-            slots,
-            positions,
-            key,
-            self.shapes.trash_slot,
-            len(self.shapes.processors.names),
-        )
+        """Samples `width` tokens for each of `chunks`, with its row of `constants`; `masks` has the
+        grammar's mask of some rows."""
+        key, trash = self.shapes.sampled(len(chunks), width), self.shapes.trash_slot
+        if state.speculation is None:
+            slots, positions = zip(*((chunk.slot, chunk.output_index) for chunk in chunks))
+            rows = pack_rows(constants, slots, positions, key, trash, self._num_processors)
+        else:
+            rows = self._pack_drafted(constants, chunks, width, key)
         all_masks = state.no_masks[key]
         if masks:
             all_masks = np.zeros(all_masks.shape, np.int32)
             for row, mask in masks.items():
-                all_masks[row] = mask
+                all_masks[row * width] = mask
         return self.run(state, key, hidden, rows, all_masks)
+
+    def _pack_drafted(
+        self,
+        constants: SequenceOf[np.ndarray],
+        chunks: SequenceOf[ScheduledChunk],
+        width: int,
+        key: int,
+    ) -> np.ndarray:
+        """Rows whose positions count from the length of the sequence, which the device adds. Rows
+        with a history of sampled tokens have no drafts: they record the first token only."""
+        tokens = [(row, place) for row in range(len(chunks)) for place in range(width)]
+        rows = pack_rows(
+            [constants[row] for row, _ in tokens],
+            [chunks[row].slot for row, _ in tokens],
+            [place - chunks[row].seq.num_prompt for row, place in tokens],
+            key,
+            self.shapes.trash_slot,
+            self._num_processors,
+        )
+        rows[np.arange(key) % width > 0, FLAGS] &= ~FLAG_TRACK
+        return rows
 
 
 class PromptLogprobs(_OnHead):
@@ -268,3 +295,68 @@ class Admit(ProgramKind[int]):
 
     def __call__(self, state: DeviceState, slot: int, row: np.ndarray) -> None:
         self.run(state, len(row), np.int32(slot), row)
+
+
+class VerifyKey(NamedTuple):
+    rows: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.width}"
+
+
+class Verify(ProgramKind[VerifyKey]):
+    """Accepts the drafts of a step, and drafts for the next; none without speculation."""
+
+    title = "verify"
+    pure = verify
+    reads = ("speculation", "last_tokens")
+    replaces = ("speculation", "last_tokens")
+    outputs = (P(),)
+
+    def keys(self) -> Iterable[VerifyKey]:
+        if self.shapes.config.speculative_config is None:
+            return ()
+        buckets = self.shapes.buckets
+        return [VerifyKey(rows, width) for rows in buckets.rows for width in buckets.widths]
+
+    def static(self, key: VerifyKey) -> tuple[Any, ...]:
+        return self.shapes.config.speculative_config, key.width
+
+    def uploads(self, key: VerifyKey) -> tuple[Any, ...]:
+        int32 = self.shapes.int32
+        return int32(self.shapes.sampled(*key)), int32(key.rows), int32(key.rows)
+
+    def __call__(
+        self,
+        state: DeviceState,
+        token_ids: jax.Array,
+        chunks: SequenceOf[ScheduledChunk],
+        width: int,
+    ) -> Acceptance:
+        """What each of `chunks` gained by `token_ids`, `width` of each."""
+        rows = holding(self.shapes.buckets.rows, len(chunks))
+        slots = padded([chunk.slot for chunk in chunks], rows, self.shapes.trash_slot)
+        counts = padded([1 + chunk.num_drafts for chunk in chunks], rows, 1)
+        return self.run(state, VerifyKey(rows, width), token_ids, slots, counts)
+
+
+class SetHistory(ProgramKind[int]):
+    """Tells the device all tokens of a sequence that is about to decode."""
+
+    title = "set-history"
+    pure = set_history
+    reads = replaces = ("speculation",)
+
+    def keys(self) -> Iterable[int]:
+        speculation = self.shapes.abstract_state.speculation
+        return () if speculation is None else (speculation.history.shape[1],)
+
+    def uploads(self, key: int) -> tuple[Any, ...]:
+        return self.shapes.int32(), self.shapes.int32(key), self.shapes.int32()
+
+    def __call__(self, state: DeviceState, chunk: ScheduledChunk) -> None:
+        """`chunk` prefills the last of these tokens."""
+        size = state.speculation.history.shape[1]
+        tokens = padded(chunk.seq.token_ids(0, chunk.stop), size, 0)
+        self.run(state, size, np.int32(chunk.slot), tokens, np.int32(chunk.stop))

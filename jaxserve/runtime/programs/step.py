@@ -23,6 +23,7 @@ from jaxserve.runtime.programs import context_parallel
 from jaxserve.runtime.programs.context_parallel import ShardedTokens
 from jaxserve.runtime.programs.step_layout import SlotMapping, StepLayout
 from jaxserve.runtime.programs.tiles import batch_of_tile, num_real_tokens, scan_tiles
+from jaxserve.sampling.speculation import SpeculationState
 from pallas_kernels.paged_attention import KVPages, paged_attention, write_kv
 from sharding_rules import STAGE
 
@@ -35,17 +36,19 @@ def forward(
     kv: list[KVPages],
     tables: jax.Array,
     last_tokens: jax.Array,
+    speculation: SpeculationState | None,
     metadata: jax.Array,
 ) -> tuple[list[KVPages], jax.Array, jax.Array, jax.Array]:
     """Run the whole model over one packed step.
 
     `kv` holds one KVPages per layer, `tables` int32 [slots + 1, max_pages] the page table of every
-    slot, `last_tokens` [slots + 1] int32 the newest token of every slot. Returns the pages with the
+    slot, `last_tokens` [slots + 1] int32 the newest token of every slot; `speculation` has their
+    drafts and lengths, None without speculation. Returns the pages with the
     step's keys and values written, the updated tables, the hidden states to sample from
     [hidden, sample_width], and those of the prefill tokens [hidden, prefill_tokens].
     """
     tables, x, shared, slot_mapping, sampled = embed(
-        family, config, layout, params, tables, last_tokens, metadata
+        family, config, layout, params, tables, last_tokens, speculation, metadata
     )
     kv, x = layers(
         family, config, layout, config.layer_kinds, params["layers"], kv, x, shared, slot_mapping
@@ -60,12 +63,17 @@ def embed(
     params: Params,
     tables: jax.Array,
     last_tokens: jax.Array,
+    speculation: SpeculationState | None,
     metadata: jax.Array,
 ) -> tuple[jax.Array, jax.Array, Any, SlotMapping, jax.Array]:
     """First part of `forward`: page tables, embeddings, inputs shared by all layers, slot mapping,
     indices of the sampled tokens."""
-    tables, step = layout.unpack(tables, metadata)
-    token_ids = jnp.concatenate([last_tokens[step.slots], step.prefill_ids])
+    tables, step = layout.unpack(tables, metadata, speculation)
+    decode_ids = last_tokens[step.slots, None]
+    if speculation is not None:
+        drafts = speculation.drafts[step.slots, : layout.key.width - 1]
+        decode_ids = jnp.concatenate([decode_ids, jnp.maximum(drafts, 0)], axis=1)
+    token_ids = jnp.concatenate([decode_ids.reshape(-1), step.prefill_ids])
     token_ids = jnp.pad(token_ids, (0, layout.num_tokens - len(token_ids)))
     positions = step.positions
     if layout.seq > 1:
@@ -135,7 +143,7 @@ def _attend(
 ) -> tuple[jax.Array, KVPages]:
     """Write k and v to the pages, then attend, on a device that holds whole pages."""
     pages = write_kv(pages, k, v, slot_mapping.page_ids, slot_mapping.offsets)
-    decodes = layout.key.rows if layout.tile is None else 0
+    decodes = layout.key.decode_tokens if layout.tile is None else 0
     out, _ = paged_attention(
         q, pages, slot_mapping.batch, num_decodes=decodes, scale=scale, window=window
     )
@@ -169,12 +177,13 @@ def _normed(
     _, hidden = scan_tiles(norm, (), x, layout.tile, x.shape[1])
     picked = hidden[:, sampled] if layout.seq == 1 else ShardedTokens(layout).pick(hidden, sampled)
     own_prefill = layout.key.prefill_tokens // layout.seq
-    return picked, hidden[:, layout.key.rows : layout.key.rows + own_prefill]
+    first = layout.key.decode_tokens
+    return picked, hidden[:, first : first + own_prefill]
 
 
 def _for_sampling(layout: StepLayout, picked: jax.Array) -> jax.Array:
-    """Hidden states [hidden, sample_rows] padded to the one shape that sampling programs take."""
-    return jnp.pad(picked, ((0, 0), (0, layout.sample_width - layout.sample_rows)))
+    """Hidden states [hidden, tokens] padded to the one shape that sampling programs take."""
+    return jnp.pad(picked, ((0, 0), (0, layout.sample_width - picked.shape[1])))
 
 
 def pipeline_step(
@@ -186,6 +195,7 @@ def pipeline_step(
     tables: jax.Array,
     carry: tuple[jax.Array, jax.Array],
     last_tokens: jax.Array,
+    speculation: SpeculationState | None,
     metadata: jax.Array,
 ) -> tuple[list[KVPages], jax.Array, tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
     """One pipeline stage's part of a dispatch, with one step in flight per stage.
@@ -220,10 +230,10 @@ def enter_stage(
     else the previous stage's; the sampled tokens are those of the oldest step."""
     stages, stage = lax.axis_size(STAGE), lax.axis_index(STAGE)
     rows, tokens = layout.key.rows, layout.key.prefill_tokens // layout.seq
-    _, newest, *_ = embed(family, config, layout, params, tables, last_tokens, metadata[0])
+    _, newest, *_ = embed(family, config, layout, params, tables, last_tokens, None, metadata[0])
     _, oldest = layout.unpack(tables, metadata[stages - 1])
     tables, _, shared, slot_mapping, _ = embed(
-        family, config, layout, params, tables, last_tokens, metadata[stage]
+        family, config, layout, params, tables, last_tokens, None, metadata[stage]
     )
     handed = jnp.concatenate([carry[0][:, :rows], carry[1][:, :tokens]], axis=1)
     handed = jnp.pad(handed, ((0, 0), (0, newest.shape[1] - handed.shape[1])))

@@ -26,6 +26,7 @@ from jax import lax
 from jaxserve.core.buckets import ProgramKey
 from jaxserve.core.step_plan import ScheduledChunk, StepPlan
 from jaxserve.kv.pages import TRASH_PAGE
+from jaxserve.sampling.speculation import SpeculationState
 from pallas_kernels.paged_attention import RaggedBatch
 from sharding_rules import STAGE
 
@@ -42,8 +43,9 @@ class SlotMapping(NamedTuple):
 class StepInputs(NamedTuple):
     """Inputs of a step other than the model, all int32.
 
-    Token i < rows is a decode whose id is on the device in `slots[i]`; the ids of the others are
-    `prefill_ids`. `sampled [sample_rows]` are indices of the tokens to sample from.
+    The first tokens are those of decodes, whose ids are on the device in `slots`, `width` of each;
+    the ids of the others are `prefill_ids`. `sampled [sample_rows * width]` are indices of the
+    tokens to sample from.
     """
 
     slots: jax.Array
@@ -66,13 +68,15 @@ class Prefill(NamedTuple):
 class FrozenPlan:
     """Immutable copy of a plan, taken before the next call of `schedule`.
 
-    `stops` and `slots` are of its decodes. `updates` are page table entries to change, as
+    `stops`, `slots` and `counts` are of its decodes: the position after the last that each may
+    write, and its number of tokens. `updates` are page table entries to change, as
     (slot, index, page); `tables` are whole page tables of slots with too many changes for that.
     Both already count as uploaded, so the step must be dispatched.
     """
 
     stops: SequenceOf[int] = ()
     slots: SequenceOf[int] = ()
+    counts: SequenceOf[int] = ()
     prefills: SequenceOf[Prefill] = ()
     updates: SequenceOf[tuple[int, int, int]] = ()
     tables: SequenceOf[tuple[int, list[int]]] = ()
@@ -92,8 +96,9 @@ class FrozenPlan:
             else:
                 tables.append((chunk.slot, list(pages)))
         return cls(
-            [chunk.start + 1 for chunk in plan.decodes],
+            [chunk.stop for chunk in plan.decodes],
             [chunk.slot for chunk in plan.decodes],
+            [1 + chunk.num_drafts for chunk in plan.decodes],
             [_prefill(chunk) for chunk in plan.prefills],
             updates,
             tables,
@@ -101,8 +106,8 @@ class FrozenPlan:
 
 
 def _prefill(chunk: ScheduledChunk) -> Prefill:
-    stop = chunk.start + chunk.num_tokens
-    return Prefill(stop, chunk.slot, chunk.seq.token_ids(chunk.start, stop), chunk.samples)
+    token_ids = chunk.seq.token_ids(chunk.start, chunk.stop)
+    return Prefill(chunk.stop, chunk.slot, token_ids, chunk.samples)
 
 
 def table_updates(decodes: int, chunks: int, prefill_tokens: int, page_size: int) -> int:
@@ -113,7 +118,12 @@ def table_updates(decodes: int, chunks: int, prefill_tokens: int, page_size: int
 
 @dataclasses.dataclass(frozen=True)
 class StepLayout:
-    """Sizes of one program's metadata. A row is a decode or a prefill chunk, decodes first."""
+    """Sizes of one program's metadata. A row is a decode or a prefill chunk, decodes first.
+
+    With speculation the device knows the lengths of sequences: the uploaded `context` of a decode
+    is the position after the last that it may write, and `lengths` its number of tokens. Each of
+    these attends like a decode of its own.
+    """
 
     key: ProgramKey
     max_seqs: int
@@ -124,6 +134,8 @@ class StepLayout:
     ring_pages: int = 0
     """Maximum pages of a chunk's context under ring attention."""
     ring_scheme: str = "pass_kv"
+    max_width: int = 1
+    """Most tokens of a decode in any program."""
     tile: int | None = None
     """Tokens per tile with `batch_invariant` (tiles.py); None for no tiling."""
 
@@ -144,13 +156,14 @@ class StepLayout:
 
     @property
     def sample_rows(self) -> int:
-        """Tokens that can be sampled from: one per sequence."""
+        """Rows that can be sampled from: one per sequence."""
         return min(self.rows, self.max_seqs)
 
     @property
     def sample_width(self) -> int:
         """Hidden states that every program passes to sampling, padding included."""
-        return self.max_seqs + (-self.max_seqs % self.tile if self.tile else 0)
+        most = self.max_seqs * self.max_width
+        return most + (-most % self.tile if self.tile else 0)
 
     @property
     def trash_slot(self) -> int:
@@ -168,7 +181,7 @@ class StepLayout:
             "lengths": (self.rows,),
             "slots": (self.rows,),
             "prefill_ids": (self.key.prefill_tokens,),
-            "sampled": (self.sample_rows,),
+            "sampled": (self.sample_rows, self.key.width),
         }
         places, start = {}, 0
         for name, shape in shapes.items():
@@ -188,7 +201,8 @@ class StepLayout:
         vector = np.zeros(self.size, np.int32)
         views = self._views(vector)
         views["updates"][:, 0] = self.trash_slot
-        views["starts"][:] = np.minimum(np.arange(self.rows), self.key.rows)
+        starts = np.arange(self.rows) * self.key.width
+        views["starts"][:] = np.minimum(starts, self.key.decode_tokens)
         views["lengths"][: self.key.rows] = 1
         views["slots"][:] = self.trash_slot
         return vector
@@ -205,28 +219,37 @@ class StepLayout:
         num_decodes = len(step.slots)
         views["context"][:num_decodes] = step.stops
         views["slots"][:num_decodes] = step.slots
-        sampled = list(range(num_decodes))
+        views["lengths"][:num_decodes] = step.counts
+        places = np.arange(self.key.width)
+        decodes = np.arange(num_decodes)[:, None] * self.key.width + places
+        views["sampled"][:num_decodes] = decodes
 
-        start, ids = self.key.rows, views["prefill_ids"]
+        num_sampled = num_decodes
+        start, ids = self.key.decode_tokens, views["prefill_ids"]
         for row, prefill in enumerate(step.prefills, self.key.rows):
             length = len(prefill.token_ids)
             views["context"][row], views["lengths"][row] = prefill.stop, length
             views["starts"][row], views["slots"][row] = start, prefill.slot
-            first = start - self.key.rows
+            first = start - self.key.decode_tokens
             ids[first : first + length] = prefill.token_ids
             start += length
             if prefill.samples:
-                sampled.append(start - 1)
+                views["sampled"][num_sampled] = start - 1
+                num_sampled += 1
         views["starts"][self.key.rows + len(step.prefills) :] = start
-        views["sampled"][: len(sampled)] = sampled
         return vector
 
-    def unpack(self, tables: jax.Array, vector: jax.Array) -> tuple[jax.Array, StepInputs]:
+    def unpack(
+        self, tables: jax.Array, vector: jax.Array, speculation: SpeculationState | None = None
+    ) -> tuple[jax.Array, StepInputs]:
         """`tables` int32 [slots + 1, max_pages] with the changes of `vector`, and its inputs, with
         positions and slot mapping computed."""
         raw = self._views(vector)
         slot, index, page = raw["updates"].T
         tables = tables.at[slot, index].set(page)
+        slots = raw["slots"][: self.key.rows]
+        if speculation is not None:
+            raw = self._by_token(raw, speculation.lengths[slots])
         # Beyond its pages a slot's row holds stale entries of longer sequences.
         num_pages = -(-raw["context"] // self.page_size)
         used = jnp.arange(self.max_pages) < num_pages[:, None]
@@ -240,20 +263,38 @@ class StepLayout:
         if self.chunks:
             ends = batch.starts + batch.lengths
             row = jnp.sum(token[:, None] >= ends[None, :], axis=1)
-            row = jnp.minimum(row, self.rows - 1)
+            row = jnp.minimum(row, len(batch.starts) - 1)
         else:
-            row = jnp.minimum(token, self.rows - 1)
+            row = jnp.minimum(token, len(batch.starts) - 1)
         position = (batch.context - batch.lengths - batch.starts)[row] + token
         real = (position >= 0) & (position < batch.context[row]) & (token < self.key.num_tokens)
         position = jnp.where(real, position, 0)
         page = batch.tables[row, position // self.page_size]
         return tables, StepInputs(
-            slots=raw["slots"][: self.key.rows],
+            slots=slots,
             prefill_ids=raw["prefill_ids"],
             positions=position,
-            sampled=raw["sampled"],
+            sampled=raw["sampled"].reshape(-1),
             slot_mapping=SlotMapping(jnp.where(real, page, 0), position % self.page_size, batch),
         )
+
+    def _by_token(self, raw: dict[str, Any], lengths: jax.Array) -> dict[str, Any]:
+        """The fields of rows, with one row for each token of a decode. `lengths` int32 [decode
+        rows]: tokens of its sequence, of which the decode computes the last, and then drafts."""
+        rows, width = self.key.rows, self.key.width
+        place = jnp.arange(width)
+        position = lengths[:, None] - 1 + place
+        exists = place < raw["lengths"][:rows, None]
+        exists &= (position >= 0) & (position < raw["context"][:rows, None])
+        of_decodes = {
+            "context": jnp.where(exists, position + 1, 0).reshape(-1),
+            "starts": jnp.arange(rows * width),
+            "lengths": jnp.ones(rows * width, jnp.int32),
+            "slots": jnp.repeat(raw["slots"][:rows], width),
+        }
+        return raw | {
+            name: jnp.concatenate([array, raw[name][rows:]]) for name, array in of_decodes.items()
+        }
 
 
 def set_tables(stages: int, tables: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
