@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 from tiny_engines import LONGEST, assert_idle
 
 from jaxserve.async_engine import AsyncEngine
-from jaxserve.core.errors import EngineClosedError, SnapshotError
+from jaxserve.core.errors import EngineClosedError, RequestError, SnapshotError
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.structured_outputs import StructuredOutputs
+from jaxserve.engine.output_queue import output_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 
@@ -48,3 +51,41 @@ def test_a_server_takes_up_what_another_left(llama, tmp_path):
 
     asyncio.run(asyncio.wait_for(stopped(), timeout=300))
     asyncio.run(asyncio.wait_for(started(), timeout=300))
+
+
+def test_a_request_goes_from_engine_to_engine(llama):
+    """With a grammar, which the importing engine compiles outside its thread."""
+
+    async def moved():
+        engines = [
+            AsyncEngine.load(llama.path, **llama.settings(page_size=page_size))
+            for page_size in (4, 8)
+        ]
+        source, target = engines
+        try:
+            stream = source.stream(llama.prompts[5], GREEDY, "moved")
+            begun = await anext(stream)
+            with pytest.raises(RequestError, match="'other' is not an unfinished request"):
+                await source.export_request("other")
+            parts = await source.export_request("moved")
+            async with await target.import_request(parts) as updates:
+                output = await output_of(updates)
+            assert list(output.outputs[0].token_ids) == llama.answers[5]
+            rest = [token async for delta in stream for token in delta.token_ids]
+            assert [*begun.token_ids, *rest] == llama.answers[5]
+
+            regex = StructuredOutputs(regex="[a-f]{8,20}!")
+            params = dataclasses.replace(GREEDY, ignore_eos=False, structured_outputs=regex)
+            task = asyncio.create_task(source.generate(llama.prompts[6], params, "regular"))
+            while "regular" not in source._engine._requests:
+                await asyncio.sleep(0)
+            parts = await source.export_request("regular")
+            async with await target.import_request(parts) as updates:
+                assert (await output_of(updates)).outputs[0].text == (await task).outputs[0].text
+            with pytest.raises(SnapshotError, match="is damaged"):
+                await target.import_request([part[:-1] for part in parts])
+        finally:
+            for engine in engines:
+                await asyncio.to_thread(engine.close)
+
+    asyncio.run(asyncio.wait_for(moved(), timeout=300))

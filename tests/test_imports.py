@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("jaxserve", "pallas_kernels", "sharding_rules")
 
 
-class Package(NamedTuple):
+class Room(NamedTuple):
     paths: tuple[str, ...]
     allowed: frozenset[str]
     jax: str
@@ -29,17 +29,17 @@ class Package(NamedTuple):
 
 
 def name_of(path: str) -> str:
-    """How the table's last column calls a package: `jaxserve/kv/` is `kv`."""
+    """How the table's last column calls a room: `jaxserve/kv/` is `kv`."""
     return path.removeprefix("jaxserve/").removesuffix("/").removesuffix(".py")
 
 
-def packages() -> list[Package]:
+def rooms() -> list[Room]:
     text = (ROOT / "docs/architecture.md").read_text()
     rows = re.findall(
         r"^\| (`.*?) \| .*? \| (.*?) \| ?(.*?) ?\|$", text[text.index("## Code layout") :], re.M
     )
     table = [
-        Package(
+        Room(
             tuple(re.findall(r"`(.+?)`", paths)),
             frozenset(re.findall(r"`(.+?)`", allowed)),
             jax,
@@ -63,11 +63,11 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def package_of(module: str) -> str:
-    """The name of the package that a module is in, "" for the package itself, which is lazy."""
+def room_of(module: str) -> str:
+    """The name of the room that a module is in, "" for the package itself, which is lazy."""
     path = MODULES[module].relative_to(ROOT).as_posix()
-    names = [p for package in packages() for p in package.paths if path == p or path.startswith(p)]
-    assert names or path == "jaxserve/__init__.py", f"{path} is in no package of the table"
+    names = [p for room in rooms() for p in room.paths if path == p or path.startswith(p)]
+    assert names or path == "jaxserve/__init__.py", f"{path} is in no room of the table"
     return name_of(names[0]) if names else ""
 
 
@@ -84,32 +84,32 @@ def imports(module: str) -> Iterator[str]:
         yield from (name for name in names if name in MODULES)
 
 
-def test_packages_import_only_packages_above_them():
+def test_rooms_import_only_rooms_above_them():
     above: set[str] = set()
-    for package in packages():
-        assert package.allowed <= above, f"{package.paths} names packages below it"
-        above |= {name_of(path) for path in package.paths}
+    for room in rooms():
+        assert room.allowed <= above, f"{room.paths} names rooms below it"
+        above |= {name_of(path) for path in room.paths}
 
 
 def test_every_import_is_one_that_the_table_allows():
-    allowed = {name_of(path): package for package in packages() for path in package.paths}
+    allowed = {name_of(path): room for room in rooms() for path in room.paths}
     used: dict[str, set[str]] = {name: set() for name in allowed}
     for module in MODULES:
-        here = package_of(module)
+        here = room_of(module)
         if not here:
             continue
-        package = allowed[here]
+        room = allowed[here]
         for other in imports(module):
-            there = package_of(other)
-            if there == here or any(name_of(path) == there for path in package.paths):
+            there = room_of(other)
+            if there == here or any(name_of(path) == there for path in room.paths):
                 continue
-            assert there in package.allowed, f"{module} imports {other}"
+            assert there in room.allowed, f"{module} imports {other}"
             used[here].add(there)
     unused = {
-        (package.paths, name)
-        for package in packages()
-        for name in package.allowed
-        if not any(name in used[name_of(path)] for path in package.paths)
+        (room.paths, name)
+        for room in rooms()
+        for name in room.allowed
+        if not any(name in used[name_of(path)] for path in room.paths)
     }
     assert not unused, "arrows of the table that no import uses"
 
@@ -155,21 +155,21 @@ def test_modules_without_jax_run_where_it_is_missing():
 
 
 def without_jax(module: str) -> bool:
-    name = package_of(module)
+    name = room_of(module)
     return any(
-        package.without_jax(module)
-        for package in packages()
-        if name in (name_of(path) for path in package.paths)
+        room.without_jax(module)
+        for room in rooms()
+        if name in (name_of(path) for path in room.paths)
     )
 
 
-@pytest.mark.parametrize("package", [each for each in packages() if each.jax.startswith("`")])
-def test_modules_said_to_bring_in_jax_do(package):
+@pytest.mark.parametrize("room", [room for room in rooms() if room.jax.startswith("`")])
+def test_modules_said_to_bring_in_jax_do(room):
     """Or else the table would excuse what needs no excuse."""
-    (path,) = package.paths
-    prefix = path.removesuffix("/").replace("/", ".")
-    for name in re.findall(r"`(.+?)`", package.jax):
-        assert "jax" in imported_with([f"{prefix}.{name}"])
+    (path,) = room.paths
+    package = path.removesuffix("/").replace("/", ".")
+    for name in re.findall(r"`(.+?)`", room.jax):
+        assert "jax" in imported_with([f"{package}.{name}"])
 
 
 @pytest.mark.parametrize("package", ["pallas_kernels", "sharding_rules"])

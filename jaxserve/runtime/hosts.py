@@ -1,7 +1,4 @@
-"""Coordination of a job's hosts: step log, heartbeats, comparison of settings.
-
-All of it uses the key-value store of JAX's coordination service, which host 0 runs.
-"""
+"""Coordination of a job's hosts: step log, heartbeats, comparison of settings."""
 
 from __future__ import annotations
 
@@ -17,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-from jax._src import distributed  # The store has no public name; Orbax takes it from here too.
 
 from jaxserve.core.errors import DistributedError
+from jaxserve.runtime.coordination import Store, StoreError
 
 _BEAT_S = 1.0
 _SILENCE_S = 12.0
@@ -42,7 +39,7 @@ class Hosts:
 
     def __init__(self) -> None:
         self.host, self.num_hosts = jax.process_index(), jax.process_count()
-        self._store = distributed.global_state.client
+        self._store = Store()
         self._prefix = f"jaxserve/{next(_numbers)}"
         self._lost: str | None = None
         self._closed = threading.Event()
@@ -56,7 +53,7 @@ class Hosts:
         """Raises DistributedError, with both values, when a fact differs on another host.
         `about` identifies this comparison among others."""
         facts = json.loads(json.dumps(dict(facts), default=str))
-        self._store.key_value_set(f"{self._prefix}/{about}/{self.host}", json.dumps(facts))
+        self._store.set(f"{self._prefix}/{about}/{self.host}", json.dumps(facts).encode())
         for other in range(self.num_hosts):
             theirs = json.loads(self._get(f"{about}/{other}", f"host {other} to start"))
             for name in sorted(facts.keys() | theirs.keys()):
@@ -68,7 +65,7 @@ class Hosts:
 
     def least(self, name: str, value: int) -> int:
         """The minimum over all hosts. Raises DistributedError when a host's value is missing."""
-        self._store.key_value_set(f"{self._prefix}/{name}/{self.host}", str(value))
+        self._store.set(f"{self._prefix}/{name}/{self.host}", b"%d" % value)
         return min(
             int(self._get(f"{name}/{other}", f"host {other} to start"))
             for other in range(self.num_hosts)
@@ -80,9 +77,9 @@ class Hosts:
         self._patience_s = _PATIENCE_S
 
     def publish(self, number: int, entry: bytes) -> None:
-        self._store.key_value_set_bytes(f"{self._prefix}/log/{number}", entry)
+        self._store.set(f"{self._prefix}/log/{number}", entry)
         if number >= _KEPT_ENTRIES:  # No host lags this far: steps need all hosts.
-            self._store.key_value_delete(f"{self._prefix}/log/{number - _KEPT_ENTRIES}")
+            self._store.delete(f"{self._prefix}/log/{number - _KEPT_ENTRIES}")
 
     def receive(self, number: int, wait: bool) -> bytes:
         return self._get(f"log/{number}", f"host 0 at step {number}", wait)
@@ -123,13 +120,11 @@ class Hosts:
     def _wait_for(self, key: str, what: str, wait: bool, begin: float) -> bytes:
         while True:
             try:
-                return self._store.blocking_key_value_get_bytes(
-                    f"{self._prefix}/{key}", round(_BEAT_S * 1000)
-                )
-            except jax.errors.JaxRuntimeError as error:
+                return self._store.get(f"{self._prefix}/{key}", _BEAT_S)
+            except (TimeoutError, StoreError) as error:
                 if self._lost is not None:
                     raise DistributedError(self._lost) from error
-                if "DEADLINE_EXCEEDED" not in str(error):
+                if not isinstance(error, TimeoutError):
                     raise self.blame(error) or error from error
             if not wait and time.monotonic() - begin > self._patience_s:
                 raise DistributedError(
@@ -139,10 +134,8 @@ class Hosts:
 
     def _beat(self, value: str) -> None:
         try:
-            self._store.key_value_set(
-                f"{self._prefix}/beats/{self.host}", value, allow_overwrite=True
-            )
-        except jax.errors.JaxRuntimeError:
+            self._store.set(f"{self._prefix}/beats/{self.host}", value.encode(), overwrite=True)
+        except StoreError:
             self._lost = self._lost or "host 0 was lost: its coordination service does not answer"
 
     def _keep_watch(self) -> None:
@@ -168,10 +161,10 @@ class Hosts:
     def _beats(self) -> dict[int, str]:
         """The newest heartbeat of each host that has started."""
         try:
-            found = self._store.key_value_dir_get(f"{self._prefix}/beats/")
-        except jax.errors.JaxRuntimeError:
+            found = self._store.list(f"{self._prefix}/beats/")
+        except StoreError:
             return {}
-        return {int(key.rpartition("/")[2]): beat for key, beat in found}
+        return {int(key.rpartition("/")[2]): beat.decode() for key, beat in found.items()}
 
     def _give_up(self) -> None:
         """Exit this process, which may hang in a step that waits for a lost host."""

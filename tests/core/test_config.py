@@ -12,8 +12,8 @@ import pytest
 from jaxserve import LLM, AsyncEngine
 from jaxserve.core.config import EngineConfig, EngineSettings
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.speculative import SpeculativeConfig
 from jaxserve.core.model_config import ModelConfig, RopeConfig
+from jaxserve.core.speculative import SpeculativeConfig
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,7 @@ def test_type_checkers_know_every_setting():
         "devices": list[int] | tuple[int, ...] | None,
         "disk_kv_dir": str | Path | None,
         "logits_processors": Sequence[str | Callable[..., Any]],
+        "speculative_config": SpeculativeConfig | Mapping[str, Any] | None,
     }
     assert typing.get_type_hints(EngineSettings) == known | wider
     assert not EngineSettings.__required_keys__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import tempfile
@@ -12,9 +13,12 @@ import pytest
 from mesh_engines import load, on_mesh
 from tiny_engines import Arrival, TinyModel, drive
 
+from jaxserve.async_engine import AsyncEngine
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.events import Dispatched
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.output_queue import output_of
 from jaxserve.llm import LLM
 from jaxserve.runtime.devices import engine_devices
 
@@ -59,6 +63,61 @@ def check_side_by_side(_: str) -> None:
         for engine, index, request in requests:
             (completion,) = engine.output(request).outputs
             assert list(completion.token_ids) == model.answer(index, 12, ignore_eos=True)
+
+
+def test_engines_at_once_hand_requests_to_each_other():
+    on_mesh(EIGHT, check_at_once)
+
+
+def check_at_once(_: str) -> None:
+    """Three engines serve in threads of their own, and a request goes from one device to two, and
+    on to two others with larger pages."""
+    with tempfile.TemporaryDirectory() as directory:
+        model = TinyModel.write_llama(Path(directory))
+        engines = [
+            AsyncEngine(
+                load(model, mesh, devices=devices, page_size=size, trace_file="unused").engine
+            )
+            for mesh, devices, size in (("", [0], 4), ("TP2", [1, 2], 8), ("TP2", [3, 4], 16))
+        ]
+        try:
+            asyncio.run(serve_at_once(model, engines))
+        finally:
+            for engine in engines:
+                engine.close()
+
+
+async def serve_at_once(model: TinyModel, engines: list[AsyncEngine]) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+    async def generated(engine: AsyncEngine, index: int) -> list[int]:
+        output = await engine.generate(model.prompts[index], greedy)
+        return list(output.outputs[0].token_ids)
+
+    indices = (5, 7, 9, 11)
+    outputs = await asyncio.gather(
+        *(generated(engine, index) for engine in engines for index in indices)
+    )
+    assert outputs == [model.answer(index, 24, ignore_eos=True) for index in indices] * 3
+    steps = [
+        [record for record in engine._engine.log.records if isinstance(record, Dispatched)]
+        for engine in engines
+    ]
+    last_first = max(records[0].time_us for records in steps)
+    assert last_first < min(records[-1].time_us for records in steps), "one waited for another"
+
+    first, second, third = engines
+    stream = first.stream(model.prompts[9], greedy, "moved")
+    begun = await anext(stream)
+    there = await second.import_request(await first.export_request("moved"))
+    await stream.aclose()
+    back = await third.import_request(await second.export_request("moved"))
+    await second.abort("moved")
+    output = await output_of(back)
+    tokens = list(output.outputs[0].token_ids)
+    assert tokens[: len(begun.token_ids)] == list(begun.token_ids)
+    assert tokens == model.answer(9, 24, ignore_eos=True)
+    assert (await output_of(there)).outputs[0].finish_reason == "abort"
 
 
 def test_pages_swap_on_a_device_that_is_not_the_first():
