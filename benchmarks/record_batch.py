@@ -83,7 +83,9 @@ def job_of(shell: Shell) -> int:
 
 def record(directory: Path) -> list[Frame]:
     """Runs the session and returns the screens, with the seconds at which they appeared."""
-    questions = [{"prompt": f"{number} + 1 =", "max_tokens": 32} for number in range(LINES)]
+    questions = [
+        {"prompt": f"{number} + 1 =", "max_tokens": 8 + 7 * (number % 9)} for number in range(LINES)
+    ]
     text = "".join(json.dumps(question) + "\n" for question in questions)
     (directory / "questions.jsonl").write_text(text)
     answers = directory / "answers.jsonl"

@@ -287,17 +287,17 @@ class AsyncEngine:
         return await self._result_of(lambda: list(self._engine.export_request(request_id, with_kv)))
 
     async def import_request(
-        self, parts: SequenceOf[bytes], *, wants_deltas: bool = True
+        self, parts: SequenceOf[bytes], request_id: str | None = None, *, wants_deltas: bool = True
     ) -> OutputStream:
-        """Add a request that another engine has exported, and stream its output from its first
-        token on. Leaving the stream early aborts the request. Raises SnapshotError, as
-        `LLM.import_request`."""
+        """Add a request that another engine has exported, by default under the id that it had
+        there, and stream its output from its first token on. Leaving the stream early aborts the
+        request. Raises SnapshotError as `LLM.import_request`, or when the id is in use."""
         preparation = self._engine.preparation(exported_params(parts))
         if preparation is not None:  # Compiled grammars are cached.
             await asyncio.wrap_future(preparation)
         output_queue = OutputQueue(asyncio.get_running_loop(), wants_deltas)
         return await self._result_of(
-            lambda: self._resume(self._engine.import_request(parts), output_queue)
+            lambda: self._resume(self._engine.import_request(parts, request_id), output_queue)
         )
 
     @property

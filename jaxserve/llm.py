@@ -227,15 +227,15 @@ class LLM:
         return self.engine.export_request(request_id, with_kv)
 
     def import_request(self, parts: Iterable[bytes]) -> DeltaStream:
-        """A stream of a request that another engine has exported; it begins with the output
-        generated before.
+        """A stream of a request that another engine has exported, with an id of this one; it begins
+        with the output generated before.
 
         Raises SnapshotError, with the request not added, when a part is damaged or missing, when
         this engine has another model, vocabulary, dtype or quantization or is too small for the
-        request, or when its id is in use.
+        request.
         """
         with interrupts_held():
-            return self._stream_of(self.engine.import_request(parts))
+            return self._stream_of(self.engine.import_request(parts, self._next_id()))
 
     def abort(self, request_id: str) -> bool:
         """End a request early; False if there is no such unfinished request."""

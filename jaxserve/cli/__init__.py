@@ -25,7 +25,7 @@ from jaxserve.cli.launch import Launch
 from jaxserve.cli.plan import Plan
 from jaxserve.cli.serve import Serve
 from jaxserve.cli.values import CONSTRUCTORS
-from jaxserve.core.errors import JaxserveError
+from jaxserve.core.errors import ConfigError, JaxserveError
 from jaxserve.core.logs import configure_logging, level_from_environment
 from jaxserve.core.version import __version__
 
@@ -42,6 +42,8 @@ Examples:
 See `jaxserve COMMAND --help` for each command. `jaxserve --version` prints the version, and
 `jaxserve --completion SHELL` a script that completes commands and options in bash or zsh.
 """
+
+_SHELLS = ("bash", "zsh")
 
 Command = (
     Annotated[Generate, tyro.conf.subcommand("generate")]
@@ -82,6 +84,14 @@ def _log_to_stderr(command: Command) -> None:
     configure_logging(getattr(command, "log_level", None) or level_from_environment() or default)
 
 
+def _shell(args: Sequence[str]) -> str:
+    """What follows `--completion`. Raises ConfigError."""
+    if len(args) != 1 or args[0] not in _SHELLS:
+        given = " ".join(args) or "missing"
+        raise ConfigError(f"the shell of --completion is {given}; give {' or '.join(_SHELLS)}.")
+    return args[0]
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line `args` (the process's own by default) and return its exit status.
 
@@ -92,9 +102,9 @@ def main(args: Sequence[str] | None = None) -> int:
     if args == ["--version"]:
         print(f"jaxserve {__version__}")
         return 0
-    if args[:1] == ["--completion"]:
-        args = ["--tyro-print-completion", *args[1:]]
     try:
+        if args[:1] == ["--completion"]:
+            args = ["--tyro-print-completion", _shell(args[1:])]
         command = parse(args)
         _log_to_stderr(command)
         status = command.run()

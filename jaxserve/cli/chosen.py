@@ -31,16 +31,18 @@ class Chosen(NamedTuple):
 def chosen(args: Sequence[str], commands: Any) -> Chosen | None:
     """The command of `args`, None where these name none. `commands` is a union of types, each
     annotated as a subcommand with its name."""
-    for command in _members(commands):
-        kind, *annotations = get_args(command)
-        names = {getattr(annotation, "name", None) for annotation in annotations}
-        if args and args[0] in names:
+    for name, kind in _kinds(commands).items():
+        if args and args[0] == name:
             kinds = get_type_hints(kind, include_extras=True).get("kind")
             if kinds is None:
                 return Chosen([args[0]], kind)
             inner = chosen(args[1:], kinds)
             return inner and Chosen([args[0], *inner.words], inner.kind)
     return None
+
+
+def command_names(commands: Any) -> list[str]:
+    return list(_kinds(commands))
 
 
 def settings_of(kind: Any) -> Iterator[Setting]:
@@ -54,6 +56,16 @@ def settings_of(kind: Any) -> Iterator[Setting]:
             yield from list(settings_of(hint)) or [own]
     for part in get_args(kind):
         yield from settings_of(part)
+
+
+def _kinds(commands: Any) -> dict[str, type]:
+    """The types of a union's commands by their names."""
+    found = {}
+    for command in _members(commands):
+        kind, *annotations = get_args(command)
+        names = [note.name for note in annotations if hasattr(note, "name")]
+        found |= dict.fromkeys(names, kind)
+    return found
 
 
 def _members(union: Any) -> Iterator[Any]:

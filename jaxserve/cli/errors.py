@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.cli.chosen import chosen, settings_of
+from jaxserve.cli.chosen import chosen, command_names, settings_of
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.vllm_settings import ANSWERS, answer_to
 
@@ -50,7 +50,8 @@ def _misspelt(args: Sequence[str], commands: Any) -> str | None:
     what it might mean. None if it is another mistake."""
     command = chosen(args, commands)
     if command is None:
-        return None
+        close = difflib.get_close_matches(args[0] if args else "", command_names(commands), n=1)
+        return f"there is no command {args[0]!r}; did you mean {close[0]}?" if close else None
     known = {_flag(name) for name in command.settings}
     known |= {flag.replace("--", "--no-", 1) for flag in known}
     for word in args[len(command.words) :]:

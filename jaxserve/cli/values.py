@@ -72,18 +72,32 @@ OptionalSpeculation = Annotated[Any, _one_or_none("JSON", SpeculativeConfig.of)]
 
 
 @CONSTRUCTORS.primitive_rule
-def _numbers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[int, ...]] | None:
+def _numbers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     """Parses integers as one comma-separated argument. As several arguments they would be ambiguous
     with the positional arguments that follow."""
-    if info.type != tuple[int, ...]:
+    if info.type != tuple[int, ...] and set(get_args(info.type)) != {tuple[int, ...], NoneType}:
         return None
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar="INT,INT,...",
-        instance_from_str=lambda words: tuple(map(int, words[0].split(","))),
-        is_instance=lambda value: isinstance(value, tuple),
-        str_from_instance=lambda numbers: [",".join(map(str, numbers))],
+        instance_from_str=lambda words: _integers(words[0]),
+        is_instance=lambda value: value is None or isinstance(value, tuple),
+        str_from_instance=lambda numbers: [_joined(numbers)],
     )
+
+
+def _integers(word: str) -> tuple[int, ...] | None:
+    """None for the word None."""
+    if word.lower() == "none":
+        return None
+    try:
+        return tuple(map(int, word.split(",")))
+    except ValueError:
+        raise ValueError(f"{word!r} is not a list of integers, such as 0,1.") from None
+
+
+def _joined(numbers: tuple[int, ...] | None) -> str:
+    return "None" if numbers is None else ",".join(map(str, numbers))
 
 
 @CONSTRUCTORS.primitive_rule

@@ -165,6 +165,7 @@ class Engine:
 
     def abort(self, request_id: str) -> Request | None:
         """Abort a request; the tokens it has are its output. None if it has already finished."""
+        self._num_changes += 1
         with interrupts_held():
             return self._core.apply(Abort(request_id))
 
@@ -294,9 +295,9 @@ class Engine:
             raise RequestError(f"request_id {request_id!r} is not an unfinished request.")
         return self._while_unchanged(self._snapshots.export(request, self.log.now(), with_kv))
 
-    def import_request(self, parts: Iterable[bytes]) -> Request:
-        """Add a request that another engine has exported. It resumes where it was, and streams all
-        its deltas again.
+    def import_request(self, parts: Iterable[bytes], request_id: str | None = None) -> Request:
+        """Add a request that another engine has exported, by default under its id there. It resumes
+        where it was, and streams all its deltas again.
 
         Raises SnapshotError, with the request not added, when a part is damaged or missing, when
         this engine has another model, vocabulary, dtype or quantization or is too small for the
@@ -305,7 +306,8 @@ class Engine:
         self._check_open()
         self._check_one_host()
         reader = PartReader(parts)
-        taken_up = self._snapshots.read_exported(reader, self._requests, self.log.now())
+        now_us = self.log.now()
+        taken_up = self._snapshots.read_exported(reader, request_id, self._requests, now_us)
         self._take_up(taken_up, finish=reader.finish)
         return taken_up.requests[0]
 
@@ -318,13 +320,13 @@ class Engine:
                     self._core.accept(request)
 
     def _while_unchanged(self, parts: Iterator[bytes]) -> Iterator[bytes]:
-        """These parts, as long as no step writes to the pages that they are read from."""
+        """These parts, while no step writes to the pages that they are read from."""
         num_changes = self._num_changes
         while True:
             if self._num_changes != num_changes:
                 raise SnapshotError(
-                    "the engine has run since the export began; read all parts before its next "
-                    "step."
+                    "the engine has gone on since the export began; read all parts before its next "
+                    "step, and before a request is aborted."
                 )
             part = next(parts, None)
             if part is None:

@@ -34,7 +34,8 @@ _STEPS_AHEAD = 1
 
 
 class Executor(Protocol):
-    """Runs step plans: on devices (`runtime.runner.Runner`), or simulated."""
+    """Runs step plans: on devices (`runtime.runner.Runner`), or on a virtual clock
+    (`simulator.executor.SimulatedExecutor`)."""
 
     in_flight: collections.deque[DispatchedStep]
     """Steps completed by a dispatch and not yet read, oldest first."""
@@ -70,7 +71,7 @@ class Executor(Protocol):
 
 
 class Transfers(Protocol):
-    """KV pages and their transfers between tiers (`runtime.paging.Paging`)."""
+    """KV pages and their transfers between tiers (`kv.page_transfers.PageTransfers`)."""
 
     manager: KVManager
 

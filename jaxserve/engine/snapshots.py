@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -110,39 +110,26 @@ class Snapshots:
 
         return parts(self._facts, entries())
 
-    def read(
-        self, reader: SnapshotReader | PartReader, in_use: Iterable[str], now_us: int
-    ) -> TakenUp:
+    def read(self, reader: SnapshotReader, in_use: Iterable[str], now_us: int) -> TakenUp:
         """The requests of a snapshot, with their progress. Does not change the engine. KV that
         cannot be used here is left out.
 
         Raises SnapshotError when the snapshot is damaged, of another model, or has requests that
         do not fit this engine, or whose ids are `in_use`.
         """
-        theirs, ours = reader.facts, self._facts
-        for name in ("fingerprint", "vocabulary"):
-            # Snapshots of version 0.1 do not name the vocabulary.
-            if theirs.get(name, ours[name] if name == "vocabulary" else None) != ours[name]:
-                raise SnapshotError(
-                    f"the snapshot is of model {theirs.get('model')!r} with {name} "
-                    f"{theirs.get(name)}, but this engine runs {ours['model']!r} with "
-                    f"{ours[name]}; load the model that the snapshot was written with."
-                )
-        states = _states_of(reader)
-        taken = {state.added.request_id for state in states}.intersection(in_use)
-        if taken:
-            raise SnapshotError(
-                f"request {min(taken)!r} of the snapshot has the id of an unfinished request of "
-                "this engine; restore before adding requests."
-            )
-        prefixes: dict[int, SharedPrefix] = {}
-        made = [self._made(state, prefixes, now_us) for state in states]
-        usable = all(theirs.get(name) == ours[name] for name in _KV_FACTS)
-        return TakenUp(made, SavedKV(reader) if reader.has("kv") and usable else None)
+        self._check_model(reader.facts)
+        states, ours = _states_of(reader), self._facts
+        made = self._all_made(states, in_use, now_us)
+        usable = all(reader.facts.get(name) == ours[name] for name in _KV_FACTS)
+        return TakenUp(made, SavedKV(reader) if usable and reader.has("kv") else None)
 
-    def read_exported(self, reader: PartReader, in_use: Iterable[str], now_us: int) -> TakenUp:
-        """As `read`, for an exported request, which must go on with the same tokens: raises
-        SnapshotError also when this engine computes in another dtype or quantization."""
+    def read_exported(
+        self, reader: PartReader, request_id: str | None, in_use: Iterable[str], now_us: int
+    ) -> TakenUp:
+        """As `read`, for an exported request, named `request_id` if that is not None. It must go on
+        with the same tokens: raises SnapshotError also when this engine computes in another dtype
+        or quantization."""
+        self._check_model(reader.facts)
         theirs, ours = reader.facts, self._facts
         for name in _KV_FACTS:
             if theirs.get(name) != ours[name]:
@@ -151,7 +138,14 @@ class Snapshots:
                     f"{ours[name]!r} in this one, which would go on with other tokens; import it "
                     f"into an engine with the same {name}."
                 )
-        return self.read(reader, in_use, now_us)
+        (state,) = _states_of(reader)
+        name = request_id or state.added.request_id
+        added = dataclasses.replace(state.added, request_id=name)
+        made = self._all_made([dataclasses.replace(state, added=added)], in_use, now_us)
+        saved = SavedKV(reader) if reader.has("kv") else None
+        for prefix in saved.prefixes if saved is not None else ():
+            prefix["request_id"] = name
+        return TakenUp(made, saved)
 
     @contextlib.contextmanager
     def kv_placed(self, taken_up: TakenUp) -> Iterator[None]:
@@ -195,6 +189,32 @@ class Snapshots:
         scheduler = self._scheduler
         prefixes = prefixes_of(scheduler.kv, sequences, scheduler.tables, cache=cache)
         return kv_entries(prefixes, self._paging.images(self._model.config))
+
+    def _check_model(self, theirs: Mapping[str, Any]) -> None:
+        """Raises SnapshotError for the facts of another model."""
+        ours = self._facts
+        for name in ("fingerprint", "vocabulary"):
+            # Snapshots of version 0.1 do not name the vocabulary.
+            if theirs.get(name, ours[name] if name == "vocabulary" else None) != ours[name]:
+                raise SnapshotError(
+                    f"the snapshot is of model {theirs.get('model')!r} with {name} "
+                    f"{theirs.get(name)}, but this engine runs {ours['model']!r} with "
+                    f"{ours[name]}; load the model that the snapshot was written with."
+                )
+
+    def _all_made(
+        self, states: list[RequestSnapshot], in_use: Iterable[str], now_us: int
+    ) -> list[Request]:
+        """The requests of these states. Raises SnapshotError when one does not fit this engine, or
+        its id is `in_use`."""
+        taken = {state.added.request_id for state in states}.intersection(in_use)
+        if taken:
+            raise SnapshotError(
+                f"request {min(taken)!r} of the snapshot has the id of an unfinished request of "
+                "this engine; restore before adding requests, or import under another id."
+            )
+        prefixes: dict[int, SharedPrefix] = {}
+        return [self._made(state, prefixes, now_us) for state in states]
 
     def _made(
         self, state: RequestSnapshot, prefixes: dict[int, SharedPrefix], now_us: int

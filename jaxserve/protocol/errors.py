@@ -58,12 +58,12 @@ class FieldError(RequestError):
         self.code = code
 
 
-def renamed(error: FieldError, names: Mapping[str, str]) -> FieldError:
+def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
     """The error of a field that has another name in the client's request."""
     for name, other in names.items():
-        if re.match(rf"{re.escape(name)}(?![a-z_])", error.field):
-            field = other + error.field.removeprefix(name)
-            return FieldError(field, str(error).removeprefix(f"{error.field} "), error.code)
+        if re.match(rf"{re.escape(name)}(?![a-z_])", str(error)):
+            path, _, message = str(error).removeprefix(name).partition(" ")
+            return FieldError(other + path, message, getattr(error, "code", "invalid_value"))
     return error
 
 

@@ -24,8 +24,9 @@ OPEN_PATHS = ("/health", "/livez")
 
 MAX_HEADER_BYTES = 1 << 16
 
-MAX_JSON_PARTS = 32_768
-"""Lists and objects in a body: a small one takes as long to check as many of its bytes."""
+MAX_JSON_PARTS, MAX_JSON_STRINGS, MAX_JSON_VALUES = 1 << 15, 1 << 18, 1 << 20
+"""Lists and objects in a body, strings, and values in all: they take longer to check than their
+bytes."""
 
 _DROPPED_BYTES = 64 << 20
 _JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
@@ -188,10 +189,13 @@ class BodyLimit:
             if body is not None:
                 if len(body) > LARGE_BYTES:
                     await self._turns.wait()
-                if not _has_many_parts(body):
+                if not _has_many_values(body):
                     await self._app(scope, _again(body, receive), send)
                     return
-                message = f"the body has more than {MAX_JSON_PARTS} JSON lists and objects."
+                message = (
+                    f"the body has more than {MAX_JSON_PARTS} JSON lists and objects, "
+                    f"{MAX_JSON_STRINGS} strings or {MAX_JSON_VALUES} values."
+                )
             refusal = ErrorReply(413, message, "invalid_request_error", code="body_too_large")
         await _close_with(refusal, scope, receive, send)
 
@@ -217,13 +221,16 @@ class BodyLimit:
         return None
 
 
-def _has_many_parts(body: bytes) -> bool:
-    """Whether a body has more than `MAX_JSON_PARTS`, were it JSON."""
+def _has_many_values(body: bytes) -> bool:
+    """Whether a body has more parts, strings or values than allowed, were it JSON."""
 
-    def count(text: bytes) -> int:
-        return text.count(b"[") + text.count(b"{")
+    def has_many(text: bytes) -> bool:
+        parts = text.count(b"[") + text.count(b"{")
+        return parts > MAX_JSON_PARTS or text.count(b",") > MAX_JSON_VALUES
 
-    return count(body) > MAX_JSON_PARTS and count(_JSON_STRING.sub(b"", body)) > MAX_JSON_PARTS
+    if body.count(b'"') - body.count(rb"\"") > 2 * MAX_JSON_STRINGS:
+        return True
+    return has_many(body) and has_many(_JSON_STRING.sub(b"", body))
 
 
 class _Turns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 
@@ -80,6 +81,7 @@ class Simulation:
         """`num_pages` as in the memory plan, the trash page included. `tiers` are from the top
         down. `token_of` gives the token that a sequence samples at a position of its output."""
         tiers = tiers or {}
+        self._ids = itertools.count()
         self.clock = VirtualClock()
         self.metrics = Metrics()
         self.log = EventLog(self.metrics.fold, clock=self.clock.now, keep_all=keep_events)
@@ -114,14 +116,14 @@ class Simulation:
             while self.core.has_work and self.clock.now() < arrival.time_us:
                 self.core.step()
             self.clock.advance_to(arrival.time_us)
-            requests.append(self._add(str(len(requests)), arrival))
+            requests.append(self._add(arrival))
         while self.core.has_work:
             self.core.step()
         return requests
 
-    def _add(self, request_id: str, arrival: Arrival) -> Request:
+    def _add(self, arrival: Arrival) -> Request:
         added = self._input.process(
-            request_id,
+            str(next(self._ids)),
             TokenizedPrompt(None, list(arrival.token_ids)),
             arrival.params,
             arrival.priority,

@@ -53,6 +53,12 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"jaxserve {jaxserve.__version__}\n"
 
 
+def test_completion_for_a_shell_that_is_not_there(capsys):
+    for args in (["nosh"], []):
+        assert main(["--completion", *args]) == 1
+        assert capsys.readouterr().err.endswith("give bash or zsh.\n")
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_completion(shell, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -79,6 +85,8 @@ def test_completion(shell, capsys):
         (["bench", "offline", "--num-prompts", "0"], "error: --num-prompts is 0"),
         (["plan", "--host-kv-bytes=2GiX"], "'2GiX' is not a size"),
         (["plan", "--devices=0,1"], "but --tensor-parallel-size 1 x"),
+        (["sreve"], "there is no command 'sreve'; did you mean serve?"),
+        (["plan", "--devices=a,b"], "--devices: 'a,b' is not a list of integers"),
         (["plan", "--max-nm-seqs=3"], "no option --max-nm-seqs; did you mean --max-num-seqs?"),
         (["bench", "offline", "--no-jsn"], "no option --no-jsn; did you mean --no-json?"),
         (["generate", "hi", "--xyzzy"], "`jaxserve generate --help` lists the options."),

@@ -248,13 +248,18 @@ print(limits.most, limits.most_of_peer, resource.getrlimit(resource.RLIMIT_NOFIL
         (b"[" * 32_769, True),
         (b'[{}, "a", ' * 16_385, True),
         (b'["' + b"a" * 200_000, False),
+        (b"[" + b"1," * 500_000, False),
+        (b"[" + b'"a",' * 270_000, True),
+        (b'["' + rb"\"," * 500_000, False),
+        (b"[" + b"1," * 1_050_000, True),
+        (b'["' + b"1," * 1_050_000 + b'"', False),
         (b"[" * 32_768, False),
         (b'{"a": "' + b"[{" * 100_000 + b'"}', False),
         (b'{"a": "' + rb"\"[\\[\"{" * 30_000 + b'", "b": "[[["}', False),
     ],
-    ids=range(6),
+    ids=range(11),
 )
-def test_a_body_of_too_many_lists_is_refused_before_it_is_parsed(body, too_many):
+def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(body, too_many):
     """Brackets in strings count for nothing."""
 
     async def ask() -> int:
@@ -265,7 +270,7 @@ def test_a_body_of_too_many_lists_is_refused_before_it_is_parsed(body, too_many)
             sent.append(message)
 
         sent: list[dict] = []
-        app = apps.create_app(Service(["tiny"], 8), apps.AppSettings((), 1 << 20, False))
+        app = apps.create_app(Service(["tiny"], 8), apps.AppSettings((), 3 << 20, False))
         path = "/v1/completions"
         scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode()}
         headers = [(b"content-type", b"application/json")]

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, model_validator
 
+from jaxserve.core.errors import RequestError
 from jaxserve.protocol.chat import ChatCompletionRequest
 from jaxserve.protocol.errors import FieldError, renamed
 from jaxserve.protocol.fields import (
@@ -105,7 +106,7 @@ class MessagesRequest(GenerationFields):
         """Convert the body to a request for the engine. Raises RequestError."""
         try:
             return MessagesCall(self._as_chat().call(model))
-        except FieldError as error:
+        except RequestError as error:
             raise renamed(error, _NAMES) from None
 
     def _as_chat(self) -> ChatCompletionRequest:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, model_validator
 
+from jaxserve.core.errors import RequestError
 from jaxserve.protocol.chat import ChatCompletionRequest
 from jaxserve.protocol.chat_reply import Chat
 from jaxserve.protocol.errors import FieldError, renamed
@@ -127,7 +128,7 @@ class ResponsesRequest(GenerationFields):
                 )
         try:
             chat = self._as_chat().call(model)
-        except FieldError as error:
+        except RequestError as error:
             raise renamed(error, _NAMES) from None
         return ResponsesCall(chat, self._described(chat))
 

@@ -38,8 +38,9 @@ class ExecutableCache:
     def __init__(self, description: str, devices: Sequence[jax.Device]) -> None:
         """`description` is any text that determines the programs: config, shapes, options.
 
-        `devices` are in mesh order. An executable names its devices, so engines on other devices,
-        even identical ones, have separate entries.
+        `devices` are in mesh order. An executable keeps the devices it was compiled for, also when
+        JAX loads it with others (tried with 0.10.2 on CPUs), so engines on other devices, even
+        identical ones, have separate entries.
         """
         programs = cache_directory() / "programs"
         self.directory = programs / _digest("\n".join((_devices(devices), description)))
