@@ -31,6 +31,7 @@ from table import print_table
 from virtual_devices import make_devices
 
 from jaxserve.core.buckets import ProgramKey
+from jaxserve.kv.layout import KVLayout
 from jaxserve.runtime.programs import context_parallel
 from jaxserve.runtime.programs.step_layout import SlotMapping, StepLayout
 from pallas_kernels.paged_attention import KVPages, RaggedBatch
@@ -60,7 +61,7 @@ def sent_bytes(new: int, cached: int, ring: bool) -> float:
         key=ProgramKey(0, new, ring),
         max_seqs=1,
         max_pages=width,
-        page_size=PAGE_SIZE,
+        kv=KVLayout(PAGE_SIZE),
         seq=RANKS,
         ring_pages=width if ring else 0,
     )

@@ -103,8 +103,16 @@ def _lower_tiers(memory: MemoryPlan) -> list[tuple[str, str]]:
 def _capacity(decided: EnginePlan) -> str:
     """Maximum concurrent requests for each length; the most of all, where the last has that."""
     config, memory = decided.config, decided.memory
-    at_once = _at_once(decided)
+    at_once, layout = _at_once(decided), memory.layout
     rows = [("CAPACITY", ""), ("tokens in the KV pool", f"{memory.kv_tokens:,}")]
+    rows += [
+        (
+            f"KV pages of the longest request, {_layers(len(group.layers), group.window)}",
+            f"{group.most_pages(config.max_model_len, layout.max_chunk, layout.page_size):,}",
+        )
+        for group in layout.groups
+        if layout.windowed
+    ]
     rows += [
         (f"requests of {length:,} tokens at once", f"{number:,}") for length, number in at_once
     ]
@@ -114,10 +122,15 @@ def _capacity(decided: EnginePlan) -> str:
     rows.append(
         (
             f"largest pool that fits (kv_cache_memory_bytes {pages * memory.page_bytes})",
-            f"{(pages - 1) * memory.page_size:,} tokens",
+            f"{memory.tokens_of(pages):,} tokens",
         )
     )
     return table(rows)
+
+
+def _layers(count: int, window: int | None) -> str:
+    layers = f"{count} layers" if count > 1 else "1 layer"
+    return layers if window is None else f"{layers} with a window of {window:,}"
 
 
 def _at_once(decided: EnginePlan) -> list[tuple[int, int]]:
@@ -205,6 +218,7 @@ def _document(decided: EnginePlan, programs: Programs) -> dict[str, Any]:
             "pages": memory.num_pages,
             "page_size": memory.page_size,
             "tokens": memory.kv_tokens,
+            "groups": [dataclasses.asdict(group) for group in memory.layout.groups],
             "most_bytes": _pages_that_fit(memory) * memory.page_bytes,
         },
         "requests_at_once": [

@@ -47,6 +47,20 @@ class LayerKind(NamedTuple):
     rotates: bool
 
 
+class KVSpec(NamedTuple):
+    """The keys and values that a layer keeps of each token, and of which tokens: the last `window`,
+    None for all."""
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+
+    @property
+    def elements(self) -> int:
+        """Numbers stored for one token."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Shape and arithmetic of a decoder-only transformer.
@@ -107,6 +121,13 @@ class ModelConfig:
         return tuple(map(LayerKind, self.sliding_windows, self.rope_layers))
 
     @property
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        """What every layer keeps, in order."""
+        return tuple(
+            KVSpec(self.num_kv_heads, self.head_dim, window) for window in self.sliding_windows
+        )
+
+    @property
     def queries_per_kv(self) -> int:
         return self.num_heads // self.num_kv_heads
 
@@ -116,4 +137,4 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of one token's keys and values over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+        return itemsize * sum(spec.elements for spec in self.kv_specs)

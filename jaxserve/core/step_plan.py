@@ -17,7 +17,8 @@ class ScheduledChunk(NamedTuple):
     the device, in row `slot` of the last sampled tokens; a prefill chunk's tokens are known to the
     host. `slot` is a copy: by the time the step's tokens are read, the sequence may have lost it.
     `pages` are the sequence's pages in order, of which the device's page table already has the
-    first `num_uploaded`; they may change after the next call of `Scheduler.schedule`.
+    first `num_uploaded`; they may change after the next call of `Scheduler.schedule`. `others` are
+    the same two of the other KV groups.
     """
 
     seq: Sequence
@@ -35,6 +36,7 @@ class ScheduledChunk(NamedTuple):
     first token is further by the drafts kept in steps not yet read."""
     slack: int = 0
     """KV entries beyond its tokens that it may write, for these drafts and those in flight."""
+    others: tuple[tuple[SequenceOf[int], int], ...] = ()
 
     @property
     def stop(self) -> int:

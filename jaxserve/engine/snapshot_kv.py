@@ -69,7 +69,10 @@ def prefixes_of(
     *,
     cache: bool,
 ) -> Iterator[Prefix]:
-    """The computed prefix of each unfinished sequence and, if `cache`, of the prefix cache."""
+    """The computed prefix of each unfinished sequence and, if `cache`, of the prefix cache; none of
+    a model with attention windows, whose pages do not hold all layers."""
+    if kv.windowed:
+        return
     for seq in sequences:
         table = tables[seq.seq_id]
         running = seq.slot is not None and not kv.is_fetching(table)
@@ -169,6 +172,8 @@ class SavedKV:
 
         Raises SnapshotError when rows cannot be read. What was inserted before stays.
         """
+        if kv.windowed:
+            return
         room = kv.pool.capacity + sum(tier.num_pages for tier in kv.tiers.values())
         chosen, seen = [], set()
         for number, prefix in enumerate(self.prefixes):
@@ -202,9 +207,9 @@ class SavedKV:
             num_in_use=sum(kv.pool.refs(node.device) > 0 for node in shared),
         )
         num_pages = kv.pool.pages_for(num_tokens)
-        if not kv.fits(match, num_pages, 0):
+        if not kv.fits(match, num_tokens, 0):
             return
-        kv.allocate(table, match, num_pages)
+        kv.allocate(table, match, num_tokens)
         carry_out()
         put_tokens = match.num_tokens
         try:

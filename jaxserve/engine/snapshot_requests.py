@@ -15,7 +15,7 @@ from jaxserve.core.errors import RequestError, SnapshotError
 from jaxserve.core.outputs import FinishReason, Logprob
 from jaxserve.core.sequence import Sequence, SequenceState
 from jaxserve.engine.request import Request, SequenceOutput
-from jaxserve.kv.pages import PagePool
+from jaxserve.kv.manager import KVManager
 from jaxserve.scheduler.admission import kv_limit
 from jaxserve.text import Tokenizer
 
@@ -95,7 +95,7 @@ class RequestSnapshot:
         tokenizer: Tokenizer,
         now_us: int,
         max_model_len: int,
-        pool: PagePool,
+        kv: KVManager,
     ) -> None:
         """Restores progress to a request built from `added`.
 
@@ -108,7 +108,7 @@ class RequestSnapshot:
             seq.set_priority(seq.priority)
             seq.kv_limit = state.kv_limit
             if state.finish_reason is None:
-                self._check_room(seq, len(state.token_ids), max_model_len, pool)
+                self._check_room(seq, len(state.token_ids), max_model_len, kv)
             logprobs = state.logprobs and [_logprobs(tokenizer, entry) for entry in state.logprobs]
             sequence_output.replay(state.token_ids, logprobs)
             seq.started = state.admitted
@@ -128,11 +128,11 @@ class RequestSnapshot:
             seq.num_prefilled = seq.num_tokens if missing is None else missing - 1
 
     def _check_room(
-        self, seq: Sequence, num_output: int, max_model_len: int, pool: PagePool
+        self, seq: Sequence, num_output: int, max_model_len: int, kv: KVManager
     ) -> None:
         what = f"request {seq.request_id!r} of the snapshot"
         try:
-            limit = kv_limit(seq, max_model_len, pool)
+            limit = kv_limit(seq, max_model_len, kv.pool.capacity, kv.layout)
         except RequestError as error:
             raise SnapshotError(f"{what} does not fit this engine: {error}.") from error
         if seq.num_prompt + num_output > limit:

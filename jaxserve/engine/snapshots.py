@@ -230,8 +230,8 @@ class Snapshots:
             raise SnapshotError(
                 f"request {added.request_id!r} of the snapshot is refused by this engine: {error}"
             ) from error
-        context, pool = self._config.max_model_len, self._scheduler.pool
-        state.apply(request, self._tokenizer, now_us, context, pool)
+        context = self._config.max_model_len
+        state.apply(request, self._tokenizer, now_us, context, self._scheduler.kv)
         return request
 
     @property

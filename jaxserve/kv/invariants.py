@@ -17,26 +17,28 @@ def check_invariants(manager: KVManager, tables: Iterable[PageTable]) -> None:
 
     `tables` are those of all unfinished sequences. O(pool size): for debugging and tests.
     """
-    tables = list(tables)
+    tables = [own for table in tables for own in table.tables]
     _check_references(manager, tables)
     nodes = _all_nodes(manager, tables)
     _check_device(manager, nodes)
     for tier in manager.tiers:
         _check_lower(manager, nodes, tier)
     for table in tables:
-        for page, node in zip(table.pages, table.nodes):
+        for page, node in list(zip(table.pages, table.nodes))[table.num_released :]:
             _require(node.device == page, f"a table has page {page}, its node has {node.device}")
 
 
 def _check_references(manager: KVManager, tables: list[PageTable]) -> None:
     pool = manager.pool
-    held = Counter(page for table in tables for page in table.pages)
+    held = Counter(page for table in tables for page in table.held)
     for page in range(TRASH_PAGE + 1, pool.num_pages):
         refs = pool.refs(page)
         _require(refs == held[page], f"page {page}: {refs} references, in {held[page]} tables")
     _require(TRASH_PAGE not in held, "the trash page is in a table")
     for table in tables:
-        _require(len(set(table.pages)) == len(table.pages), "a table has a page twice")
+        _require(len(set(table.held)) == len(table.held), "a table has a page twice")
+        released = table.pages[: table.num_released]
+        _require(set(released) <= {TRASH_PAGE}, "a table names a page that it has released")
 
 
 def _all_nodes(manager: KVManager, tables: list[PageTable]) -> list[Node]:
@@ -46,7 +48,7 @@ def _all_nodes(manager: KVManager, tables: list[PageTable]) -> list[Node]:
         _require(node.attached, "the tree has a detached node")
         _require(not node.without_kv or bool(node.children), "the tree has a leaf without KV")
     for table in tables:
-        nodes.update(dict.fromkeys(table.nodes))
+        nodes.update(dict.fromkeys(table.nodes[table.num_released :]))
     for transfer in manager.transfers():
         nodes.update(dict.fromkeys(transfer.nodes))
     return list(nodes)

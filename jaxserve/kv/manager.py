@@ -17,15 +17,17 @@ takes twice as long as recomputing, only shortens the cached prefix.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxserve.kv.group_match import GroupMatcher
+from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.match import Match, Preemption, PrefixMatcher
 from jaxserve.kv.node import Node, NodeState
 from jaxserve.kv.node_states import NodeStates
 from jaxserve.kv.offload_manager import MoveCounters, OffloadManager
 from jaxserve.kv.page_table import PageTable
-from jaxserve.kv.pages import PagePool
+from jaxserve.kv.pages import TRASH_PAGE, PagePool
 from jaxserve.kv.prefix_tree import PrefixTree
 from jaxserve.kv.rates import Rates
 from jaxserve.kv.tiers import Tier
@@ -59,6 +61,7 @@ class KVManager:
         self,
         pool: PagePool,
         *,
+        layout: KVLayout | None = None,
         prefix_caching: bool = True,
         preemption: Preemption = "auto",
         tiers: Mapping[Tier, int] | None = None,
@@ -66,10 +69,13 @@ class KVManager:
         transfer_worker: TransferQueue | None = None,
         rates: Rates | None = None,
     ) -> None:
-        """`tiers` gives the number of pages of each tier below the device, from the top down; with
-        any, `transfer_worker` copies pages of `page_bytes` bytes and `rates` learns their cost.
-        Without `prefix_caching`, only pinned pages stay cached when no sequence uses them."""
+        """`layout` has the KV groups, one without a window by default. `tiers` gives the number of
+        pages of each tier below the device, from the top down; with any, `transfer_worker` copies
+        pages of `page_bytes` bytes and `rates` learns their cost. Without `prefix_caching`, only
+        pinned pages stay cached when no sequence uses them."""
         self.pool = pool
+        self.layout = layout or KVLayout(pool.page_size)
+        self.windowed = self.layout.windowed
         self.tree = PrefixTree(pool.page_size)
         self.rates = rates or Rates()
         self.counters = KVCounters()
@@ -81,7 +87,10 @@ class KVManager:
         )
         self._preemption = preemption
         self._copies: list[tuple[int, int]] = []
-        self._matcher = PrefixMatcher(self.tree, pool, self.rates, page_bytes, preemption)
+        common = self.tree, pool, self.rates, page_bytes, preemption
+        self._matcher = (
+            GroupMatcher(*common, self.layout) if self.windowed else PrefixMatcher(*common)
+        )
 
     @property
     def tiers(self) -> dict[Tier, TierUsage]:
@@ -105,20 +114,32 @@ class KVManager:
 
     # Admission
 
+    def new_table(self, token_ids: Callable[[int, int], list[int]], salt: bytes) -> PageTable:
+        """An empty page table of a sequence, arguments as for PageTable."""
+        # No salt is other than UTF-8, so that groups share nothing.
+        numbers = range(1, len(self.layout.groups))
+        others = tuple(PageTable(token_ids, b"\xff%d" % number + salt) for number in numbers)
+        return PageTable(token_ids, salt, others)
+
     def match(self, table: PageTable, num_tokens: int) -> Match:
         """Matches the first `num_tokens` tokens of a sequence without pages against the cache."""
         return self._matcher.match(table, num_tokens)
 
-    def fits(self, match: Match, num_pages: int, margin: int) -> bool:
-        """Whether `margin` pages stay available after allocating `num_pages`, match included."""
+    def fits(self, match: Match, num_tokens: int, margin: int) -> bool:
+        """Whether `margin` pages stay available after `allocate`."""
+        num_pages = self.layout.pages_for(num_tokens)
         return self.pool.num_available - (num_pages - match.num_in_use) >= margin
 
-    def allocate(self, table: PageTable, match: Match, num_pages: int) -> None:
-        """Allocates `num_pages` pages to an empty table, the match's pages first.
+    def allocate(self, table: PageTable, match: Match, num_tokens: int) -> None:
+        """Allocates the pages of `num_tokens` tokens to an empty table, the match's pages first;
+        of a windowed group, as many as it ever holds.
 
         Once `is_fetching` is false, the first `table.num_cached` tokens need not be computed; a
-        transfer that fails before then lowers that number.
+        transfer that fails before then lowers that number (or see `fetch_failed`).
         """
+        if self.windowed:
+            return self._allocate_groups(table, match, num_tokens)
+        num_pages = self.pool.pages_for(num_tokens)
         for node in match.shared:
             self._share(table, node)
         fetched, partial = list(match.fetched), match.partial
@@ -134,13 +155,32 @@ class KVManager:
 
     def is_fetching(self, table: PageTable) -> bool:
         """Whether KV is being copied from a lower tier to pages of a table."""
-        return bool(self._offload.fetches(table))
+        return any(self._offload.fetches(own) for own in table.tables)
 
-    def append_page(self, table: PageTable) -> bool:
-        """Adds one page to a table; False when every page is in use."""
-        if not self.pool.num_available:
+    def fetch_failed(self, table: PageTable) -> bool:
+        """Whether a transfer has failed to bring what a window needs. Its sequence must give its
+        pages back and begin anew, for there are none of what came before the window; it will not
+        try to fetch again."""
+        failed = any(own.num_cached < own.num_matched for own in table.tables)
+        table.may_fetch &= not failed
+        return failed
+
+    def extend(self, table: PageTable, start: int, stop: int) -> bool:
+        """Prepares a table to compute the tokens start .. stop - 1: gives back the pages that have
+        left a window, and adds those that are missing; adds none and returns False when there are
+        too few."""
+        page_size, num_pages = self.pool.page_size, self.pool.pages_for(stop)
+        for group, own in zip(self.layout.groups, table.tables):
+            for index in range(own.num_released, group.first_held(start, page_size)):
+                node = own.nodes[index] if index < len(own.nodes) else None
+                self._states.release(own.pages[index], node)
+                own.pages[index] = TRASH_PAGE
+                own.num_released = index + 1
+        missing = sum(max(0, num_pages - len(own.pages)) for own in table.tables)
+        if missing > self.pool.num_available:
             return False
-        table.pages += self._allocate(1, table.pages)
+        for own in table.tables:
+            own.pages += self._allocate(num_pages - len(own.pages), own.pages)
         return True
 
     # Prefix cache
@@ -154,6 +194,11 @@ class KVManager:
         """The nodes that cache the first `num_tokens` tokens of a sequence on any tier, up to the
         first miss, and how many tokens they cover."""
         return self._matcher.known(table, num_tokens)
+
+    def prefix_nodes(self, table: PageTable, num_tokens: int) -> list[Node]:
+        """The nodes that a table holds of its first `num_tokens` tokens."""
+        stop = self.pool.pages_for(num_tokens)
+        return [node for own in table.tables for node in own.nodes[own.num_released : stop]]
 
     def cached(self) -> Iterator[list[Node]]:
         """Cached prefixes on the device that no sequence uses, each as its list of nodes; most
@@ -176,6 +221,12 @@ class KVManager:
         """
         page_size = self.pool.page_size
         full = num_tokens // page_size
+        if self.windowed:
+            for own in table.tables:
+                for index in range(len(own.nodes), full):
+                    if not self._enter(own, index, (index + 1) * page_size):
+                        break
+            return
         for index in range(self.num_known(table), full):
             if not self._enter(table, index, (index + 1) * page_size):
                 return
@@ -190,17 +241,21 @@ class KVManager:
         `pin` pins its nodes until the sequence takes pages again, or until `unpin_table`. Without
         `keep`, evicted pages are not saved to a lower tier.
         """
-        arriving = [node for fetch in self._offload.fetches(table) for node in fetch.nodes]
-        self._offload.abandon_fetches(table, 0)
+        arriving = []
+        for own in table.tables:
+            arriving += [node for fetch in self._offload.fetches(own) for node in fetch.nodes]
+            self._offload.abandon_fetches(own, 0)
         self.cache_pages(table, num_tokens, partial=True)
         if pin:
-            table.pinned = table.nodes + arriving
+            held = [node for own in table.tables for node in own.nodes[own.num_released :]]
+            table.pinned = held + arriving
             self.pin(table.pinned)
-        # Release tails first, so that the head of a prefix is evicted last.
-        for index in reversed(range(len(table.pages))):
-            node = table.nodes[index] if index < len(table.nodes) else None
-            self._states.release(table.pages[index], node, keep=keep)
-        table.clear()
+        for own in table.tables:
+            # Release tails first, so that the head of a prefix is evicted last.
+            for index in reversed(range(own.num_released, len(own.pages))):
+                node = own.nodes[index] if index < len(own.nodes) else None
+                self._states.release(own.pages[index], node, keep=keep)
+            own.clear()
 
     def unpin_table(self, table: PageTable) -> None:
         """Unpins the nodes that a preempted sequence left pinned."""
@@ -214,8 +269,8 @@ class KVManager:
         swap = below is not None and self._preemption != "recompute"
         # An ongoing fetch was already judged cheaper than recomputing.
         if swap and self._preemption == "auto" and not self.is_fetching(table):
-            num_pages = self.pool.pages_for(num_tokens)
-            saved = sum(bool(node.lower) for node in table.nodes)
+            num_pages = self.layout.pages_for(num_tokens)
+            saved = sum(bool(node.lower) for node in self.prefix_nodes(table, num_tokens))
             out_bytes = self._offload.staged_bytes(max(0, num_pages - saved))
             back_bytes = self._offload.staged_bytes(num_pages)
             swap = self.rates.prefers_swap(
@@ -278,6 +333,24 @@ class KVManager:
 
     # Internals
 
+    def _allocate_groups(self, table: PageTable, match: Match, num_tokens: int) -> None:
+        """`allocate`, for tables with windows."""
+        for own, found in zip(table.tables, match.groups):
+            own.nodes, own.num_released = found.nodes[: found.first], found.first
+            own.pages = [TRASH_PAGE] * found.first
+            for node in found.shared:
+                self._share(own, node)
+        fetches = [self._offload.fetch(found.fetched, len(found.fetched)) for found in match.groups]
+        self.unpin_table(table)
+        page_size, max_chunk = self.pool.page_size, self.layout.max_chunk
+        for group, own in zip(self.layout.groups, table.tables):
+            most = group.most_pages(num_tokens, max_chunk, page_size)
+            stop = min(self.pool.pages_for(num_tokens), own.num_released + most)
+            own.pages += self._allocate(stop - len(own.pages), own.pages)
+            own.num_cached = own.num_matched = match.num_tokens
+        for own, found, transfers in zip(table.tables, match.groups, fetches):
+            self._offload.begin_fetches(transfers, own, found.first + found.num_shared)
+
     def _share(self, table: PageTable, node: Node) -> None:
         self._states.use(node)
         table.pages.append(node.device)
@@ -299,6 +372,8 @@ class KVManager:
     def _enter(self, table: PageTable, index: int, stop: int) -> bool:
         """Inserts page `index` of a table, up to token `stop`; False if that is not possible."""
         page_size = self.pool.page_size
+        if index < table.num_released:
+            return False
         parent = table.nodes[index - 1] if index else self.tree.root(table.salt)
         own = table.nodes[index] if index < len(table.nodes) else None
         if not parent.attached or (own is not None and not own.attached):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 from jaxserve.kv.node import Node
 from jaxserve.kv.page_table import PageTable
@@ -18,6 +18,23 @@ from jaxserve.kv.transfers import staged_pages
 Preemption = Literal["auto", "swap", "recompute"]
 
 
+class GroupMatch(NamedTuple):
+    """What is cached of one KV group: the `nodes` of all full pages, of which only those from
+    `first` on are needed. The first `num_shared` of these are on the device, the rest below."""
+
+    nodes: list[Node]
+    first: int
+    num_shared: int
+
+    @property
+    def shared(self) -> list[Node]:
+        return self.nodes[self.first : self.first + self.num_shared]
+
+    @property
+    def fetched(self) -> list[Node]:
+        return self.nodes[self.first + self.num_shared :]
+
+
 @dataclasses.dataclass(frozen=True)
 class Match:
     """The cached prefix of a sequence.
@@ -28,6 +45,7 @@ class Match:
     num_tokens: total number of tokens whose KV need not be computed.
     num_in_use: shared pages that are also in use by other sequences, and so cost no free page.
     arriving: the next page is in transfer, and worth waiting for.
+    groups: the same nodes by KV group, where there are windows.
     """
 
     shared: tuple[Node, ...] = ()
@@ -37,6 +55,7 @@ class Match:
     num_tokens: int = 0
     num_in_use: int = 0
     arriving: bool = False
+    groups: tuple[GroupMatch, ...] = ()
 
     @property
     def must_fetch(self) -> bool:
@@ -121,16 +140,10 @@ class PrefixMatcher:
         if back is not None or (fetched and partial is not None and partial.device is not None):
             fetched, partial, common = fetched[:back], None, 0
         away = fetched + [partial] * (partial is not None and partial.device is None)
-        if away and self._preemption != "swap":
-            start = split * page_size
-            stop = start + len(fetched) * page_size + common
-            tiers = Counter(node.nearest[0] for node in away)
-            fetches = [
-                (tier, Tier.DEVICE, staged_pages(count) * self._page_bytes)
-                for tier, count in tiers.items()
-            ]
-            if not self._rates.prefers_swap(start, stop, fetches):
-                fetched, partial, common = [], None, 0
+        start = split * page_size
+        stop = start + len(fetched) * page_size + common
+        if away and not self._prefers_fetch(away, start, stop):
+            fetched, partial, common = [], None, 0
         return Match(
             tuple(shared),
             tuple(fetched),
@@ -139,3 +152,14 @@ class PrefixMatcher:
             (len(shared) + len(fetched)) * page_size + common,
             sum(self._pool.refs(node.device) > 0 for node in shared),
         )
+
+    def _prefers_fetch(self, nodes: Sequence[Node], start: int, stop: int) -> bool:
+        """Whether to fetch these nodes, rather than compute the tokens start .. stop - 1."""
+        if self._preemption == "swap":
+            return True
+        tiers = Counter(node.nearest[0] for node in nodes)
+        fetches = [
+            (tier, Tier.DEVICE, staged_pages(count) * self._page_bytes)
+            for tier, count in tiers.items()
+        ]
+        return self._rates.prefers_swap(start, stop, fetches)

@@ -1,4 +1,4 @@
-"""The page table of one sequence."""
+"""The page tables of one sequence."""
 
 from __future__ import annotations
 
@@ -9,40 +9,67 @@ from jaxserve.kv.prefix_tree import chain_key, pack_tokens, salt_key
 
 
 class PageTable:
-    """A sequence's pages in order, and their prefix tree nodes.
+    """A sequence's pages in order, and their prefix tree nodes: of the first KV group, with those
+    of the `others`.
 
     `nodes[i]` describes `pages[i]`, for the leading pages that are in the tree; only the last node
     may cover just part of its page. The sequence writes to no page before the first page that is
-    private to it.
+    private to it. The first `num_released` pages have left the group's window: TRASH_PAGE stands
+    for them, and their nodes only say what comes before the others.
     """
 
     __slots__ = (
         "_keys",
         "_packed",
         "_token_ids",
+        "may_fetch",
         "nodes",
         "num_cached",
+        "num_matched",
+        "num_released",
         "num_uploaded",
+        "others",
         "pages",
         "pinned",
         "salt",
     )
 
-    def __init__(self, token_ids: Callable[[int, int], list[int]], salt: bytes) -> None:
+    def __init__(
+        self,
+        token_ids: Callable[[int, int], list[int]],
+        salt: bytes,
+        others: tuple[PageTable, ...] = (),
+    ) -> None:
         """`token_ids(start, stop)` returns the sequence's tokens at positions start .. stop - 1.
-        Only sequences with the same `salt` share pages."""
+        Only tables with the same `salt` share pages."""
+        self.others = others
         self.pages: list[int] = []
         self.nodes: list[Node] = []
         self.pinned: list[Node] = []
         """Nodes it pinned when it was preempted, until it resumes."""
         self.num_cached = 0
-        """Tokens with cached KV when it last took its pages."""
+        """Tokens with cached KV when it last took its pages, less those whose transfer failed."""
+        self.num_matched = 0
+        """Tokens with cached KV when it last took its pages, for tables with a window."""
+        self.num_released = 0
+        self.may_fetch = True
+        """Whether to try to fetch its KV from lower tiers: not again after a failure."""
         self.num_uploaded = 0
         """Number of leading pages that the device's copy of the table has, or is about to have."""
         self.salt = salt
         self._token_ids = token_ids
         self._packed = bytearray()
         self._keys = [salt_key(salt)]
+
+    @property
+    def tables(self) -> tuple[PageTable, ...]:
+        """The tables of all KV groups, itself first."""
+        return (self, *self.others)
+
+    @property
+    def held(self) -> list[int]:
+        """The pages that it still needs."""
+        return self.pages[self.num_released :]
 
     def replace(self, index: int, page: int) -> None:
         """Replaces page `index` by a page with the same contents."""
@@ -52,6 +79,7 @@ class PageTable:
     def clear(self) -> None:
         """Drops all pages; they may be reused from now on."""
         self.pages, self.nodes, self.num_cached, self.num_uploaded = [], [], 0, 0
+        self.num_released = self.num_matched = 0
 
     def upload(self) -> int:
         """Returns the number of leading pages uploaded so far, and marks all as uploaded."""

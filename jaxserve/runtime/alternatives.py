@@ -84,7 +84,7 @@ def _fitted(config: EngineConfig, changes: Changes, plan_of: PlanOf) -> Changes 
     def with_pages(pages: int) -> Changes:
         if config.kv_cache_memory_bytes is not None:
             return changes | {"kv_cache_memory_bytes": pages * memory.page_bytes}
-        return changes | {"max_model_len": (pages - 1) * memory.page_size}
+        return changes | {"max_model_len": memory.layout.longest(pages - 1, config.max_model_len)}
 
     def too_many(pages: int) -> bool:
         smaller = plan_of(with_pages(pages))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import MemoryPlanError
 from jaxserve.core.model_config import ModelConfig
+from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.transfers import MOVE_PAGES
 
 _CPU_KV_BYTES = 2 << 30
@@ -26,7 +27,8 @@ class MemoryPlan:
     """Bytes on one device by purpose. `scratch_bytes` is the largest program's temporaries and
     results, as XLA reports them; an estimate until the programs are compiled.
 
-    A page is split over `num_devices` into equal parts of `page_bytes` each. `host_pages` and
+    A page, of any KV group of `layout`, is split over `num_devices` into equal parts of
+    `page_bytes` each. `host_pages` and
     `disk_pages` are whole pages of the lower tiers; on CPUs the host tier uses the same memory as
     everything else. `pool_limit_bytes` limits the pool, 0 for no limit. The plan may exceed the
     available memory: check `fits`.
@@ -38,12 +40,17 @@ class MemoryPlan:
     scratch_bytes: int
     page_bytes: int
     num_pages: int
-    page_size: int
+    layout: KVLayout
     host_pages: int = 0
     disk_pages: int = 0
     host_is_device: bool = False
     num_devices: int = 1
     pool_limit_bytes: int = 0
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.layout.page_size
 
     @property
     def kv_bytes(self) -> int:
@@ -87,8 +94,12 @@ class MemoryPlan:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens the pool holds; page 0 is trash."""
-        return (self.num_pages - 1) * self.page_size
+        """Tokens the pool holds, of sequences within their attention windows; page 0 is trash."""
+        return self.tokens_of(self.num_pages)
+
+    def tokens_of(self, num_pages: int) -> int:
+        """Tokens that a pool of so many pages holds."""
+        return (num_pages - 1) // len(self.layout.groups) * self.page_size
 
     @property
     def room_bytes(self) -> int:
@@ -126,11 +137,13 @@ class MemoryPlan:
 def plan_memory(
     config: EngineConfig,
     model: ModelConfig,
+    layout: KVLayout,
     weights_bytes: int,
     state_bytes: int,
     device: jax.Device,
 ) -> MemoryPlan:
-    """Decide the KV pool of a resolved config, before programs are compiled.
+    """Decide the KV pool of a resolved config, before programs are compiled. `layout` has the KV
+    groups of a pipeline stage, which are those of all stages.
 
     Unless `kv_cache_memory_bytes` is set, the pool has at least the pages of one request of
     max_model_len; the caller checks whether they fit. Raises MemoryPlanError for pool settings
@@ -138,9 +151,10 @@ def plan_memory(
     """
     itemsize = jnp.dtype(config.dtype).itemsize
     num_devices = config.num_devices
-    image_bytes = model.kv_bytes_per_token(itemsize) * config.page_size
+    layers = layout.layers_per_page * config.pipeline_parallel_size
+    image_bytes = model.kv_specs[0].elements * itemsize * layers * config.page_size
     page_bytes = image_bytes // num_devices
-    pages_of_one = -(-config.max_model_len // config.page_size)
+    pages_of_one = layout.pages_for(config.max_model_len)
     limit = int(device_memory(device) * config.memory_utilization)
     on_cpu = device.platform == "cpu"
     if on_cpu:  # All devices of a host share its memory.
@@ -156,7 +170,7 @@ def plan_memory(
         scratch_bytes=scratch,
         page_bytes=page_bytes,
         num_pages=0,
-        page_size=config.page_size,
+        layout=layout,
         host_pages=host_pages,
         disk_pages=_lower_pages("disk_kv_bytes", config.disk_kv_bytes, image_bytes),
         host_is_device=on_cpu,

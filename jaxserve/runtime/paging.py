@@ -54,6 +54,7 @@ class Paging(PageTransfers):
             )
         manager = KVManager(
             PagePool(memory.num_pages, config.page_size),
+            layout=memory.layout,
             prefix_caching=config.enable_prefix_caching,
             preemption=config.preemption,
             tiers={tier: store.num_pages for tier, store in self._stores.items()},

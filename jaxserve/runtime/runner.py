@@ -99,7 +99,7 @@ class Runner:
         """Fixes a plan's uploads. Raises ProgramMissError when no program holds it."""
         sampled = (*plan.decodes, *(chunk for chunk in plan.prefills if chunk.samples))
         rows = tuple(self._rows[chunk.seq.seq_id] for chunk in sampled)
-        frozen = FrozenPlan.of(plan, self.shapes.config.page_size)
+        frozen = FrozenPlan.of(plan, self.shapes.kv_layout, self.shapes.trash_slot)
         return PackedInputs(step_id, plan, self._key(plan), frozen, sampled, rows)
 
     def dispatch(self, packed: PackedInputs, begun_us: int | None) -> None:

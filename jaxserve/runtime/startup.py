@@ -89,7 +89,7 @@ class EnginePlan:
     @property
     def admission(self) -> AdmissionRule:
         """The scheduler's admission rule for the planned pool."""
-        return AdmissionRule.of(self.scheduler, self.memory.num_pages - 1, self.memory.page_size)
+        return AdmissionRule.of(self.scheduler, self.memory.num_pages - 1, self.memory.layout)
 
     def compile(self, progress: Progress = no_progress, log: EventLog | None = None) -> Compilation:
         """Start to load or compile every program."""
@@ -164,7 +164,9 @@ def decide_on(
             vocab=config.tensor_parallel_size * config.pipeline_parallel_size,
         )
     shapes = ProgramShapes(config, model, family, specs, num_pages=0, device=device, mesh=mesh)
-    memory = plan_memory(config, model, shapes.weights_bytes, shapes.state_bytes, device)
+    memory = plan_memory(
+        config, model, shapes.kv_layout, shapes.weights_bytes, shapes.state_bytes, device
+    )
     return EnginePlan(config, checkpoint, _with_pool(shapes, memory), memory, device)
 
 

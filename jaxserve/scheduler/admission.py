@@ -7,29 +7,29 @@ import math
 
 from jaxserve.core.errors import PromptTooLongError, RequestError
 from jaxserve.core.sequence import Sequence
-from jaxserve.kv.pages import PagePool
+from jaxserve.kv.layout import KVLayout
 from jaxserve.scheduler.config import SchedulerConfig
 from jaxserve.scheduler.policies import POLICIES
 
 
 @dataclasses.dataclass(frozen=True)
 class AdmissionRule:
-    """A scheduler's rule for a pool of `capacity` pages of `page_size` tokens.
+    """A scheduler's rule for a pool of `capacity` pages.
 
     watermark_pages: pages that an admission leaves free for running sequences to grow into.
     """
 
     capacity: int
-    page_size: int
+    layout: KVLayout
     max_num_seqs: int
     reserves: bool
     watermark_pages: int
 
     @classmethod
-    def of(cls, config: SchedulerConfig, capacity: int, page_size: int) -> AdmissionRule:
+    def of(cls, config: SchedulerConfig, capacity: int, layout: KVLayout) -> AdmissionRule:
         return cls(
             capacity=capacity,
-            page_size=page_size,
+            layout=layout,
             max_num_seqs=config.max_num_seqs,
             reserves=POLICIES[config.policy].pages == "reserve",
             # At least one page, so that a preempted sequence does not resume into a full pool.
@@ -40,10 +40,10 @@ class AdmissionRule:
         """Pages that an admission must leave free while `num_running` sequences run."""
         return 0 if self.reserves or not num_running else self.watermark_pages
 
-    def pages(self, num_tokens: int, kv_limit: int) -> int:
-        """Pages allocated on admission of a sequence of `num_tokens` tokens, whose KV will have at
-        most `kv_limit` tokens."""
-        return -(-(kv_limit if self.reserves else num_tokens) // self.page_size)
+    def tokens(self, num_tokens: int, kv_limit: int) -> int:
+        """Tokens whose pages are allocated on admission of a sequence of `num_tokens` tokens, whose
+        KV will have at most `kv_limit` tokens."""
+        return kv_limit if self.reserves else num_tokens
 
     def num_at_once(self, num_tokens: int) -> int:
         """Maximum concurrency of requests of `num_tokens` tokens without a common prefix.
@@ -52,18 +52,18 @@ class AdmissionRule:
         with shorter prompts and longer outputs are admitted in greater number, and some of them
         preempted as they grow.
         """
-        pages = self.pages(num_tokens - 1, num_tokens - 1)
+        pages = self.layout.pages_for(num_tokens - 1)
         if pages > self.capacity:
             return 0
         others = max(0, self.capacity - pages - self.margin(1)) // pages
         return min(1 + others, self.max_num_seqs)
 
 
-def kv_limit(seq: Sequence, max_model_len: int, pool: PagePool) -> int:
+def kv_limit(seq: Sequence, max_model_len: int, capacity: int, layout: KVLayout) -> int:
     """Maximum number of tokens whose KV a sequence needs, as in `Sequence.kv_limit`.
 
     Raises RequestError for an empty prompt, PromptTooLongError for one that leaves no room in the
-    context or that, with its `max_tokens`, can never fit the pool.
+    context or that, with its `max_tokens`, can never fit a pool of `capacity` pages.
     """
     length = seq.num_prompt
     if not length:
@@ -74,17 +74,17 @@ def kv_limit(seq: Sequence, max_model_len: int, pool: PagePool) -> int:
             f"shorten it to at most {max_model_len - 1}"
         )
     room = max_model_len - length
-    pool_tokens = pool.capacity * pool.page_size
+    pool_tokens = layout.longest(capacity, max_model_len)
     wanted = seq.params.max_tokens
     if wanted is None:  # Up to the context limit, or to the pool's capacity if that is smaller.
         wanted = max(1, pool_tokens + 1 - length)
     max_tokens = min(wanted, room)
     limit = length + max_tokens - 1
-    pages = pool.pages_for(limit)
-    if pages > pool.capacity:
+    pages = layout.pages_for(limit)
+    if pages > capacity:
         raise PromptTooLongError(
             f"a prompt of {length} tokens with max_tokens {max_tokens} needs {pages} KV pages "
-            f"and the pool has {pool.capacity}; prompt and max_tokens may add up to "
+            f"and the pool has {capacity}; prompt and max_tokens may add up to "
             f"{pool_tokens + 1} tokens"
         )
     return limit

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
 
 from jaxserve.core.sequence import Sequence, SequenceState
@@ -77,7 +77,7 @@ class Scheduler:
         self._prefixes = SharedPrefixes(kv)
         self._num_steps = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._admission = AdmissionRule.of(config, self.pool.capacity, self.pool.page_size)
+        self._admission = AdmissionRule.of(config, self.pool.capacity, kv.layout)
 
     @property
     def num_running(self) -> int:
@@ -98,7 +98,7 @@ class Scheduler:
         Raises RequestError for an empty prompt, PromptTooLongError for one that leaves no room in
         the context or that, with its `max_tokens`, can never fit the pool.
         """
-        limit = kv_limit(seq, self.config.max_model_len, self.pool)
+        limit = kv_limit(seq, self.config.max_model_len, self.pool.capacity, self.kv.layout)
         seq.kv_limit = min(seq.kv_limit or limit, limit)  # A restored one has its own.
         seq.priority_ageing_us = self.config.priority_ageing_us
         seq.set_priority(seq.priority)
@@ -106,7 +106,7 @@ class Scheduler:
             seq.num_speculative_tokens = self.config.num_speculative_tokens
         self.waiting.add(seq)
         self._unfinished[seq.seq_id] = seq
-        self.tables[seq.seq_id] = PageTable(seq.token_ids, seq.salt)
+        self.tables[seq.seq_id] = self.kv.new_table(seq.token_ids, seq.salt)
         self._prefixes.join(seq)
 
     def schedule(self, now_us: int = 0) -> StepPlan:
@@ -249,10 +249,16 @@ class Scheduler:
         displaced = [seq for seq in self.running if self._outranks(first, seq)]
         if not displaced or self._prefixes.keep_waiting(first):
             return
-        held = Counter(page for seq in displaced for page in self.tables[seq.seq_id].pages)
+        held = Counter(
+            page
+            for seq in displaced
+            for table in self.tables[seq.seq_id].tables
+            for page in table.held
+        )
         theirs = sum(self.pool.refs(page) == count for page, count in held.items())
         room = self.pool.num_available + theirs
-        if room < self._admission_pages(first) + self._admission.watermark_pages:
+        wanted = self.kv.layout.pages_for(self._admission_tokens(first))
+        if room < wanted + self._admission.watermark_pages:
             return
         if self.kv.match(self.tables[first.seq_id], first.num_reusable).arriving:
             return
@@ -291,10 +297,8 @@ class Scheduler:
             end = seq.num_computed + 1
             num_drafts = min(seq.num_speculative_tokens, seq.kv_limit - end)
             slack = min(num_drafts + seq.num_drafts_in_flight, seq.kv_limit - end)
-            while seq.slot is not None and end + slack > len(table.pages) * page_size:
-                if not self.kv.append_page(table):
-                    self.preempt(self.running[-1])
-            if seq.slot is None:
+            needs_pages = end + slack > len(table.pages) * page_size
+            if (needs_pages or self.kv.windowed) and not self._extend(seq, 1 + slack):
                 break
             chunks.append(self._advance(seq, 1, table, num_drafts, slack))
         return chunks
@@ -314,7 +318,34 @@ class Scheduler:
         else:
             budget = TokenBudget(self.policy.chunk, room, config.min_chunk_tokens)
             self._share_by_order(budget)
+        if self.kv.windowed:
+            return self._extended(budget.taken, {chunk.seq for chunk in decodes})
         return [self._advance(seq, share, self.tables[seq.seq_id]) for seq, share in budget.taken]
+
+    def _extended(
+        self, shares: Iterable[tuple[Sequence, int]], planned: set[Sequence]
+    ) -> list[ScheduledChunk]:
+        """Chunks of those prefills that get the pages for them: of a group with a window, pages are
+        taken as a prefill goes on. Sequences `planned` for this step keep theirs."""
+        chunks = []
+        for seq, share in shares:
+            if seq.slot is not None and self._extend(seq, share, planned):
+                chunks.append(self._advance(seq, share, self.tables[seq.seq_id]))
+                planned.add(seq)
+        return chunks
+
+    def _extend(self, seq: Sequence, num_tokens: int, planned: Collection[Sequence] = ()) -> bool:
+        """Gets the pages for a sequence's next tokens, preempting from the end; False if the last
+        sequence is planned for this step, or is this one."""
+        table, start = self.tables[seq.seq_id], seq.num_computed
+        while not self.kv.extend(table, start, start + num_tokens):
+            last = self.running[-1]
+            if last in planned:
+                return False
+            self.preempt(last)
+            if last is seq:
+                return False
+        return True
 
     def _share_by_order(self, budget: TokenBudget) -> None:
         """Prefills in progress first, except those that a waiting sequence outranks."""
@@ -392,19 +423,19 @@ class Scheduler:
             return None  # The host must know every token to recompute.
         match = self.kv.match(self.tables[seq.seq_id], seq.num_reusable)
         margin = self._admission.margin(len(self.running))
-        if match.arriving or self.kv.fits(match, self._admission_pages(seq), margin):
+        if match.arriving or self.kv.fits(match, self._admission_tokens(seq), margin):
             return match
         return None
 
-    def _admission_pages(self, seq: Sequence) -> int:
-        return self._admission.pages(seq.num_tokens, seq.kv_limit)
+    def _admission_tokens(self, seq: Sequence) -> int:
+        return self._admission.tokens(seq.num_tokens, seq.kv_limit)
 
     def _admit(self, seq: Sequence, match: Match) -> None:
         self.waiting.remove(seq)
         if not seq.started and not seq.num_preemptions:
             self.waiting.charge(seq, seq.num_tokens - match.num_tokens, 0)
         table = self.tables[seq.seq_id]
-        self.kv.allocate(table, match, self._admission_pages(seq))
+        self.kv.allocate(table, match, self._admission_tokens(seq))
         seq.slot = self._free_slots.pop()
         seq.prefill_end = seq.num_tokens
         seq.transition(SequenceState.ADMITTED)
@@ -419,8 +450,12 @@ class Scheduler:
         """Makes sequences runnable whose pages have arrived."""
         for seq in tuple(self._fetching):
             table = self.tables[seq.seq_id]
-            if not self.kv.is_fetching(table):
-                self._fetching.remove(seq)
+            if self.kv.is_fetching(table):
+                continue
+            self._fetching.remove(seq)
+            if self.kv.windowed and self.kv.fetch_failed(table):
+                self.preempt(seq)
+            else:
                 seq.num_computed = table.num_cached
 
     def _release(self, seq: Sequence, *, pin: bool = False, keep: bool = True) -> None:
@@ -465,6 +500,8 @@ class Scheduler:
             num_drafts,
             slack,
         )
+        if table.others:
+            chunk = chunk._replace(others=tuple((own.pages, own.upload()) for own in table.others))
         seq.num_computed = end
         if seq.state is SequenceState.ADMITTED:
             if seq.started:

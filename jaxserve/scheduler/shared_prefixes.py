@@ -36,7 +36,7 @@ class SharedPrefixes:
             if prefix.leader is seq and not prefix.ready and seq.num_written >= prefix.num_tokens:
                 self._kv.cache_pages(table, seq.num_written, partial=True)
                 prefix.ready = True
-                nodes = table.nodes[: self._kv.pool.pages_for(prefix.num_tokens)]
+                nodes = self._kv.prefix_nodes(table, prefix.num_tokens)
                 self._pinned[prefix] = nodes
                 self._kv.pin(nodes)
 

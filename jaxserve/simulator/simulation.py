@@ -16,6 +16,7 @@ from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.input_processor import InputProcessor
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.engine.request import Request
+from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.page_transfers import PageTransfers
 from jaxserve.kv.pages import PagePool
@@ -73,13 +74,15 @@ class Simulation:
         num_pages: int,
         times: StepTimes,
         *,
+        layout: KVLayout | None = None,
         page_bytes: int = 0,
         tiers: Mapping[Tier, LowerTier] | None = None,
         token_of: Callable[[Sequence, int], int] = new_tokens,
         keep_events: bool = False,
     ) -> None:
-        """`num_pages` as in the memory plan, the trash page included. `tiers` are from the top
-        down. `token_of` gives the token that a sequence samples at a position of its output."""
+        """`num_pages` as in the memory plan, the trash page included. `layout` has the KV groups,
+        one without a window by default. `tiers` are from the top down. `token_of` gives the token
+        that a sequence samples at a position of its output."""
         tiers = tiers or {}
         self._ids = itertools.count()
         self.clock = VirtualClock()
@@ -91,6 +94,7 @@ class Simulation:
             worker = SimulatedTransfers(links, page_bytes=page_bytes, clock=self.clock)
         manager = KVManager(
             PagePool(num_pages, config.page_size),
+            layout=layout,
             prefix_caching=config.enable_prefix_caching,
             preemption=config.preemption,
             tiers={tier: lower.num_pages for tier, lower in tiers.items()},

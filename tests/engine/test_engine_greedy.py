@@ -94,7 +94,8 @@ def test_every_family(tmp_path, name):
     with model.load(**changes, kv_cache_memory_bytes=pages * page_bytes) as llm:
         everything = [(index, LONGEST, False, 2 * index, 0) for index in range(len(PROMPT_LENGTHS))]
         check(model, llm.engine, everything + crowd(60), apart=True)
-        if POLICIES[llm.engine.plan.config.scheduler].pages == "grow":
+        grows = POLICIES[llm.engine.plan.config.scheduler].pages == "grow"
+        if grows and not llm.engine.kv.windowed:  # Windows are smaller than the context.
             assert preemptions(llm.engine) > 0
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from cranked_transfer_worker import CrankedTransferWorker
 
 from jaxserve.kv.invariants import check_invariants
+from jaxserve.kv.layout import KVGroup, KVLayout
 from jaxserve.kv.manager import KVManager, Match, Preemption
 from jaxserve.kv.node import Node
 from jaxserve.kv.page_table import PageTable
@@ -40,7 +41,10 @@ class Sample:
     table: PageTable = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.table = PageTable(lambda start, stop: self.token_ids[start:stop], self.salt)
+        self.table = PageTable(self.known, self.salt)
+
+    def known(self, start: int, stop: int) -> list[int]:
+        return self.token_ids[start:stop]
 
 
 class World:
@@ -62,7 +66,9 @@ class World:
         preemption: Preemption = "swap",
         prefix_caching: bool = True,
         staging_buffers: int = 2,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
+        groups = tuple(KVGroup(window) for window in windows)
         page_bytes = page_size * _WORD_BYTES
         self.page_size = page_size
         self.device = np.full((num_pages, page_size), POISON, np.int64)
@@ -83,6 +89,7 @@ class World:
         )
         self.manager = KVManager(
             PagePool(num_pages, page_size),
+            layout=KVLayout(page_size, groups, max_chunk=3 * page_size),
             prefix_caching=prefix_caching,
             preemption=preemption,
             tiers={tier: store.num_pages for tier, store in self.stores.items()},
@@ -93,6 +100,7 @@ class World:
         self.groups: list[list[Node]] = []
         self.begun: dict[bool, TransferHandle] = {}
         self.num_operations = 0
+        self.num_hits = 0
         self._contents: dict[tuple[bytes, bytes], list[int]] = {}
 
     @property
@@ -116,10 +124,15 @@ class World:
     @property
     def caught_up(self) -> list[Sample]:
         """Samples that can sample a token, and have room for it."""
-        room = self.manager.pool.capacity * self.page_size
+        room = self.room
         return [
             sample for sample in self.running if sample.num_computed == len(sample.token_ids) < room
         ]
+
+    @property
+    def room(self) -> int:
+        """The most tokens that a sequence alone has pages for."""
+        return self.manager.layout.longest(self.manager.pool.capacity, max_model_len=100)
 
     @property
     def finishable(self) -> list[Sample]:
@@ -168,8 +181,7 @@ class World:
             token_ids = other.token_ids[: cut % (len(other.token_ids) + 1)]
             salt = other.salt
         token_ids = token_ids + [(more >> bit) & 1 for bit in range(1 + more % 12)]
-        room = self.manager.pool.capacity * self.page_size
-        self._join(Sample(token_ids[: 1 + room // 2], salt))
+        self._join(Sample(token_ids[: 1 + self.room // 2], salt))
 
     def fork(self, which: int) -> None:
         """One more sample of a prompt, or a beam that continues another."""
@@ -180,6 +192,7 @@ class World:
         if len(self.samples) == MAX_SAMPLES:
             self.step()
             self.finish(0, 0, 1)
+        sample.table = self.manager.new_table(sample.known, sample.salt)
         self.samples.append(sample)
 
     def admit(self, which: int) -> None:
@@ -194,15 +207,17 @@ class World:
         """Admits a sample if it fits; what was found of it if so."""
         manager, length = self.manager, len(sample.token_ids)
         match = manager.match(sample.table, length - 1)
-        num_pages = manager.pool.pages_for(length)
+        num_pages = manager.layout.pages_for(length)
         assert match.num_tokens < length
-        if match.arriving or not manager.fits(match, num_pages, 0):
+        if match.arriving or not manager.fits(match, length, 0):
             return None
         copied = manager.counters.copied_pages
-        manager.allocate(sample.table, match, num_pages)
-        assert len(sample.table.pages) == num_pages
+        manager.allocate(sample.table, match, length)
+        held = sum(len(table.held) for table in sample.table.tables)
+        assert held == num_pages or (manager.windowed and held < num_pages)
         assert manager.counters.copied_pages <= copied + 1
         sample.running = sample.fresh = True
+        self.num_hits += match.num_tokens > 0
         sample.fetching = manager.is_fetching(sample.table)
         sample.num_computed = 0 if sample.fetching else sample.table.num_cached
         return match
@@ -215,18 +230,30 @@ class World:
         """Computes the next tokens of a sample, all it has by default, as far as pages go."""
         left = len(sample.token_ids) - sample.num_computed
         stop = sample.num_computed + min(count or left, left)
-        table = sample.table
-        while len(table.pages) * self.page_size < stop and not self.manager.is_fetching(table):
-            if not self.manager.append_page(table):
-                stop = len(table.pages) * self.page_size
+        table, manager = sample.table, self.manager
+        if not sample.fetching:
+            while stop > sample.num_computed:
+                if manager.extend(table, sample.num_computed, stop):
+                    self.check_held(sample, stop)
+                    break
+                stop -= 1
         self.step()
         if sample.fetching:
             return
-        contents = self.contents(sample.salt, sample.token_ids)
-        for position in range(sample.num_computed, stop):
-            page, offset = divmod(position, self.page_size)
-            self.device[table.pages[page], offset] = contents[position]
+        for own in table.tables:
+            contents = self.contents(own.salt, sample.token_ids)
+            for position in range(sample.num_computed, stop):
+                page, offset = divmod(position, self.page_size)
+                self.device[own.pages[page], offset] = contents[position]
         sample.num_computed = stop
+
+    def check_held(self, sample: Sample, stop: int) -> None:
+        """A sequence holds the pages of its windows and of what it computes now, and perhaps those
+        of what it computes next, but never more than it may."""
+        held = sum(len(table.held) for table in sample.table.tables)
+        layout = self.manager.layout
+        assert layout.pages_at(sample.num_computed, stop) <= held
+        assert held <= layout.pages_for(len(sample.token_ids))
 
     def append(self, which: int, token_id: int) -> None:
         """A sequence that has been computed samples a token."""
@@ -265,7 +292,8 @@ class World:
 
     def pin(self, which: int, count: int) -> None:
         """A group holds the pages of its prefix."""
-        nodes = _pick(self.running, which).table.nodes
+        sample = _pick(self.running, which)
+        nodes = self.manager.prefix_nodes(sample.table, len(sample.token_ids))
         group = nodes[: count % (len(nodes) + 1)]
         self.manager.pin(group)
         self.groups.append(group)
@@ -309,7 +337,11 @@ class World:
         for sample in self.running:
             if sample.fetching and not self.manager.is_fetching(sample.table):
                 sample.fetching = False
-                sample.num_computed = sample.table.num_cached
+                if self.manager.windowed and self.manager.fetch_failed(sample.table):
+                    self.manager.release(sample.table, 0)
+                    sample.running = False
+                else:
+                    sample.num_computed = sample.table.num_cached
 
     # The device
 
@@ -334,8 +366,10 @@ class World:
         """A sequence reads its own KV, and nothing else, at every position it has computed."""
         if sample.running:
             stop = sample.num_computed
-            read = self.device[sample.table.pages].ravel()[:stop].tolist()
-            assert read == self.contents(sample.salt, sample.token_ids)[:stop]
+            for group, table in zip(self.manager.layout.groups, sample.table.tables):
+                start = 0 if group.window is None else max(0, stop + 1 - group.window)
+                read = self.device[table.pages].ravel()[start:stop].tolist()
+                assert read == self.contents(table.salt, sample.token_ids)[start:stop]
 
     def check_images(self) -> None:
         """Every image that the tree knows is that of its prefix, on the device and in the host's
@@ -353,7 +387,7 @@ class World:
         """What the KV of each of these tokens is, after all before it."""
         known = self._contents.setdefault((salt, bytes(token_ids)), [])
         if not known:
-            content = salt[0] if salt else 0
+            content = int.from_bytes(salt)
             for token_id in token_ids:
                 content = abs(hash((content, token_id)))
                 known.append(content)

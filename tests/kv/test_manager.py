@@ -184,13 +184,12 @@ def test_a_page_in_use_is_never_given_up(make):
     sample = bench.run(PROMPT[:12])
     assert bench.manager.evict(100) == 2
     assert bench.manager.pool.num_cached == 0
-    for _ in range(2):
-        assert bench.manager.append_page(sample.table)
-    assert not bench.manager.append_page(sample.table)
+    assert bench.manager.extend(sample.table, 12, 20)
+    assert not bench.manager.extend(sample.table, 12, 21) and len(sample.table.pages) == 5
     assert not bench.manager.fits(bench.manager.match(Sample(OTHER).table, 3), 1, 0)
     # Pages that others use cost nothing.
     match = bench.manager.match(Sample(PROMPT).table, 12)
-    assert bench.manager.fits(match, 3, 0) and not bench.manager.fits(match, 4, 0)
+    assert bench.manager.fits(match, 12, 0) and not bench.manager.fits(match, 13, 0)
 
 
 def test_the_pinned_are_given_up_last_and_once_unpinned_in_their_turn(make):

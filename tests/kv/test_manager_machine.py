@@ -57,6 +57,9 @@ SETTINGS = {
 }
 
 
+WINDOWS = (4,), (None, 3), (None, 6, 1), (7, 2)
+
+
 class ManagerMachine(RuleBasedStateMachine):
     """One rule drives all: it picks among what is possible, and hypothesis shrinks the picks."""
 
@@ -75,14 +78,27 @@ class ManagerMachine(RuleBasedStateMachine):
                 self.world.end()
 
 
+class WindowsMachine(ManagerMachine):
+    """The same where layers have windows."""
+
+    @initialize(
+        windows=st.sampled_from(WINDOWS),
+        **{name: st.sampled_from(values) for name, values in SETTINGS.items()},
+    )
+    def start(self, **chosen) -> None:
+        self.world = World(Path(gettempdir()), **chosen)
+
+
+TestWindows = WindowsMachine.TestCase
+TestWindows.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestManager = ManagerMachine.TestCase
 TestManager.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 
-def drive(seed: int, num_operations: int) -> World:
+def drive(seed: int, num_operations: int, **fixed) -> World:
     """A world of its own for every seed, in which some operations are much more frequent."""
     chooser = random.Random(seed)
-    chosen = {name: chooser.choice(values) for name, values in SETTINGS.items()}
+    chosen = {name: chooser.choice(values) for name, values in SETTINGS.items()} | fixed
     weights = {name: WEIGHTS[name] * chooser.choice((0.2, 1, 1, 4)) for name in OPERATIONS}
     with contextlib.closing(World(Path(gettempdir()), **chosen)) as world:
         for number in range(num_operations):
@@ -119,6 +135,18 @@ def test_a_hundred_thousand_operations(monkeypatch):
         assert sum(move.fetched_pages.get(tier, 0) for move in moves) > 20
     assert sum(move.failed_moves for move in moves) > 50
     assert sum(move.slow_moves for move in moves) > 50
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_windows(windows):
+    """Pages come back, are found again, move to tiers and back, and no token reads another's."""
+    num_pages = 5 * len(windows) + 2
+    worlds = [drive(seed, 300, windows=windows, num_pages=num_pages) for seed in range(40)]
+    moves = [world.manager.move_counters for world in worlds]
+    assert sum(world.num_hits for world in worlds) > 50
+    assert sum(world.manager.counters.evicted_pages for world in worlds) > 100
+    assert sum(move.fetched_pages.get(Tier.HOST, 0) for move in moves) > 5
+    assert sum(move.failed_moves + move.slow_moves for move in moves) > 5
 
 
 def test_pages_whose_keys_collide_are_never_mixed_up(monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, MemoryPlanError
 from jaxserve.core.model_config import ModelConfig, RopeConfig
+from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.transfers import MOVE_PAGES
 from jaxserve.models.loading.params import params_bytes
 from jaxserve.models.registry import param_specs
@@ -38,8 +39,9 @@ def plan(device=None, **settings):
     settings = {"page_size": PAGE_SIZE, "kv_cache_memory_bytes": 50 * PAGE_BYTES} | settings
     config = EngineConfig(**settings).resolve(MODEL, device.platform)
     config = dataclasses.replace(config, dtype="float32")
+    layout = KVLayout.of(MODEL.kv_specs, PAGE_SIZE, config.max_model_len, max_chunk=32)
     weights_bytes = params_bytes(param_specs(MODEL), np.dtype(config.dtype))
-    return plan_memory(config, MODEL, weights_bytes, 0, device)
+    return plan_memory(config, MODEL, layout, weights_bytes, 0, device)
 
 
 # What is planned

@@ -17,6 +17,7 @@ from jaxserve.core.buckets import ProgramKey
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.step_plan import ScheduledChunk, StepPlan
+from jaxserve.kv.layout import KVGroup, KVLayout
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.pages import TRASH_PAGE
 from jaxserve.runtime.programs.step_layout import FrozenPlan, StepLayout, set_tables
@@ -25,7 +26,7 @@ PAGE_SIZE, MAX_PAGES, TRASH_SLOT = 4, 8, 9
 
 
 def layout(rows, prefill_tokens):
-    return StepLayout(ProgramKey(rows, prefill_tokens), TRASH_SLOT, MAX_PAGES, PAGE_SIZE)
+    return StepLayout(ProgramKey(rows, prefill_tokens), TRASH_SLOT, MAX_PAGES, KVLayout(PAGE_SIZE))
 
 
 class Held(NamedTuple):
@@ -67,7 +68,7 @@ def empty_tables():
 
 def upload(where, plan, tables):
     """The metadata of a plan, and the tables with the rows that it replaces whole."""
-    frozen = FrozenPlan.of(plan, PAGE_SIZE)
+    frozen = FrozenPlan.of(plan, KVLayout(PAGE_SIZE), TRASH_SLOT)
     for slot, pages in frozen.tables:
         row = np.zeros((1, MAX_PAGES), np.int32)
         row[0, : len(pages)] = pages
@@ -104,8 +105,8 @@ def test_every_token_is_read_back_where_it_belongs(plan):
     vector, tables = upload(where, plan, empty_tables())
     assert (vector.shape, vector.dtype) == ((where.size,), np.int32)
     _, step = where.unpack(tables, jnp.asarray(vector))
-    page_ids, offsets = (np.asarray(a) for a in step.slot_mapping[:2])
-    positions, batch = np.asarray(step.positions), step.slot_mapping.batch
+    page_ids, offsets = (np.asarray(a) for a in step.slot_mappings[0][:2])
+    positions, batch = np.asarray(step.positions), step.slot_mappings[0].batch
     owned, last_tokens, rows = set(), [], []
     for row, chunk in enumerate(plan.decodes):
         rows.append((row, chunk, row))
@@ -151,9 +152,9 @@ def test_a_step_of_decodes_alone(lengths):
     count = len(lengths)
     assert step.positions[:count].tolist() == [length - 1 for length in lengths]
     expected = [list(chunk.pages)[chunk.start // PAGE_SIZE] for chunk in chunks]
-    assert step.slot_mapping.page_ids.tolist() == expected + [TRASH_PAGE] * (5 - count)
+    assert step.slot_mappings[0].page_ids.tolist() == expected + [TRASH_PAGE] * (5 - count)
     assert step.sampled[:count].tolist() == list(range(count))
-    assert step.slot_mapping.batch.context.tolist() == lengths + [0] * (5 - count)
+    assert step.slot_mappings[0].batch.context.tolist() == lengths + [0] * (5 - count)
     assert step.prefill_ids.shape == (0,)
 
 
@@ -226,7 +227,7 @@ class TablesOfSteps(RuleBasedStateMachine):
         )
         expected = [list(held.pages) for held in decodes]
         expected += [held.pages[: -(-count // PAGE_SIZE)] for held, count in chunks]
-        self.tick((FrozenPlan.of(plan, PAGE_SIZE), expected, len(decodes)))
+        self.tick((FrozenPlan.of(plan, KVLayout(PAGE_SIZE), TRASH_SLOT), expected, len(decodes)))
 
     @rule()
     def bubble(self):
@@ -246,7 +247,7 @@ class TablesOfSteps(RuleBasedStateMachine):
             self.tables[stage] = set_tables(1, self.tables[stage], jnp.array([slot]), row)
         vector = jnp.asarray(self.layout.pack(frozen))
         self.tables[stage], step = self.unpack(self.tables[stage], vector)
-        rows = np.asarray(step.slot_mapping.batch.tables)
+        rows = np.asarray(step.slot_mappings[0].batch.tables)
         read = [*rows[:num_decodes], *rows[self.layout.key.rows :]]
         for row, pages in itertools.zip_longest(read, expected, fillvalue=[]):
             assert list(row) == pages + [TRASH_PAGE] * (MAX_PAGES - len(pages))
@@ -260,7 +261,7 @@ def test_a_step_uploads_changes_of_tables_only():
     held = sequence(3, 6, 11)
 
     def changes():
-        step = FrozenPlan.of(StepPlan((held.chunk(5, 1),)), PAGE_SIZE)
+        step = FrozenPlan.of(StepPlan((held.chunk(5, 1),)), KVLayout(PAGE_SIZE), TRASH_SLOT)
         return step.updates, step.tables
 
     assert changes() == ([], [(3, [12, 11])])  # More pages than a decode adds.
@@ -271,3 +272,25 @@ def test_a_step_uploads_changes_of_tables_only():
     assert changes() == ([(3, 2, 30)], [])
     held.table.replace(0, 31)
     assert changes() == ([], [(3, [31, 11, 30])])
+
+
+def test_a_group_with_a_window_has_rows_of_its_own_and_reads_no_page_it_gave_back():
+    kv = KVLayout(PAGE_SIZE, (KVGroup(None, (0,)), KVGroup(6, (1,))))
+    where = StepLayout(ProgramKey(2, 0), TRASH_SLOT, MAX_PAGES, kv)
+    held, given_back = sequence(3, 21, 11), 99
+    others = (([given_back] * 3 + [30, 31, 32], 0),)
+    plan = StepPlan((held.chunk(20, 1)._replace(others=others),))
+    frozen = FrozenPlan.of(plan, kv, TRASH_SLOT)
+    assert [row for row, _ in frozen.tables] == [3, TRASH_SLOT + 1 + 3]
+    tables = jnp.zeros((2 * (TRASH_SLOT + 1), MAX_PAGES), jnp.int32)
+    for slot, pages in frozen.tables:
+        row = np.zeros((1, MAX_PAGES), np.int32)
+        row[0, : len(pages)] = pages
+        tables = set_tables(1, tables, jnp.array([slot]), jnp.asarray(row))
+    _, step = where.unpack(tables, jnp.asarray(where.pack(frozen)))
+    full, windowed = step.slot_mappings
+    check_table(full.batch.tables[0], plan.decodes[0], 21)
+    # The token at 20 sees those from 15 on.
+    assert windowed.batch.tables[0].tolist() == [TRASH_PAGE] * 3 + [30, 31, 32] + [TRASH_PAGE] * 2
+    assert (int(full.page_ids[0]), int(windowed.page_ids[0])) == (held.pages[5], 32)
+    assert full.offsets.tolist() == windowed.offsets.tolist()

@@ -7,6 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from test_scheduler import make_scheduler, make_sequence
 
+from jaxserve.kv.layout import KVLayout
 from jaxserve.scheduler.admission import AdmissionRule
 from jaxserve.scheduler.policies import POLICIES
 
@@ -38,7 +39,7 @@ def test_as_many_requests_run_at_once_as_the_rule_says(
         max_prefill_tokens=2000,
         max_model_len=tokens,
     )
-    rule = AdmissionRule.of(scheduler.config, capacity, page_size)
+    rule = AdmissionRule.of(scheduler.config, capacity, KVLayout(page_size))
     promised = rule.num_at_once(tokens)
     pages = -(-(tokens - 1) // page_size)
     if pages > capacity:

@@ -62,8 +62,7 @@ def test_full_pages_are_known_however_many_tokens_a_step_gains(accepted):
         if plan.decodes:  # As if it had been of more tokens than one, all of them kept.
             seq.output_token_ids += [7] * (accepted - 1)
             seq.num_computed += accepted - 1
-            while len(table.pages) * page_size < seq.num_computed:
-                assert scheduler.kv.append_page(table)
+            assert scheduler.kv.extend(table, chunk.start, seq.num_computed)
         assert scheduler.collect(chunk, 7)
         assert scheduler.kv.num_known(table) == seq.num_written // page_size
 

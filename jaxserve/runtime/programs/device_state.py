@@ -19,8 +19,8 @@ from pallas_kernels.paged_attention import KVPages
 class DeviceState:
     """Everything that stays on the devices, as arrays or as their shapes.
 
-    kv: pages of every layer of a stage, concatenated over stages.
-    tables: page tables of all slots, int32 [slots + 1, max_pages] for each stage.
+    kv: pages of a stage, concatenated over stages: an array for each layer of a KV group.
+    tables: page tables of all slots, int32 [slots + 1, max_pages] for each stage and KV group.
     last_tokens: the newest token of every slot, int32 [slots + 1].
     sampling: per-slot state of sampling parameters.
     no_masks: for each size of a sampling step, the masks of one without a grammar.

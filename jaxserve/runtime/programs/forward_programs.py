@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxserve.core.buckets import ProgramKey
 from jaxserve.core.model_config import LayerKind
+from jaxserve.kv.layout import KVPlace
 from jaxserve.models.parallel import sequence_parallel
 from jaxserve.runtime.device_rates import device_rates
 from jaxserve.runtime.programs import step
@@ -88,8 +89,8 @@ class ForwardByLayer:
 
     def __call__(self, state: DeviceState, key: ProgramKey, steps: Sequence[FrozenPlan]) -> Hidden:
         """Hidden states of the oldest of `steps`, the newest of which is first."""
-        x, shared, slot_mapping, sampled = self._first(state, key, steps)
-        x = self._layers(state, key, x, shared, slot_mapping)
+        x, shared, slot_mappings, sampled = self._first(state, key, steps)
+        x = self._layers(state, key, x, shared, slot_mappings)
         return self._last.run(state, key, x, sampled)
 
 
@@ -132,18 +133,31 @@ class _EnterStage(_Embed):
 
 
 class _LayersKey(NamedTuple):
-    """One program serves every group of layers of the same kinds."""
+    """One program serves every slice of layers of the same kinds, with pages at the same places of
+    the arrays that it is given."""
 
     step: ProgramKey
     kinds: tuple[LayerKind, ...]
+    places: tuple[KVPlace, ...]
 
     def __str__(self) -> str:
-        """Number and kind of each run of equal layers."""
+        """Number and kind of each run of equal layers; and their places, unless in order."""
         runs = (
             f"{len(list(run))}x{kind.window or 'full'}{'' if kind.rotates else '-unrotated'}"
             for kind, run in itertools.groupby(self.kinds)
         )
-        return f"{self.step}-{'+'.join(runs)}"
+        name = f"{self.step}-{'+'.join(runs)}"
+        if self.places == tuple(KVPlace(0, array) for array in range(len(self.places))):
+            return name
+        return f"{name}-at-{'+'.join(f'{group}.{array}' for group, array in self.places)}"
+
+
+class _Slice(NamedTuple):
+    """Consecutive layers, the arrays of pages that they use, and their program."""
+
+    layers: slice
+    arrays: tuple[int, ...]
+    key: _LayersKey
 
 
 class _Layers(ProgramKind[_LayersKey]):
@@ -153,18 +167,24 @@ class _Layers(ProgramKind[_LayersKey]):
     def __init__(self, shapes: ProgramShapes, first: _Embed) -> None:
         super().__init__(shapes)
         self._first = first
-        kinds = shapes.local_model.layer_kinds
-        self._groups = {
-            key: [(group, _LayersKey(key, tuple(kinds[group]))) for group in shapes.groups(key)]
+        self._slices = {
+            key: [self._slice(key, layers) for layers in shapes.groups(key)]
             for key in shapes.layouts
         }
 
+    def _slice(self, key: ProgramKey, layers: slice) -> _Slice:
+        places = self.shapes.kv_layout.places[layers]
+        arrays = tuple(dict.fromkeys(place.array for place in places))
+        own = tuple(KVPlace(place.group, arrays.index(place.array)) for place in places)
+        kinds = self.shapes.local_model.layer_kinds[layers]
+        return _Slice(layers, arrays, _LayersKey(key, tuple(kinds), own))
+
     def keys(self) -> Iterable[_LayersKey]:
-        return dict.fromkeys(key for groups in self._groups.values() for _, key in groups)
+        return dict.fromkeys(part.key for slices in self._slices.values() for part in slices)
 
     def static(self, key: _LayersKey) -> tuple[Any, ...]:
         shapes = self.shapes
-        return shapes.family, shapes.local_model, shapes.layouts[key.step], key.kinds
+        return shapes.family, shapes.local_model, shapes.layouts[key.step], key.kinds, key.places
 
     def function(self, key: _LayersKey) -> Callable[..., Any]:
         return _between_layers(self.shapes, key.step, super().function(key))
@@ -174,8 +194,8 @@ class _Layers(ProgramKind[_LayersKey]):
 
     def spec(self, key: _LayersKey) -> ProgramSpec:
         state = self.shapes.abstract_state
-        group = next(group for group, other in self._groups[key.step] if other == key)
-        params, kv = state.params["layers"][group], state.kv[group]
+        layers, arrays, _ = next(part for part in self._slices[key.step] if part.key == key)
+        params, kv = state.params["layers"][layers], [state.kv[array] for array in arrays]
         return ProgramSpec(
             self.name(key),
             self.function(key),
@@ -185,12 +205,14 @@ class _Layers(ProgramKind[_LayersKey]):
         )
 
     def __call__(
-        self, state: DeviceState, key: ProgramKey, x: jax.Array, shared: Any, slot_mapping: Any
+        self, state: DeviceState, key: ProgramKey, x: jax.Array, shared: Any, slot_mappings: Any
     ) -> jax.Array:
         params, kv = state.params["layers"], state.kv
-        for group, layers in self._groups[key]:
-            program = self._executables[layers]
-            kv[group], x = program(params[group], kv[group], x, shared, slot_mapping)
+        for layers, arrays, own in self._slices[key]:
+            pages = [kv[array] for array in arrays]
+            pages, x = self._executables[own](params[layers], pages, x, shared, slot_mappings)
+            for array, written in zip(arrays, pages):
+                kv[array] = written
         return x
 
 

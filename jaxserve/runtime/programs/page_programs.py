@@ -97,7 +97,7 @@ class _Move(ProgramKind[_MoveKey]):
     def keys(self) -> Iterable[_MoveKey]:
         keys = [_MoveKey(MOVE_PAGES, 1)]
         if self.shapes.moves_pages:
-            layers = self.shapes.local_model.num_layers
+            layers = self.shapes.kv_layout.layers_per_page
             keys += [_MoveKey(count, layers) for count in MOVE_SIZES]
         return dict.fromkeys(keys)
 

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxserve.core.buckets import Buckets, ProgramKey
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.model_config import ModelConfig
+from jaxserve.kv.layout import KVLayout
 from jaxserve.models.family import Family, Params
 from jaxserve.models.parallel import VOCAB
 from jaxserve.models.partition import local
@@ -118,6 +119,18 @@ class ProgramShapes:
                 contexts[key] = -(-context // page_size) * page_size
         return dataclasses.replace(buckets, ring_contexts=contexts)
 
+    @functools.cached_property
+    def kv_layout(self) -> KVLayout:
+        """The KV groups of a stage's layers."""
+        # A decode writes its drafts' KV, after that of the drafts of the step in flight.
+        largest_decode = 1 + 2 * self.config.num_speculative_tokens
+        return KVLayout.of(
+            self.local_model.kv_specs,
+            self.config.page_size,
+            self.config.max_model_len,
+            max(self.buckets.max_prefill_tokens, largest_decode),
+        )
+
     @property
     def tile(self) -> int | None:
         """Tokens per tile with `batch_invariant`; None for no tiling."""
@@ -141,7 +154,7 @@ class ProgramShapes:
 
     @property
     def pages(self) -> PageLayout:
-        """One layer's pages on one device."""
+        """One layer's array of pages on one device."""
         return PageLayout(
             self.num_pages,
             self.config.page_size // self.seq,
@@ -191,7 +204,7 @@ class ProgramShapes:
             key=key,
             max_seqs=self.config.max_num_seqs,
             max_pages=self.max_pages,
-            page_size=self.config.page_size,
+            kv=self.kv_layout,
             seq=self.seq,
             ring_pages=context // self.config.page_size if key.ring else 0,
             ring_scheme="pass_kv_both_ways" if self._links_both_ways else "pass_kv",
@@ -250,7 +263,9 @@ class ProgramShapes:
         return DeviceState(
             params=self.abstract_params,
             kv=self.abstract_kv,
-            tables=self.int32(self.stages * slots, self.max_pages, spec=(STAGE,)),
+            tables=self.int32(
+                self.stages * len(self.kv_layout.groups) * slots, self.max_pages, spec=(STAGE,)
+            ),
             last_tokens=self.int32(slots),
             sampling=self._abstract_sampling,
             no_masks={rows: self._masks(rows) for rows in self.sample_rows},
@@ -260,7 +275,8 @@ class ProgramShapes:
 
     @property
     def abstract_kv(self) -> list[KVPages]:
-        """Shapes of the pages of every layer of a stage, concatenated over stages."""
+        """Shapes of the arrays of pages of a stage, each for a layer of every KV group,
+        concatenated over stages."""
         k = (
             self.stages * self.num_pages,
             self.model.num_kv_heads,
@@ -269,7 +285,7 @@ class ProgramShapes:
         )
         v = (*k[:-2], k[-1], k[-2])
         layer = KVPages(self._named(k, PAGE_NAMES.k, PAGES), self._named(v, PAGE_NAMES.v, PAGES))
-        return [layer] * self.local_model.num_layers
+        return [layer] * self.kv_layout.layers_per_page
 
     @property
     def _abstract_sampling(self) -> SamplingState:
@@ -337,7 +353,7 @@ class ProgramShapes:
     def staging(self, count: int, layers: int | None = None) -> jax.ShapeDtypeStruct:
         """Shape of a staging array of `count` pages, each the parts of all devices in turn; of all
         layers of a stage, or of `layers` of them."""
-        layers = self.local_model.num_layers if layers is None else layers
+        layers = self.kv_layout.layers_per_page if layers is None else layers
         elements = self.pages.page_bytes // self.dtype.itemsize * layers
         parts = self.stages * self.seq * self.tensor
         array = jax.ShapeDtypeStruct((count, parts * elements), self.dtype)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.core.model_config import LayerKind, ModelConfig
+from jaxserve.kv.layout import KVPlace
 from jaxserve.models import parallel
 from jaxserve.models.family import Family, Params
 from jaxserve.runtime.programs import context_parallel
@@ -41,18 +42,17 @@ def forward(
 ) -> tuple[list[KVPages], jax.Array, jax.Array, jax.Array]:
     """Run the whole model over one packed step.
 
-    `kv` holds one KVPages per layer, `tables` int32 [slots + 1, max_pages] the page table of every
-    slot, `last_tokens` [slots + 1] int32 the newest token of every slot; `speculation` has their
-    drafts and lengths, None without speculation. Returns the pages with the
+    `kv` holds one KVPages per layer of a KV group, `tables` int32 [groups * (slots + 1), max_pages]
+    the page tables of every slot, `last_tokens` [slots + 1] int32 the newest token of every slot;
+    `speculation` has their drafts and lengths, None without speculation. Returns the pages with the
     step's keys and values written, the updated tables, the hidden states to sample from
     [hidden, sample_width], and those of the prefill tokens [hidden, prefill_tokens].
     """
-    tables, x, shared, slot_mapping, sampled = embed(
+    tables, x, shared, slot_mappings, sampled = embed(
         family, config, layout, params, tables, last_tokens, speculation, metadata
     )
-    kv, x = layers(
-        family, config, layout, config.layer_kinds, params["layers"], kv, x, shared, slot_mapping
-    )
+    kinds, places, own = config.layer_kinds, layout.kv.places, params["layers"]
+    kv, x = layers(family, config, layout, kinds, places, own, kv, x, shared, slot_mappings)
     return kv, tables, *final_norm(family, config, layout, params, x, sampled)
 
 
@@ -65,9 +65,9 @@ def embed(
     last_tokens: jax.Array,
     speculation: SpeculationState | None,
     metadata: jax.Array,
-) -> tuple[jax.Array, jax.Array, Any, SlotMapping, jax.Array]:
-    """First part of `forward`: page tables, embeddings, inputs shared by all layers, slot mapping,
-    indices of the sampled tokens."""
+) -> tuple[jax.Array, jax.Array, Any, tuple[SlotMapping, ...], jax.Array]:
+    """First part of `forward`: page tables, embeddings, inputs shared by all layers, slot mapping
+    of each KV group, indices of the sampled tokens."""
     tables, step = layout.unpack(tables, metadata, speculation)
     decode_ids = last_tokens[step.slots, None]
     if speculation is not None:
@@ -82,9 +82,9 @@ def embed(
     def embed(carry, tokens):
         return carry, family.embed(params, config, *tokens)
 
-    count = num_real_tokens(step.slot_mapping.batch)
+    count = num_real_tokens(step.slot_mappings[0].batch)
     _, (x, shared) = scan_tiles(embed, (), (token_ids, positions), layout.tile, count)
-    return tables, x, shared, step.slot_mapping, step.sampled
+    return tables, x, shared, step.slot_mappings, step.sampled
 
 
 def layers(
@@ -92,22 +92,25 @@ def layers(
     config: ModelConfig,
     layout: StepLayout,
     kinds: Sequence[LayerKind],
+    places: Sequence[KVPlace],
     params: Sequence[Params],
     kv: Sequence[KVPages],
     x: jax.Array,
     shared: Any,
-    slot_mapping: SlotMapping,
+    slot_mappings: Sequence[SlotMapping],
 ) -> tuple[list[KVPages], jax.Array]:
-    """Middle part of `forward`: consecutive layers with these kinds, parameters and pages.
+    """Middle part of `forward`: consecutive layers with these kinds and parameters, whose pages are
+    at these places of `kv`.
 
-    Returns the pages with the new keys and values, and the activations after the last layer.
+    Returns `kv` with the new keys and values, and the activations after the last layer.
     """
-    written = []
-    count, tokens = num_real_tokens(slot_mapping.batch), jnp.arange(layout.num_tokens)
+    kv = list(kv)
+    count, tokens = num_real_tokens(slot_mappings[0].batch), jnp.arange(layout.num_tokens)
     x = parallel.enter_layers(x)
-    for kind, p, pages in zip(kinds, params, kv):
+    for kind, place, p in zip(kinds, places, params, strict=True):
+        slot_mapping = slot_mappings[place.group]
 
-        def layer(pages, arrays, kind=kind, p=p):
+        def layer(pages, arrays, kind=kind, p=p, slot_mapping=slot_mapping):
             x, shared, page_ids, offsets, tokens = arrays
             own = SlotMapping(page_ids, offsets, slot_mapping.batch)
             if layout.tile is not None:
@@ -125,9 +128,8 @@ def layers(
             return pages, x
 
         arrays = (x, shared, slot_mapping.page_ids, slot_mapping.offsets, tokens)
-        pages, x = scan_tiles(layer, pages, arrays, layout.tile, count)
-        written.append(pages)
-    return written, parallel.leave_layers(x)
+        kv[place.array], x = scan_tiles(layer, kv[place.array], arrays, layout.tile, count)
+    return kv, parallel.leave_layers(x)
 
 
 def _attend(
@@ -207,11 +209,12 @@ def pipeline_step(
     Returns what `forward` does, for the oldest step, and the carry for the next stage. Hidden
     states of prefill tokens are valid on the last stage only.
     """
-    tables, x, shared, slot_mapping, sampled = enter_stage(
+    tables, x, shared, slot_mappings, sampled = enter_stage(
         family, config, layout, params, tables, carry, last_tokens, metadata
     )
+    kinds, places, stacked = config.layer_kinds, layout.kv.places, params["layers"]
     kv, x = stage_layers(
-        family, config, layout, config.layer_kinds, params["layers"], kv, x, shared, slot_mapping
+        family, config, layout, kinds, places, stacked, kv, x, shared, slot_mappings
     )
     return kv, tables, *leave_stage(family, config, layout, params, carry, x, sampled)
 
@@ -225,20 +228,20 @@ def enter_stage(
     carry: tuple[jax.Array, jax.Array],
     last_tokens: jax.Array,
     metadata: jax.Array,
-) -> tuple[jax.Array, jax.Array, Any, SlotMapping, jax.Array]:
+) -> tuple[jax.Array, jax.Array, Any, tuple[SlotMapping, ...], jax.Array]:
     """First part of `pipeline_step`, as `embed`: the activations are embeddings on the first stage,
     else the previous stage's; the sampled tokens are those of the oldest step."""
     stages, stage = lax.axis_size(STAGE), lax.axis_index(STAGE)
     rows, tokens = layout.key.rows, layout.key.prefill_tokens // layout.seq
     _, newest, *_ = embed(family, config, layout, params, tables, last_tokens, None, metadata[0])
     _, oldest = layout.unpack(tables, metadata[stages - 1])
-    tables, _, shared, slot_mapping, _ = embed(
+    tables, _, shared, slot_mappings, _ = embed(
         family, config, layout, params, tables, last_tokens, None, metadata[stage]
     )
     handed = jnp.concatenate([carry[0][:, :rows], carry[1][:, :tokens]], axis=1)
     handed = jnp.pad(handed, ((0, 0), (0, newest.shape[1] - handed.shape[1])))
     x = jnp.where(stage == 0, newest, handed)
-    return tables, x, shared, slot_mapping, oldest.sampled
+    return tables, x, shared, slot_mappings, oldest.sampled
 
 
 def stage_layers(
@@ -246,12 +249,13 @@ def stage_layers(
     config: ModelConfig,
     layout: StepLayout,
     kinds: Sequence[LayerKind],
+    places: Sequence[KVPlace],
     params: Sequence[Params],
     *arrays: Any,
 ) -> tuple[list[KVPages], jax.Array]:
     """Middle part of `pipeline_step`: `layers` with this stage's slice of the stacked `params`."""
     own = jax.tree.map(lambda array: array[0], params)
-    return layers(family, config, layout, kinds, own, *arrays)
+    return layers(family, config, layout, kinds, places, own, *arrays)
 
 
 def leave_stage(

@@ -3,7 +3,8 @@
 The layout of the vector is fixed by the program's key and defined once, in `StepLayout.fields`;
 `pack` fills it on the host and `unpack` slices it on the device.
 
-Page tables stay on the device, int32 [slots + 1, max_pages], one row per slot and one for padding.
+Page tables stay on the device, int32 [slots + 1, max_pages] for each KV group, one below the other:
+one row per slot and one for padding.
 A step uploads the entries of its rows that changed since their last step, and `unpack` applies them
 first. Larger changes, such as a sequence admitted with a long prompt, are written as whole rows by
 a separate program before the step (`set_tables`). Programs run in dispatch order, so a table and
@@ -25,6 +26,7 @@ from jax import lax
 
 from jaxserve.core.buckets import ProgramKey
 from jaxserve.core.step_plan import ScheduledChunk, StepPlan
+from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.pages import TRASH_PAGE
 from jaxserve.sampling.speculation import SpeculationState
 from pallas_kernels.paged_attention import RaggedBatch
@@ -32,8 +34,9 @@ from sharding_rules import STAGE
 
 
 class SlotMapping(NamedTuple):
-    """Where a step's keys and values are written and read: token t is written to page
-    `page_ids[t]` at `offsets[t]`, int32 [tokens] each; `batch` has each row's pages."""
+    """Where a step's keys and values are written and read, in the layers of one KV group: token t
+    is written to page `page_ids[t]` at `offsets[t]`, int32 [tokens] each; `batch` has each row's
+    pages."""
 
     page_ids: jax.Array
     offsets: jax.Array
@@ -45,14 +48,15 @@ class StepInputs(NamedTuple):
 
     The first tokens are those of decodes, whose ids are on the device in `slots`, `width` of each;
     the ids of the others are `prefill_ids`. `sampled [sample_rows * width]` are indices of the
-    tokens to sample from.
+    tokens to sample from. There is a slot
+    mapping for each KV group.
     """
 
     slots: jax.Array
     prefill_ids: jax.Array
     positions: jax.Array
     sampled: jax.Array
-    slot_mapping: SlotMapping
+    slot_mappings: tuple[SlotMapping, ...]
 
 
 class Prefill(NamedTuple):
@@ -70,8 +74,9 @@ class FrozenPlan:
 
     `stops`, `slots` and `counts` are of its decodes: the position after the last that each may
     write, and its number of tokens. `updates` are page table entries to change, as
-    (slot, index, page); `tables` are whole page tables of slots with too many changes for that.
-    Both already count as uploaded, so the step must be dispatched.
+    (row, index, page); `tables` are rows with too many changes for that. The row of a slot is below
+    those of all slots of the KV groups before. Both already count as uploaded, so the step must be
+    dispatched.
     """
 
     stops: SequenceOf[int] = ()
@@ -82,19 +87,28 @@ class FrozenPlan:
     tables: SequenceOf[tuple[int, list[int]]] = ()
 
     @classmethod
-    def of(cls, plan: StepPlan, page_size: int) -> FrozenPlan:
+    def of(cls, plan: StepPlan, kv: KVLayout, max_seqs: int) -> FrozenPlan:
         updates, tables = [], []
-        room = table_updates(
-            len(plan.decodes), len(plan.prefills), plan.num_prefill_tokens, page_size
+        room = len(kv.groups) * table_updates(
+            len(plan.decodes), len(plan.prefills), plan.num_prefill_tokens, kv.page_size
         )
-        for chunk in (*plan.decodes, *plan.prefills):
-            first, pages = chunk.num_uploaded, chunk.pages
-            if first == len(pages):
-                continue
+        changes = [
+            (chunk.slot, chunk.pages, chunk.num_uploaded)
+            for chunk in (*plan.decodes, *plan.prefills)
+            if chunk.num_uploaded < len(chunk.pages)
+        ]
+        if len(kv.groups) > 1:
+            changes += [
+                (chunk.slot + group * (max_seqs + 1), pages, first)
+                for chunk in (*plan.decodes, *plan.prefills)
+                for group, (pages, first) in enumerate(chunk.others, 1)
+                if first < len(pages)
+            ]
+        for row, pages, first in changes:
             if len(updates) + len(pages) - first <= room:
-                updates += [(chunk.slot, i, pages[i]) for i in range(first, len(pages))]
+                updates += [(row, i, pages[i]) for i in range(first, len(pages))]
             else:
-                tables.append((chunk.slot, list(pages)))
+                tables.append((row, list(pages)))
         return cls(
             [chunk.stop for chunk in plan.decodes],
             [chunk.slot for chunk in plan.decodes],
@@ -128,7 +142,7 @@ class StepLayout:
     key: ProgramKey
     max_seqs: int
     max_pages: int
-    page_size: int
+    kv: KVLayout
     seq: int = 1
     """Context-parallel ranks: each holds `page_size / seq` tokens of each page."""
     ring_pages: int = 0
@@ -138,6 +152,10 @@ class StepLayout:
     """Most tokens of a decode in any program."""
     tile: int | None = None
     """Tokens per tile with `batch_invariant` (tiles.py); None for no tiling."""
+
+    @property
+    def page_size(self) -> int:
+        return self.kv.page_size
 
     @property
     def num_tokens(self) -> int:
@@ -175,7 +193,7 @@ class StepLayout:
         """Slice of the vector and shape of each field, by name."""
         updates = table_updates(self.key.rows, self.chunks, self.key.prefill_tokens, self.page_size)
         shapes = {
-            "updates": (updates, 3),
+            "updates": (len(self.kv.groups) * updates, 3),
             "context": (self.rows,),
             "starts": (self.rows,),
             "lengths": (self.rows,),
@@ -242,23 +260,16 @@ class StepLayout:
     def unpack(
         self, tables: jax.Array, vector: jax.Array, speculation: SpeculationState | None = None
     ) -> tuple[jax.Array, StepInputs]:
-        """`tables` int32 [slots + 1, max_pages] with the changes of `vector`, and its inputs, with
-        positions and slot mapping computed."""
+        """`tables` int32 [groups * (slots + 1), max_pages] with the changes of `vector`, and its
+        inputs, with positions and slot mappings computed."""
         raw = self._views(vector)
-        slot, index, page = raw["updates"].T
-        tables = tables.at[slot, index].set(page)
+        row, index, page = raw["updates"].T
+        tables = tables.at[row, index].set(page)
         slots = raw["slots"][: self.key.rows]
         if speculation is not None:
             raw = self._by_token(raw, speculation.lengths[slots])
-        # Beyond its pages a slot's row holds stale entries of longer sequences.
-        num_pages = -(-raw["context"] // self.page_size)
-        used = jnp.arange(self.max_pages) < num_pages[:, None]
-        batch = RaggedBatch(
-            jnp.where(used, tables[raw["slots"]], TRASH_PAGE),
-            raw["context"],
-            raw["starts"],
-            raw["lengths"],
-        )
+        batches = [self._batch(tables, raw, group) for group in range(len(self.kv.groups))]
+        batch = batches[0]
         token = jnp.arange(self.num_tokens)
         if self.chunks:
             ends = batch.starts + batch.lengths
@@ -269,13 +280,33 @@ class StepLayout:
         position = (batch.context - batch.lengths - batch.starts)[row] + token
         real = (position >= 0) & (position < batch.context[row]) & (token < self.key.num_tokens)
         position = jnp.where(real, position, 0)
-        page = batch.tables[row, position // self.page_size]
+        index, offset = position // self.page_size, position % self.page_size
         return tables, StepInputs(
             slots=slots,
             prefill_ids=raw["prefill_ids"],
             positions=position,
             sampled=raw["sampled"].reshape(-1),
-            slot_mapping=SlotMapping(jnp.where(real, page, 0), position % self.page_size, batch),
+            slot_mappings=tuple(
+                SlotMapping(jnp.where(real, batch.tables[row, index], TRASH_PAGE), offset, batch)
+                for batch in batches
+            ),
+        )
+
+    def _batch(self, tables: jax.Array, raw: dict[str, jax.Array], group: int) -> RaggedBatch:
+        """The rows of a step, with the pages of one KV group."""
+        context, lengths, slots = raw["context"], raw["lengths"], raw["slots"]
+        # Beyond its pages a slot's row holds stale entries of longer sequences, and before its
+        # window pages that were given back.
+        index = jnp.arange(self.max_pages)
+        used = index < -(-context // self.page_size)[:, None]
+        window = self.kv.groups[group].window
+        if window is not None:
+            first = jnp.maximum(context - lengths + 1 - window, 0) // self.page_size
+            used &= index >= first[:, None]
+        if group:
+            slots += group * (self.max_seqs + 1)
+        return RaggedBatch(
+            jnp.where(used, tables[slots], TRASH_PAGE), context, raw["starts"], lengths
         )
 
     def _by_token(self, raw: dict[str, Any], lengths: jax.Array) -> dict[str, Any]:
@@ -298,7 +329,7 @@ class StepLayout:
 
 
 def set_tables(stages: int, tables: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
-    """`tables` int32 [slots + 1, max_pages] with one row replaced: in pipeline stage s, row
-    `slots[s]` by `rows[s]`, int32 [stages, max_pages]."""
+    """`tables` int32 [groups * (slots + 1), max_pages] with one row replaced: in pipeline stage s,
+    row `slots[s]` by `rows[s]`, int32 [stages, max_pages]."""
     stage = lax.axis_index(STAGE) if stages > 1 else 0
     return tables.at[slots[stage]].set(rows[stage])
