@@ -293,7 +293,8 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             raise RequestError(f"request_id {request_id!r} is not an unfinished request.")
-        return self._while_unchanged(self._snapshots.export(request, self.log.now(), with_kv))
+        exported = self._snapshots.export(request, self.log.now(), with_kv)
+        return self._while_unchanged(exported, self._num_changes)
 
     def import_request(self, parts: Iterable[bytes], request_id: str | None = None) -> Request:
         """Add a request that another engine has exported, by default under its id there. It resumes
@@ -319,9 +320,8 @@ class Engine:
                 if not request.finished:
                     self._core.accept(request)
 
-    def _while_unchanged(self, parts: Iterator[bytes]) -> Iterator[bytes]:
+    def _while_unchanged(self, parts: Iterator[bytes], num_changes: int) -> Iterator[bytes]:
         """These parts, while no step writes to the pages that they are read from."""
-        num_changes = self._num_changes
         while True:
             if self._num_changes != num_changes:
                 raise SnapshotError(

@@ -1,6 +1,6 @@
 """Snapshots as a stream of bytes, from one engine to another.
 
-A part is a line with its name and its CRC-32, and the bytes of a file as in a snapshot directory:
+A part is a line with its name and the CRC-32 of all, and the bytes of a file as in a directory:
 first the header, then the requests, then KV, and last an end. Parts can be sent as they are made,
 and are checked as they come. Nothing is ever unpickled.
 """
@@ -34,7 +34,11 @@ def parts(facts: dict[str, Any], entries: Iterable[tuple[str, Any]]) -> Iterator
 
 def _part(name: str, content: Any) -> bytes:
     name, data = encoded(name, content)
-    return b"%s %08x\n%s" % (name.encode(), zlib.crc32(data), data)
+    return b"%s %08x\n%s" % (name.encode(), _checksum(name.encode(), data), data)
+
+
+def _checksum(name: bytes, data: bytes) -> int:
+    return zlib.crc32(data, zlib.crc32(name))
 
 
 class PartReader:
@@ -121,7 +125,7 @@ class PartReader:
             ) from None
         line, _, data = bytes(part).partition(b"\n")
         name, _, checksum = line.partition(b" ")
-        if checksum != b"%08x" % zlib.crc32(data):
+        if checksum != b"%08x" % _checksum(name, data):
             raise SnapshotError(
                 f"part {self._count} of the exported request is damaged; import it again."
             )

@@ -94,7 +94,7 @@ def test_a_server_that_hangs_ends_when_it_is_told_to(chat_model, tmp_path):
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(40) == 1
             assert time.monotonic() - begin < 30
-            assert post.exception() is not None or post.result().status_code == 503
+            assert post.exception() is not None or post.result().status_code in (500, 503)
     finally:
         server.stop()
 

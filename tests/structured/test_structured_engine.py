@@ -155,7 +155,7 @@ def test_any_mixture_of_wishes(llama, llm_for, spelled, data):
         assert tokens(output) == tokens(by_itself)
         assert output.error is None
         wish = arrival.params.structured_outputs
-        if wish is not None:
+        if wish is not None and output.outputs[0].finish_reason == "stop":
             patterns = {"regex": re.compile(REGEX), "json": JSON_TEXT}
             pattern = patterns.get(wish.kind, re.compile("yes!?|no"))
             said = b"".join(spelled[t] for t in output.outputs[0].token_ids if t != EOS)
