@@ -178,7 +178,7 @@ def described(name: str) -> list[jax.Device]:
 
 
 def fixed_bytes(shapes: ProgramShapes) -> int:
-    """Bytes of one device besides its KV pool and scratch."""
+    """Bytes of one device other than its KV pool and scratch."""
     return shapes.weights_bytes + shapes.state_bytes
 
 
@@ -246,7 +246,7 @@ def compile_row(deployment: Deployment) -> tuple[object, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Times of one request of `context` tokens, with nobody else there, if every device did what
+    """Times of one request of `context` tokens, alone in the engine, if every device did what
     its maker says: a step is as long as the longer of its arithmetic and its reading, and then
     what devices say to each other. Attention is counted causal.
     """

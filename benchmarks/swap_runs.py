@@ -62,7 +62,7 @@ def main() -> None:
         kv = llm.engine.kv
         moves, page_bytes = kv.move_counters, kv.page_bytes
         store = llm.engine._paging._stores[Tier.HOST]
-        # Nobody's pages, so that few are left, and the programs are those of any other engine.
+        # Few pages are left to use, and the programs are those of any other engine.
         kv.pool.allocate(kv.pool.num_free - POOL_PAGES)
         said = []
         for name, reuse in (("grouped", False), ("grouped, reused", True)):

@@ -64,7 +64,7 @@ def preemptible(engine: Engine) -> list[Sequence]:
 
 class Preempter:
     """Preempts a running sequence at random after every step, or after so large a share of them,
-    and takes some of the pages that nobody uses."""
+    and takes some of the pages that no sequence uses."""
 
     def __init__(
         self, engine: Engine, seed: int = 0, evicts: bool = False, share: float = 1.0

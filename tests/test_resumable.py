@@ -54,7 +54,7 @@ def run(model, work, stop_at, *signals):
     [(7, ["SIGTERM"]), (30, ["SIGTERM", "SIGTERM"]), (12, ["SIGINT", "SIGTERM"])],
 )
 def test_a_list_of_prompts_is_finished_by_the_next_process(llama, tmp_path, stop_at, signals):
-    """By step 30 some have ended, whose outputs nobody has been given. However many signals come
+    """By step 30 some have ended, whose outputs no caller has read. However many signals come
     within a step, none cuts it in two."""
     first = run(llama, tmp_path, stop_at, *signals)
     assert first.returncode == os.EX_TEMPFAIL, first.stderr

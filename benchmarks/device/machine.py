@@ -1,4 +1,4 @@
-"""What is said of the machine itself, and what a step costs besides its kernels."""
+"""What is said of the machine itself, and what a step costs outside its kernels."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class ProgressBar:
         **fields: Any,
     ) -> None:
         """`columns` follow the bar: by default the number done and the times. `fields` are what
-        they show besides. The bar is removed at the end if `transient`."""
+        they show as well. The bar is removed at the end if `transient`."""
         self.draws = show and (Console(stderr=True).is_terminal or in_notebook())
         # Notebooks get text, as terminals do: rich's widgets would need ipywidgets.
         self._bars = Progress(

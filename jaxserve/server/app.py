@@ -121,7 +121,7 @@ async def _bad_route(request: Request, error: HTTPException) -> JsonResponse:
 
 
 async def _gone(request: Request, error: ClientGoneError) -> Response:
-    """A response for nobody."""
+    """An empty response, which the client that hung up will not read."""
     state_of(request.scope).client_gone = True
     return Response(status_code=CLIENT_GONE)
 

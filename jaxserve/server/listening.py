@@ -33,7 +33,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def listening_on_file(path: Path) -> Iterator[socket.socket]:
-    """A listening Unix socket, in the place of one that nobody listens on any more. Its file is
+    """A listening Unix socket, replacing one without a listening server. Its file is
     removed in the end. Raises ConfigError if another server has it, or it is something else."""
     listener = _listen_on_file(path)
     try:

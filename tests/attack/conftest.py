@@ -91,7 +91,7 @@ def bystander(attacked: ServerProcess) -> Iterator[Bystander]:
 def unnoticed(
     request: pytest.FixtureRequest, attacked: ServerProcess, bystander: Bystander
 ) -> Iterator[None]:
-    """After each attack the server lives, nothing was logged that nobody expected, and the
+    """After each attack the server lives, nothing unexpected was logged, and the
     bystander was served in time all along."""
     yield
     if request.node.get_closest_marker("ends_the_server") is None:

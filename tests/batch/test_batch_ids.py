@@ -24,7 +24,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @given(st.lists(st.one_of(ids, st.just("{broken")), min_size=1, max_size=12))
 def test_the_first_line_of_an_id_has_it(path: Path, given_ids: list[str | None]):
-    """Lines without an id, and broken ones, are called by their number: nobody else may be."""
+    """Lines without an id, and broken ones, get their number as id: no other line may have it."""
     lines = [text if text == "{broken" else {"custom_id": text} for text in given_ids]
     opened = open_lines(write_lines(path, lines))
     names = [

@@ -61,7 +61,7 @@ class Hosts(RuleBasedStateMachine):
                 with job.journal.path.open("ab") as file:
                     file.write(answer(share[-1] + 1).text[: data.draw(st.integers(0, 30))])
         if len(self.written) == self.num_lines and len(ended) == count:
-            assert ended[-1], "whoever ends last puts all together"
+            assert ended[-1], "the shard that ends last merges all"
 
     @rule()
     def merged_by_hand(self) -> None:

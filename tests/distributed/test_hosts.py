@@ -159,7 +159,7 @@ def test_a_host_that_is_lost(llama: TinyModel, victim, hosts, how):
 
 
 def test_a_host_may_be_done_sooner(llama):
-    """Nobody waits for it any more."""
+    """No host waits for it any more."""
     with Job(llama, ("leads", "lingers"), tensor_parallel_size=2) as job:
         for stdout, stderr, status in job.ends():
             assert status == 0 and len(answers(stdout)) == 2, stderr[-3000:]

@@ -52,7 +52,7 @@ def test_who_failed(capfd, hosts, said, status):
     begin = time.monotonic()
     processes = [HostProcess([sys.executable, "-S", "-c", source]) for source in hosts]
     assert run_together(processes, shutdown_timeout=60) == status
-    assert time.monotonic() - begin < 30  # nobody had to be killed after the grace
+    assert time.monotonic() - begin < 30  # no process had to be killed after the timeout
     assert capfd.readouterr().err.splitlines() == [said] * bool(said)
 
 

@@ -130,7 +130,7 @@ def test_a_copy_that_always_fails(llama, alone, llm, copies_of, name):
 
 @pytest.mark.parametrize("name", ["download", "upload", "disk read"])
 def test_a_copy_that_takes_several_steps(llama, alone, llm, copies_of, name):
-    """Whoever waits for it does not run, the others do."""
+    """The sequence that waits for it does not run, the others do."""
     steps = []
 
     def linger(copy, *given):

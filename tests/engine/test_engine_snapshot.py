@@ -87,7 +87,7 @@ def test_a_snapshot_after_any_step(llama, alone, kv_llm_for, steps, with_kv, dis
     with tempfile.TemporaryDirectory() as directory:
         _, outputs = move(source, target, directory, with_kv=with_kv)
     check(alone, work, outputs)
-    # Whoever was written down can go on as well, and to the same end.
+    # The requests of the snapshot can also go on in this engine, with the same tokens.
     for stream, output in zip(streams, outputs):
         here = stream.result()
         assert [c.text for c in here.outputs] == [c.text for c in output.outputs]

@@ -105,7 +105,7 @@ def test_a_preemption_after_every_step_under_any_scheduler(llama, alone, kv_llm_
 
 
 def test_a_crowd_that_outgrows_the_pool(llama, alone, any_llm):
-    """Nobody interferes: pages run out by themselves."""
+    """Without injected preemptions: pages run out."""
     prompt = llama.prompts[PROMPT_LENGTHS.index(33)]
     arrivals = [
         Arrival([3 + i, *prompt[1:]], dataclasses.replace(SEEDED, seed=i)) for i in range(4)

@@ -153,7 +153,7 @@ class TestXla(PageCopyContract):
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_the_pool_stays_where_it_is(self, dtype):
-        """Donated pages are updated in place; what is needed besides is the images moved."""
+        """Donated pages are updated in place; other memory is needed for the pages moved only."""
         pages = layout(dtype, num_pages=64, page_size=256)
         layers = [pages.shapes] * LAYERS
         pool_bytes = LAYERS * pages.num_pages * pages.page_bytes

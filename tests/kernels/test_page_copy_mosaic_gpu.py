@@ -54,7 +54,7 @@ KINDS = [
 
 @pytest.mark.parametrize(("dtype", "kind"), KINDS)
 def test_gather(dtype, kind):
-    """A page twice besides."""
+    """Including the same page twice."""
     layers, ids = pool(dtype, **kind), np.append(MIXED, np.int32(5))
     staging = run(mosaic_gpu.gather_pages, layers, ids)
     assert_same_bits(staging, reference.gather_pages(layers, ids))

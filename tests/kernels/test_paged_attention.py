@@ -42,7 +42,7 @@ def _jit(implementation, compiler_options):
 
 class Case:
     """A random batch: `decodes` are context lengths, 0 for a padding row; `chunks` are pairs of
-    (context, new tokens), and `padding` is how many tokens and rows belong to nobody."""
+    (context, new tokens), and `padding` is how many tokens and rows belong to no sequence."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class PagedAttentionContract:
 
     @pytest.mark.parametrize("window", [None, 5])
     def test_a_decode_row_does_not_depend_on_its_neighbours(self, window):
-        """To the last bit: whoever else is there, however long their contexts."""
+        """To the last bit: whatever the other rows and the lengths of their contexts."""
         contexts = [9, 1, 30, 17, 4, 12, 25, 33, 2, 8]
         case = self.case(contexts, page_size=4)
         together = self.run(case, AS_SERVED, window=window)

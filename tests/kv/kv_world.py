@@ -1,8 +1,8 @@
 """A KV manager at work without a device: sequences, stores, and a transfer worker cranked by hand.
 
 The KV of a token depends on all tokens before it, so here the content of a position is a number
-that names its whole prefix: whoever reads a page that is not his own, not yet there, or reused too
-soon reads a wrong number.
+that names its whole prefix: a sequence that reads a page that is not its own, not yet there, or
+reused too soon reads a wrong number.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Sample:
 
 
 class World:
-    """A manager, a device of numbers, and whoever uses them.
+    """A manager, a device of numbers, and the sequences that use them.
 
     Work is done in plans, as an engine does it: releases and the like, then admissions, then
     `step` carries out what the manager lists. What needs pages that are written steps first.

@@ -150,7 +150,7 @@ def test_windows(windows):
 
 
 def test_pages_whose_keys_collide_are_never_mixed_up(monkeypatch):
-    """Keys of two bits, where a hundred and twenty-eight make sure that nobody sees it happen."""
+    """Keys of two bits, where 128 bits would never collide."""
     whole = prefix_tree.chain_key
 
     def short(parent_key: bytes, tokens: bytes) -> bytes:

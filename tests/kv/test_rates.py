@@ -240,7 +240,7 @@ def test_unknown_moves_are_not_tried_and_an_unknown_prefill_is_not_repeated():
     rates = Rates()
     assert not rates.prefers_swap(0, 100, both_ways(1000))
     rates.moved("device", "host", 1000, 10)
-    assert not rates.prefers_swap(0, 100, both_ways(1000))  # How long back, nobody knows.
+    assert not rates.prefers_swap(0, 100, both_ways(1000))  # The rate of the way back is unknown.
     rates.moved("host", "device", 1000, 10)
     assert rates.prefers_swap(0, 100, both_ways(1000))
     rates.prefilled(100, causal_pairs(0, 100), 19)

@@ -127,7 +127,7 @@ def bench(tmp_path):
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    """For what a thread does just after a ticket ended, of which nobody is told."""
+    """For what a thread does just after a transfer ended, which is not signalled."""
     deadline = time.monotonic() + LONG_US / 1e6
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.001)

@@ -15,7 +15,7 @@ import pytest
 def server() -> Iterator[str]:
     """The root of a scripted endpoint (scripted_server.py); its OpenAI API is under /v1.
 
-    The socket listens before the process is there: whoever connects early just waits.
+    The socket listens before the process is there: a client that connects early waits.
     """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -37,7 +37,7 @@ def test_token_ids_where_the_server_tells_some(server):
 def test_what_is_refused_is_not_asked_for(server):
     found = ask(f"{server}/v1", model="strict")
     assert found.fields == {}
-    # Without usage nobody knows how long a word is.
+    # Without usage the number of tokens of a word is unknown.
     assert found.text_length == TextLength()
 
 

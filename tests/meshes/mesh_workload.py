@@ -45,7 +45,7 @@ def check_greedy(model: TinyModel, engine: Engine, crowded: bool = True) -> None
 
 
 def sampled(model: TinyModel) -> list[Arrival]:
-    """Everything a request may ask for besides the likeliest tokens."""
+    """Everything a request may ask for other than greedy tokens."""
     return [
         Arrival(model.prompts[index], params, step)
         for step, (index, params) in enumerate(

@@ -131,8 +131,8 @@ def test_every_token_is_read_back_where_it_belongs(plan):
         if chunk.samples:
             last_tokens.append(start + chunk.num_tokens - 1)
     assert step.sampled[: len(last_tokens)].tolist() == last_tokens
-    nobody = sorted(set(range(where.key.num_tokens)) - owned)
-    assert (page_ids[nobody] == TRASH_PAGE).all()
+    padding = sorted(set(range(where.key.num_tokens)) - owned)
+    assert (page_ids[padding] == TRASH_PAGE).all()
     assert (np.asarray(step.slots)[len(plan.decodes) :] == TRASH_SLOT).all()
     written = [(page_ids[token], offsets[token]) for token in owned]
     assert len(set(written)) == len(owned)

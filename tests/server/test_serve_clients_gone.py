@@ -1,4 +1,4 @@
-"""Clients that go away, or do not read: what they asked for ends, and nobody else notices."""
+"""Clients that go away, or do not read: their requests end, and others are not affected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that dies under its requests: they are told, and so is whoever asks for its health."""
+"""An engine that dies under its requests: they get errors, and /health says so."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_requests_and_health_tell_of_it(llama, monkeypatch):
 
 
 def test_the_server_ends_with_its_engine(llama, monkeypatch, caplog):
-    """Whoever watches over it then starts another."""
+    """A supervisor can then restart it."""
     settings = AppSettings((), 1 << 20, log_requests=False)
 
     def broken(step):

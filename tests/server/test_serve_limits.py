@@ -162,7 +162,7 @@ def test_what_has_not_ended_is_taken_up_by_the_next_server(start, tmp_path):
     assert other.status_code == 400 and "another prompt" in other.json()["error"]["message"]
     other = server.post(PATH, LONG | {"seed": 5}, **headers)
     assert other.status_code == 400 and "seed" in other.json()["error"]["message"]
-    assert server.stop() == 75, "nobody has come for it yet"
+    assert server.stop() == 75, "no client has resent the request yet"
     server = start(*args).wait_ready()
     taken_up = server.post(PATH, LONG, **headers).json()
     assert taken_up["choices"][0]["text"] == wanted

@@ -1,4 +1,4 @@
-"""Grammars behind an event loop: one that compiles keeps nobody waiting."""
+"""Grammars behind an event loop: one that compiles does not delay other requests."""
 
 from __future__ import annotations
 

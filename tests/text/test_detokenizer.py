@@ -10,7 +10,7 @@ STOPS = st.lists(st.text(alphabet="ab st🙂\n", min_size=1, max_size=5), max_si
 
 
 def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
-    """Any ids: real text, broken characters, special tokens and ids nobody knows."""
+    """Any ids: real text, broken characters, special tokens and ids outside the vocabulary."""
     anything = st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=16)
     text = PROSE.map(lambda text: tokenizer.encode(text))
     return st.one_of(anything, text, st.tuples(text, anything).map(lambda pair: pair[0] + pair[1]))
