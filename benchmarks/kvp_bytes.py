@@ -33,7 +33,7 @@ def kv_bytes(model: Path, seq: int) -> tuple[int, int, int]:
         context_parallel_size=seq,
     ) as llm:
         plan, held = llm.plan(), dict.fromkeys(jax.devices(), 0)
-        for array in jax.tree.leaves(llm.engine._runner._kv):
+        for array in jax.tree.leaves(llm.engine._runner._state.kv):
             for shard in array.addressable_shards:
                 held[shard.device] += shard.data.nbytes
         tokens = plan.memory.num_pages * plan.memory.page_size

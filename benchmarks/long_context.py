@@ -142,7 +142,7 @@ def run(
             tokens, cached = list(completion.token_ids), output.metrics.cached_tokens
             answers.append(Answer(needle, tokens, cached, seconds))
         held: dict[jax.Device, int] = {}
-        for array in jax.tree.leaves(llm.engine._runner._kv):
+        for array in jax.tree.leaves(llm.engine._runner._state.kv):
             for shard in array.addressable_shards:
                 held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
         return Run(progress, answers, llm.plan().memory, list(held.values()))

@@ -34,14 +34,14 @@ class ScheduledChunk(NamedTuple):
     num_drafts: int = 0
     """Drafts that a decode verifies, at most: the device knows how many there are, and that its
     first token is further by the drafts kept in steps not yet read."""
-    slack: int = 0
+    num_lookahead_tokens: int = 0
     """KV entries beyond its tokens that it may write, for these drafts and those in flight."""
     others: tuple[tuple[SequenceOf[int], int], ...] = ()
 
     @property
     def stop(self) -> int:
         """Position after the last that it may write."""
-        return self.start + self.num_tokens + self.slack
+        return self.start + self.num_tokens + self.num_lookahead_tokens
 
     @property
     def scored(self) -> bool:

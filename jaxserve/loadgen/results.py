@@ -107,7 +107,7 @@ class Objectives:
         return any(limit is not None for limit in self.limits_us())
 
     def limits_us(self) -> tuple[int | None, ...]:
-        """For TTFT, TBT, TPOT and end-to-end latency."""
+        """For TTFT, ITL, TPOT and end-to-end latency."""
         return (self.ttft_us, self.itl_us, self.tpot_us, self.e2e_us)
 
     def met_by(self, result: RequestResult) -> bool:

@@ -39,7 +39,10 @@ def _pages(kv: KVManager) -> dict[str, Metric]:
     device = {"free": pool.num_free, "used": pool.num_used, "cached": pool.num_cached}
     return {
         "kv_pages": Metric(
-            "gauge", "Device pages: free, used by sequences, or cached (cached)", device, "state"
+            "gauge",
+            "Device pages: free, used by sequences, or cached and evictable",
+            device,
+            "state",
         ),
         "kv_offload_pages": Metric(
             "gauge",
@@ -47,7 +50,7 @@ def _pages(kv: KVManager) -> dict[str, Metric]:
             {tier.value: usage.num_used for tier, usage in tiers.items()},
             "tier",
         ),
-        "kv_lower_capacity_pages": Metric(
+        "kv_offload_capacity_pages": Metric(
             "gauge",
             "Capacity in pages of each tier below the device",
             {tier.value: usage.num_pages for tier, usage in tiers.items()},
@@ -95,7 +98,8 @@ def _counters(kv: KVManager) -> dict[str, Metric]:
 
 def _rates(kv: KVManager) -> dict[str, Metric]:
     rates = kv.rates
-    ways = [way for tier in kv.tiers for way in ((Tier.DEVICE, tier), (tier, Tier.DEVICE))]
+    directions = [(Tier.DEVICE, tier) for tier in kv.tiers]
+    directions += [(tier, Tier.DEVICE) for tier in kv.tiers]
     return {
         "kv_prefill_tokens_per_second": Metric(
             "gauge", "Measured prefill rate", rates.prefill_tokens_per_s() or 0
@@ -103,7 +107,7 @@ def _rates(kv: KVManager) -> dict[str, Metric]:
         "kv_move_bytes_per_second": Metric(
             "gauge",
             "Measured KV transfer rate",
-            {f"{a.value}-{b.value}": rates.bytes_per_s(a, b) or 0 for a, b in ways},
+            {f"{a.value}-{b.value}": rates.bytes_per_s(a, b) or 0 for a, b in directions},
             "direction",
         ),
     }

@@ -28,10 +28,9 @@ class MemoryPlan:
     results, as XLA reports them; an estimate until the programs are compiled.
 
     A page, of any KV group of `layout`, is split over `num_devices` into equal parts of
-    `page_bytes` each. `host_pages` and
-    `disk_pages` are whole pages of the lower tiers; on CPUs the host tier uses the same memory as
-    everything else. `pool_limit_bytes` limits the pool, 0 for no limit. The plan may exceed the
-    available memory: check `fits`.
+    `page_bytes` each. `host_pages` and `disk_pages` are whole pages of the lower tiers; on CPUs the
+    host tier uses the same memory as everything else. `pool_limit_bytes` limits the pool, 0 for no
+    limit. The plan may exceed the available memory: check `fits`.
     """
 
     limit_bytes: int

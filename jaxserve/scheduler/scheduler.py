@@ -296,11 +296,11 @@ class Scheduler:
             table = self.tables[seq.seq_id]
             end = seq.num_computed + 1
             num_drafts = min(seq.num_speculative_tokens, seq.kv_limit - end)
-            slack = min(num_drafts + seq.num_drafts_in_flight, seq.kv_limit - end)
-            needs_pages = end + slack > len(table.pages) * page_size
-            if (needs_pages or self.kv.windowed) and not self._extend(seq, 1 + slack):
+            lookahead = min(num_drafts + seq.num_drafts_in_flight, seq.kv_limit - end)
+            needs_pages = end + lookahead > len(table.pages) * page_size
+            if (needs_pages or self.kv.windowed) and not self._extend(seq, 1 + lookahead):
                 break
-            chunks.append(self._advance(seq, 1, table, num_drafts, slack))
+            chunks.append(self._advance(seq, 1, table, num_drafts, lookahead))
         return chunks
 
     # Prefills
@@ -481,7 +481,7 @@ class Scheduler:
         num_tokens: int,
         table: PageTable,
         num_drafts: int = 0,
-        slack: int = 0,
+        num_lookahead_tokens: int = 0,
     ) -> ScheduledChunk:
         """Schedules a sequence's next tokens and advances it past them."""
         start = seq.num_computed
@@ -498,7 +498,7 @@ class Scheduler:
             table.pages,
             num_uploaded,
             num_drafts,
-            slack,
+            num_lookahead_tokens,
         )
         if table.others:
             chunk = chunk._replace(others=tuple((own.pages, own.upload()) for own in table.others))

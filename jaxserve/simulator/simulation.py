@@ -9,6 +9,7 @@ from collections.abc import Sequence as SequenceOf
 
 from jaxserve.core.buckets import Buckets
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ConfigError
 from jaxserve.core.events import EventLog
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
@@ -82,7 +83,15 @@ class Simulation:
     ) -> None:
         """`num_pages` as in the memory plan, the trash page included. `layout` has the KV groups,
         one without a window by default. `tiers` are from the top down. `token_of` gives the token
-        that a sequence samples at a position of its output."""
+        that a sequence samples at a position of its output.
+
+        Raises ConfigError for speculation, whose acceptance is not simulated.
+        """
+        if config.speculative_config is not None:
+            raise ConfigError(
+                "speculative_config: the simulator does not know which drafts are accepted; leave "
+                "it out."
+            )
         tiers = tiers or {}
         self._ids = itertools.count()
         self.clock = VirtualClock()

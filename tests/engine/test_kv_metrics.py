@@ -49,9 +49,9 @@ def test_pages_are_in_one_state_at_every_step(llama, kv_llm_for):
     def look():
         now = values(engine)
         assert sum(now["kv_pages"].values()) == NUM_PAGES - 1
-        assert now["kv_lower_capacity_pages"] == {"host": 12, "disk": 64}
+        assert now["kv_offload_capacity_pages"] == {"host": 12, "disk": 64}
         for tier, pages in now["kv_offload_pages"].items():
-            assert 0 <= pages <= now["kv_lower_capacity_pages"][tier]
+            assert 0 <= pages <= now["kv_offload_capacity_pages"][tier]
         used.add(now["kv_pages"]["used"])
         assert now["kv_cache_usage_perc"] == now["kv_pages"]["used"] / (NUM_PAGES - 1)
 

@@ -41,7 +41,7 @@ def test_a_run_in_numbers(bench, tmp_path):
     assert rows["output tokens"] == ["20"]
     for name in ("time to first token", "between tokens", "per token after the first"):
         assert all(float(cell.split()[0]) >= 15 for cell in rows[name])
-    assert rows["within TTFT 10,000 ms, TBT 10,000 ms, TPOT 9,999.5 ms, e2e 90,000 ms"] == [
+    assert rows["within TTFT 10,000 ms, ITL 10,000 ms, TPOT 9,999.5 ms, e2e 90,000 ms"] == [
         "100.0%"
     ]
     assert rows["fluid requests (at least 0.9)"] == ["100.0%"]

@@ -58,7 +58,7 @@ def _latencies(summary: Summary) -> list[tuple[str, ...]]:
 def _quality(summary: Summary, objectives: Objectives) -> list[tuple[str, str]]:
     rows = []
     if summary.goodput is not None:
-        limits = zip(("TTFT", "TBT", "TPOT", "e2e"), objectives.limits_us())
+        limits = zip(("TTFT", "ITL", "TPOT", "e2e"), objectives.limits_us())
         kept = ", ".join(f"{name} {us / 1000:,g} ms" for name, us in limits if us is not None)
         rows += [
             (f"within {kept}", f"{summary.goodput / summary.requests:.1%}"),

@@ -4,12 +4,12 @@ The layout of the vector is fixed by the program's key and defined once, in `Ste
 `pack` fills it on the host and `unpack` slices it on the device.
 
 Page tables stay on the device, int32 [slots + 1, max_pages] for each KV group, one below the other:
-one row per slot and one for padding.
-A step uploads the entries of its rows that changed since their last step, and `unpack` applies them
-first. Larger changes, such as a sequence admitted with a long prompt, are written as whole rows by
-a separate program before the step (`set_tables`). Programs run in dispatch order, so a table and
-its slot can be reassigned to another sequence as soon as a step is packed. In a pipeline each stage
-has its own tables and applies a step's changes when that step reaches it.
+one row per slot and one for padding. A step uploads the entries of its rows that changed since
+their last step, and `unpack` applies them first. Larger changes, such as a sequence admitted with a
+long prompt, are written as whole rows by a separate program before the step (`set_tables`).
+Programs run in dispatch order, so a table and its slot can be reassigned to another sequence as
+soon as a step is packed. In a pipeline each stage has its own tables and applies a step's changes
+when that step reaches it.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ class StepInputs(NamedTuple):
 
     The first tokens are those of decodes, whose ids are on the device in `slots`, `width` of each;
     the ids of the others are `prefill_ids`. `sampled [sample_rows * width]` are indices of the
-    tokens to sample from. There is a slot
-    mapping for each KV group.
+    tokens to sample from. There is a slot mapping for each KV group.
     """
 
     slots: jax.Array
