@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 import jaxserve
+from jaxserve.cli.chosen import settings_of
+from jaxserve.cli.errors import in_flags
+from jaxserve.cli.serve import Serve
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.core.vllm_settings import ANSWERS
+from jaxserve.core.vllm_settings import ANSWERS, SERVER_ANSWERS
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.pages import PagePool
 from jaxserve.metrics.kv_metrics import kv_metrics
@@ -70,6 +73,21 @@ def test_settings_of_vllm_are_answered_as_the_guide_says():
     for name, answer in ANSWERS.items():
         assert all(one in answer for one in answers[name][:1]), name
         assert set(re.findall(r"\w+_\w+", answer)) <= fields(EngineConfig)
+
+
+def test_flags_of_vllm_are_answered_as_the_guide_says():
+    """Each flag of vLLM's server that is not ours, with the flag of ours in its row."""
+    rows = [line.split("|") for line in section("Flags of the server").splitlines()[3:]]
+    rows = [row for row in rows if len(row) > 3]
+    answers = {name: CODE.findall(row[2]) for row in rows for name in CODE.findall(row[1])}
+    settings = {flag: flag.removeprefix("--").replace("-", "_") for flag in answers}
+    known = {setting.name for setting in settings_of(Serve)}
+    absent = {name for flag, name in settings.items() if flag.startswith("--")} - known
+    assert absent == {*SERVER_ANSWERS}
+    for flag, name in settings.items():
+        if name in absent:
+            shown = in_flags(SERVER_ANSWERS[name], Serve)
+            assert all(one in shown for one in answers[flag][:1]), flag
 
 
 def test_calls():

@@ -19,7 +19,7 @@ from jaxserve.cli.chat import Chat
 from jaxserve.cli.compile import Compile
 from jaxserve.cli.config_file import with_config_file
 from jaxserve.cli.convert import Convert
-from jaxserve.cli.errors import in_flags, reason
+from jaxserve.cli.errors import in_a_line, in_flags, reason
 from jaxserve.cli.generate import Generate
 from jaxserve.cli.launch import Launch
 from jaxserve.cli.plan import Plan
@@ -71,8 +71,10 @@ def parse(args: Sequence[str]) -> Command:
         with CONSTRUCTORS, contextlib.redirect_stderr(printed):
             parsed = tyro.cli(_Arguments, prog="jaxserve", description=_DESCRIPTION, args=args)
     except SystemExit as stop:
-        why = reason(stop, args, Command) if stop.code else None
-        sys.stderr.write(printed.getvalue() if why is None else f"error: {why}\n")
+        why = stop.code and (
+            reason(stop, args, Command) or in_a_line(printed.getvalue(), args, Command)
+        )
+        sys.stderr.write(f"error: {why}\n" if why else printed.getvalue())
         raise
     return parsed.command
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from tyro.conf import Positional, arg
 from jaxserve.cli.batch_progress import BatchProgress
 from jaxserve.cli.follow import follow
 from jaxserve.cli.options import Common, EngineOptions, load
+from jaxserve.cli.values import Texts
+from jaxserve.core.chat_settings import ChatSettings, ReasoningParser
 from jaxserve.core.errors import BatchError
 from jaxserve.core.output_file import check_output_file
 from jaxserve.core.tables import table
@@ -39,6 +42,9 @@ class Batch(Common):
             finish writes it.
         shard: I/N: this process is host I, from 0, of N hosts that share the input and the output.
         served_model_name: names that requests may use for the model, instead of its own.
+        reasoning_parser: how reasoning is split from content, by vLLM's name for the model; auto
+            looks for <think> tags in the chat template, none leaves it in the content.
+        trust_request_chat_template: let requests bring a chat_template of their own.
         trace_file: write a trace of the run, to open in ui.perfetto.dev.
     """
 
@@ -46,7 +52,9 @@ class Batch(Common):
     output: Annotated[Positional[Path], arg(metavar="OUTPUT")]
     report: Path | None = None
     shard: str = "0/1"
-    served_model_name: tuple[str, ...] = ()
+    served_model_name: Texts = ()
+    reasoning_parser: ReasoningParser = "auto"
+    trust_request_chat_template: bool = False
     trace_file: Path | None = None
     engine: EngineOptions = dataclasses.field(default_factory=EngineOptions)
 
@@ -96,9 +104,17 @@ class Batch(Common):
         checkpoint = open_checkpoint(engine.model, engine.load_format, seed=engine.seed)
         config = engine.resolve(checkpoint.config, jax.default_backend())
         settings = settings_of(
-            config, checkpoint.fingerprint, checkpoint.tokenizer(), self.served_model_name
+            config,
+            checkpoint.fingerprint,
+            checkpoint.tokenizer(),
+            self.served_model_name,
+            self._chat,
         )
         return BatchJob(self.input, self.output, settings, Shard.parse(self.shard))
+
+    @property
+    def _chat(self) -> ChatSettings:
+        return ChatSettings(self.reasoning_parser, self.trust_request_chat_template)
 
     def _run(self, job: BatchJob, alone: bool) -> int:
         from jaxserve.offline.run import BatchRun
@@ -112,7 +128,7 @@ class Batch(Common):
             with _told_to_stop() as told:
                 try:
                     with load(self.engine, self.trace_file) as llm, BatchProgress() as progress:
-                        run.run(llm.engine, self.served_model_name, progress)
+                        run.run(llm.engine, self.served_model_name, progress, self._chat)
                 except _Told:
                     status = 128 + told[0]
         else:
@@ -124,7 +140,7 @@ class Batch(Common):
         if self.report is not None and (run.complete or job.shard.count == 1):
             from jaxserve.offline.report import write_report
 
-            write_report(self.report, run)
+            write_report(self.report, run, shlex.join(["jaxserve", *sys.argv[1:]]))
         print(_summary(run))
         return status
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from jaxserve.cli.chosen import Chosen, Setting, chosen
 from jaxserve.core.errors import ConfigError
 
@@ -60,17 +62,13 @@ def _given(args: Sequence[str]) -> set[str]:
 def _read(path: Path) -> Mapping[Any, Any]:
     """The options in a file. Raises ConfigError."""
     try:
-        import yaml
-    except ModuleNotFoundError:
-        raise ConfigError(f"{_FLAG} needs PyYAML; run: pip install pyyaml") from None
-    try:
         read = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{_FLAG} {path} cannot be read: {error.strerror}.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{_FLAG} {path} is not YAML: {' '.join(str(error).split())}") from None
     if read is not None and not isinstance(read, dict):
-        raise ConfigError(f"{_FLAG} {path} must have lines such as `max-num-seqs: 16`.")
+        raise ConfigError(f"{_FLAG} {path} must have lines such as `log-level: debug`.")
     return read or {}
 
 

@@ -10,6 +10,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from jaxserve.cli.options import Common
+from jaxserve.cli.values import OptionalDtype
 from jaxserve.runtime.progress import TerminalProgress
 
 
@@ -20,13 +21,13 @@ class Convert(Common):
     Attributes:
         source: a .gguf file, a directory, a Hugging Face id, or the name of the default model.
         destination: a new directory, which can then be used as a model.
-        dtype: dtype of the stored weights: float32, bfloat16 or float16; by default the fastest on
-            this machine.
+        dtype: dtype of the stored weights: float32, bfloat16 (bf16) or float16 (fp16); by default
+            the fastest on this machine.
     """
 
     source: Annotated[Positional[str], arg(metavar="SRC")]
     destination: Annotated[Positional[Path], arg(metavar="DST")]
-    dtype: str | None = None
+    dtype: OptionalDtype = None
 
     def run(self) -> int:
         from jaxserve.models.loading.convert import convert

@@ -74,8 +74,21 @@ def _fields(
 
 
 def _told() -> dict[str, str]:
-    """What EngineConfig's docstring says of each setting."""
+    """What EngineConfig's docstring says of each setting, with the names of others as flags."""
     text = inspect.getdoc(EngineConfig) or ""
     attributes = text.partition("Attributes:\n")[2]
     found = re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w|\Z)", attributes, re.MULTILINE | re.DOTALL)
-    return {name: " ".join(words.split()) for name, words in found}
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+
+    def in_flags(words: str) -> str:
+        return re.sub(
+            r"`(\w+)`|\b(\w+_\w+)\b",
+            lambda match: (
+                f"--{name.replace('_', '-')}"
+                if (name := match[1] or match[2]) in names
+                else match[0]
+            ),
+            words,
+        )
+
+    return {name: in_flags(" ".join(words.split())) for name, words in found}

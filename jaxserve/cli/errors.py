@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxserve.cli.chosen import chosen, command_names, settings_of
 from jaxserve.core.errors import JaxserveError
-from jaxserve.core.vllm_settings import ANSWERS, answer_to
+from jaxserve.core.vllm_settings import ANSWERS, SERVER_ANSWERS, answer_to
 
 _POSITIONAL = {"model", "prompt", "input", "output", "command"}
 
@@ -40,8 +40,8 @@ def reason(stop: BaseException, args: Sequence[str], command: Any) -> str | None
         cause = cause.__cause__ or cause.__context__
     for word in args:
         name = word.removeprefix("--").partition("=")[0].replace("-", "_")
-        if word.startswith("--") and name in ANSWERS:
-            return in_flags(answer_to(name), command).replace(name, _flag(name), 1)
+        if word.startswith("--") and (answer := answer_to(name, ANSWERS | SERVER_ANSWERS)):
+            return in_flags(answer, command).replace(name, _flag(name), 1)
     return _misspelt(args, command)
 
 
@@ -59,11 +59,29 @@ def _misspelt(args: Sequence[str], commands: Any) -> str | None:
         if word == "--":
             break
         if word.startswith("--") and flag not in known and flag != "--help":
-            close = difflib.get_close_matches(flag, known, n=1)
+            negated = flag.startswith("--no-")
+            likely = [name for name in known if name.startswith("--no-") == negated]
+            close = difflib.get_close_matches(flag, sorted(likely), n=1)
             help_of = f"jaxserve {' '.join(command.words)} --help"
             hint = f"did you mean {close[0]}?" if close else f"`{help_of}` lists the options."
             return f"there is no option {flag}; {hint}"
     return None
+
+
+def in_a_line(printed: str, args: Sequence[str], commands: Any) -> str | None:
+    """tyro's error about the value of one option in our words; None for its other errors."""
+    text = " ".join(printed.replace("│", " ").split())
+    choice = re.search(
+        r"invalid choice '(.*?)' for argument '(.*?)'\. Expected one of \((.*?)\)", text
+    )
+    if choice:
+        known = [name for name in re.findall(r"'(.*?)'", choice[3]) if name != "None"]
+        return f"{choice[2]} is {choice[1]!r}; it must be one of {', '.join(known)}."
+    value = re.search(r"Error parsing (?:-\w/)?(--[\w-]+): (.*?)\.? [─-]{3}", text)
+    command = chosen(args, commands)
+    if value is None or command is None:
+        return None
+    return f"{value[1]}: {value[2]}; `jaxserve {' '.join(command.words)} --help` lists the options."
 
 
 def _flag(name: str) -> str:

@@ -29,7 +29,7 @@ class Generate(Common):
     Attributes:
         prompt: the prompt; "-", or none, reads it from standard input.
         system: system prompt.
-        n: number of answers to sample; more than one needs a temperature above 0.
+        n: number of answers to sample; at temperature 0 they are equal.
         raw: continue the prompt as is, without the model's chat template.
         json: print the answers, their token ids and the times as one JSON object at the end.
         trace_file: write a trace of the run, to open in ui.perfetto.dev.

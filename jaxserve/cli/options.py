@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg
 
 from jaxserve.cli import engine_options  # noqa: F401  groups the settings in --help
-from jaxserve.cli.values import OptionalDtype, OptionalSize, OptionalSpeculation, Size
+from jaxserve.cli.values import OptionalDtype, OptionalSize, OptionalSpeculation, Size, Texts
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.logs import LogLevel
 from jaxserve.core.sampling_params import SamplingParams
@@ -28,7 +28,7 @@ class EngineOptions(EngineConfig):
     kv_cache_memory_bytes: OptionalSize = None
     host_kv_bytes: OptionalSize = None
     disk_kv_bytes: Size = 0
-    logits_processors: tuple[str, ...] = ()
+    logits_processors: Texts = ()
     speculative_config: OptionalSpeculation = None
 
 
@@ -60,7 +60,7 @@ class Sampling:
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop: tuple[str, ...] = ()
+    stop: Texts = ()
 
     def __post_init__(self) -> None:
         """Raises RequestError before the model is loaded."""
@@ -83,7 +83,7 @@ class Common:
     """Options of every command that runs here.
 
     Attributes:
-        config: a YAML file with more options, such as `max-num-seqs: 16`; those of the command line
+        config: a YAML file with more options, such as `log-level: debug`; those of the command line
             take precedence.
         log_level: least severe messages to log; by default that of JAXSERVE_LOG_LEVEL, else info
             for `serve` and warning for other commands.

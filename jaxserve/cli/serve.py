@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.cli.follow import follow
 from jaxserve.cli.options import Common, ModelSettings
-from jaxserve.cli.values import Size
+from jaxserve.cli.values import Size, Texts
 from jaxserve.core.chat_settings import ChatSettings, ReasoningParser
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.output_file import check_output_file
@@ -28,8 +28,8 @@ _KEY = re.compile("[!-~]+")
 class Serve(Common):
     """Serve a model with an OpenAI-compatible HTTP API, on localhost by default.
 
-    Returns 503 until the model is loaded. On SIGTERM or Ctrl-C, drains requests in flight; a second
-    signal stops the drain.
+    Chats, completions and responses are OpenAI's, messages Anthropic's. Returns 503 until the model
+    is loaded. On SIGTERM or Ctrl-C, drains requests in flight; a second signal stops the drain.
 
     Attributes:
         host: address to listen on; 0.0.0.0 is all interfaces.
@@ -39,16 +39,16 @@ class Serve(Common):
         ssl_certfile: serve HTTPS with this certificate (PEM, with its chain).
         ssl_keyfile: key of the certificate; by default it is in the same file.
         ssl_ca_certs: require client certificates of these authorities (PEM).
-        api_key: API keys; a request must send one of them, except to /health and /livez. Each key
-            is a tenant. Other users of this machine can see them in the process list: prefer a
-            file.
+        api_key: API keys; a request must send one of them, except to /health, /livez and
+            /ping. Each key is a tenant. Other users of this machine can see them in the process
+            list: prefer a file.
         api_key_file: a file with one API key per line.
         metrics_without_api_key: let scrapers read /metrics without a key.
         served_model_name: names that requests may use for the model; by default the name given
             here.
         allowed_hosts: names accepted in a request's Host header, in addition to localhost and
-            addresses. By default all, but none on a server that listens on localhost without API
-            keys: add the name of a proxy in front of it.
+            addresses. By default any with API keys or uds, and none without: add the name of the
+            host, or of a proxy in front of it.
         min_priority: the lowest, that is best, priority that requests may set; by default any.
         hide_cached_tokens: report 0 cached tokens in every `usage`, which else tells what was
             asked before under the same API key.
@@ -79,14 +79,14 @@ class Serve(Common):
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     ssl_ca_certs: Path | None = None
-    api_key: tuple[str, ...] = ()
+    api_key: Texts = ()
     api_key_file: Path | None = None
     metrics_without_api_key: bool = False
-    served_model_name: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
+    served_model_name: Texts = ()
+    allowed_hosts: Texts = ()
     min_priority: int | None = None
     hide_cached_tokens: bool = False
-    allowed_origins: tuple[str, ...] = ()
+    allowed_origins: Texts = ()
     reasoning_parser: ReasoningParser = "auto"
     trust_request_chat_template: bool = False
     max_logprobs: int = MAX_LOGPROBS
@@ -198,9 +198,8 @@ class Serve(Common):
 
     def _hosts(self, has_keys: bool) -> tuple[str, ...] | None:
         """Names that Host headers may have; None for any."""
-        local = self.host == "localhost" or self.host == "::1" or self.host.startswith("127.")
-        local = local and self.uds is None  # No web page reaches a Unix socket.
-        return self.allowed_hosts if self.allowed_hosts or (local and not has_keys) else None
+        is_open = not has_keys and self.uds is None  # No web page reaches a Unix socket.
+        return self.allowed_hosts if self.allowed_hosts or is_open else None
 
     def _check_snapshot_dir(self) -> None:
         import jax

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
+from tyro.conf import arg
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from jaxserve.core.config import DTYPES
@@ -67,6 +70,12 @@ OptionalDtype = Annotated[str | None, _one_or_none(f"{{{','.join(DTYPES)}}}", st
 """Its other names, such as bf16, are left to EngineConfig."""
 
 
+Texts = Annotated[
+    tuple[str, ...],
+    arg(help_behavior_hint=lambda default: f"(default: {default})" if default else ""),
+]
+"""Any number of arguments; --help names no default where that is none of them."""
+
 OptionalSpeculation = Annotated[Any, _one_or_none("JSON", SpeculativeConfig.of)]
 """A SpeculativeConfig as one argument, and no flags of its fields."""
 
@@ -100,10 +109,32 @@ def _joined(numbers: tuple[int, ...] | None) -> str:
     return "None" if numbers is None else ",".join(map(str, numbers))
 
 
+_NUMBERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
+    int: ("INT", _number),
+    float: ("FLOAT", _real_number),
+}
+_TEXTS: dict[Any, tuple[str, Callable[[str], Any]]] = {str: ("STR", str), Path: ("PATH", Path)}
+
+
 @CONSTRUCTORS.primitive_rule
-def _number_or_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """Optional numbers as one type, so that an error is about the number and not about None."""
+def _number_of(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    return _one(*_NUMBERS[info.type]) if info.type in (int, float) else None
+
+
+@CONSTRUCTORS.primitive_rule
+def _optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """Optional values as one type, so that --help and errors are about the value, not None."""
     kinds = set(get_args(info.type))
-    if kinds == {int, NoneType}:
-        return _one_or_none("INT", _number)
-    return _one_or_none("FLOAT", _real_number) if kinds == {float, NoneType} else None
+    if len(kinds) != 2 or NoneType not in kinds:
+        return None
+    (kind,) = kinds - {NoneType}
+    if kind in _NUMBERS:
+        return _one_or_none(*_NUMBERS[kind])
+    if kind in _TEXTS:
+        metavar, parse = _TEXTS[kind]
+        return _one(metavar, lambda word: None if word == "None" else parse(word))
+    if get_origin(kind) is Literal:
+        choices = get_args(kind)
+        spec = _one_or_none(f"{{{','.join(choices)}}}", str)
+        return dataclasses.replace(spec, choices=(*choices, "None"))
+    return None

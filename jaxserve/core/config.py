@@ -17,7 +17,7 @@ from jaxserve.core.speculative import SpeculativeConfig
 from jaxserve.core.vllm_settings import answer_to
 
 DTYPES = ("float32", "bfloat16", "float16")
-_DTYPE_NAMES = {
+_DTYPE_NAMES: dict[str | None, str | None] = {
     "auto": None,
     "fp32": "float32",
     "float": "float32",
@@ -25,6 +25,11 @@ _DTYPE_NAMES = {
     "fp16": "float16",
     "half": "float16",
 }
+
+
+def full_dtype(name: str | None) -> str | None:
+    """`name`, or the one of DTYPES that a short name such as bf16 stands for."""
+    return _DTYPE_NAMES.get(name, name)
 
 
 def default_dtype(platform: str) -> str:
@@ -139,8 +144,8 @@ class EngineConfig:
         the range."""
         if not str(self.model):
             raise ConfigError("model is empty; give a name, a path or a Hugging Face id.")
-        if isinstance(self.dtype, str) and self.dtype in _DTYPE_NAMES:
-            object.__setattr__(self, "dtype", _DTYPE_NAMES[self.dtype])
+        if isinstance(self.dtype, str):
+            object.__setattr__(self, "dtype", full_dtype(self.dtype))
         for name, choices in _choices().items():
             value = getattr(self, name)
             if not any(value == choice and type(value) is type(choice) for choice in choices):

@@ -27,8 +27,20 @@ ANSWERS: Mapping[str, str] = MappingProxyType(
 )
 """What to do instead, by vLLM's name."""
 
+_TOOL_CALLS = "leave it out; calls are parsed in the format of the chat template"
+SERVER_ANSWERS: Mapping[str, str] = MappingProxyType(
+    {
+        "enable_log_requests": "use log_requests",
+        "uvicorn_log_level": "use log_level",
+        "ssl_cert_reqs": "leave it out; with ssl_ca_certs, certificates are always required",
+        "enable_auto_tool_choice": _TOOL_CALLS,
+        "tool_call_parser": _TOOL_CALLS,
+    }
+)
+"""The same for flags of vLLM's server, which are no settings of an engine."""
 
-def answer_to(name: str) -> str | None:
+
+def answer_to(name: str, answers: Mapping[str, str] = ANSWERS) -> str | None:
     """The error message for a setting of vLLM by another name than ours; None for other names."""
-    answer = ANSWERS.get(name)
+    answer = answers.get(name)
     return None if answer is None else f"{name} is a setting of vLLM, not of jaxserve: {answer}."

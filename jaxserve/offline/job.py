@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from jaxserve.core.chat_settings import ChatSettings
 from jaxserve.core.errors import BatchError
 from jaxserve.core.output_file import sync_directory
 from jaxserve.core.version import __version__
@@ -30,11 +32,15 @@ _VERSION = 1
 
 
 def settings_of(
-    config: EngineConfig, fingerprint: str, tokenizer: Tokenizer, names: Sequence[str] = ()
+    config: EngineConfig,
+    fingerprint: str,
+    tokenizer: Tokenizer,
+    names: Sequence[str] = (),
+    chat: ChatSettings | None = None,
 ) -> dict[str, Any]:
     """Everything outputs depend on except the requests: a resolved `config`, the `fingerprint` of
-    its checkpoint, its tokenizer and chat templates, served model names other than its own, and the
-    version of jaxserve."""
+    its checkpoint, its tokenizer and chat templates, served model names other than its own, the
+    settings of chats, and the version of jaxserve."""
     return {
         "jaxserve": __version__,
         "model": fingerprint,
@@ -44,6 +50,7 @@ def settings_of(
         "dtype": config.dtype,
         "quantization": config.quantization,
         "max_model_len": config.max_model_len,
+        **dataclasses.asdict(chat or ChatSettings()),
     }
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 
 from jaxserve.core.errors import BatchError
+from jaxserve.core.version import __version__
 from jaxserve.metrics.statistics import percentile
 from jaxserve.metrics.svg_page import html_page
 from jaxserve.offline.plots import histogram, throughput
@@ -41,28 +43,39 @@ th { color: var(--quiet); white-space: nowrap; } td:last-child { width: 99%; }
 """
 
 
-def write_report(path: Path, run: BatchRun) -> None:
-    """Write the report to a file. Raises BatchError if that fails."""
+def write_report(path: Path, run: BatchRun, command: str | None = None) -> None:
+    """Write the report to a file, with the command line of the run. Raises BatchError if that
+    fails."""
     try:
-        path.write_text(report(run), encoding="utf-8")
+        path.write_text(report(run, command), encoding="utf-8")
     except OSError as error:
         raise BatchError(f"the report {path} cannot be written: {error.strerror}.") from error
 
 
-def report(run: BatchRun) -> str:
-    """The report: progress, throughput, lengths of prompts and outputs, latencies and errors."""
+def report(run: BatchRun, command: str | None = None) -> str:
+    """The report: when and how the job ran, progress, throughput, lengths of prompts and outputs,
+    latencies and errors."""
     job, totals = run.job, run.totals
     title = f"{job.input.name} → {job.output.name}"
     left = len(job.lines) - totals.lines
     state = "All lines are done" if run.complete else f"{left:,} lines are left"
+    start, end = _utc(run.started), _utc(run.ended)
+    heading = f"{state}. jaxserve {__version__}, {start} to {end}."
+    origin = [
+        *([("command", command)] if command else []),
+        ("jaxserve", __version__),
+        ("start of the job", _utc(job.created)),
+        ("start of this run", start),
+        ("end of this run", end),
+    ]
     body = "\n".join(
         [
-            f'<h1>{html.escape(title)}</h1><p class="quiet">{html.escape(state)}.</p>',
+            f'<h1>{html.escape(title)}</h1><p class="quiet">{html.escape(heading)}</p>',
             _numbers(run),
             *_plots(run),
             *_errors(run),
             "<h2>Settings</h2>",
-            _table([("input", job.input), ("output", job.output), *_settings(run)]),
+            _table([("input", job.input), ("output", job.output), *origin, *_settings(run)]),
         ]
     )
     return html_page(title, _STYLE, body)
@@ -124,6 +137,10 @@ def _errors(run: BatchRun) -> Iterable[str]:
 def _settings(run: BatchRun) -> Iterable[tuple[str, str]]:
     for name, value in run.job.settings.items():
         yield name, ", ".join(value) if isinstance(value, list) else str(value)
+
+
+def _utc(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _figure(svg: str, caption: str) -> str:

@@ -7,7 +7,7 @@ import logging
 from typing import Any, Literal
 
 from jaxserve.core.errors import RequestError
-from jaxserve.core.outputs import RequestOutput
+from jaxserve.core.outputs import RequestMetrics, RequestOutput
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.offline.custom_ids import custom_id_of, seed_of
@@ -58,7 +58,7 @@ class BatchRequest:
             return refused(self.number, self.custom_id, error)
         name = f"batch_req_{self.number}"
         try:
-            body = self.call.response(_without_cache(outputs), name, created)
+            body = self.call.response(_without_metrics(outputs), name, created)
         except Exception as error:  # A bug fails one line, not the job.
             _log.exception("the result of line %d could not be created.", self.number)
             return refused(self.number, self.custom_id, error, "internal_error")
@@ -104,10 +104,10 @@ def refused(
     )
 
 
-def _without_cache(outputs: list[RequestOutput]) -> list[RequestOutput]:
-    """Outputs without cache hits, which depend on other requests."""
+def _without_metrics(outputs: list[RequestOutput]) -> list[RequestOutput]:
+    """Outputs without times and cache hits, which depend on other requests."""
     return [
-        dataclasses.replace(output, metrics=dataclasses.replace(output.metrics, cached_tokens=0))
+        dataclasses.replace(output, metrics=RequestMetrics(output.metrics.arrival_us))
         for output in outputs
     ]
 

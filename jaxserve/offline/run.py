@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxserve.core.chat_settings import ChatSettings
 from jaxserve.core.errors import RequestError
 from jaxserve.core.outputs import RequestOutput
 from jaxserve.engine.interrupts import interrupts_held
@@ -19,6 +21,7 @@ from jaxserve.offline.requests import BatchRequest, refused
 from jaxserve.offline.timeline import Timeline
 from jaxserve.offline.totals import Totals
 from jaxserve.offline.windows import Prompt, Window, windows
+from jaxserve.protocol.errors import renamed
 from jaxserve.protocol.model import Model
 
 if TYPE_CHECKING:
@@ -34,11 +37,13 @@ class BatchRun:
     `totals` count the whole output as far as this host knows it, `done` and `cached_tokens` the
     lines of this run. For each request `latency_us` has the time from its first step to its last,
     and `token_us`, if it has several tokens, the mean time between them. `complete` means that no
-    line is left, here or on another host.
+    line is left, here or on another host. `started` and `ended` are Unix times, equal until `run`
+    has ended.
     """
 
     def __init__(self, job: BatchJob) -> None:
         self.job = job
+        self.started = self.ended = time.time()
         self.num_left = job.num_left()
         self.done = 0
         self.timeline = Timeline()
@@ -72,13 +77,15 @@ class BatchRun:
         engine: Engine,
         names: Sequence[str] = (),
         progress: Callable[[BatchRun], None] = lambda run: None,
+        chat: ChatSettings | None = None,
     ) -> None:
         """Run the remaining lines. `names` are the model's; `progress` is called after every step.
+        `chat` are the settings of chats, by default those of a server.
 
         On any exit, finished lines are in the output, and all requests have left the engine.
         Raises BatchError if the output cannot be written, and what `Engine.step` raises.
         """
-        model = Model.of(engine.plan, engine.tokenizer, names)
+        model = Model.of(engine.plan, engine.tokenizer, names, chat)
         self.timeline = Timeline()
         try:
             with windows(self.job, model, engine.plan.config.page_size) as read:
@@ -90,6 +97,7 @@ class BatchRun:
                     progress(self)
         finally:
             self.timeline.sample()
+            self.ended = time.time()
             for request_id in self._running:
                 engine.abort(request_id)
         self.complete = self.job.end()
@@ -139,10 +147,11 @@ class BatchRun:
             )
         except RequestError as error:
             line.refused = True
+            named = renamed(error, request.call.names)
             for other in [name for name, running in self._running.items() if running.line is line]:
                 engine.abort(other)
                 del self._running[other]
-            self._write([refused(request.number, request.custom_id, error)])
+            self._write([refused(request.number, request.custom_id, named)])
         else:
             self._running[request_id] = _Running(line, place, added)
 

@@ -57,6 +57,12 @@ class ChatCompletionRequest(GenerationFields):
     def call(self, model: Model) -> Chat:
         """Convert the body to a request for the engine. Raises RequestError."""
         self.check(model)
+        if not self.messages:
+            raise FieldError("messages", "is empty; it needs at least one message.")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise FieldError(
+                "continue_final_message", "and add_generation_prompt conflict; give one of them."
+            )
         if self.top_logprobs is not None and not self.logprobs:
             raise FieldError("top_logprobs", "needs logprobs to be true.")
         more: dict[str, Any] = {}
@@ -105,7 +111,19 @@ class ChatCompletionRequest(GenerationFields):
             tokens_as_ids=bool(self.return_tokens_as_token_ids),
             echoed=self.messages[-1].text if echoed else "",
             warning=warning,
+            names=self.names,
         )
+
+    @property
+    def names(self) -> dict[str, str]:
+        names = super().names
+        if self.logprobs:
+            names["logprobs"] = "top_logprobs"
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        if self.tools and self.tool_choice not in (None, "none", "auto"):
+            names["structured_outputs.json"] = "tools"
+        return names
 
     def prompt(self, model: Model, tools: list[dict[str, Any]] | None) -> TokenizedPrompt:
         """The conversation rendered by the chat template. Raises RequestError."""

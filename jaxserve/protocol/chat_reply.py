@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from jaxserve.core.outputs import CompletionOutput, Delta, RequestOutput
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.answer import Answer, AnswerReader
-from jaxserve.protocol.errors import ErrorReply
+from jaxserve.protocol.errors import ErrorReply, name_by
 from jaxserve.protocol.logprobs import chat_logprobs, prompt_logprobs, token_names
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.reasoning import ReasoningReader, num_reasoning_tokens
@@ -41,7 +41,7 @@ class Chat:
 
     `reasons`: outputs may have reasoning, and begin in it if `begins_in_reasoning`. `tokens_as_ids`
     is of logprobs. `echoed` is text that each answer begins with. `warning` says which part of the
-    request the answer leaves out.
+    request the answer leaves out. `names` are as in `endpoints.ParsedRequest`.
     """
 
     model: Model
@@ -60,7 +60,13 @@ class Chat:
     tokens_as_ids: bool
     echoed: str
     warning: str | None
+    names: Mapping[str, str]
     named_events: ClassVar[bool] = False
+
+    def with_names(self, names: Mapping[str, str]) -> Chat:
+        """This request of another API, in which fields of chats have other `names`."""
+        own = {name: name_by(names, other) for name, other in self.names.items()}
+        return dataclasses.replace(self, names={**names, **own})
 
     def response(
         self, outputs: Sequence[RequestOutput], request_id: str, created: int
@@ -177,6 +183,10 @@ class InBlocks:
     @property
     def warning(self) -> str | None:
         return self.chat.warning
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        return self.chat.names
 
 
 class ChatChunks:

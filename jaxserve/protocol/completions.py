@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, StrictBool, StrictInt, field_validator
 
@@ -13,7 +13,7 @@ from jaxserve.core.outputs import CompletionOutput, Delta, RequestOutput
 from jaxserve.core.sampling_params import MAX_N, SamplingParams
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.errors import ErrorReply, FieldError
-from jaxserve.protocol.fields import GenerationFields, ListOf
+from jaxserve.protocol.fields import GenerationFields, ListOf, only
 from jaxserve.protocol.logprobs import (
     TextOffsets,
     completion_logprobs,
@@ -40,7 +40,9 @@ class CompletionRequest(GenerationFields):
     )
     echo: StrictBool | None = None
     logprobs: StrictInt | None = None
-    suffix: None = Field(None, description="Not supported.")
+    suffix: Annotated[None, only(remedy="leave it out: no model here fills gaps")] = Field(
+        None, description="Not supported."
+    )
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -101,6 +103,7 @@ class CompletionRequest(GenerationFields):
             tokens_as_ids=bool(self.return_tokens_as_token_ids),
             logprobs=self.logprobs is not None,
             n=self.n or 1,
+            names=self.names,
         )
 
     def _sampled_for_best(self) -> dict[str, Any]:
@@ -138,6 +141,7 @@ class ParsedCompletion:
     tokens_as_ids: bool
     logprobs: bool
     n: int
+    names: Mapping[str, str]
     warning: ClassVar[str | None] = None
     named_events: ClassVar[bool] = False
 

@@ -32,8 +32,9 @@ class Chunks(Protocol):
 
 class ParsedRequest(Protocol):
     """A validated request: its prompts, sampling parameters, and response format. `warning` says
-    which part of it the response leaves out. With `named_events` the events of its stream are named
-    by their `type`, and no `[DONE]` follows them."""
+    which part of it the response leaves out. `names` are the client's names of fields that the
+    engine's errors call otherwise (see `errors.name_by`). With `named_events` the events of its
+    stream are named by their `type`, and no `[DONE]` follows them."""
 
     @property
     def prompts(self) -> tuple[TokenizedPrompt, ...]: ...
@@ -45,6 +46,8 @@ class ParsedRequest(Protocol):
     def stream(self) -> bool: ...
     @property
     def warning(self) -> str | None: ...
+    @property
+    def names(self) -> Mapping[str, str]: ...
     @property
     def named_events(self) -> bool: ...
 

@@ -23,8 +23,33 @@ from jaxserve.core.sampling_params import SamplingParams
 _PARAM = re.compile(r"(?:a token id of )?([a-z_]+)")
 _PARAMS = {"prompt", "messages", *(field.name for field in dataclasses.fields(SamplingParams))}
 _UNION_TAG = re.compile(r"[a-z-]+\[.*\]|str|int|float|bool|dict|none|[A-Z]\w*")
+REFUSED = "refused"
+"""The type of pydantic's errors whose message is a reason and a remedy."""
+
+REMEDIES: Mapping[str, str] = {
+    "functions": "use tools, its newer form",
+    "function_call": "use tool_choice, its newer form",
+    "audio": "leave it out: only text models are served",
+    "web_search_options": "leave it out: only text models are served",
+    "mm_processor_kwargs": "leave it out: only text models are served",
+    "length_penalty": "beam search, which has it, is LLM.beam_search in Python",
+    "logits_processors": "start the server with --logits-processors, and use vllm_xargs",
+    "kv_transfer_params": "leave it out: transfers are decided when the server starts",
+    "guided_whitespace_pattern": "write x-guidance into the schema",
+    "documents": "write them into the messages",
+    "n_predict": "use max_tokens",
+    "grammar": "use structured_outputs or response_format",
+    "json_schema": "use structured_outputs or response_format",
+    "typical_p": "leave it out: that sampler is not there",
+    "cache_prompt": "leave it out: prefixes are cached unless the server was started without",
+}
+"""What to do instead of sending a field that other servers have."""
+
 MAX_SHOWN_CHARS = 80
 MAX_MESSAGE_CHARS = 2000
+_DICTIONARY = re.compile(r"a valid dictionary(?: or instance of \w+)?")
+_JSON_WORDS = {"None": "null", "True": "true", "False": "false"}
+_CONSTANT = re.compile(r"\b(?:None|True|False)\b")
 _SHORT = reprlib.Repr()  # It never formats the part that it leaves out.
 _SHORT.maxstring = _SHORT.maxother = MAX_SHOWN_CHARS
 
@@ -58,13 +83,26 @@ class FieldError(RequestError):
         self.code = code
 
 
-def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """The error of a field that has another name in the client's request."""
+def name_by(names: Mapping[str, str], field: str) -> str:
+    """A field's path in the client's request, by `names`: the first beginning of paths that fits is
+    replaced by its value, in which `[]` stands for the index that it stands for in the key."""
     for name, other in names.items():
-        if re.match(rf"{re.escape(name)}(?![a-z_])", str(error)):
-            path, _, message = str(error).removeprefix(name).partition(" ")
-            return FieldError(other + path, message, getattr(error, "code", "invalid_value"))
-    return error
+        pattern = re.escape(name).replace(r"\[\]", r"(\[\d+\])") + "(?![a-z_])"
+        if found := re.match(pattern, field):
+            index = found[1] if found.groups() else ""
+            return other.replace("[]", index) + field[found.end() :]
+    return field
+
+
+def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """The error of a field, by its name in the client's request (see `name_by`)."""
+    field, _, message = str(error).partition(" ")
+    other = name_by(names, field.rstrip(":"))
+    if other == field.rstrip(":"):
+        return error
+    if field.endswith(":"):
+        message = f"is refused: {message}"
+    return FieldError(other, message, getattr(error, "code", "invalid_value"))
 
 
 class ModelNotFoundError(RequestError):
@@ -153,20 +191,23 @@ def field_error_of(errors: Sequence[dict[str, Any]]) -> FieldError:
     found = max((e for e in errors if (e["loc"] or ("body",))[0] == name), key=_depth)
     path = _path(found["loc"])
     if found["type"] == "extra_forbidden":
-        return FieldError(
-            path, "is not a field of this request; leave it out.", "unknown_parameter"
-        )
+        remedy = REMEDIES.get(path, "leave it out")
+        return FieldError(path, f"is not a field of this request; {remedy}.", "unknown_parameter")
+    if found["type"] == REFUSED:
+        return FieldError(path, found["msg"])
     if found["type"] == "missing":
         return FieldError(path, "is missing; it is required.", "missing_required_parameter")
     message = found["msg"].removeprefix("Value error, ")
     if message.startswith("Input should be"):
         message = message.replace("Input should be", "must be", 1)
+        message = _DICTIONARY.sub("an object", message)
+        message = _CONSTANT.sub(lambda found: _JSON_WORDS[found[0]], message)
     return FieldError(path, f"{message}, got {shown(found['input'])}.")
 
 
 def shown(value: Any) -> str:
-    """The repr of a value from the client, truncated for an error message."""
-    text = _SHORT.repr(value)
+    """A value from the client, truncated for an error message."""
+    text = _JSON_WORDS.get(repr(value)) if isinstance(value, bool | None) else _SHORT.repr(value)
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
 
 

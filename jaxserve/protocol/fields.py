@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
@@ -18,13 +19,17 @@ from pydantic import (
     StrictInt,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
+from jaxserve.core.errors import RequestError
 from jaxserve.core.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from jaxserve.engine.prompts import TokenizedPrompt
-from jaxserve.protocol.errors import FieldError
+from jaxserve.protocol.errors import REFUSED, FieldError, renamed
 from jaxserve.protocol.model import Model
 
 _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)} - {"logprobs"}
+
+_GUIDED = ("json", "regex", "choice", "grammar")
 
 T = TypeVar("T")
 
@@ -56,6 +61,18 @@ def _request_id(given: str) -> str:
     if not REQUEST_ID.fullmatch(given):
         raise ValueError(f"must be {REQUEST_ID_RULE}")
     return given
+
+
+def only(*allowed: Any, remedy: str) -> BeforeValidator:
+    """A validator that refuses, with a remedy, what is neither null nor one of `allowed`."""
+    reason = f"must be {json.dumps(allowed[0])}" if allowed else "is not a field of this request"
+
+    def check(given: Any) -> Any:
+        if given is not None and given not in allowed:
+            raise PydanticCustomError(REFUSED, "{said}", {"said": f"{reason}; {remedy}."})
+        return given
+
+    return BeforeValidator(check)
 
 
 JsonObject = Annotated[dict[str, Any], BeforeValidator(valid_names)]
@@ -225,9 +242,9 @@ class GenerationFields(Fields):
     prompt_cache_retention: Ignored = None
     spaces_between_special_tokens: Ignored = None
     guided_decoding_backend: Ignored = None
-    use_beam_search: Literal[False] | None = Field(
-        None, description="Beam search is not served; LLM.beam_search has it."
-    )
+    use_beam_search: Annotated[
+        Literal[False] | None, only(False, remedy="beam search is LLM.beam_search, in Python")
+    ] = Field(None, description="Beam search is not served; LLM.beam_search has it.")
 
     @property
     def include_usage(self) -> bool:
@@ -260,6 +277,18 @@ class GenerationFields(Fields):
         ids = prompt.token_ids
         return TokenizedPrompt(None, ids[:keep] if self.truncation_side == "right" else ids[-keep:])
 
+    @property
+    def names(self) -> dict[str, str]:
+        """The request's names of fields that the engine calls otherwise, for its errors."""
+        names = {"extra_args": "vllm_xargs"}
+        if self.response_format is not None:
+            inner = "" if self.response_format.json_schema is None else ".json_schema"
+            names["structured_outputs.json"] = f"response_format{inner}.schema"
+        for kind in _GUIDED:
+            if getattr(self, f"guided_{kind}") is not None:
+                names[f"structured_outputs.{kind}"] = f"guided_{kind}"
+        return names
+
     def constraint(self) -> dict[str, Any] | None:
         """The output constraint in the form of SamplingParams. Raises FieldError."""
         found: dict[str, dict[str, Any]] = {}
@@ -268,7 +297,7 @@ class GenerationFields(Fields):
         if self.structured_outputs is not None:
             given = self.structured_outputs.model_dump(by_alias=True, exclude_none=True)
             found["structured_outputs"] = given
-        for kind in ("json", "regex", "choice", "grammar"):
+        for kind in _GUIDED:
             value = getattr(self, f"guided_{kind}")
             if value is not None:
                 found[f"guided_{kind}"] = {kind: value}
@@ -287,10 +316,13 @@ class GenerationFields(Fields):
         given["extra_args"] = self.vllm_xargs
         given |= more
         given = {name: value for name, value in given.items() if value is not None}
-        params = SamplingParams.from_defaults(model.default_sampling, **(defaults | given))
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > model.max_logprobs:
-                raise FieldError(name, f"may be {model.max_logprobs} at most on this server.")
+        try:
+            params = SamplingParams.from_defaults(model.default_sampling, **(defaults | given))
+            for name in ("logprobs", "prompt_logprobs"):
+                if (getattr(params, name) or 0) > model.max_logprobs:
+                    raise FieldError(name, f"may be {model.max_logprobs} at most on this server.")
+        except RequestError as error:
+            raise renamed(error, self.names) from None
         return params
 
 

@@ -80,7 +80,7 @@ class Model:
             if not self.chat.trust_request_chat_template:
                 raise FieldError(
                     "chat_template",
-                    "is only allowed by a server with --trust-request-chat-template; leave it out.",
+                    "is only allowed with the option --trust-request-chat-template; leave it out.",
                 )
             return of_request
         return self.tokenizer.tool_template if has_tools else self.tokenizer.chat_template
@@ -113,7 +113,8 @@ class Model:
         if len(text) > most:
             raise PromptTooLongError(
                 f"the prompt has {len(text)} characters and the context limit of "
-                f"{self.max_model_len} tokens is at most {most} characters; shorten it"
+                f"{self.max_model_len} tokens is at most {most} characters; shorten it: "
+                "truncate_prompt_tokens is for texts within this limit"
             )
 
     def chat_prompt(

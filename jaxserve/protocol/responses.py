@@ -154,6 +154,7 @@ class Response(BaseModel):
     id: str
     object: Literal["response"]
     created_at: int
+    completed_at: int | None
     status: Literal["completed", "incomplete", "failed"]
     error: dict[str, str] | None
     incomplete_details: dict[str, str] | None
@@ -221,8 +222,11 @@ class TokenizerInfo(BaseModel):
     model_max_length: int
 
 
+State = Literal["ready", "starting", "stalled", "draining", "failed"]
+
+
 class Health(BaseModel):
-    status: Literal["ready", "starting", "stalled", "draining", "failed"]
+    status: State
 
 
 class Version(BaseModel):
@@ -248,7 +252,7 @@ class About(BaseModel):
 
     name: Literal["jaxserve"]
     version: str
-    status: Literal["ready", "starting", "draining", "failed"]
+    status: State
     models: list[str]
     docs: str
     openapi: str

@@ -92,7 +92,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After", "Warning"],
         )
-    guarded = HeaderChecks(guarded, settings.allowed_hosts)
+    guarded = HeaderChecks(guarded, settings.allowed_hosts, bool(settings.api_keys))
     guarded = RequestLimits(guarded, limits or ConnectionLimits())
     guarded = RequestLog(guarded, settings.log_requests)
     return RootPath(guarded, settings.root_path) if settings.root_path else guarded

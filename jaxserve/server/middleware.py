@@ -19,7 +19,7 @@ from jaxserve.server.request_state import state_of
 from jaxserve.server.responses import error_response
 from jaxserve.server.workers import LARGE_BYTES
 
-OPEN_PATHS = ("/health", "/livez")
+OPEN_PATHS = ("/health", "/livez", "/ping")
 """Routes that need no key, and are answered under any load."""
 
 MAX_HEADER_BYTES = 1 << 16
@@ -59,8 +59,9 @@ class HeaderChecks:
     is not None: a page of another site could otherwise use a server of its visitor's machine, by
     pointing its own name there."""
 
-    def __init__(self, app: ASGIApp, hosts: Iterable[str] | None) -> None:
+    def __init__(self, app: ASGIApp, hosts: Iterable[str] | None, has_keys: bool) -> None:
         self._app = app
+        self._has_keys = has_keys
         self._hosts = None if hosts is None else {host.lower() for host in hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,9 +83,10 @@ class HeaderChecks:
             return ErrorReply(400, message, "invalid_request_error")
         host = given.get(b"host", b"").decode("latin-1").lower()
         if self._hosts is not None and scope["path"] not in OPEN_PATHS and not self._knows(host):
+            other = "" if self._has_keys else ", or with --api-key-file"
             message = (
-                f"this server has no API key, and does not answer to the host {host!r:.80}; start "
-                "it with --allowed-hosts and that name, or with --api-key-file."
+                f"this server does not answer to the host {host!r:.80}; start it with "
+                f"--allowed-hosts and that name{other}."
             )
             return ErrorReply(403, message, "invalid_request_error", code="host_not_allowed")
         return None

@@ -9,10 +9,8 @@ import uuid
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.core.outputs import RequestOutput
-from jaxserve.protocol.errors import FieldError, reply_to
-from jaxserve.protocol.fields import REQUEST_ID, REQUEST_ID_RULE
-from jaxserve.server.request_state import RequestState, note
-from jaxserve.server.responses import error_response
+from jaxserve.protocol.fields import REQUEST_ID
+from jaxserve.server.request_state import RequestState, create
 
 HEADER = b"x-request-id"
 CLIENT_GONE = 499
@@ -23,8 +21,9 @@ _log = logging.getLogger("jaxserve.server")
 
 
 class RequestLog:
-    """Gives each request an id, which the response carries: its X-Request-Id, or else a new one,
-    which a route may replace by that of the body.
+    """Gives each request an id, which the response carries: its X-Request-Id if it is a valid id,
+    or else a new one, which a route may replace by that of the body. A proxy, and not the client,
+    may have written the header, so an invalid one is no error.
 
     With `log_requests`, logs one line per request, with timing and token counts but no contents.
     Polled endpoints (such as /health) are not logged.
@@ -38,7 +37,7 @@ class RequestLog:
         given = dict(scope["headers"]).get(HEADER)
         valid = given is not None and REQUEST_ID.fullmatch(given.decode("latin-1"))
         request_id = given.decode() if valid else uuid.uuid4().hex
-        request_state = note(scope, request_id, id_is_new=not valid)
+        request_state = create(scope, request_id, id_is_new=not valid)
         begin_s, status = time.monotonic(), CLIENT_GONE
 
         async def send_with_id(message: Message) -> None:
@@ -50,12 +49,7 @@ class RequestLog:
             await send(message)
 
         try:
-            if given is None or valid:
-                await self._app(scope, receive, send_with_id)
-            else:
-                error = FieldError("X-Request-Id", f"must be {REQUEST_ID_RULE}.")
-                answer = error_response(reply_to(error), scope["path"])
-                await answer(scope, receive, send_with_id)
+            await self._app(scope, receive, send_with_id)
         except Exception:
             _log.exception("id=%s failed", request_state.request_id)
             if status == CLIENT_GONE:  # No response has been started.

@@ -8,7 +8,7 @@ from starlette.types import Scope
 
 from jaxserve.core.outputs import RequestOutput
 
-_KEY = "jaxserve.notes"
+_KEY = "jaxserve.request_state"
 
 
 @dataclasses.dataclass(eq=False)
@@ -24,7 +24,7 @@ class RequestState:
     error: BaseException | None = None
 
 
-def note(scope: Scope, request_id: str, id_is_new: bool) -> RequestState:
+def create(scope: Scope, request_id: str, id_is_new: bool) -> RequestState:
     """Create the state of a new request."""
     scope[_KEY] = request_state = RequestState(request_id, id_is_new)
     return request_state

@@ -12,9 +12,10 @@ from starlette.background import BackgroundTask
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from jaxserve.core.errors import RequestError
 from jaxserve.core.outputs import RequestOutput
 from jaxserve.protocol.endpoints import ParsedRequest
-from jaxserve.protocol.errors import ErrorReply, check_generated, reply_to
+from jaxserve.protocol.errors import ErrorReply, check_generated, renamed, reply_to
 from jaxserve.protocol.messages_api.reply import error_body
 from jaxserve.server.disconnect import ClientGoneError, unless_hung_up
 from jaxserve.server.request_state import RequestState, state_of
@@ -71,6 +72,8 @@ class GeneratedResponse(Response):
             await unless_hung_up(receive, work(request_state, send))
         except ClientGoneError:
             request_state.client_gone = True
+        except RequestError as error:
+            raise renamed(error, self._call.names) from None
 
     async def _whole(self, request_state: RequestState, send: Send) -> None:
         call, created = self._call, int(time.time())

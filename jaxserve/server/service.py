@@ -8,7 +8,7 @@ import dataclasses
 import uuid
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from jaxserve.async_engine import AsyncEngine, Restored
 from jaxserve.core.chat_settings import ChatSettings
@@ -21,11 +21,11 @@ from jaxserve.metrics.metrics import Metric
 from jaxserve.protocol.endpoints import ParsedRequest
 from jaxserve.protocol.errors import FieldError, OverloadedError, UnavailableError
 from jaxserve.protocol.model import Model
+from jaxserve.protocol.responses import State
 from jaxserve.server.exposition import Exposition
 from jaxserve.server.workers import NUM_THREADS, Kind, Workers
 
 T = TypeVar("T")
-State = Literal["starting", "ready", "stalled", "draining", "failed"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,6 +43,7 @@ async def livez(request: Request) -> JsonResponse:
     return JsonResponse({"status": state}, 503 if state == "failed" else 200)
 
 
+@router.head("/ping", include_in_schema=False)
 @router.get("/ping", include_in_schema=False)
 @router.post("/ping", include_in_schema=False)
 async def ping(request: Request) -> JsonResponse:

@@ -76,7 +76,9 @@ def test_told_to_stop_it_says_how_to_go_on(batch, batch_llm, job_paths, number: 
     done = len(answers(output))
     assert 0 < done < LINES
     assert f"{done} of {LINES}" in stdout
-    assert f"{LINES - done} lines are left" in output.with_name("report.html").read_text()
+    report = output.with_name("report.html").read_text()
+    assert f"{LINES - done} lines are left" in report
+    assert f"<th>command</th><td>jaxserve batch {lines} {output} " in report
     run_batch(batch_llm, lines, output)
     assert len(answers(output)) == LINES
 
@@ -166,13 +168,17 @@ def test_refusals_come_before_the_model_is_loaded(batch, job_paths, tmp_path: Pa
 def test_broken_lines_and_duplicates_stop_nothing(batch, tmp_path: Path):
     good = {"custom_id": "good", "prompt": "a", "max_tokens": 2}
     chat = {"custom_id": "chat", "messages": [{"role": "user", "content": "hi"}]}
-    lines = write_lines(tmp_path / "in.jsonl", [good, "{broken", good, b"\xff\x00", "", chat])
-    ended = batch(lines, tmp_path / "out.jsonl", "--report", tmp_path / "report.html")
+    own = chat | {"custom_id": "own", "chat_template": "{{ messages[0].content }}", "max_tokens": 2}
+    lines = write_lines(tmp_path / "in.jsonl", [good, "{broken", good, b"\xff\x00", "", chat, own])
+    ended = batch(
+        *(lines, tmp_path / "out.jsonl", "--report", tmp_path / "report.html"),
+        *("--trust-request-chat-template", "--reasoning-parser=none"),
+    )
     assert ended.status == 0, ended.stderr
-    assert "5 of 5" in ended.stdout and "invalid_line" in ended.stdout
+    assert "6 of 6" in ended.stdout and "invalid_line" in ended.stdout
     found = errors(tmp_path / "out.jsonl")
     assert {2: "invalid_line", 3: "duplicate_custom_id", 4: "invalid_line"}.items() <= found.items()
-    assert 6 in found, "this model has no chat template"
+    assert 6 in found and 7 not in found, "this model has no chat template; line 7 brings one"
     assert "duplicate_custom_id" in (tmp_path / "report.html").read_text()
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import html
 import html.parser
 import shutil
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from batch_files import prompts, write_lines
 
 from jaxserve.core.errors import BatchError
+from jaxserve.core.version import __version__
 from jaxserve.offline import run_batch
 from jaxserve.offline.report import write_report
 
@@ -59,7 +63,7 @@ def runs(batch_llm, tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture(scope="module")
 def report(runs) -> Path:
     path = runs[0].job.output.with_name("report.html")
-    write_report(path, runs[0])
+    write_report(path, runs[0], "jaxserve batch 'in <&>.jsonl' out.jsonl")
     return path
 
 
@@ -79,6 +83,19 @@ def test_the_page_says_what_was_done(runs, report: Path):
     for words in ("All lines are done", "<b>42</b>", "invalid_line", "context_length_exceeded"):
         assert words in text
     assert f"<b>{runs[0].totals.num_output_tokens:,}</b>" in text
+
+
+def test_the_page_says_when_and_how_the_job_ran(runs, report: Path):
+    text = html.unescape(report.read_text(encoding="utf-8"))
+    start, end = (
+        f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
+        for at in (runs[0].started, runs[0].ended)
+    )
+    assert abs(time.time() - runs[0].ended) < 3600 and runs[0].started < runs[0].ended
+    assert f"jaxserve {__version__}, {start} to {end}." in text
+    assert "<th>command</th><td>jaxserve batch 'in <&>.jsonl' out.jsonl</td>" in text
+    for row in ("start of the job", "start of this run", "end of this run"):
+        assert f"<th>{row}</th>" in text
 
 
 def test_a_job_found_done_has_a_page_too(runs, tmp_path: Path):

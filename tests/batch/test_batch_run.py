@@ -10,6 +10,7 @@ from batch_files import answers, errors, prompts, write_lines
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxserve.core.chat_settings import ChatSettings
 from jaxserve.core.errors import BatchError
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.llm import LLM
@@ -70,6 +71,20 @@ def test_every_line_is_answered_as_if_alone(expected):
         assert content["error"] is None
         assert content["response"]["status_code"] == 200
         assert content["response"]["request_id"] == content["id"]
+
+
+def test_templates_of_lines_need_trust(batch_llm, tmp_path):
+    """It is a setting of the job, since it changes answers."""
+    line = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    write_lines(tmp_path / "in.jsonl", [line | {"chat_template": "{{ messages[0].content }}"}])
+    for chat, refused in ((ChatSettings(trust_request_chat_template=True), 0), (None, 1)):
+        plan, tokenizer = batch_llm.engine.plan, batch_llm.engine.tokenizer
+        used = settings_of(plan.config, plan.checkpoint.fingerprint, tokenizer, (), chat)
+        assert used["trust_request_chat_template"] is (not refused)
+        with BatchJob(tmp_path / "in.jsonl", tmp_path / f"{refused}.jsonl", used) as job:
+            run = BatchRun(job)
+            run.run(batch_llm.engine, chat=chat)
+            assert run.totals.num_errors == refused
 
 
 @settings(

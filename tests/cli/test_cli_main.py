@@ -75,10 +75,21 @@ def test_completion(shell, capsys):
     [
         (["dance"], "dance"),
         (["batch"], "INPUT"),
-        (["generate", "hi", "--max-tokens", "many"], "many"),
+        (
+            ["generate", "hi", "--max-tokens", "many"],
+            "--max-tokens: 'many' is not an integer;",
+        ),
         (["generate", "hi", "--max-num-seqs", "many"], "--max-num-seqs: 'many' is not an integer"),
         (["generate", "hi", "--temperature", "9"], "error: --temperature must be"),
-        (["generate", "hi", "--scheduler", "fifo"], "fifo"),
+        (["serve", "--max-model-len=x"], "`jaxserve serve --help` lists the options."),
+        (
+            ["generate", "hi", "--scheduler", "fifo"],
+            "'fifo'; it must be one of static, orca",
+        ),
+        (
+            ["plan", "--log-level=loud"],
+            "'loud'; it must be one of debug, info",
+        ),
         (["generate", "hi", "--dtype=int3"], "error: --dtype is 'int3'; it must be one of"),
         (["generate", "hi", "-n", "0"], "n must be"),
         (["generate", "hi", "--raw", "--system=Be brief."], "error: --system has no effect"),
@@ -90,6 +101,10 @@ def test_completion(shell, capsys):
         (["plan", "--max-nm-seqs=3"], "no option --max-nm-seqs; did you mean --max-num-seqs?"),
         (["bench", "offline", "--no-jsn"], "no option --no-jsn; did you mean --no-json?"),
         (["generate", "hi", "--xyzzy"], "`jaxserve generate --help` lists the options."),
+        (["serve", "--enable-log-requests"], "use --log-requests."),
+        (["serve", "--enable-auto-tool-choice"], "calls are parsed in the format of the chat"),
+        (["serve", "--tool-call-parser", "hermes"], "error: --tool-call-parser is a setting of"),
+        (["serve", "--log-requets"], "no option --log-requets; did you mean --log-requests?"),
         (["serve", "--block-size=16"], "error: --block-size is a setting of vLLM"),
         (["serve", "--gpu-memory-utilization", "0.5"], "use --memory-utilization."),
     ],
@@ -109,6 +124,21 @@ def test_sizes_have_units_and_dtypes_short_names():
     assert parse(["plan", "--kv-cache-memory-bytes=4096"]).engine.kv_cache_memory_bytes == 4096
     assert parse(["plan", "--kv-cache-memory-bytes=None"]).engine.kv_cache_memory_bytes is None
     assert parse(["serve", "--max-body-bytes=1.5MB"]).max_body_bytes == 1_500_000
+
+
+def test_help_names_flags_and_their_values(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "{None" not in text and "(default: )" not in text
+    assert "--config PATH" in text and "--log-level {debug,info,warning,error}" in text
+    assert "what is left of --memory-utilization" in text and "memory_utilization" not in text
+
+
+def test_optional_words_and_paths():
+    assert parse(["serve", "--uds=None"]).uds is None
+    assert parse(["generate", "hi", "--system=none", "--quantization=None"]).system == "none"
+    assert parse(["generate", "hi", "--quantization=int8"]).engine.quantization == "int8"
 
 
 def test_help_has_few_engine_settings_before_the_others(capsys):

@@ -159,9 +159,7 @@ def test_a_snapshot_has_the_requests_and_their_kv_is_recomputed(model, windowed,
     evicts=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_the_oracles_tokens_whatever_is_preempted(
-    model, windowed, wishes, gap, share, evicts, seed
-):
+def test_the_same_tokens_whatever_is_preempted(model, windowed, wishes, gap, share, evicts, seed):
     arrivals = [
         Arrival(model.prompts[index], dataclasses.replace(GREEDY, max_tokens=most), gap * place)
         for place, (index, most) in enumerate(wishes)

@@ -129,7 +129,7 @@ def test_n_samples_are_n_requests_with_seeds_of_their_own(llm):
     assert tokens(several) == [tokens(output)[0] for output in alone]
 
 
-def test_a_seed_gives_the_same_tokens_in_any_company(llm):
+def test_a_seed_gives_the_same_tokens_in_any_batch(llm):
     prompt = golden_prompts("code_c")[0].prompt_token_ids
     alone = generate(llm, prompt, SAMPLED)
     crowd = [Arrival(e.prompt_token_ids, GREEDY) for e in golden_prompts(*MESH_PROMPTS)]
@@ -181,7 +181,7 @@ def check_scored(entry, token, expected, count):
         assert np.sum(better) < scored.rank <= np.sum(equal)
 
 
-def test_log_probabilities_are_the_oracles(smollm2, llm):
+def test_log_probabilities_equal_the_reference(smollm2, llm):
     prompt = golden_prompts("code_python")[0].prompt_token_ids
     params = dataclasses.replace(SAMPLED, logprobs=5, prompt_logprobs=5)
     output = generate(llm, prompt, params)

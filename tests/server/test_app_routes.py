@@ -13,9 +13,11 @@ from jaxserve.server.service import Service
 ORIGIN = "https://chat.example.com"
 
 
-def get(path: str, method: str = "GET", keys=(), origins=(), **headers: str) -> httpx.Response:
+def get(
+    path: str, method: str = "GET", keys=(), origins=(), hosts=None, **headers: str
+) -> httpx.Response:
     """The response of a server that is still starting."""
-    settings = AppSettings(keys, 1 << 20, False, allowed_origins=origins)
+    settings = AppSettings(keys, 1 << 20, False, allowed_hosts=hosts, allowed_origins=origins)
     app = create_app(Service(["tiny"], 8), settings)
 
     async def ask() -> httpx.Response:
@@ -44,7 +46,8 @@ def test_docs_have_every_route_and_load_nothing():
 
 def test_a_server_that_starts_answers_probes():
     for method in ("GET", "POST"):
-        assert get("/ping", method).json() == {"status": "starting"}
+        assert get("/ping", method, ("a",)).json() == {"status": "starting"}
+    assert get("/ping", "HEAD", ("a",)).status_code == 503
     assert get("/load").json() == {"server_load": 0}
     assert get("/server_info").status_code == 503
     assert get("/reset_prefix_cache", "POST").status_code == 503
@@ -55,6 +58,23 @@ def test_one_of_several_keys_does_not_empty_the_cache_of_the_others():
     assert get("/reset_prefix_cache", "POST", ("a",), **key).status_code == 503
     refused = get("/reset_prefix_cache", "POST", ("a", "b"), **key)
     assert refused.status_code == 403 and "several API keys" in refused.text
+
+
+@pytest.mark.parametrize("given", ["a b", "x" * 129, "8f0c#12"])
+def test_an_odd_request_id_is_replaced(given):
+    """Proxies choose the header: Kong's has a #."""
+    for path in ("/livez", "/version"):
+        response = get(path, **{"x-request-id": given})
+        assert response.status_code == 200
+        assert len(response.headers["x-request-id"]) == 32
+
+
+def test_a_name_that_is_not_allowed_is_refused_with_the_remedy():
+    for keys, has_remedy in (((), True), (("a",), False)):
+        refused = get("/version", keys=keys, hosts=("inside.example",), host="evil.example")
+        message = refused.json()["error"]["message"]
+        assert refused.status_code == 403 and "--allowed-hosts" in message
+        assert ("--api-key-file" in message) is has_remedy
 
 
 PREFLIGHT = {

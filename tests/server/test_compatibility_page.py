@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jaxserve.protocol.chat import ChatCompletionRequest
 from jaxserve.protocol.completions import CompletionRequest
+from jaxserve.protocol.errors import REMEDIES
 
 CLIENTS = Path(__file__).parents[1] / "clients"
 sys.path.insert(0, str(CLIENTS))
@@ -45,3 +46,9 @@ def test_every_field_is_told_once():
     known = CompletionRequest.model_fields | ChatCompletionRequest.model_fields
     assert sorted(there) == sorted(known)
     assert not set(refused) & set(known)
+
+
+def test_what_to_do_instead_is_what_errors_say():
+    rows = [row.split("|")[1:3] for row in TEXT.split("Refused, as")[1].splitlines() if "`" in row]
+    told = {name: remedy.strip() for names, remedy in rows for name in fields_of(f"|{names}|")}
+    assert told == REMEDIES

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -188,7 +189,9 @@ def test_a_header_too_large_is_refused_though_it_comes_in_one_piece():
         ({"host": "::1", "allowed_hosts": ("a",)}, False, ("a",)),
         ({}, True, None),
         ({"allowed_hosts": ("a",)}, True, ("a",)),
-        ({"host": "0.0.0.0"}, False, None),
+        ({"host": "0.0.0.0"}, False, ()),
+        ({"host": "0.0.0.0"}, True, None),
+        ({"uds": Path("socket")}, False, None),
         ({"host": "0.0.0.0", "allowed_hosts": ("a",)}, False, ("a",)),
     ],
 )

@@ -132,6 +132,38 @@ def test_a_client_turns_it_off(model):
     assert message["content"] == "Yes." and "reasoning_content" not in message
 
 
+def test_responses_and_messages_leave_it_out_too(model):
+    whole = [output(model, TEXT)]
+    call = parse(ResponsesRequest, model, input="Hi", include_reasoning=False)
+    body = call.response(whole, "r", 5)
+    assert [item["type"] for item in body["output"]] == ["message"]
+    assert body["output"][0]["content"][0]["text"] == "Yes."
+    assert streamed(call, TEXT)[-1]["response"] == body
+    fields = {"messages": MESSAGES, "max_tokens": 99, "include_reasoning": False}
+    body = parse(MessagesRequest, model, **fields).response(whole, "r", 5)
+    assert body["content"] == [{"type": "text", "text": "Yes."}]
+
+
+def test_responses_repeat_the_request(model):
+    fields = {"user": "u", "safety_identifier": "s", "prompt_cache_key": "k", "max_tool_calls": 3}
+    call = parse(ResponsesRequest, model, input="Hi", **fields)
+    one = output(model, TEXT)
+    one = dataclasses.replace(one, metrics=RequestMetrics(1_000_000, finish_us=3_500_000))
+    body = call.response([one], "r", 5)
+    assert {name: body[name] for name in fields} == fields
+    assert body["service_tier"] is None and body["completed_at"] == 7
+    started = next(call.chunks("r", 5).begin())["response"]
+    assert started["completed_at"] is None and set(started) == set(body)
+
+
+def test_the_usage_of_a_message_adds_up_from_its_start_to_its_end(model):
+    call = parse(MessagesRequest, model, messages=MESSAGES, max_tokens=99, stream=True)
+    events = streamed(call, TEXT)
+    start, end = events[0]["message"]["usage"], events[-2]["usage"]
+    assert set(start) == set(end) and end["cache_read_input_tokens"] == 1
+    assert start["input_tokens"] == len(call.prompts[0].token_ids)
+
+
 @pytest.mark.parametrize("parser", ["none", "auto", "qwen3"])
 def test_the_server_says_who_marks_it(model, parser):
     plain = copy.copy(model.tokenizer)

@@ -141,7 +141,6 @@ def test_what_does_no_harm_is_accepted(claude):
         metadata={"user_id": "u"},
         service_tier="auto",
         thinking={"type": "adaptive"},
-        output_config={"effort": "low"},
         extra_headers={"anthropic-beta": "context-management-2025-06-27"},
         extra_query={"beta": "true"},
         model="tiny",
@@ -156,6 +155,11 @@ def test_what_does_no_harm_is_accepted(claude):
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content[0].type"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
         ({"extra_body": {"containers": 1}}, "containers"),
+        ({"output_config": {"effort": "low"}}, "output_config.effort is not a variable"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "objekt"}}}},
+            "output_config.format.schema is refused",
+        ),
     ],
 )
 def test_errors_have_anthropics_format(claude, fields, said):

@@ -89,7 +89,7 @@ def test_a_request_names_a_processor(thinking):
     )
     assert named == [77] * 4 != plain
     refused = thinking.post("/v1/completions", body | {"vllm_xargs": {"other": 1}})
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "extra_args"
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "vllm_xargs"
     settings = thinking.client.get("/server_info").json()["settings"]
     assert settings["logits_processors"] == ["only"] and settings["max_num_seqs"] == 4
 

@@ -155,6 +155,22 @@ def test_priorities_are_bounded(llama):
     run(llama, scenario, policy=ClientPolicy(min_priority=0))
 
 
+def test_errors_of_the_engine_name_what_the_client_sent(llama):
+    async def scenario(client, service, engine):
+        for fields, param in (
+            ({"guided_json": {"type": "objekt"}}, "guided_json"),
+            ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+            ({"vllm_xargs": {"nobody": 1}}, "vllm_xargs"),
+        ):
+            for stream in (False, True):
+                answer = await client.post(PATH, json=BODY | fields | {"stream": stream})
+                error = answer.json()["error"]
+                assert (answer.status_code, error["param"]) == (400, param)
+                assert error["message"].startswith(param)
+
+    run(llama, scenario)
+
+
 def test_who_hangs_up_leaves_the_queue_of_the_threads(llama, monkeypatch):
     """What has begun cannot be stopped; what waits is dropped."""
     body = json.dumps(BODY | {"prompt": "text"}).encode()

@@ -102,7 +102,7 @@ def alone(llama, llm_for):
 
 
 @pytest.mark.parametrize("scheduler", POLICIES)
-def test_the_same_tokens_in_any_company(llama, llm_for, alone, scheduler):
+def test_the_same_tokens_in_any_batch(llama, llm_for, alone, scheduler):
     several = dataclasses.replace(SAMPLED, seed=8, n=3)
     mine = [Arrival(llama.prompts[9], SAMPLED, 3), Arrival(llama.prompts[8], several, 1)]
     others = [Arrival(p, FREE, step) for step, p in enumerate(llama.prompts)]

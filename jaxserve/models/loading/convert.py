@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from jaxserve.core.config import default_dtype
+from jaxserve.core.config import default_dtype, full_dtype
 from jaxserve.core.errors import ModelError
 from jaxserve.models.family import Params
 from jaxserve.models.loading.checkpoint import open_checkpoint
@@ -45,7 +45,7 @@ def convert(
     params = load_params(
         checkpoint,
         specs,
-        dtype=dtype or default_dtype(jax.default_backend()),
+        dtype=full_dtype(dtype) or default_dtype(jax.default_backend()),
         shardings=jax.tree.map(lambda spec: host, specs),
         progress=progress,
     )

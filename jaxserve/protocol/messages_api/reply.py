@@ -77,7 +77,13 @@ class MessagesChunks:
 
     def begin(self) -> Iterator[Event]:
         (prompt,) = self._call.prompts
-        usage = {"input_tokens": len(prompt.token_ids), "output_tokens": 0}
+        # What comes from the cache is not known yet.
+        usage = {
+            "input_tokens": len(prompt.token_ids),
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": 0,
+        }
         yield {"type": "message_start", "message": self._message([], usage)}
 
     def add(self, number: int, deltas: Sequence[Delta]) -> Iterator[Event]:
@@ -131,6 +137,8 @@ class MessagesChunks:
 
     def _gain(self, piece: Piece) -> Iterator[Event]:
         match piece.kind:
+            case "reasoning" if not self._call.chat.include_reasoning:
+                pass
             case "reasoning":
                 if not self._in("thinking"):
                     yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})

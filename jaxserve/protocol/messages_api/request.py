@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, model_validator
 
@@ -17,6 +17,7 @@ from jaxserve.protocol.fields import (
     JsonSchema,
     ListOf,
     ResponseFormat,
+    only,
 )
 from jaxserve.protocol.messages_api.blocks import Text, Turn, messages_of
 from jaxserve.protocol.messages_api.reply import MessagesCall
@@ -25,8 +26,9 @@ from jaxserve.protocol.tools import ChosenName, ChosenTool, Function, Name, Tool
 
 _NAMES = {
     "stop": "stop_sequences",
-    "response_format.json_schema": "output_config.format",
-    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "tools[].function.parameters": "tools[].input_schema",
+    "tools[].function": "tools[]",
 }
 
 
@@ -85,6 +87,7 @@ class MessagesRequest(GenerationFields):
     output_format: OutputFormat | None = Field(
         None, description="output_config.format, by an older name."
     )
+    include_reasoning: StrictBool | None = None
     chat_template: str | None = None
     chat_template_kwargs: JsonObject | None = None
     context_management: Ignored = None
@@ -96,18 +99,21 @@ class MessagesRequest(GenerationFields):
     workspace_id: Ignored = None
 
     # Fields of chats that have another name here, or whose results have no place in a response.
-    n: Literal[1] | None = None
-    stop: None = None
-    response_format: None = None
-    prompt_logprobs: None = None
-    return_token_ids: None = None
+    n: Annotated[Literal[1] | None, only(1, remedy="send a request for each message")] = None
+    stop: Annotated[None, only(remedy="use stop_sequences")] = None
+    response_format: Annotated[None, only(remedy="use output_config.format")] = None
+    prompt_logprobs: Annotated[None, only(remedy="/v1/chat/completions has it")] = None
+    return_token_ids: Annotated[None, only(remedy="/v1/chat/completions has it")] = None
 
     def call(self, model: Model) -> MessagesCall:
         """Convert the body to a request for the engine. Raises RequestError."""
+        is_older = self.output_config is None or self.output_config.format is None
+        form = "output_format" if is_older else "output_config.format"
+        names = _NAMES | {"response_format.json_schema": form, "response_format": form}
         try:
-            return MessagesCall(self._as_chat().call(model))
+            return MessagesCall(self._as_chat().call(model).with_names(names))
         except RequestError as error:
-            raise renamed(error, _NAMES) from None
+            raise renamed(error, names) from None
 
     def _as_chat(self) -> ChatCompletionRequest:
         shared = {name: getattr(self, name) for name in GenerationFields.model_fields}
@@ -123,7 +129,9 @@ class MessagesRequest(GenerationFields):
                 "tool_choice": choice,
                 "parallel_tool_calls": parallel,
                 "response_format": self._format(),
+                "reasoning_effort": self.output_config and self.output_config.effort,
                 "continue_final_message": goes_on,
+                "include_reasoning": self.include_reasoning,
                 "chat_template": self.chat_template,
                 "chat_template_kwargs": self._variables(),
             }
@@ -160,8 +168,6 @@ class MessagesRequest(GenerationFields):
         variables: dict[str, Any] = {}
         if self.thinking is not None:
             variables["enable_thinking"] = self.thinking.type != "disabled"
-        if self.output_config is not None and self.output_config.effort is not None:
-            variables["reasoning_effort"] = self.output_config.effort
         return variables | (self.chat_template_kwargs or {})
 
 

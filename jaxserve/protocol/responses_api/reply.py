@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxserve.core.outputs import Delta, RequestOutput
+from jaxserve.core.outputs import Delta, RequestMetrics, RequestOutput
 from jaxserve.protocol.chat_reply import InBlocks, call_id
 from jaxserve.protocol.errors import ErrorReply
 from jaxserve.protocol.tool_calls import Piece
@@ -49,6 +49,11 @@ class ResponsesCall(InBlocks):
         }
 
 
+def _duration_s(times: RequestMetrics) -> int:
+    """Whole seconds that a request took, as far as it says."""
+    return (times.finish_us - times.arrival_us) // 1_000_000 if times.finish_us is not None else 0
+
+
 class ResponsesChunks:
     """Events of a streamed response: those of one item after the other, within those of the
     response."""
@@ -88,7 +93,8 @@ class ResponsesChunks:
             yield from self._begin(self._message())
         yield from self._end("incomplete" if cut_off else "completed")
         status = "incomplete" if cut_off else "completed"
-        response = self._response(status, self._call.usage(outputs))
+        completed_at = None if cut_off else self._created + _duration_s(outputs[0].metrics)
+        response = self._response(status, self._call.usage(outputs), completed_at)
         yield self._event(f"response.{status}", response=response)
 
     def failed(self, reply: ErrorReply) -> Iterator[Event]:
@@ -99,6 +105,8 @@ class ResponsesChunks:
 
     def _gain(self, piece: Piece) -> Iterator[Event]:
         match piece.kind:
+            case "reasoning" if not self._call.chat.include_reasoning:
+                pass
             case "reasoning":
                 if not self._in("reasoning"):
                     yield from self._end("completed")
@@ -191,12 +199,15 @@ class ResponsesChunks:
         self._sequence_number += 1
         return event
 
-    def _response(self, status: str, usage: dict[str, Any] | None) -> dict[str, Any]:
+    def _response(
+        self, status: str, usage: dict[str, Any] | None, completed_at: int | None = None
+    ) -> dict[str, Any]:
         too_long = status == "incomplete" and self._finish_reason == "length"
         return {
             "id": f"resp_{self._request_id}",
             "object": "response",
             "created_at": self._created,
+            "completed_at": completed_at,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if too_long else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, model_validator
 
@@ -18,6 +18,7 @@ from jaxserve.protocol.fields import (
     JsonSchema,
     ListOf,
     ResponseFormat,
+    only,
 )
 from jaxserve.protocol.messages import Message
 from jaxserve.protocol.model import Model
@@ -33,6 +34,7 @@ _NAMES = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "tools[].function": "tools[]",
 }
 
 
@@ -100,6 +102,7 @@ class ResponsesRequest(GenerationFields):
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto is as truncate_prompt_tokens of -1."
     )
+    include_reasoning: StrictBool | None = None
     chat_template: str | None = None
     chat_template_kwargs: JsonObject | None = None
     max_tool_calls: Ignored = None
@@ -108,14 +111,16 @@ class ResponsesRequest(GenerationFields):
     previous_response_id: str | None = Field(None, description="Not supported.")
     conversation: Any = Field(None, description="Not supported.")
     prompt: Any = Field(None, description="Not supported.")
-    background: Literal[False] | None = None
+    background: Annotated[
+        Literal[False] | None, only(False, remedy="wait for the response, or stream it")
+    ] = None
 
     # Fields of chats that have another name here, or whose results have no place in a response.
-    n: Literal[1] | None = None
-    max_tokens: None = None
-    response_format: None = None
-    prompt_logprobs: None = None
-    return_token_ids: None = None
+    n: Annotated[Literal[1] | None, only(1, remedy="send a request for each response")] = None
+    max_tokens: Annotated[None, only(remedy="use max_output_tokens")] = None
+    response_format: Annotated[None, only(remedy="use text.format")] = None
+    prompt_logprobs: Annotated[None, only(remedy="/v1/chat/completions has it")] = None
+    return_token_ids: Annotated[None, only(remedy="/v1/chat/completions has it")] = None
 
     def call(self, model: Model) -> ResponsesCall:
         """Convert the body to a request for the engine. Raises RequestError."""
@@ -130,7 +135,7 @@ class ResponsesRequest(GenerationFields):
             chat = self._as_chat().call(model)
         except RequestError as error:
             raise renamed(error, _NAMES) from None
-        return ResponsesCall(chat, self._described(chat))
+        return ResponsesCall(chat.with_names(_NAMES), self._described(chat))
 
     def _as_chat(self) -> ChatCompletionRequest:
         shared = {name: getattr(self, name) for name in GenerationFields.model_fields}
@@ -146,6 +151,7 @@ class ResponsesRequest(GenerationFields):
             "parallel_tool_calls": self.parallel_tool_calls,
             "logprobs": logprobs,
             "top_logprobs": self.top_logprobs if logprobs else None,
+            "include_reasoning": self.include_reasoning,
             "chat_template": self.chat_template,
             "chat_template_kwargs": self.chat_template_kwargs,
         }
@@ -196,7 +202,12 @@ class ResponsesRequest(GenerationFields):
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": self.reasoning and self.reasoning.effort, "summary": None},
+            "max_tool_calls": self.max_tool_calls,
+            "prompt_cache_key": self.prompt_cache_key,
+            "safety_identifier": self.safety_identifier,
+            "service_tier": None,
             "store": False,
+            "user": self.user,
             "background": False,
             "temperature": chat.params.temperature,
             "top_p": chat.params.top_p,
