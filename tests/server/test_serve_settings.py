@@ -6,9 +6,10 @@ import json
 import os
 import shutil
 
-import openai
 import pytest
 from server_process import ServerProcess
+
+openai = pytest.importorskip("openai")
 
 pytestmark = pytest.mark.interfaces
 
