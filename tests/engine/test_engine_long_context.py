@@ -58,9 +58,11 @@ def _check(done: long_context.Run, num_tokens: int) -> None:
     for answer in done.answers:
         assert answer.tokens == answer.needle.answer
     first, *others = (answer.cached_tokens for answer in done.answers)
-    assert first == 0
-    assert set(others) == {num_tokens - 1}
     memory = done.memory
+    page_size = memory.layout.page_size
+    assert first == 0
+    # The model's layers have windows, where a hit is of whole pages.
+    assert set(others) == {(num_tokens - 1) // page_size * page_size}
     assert memory.kv_tokens >= num_tokens
     assert done.held_bytes == [memory.kv_bytes] * 8
     assert memory.kv_bytes * 8 == memory.num_pages * memory.image_bytes
