@@ -2,8 +2,8 @@
 
 A decode row computes its newest token and its drafts. Each of these tokens samples the next one as
 it would without drafts, with the noise of its own position; a draft is kept while it equals the
-token sampled before it. So the output is that of plain decoding, whatever is drafted. The host does
-not know how many drafts were kept until it reads the step: lengths and positions stay here.
+token sampled before it. So the output equals that of decoding without drafts. The host learns how
+many drafts were kept only when it reads the step: lengths and positions stay on the device.
 """
 
 from __future__ import annotations

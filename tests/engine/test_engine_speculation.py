@@ -1,4 +1,4 @@
-"""Speculative decoding changes no answer, whatever is drafted and whatever happens meanwhile."""
+"""Speculative decoding changes no token: right and wrong drafts, preemptions, swaps, arrivals."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_errors_of_the_engine_name_what_the_client_sent(llama):
         for fields, param in (
             ({"guided_json": {"type": "objekt"}}, "guided_json"),
             ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
-            ({"vllm_xargs": {"nobody": 1}}, "vllm_xargs"),
+            ({"vllm_xargs": {"unknown": 1}}, "vllm_xargs"),
         ):
             for stream in (False, True):
                 answer = await client.post(PATH, json=BODY | fields | {"stream": stream})
