@@ -44,5 +44,7 @@ def test_it_stops_while_it_is_kept_busy(attacked, bystander):
         assert attacked.process.wait(30) == 0, attacked.text()
         assert time.monotonic() - begin < 20
         for post in posts:
-            assert post.exception() is not None or post.result().status_code in (200, 429, 500, 503)
+            # 400: the template reached its limit of time before the signal came.
+            ended = (200, 400, 429, 500, 503)
+            assert post.exception() is not None or post.result().status_code in ended
     assert "Traceback" not in attacked.text()
