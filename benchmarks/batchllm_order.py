@@ -17,9 +17,9 @@ import dataclasses
 import random
 from itertools import count, pairwise, takewhile
 
+from simulated import Run, linear_times, simulate
 from stall_free import BASE_US, PER_TOKEN_US
 from table import print_table
-from virtual_clock import Run, linear_us, simulate
 from workloads import Job
 
 from jaxserve.kv.manager import KVManager
@@ -92,7 +92,7 @@ def serve(jobs: list[Job]) -> Run:
         max_model_len=8192,
     )
     pool = PagePool(POOL_TOKENS // PAGE_SIZE + 1, PAGE_SIZE)
-    return simulate(jobs, config, KVManager(pool), linear_us(BASE_US, PER_TOKEN_US))
+    return simulate(jobs, config, KVManager(pool), linear_times(BASE_US, PER_TOKEN_US))
 
 
 def most_saved(jobs: list[Job]) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from simulated import linear_times, simulate
 from table import print_table
-from virtual_clock import linear_us, simulate
 from workloads import Job, backlog, from_arguments
 
 from jaxserve.core.buckets import Buckets
@@ -53,7 +53,7 @@ def main() -> None:
             target_step_us=1 if POLICIES[policy].chunk == "timed" else None,
             buckets=buckets,
         )
-        run = simulate(jobs, config, PagePool(ROWS * 128 + 1, 16), linear_us(1, 0))
+        run = simulate(jobs, config, PagePool(ROWS * 128 + 1, 16), linear_times(1, 0))
         iterations[policy] = len(run.steps)
     limit = {policy: least_iterations(jobs, ROWS) for policy in POLICIES}
     limit["static"] = static_iterations(jobs, ROWS)

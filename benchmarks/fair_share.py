@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
+from simulated import Run, linear_times, simulate
 from stall_free import BASE_US, PER_TOKEN_US
 from table import print_table
-from virtual_clock import Run, linear_us, simulate
 from workloads import Job, conversation
 
 from jaxserve.kv.pages import PagePool
@@ -34,7 +34,7 @@ def serve(jobs: list[Job], fair_share: bool) -> Run:
         max_model_len=8192,
         fair_share=fair_share,
     )
-    return simulate(jobs, config, PagePool(10_001, 16), linear_us(BASE_US, PER_TOKEN_US))
+    return simulate(jobs, config, PagePool(10_001, 16), linear_times(BASE_US, PER_TOKEN_US))
 
 
 def first_token_us(run: Run, tenant: str) -> list[int]:

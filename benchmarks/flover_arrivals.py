@@ -12,8 +12,8 @@ from __future__ import annotations
 import random
 from statistics import fmean
 
+from simulated import linear_times, simulate
 from table import print_table
-from virtual_clock import linear_us, simulate
 from workloads import Job
 
 from jaxserve.core.buckets import Buckets
@@ -51,9 +51,10 @@ def main() -> None:
         fused, never_idle, shrink = [], [], []
         for seed in range(4):
             jobs = arrivals(gap_ms, seed)
-            run = simulate(jobs, config, PagePool(2048, 16), linear_us(ITERATION_US, 0))
+            run = simulate(jobs, config, PagePool(2048, 16), linear_times(ITERATION_US, 0))
             fused.append(len(run.steps))
-            never_idle.append(-(-jobs[-1].arrival_us // ITERATION_US) + OUTPUT_TOKENS)
+            # The last joins the iteration after the next, which is planned already.
+            never_idle.append(-(-jobs[-1].arrival_us // ITERATION_US) + 1 + OUTPUT_TOKENS)
             decodes = [step.num_decodes for step in run.steps if not step.num_prefill_tokens]
             small = sum(buckets.pick(count, 0).rows for count in decodes)
             shrink.append(len(decodes) * REQUESTS / small)

@@ -27,7 +27,7 @@ Of two matches, the later one is ahead by 89 times their distance over the conte
 
 With two hops, there is another pair of layers, which looks up what followed the token that was
 found: variable tracking, in the terms of RULER (2404.06654). Its sliding layer has nothing left to
-do. Results are written at a tenth of a code word's size, so that norms hardly depend on how
+do. Results are written at a tenth of a code word's size, so that norms depend little on how
 distinct the match was.
 """
 

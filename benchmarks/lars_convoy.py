@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 
+from simulated import Run, linear_times, simulate
 from table import print_table
-from virtual_clock import Run, attention_us, simulate
 from workloads import Job, conversation
 
 from jaxserve.core.buckets import Buckets
@@ -38,8 +38,8 @@ def serve(jobs: list[Job], policy: str, budget: int) -> Run:
         target_step_us=TARGET_US if policy == "medha" else None,
         buckets=buckets,
     )
-    step_us = attention_us(buckets, BASE_US, PER_TOKEN_US, PER_PAIR_US)
-    return simulate(jobs, config, PagePool(60_001, 64), step_us)
+    times = linear_times(BASE_US, PER_TOKEN_US, PER_PAIR_US)
+    return simulate(jobs, config, PagePool(60_001, 64), times, buckets=buckets)
 
 
 def main() -> None:

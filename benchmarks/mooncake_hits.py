@@ -5,25 +5,26 @@ release), whose prompts are given as blocks of 512 tokens. For speed, a block is
 tokens here, so all lengths are divided by 32, and a step computes at most 256 tokens. The trace has
 no outputs, so no request hits them.
 
-An infinite cache that has every earlier prompt immediately is the bound of the hit rate. The host
-tier is the real one, with tiny pages; its transfers take no time, so every hit is worth a fetch.
+An infinite cache that has every earlier prompt immediately is the bound of the hit rate. The
+transfers of the host tier take no time, so every hit is worth a fetch.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import math
 from pathlib import Path
 
+from simulated import Run, linear_times, simulate
 from table import print_table
-from virtual_clock import Run, linear_us, simulate
 from workloads import Job, read_block_trace
 
 from jaxserve.kv.manager import KVManager
+from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.pages import PagePool
-from jaxserve.kv.tiers import HostStore, Tier
-from jaxserve.kv.transfer_worker import TransferWorker
 from jaxserve.scheduler.scheduler import SchedulerConfig
+from jaxserve.simulator.executor import VirtualClock
+from jaxserve.simulator.transfers import Link, SimulatedTransfers
 
 PAGE_SIZE = 16
 ROWS = 128
@@ -43,27 +44,22 @@ def serve(jobs: list[Job], num_pages: int, num_host_pages: int) -> tuple[Run, KV
         max_prefill_tokens=BUDGET - ROWS,
         max_model_len=8192,
     )
-    pool, step_us = PagePool(num_pages + 1, PAGE_SIZE), linear_us(2000, 200)
+    pool, times = PagePool(num_pages + 1, PAGE_SIZE), linear_times(2000, 200)
     if not num_host_pages:
         kv = KVManager(pool)
-        return simulate(jobs, config, kv, step_us), kv
-    transfer_worker = TransferWorker(
-        {Tier.HOST: HostStore(num_host_pages, IMAGE_BYTES)},
-        download=lambda images: images,
-        upload=lambda images: images,
-        page_bytes=IMAGE_BYTES,
-        clock=lambda: 0,
-        staging_buffers=1 << 16,
+        return simulate(jobs, config, kv, times), kv
+    clock = VirtualClock()
+    worker = SimulatedTransfers(
+        {Tier.HOST: Link(math.inf)}, page_bytes=IMAGE_BYTES, clock=clock, staging_buffers=1 << 16
     )
-    with contextlib.closing(transfer_worker):
-        kv = KVManager(
-            pool,
-            preemption="swap",
-            tiers={Tier.HOST: num_host_pages},
-            page_bytes=IMAGE_BYTES,
-            transfer_worker=transfer_worker,
-        )
-        return simulate(jobs, config, kv, step_us, transfer_worker=transfer_worker), kv
+    kv = KVManager(
+        pool,
+        preemption="swap",
+        tiers={Tier.HOST: num_host_pages},
+        page_bytes=IMAGE_BYTES,
+        transfer_worker=worker,
+    )
+    return simulate(jobs, config, kv, times, clock=clock, worker=worker), kv
 
 
 def most_hits(jobs: list[Job]) -> int:

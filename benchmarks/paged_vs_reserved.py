@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from simulated import Run, linear_times, simulate
 from table import print_table
-from virtual_clock import Run, linear_us, simulate
 from workloads import Job, backlog, from_arguments
 
 from jaxserve.kv.pages import PagePool
@@ -29,7 +29,7 @@ def serve(policy: str, jobs: list[Job]) -> Run:
         max_model_len=CONTEXT,
     )
     return simulate(
-        jobs, config, PagePool(POOL_TOKENS // PAGE_SIZE + 1, PAGE_SIZE), linear_us(1, 0)
+        jobs, config, PagePool(POOL_TOKENS // PAGE_SIZE + 1, PAGE_SIZE), linear_times(1, 0)
     )
 
 

@@ -24,7 +24,7 @@ from jaxserve.core.buckets import ProgramKey
 from jaxserve.core.config import EngineConfig
 from jaxserve.models.partition import partition
 from jaxserve.models.registry import get_family
-from jaxserve.runtime.device_rates import device_rates
+from jaxserve.runtime.devices import device_rates
 from jaxserve.runtime.programs.forward_programs import Forward, PipelineStep
 from jaxserve.runtime.programs.program_shapes import ProgramShapes
 from sharding_rules import make_mesh

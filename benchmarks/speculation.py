@@ -1,15 +1,19 @@
-"""Tokens a second with n-gram speculation and without, and whether the tokens are the same.
+"""Tokens a second with speculation and without, and whether the tokens are the same.
 
-    python benchmarks/speculation.py [MODEL] [--drafts 3] [--streams 1 8] [--tokens 128]
+    python benchmarks/speculation.py [MODEL] [--drafter JSON ...] [--streams 1 4] [--tokens 48]
 
-Two engines serve the same requests: prompts to copy from, tables to continue and questions, greedy
-and seeded. Rounds of both engines alternate, and the best of each is reported. A pass is one step
-of one stream: without speculation it gives one token.
+An engine without speculation and one for each drafter (a `speculative_config`; by default prompt
+lookup and the first 24 layers of the model) serve the same requests: prompts to copy from, tables
+to continue and questions, greedy, and seeded with one stream. Rounds of all engines alternate, and
+the best of each is reported. A pass is one step of one stream: without speculation it gives one
+token.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import time
 
 import jax
@@ -17,8 +21,13 @@ from table import print_table
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.core.outputs import RequestOutput
+from jaxserve.core.speculative import SpeculativeConfig
 
-ROUNDS = 3
+ROUNDS = 2
+DRAFTERS = (
+    {"method": "ngram", "num_speculative_tokens": 3},
+    {"method": "layer_skip", "num_layers": 24, "num_speculative_tokens": 3},
+)
 TEXT = (
     "The lighthouse keeper climbed the stairs every evening at six. He lit the lamp, wiped the "
     "glass and wrote the weather into a grey book. On clear nights he could count the boats of the "
@@ -36,33 +45,39 @@ PROMPTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?")
-    parser.add_argument("--drafts", type=int, default=3)
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--drafter", type=json.loads, nargs="+", default=DRAFTERS)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--tokens", type=int, default=48)
     options = parser.parse_args()
-    named = {} if options.model is None else {"model": options.model}
-    settings = {"max_num_seqs": max(options.streams), "max_model_len": 1024}
-    drafted = {"method": "ngram", "num_speculative_tokens": options.drafts}
-    with (
-        LLM(**named, **settings) as plain,
-        LLM(**named, **settings, speculative_config=drafted) as ngram,
-    ):
-        device = jax.devices()[0].device_kind
+    most = max(options.streams)
+    lengths = [SpeculativeConfig.of(config).lengths[-1] for config in options.drafter]
+    settings = {
+        "max_num_seqs": most,
+        "max_model_len": 512,
+        "max_num_batched_tokens": most * (1 + max(lengths)) + 64,
+    }
+    if options.model is not None:
+        settings["model"] = options.model
+    with contextlib.ExitStack() as stack:
+        engines = [
+            stack.enter_context(LLM(**settings, speculative_config=config))
+            for config in (None, *options.drafter)
+        ]
         rows = [
-            measure(plain, ngram, kind, heat, streams, options.tokens)
+            measure(engines, kind, heat, streams, options.tokens)
             for streams in options.streams
-            for heat in (0.0, 0.7)
+            for heat in ((0.0, 0.7) if streams == 1 else (0.0,))
             for kind in PROMPTS
         ]
-    print_table(
-        f"{options.drafts} drafts, {options.tokens} tokens a request, equal tokens, {device}",
-        ["prompts", "sampling", "streams", "none, tok/s", "ngram, tok/s", "ratio", "tok/pass"],
-        rows,
-    )
+    columns = ["prompts", "sampling", "streams", "none, tok/s"]
+    for config in options.drafter:
+        columns += [f"{SpeculativeConfig.of(config).method}, tok/s", "ratio", "tok/pass"]
+    device = jax.devices()[0].device_kind
+    print_table(f"{options.tokens} tokens a request, equal tokens, {device}", columns, rows)
 
 
 def measure(
-    plain: LLM, ngram: LLM, kind: str, heat: float, streams: int, tokens: int
+    engines: list[LLM], kind: str, heat: float, streams: int, tokens: int
 ) -> tuple[object, ...]:
     """A row of the table. Raises AssertionError when speculation changed a token."""
     prompts = [PROMPTS[kind]] * streams
@@ -70,21 +85,21 @@ def measure(
         SamplingParams(temperature=heat, seed=i, max_tokens=tokens, ignore_eos=True)
         for i in range(streams)
     ]
-    best: dict[LLM, float] = {}
-    answers: dict[LLM, list[RequestOutput]] = {}
-    before = accepted(ngram)
+    best = [0.0] * len(engines)
+    before = [accepted(llm) for llm in engines]
     for _ in range(ROUNDS):
-        for llm in (plain, ngram):
+        answers: list[list[RequestOutput]] = []
+        for place, llm in enumerate(engines):
             begin = time.perf_counter()
-            answers[llm] = llm.generate(prompts, params, use_tqdm=False)
-            rate = streams * tokens / (time.perf_counter() - begin)
-            best[llm] = max(best.get(llm, 0.0), rate)
-    for one, other in zip(answers[plain], answers[ngram]):
-        assert one.outputs[0].token_ids == other.outputs[0].token_ids, kind
-    ratio = best[ngram] / best[plain]
-    share = (accepted(ngram) - before) / (ROUNDS * streams * tokens)
-    sampling = f"temperature {heat}" if heat else "greedy"
-    return kind, sampling, streams, best[plain], best[ngram], ratio, 1 / (1 - share)
+            answers.append(llm.generate(prompts, params, use_tqdm=False))
+            best[place] = max(best[place], streams * tokens / (time.perf_counter() - begin))
+        for others in zip(*answers):
+            assert len({tuple(one.outputs[0].token_ids) for one in others}) == 1, kind
+    row: list[object] = [kind, f"temperature {heat}" if heat else "greedy", streams, best[0]]
+    for place, llm in enumerate(engines[1:], 1):
+        share = (accepted(llm) - before[place]) / (ROUNDS * streams * tokens)
+        row += [best[place], best[place] / best[0], 1 / (1 - share)]
+    return tuple(row)
 
 
 def accepted(llm: LLM) -> int:

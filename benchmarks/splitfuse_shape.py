@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from statistics import fmean, pstdev
 
+from simulated import linear_times, simulate
 from table import print_table
-from virtual_clock import linear_us, simulate
 from workloads import backlog, from_arguments
 
 from jaxserve.core.buckets import Buckets
@@ -35,7 +35,7 @@ def main() -> None:
             target_step_us=10 if POLICIES[policy].chunk == "timed" else None,
             buckets=buckets,
         )
-        run = simulate(jobs, config, PagePool(20_001, 16), linear_us(1, 0))
+        run = simulate(jobs, config, PagePool(20_001, 16), linear_times(1, 0))
         steady = [step for step in run.steps if step.num_waiting]
         tokens = [step.num_tokens for step in steady]
         keys = [buckets.pick(step.num_decodes, step.num_prefill_tokens) for step in steady]

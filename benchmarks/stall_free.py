@@ -11,8 +11,8 @@ schedule a chunk below its minimum.
 
 from __future__ import annotations
 
+from simulated import linear_times, simulate
 from table import print_table
-from virtual_clock import linear_us, simulate
 from workloads import from_arguments
 
 from jaxserve.core.buckets import Buckets
@@ -43,7 +43,7 @@ def main() -> None:
             buckets=buckets,
         )
         pool = PagePool(20_001, 16)
-        runs[policy] = simulate(jobs, config, pool, linear_us(BASE_US, PER_TOKEN_US))
+        runs[policy] = simulate(jobs, config, pool, linear_times(BASE_US, PER_TOKEN_US))
     best = percentile(runs["sarathi"].between_tokens_us, 99)
     for policy, run in runs.items():
         gaps = run.between_tokens_us

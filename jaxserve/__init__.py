@@ -10,12 +10,16 @@ from jaxserve.core.version import __version__
 
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncEngine
-    from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from jaxserve.core.config import EngineConfig
+    from jaxserve.core.lora import LoRARequest
     from jaxserve.core.outputs import CompletionOutput, Delta, Logprob, RequestOutput
+    from jaxserve.core.pooling import PoolingParams
     from jaxserve.core.sampling_params import SamplingParams
     from jaxserve.core.structured_outputs import StructuredOutputs
+    from jaxserve.engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from jaxserve.llm import LLM
+    from jaxserve.models.loading.live import load_weights
+    from jaxserve.models.loading.nnx import from_flax
     from jaxserve.models.registry import register_family
     from jaxserve.resume import resumable
 
@@ -28,11 +32,15 @@ __all__ = [
     "CompletionOutput",
     "Delta",
     "EngineConfig",
+    "LoRARequest",
     "Logprob",
+    "PoolingParams",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
     "__version__",
+    "from_flax",
+    "load_weights",
     "register_family",
     "resumable",
 ]
@@ -40,16 +48,20 @@ __all__ = [
 _HOMES = {
     "LLM": "llm",
     "AsyncEngine": "async_engine",
-    "BeamSearchOutput": "beam_search",
-    "BeamSearchParams": "beam_search",
-    "BeamSearchSequence": "beam_search",
+    "BeamSearchOutput": "engine.beam_search",
+    "BeamSearchParams": "engine.beam_search",
+    "BeamSearchSequence": "engine.beam_search",
     "CompletionOutput": "core.outputs",
     "Delta": "core.outputs",
     "EngineConfig": "core.config",
+    "LoRARequest": "core.lora",
     "Logprob": "core.outputs",
+    "PoolingParams": "core.pooling",
     "RequestOutput": "core.outputs",
     "SamplingParams": "core.sampling_params",
     "StructuredOutputs": "core.structured_outputs",
+    "from_flax": "models.loading.nnx",
+    "load_weights": "models.loading.live",
     "register_family": "models.registry",
     "resumable": "resume",
 }

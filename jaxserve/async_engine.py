@@ -5,48 +5,38 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import functools
+import dataclasses
 import itertools
-import logging
-import queue
-import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
 from jaxserve.core.config import EngineConfig, EngineSettings
-from jaxserve.core.errors import EngineClosedError, StepTimeoutError
+from jaxserve.core.engine_info import EngineInfo
+from jaxserve.core.lora import LoRARequest
 from jaxserve.core.outputs import Delta, RequestOutput
+from jaxserve.core.pooling import EmbeddingRequestOutput, PoolingParams
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.client import Restored
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.output_queue import (
-    OutputDispatcher,
-    OutputQueue,
-    OutputStream,
-    left_output,
-    output_of,
-)
+from jaxserve.engine.engine_thread import EngineThread
+from jaxserve.engine.output_queue import OutputQueue, OutputStream, left_output, output_of
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.request import Request
-from jaxserve.engine.snapshots import exported_params
-from jaxserve.engine.watchdog import Watchdog
+from jaxserve.engine.snapshot.requests import RequestSnapshot
+from jaxserve.engine.snapshot.snapshots import exported_params
 from jaxserve.metrics.metrics import Metric
 from jaxserve.metrics.trace import write_trace
+from jaxserve.runtime.live_weights import WeightsSource
 from jaxserve.runtime.startup import EnginePlan, Progress, no_progress
 from jaxserve.text import Tokenizer
-
-_log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 
 class AsyncEngine:
     """LLM for servers, with coroutines. Requests of any number of tasks are batched.
 
-    Only the loop thread changes the engine; everything else sends it commands.
-
-    Attributes:
-        ended: done when that thread has ended, by `close` or by `failure`.
+    An `EngineThread` steps the engine; everything else calls it there, between steps.
     """
 
     def __init__(
@@ -61,20 +51,9 @@ class AsyncEngine:
         600 s for each of the first hundred steps."""
         self._engine = engine
         self._trace_file = trace_file
-        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._dispatcher = OutputDispatcher()
-        self._listeners: dict[str, tuple[OutputQueue, int]] = {}
         self._unclaimed: dict[str, Request] = {}
         self._ids = itertools.count()
-        self._closing = False
-        self._ended = False
-        self._door = threading.Lock()  # no command is queued after the end
-        self._failure: BaseException | None = None
-        self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self.ended.set_running_or_notify_cancel()  # A cancelled waiter must not cancel it.
-        self._watchdog = Watchdog(watchdog_timeout, self._give_up)
-        self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
-        self._thread.start()
+        self._thread = EngineThread(engine, watchdog_timeout)
 
     @classmethod
     def load(
@@ -98,6 +77,15 @@ class AsyncEngine:
     def plan(self) -> EnginePlan:
         """Sizes, memory and programs of this engine."""
         return self._engine.plan
+
+    @property
+    def info(self) -> EngineInfo:
+        """What servers need to know of this engine."""
+        return dataclasses.replace(
+            self._engine.plan.info,
+            eos_token_ids=self._engine.eos_token_ids,
+            weights_version=self.weights_version,
+        )
 
     def chat_prompt(
         self,
@@ -128,12 +116,14 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int | None = None,
         tenant: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
         """The finished output of one prompt. Cancelling the task aborts the request.
 
         Raises RequestError when the request is rejected, EngineClosedError when the engine ends.
         """
-        options = request_id, priority, tenant
+        options = request_id, priority, tenant, lora_request
         async with self._one(prompt, sampling_params, options, wants_deltas=False) as updates:
             return await output_of(updates)
 
@@ -144,44 +134,71 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int | None = None,
         tenant: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[Delta]:
         """Deltas of one prompt as they arrive; those that arrive between reads are merged.
         Leaving the loop early aborts the request."""
-        options = request_id, priority, tenant
+        options = request_id, priority, tenant, lora_request
         async with self._one(prompt, sampling_params, options, wants_deltas=True) as updates:
             async for _, update in updates:
                 if not isinstance(update, RequestOutput):
                     for delta in update:
                         yield delta
 
+    async def embed(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        priority: int | None = None,
+        tenant: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> EmbeddingRequestOutput:
+        """The embedding of one prompt. Raises as `generate`."""
+        params = PoolingParams() if pooling_params is None else pooling_params
+        options = request_id, priority, tenant, lora_request
+        async with self._one(prompt, params, options, wants_deltas=False) as updates:
+            return EmbeddingRequestOutput.of(await output_of(updates))
+
     async def submit(
         self,
         prompts: SequenceOf[Prompt | TokenizedPrompt],
-        sampling_params: SamplingParams,
+        sampling_params: SamplingParams | PoolingParams,
         request_ids: SequenceOf[str],
         priority: int | None = None,
         tenant: str | None = None,
         *,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
         wants_deltas: bool = True,
     ) -> OutputStream:
         """Add prompts to the engine, all of them or none, and stream the outputs of each.
-        Prompts with different `cache_salt`s share no cached prefix.
+        Prompts with different `cache_salt`s share no cached prefix. `lora_request` is their
+        adapter, which is read while other requests run, if it is not loaded.
 
-        Raises RequestError when one of them is rejected, EngineClosedError when the engine has
-        ended.
+        Raises RequestError when one of them is rejected, AdapterError for an adapter that does not
+        fit, EngineClosedError when the engine has ended.
         """
-        # Compiling a grammar may take long, so it must not block the loop thread.
+        # Compiling a grammar may take long, so it must not block the engine's thread.
         preparation = self._engine.preparation(sampling_params)
         grammar = None if preparation is None else await asyncio.wrap_future(preparation)
+        adapter = lora_request
+        if lora_request is not None:
+            staged = await asyncio.to_thread(self._engine.adapters.staged, lora_request)
+            adapter = staged or lora_request
         output_queue = OutputQueue(asyncio.get_running_loop(), wants_deltas)
         listeners = dict(
             zip(request_ids, ((output_queue, i) for i in range(len(prompts))), strict=True)
         )
-        updates = self._updates(output_queue, listeners)
+        thread = self._thread
+        updates = thread.stream(output_queue, listeners)
 
         def add() -> None:
             try:
+                if adapter is not None:
+                    self._engine.adapters.add(adapter, pinned=False)
                 for prompt, (request_id, listener) in zip(prompts, listeners.items()):
                     self._engine.add(
                         request_id,
@@ -191,16 +208,16 @@ class AsyncEngine:
                         tenant,
                         grammar=grammar,
                         cache_salt=cache_salt,
+                        lora_request=lora_request,
                     )
-                    self._listeners[request_id] = listener
+                    thread.listeners[request_id] = listener
             except Exception as error:
-                self._abandon(listeners)
-                self._dispatcher.put(output_queue, 0, error)
+                thread.abandon(listeners)
+                thread.send((output_queue, 0), error)
             else:
-                self._dispatcher.put(output_queue, 0, [])
+                thread.send((output_queue, 0), [])
 
-        if self._closing or not self._command(add):
-            raise self._closed()
+        thread.call_open(add)
         try:
             await output_queue.wait()
         except BaseException:
@@ -212,22 +229,29 @@ class AsyncEngine:
     async def _one(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None,
-        options: tuple[str | None, int | None, str | None],
+        sampling_params: SamplingParams | PoolingParams | None,
+        options: tuple[str | None, int | None, str | None, LoRARequest | None],
         wants_deltas: bool,
     ) -> AsyncIterator[OutputStream]:
         """One prompt's updates, with defaults for missing arguments of `generate`."""
-        request_id, priority, tenant = options
+        request_id, priority, tenant, lora_request = options
         params = self.default_sampling_params() if sampling_params is None else sampling_params
         ids = [request_id or self._next_id()]
-        async with await self.submit(
-            [prompt], params, ids, priority, tenant, wants_deltas=wants_deltas
-        ) as updates:
+        submitted = self.submit(
+            [prompt],
+            params,
+            ids,
+            priority,
+            tenant,
+            lora_request=lora_request,
+            wants_deltas=wants_deltas,
+        )
+        async with await submitted as updates:
             yield updates
 
     async def abort(self, request_id: str) -> None:
         """End a request early, if it is still running."""
-        self._command(lambda: self._abort(request_id))
+        self._thread.call(lambda: self._thread.abort(request_id))
 
     async def set_priority(self, request_id: str, priority: int) -> None:
         """Change the priority of a request, lower running first, if it is still running.
@@ -235,11 +259,46 @@ class AsyncEngine:
         Raises RequestError unless `priority` is an integer, EngineClosedError when the engine has
         ended.
         """
-        await self._result_of(lambda: self._engine.set_priority(request_id, priority))
+        await self._thread.result_of(lambda: self._engine.set_priority(request_id, priority))
 
     async def reset_prefix_cache(self) -> None:
         """Drop every cached prefix."""
-        self._command(self._engine.reset_prefix_cache)
+        self._thread.call(self._engine.reset_prefix_cache)
+
+    async def add_lora(self, lora_request: LoRARequest) -> None:
+        """Load a LoRA adapter, as `LLM.add_lora`; it is read while requests run."""
+        staged = await asyncio.to_thread(self._engine.adapters.staged, lora_request)
+        await self._thread.result_of(lambda: self._engine.adapters.add(staged or lora_request))
+
+    async def remove_lora(self, name: str) -> None:
+        """Unload a LoRA adapter, as `LLM.remove_lora`."""
+        await self._thread.result_of(lambda: self._engine.adapters.remove(name))
+
+    async def update_weights(self, params: WeightsSource) -> int:
+        """Replace the weights between two steps, and return their version; as
+        `LLM.update_weights`. Requests in flight keep their tokens, and the new weights make the
+        next ones. A checkpoint is read while requests run."""
+        staged = await asyncio.to_thread(self._engine.stage_weights, params)
+        return await self._thread.result_of(lambda: self._engine.update_weights(staged))
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give the devices' memory back, as `LLM.sleep`. Requests in flight go on after `wake_up`;
+        new ones are refused until then."""
+        await self._thread.result_of(lambda: self._engine.sleep(level))
+
+    async def wake_up(self, tags: SequenceOf[str] | None = None) -> None:
+        """Take the memory again, as `LLM.wake_up`."""
+        await self._thread.result_of(lambda: self._engine.wake_up(tags))
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether memory is missing that `sleep` gave back."""
+        return self._engine.is_sleeping
+
+    @property
+    def weights_version(self) -> int:
+        """How often the weights that serve have been replaced."""
+        return self._engine.weights_version
 
     async def snapshot(
         self, directory: str | Path, with_kv: bool = True, deadline_s: float | None = None
@@ -250,7 +309,7 @@ class AsyncEngine:
             ended = [request for request in self._unclaimed.values() if request.finished]
             self._engine.snapshot(directory, with_kv, deadline_s, ended)
 
-        await self._result_of(snapshot)
+        await self._thread.result_of(snapshot)
 
     async def restore(self, directory: str | Path) -> dict[str, Restored]:
         """Resume the requests of a snapshot, returned by id. Cancelling a task aborts its request.
@@ -265,11 +324,12 @@ class AsyncEngine:
                 restored[request.request_id] = request, updates
                 self._unclaimed[request.request_id] = request
 
-        await self._result_of(restore)
+        await self._thread.result_of(restore)
         return {
             request_id: Restored(
                 request.prompt_token_ids,
-                request.params,
+                request.pooling or request.params,
+                request.lora_request,
                 request.sequence_outputs[0].seq.tenant,
                 asyncio.create_task(left_output(updates)),
             )
@@ -278,13 +338,15 @@ class AsyncEngine:
 
     async def claim(self, request_id: str) -> None:
         """Mark the output of a restored request as delivered: later snapshots omit it."""
-        self._command(lambda: self._unclaimed.pop(request_id, None))
+        self._thread.call(lambda: self._unclaimed.pop(request_id, None))
 
     async def export_request(self, request_id: str, with_kv: bool = True) -> list[bytes]:
         """An unfinished request as bytes, for `import_request` of another engine; it runs on here
         until `abort`. Its KV is copied between two steps, which takes as long as its bytes take
         from the devices to memory. Raises as `LLM.export_request`."""
-        return await self._result_of(lambda: list(self._engine.export_request(request_id, with_kv)))
+        return await self._thread.result_of(
+            lambda: list(self._engine.export_request(request_id, with_kv))
+        )
 
     async def import_request(
         self, parts: SequenceOf[bytes], request_id: str | None = None, *, wants_deltas: bool = True
@@ -296,169 +358,79 @@ class AsyncEngine:
         if preparation is not None:  # Compiled grammars are cached.
             await asyncio.wrap_future(preparation)
         output_queue = OutputQueue(asyncio.get_running_loop(), wants_deltas)
-        return await self._result_of(
+        return await self._thread.result_of(
             lambda: self._resume(self._engine.import_request(parts, request_id), output_queue)
         )
+
+    async def resume_request(
+        self, state: RequestSnapshot, *, wants_deltas: bool = True
+    ) -> OutputStream:
+        """Add a request of another engine, with the tokens that it had generated, and stream its
+        output from its first token on. Leaving the stream early aborts the request.
+        Raises SnapshotError as `Engine.resume_request`."""
+        preparation = self._engine.preparation(state.added.params)
+        if preparation is not None:
+            await asyncio.wrap_future(preparation)
+        output_queue = OutputQueue(asyncio.get_running_loop(), wants_deltas)
+        return await self._thread.result_of(
+            lambda: self._resume(self._engine.resume_request(state), output_queue)
+        )
+
+    async def stage_request(self, parts: SequenceOf[bytes], request_id: str) -> None:
+        """Take the KV of a request that another engine has exported and runs on, for
+        `resume_request`. Raises SnapshotError as `Engine.stage_request`."""
+        preparation = self._engine.preparation(exported_params(parts))
+        if preparation is not None:
+            await asyncio.wrap_future(preparation)
+        await self._thread.result_of(lambda: self._engine.stage_request(parts, request_id))
+
+    async def unstage_request(self, request_id: str) -> None:
+        """Give up the KV of a request that does not come."""
+        self._thread.call(lambda: self._engine.unstage_request(request_id))
+
+    @property
+    def ended(self) -> concurrent.futures.Future[None]:
+        """Done when the engine has ended, by `close` or by `failure`."""
+        return self._thread.ended
 
     @property
     def failure(self) -> BaseException | None:
         """The error that ended the engine, if any."""
-        return self._failure
+        return self._thread.failure
 
     @property
     def stalled(self) -> bool:
         """Whether the step in progress has taken more than half of the time that it may."""
-        return self._watchdog.stalled
+        return self._thread.stalled
 
     @property
     def stuck(self) -> bool:
         """Whether the engine's thread runs on after `close`: it hangs in a step."""
-        return self._closing and self._thread.is_alive()
+        return self._thread.stuck
 
     def get_metrics(self) -> dict[str, Metric]:
         return self._engine.get_metrics()
 
+    async def metrics_by_replica(self) -> dict[str, dict[str, Metric]]:
+        """As `EngineClient`: the metrics of the only replica."""
+        return {"": self.get_metrics()}
+
     def close(self, timeout_s: float = 30.0) -> None:
         """Abort running requests, stop the thread, free the device, write the trace file.
         Idempotent."""
-        self._closing = True
-        self._command(lambda: None)
-        if not isinstance(self._failure, StepTimeoutError):
-            self._thread.join(timeout_s)
+        self._thread.close(timeout_s)
         if self._trace_file is not None:
             write_trace(self._trace_file, self._engine.log.records)
             self._trace_file = None
 
-    def _updates(
-        self, output_queue: OutputQueue, listeners: Mapping[str, tuple[OutputQueue, int]]
-    ) -> OutputStream:
-        abandon = functools.partial(self._abandon, listeners)
-        return OutputStream(output_queue, len(listeners), functools.partial(self._command, abandon))
-
     def _resume(self, request: Request, output_queue: OutputQueue) -> OutputStream:
         """The output of a request that begins with what another engine generated."""
         listeners = {request.request_id: (output_queue, 0)}
-        self._listeners |= listeners
-        self._publish(request)
-        return self._updates(output_queue, listeners)
+        self._thread.listeners |= listeners
+        self._thread.publish(request)
+        return self._thread.stream(output_queue, listeners)
 
     def _next_id(self) -> str:
         """An id that no open request has; restored requests keep theirs."""
         ids = (f"async-{number}" for number in self._ids)
-        return next(request_id for request_id in ids if request_id not in self._listeners)
-
-    async def _result_of(self, work: Callable[[], _T]) -> _T:
-        """Run `work` in the loop thread between steps; returns or raises what it does."""
-        done: concurrent.futures.Future[_T] = concurrent.futures.Future()
-
-        def command() -> None:
-            if done.set_running_or_notify_cancel():
-                try:
-                    done.set_result(work())
-                except Exception as error:
-                    done.set_exception(error)
-
-        if self._closing or not self._command(command):
-            raise self._closed()
-        return await asyncio.wrap_future(done)
-
-    def _closed(self) -> EngineClosedError:
-        error = EngineClosedError("the engine is closed; make a new one.")
-        error.__cause__ = self._failure
-        return error
-
-    def _command(self, command: Callable[[], object]) -> bool:
-        """Queue a command for the loop thread; False when that thread has ended."""
-        with self._door:
-            if not self._ended:
-                self._commands.put(command)
-            return not self._ended
-
-    # In the loop thread
-
-    def _run(self) -> None:
-        failure: BaseException | None = None
-        try:
-            while not self._closing:
-                self._obey(wait=not self._engine.has_work)
-                if self._engine.has_work and not self._closing:
-                    with self._watchdog.step():
-                        touched = self._engine.step()
-                    for request in touched:
-                        self._publish(request)
-                self._dispatcher.send()
-        except BaseException as error:
-            failure = error
-        try:
-            self._engine.close()
-        except Exception as error:
-            failure = failure or error
-        self._end(failure)
-
-    def _obey(self, wait: bool) -> None:
-        """Run the queued commands; with `wait`, at least one.
-
-        A command that fails is logged, and the engine continues: it concerns one request only.
-        """
-        with contextlib.suppress(queue.Empty):
-            while True:
-                command = self._commands.get(block=wait)
-                wait = False
-                try:
-                    command()
-                except Exception:
-                    _log.exception("a command failed; the engine continues")
-
-    def _abort(self, request_id: str) -> None:
-        request = self._engine.abort(request_id)
-        if request is not None:
-            self._publish(request)
-
-    def _abandon(self, listeners: Mapping[str, tuple[OutputQueue, int]]) -> None:
-        """Abort requests that have lost their listeners, unless new requests have their ids."""
-        for request_id, listener in listeners.items():
-            if self._listeners.get(request_id) is listener:
-                self._abort(request_id)
-
-    def _publish(self, request: Request) -> None:
-        output_queue, number = self._listeners.get(request.request_id, (None, 0))
-        if output_queue is None:
-            return
-        deltas = request.take_deltas()
-        if deltas and output_queue.wants_deltas:
-            self._dispatcher.put(output_queue, number, deltas)
-        if request.finished:
-            del self._listeners[request.request_id]
-            self._dispatcher.put(output_queue, number, self._engine.output(request))
-
-    def _give_up(self, error: StepTimeoutError) -> None:
-        """End without the engine's thread, which hangs in a step. Called by the watchdog."""
-        self._engine.refuse(str(error))
-        self._end(error)
-
-    def _end(self, failure: BaseException | None) -> None:
-        """Tell everyone who waits. Does nothing if the watchdog has done it."""
-        with self._door:
-            if self._ended:
-                return
-            self._failure, self._ended = failure, True
-        self._watchdog.close()
-        reason = f": {failure}" if failure else ""
-        while not self._commands.empty():
-            with contextlib.suppress(Exception):
-                self._commands.get_nowait()()
-        for output_queue, number in self._listeners.values():
-            error = EngineClosedError(f"the engine was closed{reason}")
-            self._dispatcher.put(output_queue, number, error)
-        self._listeners.clear()
-        self._dispatcher.send()
-        self.ended.set_result(None)
-
-
-class Restored(NamedTuple):
-    """A request resumed from a snapshot, and the task of its output."""
-
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    tenant: str | None
-    output: asyncio.Task[RequestOutput]
+        return next(request_id for request_id in ids if request_id not in self._thread.listeners)

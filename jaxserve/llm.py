@@ -4,36 +4,42 @@ from __future__ import annotations
 
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any, Self, Unpack
 
-import numpy as np
-
-from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams, search
 from jaxserve.core.config import EngineConfig, EngineSettings
 from jaxserve.core.errors import RequestError
+from jaxserve.core.lora import LoRARequest
+from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.output_file import check_output_file
-from jaxserve.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxserve.core.outputs import RequestOutput
+from jaxserve.core.pooling import (
+    EmbeddingRequestOutput,
+    PoolingParams,
+    ScoringRequestOutput,
+    pairs,
+)
 from jaxserve.core.progress_bar import ProgressBar
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.core.sequence import SharedPrefix
+from jaxserve.core.signals import interrupts_held
+from jaxserve.engine.beam_search import BeamSearchOutput, BeamSearchParams, search
 from jaxserve.engine.delta_stream import DeltaStream
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.interrupts import interrupts_held
-from jaxserve.engine.prompts import Prompt, TokenizedPrompt
+from jaxserve.engine.prompts import Prompt
 from jaxserve.engine.request import Request
 from jaxserve.metrics.metrics import Metric
 from jaxserve.metrics.trace import write_trace
+from jaxserve.prompt_batch import PromptBatch, is_single, warn_of_errors
+from jaxserve.runtime.live_weights import WeightsSource
 from jaxserve.runtime.progress import TerminalProgress
 from jaxserve.runtime.startup import EnginePlan, Progress, no_progress
-from jaxserve.scheduler.prefix_groups import planned_order
 from jaxserve.text import Tokenizer
 
 Messages = SequenceOf[Mapping[str, Any]]
 Params = SamplingParams | SequenceOf[SamplingParams] | None
+Adapters = LoRARequest | SequenceOf[LoRARequest | None] | None
 
 
 class LLM:
@@ -77,19 +83,25 @@ class LLM:
         use_tqdm: bool = True,
         priority: int | SequenceOf[int] | None = None,
         tenant: str | None = None,
+        *,
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs are in the order of the prompts.
 
         `sampling_params` is one for all prompts or one per prompt; None means the model's defaults.
         Lower `priority` runs first, one for all prompts or one per prompt; without one, prompts
         with a common prefix run together, so that the prefix is computed once. Tenants do not share
-        cached prefixes. An invalid prompt in a list fails alone, with a warning: its output has
-        finish_reason "error" and the reason in `error`. A single invalid prompt raises
-        RequestError. An interrupt aborts all requests of the call.
+        cached prefixes. `lora_request` is the LoRA adapter of all prompts or one per prompt, where
+        None is none: it is loaded if it is not, and AdapterError is raised if it does not fit. An
+        invalid prompt in a list fails alone, with a warning: its output has finish_reason "error"
+        and the reason in `error`. A single invalid prompt raises RequestError. An interrupt aborts
+        all requests of the call.
         """
-        single = _is_single(prompts)
+        single = is_single(prompts)
         batch = [prompts] if single else list(prompts)
-        return self._run(batch, sampling_params, use_tqdm, priority, tenant, single)
+        return self._run(
+            batch, sampling_params, use_tqdm, priority, tenant, single, lora_request=lora_request
+        )
 
     def chat(
         self,
@@ -99,6 +111,7 @@ class LLM:
         add_generation_prompt: bool | None = None,
         tenant: str | None = None,
         *,
+        lora_request: Adapters = None,
         priority: int | SequenceOf[int] | None = None,
         continue_final_message: bool = False,
         tools: SequenceOf[Mapping[str, Any]] | None = None,
@@ -106,9 +119,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of {"role", "content"} messages.
 
-        `priority` is as in `generate`; what makes the prompt is as in `chat_prompt`. An invalid
-        conversation in a list fails alone, as in `generate`. A single invalid conversation raises
-        RequestError, and so does a text in the place of a conversation.
+        `priority` and `lora_request` are as in `generate`; what makes the prompt is as in
+        `chat_prompt`. An invalid conversation in a list fails alone, as in `generate`. A single
+        invalid conversation raises RequestError, and so does a text in the place of a conversation.
         """
         if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, SequenceOf):
             raise RequestError(
@@ -125,8 +138,59 @@ class LLM:
             chat_template_kwargs=chat_template_kwargs,
         )
         return self._run(
-            conversations, sampling_params, use_tqdm, priority, tenant, single, prompt_of=lay_out
+            conversations,
+            sampling_params,
+            use_tqdm,
+            priority,
+            tenant,
+            single,
+            prompt_of=lay_out,
+            lora_request=lora_request,
         )
+
+    def embed(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | SequenceOf[PoolingParams] | None = None,
+        tenant: str | None = None,
+        lora_request: Adapters = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """One vector for each prompt, in their order: the final hidden state of its last token, by
+        default, scaled to length 1.
+
+        `pooling_params` is one for all prompts or one per prompt, and so is `lora_request`. An
+        invalid prompt in a list fails alone, as in `generate`: its embedding is empty. A single one
+        raises RequestError.
+        """
+        params = PoolingParams() if pooling_params is None else pooling_params
+        for each in params if isinstance(params, list | tuple) else [params]:
+            if not isinstance(each, PoolingParams):
+                raise RequestError(f"pooling_params is {each!r:.80}; it must be a PoolingParams.")
+        single = is_single(prompts)
+        batch = [prompts] if single else list(prompts)
+        found = self._run(batch, params, use_tqdm, None, tenant, single, lora_request=lora_request)
+        return [EmbeddingRequestOutput.of(output) for output in found]
+
+    def score(
+        self,
+        text_1: str | SequenceOf[str],
+        text_2: str | SequenceOf[str],
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """The cosine similarity of the embeddings of two texts: of one with each of `text_2`, or
+        pair by pair. Raises RequestError for numbers of texts that do not pair up."""
+        first, second = (
+            [text] if isinstance(text, str) else list(text) for text in (text_1, text_2)
+        )
+        compared = pairs(first, second)
+        texts = list(dict.fromkeys([*first, *second]))
+        embedded = self.embed(texts, use_tqdm=use_tqdm, pooling_params=pooling_params)
+        by_text = dict(zip(texts, embedded))
+        return [ScoringRequestOutput.of(by_text[first[a]], by_text[second[b]]) for a, b in compared]
 
     def beam_search(
         self,
@@ -134,6 +198,8 @@ class LLM:
         params: BeamSearchParams,
         use_tqdm: bool = True,
         tenant: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> list[BeamSearchOutput]:
         """Find the `beam_width` most likely continuations of each prompt as whole sequences.
 
@@ -141,12 +207,14 @@ class LLM:
         the reason in `error`. A single invalid prompt raises RequestError. An interrupt aborts all
         requests of the call.
         """
-        single = _is_single(prompts)
+        single = is_single(prompts)
         batch = [prompts] if single else list(prompts)
         ids = iter(self._next_id, None)
         with ProgressBar("Searched prompts", len(batch), show=use_tqdm) as bar:
-            found = search(self.engine, batch, params, ids, bar.update, single, tenant)
-        _warn_of_errors([output.error for output in found], stacklevel=3)
+            found = search(
+                self.engine, batch, params, ids, bar.update, single, tenant, lora_request
+            )
+        warn_of_errors([output.error for output in found], stacklevel=3)
         return found
 
     def stream(
@@ -154,12 +222,16 @@ class LLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         tenant: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> DeltaStream:
         """Deltas of one prompt as they arrive. Leaving the loop early aborts the request."""
         if sampling_params is None:
             sampling_params = self.default_sampling_params()
         with interrupts_held():
-            request = self.engine.add(self._next_id(), prompt, sampling_params, tenant=tenant)
+            request = self.engine.add(
+                self._next_id(), prompt, sampling_params, tenant=tenant, lora_request=lora_request
+            )
             return self._stream_of(request)
 
     def stream_chat(
@@ -168,6 +240,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         tenant: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         tools: SequenceOf[Mapping[str, Any]] | None = None,
@@ -181,7 +254,7 @@ class LLM:
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-        return self.stream(prompt, sampling_params, tenant)
+        return self.stream(prompt, sampling_params, tenant, lora_request=lora_request)
 
     @property
     def has_work(self) -> bool:
@@ -249,6 +322,60 @@ class LLM:
         """Drop every cached prefix."""
         self.engine.reset_prefix_cache()
 
+    def add_lora(self, lora_request: LoRARequest) -> None:
+        """Load a LoRA adapter ahead of its first request. It then stays until `remove_lora`; those
+        that requests load make room for the next when no request uses them. Compiles nothing.
+
+        Raises AdapterError when it does not fit, RequestError without `enable_lora` or when another
+        adapter has its name, OverloadedError when no slot is free and none can be freed.
+        """
+        with interrupts_held():
+            self.engine.adapters.add(lora_request)
+
+    def remove_lora(self, name: str) -> None:
+        """Unload a LoRA adapter, whose slot is free once the requests that use it have finished.
+        Raises RequestError when there is no such adapter."""
+        self.engine.adapters.remove(name)
+
+    def list_loras(self) -> list[str]:
+        """Names of the LoRA adapters that are loaded."""
+        return sorted(self.engine.adapters.names)
+
+    def update_weights(self, params: WeightsSource) -> int:
+        """Replace the weights in place, and return their version, which `CompletionOutput.weights`
+        names. `params` is a pytree of arrays with the structure of the model's parameters, on any
+        devices, which are copied; or a checkpoint of the same model. Compiles nothing.
+
+        Open streams keep their tokens, and the new weights make the next ones. Raises WeightsError,
+        with the old weights serving, when structure, shapes or dtypes differ or the engine's are
+        quantized; ModelError for a checkpoint that cannot be read.
+        """
+        return self.engine.update_weights(params)
+
+    @property
+    def weights_version(self) -> int:
+        """How often `update_weights` has replaced the weights."""
+        return self.engine.weights_version
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the devices' memory back: the KV cache is dropped, and the weights are moved to host
+        memory (level 1) or dropped (level 2). Open streams go on after `wake_up`."""
+        self.engine.sleep(level)
+
+    def wake_up(self, tags: SequenceOf[str] | None = None) -> None:
+        """Take the memory again, all of it or what `tags` names: "weights", "kv_cache". Weights
+        dropped at level 2 are read from their checkpoint again, unless `update_weights` has put
+        others in place by then.
+
+        Raises OutOfMemoryError when another process holds the memory; call it again later.
+        """
+        self.engine.wake_up(tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether memory is missing that `sleep` gave back; requests raise EngineAsleepError."""
+        return self.engine.is_sleeping
+
     def chat_prompt(
         self,
         messages: Messages,
@@ -284,6 +411,11 @@ class LLM:
         """Counters, gauges and histograms since the start, by exported name."""
         return self.engine.get_metrics()
 
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model's config, as its checkpoint has it."""
+        return self.plan().checkpoint.config
+
     def plan(self) -> EnginePlan:
         """Sizes, memory and programs of this engine."""
         return self.engine.plan
@@ -304,66 +436,20 @@ class LLM:
     def _run(
         self,
         inputs: list[Any],
-        sampling_params: Params,
+        params: Params | PoolingParams | SequenceOf[PoolingParams],
         use_tqdm: bool,
         priority: int | SequenceOf[int] | None,
         tenant: str | None,
         alone: bool,
         prompt_of: Callable[[Any], Prompt] = lambda prompt: prompt,
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]:
         """Run the prompts that `prompt_of` makes of inputs; an invalid one raises if `alone`."""
-        params = self._params_for(sampling_params, len(inputs))
-        if isinstance(priority, int):
-            priority = [priority] * len(inputs)
-        priorities = _matching("priority", priority, len(inputs))
-        outputs: dict[str, RequestOutput] = {}
+        if params is None:
+            params = self.default_sampling_params()
         ids = [self._next_id() for _ in inputs]
-        bar = ProgressBar("Processed prompts", len(inputs), show=use_tqdm)
-
-        def refuse(index: int, error: RequestError) -> None:
-            if alone:
-                raise error
-            outputs[ids[index]] = self._refused(ids[index], inputs[index], error)
-            bar.update(len(outputs))
-
-        try:
-            prompts: dict[int, TokenizedPrompt] = {}
-            for index, given in enumerate(inputs):
-                try:
-                    prompts[index] = self.engine.tokenize(prompt_of(given))
-                except RequestError as error:
-                    refuse(index, error)
-            order = list(self._order(prompts, params, planned=priority is None))
-            with interrupts_held():  # A snapshot has all of them or none.
-                for index, shared in order:
-                    options = params[index], priorities[index], tenant, shared
-                    try:
-                        request = self.engine.add(ids[index], prompts[index], *options)
-                    except RequestError as error:
-                        refuse(index, error)
-                    else:
-                        self._open[request.request_id] = request
-            pending = set(ids) - set(outputs)
-            while pending:
-                for request in self.engine.step():
-                    if request.request_id not in pending:
-                        continue  # An open stream takes its own deltas.
-                    request.take_deltas()
-                    if request.finished:
-                        pending.remove(request.request_id)
-                        outputs[request.request_id] = self.engine.output(request)
-                        bar.update(len(outputs))
-        except BaseException:
-            for request_id in ids:
-                self.engine.abort(request_id)
-            raise
-        finally:
-            bar.close()
-            for request_id in ids:
-                self._open.pop(request_id, None)
-        ordered = [outputs[request_id] for request_id in ids]
-        _warn_of_errors([output.error for output in ordered])
-        return ordered
+        batch = PromptBatch(self.engine, self._open, ids, tenant)
+        return batch.run(inputs, params, priority, prompt_of, alone, use_tqdm, lora_request)
 
     def _next_id(self) -> str:
         """An id that no open request has; restored requests keep theirs."""
@@ -372,67 +458,3 @@ class LLM:
     def _stream_of(self, request: Request) -> DeltaStream:
         self._open[request.request_id] = request
         return DeltaStream(self.engine, request, self._open)
-
-    def _order(
-        self, prompts: dict[int, TokenizedPrompt], params: list[SamplingParams], planned: bool
-    ) -> Iterator[tuple[int, SharedPrefix | None]]:
-        """The prompts in the order to add them, each with its shared prefix."""
-        config = self.engine.plan.config
-        if not planned or not config.enable_prefix_caching or len(prompts) < 2:
-            return ((index, None) for index in prompts)
-        indices = list(prompts)
-        limits = (getattr(params[index], "max_tokens", None) for index in indices)
-        order = planned_order(
-            [prompts[index].token_ids for index in indices],
-            [limit or config.max_model_len for limit in limits],
-            config.page_size,
-        )
-        return ((indices[place], shared) for place, shared in order)
-
-    def _refused(self, request_id: str, given: Any, error: RequestError) -> RequestOutput:
-        """The output of a rejected request."""
-        return RequestOutput(
-            request_id=request_id,
-            prompt=given if isinstance(given, str) else None,
-            prompt_token_ids=(),
-            outputs=[CompletionOutput(index=0, text="", token_ids=(), finish_reason="error")],
-            finished=True,
-            metrics=RequestMetrics(arrival_us=self.engine.log.now()),
-            error=str(error),
-        )
-
-    def _params_for(self, sampling_params: Params, count: int) -> list[SamplingParams]:
-        if sampling_params is None:
-            sampling_params = self.default_sampling_params()
-        if not isinstance(sampling_params, (list, tuple)):
-            return [sampling_params] * count
-        return _matching("sampling_params", sampling_params, count)
-
-
-def _warn_of_errors(errors: SequenceOf[str | None], stacklevel: int = 4) -> None:
-    """Warns once if any of several prompts has failed; `stacklevel` leads to the user's call."""
-    failed = [index for index, error in enumerate(errors) if error is not None]
-    if failed:
-        warnings.warn(
-            f"{len(failed)} of {len(errors)} prompts failed, the first at index {failed[0]}: "
-            f"{errors[failed[0]]} See the `error` of each output.",
-            stacklevel=stacklevel,
-        )
-
-
-def _is_single(prompts: Any) -> bool:
-    """Whether this is one prompt and not a list of them."""
-    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, SequenceOf):
-        return True
-    return bool(prompts) and isinstance(prompts[0], (int, np.integer))
-
-
-def _matching(name: str, values: SequenceOf[Any] | None, count: int) -> list[Any]:
-    """One value for each of `count` prompts. Raises RequestError for any other number."""
-    if values is None:
-        return [None] * count
-    if not isinstance(values, SequenceOf):
-        raise RequestError(f"{name} is {values!r}; give a list with one entry for each prompt.")
-    if len(values) != count:
-        raise RequestError(f"{name} has {len(values)} entries for {count} prompts; give one each.")
-    return list(values)

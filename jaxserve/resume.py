@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+from jaxserve.core.signals import signals_handled
 from jaxserve.engine.delta_stream import DeltaStream
-from jaxserve.engine.snapshot_files import discard, exists
+from jaxserve.engine.snapshot.files import discard, exists
 from jaxserve.llm import LLM
 
 STOPPED = os.EX_TEMPFAIL
@@ -42,9 +43,6 @@ def resumable(
 
     llm.check_snapshot(directory)
     streams = llm.restore(directory) if exists(directory) else []
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
+    with signals_handled(stop, signal.SIGTERM):
         yield streams
         discard(directory)
-    finally:
-        signal.signal(signal.SIGTERM, before)

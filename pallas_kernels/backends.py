@@ -86,18 +86,19 @@ class Operation:
         platform, device_kind, is_here = target()
         if backend == "xla" or (backend == "auto" and platform == "cpu"):
             return self.xla
-        if platform == "cpu":
-            return _interpreted(self._kernel("tpu"))
-        if self.kernels.get(platform, "") is None:
+        kernels_of = "tpu" if platform == "cpu" else platform
+        if self.kernels.get(kernels_of, "") is None:
             return self.xla
+        if platform == "cpu" and kernels_of in self.kernels:
+            return _interpreted(self._kernel(kernels_of))
         reason = self._refusal(platform, device_kind, arguments, options)
         if reason is None and is_here:
             shapes = self.shapes_class(*arguments, **options)
-            check_case = functools.partial(self.check_case, arguments, options)
             kernel = self._kernel(platform)
-            reason = self_check.why_not(
-                self.name, device_kind, shapes, kernel, self.xla, check_case
+            check = self_check.SelfCheck(
+                platform, kernel, self.xla, self.check_case, arguments, options
             )
+            reason = self_check.why_not(self.name, device_kind, shapes, check)
             if reason is not None:
                 _for_now.add(self.name)
         if reason is None:
@@ -110,7 +111,8 @@ class Operation:
     def _refusal(self, platform, device_kind, arguments, options) -> str | None:
         """Why there is no kernel for these arguments on that device, None if there is one."""
         if platform not in self.kernels:
-            return f"there is none for {platform}, only for {', '.join(self.kernels)}."
+            others = ", only for " + ", ".join(self.kernels) if self.kernels else ""
+            return f"there is none for {platform}{others}."
         if platform == "gpu" and not any(name in device_kind for name in HOPPER):
             return f"it is for GPUs of the Hopper generation, and this is {device_kind}."
         try:

@@ -1,20 +1,27 @@
 """Self-check of kernels: whether a kernel gives correct results on a device.
 
 A kernel that is wrong on some device, or miscompiled for it, fails silently. It is used without a
-self-check only where `verified.json` lists it as correct: for this kind of device, this version of
-JAX and this class of shapes. Elsewhere, before its first use, it and XLA run a small random
-problem; if they disagree, the kernel is not used.
+self-check only where `verified.json` lists it as correct: for this kind of device, these compilers
+and sources (`fingerprint`) and this class of shapes. Elsewhere, before its first use, it and XLA
+run a small random problem; if they disagree, the kernel is not used.
+
+A kernel can also abort its process, leave the device unusable, or never end. So on GPUs a process
+of its own tries it (`self_check_process`). A TPU has room for one process, which tries it itself.
 
 `verified.json` is written on real devices by the project's kernel benchmark. It is a tree:
-{device kind: {JAX version: {operation: [classes of shapes]}}}.
+{device kind: {fingerprint: {operation: [classes of shapes]}}}.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import json
+import shutil
+import subprocess
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +30,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import self_check_process
+
 VERIFIED = Path(__file__).with_name("verified.json")
+
+FEW_SMS = 4
+"""Multiprocessors of a second check on GPUs: with so few, each takes several units of work."""
 
 
 class CheckCase(NamedTuple):
@@ -40,53 +52,111 @@ class CheckCase(NamedTuple):
     tolerance: float
 
 
-def why_not(
-    operation: str,
-    device_kind: str,
-    shapes: str,
-    kernel: Callable[..., Any],
-    xla: Callable[..., Any],
-    check_case: Callable[[np.random.Generator], CheckCase],
-) -> str | None:
-    """Why `kernel` must not be used on the default device for this class of shapes, else None.
+class SelfCheck(NamedTuple):
+    """One self-check, of a call with such arguments, of which only shapes and dtypes are used.
+
+    Can be pickled if its functions are found by their names.
+    """
+
+    platform: str
+    kernel: Callable[..., Any]
+    xla: Callable[..., Any]
+    check_case: Callable[[tuple[Any, ...], dict[str, Any], np.random.Generator], CheckCase]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def run(self) -> str | None:
+        """Run the check case with both on the default device: why the kernel is wrong, else None.
+
+        On a GPU the kernel runs twice, the second time on FEW_SMS multiprocessors.
+        """
+        arguments, options, tolerance = self.check_case(
+            self.arguments, self.options, np.random.default_rng(0)
+        )
+        expected = _run(self.xla, arguments, options)
+        for limited, where in self._runs():
+            try:
+                with limited:
+                    found = _run(self.kernel, arguments, options)
+            except Exception as error:  # any compiler or driver error: fall back to XLA
+                return f"its self-check{where} raised: {error}"
+            errors = map(_error, jax.tree.leaves(expected), jax.tree.leaves(found))
+            worst = max(errors, default=0.0)
+            if worst > tolerance:
+                return (
+                    f"its self-check on this device{where} was wrong by {worst:.2g}; rounding "
+                    f"explains {tolerance:.2g}. Please report it."
+                )
+        return None
+
+    def _runs(self):
+        """Context managers to run the kernel within, and how to say which it was."""
+        yield contextlib.nullcontext(), ""
+        if self.platform == "gpu":
+            from pallas_kernels.compat import gpu
+
+            yield gpu.limited_to(FEW_SMS), f" on {FEW_SMS} multiprocessors"
+
+
+class Failure(NamedTuple):
+    """A failed self-check: which, and why the kernel must not be used."""
+
+    operation: str
+    device_kind: str
+    shapes: str
+    why: str
+
+
+def why_not(operation: str, device_kind: str, shapes: str, check: SelfCheck) -> str | None:
+    """Why the kernel must not be used on the default device for this class of shapes, else None.
 
     Runs the self-check unless its result is known. May be called during tracing.
     """
-    if shapes in verified().get(device_kind, {}).get(jax.__version__, {}).get(operation, ()):
-        return None
     key = operation, device_kind, shapes
     with _lock:
-        if key not in _tried:
+        if key in _tried:
+            return _tried[key]
+        known = verified().get(device_kind, {})
+        if shapes in known.get(fingerprint(), {}).get(operation, ()) if known else False:
+            return None
+        # Only shapes: tracers cannot leave this thread, nor arrays this process cheaply.
+        bare = jax.tree.map(_shape, check.arguments)
+        check = check._replace(arguments=bare)
+        if check.platform == "gpu":
+            _tried[key] = self_check_process.run(check)
+        else:
             # Trace and mesh contexts are thread-local: a new thread has neither.
             with ThreadPoolExecutor(1) as thread:
-                _tried[key] = thread.submit(disagreement, kernel, xla, check_case).result()
+                _tried[key] = thread.submit(check.run).result()
         return _tried[key]
+
+
+def failures() -> list[Failure]:
+    """The self-checks that failed so far."""
+    with _lock:
+        return [Failure(*key, why) for key, why in sorted(_tried.items()) if why is not None]
+
+
+def adopt(others: Iterable[Failure]) -> None:
+    """Take over what failed on other hosts, where it did not fail here."""
+    with _lock:
+        for *which, why in others:
+            _tried[tuple(which)] = _tried.get(tuple(which)) or why
+
+
+def finish() -> None:
+    """End the process that checks run in, and free its memory on the device. The next check starts
+    another."""
+    with _lock:
+        self_check_process.end()
 
 
 _lock = threading.Lock()
 _tried: dict[tuple[str, str, str], str | None] = {}
 
 
-def disagreement(
-    kernel: Callable[..., Any],
-    xla: Callable[..., Any],
-    check_case: Callable[[np.random.Generator], CheckCase],
-) -> str | None:
-    """Run `check_case` with both on the default device: why `kernel` is wrong, else None."""
-    arguments, options, tolerance = check_case(np.random.default_rng(0))
-    expected = _run(xla, arguments, options)
-    try:
-        found = _run(kernel, arguments, options)
-    except Exception as error:  # any compiler or driver error: fall back to XLA
-        return f"its self-check raised: {error}"
-    errors = map(_error, jax.tree.leaves(expected), jax.tree.leaves(found))
-    worst = max(errors, default=0.0)
-    if worst <= tolerance:
-        return None
-    return (
-        f"its self-check on this device was wrong by {worst:.2g}; rounding explains "
-        f"{tolerance:.2g}. Please report it."
-    )
+def _shape(array):
+    return jax.ShapeDtypeStruct(jnp.shape(array), array.dtype)
 
 
 def _run(function, arguments, options):
@@ -111,6 +181,29 @@ def verified() -> dict[str, dict[str, dict[str, list[str]]]]:
 @functools.cache
 def _read(path: Path):
     return json.loads(path.read_text())
+
+
+@functools.cache
+def fingerprint() -> str:
+    """What decides a kernel's machine code: the versions of JAX and of the assembler for GPUs
+    ("absent" without one), and a digest of this library's sources."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return f"jax {jax.__version__}, ptxas {ptxas_version()}, sources {digest.hexdigest()[:16]}"
+
+
+def ptxas_version() -> str:
+    """Of the assembler that JAX takes: that of the installed packages, else the toolkit's."""
+    packages = Path(jax.__file__).parents[1] / "nvidia"
+    found = [*sorted(packages.glob("*/bin/ptxas")), shutil.which("ptxas")]
+    for ptxas in filter(None, [*found, "/usr/local/cuda/bin/ptxas"]):
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            said = subprocess.run([ptxas, "--version"], capture_output=True, text=True, timeout=30)
+            if version := said.stdout.rpartition(", V")[2].split():
+                return version[0]
+    return "absent"
 
 
 def random_like(rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> np.ndarray:

@@ -8,12 +8,21 @@ from sharding_rules.axes import DATA, DIMENSIONS, MESH_AXES, SEQ, STAGE, TENSOR
 from sharding_rules.heads import HeadLayout, pad_to
 from sharding_rules.mesh import make_mesh
 from sharding_rules.report import NamedArray, PlacedArrays, Placement, placement
-from sharding_rules.rules import ACTIVATIONS, KV, MEGATRON, Rules, named_sharding, partition_spec
+from sharding_rules.rules import (
+    ACTIVATIONS,
+    EXPERT_PARALLEL,
+    KV,
+    MEGATRON,
+    Rules,
+    named_sharding,
+    partition_spec,
+)
 
 __all__ = [
     "ACTIVATIONS",
     "DATA",
     "DIMENSIONS",
+    "EXPERT_PARALLEL",
     "KV",
     "MEGATRON",
     "MESH_AXES",

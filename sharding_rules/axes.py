@@ -19,10 +19,7 @@ TENSOR = "tensor"
 sublayer."""
 
 MESH_AXES = (DATA, STAGE, SEQ, TENSOR)
-"""Axes of every mesh, outermost first: the inner axes communicate most.
-
-The name `expert` is reserved for mixtures of experts.
-"""
+"""Axes of every mesh, outermost first: the inner axes communicate most."""
 
 DIMENSIONS: Mapping[str, str] = {
     # Parameters.
@@ -35,6 +32,8 @@ DIMENSIONS: Mapping[str, str] = {
     "head_dim": "entries of a head",
     "gate_up": "the two halves of a gated MLP, gate and up",
     "mlp": "inner dimension of the MLP",
+    "experts": "experts of a mixture",
+    "expert_mlp": "inner dimension of an expert",
     # Activations.
     "tokens": "tokens of a step, of all its sequences",
     "features": "the hidden state of a token",

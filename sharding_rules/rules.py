@@ -21,11 +21,16 @@ MEGATRON: dict[str, MeshAxes] = {
     "layers": STAGE,
     "kv_heads": TENSOR,
     "mlp": TENSOR,
+    "expert_mlp": TENSOR,
     "vocab": TENSOR,
 }
 """Parameters. Tensor parallelism with one reduction per sublayer (Megatron-LM, 1909.08053): heads
 and the MLP's inner dimension are split and the following projection's outputs are summed; the
 vocabulary is split too. Stacked layers are split over stages."""
+
+EXPERT_PARALLEL: dict[str, MeshAxes] = {"experts": TENSOR, "expert_mlp": None}
+"""Parameters of a mixture, in addition to `MEGATRON`: each rank has some of the experts, instead of
+a part of every expert's inner dimension."""
 
 ACTIVATIONS: dict[str, str | tuple[str, ...] | None] = {"tokens": "seq"}
 """Activations between layers: features are not split, and the tokens of a prefill are split over

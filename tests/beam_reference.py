@@ -1,4 +1,4 @@
-"""A dense beam search, which computes every prefix anew with the oracle."""
+"""A dense beam search, which recomputes every prefix with the oracle."""
 
 from __future__ import annotations
 

@@ -9,8 +9,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import jax
 import pytest
+
+# On a busy machine any example may take longer than Hypothesis' 200 ms.
+hypothesis.settings.register_profile("without deadline", deadline=None)
+hypothesis.settings.load_profile("without deadline")
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and so would their children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -28,17 +33,25 @@ for helpers in (
     sys.path.insert(0, str(ROOT / helpers))
 
 import tiny_engines  # noqa: E402  (found by the path above)
+from unoptimised import XLA_FLAGS  # noqa: E402
 
 from jaxserve.core.cache_dir import cache_directory  # noqa: E402
 from jaxserve.models.loading.fetch import default_model_path  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sets the cache directory of all workers: what one test compiles, the next one loads.
+    """Sets how programs are compiled, and the cache directory of all workers: what one test
+    compiles, the next one loads.
+
+    Tests without a marker compile tiny models for longer than they run them, so their programs are
+    unoptimised, as are those of most meshes and of documented commands, which set the flags
+    themselves. Those of the real model, servers, batch jobs and other clients run what users run.
 
     It is the one that JAXSERVE_CACHE names, which runs of the tests can share, or else one for this
     run, with links to the models in the user's own.
     """
+    if config.option.markexpr.startswith("not "):
+        os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
     if "JAXSERVE_CACHE" in os.environ:
         return
     models = cache_directory() / "models"

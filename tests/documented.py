@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import os
 import re
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
+from unittest import mock
 
 from jaxserve import cli
 
@@ -111,6 +113,7 @@ def _all_help() -> str:
 
 def _help(args: tuple[str, ...]) -> str:
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+    wide = mock.patch.dict(os.environ, COLUMNS="120")  # No example is wrapped.
+    with wide, contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         cli.parse([*args, "--help"])
     return printed.getvalue()

@@ -20,7 +20,7 @@ STEPS_TO_SETTLE = 500
 
 def bytes_of(model: TinyModel, num_pages: int) -> int:
     """Bytes of so many pages of an engine of `TinyModel.load`."""
-    return num_pages * model.config.kv_bytes_per_token(4) * PAGE_SIZE
+    return num_pages * model.token_bytes * PAGE_SIZE
 
 
 def count(engine: Engine, name: str, label: str | None = None) -> float:

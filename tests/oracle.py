@@ -24,11 +24,15 @@ _COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
 
 
 def dense_logits(
-    family: Family, params: Params, config: ModelConfig, token_ids: Sequence[int]
+    family: Family,
+    params: Params,
+    config: ModelConfig,
+    token_ids: Sequence[int],
+    kv_cache_dtype: str = "auto",
 ) -> np.ndarray:
     """Logits float32 [tokens, vocab] after each of `token_ids`."""
-    rows = np.arange(len(token_ids))
-    return np.asarray(_logits(family, config, params, np.asarray(token_ids, np.int32), rows))
+    rows, token_ids = np.arange(len(token_ids)), np.asarray(token_ids, np.int32)
+    return np.asarray(_logits(family, config, kv_cache_dtype, params, token_ids, rows))
 
 
 def greedy(
@@ -41,7 +45,7 @@ def greedy(
 ) -> list[int]:
     """The likeliest continuation token by token, up to and with the first token of `eos`.
 
-    Everything is computed anew for each token. Padding at the end, which causal attention cannot
+    Everything is recomputed for each token. Padding at the end, which causal attention cannot
     see, keeps the number of compiled shapes small.
     """
     tokens = list(prompt)
@@ -49,7 +53,7 @@ def greedy(
         padded = np.zeros(max(_SHORTEST_PAD, 1 << (len(tokens) - 1).bit_length()), np.int32)
         padded[: len(tokens)] = tokens
         last = np.asarray([len(tokens) - 1])
-        tokens.append(int(jnp.argmax(_logits(family, config, params, padded, last))))
+        tokens.append(int(jnp.argmax(_logits(family, config, "auto", params, padded, last))))
         if tokens[-1] in eos:
             break
     return tokens[len(prompt) :]
@@ -75,6 +79,29 @@ def tiny_model(
         "max_position_embeddings": 512,
         "tie_word_embeddings": False,
     }
+    if architecture.startswith(("GptOss", "Mixtral", "Olmoe")) or "Moe" in architecture:
+        raw |= {
+            "num_local_experts": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 48,
+        }
+    if architecture.startswith("Deepseek"):
+        raw |= {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 32,
+            "q_lora_rank": 24,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            "topk_group": 1,
+        }
     family = get_family(architecture)
     config = family.config_from_hf(raw | overrides)
     rng = np.random.default_rng(seed)
@@ -89,31 +116,61 @@ def _draw(rng: np.random.Generator, spec: ParamSpec) -> jax.Array:
     return jnp.asarray(rng.normal(center, spread, spec.shape), jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=_COMPILER_OPTIONS)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), compiler_options=_COMPILER_OPTIONS)
 def _logits(
-    family: Family, config: ModelConfig, params: Params, token_ids: jax.Array, rows: jax.Array
+    family: Family,
+    config: ModelConfig,
+    kv_cache_dtype: str,
+    params: Params,
+    token_ids: jax.Array,
+    rows: jax.Array,
 ) -> jax.Array:
     """Logits float32 [rows, vocab] after the tokens at `rows`."""
     with jax.default_matmul_precision("highest"):
         positions = jnp.arange(token_ids.size, dtype=jnp.int32)
-        attention = _dense_attention(config)
+        attention = dense_attention(config, kv_cache_dtype)
         hidden = family.forward(params, config, token_ids, positions, attention)
-        return family.logits(params, config, hidden[:, rows]).T
+        return family.logits(params, config, hidden[rows])
 
 
-def _dense_attention(config: ModelConfig) -> Attention:
+def _rounded(x: jax.Array, kv_cache_dtype: str) -> jax.Array:
+    """Keys or values [tokens, kv_heads, head_dim] as quantized pages keep them: the largest of a
+    token and head becomes the largest number of the dtype."""
+    if kv_cache_dtype == "auto":
+        return x
+    dtype, largest = {"int8": (jnp.int8, 127), "fp8": (jnp.float8_e4m3fn, 448)}[kv_cache_dtype]
+    peak = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    scale = jnp.where(peak > 0, peak, 1) / largest
+    elements = jnp.round(x / scale) if kv_cache_dtype == "int8" else x / scale
+    return elements.astype(dtype).astype(jnp.float32) * scale
+
+
+def dense_attention(config: ModelConfig, kv_cache_dtype: str = "auto") -> Attention:
     """Causal attention over one whole sequence, as its definition reads."""
 
     def attention(
-        layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None
+        layer: int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        window: int | None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        k, v = (_rounded(x, kv_cache_dtype) for x in (k, v))
         k, v = (jnp.repeat(x, config.queries_per_kv, axis=1) for x in (k, v))
         scores = jnp.einsum("qhd,khd->hqk", q, k) * config.attention_scale
+        if cap := config.attention_soft_cap:
+            scores = cap * jnp.tanh(scores / cap)
         place = jnp.arange(q.shape[0])
         age = place[:, None] - place[None, :]
         seen = (age >= 0) if window is None else (age >= 0) & (age < window)
-        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        scores = jnp.where(seen, scores, -jnp.inf)
+        if sinks is not None:
+            column = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))
+            scores = jnp.concatenate([scores, column], axis=-1)
+        weights = jax.nn.softmax(scores, axis=-1)[..., : len(place)]
         return jnp.einsum("hqk,khd->qhd", weights, v)
 
     return attention

@@ -49,7 +49,7 @@ def run(coroutine):
 
 
 async def idle(engine):
-    """Waits until the loop thread has done what it was told."""
+    """Waits until the engine's thread has done what it was told."""
     while engine._engine.scheduler.has_work:
         await asyncio.sleep(0.005)
     assert engine._engine.kv.pool.num_used == 0
@@ -133,7 +133,7 @@ def test_a_refusal_reaches_its_task_alone(llama, engine):
     assert list(fine.outputs[0].token_ids) == llama.answers[5]
 
 
-def test_a_command_that_fails_reaches_its_task_alone(llama, engine, monkeypatch, caplog):
+def test_a_call_that_fails_reaches_its_task_alone(llama, engine, monkeypatch, caplog):
     def broken():
         raise RuntimeError("no cache today")
 
@@ -196,7 +196,7 @@ def test_an_error_of_the_device_reaches_every_task(llama, engine, monkeypatch):
     run(scenario())
 
 
-def test_a_step_that_hangs_ends_the_engine_and_all_who_wait(llama, monkeypatch):
+def test_a_step_that_hangs_ends_the_engine_and_all_requests(llama, monkeypatch):
     monkeypatch.setattr(watchdog, "TICK_S", 0.02)
     go_on = threading.Event()
     engine = AsyncEngine.load(llama.path, watchdog_timeout=0.5, **llama.settings())
@@ -227,5 +227,5 @@ def test_a_step_that_hangs_ends_the_engine_and_all_who_wait(llama, monkeypatch):
         assert engine.stuck and time.monotonic() - begin < 5
     finally:
         go_on.set()
-        engine._thread.join(30)
+        engine._thread._thread.join(30)
     assert not engine.stuck, "a step that ends after all frees the device"

@@ -9,9 +9,9 @@ import pytest
 from beam_reference import check_beams, dense_search
 from tiny_engines import CONTEXT, EOS, LONGEST, PROMPT_LENGTHS, assert_idle, generate
 
-from jaxserve.beam_search import BeamSearchParams
 from jaxserve.core.errors import PromptTooLongError, RequestError
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.beam_search import BeamSearchParams
 
 MAX_TOKENS = 8
 LENGTHS = (1, 5, 15, 17, 100)

@@ -49,3 +49,32 @@ def test_the_readme_example_is_python():
     assert examples
     for example in examples:
         compile(example, "README.md", "exec")
+
+
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+PATH = re.compile(r"`([\w/]+(?:\.py|/))`")
+
+
+def is_there(path):
+    return any((start / path).exists() for start in (ROOT, ROOT / "jaxserve"))
+
+
+def test_the_files_of_the_architecture_are_there():
+    """Paths of the page are below jaxserve/, or its own; within a section also below its folder."""
+    named = PATH.findall(read(ARCHITECTURE))
+    beside = ("step.py", "step_layout.py", "kinds.py", "program_shapes.py", "device_state.py")
+    beside += ("forward_programs.py", "sampling_programs.py", "page_programs.py")
+    beside += ("executables.py", "executable_cache.py", "api.py")
+    assert len(named) > 60
+    missing = {path for path in named if not is_there(path)}
+    assert {path for path in missing if path not in beside} == set()
+    for name in beside[:-1]:
+        assert (ROOT / "jaxserve" / "runtime" / "programs" / name).exists()
+
+
+def test_each_change_takes_three_files_at_most():
+    table = read(ARCHITECTURE).split("## Where to change what")[1].split("\n## ")[0]
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("|")][2:]
+    assert len(rows) > 15
+    for _, change, files, _ in rows:
+        assert 1 <= len(set(PATH.findall(files))) <= 3, change

@@ -25,17 +25,25 @@ import httpx
 import pytest
 import yaml
 from documented import Line
+from lora_step import write_adapter
+from unoptimised import XLA_FLAGS
 
 from jaxserve.cli.batch import Batch
 from jaxserve.cli.bench.offline import Offline
 from jaxserve.cli.bench.serve import Serve as BenchServe
 from jaxserve.cli.chat import Chat
+from jaxserve.cli.cluster import Restart, Status
 from jaxserve.cli.compile import Compile
 from jaxserve.cli.generate import Generate
 from jaxserve.cli.launch import Launch
 from jaxserve.cli.plan import Plan
+from jaxserve.cli.profile import Profile
+from jaxserve.cli.search import Search
 from jaxserve.cli.serve import Serve
+from jaxserve.cli.simulate import Simulate
+from jaxserve.cli.train_speculator import TrainSpeculator
 from jaxserve.distributed.launch.job import is_script
+from jaxserve.models.loading.checkpoint import open_checkpoint
 
 ELSEWHERE = {
     "--backend slurm": "needs Slurm",
@@ -43,18 +51,27 @@ ELSEWHERE = {
     "--backend k8s": "needs Kubernetes",
     "--backend ssh": "needs hosts to log in to",
     "srun": "needs Slurm",
+    "--data-parallel-size": "needs [cluster]; tests/cluster/test_cluster.py has it",
+    "--prefill-replicas": "needs [cluster]; tests/cluster/test_moves.py has what it starts",
+    "jaxserve cluster": "asks a server of [cluster]; tests/cluster/test_cluster.py has it",
     "batch in.jsonl out.jsonl --tensor-parallel-size": "compiles for minutes on every host; "
     "tests/batch/test_batch_command.py runs two hosts as one engine, on a tiny model",
+    "jaxserve profile": "measures for minutes; tests/cli/test_cli_simulate.py has a tiny model",
+    "train-speculator": "trains for minutes; tests/training has a tiny model",
+    "simulate --profile": "reads what `jaxserve profile` writes; as above",
 }
 """Parts of jaxserve's lines that are not run here."""
 OTHERS = {
     "git clone": "needs the network",
+    "python3 -m venv": "tests run in an environment",
     "--completion": "tests/cli/test_cli_main.py prints the script",
     "docker": "needs docker; .ci/run runs the steps of the CPU image without it",
     "pip": "needs a package index; .ci/run runs the README's lines",
     "lm_eval": "tests/clients/test_lm_eval.py runs it",
     "python benchmarks/": "needs the compilers or the devices that it measures",
     "python tests/models/golden/": "needs torch, and rewrites files of the repository",
+    "python tests/models/models_page.py": "rewrites files of the repository",
+    "python tests/suites/": "needs a checkout of the other server",
     "pytest": "tests do not run themselves",
     "jupyter": "rewrites files of the repository",
     "ruff": "rewrites files of the repository",
@@ -128,10 +145,12 @@ def files(tmp_path_factory, session_cache) -> Path:
         (directory / name).parent.mkdir(exist_ok=True, parents=True)
         (directory / name).symlink_to(directory / "my-model")
     (directory / "cache").symlink_to(session_cache)
+    write_adapter(directory / "path/to/sql-adapter", open_checkpoint().config, rank=8, seed=0)
     lines = "".join(json.dumps(question) + "\n" for question in QUESTIONS)
     for name in ("in.jsonl", "questions.jsonl"):
         (directory / name).write_text(lines)
     (directory / "azure_conv.csv").write_text(TRACE)
+    (directory / "prices.toml").write_text("h200 = 4.0\nl4 = 0.8\n")
     (directory / "key.txt").write_text("secret\n")
     (directory / "notes.txt").write_text("The meeting is on Monday.\n")
     (directory / "hosts.txt").write_text("node-1\nnode-2\n")
@@ -148,9 +167,14 @@ def workplace(files, tmp_path) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """With `jaxserve` and `python` of this interpreter, and what the tests import."""
+    """With `jaxserve` and `python` of this interpreter, and what the tests import.
+
+    Programs are unoptimised, since most lines compile longer than they run;
+    tests/real_model compiles the same model as users do.
+    """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return os.environ | {"PATH": path, "PYTHONPATH": str(documented.ROOT)}
+    own = {"PATH": path, "PYTHONPATH": str(documented.ROOT), "XLA_FLAGS": XLA_FLAGS}
+    return os.environ | own
 
 
 def shell(line: str, directory: Path, stdin: str = "") -> Run:
@@ -215,7 +239,15 @@ def assert_as_documented(command: Any, run: Run) -> None:
     elif isinstance(command, Chat):
         assert run.stdout.strip() and "/help" in run.stderr
     elif isinstance(command, Plan):
-        assert "MEMORY" in run.stdout and "PROGRAMS" in run.stdout
+        last = "PROGRAMS" if command.device is None else "ONE USER'S TURN, MODELLED"
+        assert "MEMORY" in run.stdout and last in run.stdout
+    elif isinstance(command, Simulate):
+        assert re.search(r"^completed +3$", run.stdout, re.MULTILINE)
+        assert "modelled (roofline)" in run.stdout
+    elif isinstance(command, Search):
+        assert re.search(r"^best: jaxserve serve my-model ", run.stdout, re.MULTILINE)
+        if command.report is not None:
+            assert "<svg" in (run.directory / command.report).read_text()
     elif isinstance(command, Compile):
         assert re.search(r"\d+ programs compiled, \d+ already cached", run.stdout)
     elif isinstance(command, Offline):
@@ -291,6 +323,8 @@ def test_a_line_for_another_machine_is_accepted(line, tmp_path, monkeypatch, cap
         assert isinstance(inner.command, Batch)
         return
     command = line.command
+    if isinstance(command, Profile | Restart | Serve | Simulate | Status | TrainSpeculator):
+        return
     assert isinstance(command, Launch)
     words = line.words[line.words.index("launch") :]
     assert documented.cli.main([*words[:1], "--dry-run", *words[1:]]) == 0

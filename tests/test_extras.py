@@ -12,9 +12,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-EXTRAS = {"parquet": "pyarrow", "plots": "matplotlib", "loadgen": "aiohttp"}
-NEEDING = ("loadgen.client", "loadgen.endpoint", "loadgen.plot", "metrics.svg_page")
-NEEDING += ("offline.plots", "offline.report")
+EXTRAS = {"parquet": "pyarrow", "plots": "matplotlib", "loadgen": "aiohttp", "cluster": "ray"}
+OF_CLUSTERS = "cluster"
+"""An extra whose tests have an environment of their own."""
+NEEDING = (
+    "loadgen.client",
+    "loadgen.endpoint",
+    "loadgen.plot",
+    "metrics.svg_page",
+    "cli.search.page",
+    "cluster.ray_replicas",
+    "offline.plots",
+    "offline.report",
+)
 
 BLOCKED = f"""
 import sys
@@ -32,6 +42,7 @@ COMMANDS = {
     "parquet": ["batch", "in.parquet", "out.jsonl"],
     "plots": ["batch", "in.jsonl", "out.jsonl", "--report", "report.html"],
     "loadgen": ["bench", "serve", "--num-requests", "1"],
+    "cluster": ["serve", "--data-parallel-size", "2"],
 }
 
 
@@ -85,4 +96,4 @@ def test_every_extra_that_the_code_names_is_one_and_tests_install_it():
         used |= set(re.findall(r'with extra\("(\w+)"\)', path.read_text(encoding="utf-8")))
     assert used == set(EXTRAS) <= set(project["optional-dependencies"])
     (own,) = (r for r in project["optional-dependencies"]["test"] if r.startswith("jaxserve["))
-    assert set(re.findall(r"\w+", own)) - {"jaxserve"} == used
+    assert set(re.findall(r"\w+", own)) - {"jaxserve"} == used - {OF_CLUSTERS}

@@ -188,10 +188,10 @@ def test_a_stream_refuses_a_bad_prompt_at_once(llm):
 
 
 def test_smollm2_continues_as_transformers_does(smollm2_path):
-    golden = golden_prompts("chat_sky", "chat_many_turns", "one_letter", "code_python", "chinese")
+    golden = golden_prompts("chat_sky", "one_letter", "code_python", "chinese")
     prompts = [entry.prompt_token_ids for entry in golden]
     params = SamplingParams(temperature=0, max_tokens=16)
-    settings = {"max_num_seqs": 2, "max_model_len": 128, "max_num_batched_tokens": 2 + 32}
+    settings = {"max_num_seqs": 1, "max_model_len": 128, "max_num_batched_tokens": 1 + 32}
     with LLM(smollm2_path, **settings) as llm:
         check_golden(golden, llm.generate(prompts, params, use_tqdm=False))
         tokenizer = llm.get_tokenizer()
@@ -200,7 +200,7 @@ def test_smollm2_continues_as_transformers_does(smollm2_path):
         assert [tokenizer.encode(text, add_special_tokens=False) for text in texts] == expected
 
 
-def test_wishes_of_the_wrong_type_are_refused_and_leave_nothing(llama, llm):
+def test_options_of_the_wrong_type_are_refused_and_leave_no_request(llama, llm):
     prompt = llama.prompts[4]
     with pytest.raises(RequestError, match="priority is 'a'"):
         llm.generate(prompt, GREEDY, priority=["a"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -50,6 +52,25 @@ def test_every_package_is_marked_as_typed():
         package = pattern.removesuffix("*")
         assert (ROOT / package / "py.typed").exists()
         assert "py.typed" in data[package]
+
+
+def test_every_dependency_is_imported():
+    """By the packages or a notebook, or run, as pip is to fetch the default model.
+
+    Names of modules that are not those of their packages are given here."""
+    modules = {"orbax-checkpoint": "orbax", "pyyaml": "yaml"}
+    names = {re.match(r"[\w-]+", line)[0] for line in PROJECT["project"]["dependencies"]}
+    sources = "\n".join(
+        path.read_text(encoding="utf-8")
+        for package in ("jaxserve", "pallas_kernels", "sharding_rules")
+        for path in (ROOT / package).rglob("*.py")
+    )
+    for notebook in (ROOT / "colab").glob("*.ipynb"):
+        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+        sources += "".join("\n" + "".join(cell["source"]) for cell in cells)
+    for name in names - {"pip"}:
+        pattern = rf"^\s*(from|import) {modules.get(name, name)}\b"
+        assert re.search(pattern, sources, re.M), f"nothing imports {name}"
 
 
 def test_the_citation_and_the_changelog_are_of_this_version():

@@ -40,6 +40,9 @@ NUM_PAGES = 41
 PAGE_SIZE = 4
 LEAST_MARGIN = 1e-4
 """Lead of the best logit over the second that no order of summation can undo in float32."""
+QUANTIZED_MARGIN = 0.01
+"""The same with quantized KV, of which another order of summation can round a number to the other
+of two neighbouring steps."""
 
 FULL = SamplingParams(
     temperature=1.2,
@@ -69,6 +72,7 @@ class TinyModel:
     family: Family
     config: ModelConfig
     params: Params = dataclasses.field(repr=False)
+    kv_cache_dtype: str = "auto"
 
     @classmethod
     def write_llama(cls, directory: Path) -> TinyModel:
@@ -108,8 +112,24 @@ class TinyModel:
             "max_num_batched_tokens": BUDGET,
             "page_size": PAGE_SIZE,
         } | changes
-        page_bytes = self.config.kv_bytes_per_token(4) * settings["page_size"]
-        return {"kv_cache_memory_bytes": NUM_PAGES * page_bytes} | settings
+        pool_bytes = NUM_PAGES * self.token_bytes * settings["page_size"]
+        quantized = {"kv_cache_dtype": self.kv_cache_dtype} if self.is_quantized else {}
+        return {"kv_cache_memory_bytes": pool_bytes, **quantized} | settings
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its KV is."""
+        return self.kv_cache_dtype != "auto"
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's KV: float32, or bytes and a float32 scale for each head."""
+        size = self.config.kv_bytes_per_token(1)
+        return size + 4 * size // self.config.head_dim if self.is_quantized else 4 * size
+
+    def with_kv(self, kv_cache_dtype: str) -> TinyModel:
+        """The same model with its KV quantized, for the oracle and for the engine."""
+        return dataclasses.replace(self, kv_cache_dtype=kv_cache_dtype)
 
     def load(self, **changes: Any) -> LLM:
         return LLM(self.path, **self.settings(**changes))
@@ -146,7 +166,10 @@ class TinyModel:
         """Oracle logits float32 [tokens, vocab] after each of the tokens."""
         padded = np.zeros(CONTEXT, np.int32)
         padded[: len(token_ids)] = token_ids
-        return oracle.dense_logits(self.family, self.params, self.config, padded)[: len(token_ids)]
+        logits = oracle.dense_logits(
+            self.family, self.params, self.config, padded, self.kv_cache_dtype
+        )
+        return logits[: len(token_ids)]
 
     def check_greedy(self, output: RequestOutput) -> None:
         """Each token of an output must be the oracle's likeliest after all before it."""
@@ -155,7 +178,9 @@ class TinyModel:
             tokens = prompt + list(completion.token_ids)
             logits = self.logits(tokens)[len(prompt) - 1 : -1]
             chosen = logits[np.arange(len(logits)), tokens[len(prompt) :]]
-            assert (chosen > logits.max(axis=1) - LEAST_MARGIN).all(), completion
+            shortfalls = logits.max(axis=1) - chosen
+            margin = QUANTIZED_MARGIN if self.is_quantized else LEAST_MARGIN
+            assert (shortfalls < margin).all(), (shortfalls.max(), completion)
 
     def rounded(self, quantization: str) -> TinyModel:
         """The model with its weights as `quantization` rounds them, dense again, for the oracle."""

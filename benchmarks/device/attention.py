@@ -25,6 +25,7 @@ class Attention:
         of about 1 in size, and 1 of others.
     sinks: whether heads have them.
     tree: most tokens of a chunk that is a speculation tree, a binary one; none unless given.
+    sms: multiprocessors that the kernel uses, all of them unless given.
     """
 
     decodes: tuple[int, ...] = ()
@@ -40,6 +41,7 @@ class Attention:
     kv_scale: float | None = None
     sinks: bool = False
     tree: int = 0
+    sms: int | None = None
 
     @property
     def op(self) -> str:
@@ -116,14 +118,14 @@ class Attention:
     def arguments(self, make: Make) -> tuple[jax.Array, KVPages, RaggedBatch]:
         """Queries, pages and batch."""
         q = make.random(sum(self.lengths), self.heads, self.head_dim, dtype=self.dtype)
-        pages = KVPages(*(make.random(*s.shape, dtype=s.dtype) for s in self.pages.shapes))
+        pages = jax.tree.map(lambda s: make.random(*s.shape, dtype=s.dtype), self.pages.shapes)
         return q, pages, self.batch(make)
 
     def problem(self) -> Problem:
         return Problem(
             carry=lambda make: (),
             inputs=self.arguments,
-            kernel=lambda carry, inputs: (carry, self.attend("pallas", *inputs)),
+            kernel=lambda carry, inputs: (carry, self._by_kernel(*inputs)),
             xla=lambda carry, inputs: (carry, self.attend("xla", *inputs)),
             exact=lambda carry, inputs: (carry, self._exactly(*inputs)),
             error=_error,
@@ -131,6 +133,14 @@ class Attention:
             bytes_moved=self.bytes_moved,
             flops=4 * self.seen * self.heads * self.head_dim,
         )
+
+    def _by_kernel(self, *inputs):
+        if self.sms is None:
+            return self.attend("pallas", *inputs)
+        from pallas_kernels.compat import gpu
+
+        with gpu.limited_to(self.sms):
+            return self.attend("pallas", *inputs)
 
     def attend(self, backend, q, pages, batch):
         scale = self.kv_scale or (1 / 64 if self.kv_dtype == "int8" else None)
@@ -157,4 +167,4 @@ class Attention:
 
 def _error(found, exact):
     (out, lse), (exact_out, exact_lse) = found, exact
-    return jnp.maximum(errors.in_rows(out, exact_out, axis=-1), errors.absolute(lse, exact_lse))
+    return jnp.maximum(errors.in_rows(out, exact_out), errors.absolute(lse, exact_lse))

@@ -17,7 +17,7 @@ from pallas_kernels.quantized_matmul import FP8, GGUF, Format
 class Case(NamedTuple):
     """A problem with a name, and what is to be reached.
 
-    limit: what its share is of, "copy" (bytes a second) or "matmul" (operations a second).
+    limit: what its share is of, "read" or "copy" (bytes a second) or "matmul" (operations).
     target: the share to reach at least.
     parts: names of cases whose times together are what this one's is compared with instead.
     """
@@ -32,14 +32,39 @@ class Case(NamedTuple):
 K = 1024
 
 LIMITS = [
+    Case("read", Limit("read"), "read"),
     Case("copy", Limit("copy")),
     Case("negate", Limit("negate")),
     Case("matmul", Limit("matmul"), "matmul"),
 ]
 
+SMOKE = [
+    Case("smoke: decode", Attention((1000,) * 4)),
+    Case("smoke: decode, 2 to 32 splits", Attention((600, 2000, 4000, 9000, 16_000))),
+    Case("smoke: decode on 4 multiprocessors", Attention((600, 2000, 4000, 9000), sms=4)),
+    Case("smoke: decode, window, head_dim 64", Attention((3000,) * 4, head_dim=64, window=1000)),
+    Case("smoke: decode, int8 pages", Attention((1000,) * 4, kv_dtype="int8")),
+    Case("smoke: prefill", Attention(chunks=((1000, 300),))),
+    Case("smoke: prefill on 4 multiprocessors", Attention(chunks=((1000, 300),), sms=4)),
+    *(
+        Case(
+            f"smoke: prefill, window, head_dim {head_dim}",
+            Attention(chunks=((1000, 300), (240, 16)), head_dim=head_dim, window=104),
+        )
+        for head_dim in (64, 128, 256)
+    ),
+    Case("smoke: decodes and chunks", Attention((1000, 3000), ((1000, 300), (40, 40)))),
+    Case("smoke: gather 4 pages", PageMove("gather", 4, 9)),
+    Case("smoke: scatter 4 pages", PageMove("scatter", 4, 9)),
+    Case("smoke: copy 4 pages", PageMove("copy", 4, 9)),
+    Case("smoke: Q4_0, 16 tokens", PackedMatmul(GGUF["Q4_0"], 16, 512, 1024)),
+]
+"""Every kernel, small, with what is most likely to break: the first that a new device does."""
+
 TARGETS = [
-    Case("decode 64 x 8k", Attention((8 * K,) * 64), target=0.85),
-    Case("decode 1 x 128k", Attention((128 * K,)), target=0.85),
+    Case("decode 64 x 8k", Attention((8 * K,) * 64), "read", target=0.92),
+    Case("decode 1 x 8k", Attention((8 * K,)), "read", target=0.80),
+    Case("decode 1 x 128k", Attention((128 * K,)), "read", target=0.85),
     Case("prefill 16k", Attention(chunks=((16 * K, 16 * K),)), "matmul", target=0.60),
     Case(
         "63 decodes of 4k + a chunk of 1k",
@@ -63,6 +88,9 @@ PARTS_OF_TARGETS = [
 RAGGED = (100, 900, 2 * K, 2 * K, 5 * K, 9 * K, 20 * K, 33 * K) * 4
 
 MORE = [
+    *(Case(f"decode 1 x {k}k", Attention((k * K,)), "read") for k in (1, 33, 68)),
+    Case("decode 8 x 33k", Attention((33 * K,) * 8), "read"),
+    Case("a tree of 8 on 32k", Attention(chunks=((32 * K, 8),), tree=8), "read"),
     Case("decode 32 ragged", Attention(RAGGED)),
     Case("decode 64 x 8k, window 1k", Attention((8 * K,) * 64, window=K)),
     Case("decode 64 x 8k, pages of 16", Attention((8 * K,) * 64, page_size=16)),
@@ -118,7 +146,7 @@ MORE = [
 
 LAYERS = [Case(f"decode layers, {how}", DecodeLayers(how)) for how in ("unrolled", "scanned")]
 
-ALL = [*LIMITS, *TARGETS, *PARTS_OF_TARGETS, *MORE, *LAYERS]
+ALL = [*LIMITS, *SMOKE, *TARGETS, *PARTS_OF_TARGETS, *MORE, *LAYERS]
 
 
 def wanted(some: Iterable[Case], only: tuple[str, ...]) -> list[Case]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import jax
 from device.attention import Attention
 from device.packed_weights import PackedMatmul
 from device.page_moves import PageMove, possible
-from device.problem import Shapes
+from device.problem import Problem, Shapes
 from pallas_kernels import self_check
 from pallas_kernels.quantized_matmul import FP8, GGUF, Format
 
@@ -86,15 +85,13 @@ class Asked:
     """
 
     def __init__(self) -> None:
-        self._noted: dict[tuple[str, str], Callable[[], str | None]] = {}
+        self._noted: dict[tuple[str, str], self_check.SelfCheck] = {}
 
-    def __call__(self, operation, device_kind, shapes, kernel, xla, check_case):
-        self._noted[operation, shapes] = functools.partial(
-            self_check.disagreement, kernel, xla, check_case
-        )
+    def __call__(self, operation: str, device_kind: str, shapes: str, check: self_check.SelfCheck):
+        self._noted[operation, shapes] = check
 
-    def take(self) -> dict[tuple[str, str], Callable[[], str | None]]:
-        """(operation, class) noted since the last time -> what says if its kernel is wrong."""
+    def take(self) -> dict[tuple[str, str], self_check.SelfCheck]:
+        """(operation, class) noted since the last time -> the check of its kernel."""
         taken, self._noted = self._noted, {}
         return taken
 
@@ -102,42 +99,54 @@ class Asked:
 asked = Asked()
 
 
+def needed(problem: Problem) -> dict[tuple[str, str], self_check.SelfCheck]:
+    """(operation, class) that a problem asks for -> the check of its kernel; nothing is run.
+
+    Raises ValueError where a kernel refuses it.
+    """
+    make = Shapes(None)
+    asked.take()
+    jax.eval_shape(problem.kernel, problem.carry(make), problem.inputs(make))
+    return asked.take()
+
+
 def tried(spec: Attention | PageMove | PackedMatmul) -> dict[str, Any]:
-    """The classes that a case asks for, and if a trial of each was right."""
-    problem, make = spec.problem(), Shapes(None)
+    """If a check was right of each of the classes that a case asks for."""
     try:
-        jax.eval_shape(problem.kernel, problem.carry(make), problem.inputs(make))
+        checks = needed(spec.problem())
     except ValueError as error:
         return {"status": "refused", "why": str(error)}
-    check_cases = asked.take()
-    against = [why for check_case in check_cases.values() if (why := check_case())]
-    outcome = {"status": "wrong", "why": " ".join(against)} if against else {}
-    return {"classes": [*check_cases], **outcome}
+    against = [why for check in checks.values() if (why := check.run())]
+    return {"status": "wrong", "why": " ".join(against)} if against else {}
 
 
 def verified(
-    known: Mapping[str, Any], device_kind: str, records: Iterable[Mapping[str, Any]]
+    known: Mapping[str, Any],
+    device_kind: str,
+    fingerprint: str,
+    records: Iterable[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """`verified.json` as it is, with what records say about this JAX on a kind of device.
+    """`verified.json` as it is, with what records of these sources and compilers (see
+    `self_check.fingerprint`) say about a kind of device.
 
-    A class is added that was found right by its trial, and taken out where a trial or a case of
-    its shapes was wrong or failed. Where a process crashed, it is unknown which classes did that,
-    and nothing changes.
+    A class is added that was found right, by its check or at real shapes, and taken out where it
+    was wrong, failed, or crashed its process. Other fingerprints of that kind of device go: what is
+    installed has one.
     """
     right, wrong = set(), set()
     for record in records:
-        ours = not record["part"].startswith("peers")
-        if ours and record["status"] == "crashed":
-            return known
-        if record["part"].startswith("classes") and record["status"] == "done":
-            right |= {tuple(each) for each in record["classes"]}
-        elif ours and record["status"] in ("wrong", "failed"):
-            wrong |= {tuple(each) for each in record["classes"]}
+        if record["part"].startswith("peers") or record.get("fingerprint") != fingerprint:
+            continue
+        own = {tuple(each) for each in record.get("classes", ())}
+        if record["status"] == "done":
+            right |= own
+        elif record["status"] in ("wrong", "failed", "crashed"):
+            wrong |= own
     merged = json.loads(json.dumps(known))
-    operations = merged.setdefault(device_kind, {}).setdefault(jax.__version__, {})
-    for operation in {name for name, _ in right | wrong} | {*operations}:
-        found = {(operation, shapes) for shapes in operations.get(operation, ())} | right
-        operations[operation] = sorted(
-            shapes for name, shapes in found - wrong if name == operation
-        )
+    before = merged.get(device_kind, {}).get(fingerprint, {})
+    right |= {(name, shapes) for name, classes in before.items() for shapes in classes}
+    found: dict[str, list[str]] = {}
+    for name, shapes in sorted(right - wrong):
+        found.setdefault(name, []).append(shapes)
+    merged[device_kind] = {fingerprint: found}
     return merged

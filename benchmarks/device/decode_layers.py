@@ -11,7 +11,7 @@ from jax import lax
 
 from device.attention import Attention
 from device.problem import Make, Problem
-from pallas_kernels.paged_attention import KVPages, RaggedBatch, write_kv
+from pallas_kernels.paged_attention import RaggedBatch, write_kv
 
 _ATTENTION = Attention((1024,) * 64)
 
@@ -55,9 +55,9 @@ class DecodeLayers:
             }
 
         def pages(pools):
-            k, v = self.attention.pages.shapes
-            return KVPages(
-                *(make.random(pools * s.shape[0], *s.shape[1:], dtype=s.dtype) for s in (k, v))
+            return jax.tree.map(
+                lambda s: make.random(pools * s.shape[0], *s.shape[1:], dtype=s.dtype),
+                self.attention.pages.shapes,
             )
 
         x = make.random(len(self.attention.contexts), self.hidden, dtype="bfloat16")

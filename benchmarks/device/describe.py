@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from jax._src.mesh import AbstractDevice
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from device import cases, classes, machine
+from device import cases, classes, machine, sweep
+from device.parts import Task
 from device.problem import Problem, Shapes, jitted
 
 TARGET = Path(__file__).parents[2] / "tests" / "deviceless" / "h200.txtpb"
@@ -71,23 +72,25 @@ def _results(step, carry, calls):
     )
 
 
-def tasks(only: tuple[str, ...]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """A key, and what compiles it and gives the fields of its record, for all that is measured."""
+def tasks(only: tuple[str, ...]) -> Iterator[Task]:
+    """What compiles each of all that is measured."""
 
     def task(function, *arguments):
         refusal = function(*arguments)
         return {"status": "refused", "why": refusal} if refusal else {"status": DONE}
 
     for case in cases.wanted(cases.ALL, only):
-        yield case.name, functools.partial(task, compile_problem, case.spec.problem())
+        yield Task(case.name, functools.partial(task, compile_problem, case.spec.problem()))
+    if not only or "paged_attention" in only:
+        for value in sweep.VALUES:
+            problem = sweep.problem(sweep.CASES["1 x 8k"], value)
+            yield Task(f"a split of {value}", functools.partial(task, compile_problem, problem))
     for leaves in machine.LEAVES:
         function, arrays = machine.dispatch_program(leaves)
-        yield (
-            f"dispatch, {leaves} leaves",
-            functools.partial(task, compile_for_h200, function, arrays),
-        )
+        compiles = functools.partial(task, compile_for_h200, function, arrays)
+        yield Task(f"dispatch, {leaves} leaves", compiles)
     for spec in classes.specs(only):
-        yield f"a class: {spec}", functools.partial(task, _compile_kernel, spec.problem())
+        yield Task(f"a class: {spec}", functools.partial(task, _compile_kernel, spec.problem()))
 
 
 def _compile_kernel(problem):

@@ -9,14 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def in_rows(found: jax.Array, exact: jax.Array, axis: int) -> jax.Array:
+def in_rows(found: jax.Array, exact: jax.Array) -> jax.Array:
     """The largest difference, relative to the root mean square of its row of exact values.
 
-    A row runs along `axis`. Attention to n random values is about n ** -0.5 in size: a difference
-    must be seen beside its neighbours, not beside 1. A row that is exactly 0 must be found so.
+    A row runs along the last axis. Attention to n random values is about n ** -0.5 in size: a
+    difference must be seen beside its neighbours, not beside 1. A row that is exactly 0 must be
+    found so.
     """
     found, exact = found.astype(jnp.float32), exact.astype(jnp.float32)
-    size = jnp.sqrt(jnp.mean(exact**2, axis, keepdims=True))
+    size = jnp.sqrt(jnp.mean(exact**2, axis=-1, keepdims=True))
     return absolute(found / jnp.where(size > 0, size, 1e-30), exact / jnp.where(size > 0, size, 1))
 
 

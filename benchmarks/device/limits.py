@@ -12,12 +12,13 @@ from device.problem import Problem
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """Bytes read and written a second by a copy of 2 GiB, or the rate of a product of squares.
+    """Bytes read a second by the maximum of 2 GiB, read and written by a copy of them, or the rate
+    of a product of squares.
 
-    "copy" is what XLA hands to the driver, "negate" a kernel that XLA writes.
+    "copy" is what XLA hands to the driver, "read" and "negate" are kernels that XLA writes.
     """
 
-    what: Literal["copy", "negate", "matmul"]
+    what: Literal["read", "copy", "negate", "matmul"]
 
     @property
     def op(self) -> str:
@@ -33,10 +34,10 @@ class Limit:
                 bytes_moved=3 * 2 * size**2,
                 flops=2 * size**3,
             )
-        act = jnp.copy if self.what == "copy" else jnp.negative
+        act = {"read": jnp.max, "copy": jnp.copy, "negate": jnp.negative}[self.what]
         return Problem(
             carry=lambda make: (),
             inputs=lambda make: make.random(1 << 30, dtype="bfloat16"),
             kernel=lambda carry, inputs: (carry, act(inputs)),
-            bytes_moved=2 << 31,
+            bytes_moved=(1 if self.what == "read" else 2) << 31,
         )

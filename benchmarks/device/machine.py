@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import self_check
+
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "torch", "transformers")
 LEAVES = (1, 10, 100, 500)
 COPY_BYTES = (8 << 20, 512 << 20)
@@ -40,7 +42,7 @@ def versions() -> dict[str, str]:
             found[package] = "absent"
     query = "nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.max.sm,power.limit"
     found["nvidia-smi"] = _said(*query.split(), "--format=csv,noheader")
-    found["ptxas"] = _said("ptxas", "--version")
+    found["ptxas"] = self_check.ptxas_version()
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -23,7 +22,7 @@ from pallas_kernels.self_check import eps
 
 @dataclasses.dataclass(frozen=True)
 class PackedMatmul:
-    """A weight [num_outputs, num_inputs] in `format`, times `tokens` columns of `dtype`."""
+    """A weight [num_outputs, num_inputs] in `format`, times `tokens` rows of `dtype`."""
 
     format: Format
     tokens: int
@@ -42,7 +41,7 @@ class PackedMatmul:
 
     def arguments(self, make: Make) -> tuple[QuantizedWeight, jax.Array]:
         weight = jax.tree.map(lambda s: make.random(*s.shape, dtype=s.dtype), self.weight)
-        return weight, make.random(self.num_inputs, self.tokens, dtype=self.dtype)
+        return weight, make.random(self.tokens, self.num_inputs, dtype=self.dtype)
 
     def problem(self) -> Problem:
         """The weight's bytes, what it multiplies, and products of the result's dtype."""
@@ -58,7 +57,7 @@ class PackedMatmul:
             kernel=lambda carry, inputs: (carry, quantized_matmul(*inputs, backend="pallas")),
             xla=lambda carry, inputs: (carry, quantized_matmul(*inputs, backend="xla")),
             exact=lambda carry, inputs: (carry, _exactly(*inputs)),
-            error=functools.partial(errors.in_rows, axis=0),
+            error=errors.in_rows,
             tolerance=4 * eps(result),
             bytes_moved=packed + activations,
             flops=2 * self.num_outputs * self.num_inputs * self.tokens,
@@ -66,4 +65,4 @@ class PackedMatmul:
 
 
 def _exactly(weight, x):
-    return jnp.matmul(dequantize(weight), x.astype(jnp.float32), precision="highest")
+    return jnp.matmul(x.astype(jnp.float32), dequantize(weight).T, precision="highest")

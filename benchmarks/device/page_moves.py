@@ -45,7 +45,7 @@ class PageMove:
         """The pool."""
         shapes = self.layout.shapes
         return [
-            KVPages(*(make.random(*s.shape, dtype=s.dtype) for s in shapes))
+            jax.tree.map(lambda s: make.random(*s.shape, dtype=s.dtype), shapes)
             for _ in range(self.layers)
         ]
 

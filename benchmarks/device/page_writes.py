@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
 from device import errors
@@ -34,7 +35,7 @@ class PageWrite:
 
     def carry(self, make: Make) -> KVPages:
         """The pool."""
-        return KVPages(*(make.random(*s.shape, dtype=s.dtype) for s in self.layout.shapes))
+        return jax.tree.map(lambda s: make.random(*s.shape, dtype=s.dtype), self.layout.shapes)
 
     def inputs(self, make: Make):
         """Keys, values, page ids and offsets."""

@@ -15,8 +15,8 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from device import cases, classes, machine, measure, peers_jax
-from device.problem import Arrays
+from device import cases, classes, machine, measure, peers_jax, sweep
+from device.problem import Arrays, Problem
 from device.records import Records
 from pallas_kernels import self_check
 
@@ -26,8 +26,13 @@ DEVICE_LOST = 3
 PROCESSES = 8
 """That try classes of shapes at once."""
 
-Task = tuple[str, Callable[[], dict[str, Any]]]
-"""A key, and what gives the fields of its record."""
+
+class Task(NamedTuple):
+    """A key, what gives the fields of its record, and the problem that it tries kernels with."""
+
+    key: str
+    run: Callable[[], dict[str, Any]]
+    problem: Callable[[], Problem] | None = None
 
 
 class Settings(NamedTuple):
@@ -41,34 +46,43 @@ class Settings(NamedTuple):
 
 
 def run(part: str, settings: Settings) -> None:
-    """Do what of a part no process has begun yet, until there is no time left.
+    """Do what of a part has not come to an end yet, until there is no time left.
 
     Exits with DEVICE_LOST when the device no longer answers.
     """
     records = Records(settings.out / "records.jsonl")
-    begun = {record["key"] for record in records.of(part)}
+    ended = records.ended(part, self_check.fingerprint())
     # Kernels are looked at here, at their real shapes: their first use need not try them.
     with mock.patch.object(self_check, "why_not", classes.asked):
-        for key, task in (PARTS | SHARED_PARTS)[part](settings):
-            if key in begun:
+        for task in PARTS[part](settings):
+            if task.key in ended:
                 continue
+            known = {"fingerprint": self_check.fingerprint()}
             if time.time() > settings.until:
-                records.add(part, key, "skipped", why="There was no time left.")
+                records.add(part, task.key, "skipped", why="There was no time left.", **known)
                 continue
-            records.add(part, key, "begun")
-            if not attempt(records, part, key, task) and not _answers(part):
+            # Said before: if this process crashes, it is known by which kernels.
+            known["classes"] = _classes_of(task)
+            records.add(part, task.key, "begun", **known)
+            if not attempt(records, part, task, known) and not _answers(part):
                 sys.exit(DEVICE_LOST)
 
 
-def attempt(records: Records, part: str, key: str, task: Callable[[], dict[str, Any]]) -> bool:
-    """Record what a task finds, or how it fails, and which kernels' classes it asked for.
+def _classes_of(task: Task) -> list[tuple[str, str]]:
+    try:
+        return [*classes.needed(task.problem())] if task.problem else []
+    except Exception:  # Whatever it is, the task itself will fail so, and that is recorded.
+        return [*classes.asked.take()]
+
+
+def attempt(records: Records, part: str, task: Task, known: dict[str, Any]) -> bool:
+    """Record what a task finds, or how it fails, and what was `known` before.
 
     Returns whether it came to an end.
     """
     begin = time.monotonic()
-    classes.asked.take()
     try:
-        found = {"status": "done", **task()}
+        found = {"status": "done", **task.run()}
     except ImportError as error:
         found = {"status": "absent", "why": str(error)}
     except Exception as error:  # Whatever a kernel, a compiler or a peer may raise.
@@ -77,8 +91,9 @@ def attempt(records: Records, part: str, key: str, task: Callable[[], dict[str, 
             "why": f"{type(error).__name__}: {error}",
             "traceback": traceback.format_exc(),
         }
-    found = {"classes": [*classes.asked.take()], **found}
-    records.add(part, key, found.pop("status"), **found, took_s=round(time.monotonic() - begin, 1))
+    found = {**known, **found}
+    status, took_s = found.pop("status"), round(time.monotonic() - begin, 1)
+    records.add(part, task.key, status, **found, took_s=took_s)
     return "traceback" not in found
 
 
@@ -99,10 +114,13 @@ def _machine(settings: Settings) -> Iterator[Task]:
         machine.save_target_config(settings.out / "h200.txtpb")
         return {}
 
-    yield "versions", machine.versions
-    yield "target config", config
-    for case in cases.LIMITS:
-        yield case.name, functools.partial(_measure, case, settings)
+    yield Task("versions", machine.versions)
+    yield Task("target config", config)
+    yield from _measured(cases.LIMITS, settings)
+
+
+def _smoke(settings: Settings) -> Iterator[Task]:
+    return _measured(cases.SMOKE, settings)
 
 
 def _targets(settings: Settings) -> Iterator[Task]:
@@ -119,7 +137,22 @@ def _layers(settings: Settings) -> Iterator[Task]:
 
 def _measured(some, settings):
     for case in cases.wanted(some, settings.only):
-        yield case.name, functools.partial(_measure, case, settings)
+        yield Task(case.name, functools.partial(_measure, case, settings), case.spec.problem)
+
+
+def _sweep(settings: Settings) -> Iterator[Task]:
+    for key, measured in sweep.tasks(settings.seed):
+        yield Task(key, measured)
+
+
+def _engine(settings: Settings) -> Iterator[Task]:
+    try:
+        from device import engine_steps
+    except ImportError as error:
+        yield Task("engine", functools.partial(dict, status="absent", why=str(error)))
+        return
+    for key, measured in engine_steps.tasks():
+        yield Task(key, measured)
 
 
 def _measure(case, settings):
@@ -135,14 +168,14 @@ def _peers_jax(settings: Settings) -> Iterator[Task]:
 
     for case in cases.wanted(cases.TARGETS, settings.only):
         for peer in peers_jax.peers(case.spec):
-            yield f"{case.name}: {peer.name}", functools.partial(timed, case, peer)
+            yield Task(f"{case.name}: {peer.name}", functools.partial(timed, case, peer))
 
 
 def _peers_torch(settings: Settings) -> Iterator[Task]:
     try:
         from device import peers_torch
     except ImportError as error:
-        yield "PyTorch", functools.partial(dict, status="absent", why=str(error))
+        yield Task("PyTorch", functools.partial(dict, status="absent", why=str(error)))
         return
 
     def timed(case, peer):
@@ -151,7 +184,7 @@ def _peers_torch(settings: Settings) -> Iterator[Task]:
 
     for case in cases.wanted(cases.TARGETS, settings.only):
         for peer in peers_torch.peers(case.spec):
-            yield f"{case.name}: {peer.name}", functools.partial(timed, case, peer)
+            yield Task(f"{case.name}: {peer.name}", functools.partial(timed, case, peer))
 
 
 def _of_peer(case, peer, seconds):
@@ -160,30 +193,38 @@ def _of_peer(case, peer, seconds):
 
 def _host(settings: Settings) -> Iterator[Task]:
     for leaves in machine.LEAVES:
-        yield f"dispatch, {leaves} leaves", functools.partial(machine.dispatch_us, leaves)
+        yield Task(f"dispatch, {leaves} leaves", functools.partial(machine.dispatch_us, leaves))
     for num_bytes in machine.COPY_BYTES:
         key = f"copies of {num_bytes >> 20} MiB"
-        yield key, functools.partial(machine.host_copy_gb_s, num_bytes)
+        yield Task(key, functools.partial(machine.host_copy_gb_s, num_bytes))
 
 
 def _classes(share: int, settings: Settings) -> Iterator[Task]:
     """Every PROCESSES-th class."""
     for spec in itertools.islice(classes.specs(settings.only), share, None, PROCESSES):
-        yield str(spec), functools.partial(classes.tried, spec)
+        yield Task(str(spec), functools.partial(classes.tried, spec), spec.problem)
 
+
+_CLASSES = {f"classes {share}": functools.partial(_classes, share) for share in range(PROCESSES)}
 
 PARTS: dict[str, Callable[[Settings], Iterator[Task]]] = {
     "machine": _machine,
+    "smoke": _smoke,
+    **_CLASSES,
     "targets": _targets,
-    "peers_jax": _peers_jax,
-    "peers_torch": _peers_torch,
-    "host": _host,
+    "sweep": _sweep,
     "layers": _layers,
     "more": _more,
+    "engine": _engine,
+    "host": _host,
+    "peers_jax": _peers_jax,
+    "peers_torch": _peers_torch,
 }
-"""Parts that have the machine to themselves, in this order."""
 
-SHARED_PARTS = {
-    f"classes {share}": functools.partial(_classes, share) for share in range(PROCESSES)
+CALLS: dict[str, tuple[str | tuple[str, ...], ...]] = {
+    "check": ("machine", "smoke", tuple(_CLASSES)),
+    "speed": ("machine", "targets", "sweep", "more"),
+    "engine": ("machine", "engine", "host", "layers", "peers_jax", "peers_torch"),
 }
-"""Parts without a clock, which take turns on the device: nearly all that they do is compile."""
+"""The parts of each call, in order. Parts in a tuple run together and take turns on the device:
+nearly all that they do is compile. What earlier calls have done is not done again."""

@@ -24,7 +24,7 @@ MOST_RUNS = 100
 
 
 Work = tuple[Callable[[], tuple], Callable[..., torch.Tensor]]
-"""The inputs of one call, made anew each time, and what is computed of them."""
+"""The inputs of one call, made for each call, and what is computed of them."""
 
 
 class Peer(NamedTuple):

@@ -3,7 +3,8 @@
 Every record has `part`, `key` and `status`. That is "begun", and later one of: "done"; "wrong", a
 result that is not right; "failed", with a traceback; "crashed", with its process; "refused", by the
 kernel; "absent", what is not installed; "skipped", for lack of time; "compiled" or "lowered", of a
-dry run. What else there is depends on the part.
+dry run. `fingerprint` says of which sources and compilers it is (`self_check.fingerprint`), and
+`classes` which kernels' classes of shapes it asked for. What else there is depends on the part.
 """
 
 from __future__ import annotations
@@ -28,6 +29,16 @@ class Records:
         if not self._path.exists():
             return []
         return [json.loads(line) for line in self._path.read_text().splitlines()]
+
+    def ended(self, part: str, fingerprint: str) -> set[str]:
+        """Keys of a part that came to an end, of the same sources and compilers: not what there was
+        no time for, nor what was cut off together with its call."""
+        last = {
+            record["key"]: record["status"]
+            for record in self.of(part)
+            if record.get("fingerprint") == fingerprint
+        }
+        return {key for key, status in last.items() if status not in ("begun", "skipped")}
 
     def of(self, part: str) -> list[dict[str, Any]]:
         """The records of a part, in order."""

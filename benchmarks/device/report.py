@@ -14,7 +14,7 @@ Record = Mapping[str, Any]
 Found = Mapping[str, Record]
 """The last record of each key of the parts with cases."""
 
-CASE_PARTS = ("machine", "targets", "more", "layers", "dry")
+CASE_PARTS = ("machine", "smoke", "targets", "more", "layers", "dry")
 
 
 def print_report(records: list[Record]) -> None:
@@ -28,11 +28,14 @@ def print_report(records: list[Record]) -> None:
             print(f"{name}: {version}")
     peers = [*parts.get("peers_jax", ()), *parts.get("peers_torch", ())]
     print()
+    print_cases("Smoke", cases.SMOKE, found, peers)
     print_cases("Targets", cases.TARGETS, found, peers)
     print_cases("Limits", cases.LIMITS, found, peers)
     rest = [*cases.PARTS_OF_TARGETS, *cases.MORE, *cases.LAYERS]
     print_cases("More", rest, found, peers)
     print_peers(peers)
+    print_sweep(parts.get("sweep", ()))
+    print_engine(parts.get("engine", ()))
     print_host(parts.get("host", ()))
     print_classes([record for record in last.values() if record["part"].startswith("classes")])
     print_failures(last.values())
@@ -125,6 +128,26 @@ def print_peers(peers: Iterable[Record]) -> None:
     measured = [(r["case"], r["peer"], r["us"]) for r in peers if "us" in r]
     if measured:
         print_table("Peers", ("shape", "peer", "us"), measured)
+        print()
+
+
+def print_sweep(records: Iterable[Record]) -> None:
+    """Times of the sizes that a kernel could take."""
+    rows = [(r["kernel"], r["size"], r["value"], r["case"], r["us"]) for r in records if "us" in r]
+    if rows:
+        print_table("Sizes", ("kernel", "size", "value", "shape", "us"), rows)
+        print()
+
+
+def print_engine(records: Iterable[Record]) -> None:
+    """What the engine itself does a second."""
+    rows = [
+        (record["key"], sampler, tokens_s, record["step_ms"][sampler], record["ready_s"])
+        for record in records
+        for sampler, tokens_s in record.get("tokens_s", {}).items()
+    ]
+    if rows:
+        print_table("The engine", ("what", "sampling", "tokens/s", "ms a step", "ready, s"), rows)
         print()
 
 

@@ -16,6 +16,7 @@ from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes
 from jaxserve.cli.batch import Batch
 from jaxserve.cli.bench import Bench
 from jaxserve.cli.chat import Chat
+from jaxserve.cli.cluster import Cluster
 from jaxserve.cli.compile import Compile
 from jaxserve.cli.config_file import with_config_file
 from jaxserve.cli.convert import Convert
@@ -23,7 +24,11 @@ from jaxserve.cli.errors import in_a_line, in_flags, reason
 from jaxserve.cli.generate import Generate
 from jaxserve.cli.launch import Launch
 from jaxserve.cli.plan import Plan
+from jaxserve.cli.profile import Profile
+from jaxserve.cli.search import Search
 from jaxserve.cli.serve import Serve
+from jaxserve.cli.simulate import Simulate
+from jaxserve.cli.train_speculator import TrainSpeculator
 from jaxserve.cli.values import CONSTRUCTORS
 from jaxserve.core.errors import ConfigError, JaxserveError
 from jaxserve.core.logs import configure_logging, level_from_environment
@@ -37,6 +42,7 @@ Examples:
   jaxserve chat                                 chat with the model
   jaxserve generate "Hi" --model ./my-model     a directory, a .gguf file, or org/name
   jaxserve plan ./my-model                      memory use and maximum concurrency
+  jaxserve plan ./my-model --device h200        the same on a device that is not here
   jaxserve bench offline                        throughput on this machine
 
 See `jaxserve COMMAND --help` for each command. `jaxserve --version` prints the version, and
@@ -50,11 +56,16 @@ Command = (
     | Annotated[Chat, tyro.conf.subcommand("chat")]
     | Annotated[Batch, tyro.conf.subcommand("batch")]
     | Annotated[Serve, tyro.conf.subcommand("serve")]
+    | Annotated[Cluster, tyro.conf.subcommand("cluster")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Launch, tyro.conf.subcommand("launch")]
     | Annotated[Plan, tyro.conf.subcommand("plan")]
+    | Annotated[Simulate, tyro.conf.subcommand("simulate")]
+    | Annotated[Search, tyro.conf.subcommand("search")]
+    | Annotated[Profile, tyro.conf.subcommand("profile")]
     | Annotated[Compile, tyro.conf.subcommand("compile")]
     | Annotated[Convert, tyro.conf.subcommand("convert")]
+    | Annotated[TrainSpeculator, tyro.conf.subcommand("train-speculator")]
 )
 
 

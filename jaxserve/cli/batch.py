@@ -17,13 +17,16 @@ from tyro.conf import Positional, arg
 from jaxserve.cli.batch_progress import BatchProgress
 from jaxserve.cli.follow import follow
 from jaxserve.cli.options import Common, EngineOptions, load
+from jaxserve.cli.text import size
 from jaxserve.cli.values import Texts
 from jaxserve.core.chat_settings import ChatSettings, ReasoningParser
 from jaxserve.core.errors import BatchError
 from jaxserve.core.output_file import check_output_file
+from jaxserve.core.signals import signals_handled
 from jaxserve.core.tables import table
 
 if TYPE_CHECKING:
+    from jaxserve.core.weight_reads import WeightReads
     from jaxserve.offline.job import BatchJob
     from jaxserve.offline.run import BatchRun
 
@@ -43,7 +46,7 @@ class Batch(Common):
         shard: I/N: this process is host I, from 0, of N hosts that share the input and the output.
         served_model_name: names that requests may use for the model, instead of its own.
         reasoning_parser: how reasoning is split from content, by vLLM's name for the model; auto
-            looks for <think> tags in the chat template, none leaves it in the content.
+            looks for <think> or channels in the chat template, none leaves it in the content.
         trust_request_chat_template: let requests bring a chat_template of their own.
         trace_file: write a trace of the run, to open in ui.perfetto.dev.
     """
@@ -119,18 +122,19 @@ class Batch(Common):
     def _run(self, job: BatchJob, alone: bool) -> int:
         from jaxserve.offline.run import BatchRun
 
-        run = BatchRun(job)
+        run, reads = BatchRun(job), None
         if job.earlier:
             _say(f"{job.earlier:,} of {len(job.lines):,} lines are already done.")
         status = 0
         # Hosts that share an engine wait for host 0, even if no work is left.
         if run.num_left or not alone:
-            with _told_to_stop() as told:
+            with _stop_signals():
                 try:
                     with load(self.engine, self.trace_file) as llm, BatchProgress() as progress:
+                        reads = llm.engine.weight_reads
                         run.run(llm.engine, self.served_model_name, progress, self._chat)
-                except _Told:
-                    status = 128 + told[0]
+                except _Stopped as stopped:
+                    status = 128 + stopped.number
         else:
             run.complete = job.end()
         if status:
@@ -141,11 +145,11 @@ class Batch(Common):
             from jaxserve.offline.report import write_report
 
             write_report(self.report, run, shlex.join(["jaxserve", *sys.argv[1:]]))
-        print(_summary(run))
+        print(_summary(run, reads))
         return status
 
 
-def _summary(run: BatchRun) -> str:
+def _summary(run: BatchRun, reads: WeightReads | None) -> str:
     from jaxserve.offline.timeline import duration
 
     totals = run.totals
@@ -165,30 +169,34 @@ def _summary(run: BatchRun) -> str:
             ("output tokens/s", f"{last.output_tokens / last.elapsed_s:,.1f}"),
             ("prompt tokens from the cache", f"{run.cached_share:.1%}"),
         ]
+    if reads is not None:
+        rows += [
+            (f"weights read from {reads.tier} a step", size(reads.bytes_per_step)),
+            ("time waiting for weights", f"{reads.stall_share:.1%}"),
+        ]
     return table(rows)
 
 
-class _Told(BaseException):
-    """The process received SIGINT or SIGTERM."""
+class _Stopped(BaseException):
+    """The process received the signal `number`."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
 @contextlib.contextmanager
-def _told_to_stop() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM raise _Told, once, so that cleanup is not interrupted. Yields a list, to
-    which the signal's number is appended."""
-    told: list[int] = []
+def _stop_signals() -> Iterator[None]:
+    """SIGINT and SIGTERM raise _Stopped, once, so that cleanup is not interrupted."""
+    stopped = False
 
-    def tell(number: int, frame: FrameType | None) -> None:
-        if not told:
-            told.append(number)
-            raise _Told
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        if not stopped:
+            stopped = True
+            raise _Stopped(number)
 
-    before = {number: signal.signal(number, tell) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield told
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with signals_handled(stop, signal.SIGINT, signal.SIGTERM):
+        yield
 
 
 def _say(text: str) -> None:

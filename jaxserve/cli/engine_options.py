@@ -65,15 +65,19 @@ def _grouped(info: StructTypeInfo) -> StructConstructorSpec | None:
 def _fields(
     kind: type[EngineConfig], values: dict[str, Any], basic: bool
 ) -> tuple[StructFieldSpec, ...]:
-    hints, told = get_type_hints(kind, include_extras=True), _told()
+    """A kind may have settings `without_flags`, which keep their defaults."""
+    hints, descriptions = get_type_hints(kind, include_extras=True), _descriptions()
+    hidden = getattr(kind, "without_flags", ())
     return tuple(
-        StructFieldSpec(field.name, hints[field.name], values[field.name], told.get(field.name))
+        StructFieldSpec(
+            field.name, hints[field.name], values[field.name], descriptions.get(field.name)
+        )
         for field in dataclasses.fields(kind)
-        if (field.name in _BASIC) == basic
+        if (field.name in _BASIC) == basic and field.name not in hidden
     )
 
 
-def _told() -> dict[str, str]:
+def _descriptions() -> dict[str, str]:
     """What EngineConfig's docstring says of each setting, with the names of others as flags."""
     text = inspect.getdoc(EngineConfig) or ""
     attributes = text.partition("Attributes:\n")[2]

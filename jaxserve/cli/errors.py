@@ -38,8 +38,12 @@ def reason(stop: BaseException, args: Sequence[str], command: Any) -> str | None
         if isinstance(cause, JaxserveError):
             return in_flags(str(cause), command)
         cause = cause.__cause__ or cause.__context__
+    named = chosen(args, command)
+    ours = set() if named is None else named.settings
     for word in args:
         name = word.removeprefix("--").partition("=")[0].replace("-", "_")
+        if name in ours:
+            continue
         if word.startswith("--") and (answer := answer_to(name, ANSWERS | SERVER_ANSWERS)):
             return in_flags(answer, command).replace(name, _flag(name), 1)
     return _misspelt(args, command)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxserve.core.events import Dispatched
 from jaxserve.models.loading.params import params_bytes
+from jaxserve.models.moe import active_size
 from jaxserve.runtime.startup import EnginePlan
 
 _REPEATS = 5
@@ -29,11 +30,19 @@ class Limits(NamedTuple):
 
     def seconds(self, plan: EnginePlan, step: Dispatched) -> float:
         """Lower bound of a step's time: each token goes through every layer and each sampled row
-        through the LM head, and every weight is read once."""
+        through the LM head, and every weight is read once. Of experts, only those of one token are
+        certainly read."""
         model, specs = plan.shapes.model, plan.shapes.specs
         head = model.vocab_size * model.hidden_size
-        layers = sum(spec.size for spec in jax.tree.leaves(specs["layers"]))
-        read_bytes = plan.memory.weights_bytes
+        of_layers = jax.tree.leaves(specs["layers"])
+        layers = sum(active_size(model, spec) for spec in of_layers)
+        idle = [
+            params_bytes(spec, plan.shapes.dtype) * (1 - active_size(model, spec) / spec.size)
+            for spec in of_layers
+        ]
+        placement = plan.shapes.placement
+        read_bytes = plan.memory.weights_bytes - placement.device_bytes + placement.model_bytes
+        read_bytes -= sum(idle)
         if not model.tie_word_embeddings:  # Only a few rows of the embeddings are read.
             read_bytes -= params_bytes(specs["embed"], plan.shapes.dtype)
         tokens = step.decode_rows + step.prefill_tokens

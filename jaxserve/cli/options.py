@@ -26,6 +26,7 @@ class EngineOptions(EngineConfig):
 
     dtype: OptionalDtype = None
     kv_cache_memory_bytes: OptionalSize = None
+    resident_weight_bytes: OptionalSize = None
     host_kv_bytes: OptionalSize = None
     disk_kv_bytes: Size = 0
     logits_processors: Texts = ()

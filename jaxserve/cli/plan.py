@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.cli.described import Described
 from jaxserve.cli.options import Common, ModelSettings
 from jaxserve.cli.text import device_name, size
+from jaxserve.core.errors import ConfigError
 from jaxserve.core.tables import table
 from jaxserve.runtime.progress import TerminalProgress
+from jaxserve.runtime.weights.placement import WINDOW
+from jaxserve.simulator.deployment import SessionTimes
 
 if TYPE_CHECKING:
     from jaxserve.runtime.memory import MemoryPlan
     from jaxserve.runtime.programs.executables import Program, Programs
     from jaxserve.runtime.programs.program_shapes import ProgramShapes
     from jaxserve.runtime.startup import EnginePlan
+
+_SCREEN_TOKENS = 250
+"""What a user reads at once, of Fu's "Challenges in Deploying Long-Context Transformers"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,16 +34,26 @@ class Plan(Common):
     The programs are compiled, or loaded from the cache, because only the compiler knows how much
     scratch memory they need.
 
+    With --device or --profile nothing is compiled: scratch memory is an estimate, and the times of
+    one user's turn are added. Then --devices is a number of devices, for --tensor-parallel-size.
+
     Attributes:
         programs: list every program with its scratch memory, not only their number.
         json: print one JSON object, with all sizes in bytes and every program.
+        device: plan for a100, b200, h100, h200, l4, v5e, v5p, v6e, or a TOML file with the fields
+            of those, instead of the devices here.
+        profile: plan for the machine on which `jaxserve profile` wrote this file.
     """
 
     engine: ModelSettings = dataclasses.field(default_factory=ModelSettings)
     programs: bool = False
     json: bool = False
+    device: str | None = None
+    profile: Path | None = None
 
     def run(self) -> int:
+        if self.device is not None or self.profile is not None:
+            return self._run_described()
         from jaxserve.runtime import startup
 
         decided = startup.decide(self.engine)
@@ -55,26 +73,100 @@ class Plan(Common):
         print(*parts, sep="\n\n")
         return 0
 
+    def _run_described(self) -> int:
+        if self.programs:
+            raise ConfigError(
+                "programs lists compiled programs; leave it out for devices that are not here."
+            )
+        described = Described.of(self.engine, self.device, self.profile)
+        plan = described.plan
+        prompt, screen = _lengths(plan)
+        session = described.deployment.session(described.times, prompt, screen)
+        if self.json:
+            shown = {
+                "step_times": described.source,
+                "session": {"prompt_tokens": prompt, "output_tokens": screen}
+                | dataclasses.asdict(session),
+            }
+            document = _document(plan, {}) | {"device": described.device_name} | shown
+            print(json.dumps(document, default=str))
+            return 0
+        parts = [_heading(plan, described.device_name), _memory(plan, "program scratch, estimated")]
+        parts += [_capacity(plan), _turn(described, session)]
+        if plan.shapes.mesh is not None:
+            parts.append(_placement(plan.shapes))
+        print(*parts, sep="\n\n")
+        return 0
 
-def _heading(decided: EnginePlan) -> str:
-    config, model, mesh = decided.config, decided.shapes.model, decided.shapes.mesh
-    several = "" if mesh is None else f"{mesh.size} x "
-    return (
-        f"{decided.checkpoint.path.name}: {model.architecture}, {config.dtype}, "
-        f"{decided.checkpoint.format}, on {several}{device_name(decided.device)}"
+
+def _lengths(plan: EnginePlan) -> tuple[int, int]:
+    """Tokens of a user's prompt and of the screen after it: together the longest request that the
+    context and the pool hold."""
+    memory, most = plan.memory, plan.config.max_model_len
+    longest = min(memory.layout.longest(memory.num_pages - 1, most) + 1, most)
+    screen = min(_SCREEN_TOKENS, longest - 1)
+    return longest - screen, screen
+
+
+def _turn(described: Described, session: SessionTimes) -> str:
+    config = described.plan.config
+    prompt, screen = _lengths(described.plan)
+    at_once = described.plan.admission.num_at_once(prompt + screen)
+    drafts = "" if config.speculative_config is None else ", without drafts"
+    return table(
+        [
+            (f"ONE USER'S TURN, {described.source.upper()}", ""),
+            (f"users of {prompt + screen:,} tokens at once", f"{at_once:,}"),
+            (f"prefill of {prompt:,} tokens", f"{session.prefill_s:,.3f} s"),
+            (f"decode of {screen} tokens{drafts}", f"{session.decode_s:,.3f} s"),
+            ("switch to another user, by swapping KV", f"{session.switch_s:,.3f} s"),
+        ]
     )
 
 
-def _memory(decided: EnginePlan) -> str:
+def _heading(decided: EnginePlan, devices: str | None = None) -> str:
+    config, model, mesh = decided.config, decided.shapes.model, decided.shapes.mesh
+    several = "" if mesh is None else f"{mesh.size} x "
+    found = decided.checkpoint.format if devices is None else "config only"
+    experts = ""
+    if model.moe is not None:
+        total, active = _parameters(decided)
+        experts = f", {total:,} parameters ({active:,} active for each token)"
+    return (
+        f"{decided.checkpoint.path.name}: {model.architecture}, {config.dtype}, {found}, on "
+        f"{devices or several + device_name(decided.device)}{experts}"
+    )
+
+
+def _parameters(decided: EnginePlan) -> tuple[int, int]:
+    """Numbers of parameters in all, and of those that one token is multiplied with."""
+    import jax
+
+    from jaxserve.models.moe import active_parameters
+    from jaxserve.models.registry import param_specs
+
+    model = decided.checkpoint.config
+    specs = param_specs(model)
+    return sum(spec.size for spec in jax.tree.leaves(specs)), active_parameters(model, specs)
+
+
+def _memory(decided: EnginePlan, scratch: str = "program scratch") -> str:
     memory = decided.memory
     left = memory.limit_bytes - memory.total_bytes
+    kv_dtype = decided.config.kv_cache_dtype
+    kind = "" if kv_dtype == "auto" else f" in {kv_dtype}"
+    kind += " of latents" if decided.shapes.model.mla else ""
     return table(
         [
             ("MEMORY" if memory.num_devices == 1 else "MEMORY OF EACH DEVICE", ""),
-            ("weights", size(memory.weights_bytes)),
-            (f"KV pool, {memory.num_pages:,} pages of {memory.page_size}", size(memory.kv_bytes)),
+            (f"{_weights(decided)}{_stored(decided)}", size(memory.weights_bytes)),
+            *_adapters(decided),
+            (
+                f"KV pool{kind}, {memory.num_pages:,} pages of {memory.page_size}",
+                size(memory.kv_bytes),
+            ),
             ("page tables, sampling state", size(memory.state_bytes)),
-            ("program scratch", size(memory.scratch_bytes)),
+            (scratch, size(memory.scratch_bytes)),
             *_lower_tiers(memory),
             ("total", size(memory.total_bytes)),
             (
@@ -86,9 +178,45 @@ def _memory(decided: EnginePlan) -> str:
     )
 
 
+def _stored(decided: EnginePlan) -> str:
+    """How the weights of a quantized checkpoint are held."""
+    config, (dequantized, quantized) = decided.config, decided.weights_dequantized
+    if not quantized or config.quantization != decided.checkpoint.quantization:
+        return ""
+    method = decided.checkpoint.quantization
+    if not dequantized:
+        return f" as stored ({method})"
+    if dequantized == quantized:
+        return f", dequantized from {method} to {config.dtype}"
+    return f" ({method}: {dequantized:,} of {quantized:,} dequantized to {config.dtype})"
+
+
+def _weights(decided: EnginePlan) -> str:
+    """Which weights are on a device."""
+    placement = decided.shapes.placement
+    if not placement.streamed:
+        return "weights"
+    staying = len(placement.layer_bytes) - len(placement.streamed)
+    layers = f"{staying} layers, " if staying else ""
+    return f"weights: embeddings and head, {layers}a window of {WINDOW} layers"
+
+
+def _adapters(decided: EnginePlan) -> list[tuple[str, str]]:
+    config, num_bytes = decided.config, decided.memory.lora_bytes
+    if not num_bytes:
+        return []
+    label = f"LoRA adapters, {config.max_loras} of rank {config.max_lora_rank}, and one to load"
+    return [(label, size(num_bytes))]
+
+
 def _lower_tiers(memory: MemoryPlan) -> list[tuple[str, str]]:
-    """KV tiers below the device, in parentheses if they are not in device memory."""
+    """Layers and KV in tiers below the device, in parentheses if they are not in device memory."""
     rows = []
+    if memory.host_weights_bytes:
+        host = size(memory.host_weights_bytes)
+        rows.append(("layers on the host", host if memory.host_is_device else f"({host})"))
+    if memory.disk_weights_bytes:
+        rows.append(("layers on disk", f"({size(memory.disk_weights_bytes)})"))
     if memory.staging_bytes:
         rows.append(("transfer buffers", size(memory.staging_bytes)))
     if memory.host_pages:
@@ -152,20 +280,30 @@ def _placement(shapes: ProgramShapes) -> str:
     """Placement on the mesh: parameters, and the pages of one layer per stage."""
     import jax
 
-    from jaxserve.runtime.programs.program_shapes import PAGE_NAMES, PAGES, PARAMETERS
+    from jaxserve.models.family import AnySpec, ParamSpec
+    from jaxserve.runtime.programs.program_shapes import PAGE_NAMES, PAGES
     from sharding_rules import NamedArray, placement
 
-    params = jax.tree.map(
-        lambda spec: NamedArray(spec.shape, shapes.dtype, spec.axes), shapes.specs
-    )
+    def named(spec: AnySpec) -> Any:
+        if not isinstance(spec, ParamSpec) or not spec.split:
+            return NamedArray(spec.shape, spec.dtype or shapes.dtype, spec.axes)
+        planes = spec.abstract(shapes.dtype)
+        return {
+            name: NamedArray(plane.shape, plane.dtype, spec.plane_axes(plane.shape[-1]))
+            for name in ("values", "scales", "minima")
+            if (plane := getattr(planes, name)) is not None
+        }
+
+    params = jax.tree.map(named, shapes.specs)
     kv = [
         {
-            "k": NamedArray(layer.k.shape, layer.k.dtype, PAGE_NAMES.k),
-            "v": NamedArray(layer.v.shape, layer.v.dtype, PAGE_NAMES.v),
+            name: NamedArray(array.shape, array.dtype, names)
+            for name, names in PAGE_NAMES.items()
+            if (array := getattr(layer, name, None)) is not None
         }
         for layer in shapes.abstract_kv
     ]
-    return str(placement(params | {"kv": kv}, shapes.mesh, PARAMETERS | PAGES))
+    return str(placement(params | {"kv": kv}, shapes.mesh, shapes.param_rules | PAGES))
 
 
 def _summary(programs: Programs) -> str:
@@ -205,15 +343,21 @@ def _by_scratch(programs: Programs) -> list[Program]:
 def _document(decided: EnginePlan, programs: Programs) -> dict[str, Any]:
     """What --json prints. Of the memory, `host` and `disk` are in all, the rest on each device."""
     memory = decided.memory
-    sizes = ("weights", "kv", "state", "scratch", "staging", "host", "disk", "total", "limit")
+    sizes = ("weights", "lora", "kv", "state", "scratch", "staging", "host", "disk")
+    sizes += ("host_weights", "disk_weights")
+    sizes += ("total", "limit")
     settings = dataclasses.asdict(decided.config) | {"model": str(decided.checkpoint.path)}
+    parameters, active = _parameters(decided)
     return {
         "architecture": decided.shapes.model.architecture,
         "format": decided.checkpoint.format,
+        "parameters": parameters,
+        "active_parameters": active,
         "device": device_name(decided.device),
         "num_devices": memory.num_devices,
         "settings": settings,
         "memory_bytes": {name: getattr(memory, f"{name}_bytes") for name in sizes},
+        "weights_dequantized": decided.weights_dequantized[0],
         "kv_pool": {
             "pages": memory.num_pages,
             "page_size": memory.page_size,

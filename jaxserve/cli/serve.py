@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,12 +14,13 @@ from jaxserve.cli.options import Common, ModelSettings
 from jaxserve.cli.values import Size, Texts
 from jaxserve.core.chat_settings import ChatSettings, ReasoningParser
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.lora import DEFAULT_MAX_LORAS, LoRARequest
 from jaxserve.core.output_file import check_output_file
 from jaxserve.core.sampling_params import MAX_LOGPROBS
 from jaxserve.runtime.progress import TerminalProgress
 
 if TYPE_CHECKING:
-    from jaxserve.async_engine import AsyncEngine
+    from jaxserve.engine.client import EngineClient
     from jaxserve.server.listening import Tls
 
 _KEY = re.compile("[!-~]+")
@@ -32,6 +34,11 @@ class Serve(Common):
     is loaded. On SIGTERM or Ctrl-C, drains requests in flight; a second signal stops the drain.
 
     Attributes:
+        data_parallel_size: replicas of the engine, each on devices of its own, on CPUs on its share
+            of the cores; more than one needs jaxserve[cluster] (docs/cluster.md).
+        prefill_replicas: replicas that only compute prompts and the first token of each, beside
+            decode_replicas; instead of data_parallel_size.
+        decode_replicas: replicas to which requests move, with their KV, once they have a token.
         host: address to listen on; 0.0.0.0 is all interfaces.
         port: port to listen on.
         uds: listen on a Unix socket at this path instead.
@@ -46,6 +53,8 @@ class Serve(Common):
         metrics_without_api_key: let scrapers read /metrics without a key.
         served_model_name: names that requests may use for the model; by default the name given
             here.
+        lora_modules: LoRA adapters to serve, each as name=path, with enable_lora: requests use one
+            by its name as their model (docs/lora.md).
         allowed_hosts: names accepted in a request's Host header, in addition to localhost and
             addresses. By default any with API keys or uds, and none without: add the name of the
             host, or of a proxy in front of it.
@@ -55,7 +64,7 @@ class Serve(Common):
         allowed_origins: origins of web pages that may use this server (CORS), such as
             https://chat.example.com; * is any. By default none.
         reasoning_parser: how reasoning is split from content, by vLLM's name for the model; auto
-            looks for <think> tags in the chat template, none leaves it in the content.
+            looks for <think> or channels in the chat template, none leaves it in the content.
         trust_request_chat_template: let requests bring a chat_template of their own.
         max_logprobs: most log probabilities for a token that a request may ask for, 20 at most.
         max_queued_requests: sequences that may wait beyond those that run; more get 429.
@@ -67,11 +76,17 @@ class Serve(Common):
         snapshot_dir: write a snapshot of the requests unfinished by then and exit with status 75.
             The next server resumes them: a client that resends its request with the same
             X-Request-Id gets the response. Without it they end with partial output.
+        dev_mode: add the routes of a training loop, /sleep, /wake_up, /is_sleeping and
+            /update_weights_from_disk, and those of adapters, /v1/load_lora_adapter and
+            /v1/unload_lora_adapter. Every client may then use them.
         log_requests: log a line per request, with times and token counts.
         trace_file: write a trace at exit, to open in ui.perfetto.dev.
     """
 
     engine: ModelSettings = dataclasses.field(default_factory=ModelSettings)
+    data_parallel_size: int = 1
+    prefill_replicas: int = 0
+    decode_replicas: int = 0
     host: str = "127.0.0.1"
     port: int = 8000
     uds: Path | None = None
@@ -83,6 +98,7 @@ class Serve(Common):
     api_key_file: Path | None = None
     metrics_without_api_key: bool = False
     served_model_name: Texts = ()
+    lora_modules: Texts = ()
     allowed_hosts: Texts = ()
     min_priority: int | None = None
     hide_cached_tokens: bool = False
@@ -95,6 +111,7 @@ class Serve(Common):
     watchdog_timeout: float | None = None
     shutdown_timeout: float = 20.0
     snapshot_dir: Path | None = None
+    dev_mode: bool = False
     log_requests: bool = False
     trace_file: Path | None = None
 
@@ -118,20 +135,30 @@ class Serve(Common):
             metrics_without_api_key=self.metrics_without_api_key,
             root_path=self.root_path.rstrip("/"),
             allowed_origins=self.allowed_origins,
+            dev_mode=self.dev_mode,
+            has_replicas=self._num_replicas > 1,
         )
         if self.snapshot_dir is not None:
             self._check_snapshot_dir()
-        names = self.served_model_name or (str(self.engine.model),)
         policy = ClientPolicy(self.min_priority, self.hide_cached_tokens)
         chat = ChatSettings(self.reasoning_parser, self.trust_request_chat_template)
-        service = Service(names, self.max_queued_requests, policy, chat, self.max_logprobs)
+        adapters = self._adapters()
+        service = Service(
+            self._names, self.max_queued_requests, policy, chat, self.max_logprobs, adapters
+        )
         uds = self.uds
         address = listen(self.host, self.port) if uds is None else listening_on_file(uds)
         with address as listener:
             stopping = Stopping(self.shutdown_timeout, self.snapshot_dir)
             return asyncio.run(serve(service, settings, listener, self._load, stopping, tls))
 
-    def _load(self) -> AsyncEngine:
+    def _load(self) -> EngineClient:
+        if self._num_replicas > 1:
+            from jaxserve.cluster.ray_replicas import load_replicas
+
+            return load_replicas(
+                self.engine, self._num_replicas, self.watchdog_timeout, self.prefill_replicas
+            )
         from jaxserve.async_engine import AsyncEngine
 
         with TerminalProgress() as progress:
@@ -145,6 +172,9 @@ class Serve(Common):
     def _check(self) -> None:
         """Raises ConfigError for invalid settings, before the model is loaded."""
         for name, least in (
+            ("data_parallel_size", 1),
+            ("prefill_replicas", 0),
+            ("decode_replicas", 0),
             ("max_queued_requests", 0),
             ("max_logprobs", 0),
             ("max_body_bytes", 1),
@@ -163,8 +193,84 @@ class Serve(Common):
             raise ConfigError("api_key and api_key_file are both given; give one of them.")
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path is {self.root_path!r}; start it with a slash.")
+        self._check_disaggregation()
+        if self._num_replicas > 1:
+            self._check_replicas()
         if self.trace_file is not None:
             check_output_file("trace_file", self.trace_file)
+
+    @property
+    def _num_replicas(self) -> int:
+        return self.prefill_replicas + self.decode_replicas or self.data_parallel_size
+
+    def _check_disaggregation(self) -> None:
+        """Raises ConfigError for replicas of one of both kinds alone, or beside others."""
+        kinds = {name: getattr(self, name) for name in ("prefill_replicas", "decode_replicas")}
+        for name, other in (tuple(kinds), tuple(kinds)[::-1]):
+            if kinds[name] and not kinds[other]:
+                raise ConfigError(
+                    f"{name} is {kinds[name]}, but {other} is 0; prefill and decode apart take two "
+                    "replicas at least, one of each."
+                )
+        if any(kinds.values()) and self.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size is {self.data_parallel_size}, but prefill_replicas and "
+                "decode_replicas say how many replicas there are; leave it out."
+            )
+
+    def _check_replicas(self) -> None:
+        """Raises ConfigError for settings that are of one engine, MissingDependencyError without
+        Ray."""
+        import jax
+
+        for name in ("snapshot_dir", "trace_file"):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{name} is of one engine, but there are {self._num_replicas} replicas; leave "
+                    "one of them out."
+                )
+        if self.dev_mode:
+            raise ConfigError(
+                "dev_mode adds routes that change one engine, but there are "
+                f"{self._num_replicas} replicas; leave one of them out."
+            )
+        if jax.distributed.is_initialized():
+            raise ConfigError(
+                "replicas are of one process, which starts them by Ray, and not of a launched job; "
+                "leave jaxserve launch out."
+            )
+        importlib.import_module("jaxserve.cluster.ray_replicas")
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return self.served_model_name or (str(self.engine.model),)
+
+    def _adapters(self) -> list[LoRARequest]:
+        """Raises ConfigError for an adapter that is not name=path, for two of one name, for more
+        than the engine holds, and without enable_lora."""
+        if self.lora_modules and not self.engine.enable_lora:
+            raise ConfigError("lora_modules needs enable_lora; add --enable-lora.")
+        slots = self.engine.max_loras or DEFAULT_MAX_LORAS
+        if len(self.lora_modules) > slots:
+            raise ConfigError(
+                f"lora_modules has {len(self.lora_modules)} adapters, and max_loras is {slots}; "
+                f"add --max-loras {len(self.lora_modules)}."
+            )
+        adapters, names = [], set(self._names)
+        for module in self.lora_modules:
+            name, _, path = module.partition("=")
+            if not name or not path:
+                raise ConfigError(
+                    f"lora_modules has {module!r:.200}; each is name=path, such as sql=/models/sql."
+                )
+            if name in names:
+                raise ConfigError(
+                    f"lora_modules has {module!r:.200}, but a model {name!r:.200} is served "
+                    "already; use another name."
+                )
+            names.add(name)
+            adapters.append(LoRARequest(name, path))
+        return adapters
 
     def _tls(self) -> Tls | None:
         """Raises ConfigError for files that cannot be used."""
@@ -204,7 +310,7 @@ class Serve(Common):
     def _check_snapshot_dir(self) -> None:
         import jax
 
-        from jaxserve.engine.snapshot_files import check_writable
+        from jaxserve.engine.snapshot.files import check_writable
 
         if jax.distributed.is_initialized():
             raise ConfigError("snapshot_dir is for single-host jobs; leave it out with several.")

@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from jaxserve.core.signals import signals_handled
+
 if TYPE_CHECKING:
     from jaxserve.core.outputs import FinishReason
     from jaxserve.engine.delta_stream import DeltaStream
 
 
 @dataclasses.dataclass
-class Answer:
+class Choice:
     """One choice of a response: what was generated before its end, or before Ctrl-C."""
 
     text: str = ""
@@ -30,7 +32,7 @@ class Response:
     """The answers to a prompt of `prompt_tokens`, one for each of its `n` choices."""
 
     prompt_tokens: int
-    answers: list[Answer]
+    answers: list[Choice]
     interrupted: bool
 
 
@@ -38,7 +40,7 @@ def receive(stream: DeltaStream, show: bool = True) -> Response:
     """Receive a response until it ends or the user presses Ctrl-C, and `show` it: one answer as it
     is generated, several with a heading each when all of them have ended."""
     params = stream.request.params
-    answers = [Answer() for _ in range(params.n)]
+    answers = [Choice() for _ in range(params.n)]
     with _deferred_interrupt() as interrupt, contextlib.closing(stream) as deltas:
         for delta in deltas:
             answer = answers[delta.index]
@@ -55,11 +57,11 @@ def receive(stream: DeltaStream, show: bool = True) -> Response:
         else:
             for number, answer in enumerate(answers, 1):
                 print(f"[{number}/{params.n}]\n{answer.text}", flush=True)
-        _tell_what_was_cut(answers, params.max_tokens)
+        _warn_of_cut_answers(answers, params.max_tokens)
     return Response(len(stream.request.prompt_token_ids), answers, interrupt.is_set())
 
 
-def _tell_what_was_cut(answers: list[Answer], max_tokens: int | None) -> None:
+def _warn_of_cut_answers(answers: list[Choice], max_tokens: int | None) -> None:
     """Say on stderr if an answer ended before the model ended it."""
     for answer in answers:
         if answer.finish_reason == "length":
@@ -82,8 +84,5 @@ def _deferred_interrupt() -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         pressed.set()
 
-    before = signal.signal(signal.SIGINT, on_interrupt)
-    try:
+    with signals_handled(on_interrupt, signal.SIGINT):
         yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)

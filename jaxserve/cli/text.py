@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from jaxserve.llm import LLM
 
 
-def size(num_bytes: int) -> str:
+def size(num_bytes: float) -> str:
     """Bytes in the unit that leaves one to four digits before the point."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB"):
@@ -37,8 +37,8 @@ def device_name(device: jax.Device) -> str:
 
 def summary(llm: LLM) -> str:
     """One line about all requests so far: tokens, tokens/s after the first ones, median time to
-    first token, device."""
-    device = device_name(llm.plan().device)
+    first token, device, and what streamed weights read."""
+    device = device_name(llm.plan().device) + _streamed(llm)
     run = RunSummary.of(llm.engine.metrics.finished())
     if run is None:
         return f"0 tokens, on {device}"
@@ -46,4 +46,14 @@ def summary(llm: LLM) -> str:
     return (
         f"{run.output_tokens} tokens, {pace:.1f} tokens/s, first token after "
         f"{run.ttft_us.p50 / 1e6:.2f} s, on {device}"
+    )
+
+
+def _streamed(llm: LLM) -> str:
+    reads = llm.engine.weight_reads
+    if reads is None:
+        return ""
+    return (
+        f"; {size(reads.bytes_per_step)} of weights a step from {reads.tier}, "
+        f"{reads.stall_share:.0%} of the time waiting for them"
     )

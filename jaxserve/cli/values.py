@@ -76,6 +76,18 @@ Texts = Annotated[
 ]
 """Any number of arguments; --help names no default where that is none of them."""
 
+Names = Annotated[
+    tuple[str, ...],
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="NAME,NAME,...",
+        instance_from_str=lambda words: tuple(name.strip() for name in words[0].split(",")),
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda names: [",".join(names)],
+    ),
+]
+"""Names as one comma-separated argument."""
+
 OptionalSpeculation = Annotated[Any, _one_or_none("JSON", SpeculativeConfig.of)]
 """A SpeculativeConfig as one argument, and no flags of its fields."""
 

@@ -1,6 +1,6 @@
 """Buckets: the set of compiled step shapes, and the choice of a step's program.
 
-A program is keyed by (decode rows, prefill tokens). Rows are packed anew every step, decodes first
+A program is keyed by (decode rows, prefill tokens). Rows are packed again every step, decodes first
 and without holes, so a shrinking batch switches to a smaller program: the paged form of Flover's
 memory shuffle (Yao et al. 2023), without any copy. All programs are compiled before the first
 request, so switching between them costs nothing.
@@ -78,7 +78,8 @@ class Buckets:
     mixed_rows: decode rows of steps with prefill, where a padded row is one token among many: none
         or the maximum.
     prefill_tokens: prefill tokens of steps with prefill.
-    widths: tokens of a decode row: one, and with speculation one and the drafts.
+    widths: tokens of a decode row: one, and with speculation one and as many drafts as a step may
+        verify.
     ring_contexts: for each program that also has a ring variant, the longest context of a chunk
         that the ring variant is used for.
     """
@@ -99,7 +100,7 @@ class Buckets:
         pipelined: bool = False,
         seq: int = 1,
         tiled: bool = False,
-        num_drafts: int = 0,
+        draft_lengths: tuple[int, ...] = (0,),
     ) -> Buckets:
         """Powers of two up to the largest step: `max_num_seqs` rows, and prefill for the rest of
         the token budget. A full step therefore has no padding at all.
@@ -108,13 +109,14 @@ class Buckets:
         together with the prefill of the next one. `seq`: ranks that prefill tokens are distributed
         over, in equal shares. With both there is one prefill size: a step passes through several
         programs, and its tokens must stay on their ranks. `tiled`: programs compute the tokens of a
-        step but not its padding (tiles.py), so that one size of each kind suffices. `num_drafts`:
-        most drafts of a decode.
+        step but not its padding (tiles.py), so that one size of each kind suffices.
+        `draft_lengths`: numbers of drafts that a decode may have, ascending from 0.
 
         Raises ConfigError when the budget leaves less than one multiple of 16 tokens, and of `seq`,
         for prefill.
         """
         multiple = math.lcm(TOKEN_MULTIPLE, seq)
+        num_drafts = draft_lengths[-1]
         decode_tokens = max_num_seqs * (1 + num_drafts)
         most = max_num_batched_tokens - decode_tokens
         most -= most % multiple
@@ -131,7 +133,7 @@ class Buckets:
             rows=(max_num_seqs,) if tiled else _doublings(1, max_num_seqs),
             mixed_rows=(0, max_num_seqs) if max_num_seqs > 1 or pipelined else (0,),
             prefill_tokens=(most,) if one_prefill_size else _doublings(least, most),
-            widths=(1, 1 + num_drafts) if num_drafts else (1,),
+            widths=tuple(1 + length for length in draft_lengths),
         )
 
     @property

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-ReasoningParser = Literal["auto", "none", "deepseek_r1", "glm45", "olmo3", "qwen3"]
-"""vLLM's names of models that mark reasoning by `<think>` and `</think>`; "auto" looks for these
-tags in the chat template."""
+ReasoningParser = Literal["auto", "none", "deepseek_r1", "glm45", "olmo3", "openai_gptoss", "qwen3"]
+"""vLLM's names of models that mark reasoning by `<think>` and `</think>`, or by channels (gpt-oss);
+"auto" looks for these marks in the chat template."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jaxserve.core.lora import LoRARequest
+from jaxserve.core.pooling import PoolingParams
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import SharedPrefix
 
@@ -27,6 +29,8 @@ class AddRequest:
     cache_salt: str | None
     seed: int
     first_seq_id: int
+    pooling: PoolingParams | None = None
+    lora_request: LoRARequest | None = None
     shared_prefix: SharedPrefix | None = dataclasses.field(default=None, compare=False)
     arrival_us: int = dataclasses.field(default=0, compare=False)
 
@@ -35,7 +39,11 @@ class AddRequest:
         shared prefix: its number and length in tokens."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del fields["shared_prefix"], fields["arrival_us"]
-        return fields | {"params": dataclasses.asdict(self.params), "prefix": prefix}
+        pooling = None if self.pooling is None else dataclasses.asdict(self.pooling)
+        params = dataclasses.asdict(self.params)
+        lora = None if self.lora_request is None else dataclasses.asdict(self.lora_request)
+        fields |= {"params": params, "pooling": pooling, "lora_request": lora}
+        return fields | {"prefix": prefix}
 
     @classmethod
     def from_json(
@@ -48,6 +56,10 @@ class AddRequest:
                 int(token): bias for token, bias in params["logit_bias"].items()
             }
         fields["params"] = SamplingParams(**params)
+        if (pooling := fields.get("pooling")) is not None:
+            fields["pooling"] = PoolingParams(**pooling)
+        if (lora := fields.get("lora_request")) is not None:
+            fields["lora_request"] = LoRARequest(**lora)
         return cls(**fields, shared_prefix=shared_prefix, arrival_us=arrival_us)
 
 

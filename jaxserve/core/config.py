@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.lora import DEFAULT_MAX_LORA_RANK, DEFAULT_MAX_LORAS
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.speculative import SpeculativeConfig
 from jaxserve.core.vllm_settings import answer_to
@@ -37,6 +38,7 @@ def default_dtype(platform: str) -> str:
     return "float32" if platform == "cpu" else "bfloat16"
 
 
+Quantization = Literal["awq", "gptq", "compressed-tensors", "gguf", "mxfp4", "int8", "int4", "fp8"]
 _OF_NO_PROGRAM = {"of_programs": False}
 """Marks a setting that changes no program, or only by the number of KV pages."""
 
@@ -49,9 +51,20 @@ class EngineConfig:
         model: the default model's name, a .gguf file, a directory, or a Hugging Face id.
         dtype: of weights, activations and KV pages: float32, bfloat16 (bf16) or float16 (fp16);
             by default float32 on CPUs, else bfloat16.
-        quantization: format of the weights in memory: None, dequantized to `dtype`, whatever the
-            file; "gguf", bit-exact in the blocks of the GGUF file (Q4_0, Q4_1, Q8_0); "int8",
-            "int4" (groups of 32) or "fp8", quantized on loading, except embeddings and head.
+        kv_cache_dtype: of KV pages: "auto", that of activations; "int8" or "fp8" (fp8_e4m3),
+            quantized as they are written, with a scale for each token and head (docs/kv.md).
+        quantization: format of the weights in memory: "awq", "gptq", "fp8" or
+            "compressed-tensors", as a checkpoint of this quantization_config stores them, which is
+            the default for one (docs/models.md); "gguf", bit-exact in the blocks of
+            the GGUF file (Q4_0, Q4_1, Q8_0, MXFP4); "mxfp4", the MXFP4 experts of gpt-oss alone;
+            "int8", "int4" (groups of 32) or "fp8", quantized on loading, except embeddings and
+            head. None for other files: dequantized to `dtype`.
+        weights_on: where the layers are: "device", or "host" (its memory) or "disk", from where
+            every step reads them through a window of two in device memory, so that a model may be
+            larger than the device (docs/offload.md).
+        resident_weight_bytes: memory on each device for weights with `weights_on` host or disk:
+            embeddings and head, the window, and as many layers to keep there as fit; by default
+            none of those.
         max_model_len: context limit in tokens, prompt and output; by default the model's.
         max_num_seqs: maximum number of running sequences.
         max_num_batched_tokens: token budget of a step.
@@ -61,6 +74,8 @@ class EngineConfig:
         context_parallel_size: devices that the KV of each sequence is split over (long contexts).
         sequence_parallel: between layers, each device of a tensor-parallel group holds a
             share of a prefill step's tokens instead of all of them.
+        enable_expert_parallel: of a mixture of experts, each device of a tensor-parallel group
+            holds some of the experts, instead of a part of every expert (docs/parallel.md).
         devices: ids of the devices to run on (`jax.Device.id`), as many as the product of the
             parallel sizes; comma-separated on the command line. By default the first ones.
         memory_utilization: share of a device's memory that may be used in total.
@@ -92,8 +107,13 @@ class EngineConfig:
             interpreted; "xla", plain XLA; "auto", a kernel where it is supported and known to be
             correct, else XLA, and on CPUs XLA.
         speculative_config: how to draft tokens that one step then verifies, with vLLM's keys:
-            method "ngram", num_speculative_tokens, prompt_lookup_max and prompt_lookup_min
-            (docs/speculation.md); a JSON object on the command line. None: one token at a time.
+            num_speculative_tokens (a number or "auto"), method ("ngram", "draft_model",
+            "layer_skip" or "medusa") and the method's own keys (docs/speculation.md); a JSON object
+            on the command line. None: one token at a time.
+        enable_lora: serve LoRA adapters beside the model (docs/lora.md).
+        max_loras: adapters that are held on the devices at once, which every step multiplies with;
+            4 by default with `enable_lora`.
+        max_lora_rank: the highest rank of an adapter; 16 by default with `enable_lora`.
         program_scope: compile the model as one program per step, or per group of layers, which
             compiles several times faster and costs a few more calls per step; layer on CPUs, else
             step.
@@ -104,7 +124,10 @@ class EngineConfig:
 
     model: str | Path = field(default="smollm2-135m-instruct", metadata=_OF_NO_PROGRAM)
     dtype: str | None = None
-    quantization: Literal["gguf", "int8", "int4", "fp8"] | None = None
+    kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"] = "auto"
+    quantization: Quantization | None = None
+    weights_on: Literal["device", "host", "disk"] = "device"
+    resident_weight_bytes: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -113,6 +136,7 @@ class EngineConfig:
     pipeline_parallel_size: int = 1
     context_parallel_size: int = 1
     sequence_parallel: bool = False
+    enable_expert_parallel: bool = False
     devices: tuple[int, ...] | None = field(default=None, metadata=_OF_NO_PROGRAM)
     memory_utilization: float = field(default=0.9, metadata=_OF_NO_PROGRAM)
     kv_cache_memory_bytes: int | None = field(default=None, metadata=_OF_NO_PROGRAM)
@@ -135,6 +159,9 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = field(default="auto", metadata=_OF_NO_PROGRAM)
     attention_backend: Literal["auto", "xla", "pallas"] = "auto"
     speculative_config: SpeculativeConfig | None = None
+    enable_lora: bool = False
+    max_loras: int | None = None
+    max_lora_rank: int | None = None
     program_scope: Literal["step", "layer"] | None = None
     compilation_cache: bool = field(default=True, metadata=_OF_NO_PROGRAM)
     logits_processors: tuple[str | Callable[..., Any], ...] = ()
@@ -146,6 +173,8 @@ class EngineConfig:
             raise ConfigError("model is empty; give a name, a path or a Hugging Face id.")
         if isinstance(self.dtype, str):
             object.__setattr__(self, "dtype", full_dtype(self.dtype))
+        if self.kv_cache_dtype == "fp8_e4m3":
+            object.__setattr__(self, "kv_cache_dtype", "fp8")
         for name, choices in _choices().items():
             value = getattr(self, name)
             if not any(value == choice and type(value) is type(choice) for choice in choices):
@@ -161,8 +190,11 @@ class EngineConfig:
             ("context_parallel_size", 1),
             ("target_step_us", 1),
             ("kv_cache_memory_bytes", 1),
+            ("resident_weight_bytes", 1),
             ("host_kv_bytes", 0),
             ("disk_kv_bytes", 0),
+            ("max_loras", 1),
+            ("max_lora_rank", 1),
         ):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
@@ -187,6 +219,8 @@ class EngineConfig:
                     f"left the pipeline; pipeline_parallel_size is {self.pipeline_parallel_size}, "
                     "set it to 1, or leave speculative_config out."
                 )
+        self._check_lora()
+        self._check_streaming()
         if self.target_step_us is not None and self.scheduler != "medha":
             raise ConfigError(
                 f"target_step_us is {self.target_step_us}, but scheduler {self.scheduler!r} has "
@@ -219,6 +253,48 @@ class EngineConfig:
         share = self.memory_utilization
         if not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"memory_utilization is {share!r}; it must be in (0, 1].")
+
+    def _check_lora(self) -> None:
+        """Raises ConfigError for settings of adapters without `enable_lora`, or with what does not
+        combine with it."""
+        for name in ("max_loras", "max_lora_rank"):
+            if getattr(self, name) is not None and not self.enable_lora:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}, but enable_lora is False; set it to True, "
+                    f"or leave {name} out."
+                )
+        if self.enable_lora and self.sequence_parallel:
+            raise ConfigError(
+                "enable_lora does not combine with sequence_parallel, whose products are of parts "
+                "of a step's tokens; leave one of them out."
+            )
+
+    def _check_streaming(self) -> None:
+        """Raises ConfigError for settings of streamed weights without them, or with what does not
+        combine with them."""
+        where = f"weights_on is {self.weights_on!r}"
+        if self.weights_on == "device":
+            if self.resident_weight_bytes is not None:
+                raise ConfigError(
+                    f"resident_weight_bytes is {self.resident_weight_bytes}, but {where}, which "
+                    "keeps all weights there; set weights_on to 'host' or 'disk', or leave it out."
+                )
+            return
+        if self.program_scope == "step":
+            raise ConfigError(
+                f"{where}, which runs layer after layer, but program_scope is 'step'; leave it out."
+            )
+        if self.pipeline_parallel_size > 1:
+            raise ConfigError(
+                f"{where}, but pipeline_parallel_size is {self.pipeline_parallel_size}, whose "
+                "stages would wait for each other's reads; use tensor_parallel_size instead."
+            )
+        speculative = self.speculative_config
+        if speculative is not None and speculative.method == "layer_skip":
+            raise ConfigError(
+                f"{where}, but speculative_config has the method 'layer_skip', which drafts with "
+                "layers that are not on the device; use 'ngram' or 'draft_model', whose model is."
+            )
 
     def _check_devices(self) -> None:
         """Converts `devices` to a tuple. Raises ConfigError for invalid or duplicate device ids,
@@ -269,16 +345,21 @@ class EngineConfig:
         )
 
     @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        """Numbers of drafts that a decode may have, ascending; only 0 without speculation."""
+        return self.speculative_config.lengths if self.speculative_config else (0,)
+
+    @property
     def num_speculative_tokens(self) -> int:
-        """Drafts of each decode; 0 without speculation."""
-        return self.speculative_config.num_speculative_tokens if self.speculative_config else 0
+        """Most drafts of a decode; 0 without speculation."""
+        return self.draft_lengths[-1]
 
     def of_programs(self) -> dict[str, Any]:
         """The settings that determine programs, those of no program left out. Of the devices, which
         they run on, programs are stored separately."""
         return {
             setting.name: getattr(self, setting.name)
-            for setting in dataclasses.fields(self)
+            for setting in dataclasses.fields(EngineConfig)  # Not as a subclass redefines them.
             if setting.metadata.get("of_programs", True)
         }
 
@@ -315,7 +396,11 @@ class EngineConfig:
             page_size=page_size,
             target_step_us=self.target_step_us
             or ((500_000 if on_cpu else 50_000) if self.scheduler == "medha" else None),
-            program_scope=self.program_scope or ("layer" if on_cpu else "step"),
+            max_loras=self.max_loras or (DEFAULT_MAX_LORAS if self.enable_lora else None),
+            max_lora_rank=self.max_lora_rank
+            or (DEFAULT_MAX_LORA_RANK if self.enable_lora else None),
+            program_scope=self.program_scope
+            or ("layer" if on_cpu or self.weights_on != "device" else "step"),
         )
 
 
@@ -339,7 +424,10 @@ class EngineSettings(TypedDict, total=False):
     """The fields of EngineConfig but for `model`, as keyword arguments that type checkers know."""
 
     dtype: str | None
-    quantization: Literal["gguf", "int8", "int4", "fp8"] | None
+    kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"]
+    quantization: Quantization | None
+    weights_on: Literal["device", "host", "disk"]
+    resident_weight_bytes: int | None
     max_model_len: int | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
@@ -348,6 +436,7 @@ class EngineSettings(TypedDict, total=False):
     pipeline_parallel_size: int
     context_parallel_size: int
     sequence_parallel: bool
+    enable_expert_parallel: bool
     devices: list[int] | tuple[int, ...] | None
     memory_utilization: float
     kv_cache_memory_bytes: int | None
@@ -366,6 +455,9 @@ class EngineSettings(TypedDict, total=False):
     load_format: Literal["auto", "dummy"]
     attention_backend: Literal["auto", "xla", "pallas"]
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None
+    enable_lora: bool
+    max_loras: int | None
+    max_lora_rank: int | None
     program_scope: Literal["step", "layer"] | None
     compilation_cache: bool
     logits_processors: Sequence[str | Callable[..., Any]]

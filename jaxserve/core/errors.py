@@ -30,6 +30,10 @@ class WeightsError(ModelError):
     """A weight file is missing, corrupt, or does not match the model's config."""
 
 
+class AdapterError(ModelError):
+    """A LoRA adapter cannot be read, or does not fit the model or the engine's settings."""
+
+
 class MemoryPlanError(JaxserveError):
     """Weights, KV pool and program temporaries do not fit the device.
 
@@ -41,12 +45,24 @@ class MemoryPlanError(JaxserveError):
         self.alternatives = [dict(changes) for changes in alternatives]
 
 
+class OutOfMemoryError(JaxserveError):
+    """A device has too little free memory at the moment; another process may hold it."""
+
+
 class ProgramMissError(JaxserveError):
     """A step needs a shape outside the compiled set. It is never compiled implicitly."""
 
 
 class DistributedError(JaxserveError):
     """The hosts of a job cannot be started or cannot connect, or one of them was lost."""
+
+
+class ReplicaLostError(DistributedError):
+    """A replica does not answer: its process has ended, or cannot be reached."""
+
+
+class RestartError(DistributedError):
+    """The replicas cannot be restarted now."""
 
 
 class SnapshotError(JaxserveError):
@@ -63,6 +79,10 @@ class BatchError(JaxserveError):
 
 class EngineClosedError(JaxserveError, RuntimeError):
     """The engine was closed, or its loop failed with the error given as the cause."""
+
+
+class EngineAsleepError(JaxserveError, RuntimeError):
+    """The engine sleeps and has no memory to run requests; `wake_up` it first."""
 
 
 class MissingDependencyError(JaxserveError, ImportError):

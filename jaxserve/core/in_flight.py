@@ -65,7 +65,9 @@ class StepResults:
     after it and j drafts, `num_drafts[i]` of which were verified.
 
     `logprobs` has `width` rows for each; `prompt_logprobs` one row per prefill token of the step.
-    Both are None if not requested.
+    Both are None if not requested. If something is pooled, `last_hidden` [rows, hidden] has `width`
+    rows for each of `sampled`, and `chunk_sums` float32 [chunks, hidden] the sums of hidden states
+    of each prefill chunk, None if only last ones are pooled.
     """
 
     sampled: tuple[ScheduledChunk, ...]
@@ -74,3 +76,5 @@ class StepResults:
     width: int
     logprobs: TokenLogprobs[np.ndarray] | None = None
     prompt_logprobs: TokenLogprobs[np.ndarray] | None = None
+    last_hidden: np.ndarray | None = None
+    chunk_sums: np.ndarray | None = None

@@ -35,6 +35,13 @@ class RequestMetrics:
     cached_tokens: int = 0
 
 
+class WeightsRun(NamedTuple):
+    """Consecutive tokens of an output that were made by one version of the weights."""
+
+    version: int
+    num_tokens: int
+
+
 @dataclasses.dataclass(frozen=True)
 class CompletionOutput:
     """One sampled continuation; a request with n > 1 has n of them, numbered by `index`.
@@ -42,6 +49,8 @@ class CompletionOutput:
     `logprobs` has one dict per position, from token id to Logprob: the k most likely tokens and the
     sampled one, so k+1 entries when the sampled token is not among them.
     `stop_reason` is the stop string or token id that ended it, None for end-of-sequence tokens.
+    `weights` has the versions of the weights that made its tokens, in order: 0 until
+    `update_weights`.
     """
 
     index: int
@@ -51,6 +60,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    weights: tuple[WeightsRun, ...] = ()
 
     @property
     def finished(self) -> bool:
@@ -63,7 +73,7 @@ class RequestOutput:
 
     `prompt` is None for a prompt given as token ids. `prompt_logprobs` is None unless requested;
     its first entry is None because nothing precedes the first token. `error` is the error message
-    when the outputs' finish_reason is "error".
+    when the outputs' finish_reason is "error". `embedding` is that of a request with PoolingParams.
     """
 
     request_id: str
@@ -74,6 +84,7 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
+    embedding: list[float] | None = None
 
 
 class Delta(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any, Self
 
@@ -15,8 +16,6 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-
-from jaxserve.core.notebook import in_notebook
 
 _DRAW_S = 0.2
 
@@ -76,3 +75,27 @@ class ProgressBar:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
+
+
+class NotebookText:
+    """Text in the output of the notebook cell that shows it first, which changes in place. It needs
+    no widgets."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def show(self, text: str) -> None:
+        """Replace what is shown."""
+        from IPython.display import display
+
+        if self._handle is None:
+            self._handle = display({"text/plain": text}, raw=True, display_id=True)
+        else:
+            self._handle.update({"text/plain": text}, raw=True)
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook, such as Jupyter's or Colab's."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return hasattr(shell, "kernel")

@@ -159,10 +159,9 @@ class SamplingParams:
 
     @property
     def speculative(self) -> bool:
-        """Whether tokens may be sampled after drafts: a distribution that depends on the tokens
-        before it otherwise than through the model needs them one by one."""
-        penalized = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
-        return not (penalized or self.bad_words or self.structured_outputs)
+        """Whether tokens may be sampled after drafts: the host makes the masks of a grammar from
+        the tokens before, which it needs one by one."""
+        return self.structured_outputs is None
 
     @classmethod
     def from_defaults(cls, defaults: Mapping[str, Any], **overrides: Any) -> SamplingParams:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from jaxserve.core.lora import LoadedAdapter
+from jaxserve.core.pooling import PoolingParams
 from jaxserve.core.sampling_params import SamplingParams
 
 
@@ -45,7 +47,8 @@ _TRANSITIONS = {
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
-    """The mutable record of one sequence. Only the scheduler changes its state and counters.
+    """The mutable record of one sequence. Once a scheduler has it, only that changes its state and
+    counters; before that, a snapshot may restore them.
 
     Steps are dispatched before the tokens of the previous step have been read, so the counters run
     ahead of the host: `num_computed` counts KV entries that *dispatched* steps have written, and
@@ -67,7 +70,12 @@ class Sequence:
     salt: bytes = b""
     """Sequences share pages only with sequences of the same salt."""
     prefixes: tuple[SharedPrefix, ...] = ()
+    pooling: PoolingParams | None = None
+    """It ends with its prompt, whose hidden states are pooled."""
+    adapter: LoadedAdapter | None = None
 
+    num_prompt: int = dataclasses.field(init=False)
+    """Tokens of its prompt, which does not change."""
     priority_ageing_us: int | None = None
     """Waiting time that equals one level of priority, set when the sequence is added to a
     scheduler. None: levels are strict."""
@@ -79,7 +87,12 @@ class Sequence:
     num_in_flight: int = 0
     num_computed: int = 0
     num_speculative_tokens: int = 0
-    """Drafts that each of its decodes verifies, set when it is added to a scheduler."""
+    """Most drafts that each of its decodes verifies, set when it is added to a scheduler."""
+    acceptance: float | None = None
+    """How likely a draft of its next token is kept, where the scheduler chooses by that; None
+    before any was verified."""
+    observed_at: int = 0
+    """Output tokens when that was last learned from."""
     num_drafts_in_flight: int = 0
     prefill_end: int = 0
     """Tokens that had to be prefilled when it was last admitted; tokens after them are decoded."""
@@ -100,6 +113,7 @@ class Sequence:
     num_preemptions: int = 0
 
     def __post_init__(self) -> None:
+        self.num_prompt = len(self.prompt_token_ids)
         self.set_priority(self.priority)
 
     def transition(self, state: SequenceState) -> None:
@@ -120,8 +134,9 @@ class Sequence:
             self.order = (0, aged_us, self.seq_id)
 
     @property
-    def num_prompt(self) -> int:
-        return len(self.prompt_token_ids)
+    def lora_slot(self) -> int:
+        """The slot of its LoRA adapter; 0 for none."""
+        return 0 if self.adapter is None else self.adapter.slot
 
     @property
     def num_output(self) -> int:
@@ -130,17 +145,24 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight
+        return self.num_prompt + len(self.output_token_ids) + self.num_in_flight
+
+    @property
+    def needs_all_hidden_states(self) -> bool:
+        """Whether the hidden states of all of its prompt are pooled."""
+        return self.pooling is not None and self.pooling.pooling == "mean"
 
     @property
     def num_written(self) -> int:
         """Tokens the host knows whose KV dispatched steps have written."""
-        return min(self.num_computed, len(self.prompt_token_ids) + len(self.output_token_ids))
+        return min(self.num_computed, self.num_prompt + len(self.output_token_ids))
 
     @property
     def num_reusable(self) -> int:
-        """Tokens it need not compute if their KV is cached: all but one, to continue from, and but
-        those whose log probabilities were requested."""
+        """Tokens it need not compute if their KV is cached: all but one, to continue from, but
+        those whose log probabilities were requested, and none if all hidden states are needed."""
+        if self.needs_all_hidden_states:
+            return 0
         if self.params.prompt_logprobs is not None and self.index == 0:
             return min(self.num_prefilled, self.num_tokens - 1)
         return self.num_tokens - 1
@@ -153,7 +175,7 @@ class Sequence:
     @property
     def max_tokens(self) -> int:
         """The most tokens it may sample: `params.max_tokens` within the context limit."""
-        return self.kv_limit - len(self.prompt_token_ids) + 1
+        return self.kv_limit - self.num_prompt + 1
 
     @property
     def waiting(self) -> bool:

@@ -5,12 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from jaxserve.core.errors import ConfigError
 
-METHODS = ("ngram",)
 MAX_SPECULATIVE_TOKENS = 15
+AUTO_LENGTHS = (0, 1, 3, 7)
+"""Drafts of a sequence and step that "auto" chooses from."""
+
+_OWN_KEYS = {
+    "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
+    "draft_model": ("model",),
+    "layer_skip": ("num_layers",),
+    "medusa": ("model",),
+}
+"""Keys of each method, besides the common ones."""
+METHODS = tuple(_OWN_KEYS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,36 +28,80 @@ class SpeculativeConfig:
     """How tokens are drafted, with vLLM's names.
 
     Attributes:
+        num_speculative_tokens: tokens drafted for each sequence and step; "auto" chooses from
+            AUTO_LENGTHS by measured step times and acceptance.
         method: "ngram" drafts what followed the last tokens where they occurred before, in the
-            prompt or in the output (prompt lookup).
-        num_speculative_tokens: tokens drafted for each sequence and step.
+            prompt or in the output (prompt lookup); "draft_model" a smaller model of the same
+            vocabulary; "layer_skip" the first layers of the model and its head; "medusa" heads
+            trained for the model. By default "draft_model" if there is a `model`, else "ngram".
+        model: the draft model, as the engine's `model`, or for "medusa" the directory of the heads.
+        num_layers: how many layers draft; for "layer_skip" only.
         prompt_lookup_max: most tokens that must occur before for a match; longer matches win.
         prompt_lookup_min: fewest.
     """
 
-    num_speculative_tokens: int
-    method: str = "ngram"
+    num_speculative_tokens: int | Literal["auto"]
+    method: str | None = None
+    model: str | None = None
+    num_layers: int | None = None
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
 
     def __post_init__(self) -> None:
         """Raises ConfigError, naming the field, its value and the range."""
+        if self.method is None:
+            method = "ngram" if self.model is None else "draft_model"
+            object.__setattr__(self, "method", method)
         if self.method not in METHODS:
             raise ConfigError(
                 f"method of speculative_config is {self.method!r}; it must be one of "
                 f"{', '.join(METHODS)}."
             )
+        self._check_keys()
+        if self.model is not None:
+            object.__setattr__(self, "model", str(self.model))
+        auto = self.num_speculative_tokens == "auto"
         for name, most in (
-            ("num_speculative_tokens", MAX_SPECULATIVE_TOKENS),
+            *(() if auto else (("num_speculative_tokens", MAX_SPECULATIVE_TOKENS),)),
+            *((("num_layers", None),) if self.method == "layer_skip" else ()),
             ("prompt_lookup_max", MAX_SPECULATIVE_TOKENS),
             ("prompt_lookup_min", self.prompt_lookup_max),
         ):
             value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= most:
+            if type(value) is not int or value < 1 or (most is not None and value > most):
+                must = "of 1 or more" if most is None else f"in 1..{most}"
+                must += ', or "auto"' if name == "num_speculative_tokens" else ""
                 raise ConfigError(
-                    f"{name} of speculative_config is {value!r}; it must be an integer in "
-                    f"1..{most}."
+                    f"{name} of speculative_config is {value!r}; it must be an integer {must}."
                 )
+
+    def _check_keys(self) -> None:
+        """Raises ConfigError for a key of another method, or without one that the method needs."""
+        if self.method == "draft_model" and not self.model:
+            raise ConfigError(
+                'speculative_config has the method "draft_model" and no model; give the path or '
+                "name of a smaller model of the same vocabulary."
+            )
+        if self.method == "medusa" and not self.model:
+            raise ConfigError(
+                'speculative_config has the method "medusa" and no model; give the directory of '
+                "heads that `jaxserve train-speculator` wrote."
+            )
+        for field in dataclasses.fields(self):
+            methods = [method for method, names in _OWN_KEYS.items() if field.name in names]
+            value = getattr(self, field.name)
+            if methods and self.method not in methods and value != field.default:
+                raise ConfigError(
+                    f"{field.name} of speculative_config is {value!r}, but the method is "
+                    f"{self.method!r}; it is a key of {' and '.join(map(repr, methods))} only."
+                )
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The numbers of drafts that a step may verify of each sequence, ascending from 0."""
+        if self.num_speculative_tokens == "auto":
+            return AUTO_LENGTHS
+        return (0, self.num_speculative_tokens)
 
     @classmethod
     def of(cls, value: SpeculativeConfig | Mapping[str, Any] | str) -> SpeculativeConfig:
@@ -70,5 +124,7 @@ class SpeculativeConfig:
                     f"speculative_config has {name!r}; its keys are {', '.join(known)}."
                 )
         if "num_speculative_tokens" not in value:
-            raise ConfigError("speculative_config has no num_speculative_tokens; give a number.")
+            raise ConfigError(
+                'speculative_config has no num_speculative_tokens; give a number, or "auto".'
+            )
         return cls(**value)

@@ -45,8 +45,9 @@ class ScheduledChunk(NamedTuple):
 
     @property
     def scored(self) -> bool:
-        """Whether the log probabilities of its prompt were requested."""
-        return self.seq.params.prompt_logprobs is not None
+        """Whether its step must tell its tokens apart: for log probabilities of its prompt, or to
+        pool hidden states."""
+        return self.seq.params.prompt_logprobs is not None or self.seq.needs_all_hidden_states
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

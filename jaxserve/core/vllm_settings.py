@@ -11,6 +11,7 @@ ANSWERS: Mapping[str, str] = MappingProxyType(
         "block_size": "use page_size",
         "swap_space": "use host_kv_bytes, in bytes",
         "kv_offloading_size": "use host_kv_bytes, in bytes",
+        "cpu_offload_gb": "use weights_on, and resident_weight_bytes for what stays on the device",
         "decode_context_parallel_size": "use context_parallel_size",
         "enable_chunked_prefill": "use scheduler; sarathi, the default, chunks prefills",
         "scheduling_policy": "use priority_ageing_s or fair_share; priorities always count",
@@ -19,10 +20,13 @@ ANSWERS: Mapping[str, str] = MappingProxyType(
         "trust_remote_code": "leave it out; code in a checkpoint is never run",
         "tokenizer": "leave it out; the tokenizer is always the model's",
         "chat_template": "leave it out; the chat template is always the model's",
-        "kv_cache_dtype": "use dtype; KV pages have the dtype of the activations",
-        "data_parallel_size": "run one engine with its own devices for each replica",
+        "calculate_kv_scales": "leave it out; scales are those of each token as it is written",
+        "data_parallel_size": "it is an option of jaxserve serve, for replicas of an engine",
         "distributed_executor_backend": "leave it out; use jaxserve launch for several hosts",
-        "enable_lora": "leave it out; it is not implemented",
+        "enable_sleep_mode": "leave it out; an engine can always sleep",
+        "max_cpu_loras": "leave it out; an adapter that makes room is read from its path again",
+        "lora_dtype": "leave it out; adapters have the dtype of the activations",
+        "fully_sharded_loras": "leave it out; adapters are split as the weights beside them are",
     }
 )
 """What to do instead, by vLLM's name."""

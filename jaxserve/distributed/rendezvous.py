@@ -34,7 +34,7 @@ _LINE_BYTES = 1 << 14
 _RETRY_S = 0.2
 _HELLO_S = 5.0
 # Connections without a hello, in addition to one per host; beyond that the oldest is closed.
-_STRANGERS = 256
+_MAX_UNVERIFIED = 256
 
 
 class Address(NamedTuple):
@@ -119,7 +119,7 @@ class Participant:
         return None
 
 
-def call(address: Address, me: Participant, timeout_s: float, secret: str = "") -> None:
+def wait_for_hosts(address: Address, me: Participant, timeout_s: float, secret: str = "") -> None:
     """Host 0: wait for all other hosts, and send them the verdict.
 
     Connections that do not prove within 5 s that they know `secret` are closed, and change nothing.
@@ -127,33 +127,33 @@ def call(address: Address, me: Participant, timeout_s: float, secret: str = "") 
     disagrees; and immediately if the port is in use.
     """
     deadline = time.monotonic() + timeout_s
-    present: dict[int, _Guest] = {}
-    conflicting: list[_Guest] = []
+    present: dict[int, _Verified] = {}
+    conflicting: list[_Verified] = []
     fault = None
     with (
         address.listen() as server,
-        contextlib.closing(_Reception(server, me.num_hosts, secret)) as reception,
+        contextlib.closing(_Listener(server, me.num_hosts, secret)) as listener,
     ):
         while fault is None and len(present) < me.num_hosts - 1:
-            guest = reception.next_host(deadline)
-            if guest is None:
-                fault = _missing(set(present), me.num_hosts, timeout_s, reception.refused)
+            verified = listener.next_host(deadline)
+            if verified is None:
+                fault = _missing(set(present), me.num_hosts, timeout_s, listener.refused)
                 break
-            them = guest.host
+            them = verified.host
             fault = me.differs(them)
             if fault is None and (them.host == 0 or them.host in present):
                 fault = f"two processes joined as host {them.host}; number each host once."
             if fault is None:
-                present[them.host] = guest
+                present[them.host] = verified
             else:
-                conflicting.append(guest)
-    for guest in [*present.values(), *conflicting]:
-        _dismiss(guest, fault, secret)
+                conflicting.append(verified)
+    for verified in [*present.values(), *conflicting]:
+        _send_verdict(verified, fault, secret)
     if fault is not None:
         raise DistributedError(fault)
 
 
-def answer(address: Address, me: Participant, timeout_s: float, secret: str = "") -> None:
+def join_host_0(address: Address, me: Participant, timeout_s: float, secret: str = "") -> None:
     """Every other host: connect to host 0, and wait for the verdict.
 
     Raises DistributedError if the job cannot start, host 0 is not reached within `timeout_s`, or
@@ -184,7 +184,7 @@ def answer(address: Address, me: Participant, timeout_s: float, secret: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
-class _Guest:
+class _Verified:
     """A connection that knows the job's secret, and the nonce that its verdict is sealed with."""
 
     connection: socket.socket
@@ -202,12 +202,12 @@ class _Pending:
     received: bytearray
 
 
-class _Reception:
+class _Listener:
     """Reads the hellos of all connections at once."""
 
     def __init__(self, server: socket.socket, num_hosts: int, secret: str) -> None:
         self._server, self._secret = server, secret
-        self._most = num_hosts + _STRANGERS
+        self._most = num_hosts + _MAX_UNVERIFIED
         self._pending: dict[socket.socket, _Pending] = {}  # oldest first
         self._selector = selectors.DefaultSelector()
         server.setblocking(False)
@@ -215,7 +215,7 @@ class _Reception:
         self.refused = 0
         """Number of connections that were closed because they sent no valid hello."""
 
-    def next_host(self, deadline: float) -> _Guest | None:
+    def next_host(self, deadline: float) -> _Verified | None:
         """The next host that arrives; None if there is none before `deadline`."""
         while (now := time.monotonic()) < deadline:
             oldest = next(iter(self._pending.values()), None)
@@ -223,8 +223,8 @@ class _Reception:
             for key, _ in self._selector.select(max(until - now, 0.0)):
                 if key.fileobj is self._server:
                     self._admit()
-                elif (guest := self._receive(key.fileobj)) is not None:
-                    return guest
+                elif (verified := self._receive(key.fileobj)) is not None:
+                    return verified
             now = time.monotonic()
             for pending in [p for p in self._pending.values() if p.deadline <= now]:
                 self._refuse(pending.connection)
@@ -252,7 +252,7 @@ class _Reception:
         if len(self._pending) > self._most:
             self._refuse(next(iter(self._pending)))
 
-    def _receive(self, connection: socket.socket) -> _Guest | None:
+    def _receive(self, connection: socket.socket) -> _Verified | None:
         """The host, once its whole hello has arrived."""
         pending = self._pending.get(connection)
         if pending is None:  # closed in this round
@@ -268,12 +268,12 @@ class _Reception:
         if data and not end and len(line) < _LINE_BYTES:
             return None
         said = _opened(self._secret, "hello", pending.challenge, bytes(line)) if end else None
-        guest = _guest(connection, said)
-        if guest is None:
+        verified = _verified(connection, said)
+        if verified is None:
             self._refuse(connection)
         else:
             self._forget(connection)
-        return guest
+        return verified
 
     def _refuse(self, connection: socket.socket) -> None:
         self._forget(connection)
@@ -285,22 +285,22 @@ class _Reception:
         self._selector.unregister(connection)
 
 
-def _guest(connection: socket.socket, said: Any) -> _Guest | None:
+def _verified(connection: socket.socket, said: Any) -> _Verified | None:
     """The host that sent the hello `said`; None if it is not one."""
     match said:
         case {"host": int(host), "num_hosts": int(count), "versions": dict(versions), "nonce": n}:
             if _is_nonce(n) and all(isinstance(v, str) for v in versions.values()):
-                return _Guest(connection, Participant(host, count, versions), n)
+                return _Verified(connection, Participant(host, count, versions), n)
     return None
 
 
 def _missing(present: set[int], num_hosts: int, timeout_s: float, refused: int) -> str:
     missing = [host for host in range(1, num_hosts) if host not in present]
     shown = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
-    strangers = f" Connections closed for want of this job's secret: {refused}." if refused else ""
+    refusals = f" Connections closed without this job's secret: {refused}." if refused else ""
     return (
         f"{len(present) + 1} of {num_hosts} hosts joined within {timeout_s:g} s; "
-        f"missing: {shown}. See their logs, or increase timeout_s.{strangers}"
+        f"missing: {shown}. See their logs, or increase timeout_s.{refusals}"
     )
 
 
@@ -323,13 +323,13 @@ def _reach(address: Address, me: Participant, deadline: float, timeout_s: float)
         time.sleep(_RETRY_S)
 
 
-def _dismiss(guest: _Guest, fault: str | None, secret: str) -> None:
+def _send_verdict(verified: _Verified, fault: str | None, secret: str) -> None:
     """Send the verdict and wait for the peer to close first: the side that closes first keeps its
     port in TIME_WAIT, and JAX needs this port."""
-    with guest.connection as connection:
+    with verified.connection as connection:
         connection.settimeout(_HELLO_S)
         try:
-            connection.sendall(_sealed(secret, "verdict", guest.nonce, {"fault": fault}))
+            connection.sendall(_sealed(secret, "verdict", verified.nonce, {"fault": fault}))
             connection.recv(1)
         except OSError:
             pass  # The peer is gone, which JAX or the launcher will report.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 
 import jax
-from jax._src import clusters  # What `jax.distributed.initialize` detects has no public name.
 
 from jaxserve.core.errors import DistributedError
 from jaxserve.core.version import __version__
 from jaxserve.distributed import rendezvous
 from jaxserve.runtime.cpu_threads import make_room_for_collectives
+from jaxserve.runtime.jax_private import detect_cluster
 
 # How long a host may miss heartbeats before JAX terminates the other hosts.
 _HEARTBEAT_TIMEOUT_S = 30
@@ -86,14 +86,12 @@ def _detect(timeout_s: int) -> tuple[rendezvous.Address, int, int] | None:
     """The coordinator, the number of hosts and this host's index as JAX detects them; None where
     it finds no job. Raises DistributedError."""
     try:
-        found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
-            None, None, None, None, None, timeout_s
-        )
+        found = detect_cluster(timeout_s)
     except (RuntimeError, ValueError) as error:
         raise DistributedError(f"JAX cannot read the job's environment: {error}") from error
-    coordinator, num_hosts, host, _ = found
-    if coordinator is None or num_hosts is None or host is None:
+    if found is None:
         return None
+    coordinator, num_hosts, host = found
     return rendezvous.Address.parse(coordinator), num_hosts, host
 
 
@@ -103,7 +101,8 @@ def _meet(
     """Check that all hosts are there. Raises DistributedError."""
     versions = {"version of jaxserve": __version__, "version of JAX": jax.__version__}
     me = rendezvous.Participant(host, num_hosts, versions)
-    (rendezvous.call if host == 0 else rendezvous.answer)(address, me, timeout_s, secret)
+    meet = rendezvous.wait_for_hosts if host == 0 else rendezvous.join_host_0
+    meet(address, me, timeout_s, secret)
 
 
 def set_cpu_devices(devices: int | None) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from pathlib import Path
@@ -13,24 +14,41 @@ import jax
 
 from jaxserve.core.commands import Abort, ResetPrefixCache, SetPriority
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import EngineClosedError, RequestError, SnapshotError
+from jaxserve.core.errors import (
+    ConfigError,
+    EngineAsleepError,
+    EngineClosedError,
+    RequestError,
+)
 from jaxserve.core.events import EventLog, Record, monotonic_us
+from jaxserve.core.lora import LoadedAdapter, LoRARequest
 from jaxserve.core.outputs import RequestMetrics, RequestOutput
+from jaxserve.core.pooling import PoolingParams
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import SharedPrefix
+from jaxserve.core.signals import interrupts_held
+from jaxserve.core.weight_reads import WeightReads
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.input_processor import InputProcessor, check_priority
-from jaxserve.engine.interrupts import interrupts_held
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.replication import ReplicatedCore
 from jaxserve.engine.request import Request
-from jaxserve.engine.snapshot_files import SnapshotReader, check_writable
-from jaxserve.engine.snapshot_parts import PartReader
-from jaxserve.engine.snapshots import Snapshots, TakenUp
+from jaxserve.engine.snapshot.requests import RequestSnapshot
+from jaxserve.engine.snapshot.snapshots import Snapshots
 from jaxserve.metrics.kv_metrics import kv_metrics
 from jaxserve.metrics.metrics import Metric, Metrics
+from jaxserve.metrics.weight_metrics import weight_metrics
+from jaxserve.runtime.adapters import AdapterSlots
 from jaxserve.runtime.cpu_threads import make_room_for_collectives
 from jaxserve.runtime.hosts import Hosts
+from jaxserve.runtime.live_weights import (
+    LiveWeights,
+    StagedWeights,
+    WeightsSource,
+    check_level,
+    memory_tags,
+)
+from jaxserve.runtime.memory import reserve_memory
 from jaxserve.runtime.paging import Paging
 from jaxserve.runtime.runner import Runner
 from jaxserve.runtime.startup import EnginePlan, Progress, no_progress, start
@@ -67,10 +85,12 @@ class Engine:
         self.kv = self._paging.manager
         self.scheduler = Scheduler(plan.scheduler, self.kv)
         self._closed: str | None = None
-        self._num_changes = 0
         model = plan.shapes.model
         self.eos_token_ids = frozenset((*model.eos_token_ids, *tokenizer.eos_token_ids))
         self._runner = runner
+        self._weights = LiveWeights(plan, runner)
+        self._weight_reads = runner.weight_reads
+        self.adapters = AdapterSlots(plan, runner, self._adapters_in_use)
         self._input = InputProcessor(
             plan.config,
             tokenizer,
@@ -78,10 +98,14 @@ class Engine:
             self.eos_token_ids,
             log.now,
             plan.shapes.processors.names,
+            model.hidden_size,
+            self.adapters.use,
         )
         parts = (self.scheduler, self._paging, runner, self._input, log, self.eos_token_ids)
         self._core = EngineCore(*parts) if hosts is None else ReplicatedCore(*parts, hosts=hosts)
-        self._snapshots = Snapshots(plan, tokenizer, self._input, self.scheduler, self._paging)
+        self._snapshots = Snapshots(
+            plan, tokenizer, self._input, self._core, self._paging, self.adapters
+        )
 
     @classmethod
     def load(
@@ -98,6 +122,7 @@ class Engine:
         begin_us = log.now()
         _log.info("loading %s", config.model)
         make_room_for_collectives()
+        reserve_memory(config.memory_utilization)
         hosts = Hosts() if jax.process_count() > 1 else None
         try:
             plan, tokenizer, runner = start(config, log, progress, hosts)
@@ -117,35 +142,41 @@ class Engine:
         self,
         request_id: str,
         prompt: Prompt | TokenizedPrompt,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         priority: int | None = None,
         tenant: str | None = None,
         shared_prefix: SharedPrefix | None = None,
         grammar: Grammar | None = None,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Request:
-        """Accept a request. Text is tokenized with the model's special tokens.
+        """Accept a request. Text is tokenized with the model's special tokens. With PoolingParams
+        nothing is generated, and the output has the prompt's embedding.
 
         Requests of different tenants share no cached prefix; `fair_share` divides the engine among
         tenants. Requests with different `cache_salt`s share no cached prefix either.
         `shared_prefix`: the prefix that this prompt is known to share with other requests.
         `grammar`: the result of `prepare` for these params; if None, it is compiled here.
+        `lora_request`: the adapter to use, which is loaded if it is not; requests with different
+        adapters share no cached prefix.
 
-        Raises RequestError for an invalid request, before any state changes, and EngineClosedError
-        on a closed engine.
+        Raises RequestError for an invalid request, before any state changes, AdapterError for an
+        adapter that does not fit, EngineClosedError on a closed engine and EngineAsleepError on a
+        sleeping one.
         """
-        self._check_open()
+        self.check_open()
+        self._check_awake()
         if request_id in self._requests:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request.")
         if grammar is None:
             grammar = self.prepare(params)
         added = self._input.process(
-            request_id, prompt, params, priority, tenant, shared_prefix, cache_salt
+            request_id, prompt, params, priority, tenant, shared_prefix, cache_salt, lora_request
         )
         with interrupts_held():
             return self._core.apply(added, grammar)
 
-    def prepare(self, params: SamplingParams) -> Grammar | None:
+    def prepare(self, params: SamplingParams | PoolingParams) -> Grammar | None:
         """The compiled grammar of `params.structured_outputs`, if set, for `add`. Compiling takes
         time; any thread can do it while the engine runs.
 
@@ -155,7 +186,7 @@ class Engine:
         preparation = self.preparation(params)
         return None if preparation is None else preparation.result()
 
-    def preparation(self, params: SamplingParams) -> Future[Grammar] | None:
+    def preparation(self, params: SamplingParams | PoolingParams) -> Future[Grammar] | None:
         """As `prepare`, without blocking. The future can be cancelled."""
         return self._input.grammar(params)
 
@@ -165,7 +196,6 @@ class Engine:
 
     def abort(self, request_id: str) -> Request | None:
         """Abort a request; the tokens it has are its output. None if it has already finished."""
-        self._num_changes += 1
         with interrupts_held():
             return self._core.apply(Abort(request_id))
 
@@ -202,12 +232,14 @@ class Engine:
         tokens or finished; empty while the pipeline fills.
 
         A device error closes the engine and is raised. Ctrl-C is delayed until the step ends.
+        Raises EngineAsleepError on a sleeping engine.
         """
+        if not self.has_work:
+            self._check_awake()
         return self._step()
 
     def _step(self, **options: bool) -> list[Request]:
-        self._check_open()
-        self._num_changes += 1
+        self.check_open()
         touched: list[Request] | None = None
         try:
             with interrupts_held():
@@ -220,6 +252,68 @@ class Engine:
             self._closed = "host 0 has closed its engine"
         return touched
 
+    @property
+    def weights_version(self) -> int:
+        """How often `update_weights` has replaced the weights that serve."""
+        return self._core.weights_version
+
+    def stage_weights(self, source: WeightsSource) -> StagedWeights:
+        """Weights for `update_weights`, checked, and read to host memory if `source` is a
+        checkpoint. Any thread can do it while the engine runs. Raises WeightsError or ModelError,
+        and ConfigError in a multi-host job."""
+        self._check_changeable("update_weights")
+        return self._weights.staged(source)
+
+    def update_weights(self, source: WeightsSource | StagedWeights) -> int:
+        """As `LLM.update_weights`. Unfinished requests keep their tokens; their KV is recomputed by
+        the new weights. A sleeping engine takes its memory for weights again."""
+        staged = source if isinstance(source, StagedWeights) else self.stage_weights(source)
+        self._check_changeable("update_weights")
+        with self._changing("update_weights"):
+            self._core.retract()
+            self._weights.replace(staged)
+            self._core.use_weights(self._weights.version)
+        return self._weights.version
+
+    def _adapters_in_use(self) -> list[LoadedAdapter]:
+        """Those of unfinished requests."""
+        outputs = (output for each in self._requests.values() for output in each.sequence_outputs)
+        return [output.seq.adapter for output in outputs if output.seq.adapter is not None]
+
+    def sleep(self, level: int = 1) -> None:
+        """As `LLM.sleep`. Raises ConfigError for another level, and in a multi-host job."""
+        check_level(level)
+        self._check_changeable("sleep")
+        with self._changing("sleep"):
+            if not self.is_sleeping:
+                self._core.retract()
+            self._core.asleep = True
+            self._weights.sleep(level)
+
+    def wake_up(self, tags: SequenceOf[str] | None = None) -> None:
+        """As `LLM.wake_up`. Raises WeightsError when dropped weights came from arrays, ModelError
+        when they cannot be read, OutOfMemoryError; what was not taken then sleeps on."""
+        wanted = memory_tags(tags)
+        self.check_open()
+        with interrupts_held():
+            self._weights.wake_up(wanted)
+            self._core.asleep = bool(self._weights.asleep)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the engine lacks memory that `sleep` gave back."""
+        return self._core.asleep
+
+    @contextlib.contextmanager
+    def _changing(self, what: str) -> Iterator[None]:
+        """A change that, once begun, ends the engine if it fails: its state is then unknown."""
+        try:
+            with interrupts_held():
+                yield
+        except Exception as error:
+            self._closed = f"{what} failed: {type(error).__name__}: {error}"
+            raise
+
     def output(self, request: Request) -> RequestOutput:
         """The output of a request so far, with its timings."""
         sequences = [sequence_output.seq for sequence_output in request.sequence_outputs]
@@ -230,7 +324,14 @@ class Engine:
 
     def get_metrics(self) -> dict[str, Metric]:
         """All metrics, by exported name."""
-        return self.metrics.get_metrics(self.log.now()) | kv_metrics(self.kv)
+        of_kv = kv_metrics(self.kv, self.plan.config.max_model_len)
+        of_weights = weight_metrics(self.weight_reads)
+        return self.metrics.get_metrics(self.log.now()) | of_kv | of_weights
+
+    @property
+    def weight_reads(self) -> WeightReads | None:
+        """What streamed weights have read; None where all are on the device."""
+        return self._weight_reads
 
     def snapshot(
         self,
@@ -249,32 +350,26 @@ class Engine:
         Raises SnapshotError when the directory cannot be written or holds other files, and in a
         multi-host job.
         """
-        self._check_open()
-        self._check_one_host()
-        requests = {request.request_id: request for request in ended} | self._requests
-        with interrupts_held():
-            self._snapshots.write(directory, requests.values(), self.log.now(), with_kv, deadline_s)
+        self.check_open()
+        self._snapshots.write(directory, with_kv, deadline_s, ended)
 
     def check_snapshot(self, directory: str | Path) -> None:
         """Raises SnapshotError early for a `directory` that `snapshot` would refuse."""
-        self._check_one_host()
-        check_writable(directory)
+        self._snapshots.check(directory)
 
     def restore(self, directory: str | Path) -> list[Request]:
         """Add the requests of a snapshot, in order of arrival; some may have finished.
 
         They resume where they were, with any mesh shape and page size, and stream all their deltas
-        again. KV of another dtype or quantization is recomputed.
+        again. KV of another dtype, or of weights of another quantization, is recomputed.
 
         Raises SnapshotError, before any state changes, when the snapshot is damaged, newer, of
-        another model, or has requests that do not fit this engine or whose ids are in use.
+        another model, or has requests that do not fit this engine or whose ids are in use, and
+        OverloadedError when the slots of adapters are taken.
         """
-        self._check_open()
-        self._check_one_host()
-        reader = SnapshotReader(directory)
-        taken_up = self._snapshots.read(reader, self._requests, self.log.now())
-        self._take_up(taken_up)
-        return taken_up.requests
+        self.check_open()
+        self._check_awake()
+        return self._snapshots.restore(directory)
 
     def export_request(self, request_id: str, with_kv: bool = True) -> Iterator[bytes]:
         """An unfinished request as bytes, for `import_request` of another engine: its parameters,
@@ -288,13 +383,8 @@ class Engine:
         Raises RequestError when no unfinished request has this id, and SnapshotError in a
         multi-host job, or for a part that is read too late.
         """
-        self._check_open()
-        self._check_one_host()
-        request = self._requests.get(request_id)
-        if request is None:
-            raise RequestError(f"request_id {request_id!r} is not an unfinished request.")
-        exported = self._snapshots.export(request, self.log.now(), with_kv)
-        return self._while_unchanged(exported, self._num_changes)
+        self.check_open()
+        return self._snapshots.export_request(request_id, with_kv)
 
     def import_request(self, parts: Iterable[bytes], request_id: str | None = None) -> Request:
         """Add a request that another engine has exported, by default under its id there. It resumes
@@ -302,36 +392,38 @@ class Engine:
 
         Raises SnapshotError, with the request not added, when a part is damaged or missing, when
         this engine has another model, vocabulary, dtype or quantization or is too small for the
-        request, or when its id is in use.
+        request, or when its id is in use, and OverloadedError when the slots of adapters are taken.
         """
-        self._check_open()
-        self._check_one_host()
-        reader = PartReader(parts)
-        now_us = self.log.now()
-        taken_up = self._snapshots.read_exported(reader, request_id, self._requests, now_us)
-        self._take_up(taken_up, finish=reader.finish)
-        return taken_up.requests[0]
+        self.check_open()
+        self._check_awake()
+        return self._snapshots.import_request(parts, request_id)
 
-    def _take_up(self, taken_up: TakenUp, finish: Callable[[], None] = lambda: None) -> None:
-        self._num_changes += 1
-        with interrupts_held(), self._snapshots.kv_placed(taken_up):
-            finish()
-            for request in taken_up.requests:
-                if not request.finished:
-                    self._core.accept(request)
+    def resume_request(self, state: RequestSnapshot) -> Request:
+        """Add a request of another engine, with the tokens that it had generated, as
+        `import_request`. Both engines have the same model and settings. KV that was staged for its
+        id is not computed again; without, as for an engine that was lost, all of it is.
 
-    def _while_unchanged(self, parts: Iterator[bytes], num_changes: int) -> Iterator[bytes]:
-        """These parts, while no step writes to the pages that they are read from."""
-        while True:
-            if self._num_changes != num_changes:
-                raise SnapshotError(
-                    "the engine has gone on since the export began; read all parts before its next "
-                    "step, and before a request is aborted."
-                )
-            part = next(parts, None)
-            if part is None:
-                return
-            yield part
+        Raises SnapshotError when the request does not fit this engine, or its id is in use, and
+        OverloadedError when the slots of adapters are taken: it may be retried.
+        """
+        self.check_open()
+        self._check_awake()
+        return self._snapshots.resume_request(state)
+
+    def stage_request(self, parts: Iterable[bytes], request_id: str) -> None:
+        """Take the KV of a request that another engine has exported, while the request runs on
+        there: `resume_request` with the tokens that it has by then, under `request_id`, adds it
+        here. The KV stays until then, or until `unstage_request`.
+
+        Raises as `import_request`.
+        """
+        self.check_open()
+        self._check_awake()
+        self._snapshots.stage_request(parts, request_id)
+
+    def unstage_request(self, request_id: str) -> None:
+        """Give up the KV of a request that does not come, if it was staged."""
+        self._snapshots.unstage_request(request_id)
 
     def refuse(self, reason: str) -> None:
         """Accept no more requests, while a step hangs in another thread."""
@@ -342,7 +434,10 @@ class Engine:
         try:
             self._core.close(failed=self._closed is not None)
         finally:
-            self._runner = None
+            if self._runner is not None:
+                self._runner.close()
+            self._runner = self._weights = None
+            self.adapters.close()
             self._closed = self._closed or "the engine was closed"
 
     def chat_prompt(
@@ -375,13 +470,25 @@ class Engine:
         defaults = dict(self.plan.shapes.model.default_sampling)
         return SamplingParams.from_defaults(defaults, **overrides)
 
-    def _check_one_host(self) -> None:
-        if isinstance(self._core, ReplicatedCore):
-            raise SnapshotError(
-                "snapshots support a single process only, and this job has "
-                f"{jax.process_count()} processes; give all devices to one process."
+    def _check_changeable(self, what: str) -> None:
+        self.check_open()
+        if self.plan.shapes.placement.streamed:
+            raise ConfigError(
+                f"{what} is for weights that are all on the device, and weights_on is "
+                f"{self.plan.config.weights_on!r}; leave weights_on out, or start the engine again."
+            )
+        if self._core.num_hosts > 1:
+            raise ConfigError(
+                f"{what} supports a single process only, and this job has {self._core.num_hosts}; "
+                "give all devices to one process."
             )
 
-    def _check_open(self) -> None:
+    def _check_awake(self) -> None:
+        if self.is_sleeping:
+            raise EngineAsleepError("the engine sleeps; call wake_up first.")
+
+    def check_open(self) -> None:
+        """Raises EngineClosedError when it was closed, or a step or a change of its memory has
+        failed."""
         if self._closed:
             raise EngineClosedError(f"{self._closed}; make a new one.")

@@ -23,14 +23,11 @@ from jaxserve.engine.input_processor import InputProcessor
 from jaxserve.engine.output_processor import Ended, OutputProcessor
 from jaxserve.engine.request import Request, SequenceOutput, Stop
 from jaxserve.kv.manager import KVManager
+from jaxserve.kv.offload.rates import causal_pairs
 from jaxserve.kv.page_table import PageTable
-from jaxserve.kv.rates import causal_pairs
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.structured.grammar import Grammar
 from jaxserve.structured.matcher import Matcher
-
-_STEPS_AHEAD = 1
-"""Dispatches between the one that completes a step and the reading of that step."""
 
 
 class Executor(Protocol):
@@ -40,6 +37,11 @@ class Executor(Protocol):
     in_flight: collections.deque[DispatchedStep]
     """Steps completed by a dispatch and not yet read, oldest first."""
     num_dispatches: int
+
+    @property
+    def steps_ahead(self) -> int:
+        """Dispatches between the one that completes a step and the reading of that step: 1, or 0
+        where a dispatch ends no sooner than its step."""
 
     @property
     def busy(self) -> bool:
@@ -112,7 +114,14 @@ class EngineCore:
         self._eos = tuple(sorted(eos_token_ids))
         self._last_ready_us = 0
         self._step_ids = itertools.count()
+        self._touched: dict[str, Request] = {}
+        self.weights_version = 0
+        self.asleep = False
+        self.num_changes = 0
+        """How often the content or the owners of pages may have changed."""
 
+    num_hosts = 1
+    """Hosts that run this engine in lockstep."""
     leads = True
     """Whether this host's commands count: always, unless it is one of several."""
     ended = False
@@ -125,10 +134,12 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished, or a dispatched step is not yet read."""
+        """Whether any request is unfinished, or a dispatched step not yet read, and can go on."""
         executor = self._executor
         if executor is None:  # closed
             return False
+        if self._touched or self.asleep:
+            return bool(self._touched)
         return self.scheduler.has_work or bool(executor.in_flight) or executor.busy
 
     def apply(self, command: Command, grammar: Grammar | None = None) -> Request | None:
@@ -143,6 +154,7 @@ class EngineCore:
                 self.accept(request)
                 return request
             case Abort(request_id):
+                self.num_changes += 1
                 request = self.requests.get(request_id)
                 if request is not None:
                     self._abort(request)
@@ -178,6 +190,8 @@ class EngineCore:
                 self.scheduler.abort(seq.seq_id)
             raise
         self._outputs.add(request)
+        for output in request.sequence_outputs:
+            output.use_weights(self.weights_version)
         for seq in added:
             self.log.arrived(
                 seq.seq_id,
@@ -193,16 +207,40 @@ class EngineCore:
         gained tokens or finished."""
         return self._step(self.log.now())
 
+    def retract(self) -> None:
+        """Reads every step in flight, takes pages and slots from all sequences, and clears the
+        prefix cache on every tier. What was computed so far is not used again: sequences keep
+        their tokens, and recompute the rest when they run."""
+        self.num_changes += 1
+        executor = self._executor
+        while executor.busy:
+            executor.advance(self.log.now())
+        while executor.in_flight:
+            self._touched |= self._update(executor.in_flight.popleft())
+        self.scheduler.preempt_all()
+        self.kv.reset()
+        self._transfers.poll()
+        self._transfers.carry_out()
+
+    def use_weights(self, version: int) -> None:
+        """Notes the version of the weights that make all tokens from now on."""
+        self.weights_version = version
+        for request in self.requests.values():
+            for output in request.unfinished:
+                output.use_weights(version)
+
     def _step(self, now_us: int) -> list[Request]:
+        self.num_changes += 1
+        touched, self._touched = self._touched, {}
+        if self.asleep:
+            return list(touched.values())
         planned = self._dispatch(now_us)
         in_flight = self._executor.in_flight
         if not planned and not in_flight:
             self._transfers.wait()
-        ahead = _STEPS_AHEAD if planned else 0
-        touched: dict[str, Request] = {}
+        ahead = self._executor.steps_ahead if planned else 0
         while in_flight and self._executor.num_dispatches - in_flight[0].number >= ahead:
-            for request in self._update(in_flight.popleft()):
-                touched[request.request_id] = request
+            touched |= self._update(in_flight.popleft())
         return list(touched.values())
 
     def close(self, failed: bool = False) -> None:
@@ -210,6 +248,7 @@ class EngineCore:
 
         `failed`: a step was interrupted, so state may be inconsistent.
         """
+        self.num_changes += 1
         try:
             for request in list(self.requests.values()):
                 self._abort(request)
@@ -261,8 +300,8 @@ class EngineCore:
 
     # Update
 
-    def _update(self, step: DispatchedStep) -> list[Request]:
-        """Reads a step; returns the requests that gained tokens."""
+    def _update(self, step: DispatchedStep) -> dict[str, Request]:
+        """Reads a step; returns the requests that gained tokens, or ended, by id."""
         begin_us = self.log.now()
         results = self._executor.read(step)
         ready_us = self.log.now()
@@ -271,38 +310,44 @@ class EngineCore:
         self._measured(step, results, ready_us - max(begun_us, self._last_ready_us))
         self._last_ready_us = ready_us
         self._outputs.add_prompt_logprobs(step.plan, results)
-        gained: collections.Counter[int] = collections.Counter()
-        touched: dict[str, Request] = {}
-        ended: dict[int, Ended] = {}
-        for place in range(max(map(len, results.token_ids), default=0)):
-            tokens = [
-                (row * results.width + place, chunk.seq.seq_id, token_ids[place])
-                for row, (chunk, token_ids) in enumerate(zip(results.sampled, results.token_ids))
-                if place < len(token_ids)
-                and chunk.seq.seq_id not in ended  # Tokens after a stop are dropped.
-                and self.scheduler.collect(chunk, token_ids[place], place)
-            ]
-            gained.update(seq_id for _, seq_id, _ in tokens)
-            requests, stopped = self._outputs.process(results, tokens)
-            touched |= {request.request_id: request for request in requests}
-            ended |= {end.output.seq.seq_id: end for end in stopped}
+        ended = self._outputs.pool(step.plan, results)
+        touched = {end.request.request_id: end.request for end in ended}
+        gained: list[int] = []
+        counts: list[int] = []
+        drafts: list[tuple[int, int]] = []
+        for row, chunk in enumerate(results.sampled):
+            seq = chunk.seq
+            if seq.pooling is not None:
+                continue
+            token_ids = results.token_ids[row]
+            if chunk.num_drafts:
+                self.scheduler.observe_drafts(chunk, len(token_ids) - 1)
+            count = 0
+            for place, token_id in enumerate(token_ids):
+                if not self.scheduler.collect(chunk, token_id, place):
+                    break
+                count += 1
+                request, end = self._outputs.append(seq, token_id, results, row, place)
+                touched[request.request_id] = request
+                if end is not None:
+                    ended.append(end)
+                    break  # Tokens after a stop are dropped.
+            if count:
+                gained.append(seq.seq_id)
+                counts.append(count)
+                if results.num_drafts[row]:
+                    drafts.append((results.num_drafts[row], len(token_ids) - 1))
         self.log.collected(
             step.step_id,
             gained,
-            gained.values() if results.width > 1 else None,
-            drafts=[
-                (num_drafts, len(token_ids) - 1)
-                for chunk, num_drafts, token_ids in zip(
-                    results.sampled, results.num_drafts, results.token_ids
-                )
-                if num_drafts and chunk.seq.seq_id in gained
-            ],
+            counts if results.width > 1 else None,
+            drafts=drafts,
             begin_us=begin_us,
             ready_us=ready_us,
         )
-        for end in ended.values():
+        for end in ended:
             self._end(end)
-        return list(touched.values())
+        return touched
 
     def _planned(self, plan: StepPlan) -> None:
         """Called after a step was dispatched."""

@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from jaxserve.core.commands import AddRequest
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import RequestError
+from jaxserve.core.lora import LoadedAdapter, LoRARequest
+from jaxserve.core.pooling import PoolingParams
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence, SharedPrefix
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt, tokenize_prompt
@@ -32,15 +34,21 @@ class InputProcessor:
         eos_token_ids: frozenset[int],
         clock: Callable[[], int],
         processors: Collection[str] = (),
+        hidden_size: int = 0,
+        load_adapter: Callable[[LoRARequest], LoadedAdapter] | None = None,
     ) -> None:
         """`tokenizer`: None to accept tokenized prompts only, without bad words, and to output no
-        text. `processors` are the names of the engine's logits processors."""
+        text. `processors` are the names of the engine's logits processors. `hidden_size`: of hidden
+        states to pool; 0 if there are none. `load_adapter`: loads the adapter of a request unless
+        it is loaded; None if there are no adapters."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
         self._clock = clock
         self._shares = config.enable_prefix_caching
         self._processors = processors
+        self._hidden_size = hidden_size
+        self._load_adapter = load_adapter
         self._grammars = Grammars(tokenizer, vocab_size, eos_token_ids)
         self._seeds = random.Random(config.seed)
         self._next_seq_id = 0
@@ -50,10 +58,12 @@ class InputProcessor:
         """A prompt's token ids. Raises RequestError for a bad prompt."""
         return tokenize_prompt(prompt, self._tokenizer, self._vocab_size)
 
-    def grammar(self, params: SamplingParams) -> Future[Grammar] | None:
+    def grammar(self, params: SamplingParams | PoolingParams) -> Future[Grammar] | None:
         """The grammar of `params.structured_outputs`, if set, from `Grammars.submit`.
         Thread-safe."""
         _check_params(params)
+        if isinstance(params, PoolingParams):
+            return None
         wanted = params.structured_outputs
         return None if wanted is None else self._grammars.submit(wanted)
 
@@ -61,11 +71,12 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: Prompt | TokenizedPrompt,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         priority: int | None,
         tenant: str | None,
         shared_prefix: SharedPrefix | None,
         cache_salt: str | None,
+        lora_request: LoRARequest | None = None,
     ) -> AddRequest:
         """Validates and tokenizes a request. Raises RequestError if it is invalid."""
         _check_params(params)
@@ -74,6 +85,11 @@ class InputProcessor:
         for name, text in (("tenant", tenant), ("cache_salt", cache_salt)):
             if text is not None and (not isinstance(text, str) or not text):
                 raise RequestError(f"{name} is {text!r}; it must be a non-empty string.")
+        pooling = None
+        if isinstance(params, PoolingParams):
+            params.check_size(self._hidden_size)
+            pooling, params = params, params.sampling
+            priority = pooling.priority if priority is None else priority
         params.check_vocabulary(self._vocab_size)
         self._check_processors(params)
         if not isinstance(prompt, TokenizedPrompt):
@@ -88,19 +104,25 @@ class InputProcessor:
             cache_salt=cache_salt,
             seed=self._seed(params),
             first_seq_id=self._next_seq_id,
+            pooling=pooling,
+            lora_request=lora_request,
             shared_prefix=shared_prefix,
             arrival_us=self._clock(),
         )
 
     def build(self, added: AddRequest, grammar: Grammar | None = None) -> Request:
-        """A request with its sequences. The grammar is compiled unless given or cached."""
+        """A request with its sequences. The grammar is compiled unless given or cached, and the
+        adapter is loaded."""
         params = added.params
         if grammar is None and params.structured_outputs is not None:
             grammar = self._grammars.get(params.structured_outputs)
         prefixes = () if added.shared_prefix is None else (added.shared_prefix,)
         if params.n > 1:
             prefixes += (SharedPrefix(len(added.token_ids)),)
-        salt = self._salt(added.tenant, added.cache_salt)
+        adapter = None
+        if added.lora_request is not None and self._load_adapter is not None:
+            adapter = self._load_adapter(added.lora_request)
+        salt = self._salt(added.tenant, added.cache_salt, adapter)
         self._next_seq_id = added.first_seq_id + params.n
         sequences = [
             Sequence(
@@ -115,6 +137,8 @@ class InputProcessor:
                 cache_salt=added.cache_salt,
                 salt=salt,
                 prefixes=prefixes,
+                pooling=added.pooling,
+                adapter=adapter,
             )
             for index in range(params.n)
         ]
@@ -152,10 +176,12 @@ class InputProcessor:
     def _seed(self, params: SamplingParams) -> int:
         return self._seeds.getrandbits(63) if params.seed is None else params.seed
 
-    def _salt(self, tenant: str | None, cache_salt: str | None) -> bytes:
-        """Requests with different tenants or salts share no pages; without a prefix cache, only
-        sequences of one request do."""
-        parts = [tenant, cache_salt]
+    def _salt(
+        self, tenant: str | None, cache_salt: str | None, adapter: LoadedAdapter | None
+    ) -> bytes:
+        """Requests with different tenants, salts or adapters share no pages; without a prefix
+        cache, only sequences of one request do."""
+        parts = [tenant, cache_salt, *([adapter.digest] if adapter else [])]
         salt = b"" if parts == [None, None] else json.dumps(parts).encode()
         return salt if self._shares else salt + b"\0%d" % next(self._salts)
 
@@ -177,8 +203,8 @@ class InputProcessor:
             )
 
 
-def _check_params(params: SamplingParams) -> None:
-    if not isinstance(params, SamplingParams):
+def _check_params(params: SamplingParams | PoolingParams) -> None:
+    if not isinstance(params, SamplingParams | PoolingParams):
         raise RequestError(f"sampling_params is {params!r:.80}; it must be a SamplingParams.")
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxserve.core.in_flight import NO_TOKEN, StepResults, TokenLogprobs
+from jaxserve.core.sequence import Sequence
 from jaxserve.core.step_plan import ScheduledChunk, StepPlan
 from jaxserve.engine.request import Request, SequenceOutput, Stop, TokenScores
-
-SampledToken = tuple[int, int, int]
-"""A token that a sequence gained: its row in the step's log probabilities, the sequence's id, its
-own id."""
 
 
 class Ended(NamedTuple):
@@ -43,29 +39,47 @@ class OutputProcessor:
         if request.finished:
             del self.requests[request.request_id]
 
-    def process(
-        self, results: StepResults, tokens: Iterable[SampledToken]
-    ) -> tuple[list[Request], list[Ended]]:
-        """Appends a step's tokens, which `Sequence.output_token_ids` already has, to the outputs,
-        at most one per sequence. Returns the requests that gained tokens, and the sequences that
+    def append(
+        self, seq: Sequence, token_id: int, results: StepResults, row: int, place: int
+    ) -> tuple[Request, Ended | None]:
+        """Appends a step's token, which `seq.output_token_ids` already has, to its sequence's
+        output: number `place` of `results.sampled[row]`. Returns the request, and how the sequence
+        ends, if it does with this token."""
+        request, output = self._owners[seq.seq_id]
+        if token_id == NO_TOKEN:
+            seq.output_token_ids.pop()
+            error = "the model's logits leave no token to sample"
+            return request, Ended(request, output, None, error)
+        entry = None
+        if results.logprobs is not None and seq.params.logprobs is not None:
+            place += row * results.width
+            scores = _scores(results.logprobs, place, seq.params.logprobs)
+            entry = output.entry(token_id, scores)
+        stop = output.append(token_id, entry)
+        if stop is None and output.error is None:
+            return request, None
+        return request, Ended(request, output, stop, output.error)
+
+    def pool(self, plan: StepPlan, results: StepResults) -> list[Ended]:
+        """Adds a step's hidden states to the requests that pool them. Returns the sequences that
         end with them."""
-        touched: dict[str, Request] = {}
+        if results.chunk_sums is not None:
+            for row, chunk in enumerate(plan.prefills):
+                request, _ = self._owners.get(chunk.seq.seq_id, (None, None))
+                if request is not None and chunk.seq.needs_all_hidden_states:
+                    request.add_hidden_sum(chunk.start, results.chunk_sums[row])
         ended = []
-        for row, seq_id, token_id in tokens:
-            request, output = self._owners[seq_id]
-            touched[request.request_id] = request
-            if token_id == NO_TOKEN:
-                output.seq.output_token_ids.pop()
-                error = "the model's logits leave no token to sample"
-                ended.append(Ended(request, output, None, error))
+        for row, chunk in enumerate(results.sampled):
+            if chunk.seq.pooling is None or chunk.seq.seq_id not in self._owners:
                 continue
-            scores, count = None, output.seq.params.logprobs
-            if results.logprobs is not None and count is not None:
-                scores = _scores(results.logprobs, row, count)
-            stop = output.append(token_id, scores)
-            if stop is not None or output.error is not None:
-                ended.append(Ended(request, output, stop, output.error))
-        return list(touched.values()), ended
+            request, output = self._owners[chunk.seq.seq_id]
+            request.embed(results.last_hidden[row * results.width])
+            if request.embedding is None:
+                error = "the model's hidden states are not finite"
+                ended.append(Ended(request, output, None, error))
+            else:
+                ended.append(Ended(request, output, Stop("stop")))
+        return ended
 
     def add_prompt_logprobs(self, plan: StepPlan, results: StepResults) -> None:
         """Adds a step's log probabilities of prompt tokens, if it has any."""

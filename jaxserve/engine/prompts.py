@@ -45,7 +45,8 @@ def tokenize_prompt(
         integer = isinstance(token_id, (int, np.integer)) and not isinstance(token_id, bool)
         if not integer or not 0 <= token_id < vocab_size:
             raise RequestError(
-                f"prompt token id {token_id!r} is not an integer in 0..{vocab_size - 1}."
+                f"prompt token id {token_id!r} is out of vocabulary: it is not an integer in "
+                f"0..{vocab_size - 1}."
             )
     return TokenizedPrompt(text, [int(token_id) for token_id in token_ids])
 

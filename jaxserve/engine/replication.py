@@ -27,6 +27,7 @@ class ReplicatedCore(EngineCore):
     def __init__(self, *args: Any, hosts: Hosts) -> None:
         super().__init__(*args)
         self._hosts = hosts
+        self.num_hosts = hosts.num_hosts
         self._replicated = ReplicatedLog(hosts)
         self._read: collections.deque[tuple[StepPlan, ...]] = collections.deque()
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from jaxserve.core.outputs import (
     CompletionOutput,
@@ -13,6 +18,7 @@ from jaxserve.core.outputs import (
     Logprob,
     RequestMetrics,
     RequestOutput,
+    WeightsRun,
 )
 from jaxserve.core.sequence import Sequence
 from jaxserve.structured.matcher import Matcher, advance
@@ -39,8 +45,28 @@ class TokenScores:
     top: tuple[tuple[int, float], ...]
 
 
+@functools.lru_cache(maxsize=256)
+def _stops(stop_token_ids: tuple[int, ...], eos_token_ids: frozenset[int]) -> Mapping[int, Stop]:
+    """The stops by token: one mapping for all sequences with the same, since each of their tokens
+    is looked up in it."""
+    stops = {token_id: Stop("stop", token_id) for token_id in stop_token_ids}
+    return stops | dict.fromkeys(eos_token_ids, Stop("stop"))
+
+
 class SequenceOutput:
     """The output of one sequence so far: text, logprobs, and deltas not yet streamed."""
+
+    __slots__ = (
+        "_cumulative_logprob",
+        "_detokenizer",
+        "_logprobs",
+        "_stops",
+        "_tokenizer",
+        "_weights",
+        "delta",
+        "matcher",
+        "seq",
+    )
 
     def __init__(
         self,
@@ -55,9 +81,8 @@ class SequenceOutput:
         self.delta: list[Delta] = []
         self._tokenizer = tokenizer
         params = seq.params
-        self._stops = {token_id: Stop("stop", token_id) for token_id in params.stop_token_ids}
-        if not params.ignore_eos:
-            self._stops |= dict.fromkeys(eos_token_ids, Stop("stop"))
+        eos: frozenset[int] = frozenset() if params.ignore_eos else eos_token_ids
+        self._stops = _stops(params.stop_token_ids, eos)
         self._detokenizer = None
         if tokenizer is not None and params.detokenize:
             self._detokenizer = Detokenizer(
@@ -70,13 +95,21 @@ class SequenceOutput:
             )
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._cumulative_logprob = 0.0
+        self._weights: list[tuple[int, int]] = []
+        """Versions of the weights, each with the number of tokens before its first."""
 
-    def append(self, token_id: int, scores: TokenScores | None) -> Stop | None:
-        """Process the token just added to the sequence; returns the Stop if it is the last."""
-        entry = None
-        if self._logprobs is not None and scores is not None:
-            entry = self._entry(token_id, scores)
-        return self._append(token_id, entry)
+    def use_weights(self, version: int) -> None:
+        """Notes that this version of the weights makes the next tokens; the first one noted also
+        made those of an output that another engine began."""
+        begin = len(self.seq.output_token_ids) if self._weights else 0
+        self._weights.append((begin, version))
+
+    @property
+    def _weights_runs(self) -> tuple[WeightsRun, ...]:
+        begins = [*(begin for begin, _ in self._weights), len(self.seq.output_token_ids)]
+        lengths = (stop - start for start, stop in itertools.pairwise(begins))
+        runs = ((version, length) for (_, version), length in zip(self._weights, lengths))
+        return tuple(WeightsRun(*run) for run in runs if run[1])
 
     @property
     def error(self) -> str | None:
@@ -95,31 +128,41 @@ class SequenceOutput:
         """
         for place, token_id in enumerate(token_ids):
             self.seq.output_token_ids.append(token_id)
-            self._append(token_id, None if logprobs is None else logprobs[place])
+            self.append(token_id, None if logprobs is None else logprobs[place])
 
-    def _append(self, token_id: int, entry: dict[int, Logprob] | None) -> Stop | None:
-        stop = self._stops_at(token_id)
-        ends_by_token = stop is not None and stop.reason == "stop"
+    def append(self, token_id: int, entry: dict[int, Logprob] | None = None) -> Stop | None:
+        """Process the token just added to the sequence, with its `entry` in the log probabilities;
+        returns the Stop if it is the last."""
+        seq, token_ids = self.seq, (token_id,)
+        count = len(seq.output_token_ids)
+        stop = self._stops.get(token_id)
+        if stop is not None and count < seq.params.min_tokens:
+            stop = None
+        ends_by_token = stop is not None
+        if stop is None and count >= seq.max_tokens:
+            stop = Stop("length")
         if self.matcher is not None:
-            count = len(self.seq.output_token_ids)
             advance([(self.matcher, count - 1, token_id)])
             if self.matcher.complete(count) and not ends_by_token:
                 stop = Stop("stop")
         text = ""
         if self._detokenizer is not None:
-            if not ends_by_token or self.seq.params.include_stop_str_in_output:
-                text = self._detokenizer.push((token_id,))
+            if not ends_by_token or seq.params.include_stop_str_in_output:
+                text = self._detokenizer.push(token_ids)
             if self._detokenizer.stop_reason is not None:
                 stop = Stop("stop", self._detokenizer.stop_reason)
             elif stop is not None:
                 text += self._detokenizer.finish()
+        logprobs = None
         if entry is not None:
+            logprobs = [entry]
             self._logprobs.append(entry)
             self._cumulative_logprob += entry[token_id].logprob
-        delta = Delta(self.seq.index, text, (token_id,), None if entry is None else [entry])
-        if stop is not None:
-            delta = delta._replace(finish_reason=stop.reason, stop_reason=stop.stop_reason)
-        self.delta.append(delta)
+        if stop is None:
+            self.delta.append(Delta(seq.index, text, token_ids, logprobs))
+        else:
+            delta = Delta(seq.index, text, token_ids, logprobs, stop.reason, stop.stop_reason)
+            self.delta.append(delta)
         return stop
 
     def end(self, reason: FinishReason) -> None:
@@ -137,23 +180,17 @@ class SequenceOutput:
             logprobs=None if self._logprobs is None else list(self._logprobs),
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
+            weights=self._weights_runs,
         )
 
-    def _stops_at(self, token_id: int) -> Stop | None:
-        seq = self.seq
-        count = len(seq.output_token_ids)
-        stop = self._stops.get(token_id)
-        if stop is not None and count >= seq.params.min_tokens:
-            return stop
-        return Stop("length") if count >= seq.max_tokens else None
-
-    def _entry(self, token_id: int, scores: TokenScores) -> dict[int, Logprob]:
+    def entry(self, token_id: int, scores: TokenScores) -> dict[int, Logprob]:
+        """The log probabilities of a token, as many as the request asks for."""
         tokenizer = self._tokenizer if self.seq.params.detokenize else None
         return logprob_entry(tokenizer, token_id, scores, self.seq.params.logprobs)
 
 
 class Request:
-    """One user's request."""
+    """One user's request. One with `pooling` generates no tokens: its prompt is embedded."""
 
     def __init__(
         self,
@@ -173,6 +210,11 @@ class Request:
         self.params = params
         self.sequence_outputs = tuple(sequence_outputs)
         self.error: str | None = None
+        self.pooling = sequence_outputs[0].seq.pooling
+        adapter = sequence_outputs[0].seq.adapter
+        self.lora_request = None if adapter is None else adapter.request
+        self.embedding: list[float] | None = None
+        self._hidden_sum: np.ndarray | None = None
         self.seed = seed
         self.bad_word_ids = bad_word_ids
         self._tokenizer = tokenizer if params.detokenize else None
@@ -196,12 +238,27 @@ class Request:
                 self._tokenizer, token_id, token_scores, self.params.prompt_logprobs
             )
 
+    def add_hidden_sum(self, start: int, hidden_sum: np.ndarray) -> None:
+        """Add the sum of hidden states of the prompt's tokens from `start` on. A sequence that was
+        preempted begins again."""
+        self._hidden_sum = hidden_sum if not start else self._hidden_sum + hidden_sum
+
+    def embed(self, last_hidden: np.ndarray) -> None:
+        """Make the embedding, once the hidden state of the last token is known, and end; it stays
+        None if hidden states are not finite."""
+        pooled = last_hidden.astype(np.float32)
+        if self.pooling.pooling == "mean":
+            pooled = self._hidden_sum / len(self.prompt_token_ids)
+        self.embedding = self.pooling.embedding(pooled)
+        if self.embedding is not None:
+            self.sequence_outputs[0].end("stop")
+
     def take_deltas(self) -> list[Delta]:
         """The deltas since the last call."""
         deltas = []
         for sequence_output in self.sequence_outputs:
             deltas += sequence_output.delta
-            sequence_output.delta = []
+            sequence_output.delta.clear()
         return deltas
 
     def output(self, metrics: RequestMetrics) -> RequestOutput:
@@ -214,6 +271,7 @@ class Request:
             metrics=metrics,
             prompt_logprobs=self.prompt_logprobs,
             error=self.error,
+            embedding=self.embedding,
         )
 
 

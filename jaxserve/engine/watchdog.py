@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 
 from jaxserve.core.errors import StepTimeoutError
@@ -108,9 +110,21 @@ def _debugged(thread_id: int) -> bool:
     monitoring = getattr(sys, "monitoring", None)  # since Python 3.12
     if monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None:
         return True
-    frame = sys._current_frames().get(thread_id)
+    frame = _frame_of(thread_id)
     while frame is not None:
         if frame.f_trace is not None:
             return True
         frame = frame.f_back
     return False
+
+
+def _frame_of(thread_id: int) -> types.FrameType | None:
+    """What a thread executes. A garbage collection that begins in `sys._current_frames` deadlocks
+    the process in older Python 3.11 (python/cpython#106883), so there is none meanwhile."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread_id)
+    finally:
+        if enabled:
+            gc.enable()

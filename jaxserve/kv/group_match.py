@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.match import GroupMatch, Match, Preemption, PrefixMatcher
 from jaxserve.kv.node import Node
+from jaxserve.kv.offload.rates import Rates
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.pages import PagePool
 from jaxserve.kv.prefix_tree import PrefixTree
-from jaxserve.kv.rates import Rates
 
 
 class GroupMatcher(PrefixMatcher):

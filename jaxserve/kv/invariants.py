@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.node import ON_DEVICE, Node, NodeState
+from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.pages import TRASH_PAGE, PageError
-from jaxserve.kv.tiers import Tier
 
 
 def check_invariants(manager: KVManager, tables: Iterable[PageTable]) -> None:

@@ -25,14 +25,14 @@ from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.match import Match, Preemption, PrefixMatcher
 from jaxserve.kv.node import Node, NodeState
 from jaxserve.kv.node_states import NodeStates
-from jaxserve.kv.offload_manager import MoveCounters, OffloadManager
+from jaxserve.kv.offload.offload_manager import MoveCounters, OffloadManager
+from jaxserve.kv.offload.rates import Rates
+from jaxserve.kv.offload.tiers import Tier
+from jaxserve.kv.offload.transfer_worker import TransferHandle, TransferQueue
+from jaxserve.kv.offload.transfers import Operations, Transfer
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.pages import TRASH_PAGE, PagePool
 from jaxserve.kv.prefix_tree import PrefixTree
-from jaxserve.kv.rates import Rates
-from jaxserve.kv.tiers import Tier
-from jaxserve.kv.transfer_worker import TransferHandle, TransferQueue
-from jaxserve.kv.transfers import Operations, Transfer
 
 
 @dataclasses.dataclass
@@ -159,7 +159,7 @@ class KVManager:
 
     def fetch_failed(self, table: PageTable) -> bool:
         """Whether a transfer has failed to bring what a window needs. Its sequence must give its
-        pages back and begin anew, for there are none of what came before the window; it will not
+        pages back and start again, for there are none of what came before the window; it will not
         try to fetch again."""
         failed = any(own.num_cached < own.num_matched for own in table.tables)
         table.may_fetch &= not failed

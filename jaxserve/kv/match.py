@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from jaxserve.kv.node import Node
+from jaxserve.kv.offload.rates import Rates
+from jaxserve.kv.offload.tiers import Tier
+from jaxserve.kv.offload.transfers import staged_pages
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.pages import PagePool
 from jaxserve.kv.prefix_tree import PrefixTree
-from jaxserve.kv.rates import Rates
-from jaxserve.kv.tiers import Tier
-from jaxserve.kv.transfers import staged_pages
 
 Preemption = Literal["auto", "swap", "recompute"]
 

@@ -6,10 +6,10 @@ from collections import OrderedDict
 from collections.abc import Mapping
 
 from jaxserve.kv.node import ON_DEVICE, TRANSITIONS, Node, NodeState
+from jaxserve.kv.offload.tier_pool import TierPool
+from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.pages import PageError, PagePool
 from jaxserve.kv.prefix_tree import PrefixTree
-from jaxserve.kv.tier_pool import TierPool
-from jaxserve.kv.tiers import Tier
 
 
 class NodeStates:

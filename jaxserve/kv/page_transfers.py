@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from jaxserve.core.events import EventLog
 from jaxserve.kv.invariants import check_invariants
 from jaxserve.kv.manager import KVManager
+from jaxserve.kv.offload.transfer_worker import TransferQueue, TransferState
 from jaxserve.kv.page_table import PageTable
-from jaxserve.kv.transfer_worker import TransferQueue, TransferState
 
 _STAGING_WAIT_US = 100_000
 """How long a step waits for a staging buffer before it drops the save: too short for streaming

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxserve.core.extras import extra
-from jaxserve.loadgen.answer import Answer, now_us
+from jaxserve.loadgen.timed_response import TimedResponse, now_us
 
 with extra("loadgen"):
     import aiohttp
@@ -29,8 +29,8 @@ def open_session(api_key: str | None, timeout_s: float) -> aiohttp.ClientSession
     )
 
 
-async def stream(http: aiohttp.ClientSession, url: str, body: bytes) -> Answer:
-    """Send one request and read the whole response. Failures are reported in the Answer."""
+async def stream(http: aiohttp.ClientSession, url: str, body: bytes) -> TimedResponse:
+    """Send one request and read the whole response. Failures are reported in it."""
     begin_us = now_us()
     reading = _Reading()
     failure = detail = None
@@ -61,7 +61,7 @@ async def stream(http: aiohttp.ClientSession, url: str, body: bytes) -> Answer:
     token_us = reading.token_us()
     if failure is None and not token_us:
         failure = "no tokens"
-    return Answer(
+    return TimedResponse(
         token_us=token_us,
         end_us=reading.done_us if failure is None else now_us() - begin_us,
         failure=failure,

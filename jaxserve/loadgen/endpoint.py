@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from jaxserve.core.errors import ConfigError, EndpointError
 from jaxserve.core.extras import extra
-from jaxserve.loadgen.answer import Answer
 from jaxserve.loadgen.client import stream
 from jaxserve.loadgen.prompts import WORDS, TextLength
+from jaxserve.loadgen.timed_response import TimedResponse
 
 with extra("loadgen"):
     import aiohttp
@@ -89,26 +89,26 @@ async def find_out(
     formats = (token_ids,) if prompt_format == "token_ids" else dict.fromkeys((token_ids, None))
     for ids, limit_name, fields in itertools.product(formats, _LIMIT_NAMES[kind], _FIELDS):
         endpoint = Endpoint(base_url, kind, model, fields, limit_name, ids)
-        answer = await _probe(http, endpoint, _FEW)
-        if answer.failure in (None, "no tokens"):
+        response = await _probe(http, endpoint, _FEW)
+        if response.failure in (None, "no tokens"):
             break
-        if answer.failure == "no connection":
-            raise _unreachable(base_url, answer.detail)
+        if response.failure == "no connection":
+            raise _unreachable(base_url, response.detail)
     else:
         raise EndpointError(
-            f"{base_url} rejected a request for one token of {model!r}: {answer.failure}, "
-            f"{answer.detail}"
+            f"{base_url} rejected a request for one token of {model!r}: {response.failure}, "
+            f"{response.detail}"
         )
     if endpoint.token_ids is not None:
         return endpoint
     longer = await _probe(http, endpoint, _MANY)
-    if answer.prompt_tokens is None or longer.prompt_tokens is None:
+    if response.prompt_tokens is None or longer.prompt_tokens is None:
         return endpoint
-    counts = ((_FEW, answer.prompt_tokens), (_MANY, longer.prompt_tokens))
+    counts = ((_FEW, response.prompt_tokens), (_MANY, longer.prompt_tokens))
     return dataclasses.replace(endpoint, text_length=TextLength.measured(counts))
 
 
-async def _probe(http: aiohttp.ClientSession, endpoint: Endpoint, length: int) -> Answer:
+async def _probe(http: aiohttp.ClientSession, endpoint: Endpoint, length: int) -> TimedResponse:
     """Request one token after a prompt of `length` words or tokens."""
     ids = endpoint.token_ids
     prompt = "".join(WORDS[:length]).lstrip() if ids is None else list(ids[:length])

@@ -20,11 +20,12 @@ with extra("plots"):
     from matplotlib.ticker import LogLocator, NullFormatter
 
 _COLOR, _LIMIT_COLOR = "#2563eb", "#dc2626"
-_STYLE = """
+STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: auto; padding: 1rem }
 svg { width: 100%; height: auto }
 pre { background: #f3f4f6; padding: 1rem; overflow-x: auto; line-height: 1.35 }
 """
+"""CSS of pages with plots and tables."""
 
 
 def write_plot(
@@ -34,12 +35,14 @@ def write_plot(
     deadlines: Deadlines,
     title: str,
     report: str,
+    pool: Curve | None = None,
 ) -> None:
-    """Plot a load to an .html, .svg or .png file; .html also includes the `report`.
+    """Plot a load to an .html, .svg or .png file; .html also includes the `report`. `pool`: the
+    share of the KV pool in use over time, if it is known.
 
     Raises OSError.
     """
-    figure = draw(results, objectives, deadlines)
+    figure = draw(results, objectives, deadlines, pool)
     if path.suffix != ".html":
         figure.suptitle(title)
         with rc_context(LETTERS):
@@ -47,17 +50,23 @@ def write_plot(
         return
     drawing = svg_element(figure, "load")
     body = f"<h1>{html.escape(title)}</h1>\n{drawing}\n<pre>{html.escape(report)}</pre>"
-    path.write_text(html_page(title, _STYLE, body), encoding="utf-8")
+    path.write_text(html_page(title, STYLE, body), encoding="utf-8")
 
 
-def draw(results: Sequence[RequestResult], objectives: Objectives, deadlines: Deadlines) -> Figure:
-    """Five panels: time to first token, between tokens, pace, requests in flight, tokens/s."""
+def draw(
+    results: Sequence[RequestResult],
+    objectives: Objectives,
+    deadlines: Deadlines,
+    pool: Curve | None = None,
+) -> Figure:
+    """Panels: time to first token, between tokens, pace, requests in flight, tokens/s, and the use
+    of the KV pool if that is known."""
     done = [result for result in results if result.completed]
     figure = Figure(figsize=(12, 7), layout="constrained")
     FigureCanvasAgg(figure)
     upper, lower = figure.subfigures(2, 1)
     ttft, between, pace = upper.subplots(1, 3)
-    flight, tokens = lower.subplots(1, 2)
+    flight, tokens, *use = lower.subplots(1, 2 if pool is None else 3)
 
     ttfts = distribution(_ms(result.ttft_us for result in done))
     _share(ttft, ttfts, "Time to first token [ms]", objectives.ttft_us, "objective")
@@ -74,6 +83,9 @@ def draw(results: Sequence[RequestResult], objectives: Objectives, deadlines: De
     bin_us = max(1_000_000, end_us // 100)
     tokens.step(*token_rate(results, bin_us), where="post", color=_COLOR)
     tokens.set(xlabel="Time [s]", ylabel="output tokens/s", ylim=(0, None))
+    for axes in use:
+        axes.step(*thinned(pool), where="post", color=_COLOR)
+        axes.set(xlabel="Time [s]", ylabel="KV pool in use", ylim=(0, 1.02))
     for axes in figure.axes:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)

@@ -14,6 +14,9 @@ from typing import Generic, TypeVar
 
 from jaxserve.loadgen.trace import TraceRequest
 
+_REST = 1 << 30
+"""Token ids from here on are of no block."""
+
 Unit = TypeVar("Unit", str, int)
 
 _WORDS = """
@@ -80,6 +83,18 @@ class PromptMaker(Generic[Unit]):
 
     def _draw(self, name: str, count: int) -> list[Unit]:
         return random.Random(f"{self._seed} {name}").choices(self._vocabulary, k=count)
+
+
+def plain_token_ids(index: int, request: TraceRequest) -> list[int]:
+    """The prompt of a request as token ids that mean nothing, for simulations: every token of a
+    block is the block's id, and the rest is like that of no other request."""
+    tokens: list[int] = []
+    for block in request.block_ids:
+        if len(tokens) >= request.prompt_tokens:
+            break
+        tokens += [block] * request.block_tokens
+    tokens += [_REST + index] * (request.prompt_tokens - len(tokens))
+    return tokens[: request.prompt_tokens]
 
 
 def prompt_maker(

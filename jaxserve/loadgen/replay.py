@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from jaxserve.loadgen.answer import Answer, now_us
 from jaxserve.loadgen.results import RequestResult
+from jaxserve.loadgen.timed_response import TimedResponse, now_us
 from jaxserve.loadgen.trace import TraceRequest
 
 Body = TypeVar("Body")
@@ -20,7 +20,7 @@ Body = TypeVar("Body")
 async def replay(
     requests: Sequence[TraceRequest],
     body: Callable[[int, TraceRequest], Body],
-    send: Callable[[Body], Awaitable[Answer]],
+    send: Callable[[Body], Awaitable[TimedResponse]],
     progress: Callable[[int, int], None],
 ) -> list[RequestResult]:
     """Send every request at its arrival time, and wait for all responses.
@@ -33,8 +33,8 @@ async def replay(
 
     async def run(place: int, request: TraceRequest, made: Body) -> None:
         sent_us = now_us() - begin_us
-        answer = await send(made)
-        results.append(RequestResult(place, request, sent_us, answer))
+        response = await send(made)
+        results.append(RequestResult(place, request, sent_us, response))
         progress(len(results), len(requests))
 
     begin_us = now_us()

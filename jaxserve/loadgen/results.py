@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.loadgen.answer import Answer
+from jaxserve.loadgen.timed_response import TimedResponse
 from jaxserve.loadgen.trace import TraceRequest
 from jaxserve.metrics.fluidity import (
     Deadlines,
@@ -32,7 +32,7 @@ class RequestResult:
     place: int
     request: TraceRequest
     sent_us: int
-    answer: Answer
+    response: TimedResponse
 
     @property
     def lag_us(self) -> int:
@@ -41,43 +41,43 @@ class RequestResult:
 
     @property
     def completed(self) -> bool:
-        return self.answer.failure is None
+        return self.response.failure is None
 
     @property
     def end_us(self) -> int:
         """End of the response, since the load began."""
-        return self.sent_us + self.answer.end_us
+        return self.sent_us + self.response.end_us
 
     @property
     def prompt_tokens(self) -> int:
         """As counted by the server, or else as requested."""
-        counted = self.answer.prompt_tokens
+        counted = self.response.prompt_tokens
         return self.request.prompt_tokens if counted is None else counted
 
     @property
     def ttft_us(self) -> int | None:
         """Time to first token, from sending."""
-        return self.answer.token_us[0] if self.answer.token_us else None
+        return self.response.token_us[0] if self.response.token_us else None
 
     @property
     def between_us(self) -> tuple[int, ...]:
         """Inter-token latencies; 0 between tokens that arrived together."""
-        times = self.answer.token_us
+        times = self.response.token_us
         return tuple(later - earlier for earlier, later in itertools.pairwise(times))
 
     @property
     def tpot_us(self) -> int | None:
         """Mean time per output token after the first; None for a single token."""
-        times = self.answer.token_us
+        times = self.response.token_us
         return (times[-1] - times[0]) // (len(times) - 1) if len(times) > 1 else None
 
     def fluidity(self, deadlines: Deadlines) -> Fluidity:
         prefill_us = deadlines.prefill_us(self.prompt_tokens)
-        return fluidity(0, self.answer.token_us, prefill_us, deadlines.decode_us)
+        return fluidity(0, self.response.token_us, prefill_us, deadlines.decode_us)
 
     def fluid_decode_us(self, deadlines: Deadlines) -> int | None:
         """The shortest time per token at which this response is fluid; None if there is none."""
-        return fluid_decode_us(0, self.answer.token_us, deadlines.prefill_us(self.prompt_tokens))
+        return fluid_decode_us(0, self.response.token_us, deadlines.prefill_us(self.prompt_tokens))
 
     def as_json(self) -> dict[str, Any]:
         """All times of this request, in whole microseconds; token times are since `sent_us`."""
@@ -87,7 +87,7 @@ class RequestResult:
             "sent_us": self.sent_us,
             "asked_prompt_tokens": self.request.prompt_tokens,
             "asked_output_tokens": self.request.output_tokens,
-            **dataclasses.asdict(self.answer),
+            **dataclasses.asdict(self.response),
         }
 
 
@@ -113,7 +113,7 @@ class Objectives:
     def met_by(self, result: RequestResult) -> bool:
         """Whether a request met all objectives. A failed request did not."""
         longest_us = max(result.between_us, default=None)
-        times = (result.ttft_us, longest_us, result.tpot_us, result.answer.end_us)
+        times = (result.ttft_us, longest_us, result.tpot_us, result.response.end_us)
         return result.completed and all(
             us is None or limit is None or us <= limit for us, limit in zip(times, self.limits_us())
         )
@@ -156,8 +156,8 @@ class Summary:
     ) -> Summary:
         """Raises ValueError for empty results."""
         done = [result for result in results if result.completed]
-        failures = [result.answer.failure for result in results if not result.completed]
-        counts = (result.answer.cached_tokens for result in done)
+        failures = [result.response.failure for result in results if not result.completed]
+        counts = (result.response.cached_tokens for result in done)
         cached = [count for count in counts if count is not None]
         indices = [result.fluidity(deadlines).index for result in done]
         paces = [result.fluid_decode_us(deadlines) for result in done]
@@ -171,12 +171,12 @@ class Summary:
             prompt_tokens=sum(result.prompt_tokens for result in done),
             asked_prompt_tokens=sum(result.request.prompt_tokens for result in done),
             cached_tokens=sum(cached) if cached else None,
-            output_tokens=sum(len(result.answer.token_us) for result in done),
+            output_tokens=sum(len(result.response.token_us) for result in done),
             asked_output_tokens=sum(result.request.output_tokens for result in done),
             ttft_us=_percentiles(result.ttft_us for result in done),
             between_us=_percentiles(gap for result in done for gap in result.between_us),
             tpot_us=_percentiles(result.tpot_us for result in done),
-            e2e_us=_percentiles(result.answer.end_us for result in done),
+            e2e_us=_percentiles(result.response.end_us for result in done),
             lag_us=Percentiles(*(percentile(lags, p) for p in (50, 90, 99))),
             max_lag_us=max(lags),
             goodput=sum(map(objectives.met_by, results)) if objectives else None,

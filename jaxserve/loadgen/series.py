@@ -40,7 +40,7 @@ def token_rate(results: Sequence[RequestResult], bin_us: int) -> Curve:
     end_us = max(result.end_us for result in results)
     counts = [0] * (end_us // bin_us + 1)
     for result in results:
-        for token_us in result.answer.token_us:
+        for token_us in result.response.token_us:
             counts[(result.sent_us + token_us) // bin_us] += 1
     return [place * bin_us / 1e6 for place in range(len(counts))], [
         count * 1e6 / bin_us for count in counts

@@ -59,15 +59,38 @@ def read_trace(path: Path) -> list[TraceRequest]:
     ]
 
 
-def poisson(
-    rate_per_s: float, prompt_tokens: int, output_tokens: int, seed: int
+def drawn(
+    rate_per_s: float,
+    prompt_tokens: int,
+    output_tokens: int,
+    seed: int,
+    burstiness: float = 1.0,
+    range_ratio: float = 0.0,
 ) -> Iterator[TraceRequest]:
-    """Endless Poisson arrivals, `rate_per_s` on average, of requests of equal length."""
-    draw = random.Random(seed)
+    """Endless requests, `rate_per_s` on average; with an infinite rate all arrive at 0.
+
+    Gaps are gamma distributed with the shape `burstiness`: 1 for Poisson arrivals, less for bursts,
+    infinite for equal gaps. Lengths are uniform in `1 - range_ratio .. 1 + range_ratio` times the
+    given ones.
+    """
+    draw, lengths = random.Random(seed), random.Random(f"{seed} lengths")
+    mean_s = 1 / rate_per_s
+
+    def gap_s() -> float:
+        if burstiness == 1:
+            return draw.expovariate(rate_per_s) if mean_s else 0.0
+        if not mean_s or math.isinf(burstiness):
+            return mean_s
+        return draw.gammavariate(burstiness, mean_s / burstiness)
+
+    def length(mean: int) -> int:
+        spread = int(mean * range_ratio)
+        return max(1, lengths.randint(mean - spread, mean + spread)) if spread else mean
+
     arrival_s = 0.0
     while True:
-        yield TraceRequest(round(arrival_s * 1e6), prompt_tokens, output_tokens)
-        arrival_s += draw.expovariate(rate_per_s)
+        yield TraceRequest(round(arrival_s * 1e6), length(prompt_tokens), length(output_tokens))
+        arrival_s += gap_s()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +170,8 @@ def _request(
     arrival_us: float, prompt_tokens: int, output_tokens: int, block_ids: tuple[int, ...] = ()
 ) -> TraceRequest:
     """Raises ValueError or OverflowError for an invalid request."""
+    if not 0 <= arrival_us < math.inf:
+        raise ValueError(f"the time of arrival is {arrival_us / 1e6:g} s; it must be 0 or more")
     if prompt_tokens < 0 or output_tokens < 0:
         raise ValueError(f"a length is negative: {min(prompt_tokens, output_tokens)}")
     # Traces contain some empty prompts and outputs, which no endpoint accepts.

@@ -15,6 +15,7 @@ report `fluid_token_rate` as well.
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
@@ -41,8 +42,12 @@ class Deadlines:
 
 
 def linear_prefill(base_us: int, per_token_us: int) -> Callable[[int], int]:
-    """The deadline `base_us + per_token_us * prompt_tokens`."""
-    return lambda prompt_tokens: base_us + per_token_us * prompt_tokens
+    """The deadline `base_us + per_token_us * prompt_tokens`, which other processes can be sent."""
+    return functools.partial(_linear, base_us, per_token_us)
+
+
+def _linear(base_us: int, per_token_us: int, prompt_tokens: int) -> int:
+    return base_us + per_token_us * prompt_tokens
 
 
 SHORTEST_US = 1

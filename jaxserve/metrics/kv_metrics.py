@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from jaxserve.kv.manager import KVManager
-from jaxserve.kv.tiers import Tier
+from jaxserve.kv.offload.tiers import Tier
 from jaxserve.metrics.metrics import Metric
 
 
-def kv_metrics(kv: KVManager) -> dict[str, Metric]:
+def kv_metrics(kv: KVManager, max_model_len: int) -> dict[str, Metric]:
     """Metrics by exported name. Transfers are in the event log, from which `Metrics` derives its
     own."""
     metrics = _pages(kv) | _counters(kv) | _rates(kv)
-    return _vllm_metrics(kv) | {f"jaxserve:{name}": metric for name, metric in metrics.items()}
+    return _vllm_metrics(kv, max_model_len) | {
+        f"jaxserve:{name}": metric for name, metric in metrics.items()
+    }
 
 
-def _vllm_metrics(kv: KVManager) -> dict[str, Metric]:
+def _vllm_metrics(kv: KVManager, max_model_len: int) -> dict[str, Metric]:
     pool, host = kv.pool, kv.tiers.get(Tier.HOST)
+    size_tokens = pool.capacity * pool.page_size
     config = {
         "block_size": pool.page_size,
         "num_gpu_blocks": pool.capacity,
         "num_cpu_blocks": host.num_pages if host else 0,
         "enable_prefix_caching": kv.prefix_caching,
+        "kv_cache_size_tokens": size_tokens,
+        "kv_cache_max_concurrency": round(size_tokens / max_model_len, 2),
     }
     return {
         "vllm:kv_cache_usage_perc": Metric(
@@ -28,7 +33,8 @@ def _vllm_metrics(kv: KVManager) -> dict[str, Metric]:
         ),
         "vllm:cache_config_info": Metric(
             "info",
-            "Sizes of the KV cache: tokens a page, device pages, host pages",
+            "Sizes of the KV cache: tokens a page, device pages, host pages, tokens in all, and "
+            "sequences at the context limit",
             {name: str(value) for name, value in config.items()},
         ),
     }

@@ -36,6 +36,8 @@ from jaxserve.metrics.statistics import Histogram, HistogramValue
 from jaxserve.metrics.summaries import LiveSequence, SequenceSummary, request_metrics
 
 _SECOND_US = 1_000_000
+_MAX_STREAK = 4096
+"""Steps whose times are stored in common at most."""
 
 
 def _bounds_us(*milliseconds: int) -> tuple[int, ...]:
@@ -125,6 +127,7 @@ class Metrics:
         self._drafts = 0
         self._draft_tokens = 0
         self._accepted_tokens = 0
+        self._accepted_by_position: dict[str, int] = {}
         self._prefix_queries = 0
         self._prefix_hits = 0
         self._ttft = Histogram(_TTFT_BOUNDS_US, _SECOND_US)
@@ -146,6 +149,11 @@ class Metrics:
 
         self._steps = 0
         self._last_sequences: set[int] = set()  # with tokens in the step collected last
+        # Nearly every sequence has a token in every step. Those in a streak share the times of the
+        # latest steps, and get their part of them when they miss a step, or end.
+        self._step_us: list[int] = []
+        self._in_streak: set[int] = set()
+        self._prefill_tokens = 0
         self._padded_tokens = 0
         self._host_us = {"schedule": 0, "pack": 0, "dispatch": 0, "wait": 0}
         self._in_flight: dict[int, int] = {}  # step -> time of its program call [us]
@@ -170,7 +178,9 @@ class Metrics:
 
         Raises KeyError if one of them is neither live nor among the stored summaries.
         """
+        sequences = list(sequences)
         with self._lock:
+            self._settle(self._in_streak.intersection(sequences))
             return request_metrics([self._live.get(s) or self._ended[s] for s in sequences])
 
     def __contains__(self, sequence: int) -> bool:
@@ -193,6 +203,11 @@ class Metrics:
         metrics = {
             "num_requests_running": _gauge("Running sequences", self._running),
             "num_requests_waiting": _gauge("Waiting sequences, preempted ones included", waiting),
+            "num_requests_waiting_by_reason": _gauge(
+                "Waiting sequences, all of them for room in a step or the KV cache",
+                {"capacity": waiting},
+                "reason",
+            ),
             "num_preemptions_total": _counter("Preemptions", self._preemptions),
             "prompt_tokens_total": _counter("Prompt tokens prefilled", self._prompt_tokens),
             "generation_tokens_total": _counter("Tokens generated", self._output_tokens),
@@ -208,6 +223,11 @@ class Metrics:
             ),
             "spec_decode_num_accepted_tokens_total": _counter(
                 "Draft tokens accepted", self._accepted_tokens
+            ),
+            "spec_decode_num_accepted_tokens_per_pos_total": _counter(
+                "Draft tokens accepted, by place in their draft",
+                dict(self._accepted_by_position),
+                "position",
             ),
             "request_success_total": _counter(
                 "Sequences ended", dict(self._ended_by_reason), "finished_reason"
@@ -268,6 +288,9 @@ class Metrics:
                 "Token deadlines of completed sequences", dict(self._token_deadlines), "outcome"
             ),
             "steps_total": _counter("Steps collected", self._steps),
+            "prefill_tokens_total": _counter(
+                "Tokens computed in chunks, also again after a preemption", self._prefill_tokens
+            ),
             "padded_tokens_total": _counter("Padding rows computed", self._padded_tokens),
             "host_seconds_total": _counter("Host time of steps", host_s, "part"),
             "device_busy_seconds_total": _counter("Time with a step on the device", busy_s),
@@ -348,6 +371,9 @@ class Metrics:
         self._end(record.sequence, record.time_us, "error")
 
     def _end(self, sequence: int, time_us: int, reason: str) -> SequenceSummary:
+        if sequence in self._in_streak:
+            self._settle([sequence])
+            self._in_streak = self._in_streak - {sequence}
         live = self._live.pop(sequence)
         self._running -= live.running
         self._ended_by_reason[reason] += 1
@@ -361,6 +387,7 @@ class Metrics:
         self._in_flight[record.step] = record.packed_us
         if self._first_call_us is None:
             self._first_call_us = record.packed_us
+        self._prefill_tokens += record.prefill_tokens
         self._padded_tokens += record.padded_tokens
         self._host_us["schedule"] += record.schedule_us
         self._host_us["pack"] += record.pack_us
@@ -381,11 +408,15 @@ class Metrics:
             else:
                 self._prompt_tokens += live.prompt_tokens
                 self._ttft.observe(now - live.arrival_us)
-        self._append_tokens(record)
+        self._append_tokens(record, sequences)
         self._drafts += len(record.drafts)
         for verified, accepted in record.drafts:
             self._draft_tokens += verified
             self._accepted_tokens += accepted
+            for place in range(verified):
+                position = str(place)
+                num_accepted = self._accepted_by_position.get(position, 0)
+                self._accepted_by_position[position] = num_accepted + (place < accepted)
         if sequences:
             self._step_tokens.observe(self._prompt_tokens + self._output_tokens - before)
         self._last_sequences = sequences
@@ -395,16 +426,34 @@ class Metrics:
         self._device_busy_us += now - max(self._in_flight.pop(record.step), self._last_ready_us)
         self._last_ready_us = now
 
-    def _append_tokens(self, record: Collected) -> None:
+    def _append_tokens(self, record: Collected, sequences: set[int]) -> None:
         live, now = self._live, record.time_us
-        if record.counts is None:
-            for sequence in record.sequences:
-                live[sequence].token_us.append(now)
-            self._output_tokens += len(record.sequences)
-        else:
+        if record.counts is not None:
+            self._end_streaks()
             for sequence, count in zip(record.sequences, record.counts):
                 live[sequence].token_us.extend(repeat(now, count))
             self._output_tokens += sum(record.counts)
+            return
+        self._settle(self._in_streak - sequences)
+        for sequence in sequences - self._in_streak:
+            live[sequence].streak_start = len(self._step_us)
+        self._in_streak = sequences
+        self._step_us.append(now)
+        self._output_tokens += len(sequences)
+        if len(self._step_us) == _MAX_STREAK:
+            self._end_streaks()
+
+    def _settle(self, sequences: Iterable[int]) -> None:
+        """Gives sequences in a streak their token times."""
+        for sequence in sequences:
+            live = self._live[sequence]
+            live.token_us.extend(self._step_us[live.streak_start :])
+            live.streak_start = len(self._step_us)
+
+    def _end_streaks(self) -> None:
+        self._settle(self._in_streak)
+        self._in_streak = set()
+        self._step_us.clear()
 
     def _moved(self, record: Moved) -> None:
         if record.error is None:

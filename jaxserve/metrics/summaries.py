@@ -51,7 +51,8 @@ class SequenceSummary(NamedTuple):
 
 @dataclass(slots=True)
 class LiveSequence:
-    """A sequence that has not ended, with the time of every token it has received."""
+    """A sequence that has not ended, with the time of every token it has received, but for those of
+    a streak (`Metrics`)."""
 
     request_id: str
     arrival_us: int
@@ -61,6 +62,8 @@ class LiveSequence:
     cached_tokens: int = 0
     preemptions: int = 0
     token_us: list[int] = field(default_factory=list)
+    streak_start: int = 0
+    """Of the step times that `Metrics` holds, the first that is not in `token_us` yet."""
 
     @property
     def queue_us(self) -> int | None:

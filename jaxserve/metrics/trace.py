@@ -198,13 +198,12 @@ class _Timeline:
             prefill_tokens=step.prefill_tokens,
             padded_tokens=step.padded_tokens,
         )
+        # A token in flight when its sequence was preempted does not start the next decode.
+        prefilling = {chunk.sequence for chunk in chunks if chunk.latest_us is None}
         for chunk in chunks:
             self._chunk(chunk, step, begin_us, end_us)
-        for sequence in record.sequences:
-            track = self._tracks[sequence]
-            # A token in flight when its sequence was preempted does not start the next decode.
-            if track.span == "prefill" and track.since_us <= step.time_us:
-                self._tracks[sequence] = _Track("decode", end_us)
+        for sequence in prefilling.intersection(record.sequences):
+            self._tracks[sequence] = _Track("decode", end_us)
 
     def _chunk(self, chunk: _Chunk, step: Dispatched, begin_us: int, end_us: int) -> None:
         begin_us = max(begin_us, chunk.earliest_us)

@@ -23,11 +23,16 @@ Init = Literal["normal", "ones", "zeros"]
 class Part:
     """One checkpoint tensor, reshaped to `shape`, that makes up all or part of a parameter.
 
-    `tensor` is the name in a Hugging Face checkpoint; other formats translate from it.
+    `tensor` is the name in a Hugging Face checkpoint; other formats translate from it. Of a tensor
+    that several parts share, a part is the rows from `first` on, of `rows` rows in all; with an
+    `axis`, entries of that dimension of `shape` instead of rows.
     """
 
     tensor: str
     shape: tuple[int, ...]
+    first: int = 0
+    rows: int | None = None
+    axis: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +42,9 @@ class ParamSpec:
     `axes` names each dimension for the sharding rules. The parameter is its `parts` concatenated
     along `concat_axis`; a single part needs no axis. The last `num_inputs` dimensions are those
     that a linear layer contracts; 0 for other parameters. With a `format` the parameter is a
-    QuantizedWeight [outputs, inputs] (models/quantization.py).
+    QuantizedWeight [outputs, inputs] (models/quantization.py); if it is `split`, over a mesh, its
+    planes keep the dimensions of its outputs, [*outputs, columns]. With a `dtype` it has that one,
+    whatever the model's.
     """
 
     shape: tuple[int, ...]
@@ -47,6 +54,8 @@ class ParamSpec:
     init: Init = "normal"
     num_inputs: int = 0
     format: Format | None = None
+    split: bool = False
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
@@ -61,11 +70,25 @@ class ParamSpec:
         inputs = math.prod(self.shape[-self.num_inputs :])
         return self.size // inputs, inputs
 
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Dimensions of the planes of a QuantizedWeight before their columns."""
+        return self.shape[: -self.num_inputs] if self.split else self.matrix[:1]
+
+    def plane_axes(self, columns: int) -> tuple[str | None, ...]:
+        """Names of the dimensions of a split parameter's plane with so many columns: a single one
+        is of all inputs."""
+        first = self.axes[-self.num_inputs] if columns > 1 else None
+        return (*self.axes[: -self.num_inputs], first)
+
     def abstract(self, dtype: jnp.dtype) -> jax.ShapeDtypeStruct | QuantizedWeight:
         """Shape and dtype of the parameter in a model of `dtype`."""
         if self.format is None:
-            return jax.ShapeDtypeStruct(self.shape, dtype)
-        return abstract_weight(*self.matrix, self.format)
+            return jax.ShapeDtypeStruct(self.shape, self.dtype or dtype)
+        return jax.tree.map(
+            lambda plane: jax.ShapeDtypeStruct((*self.rows, plane.shape[1]), plane.dtype),
+            abstract_weight(*self.matrix, self.format),
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,8 +124,12 @@ class Rearranged:
     def format(self) -> Format | None:
         return self.source.format
 
+    @property
+    def dtype(self) -> str | None:
+        return self.source.dtype
+
     def abstract(self, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.shape, dtype)
+        return jax.ShapeDtypeStruct(self.shape, self.dtype or dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -131,8 +158,12 @@ class Stacked:
     def format(self) -> Format | None:
         return self.specs[0].format
 
+    @property
+    def dtype(self) -> str | None:
+        return self.specs[0].dtype
+
     def abstract(self, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.shape, dtype)
+        return jax.ShapeDtypeStruct(self.shape, self.dtype or dtype)
 
 
 AnySpec = ParamSpec | Rearranged | Stacked
@@ -155,11 +186,19 @@ class Attention(Protocol):
     """Attention of one layer, from the runtime: paged in the engine, dense in a reference.
 
     `q` [tokens, query_heads, head_dim], `k` and `v` [tokens, kv_heads, head_dim], rotated; returns
-    [tokens, query_heads, head_dim]. Query head h reads KV head h // queries_per_kv.
+    [tokens, query_heads, head_dim]. Query head h reads KV head h // queries_per_kv. `sinks`
+    [query_heads] are logits in each softmax without a value (2309.17453). Of a model with `mla`,
+    `v` has the first `value_dim` features of `k`, and so has the result.
     """
 
     def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        window: int | None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array: ...
 
 
@@ -167,7 +206,14 @@ class LayeredAttention(Protocol):
     """Attention of a whole model: like `Attention`, with the index of the layer."""
 
     def __call__(
-        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None
+        self,
+        layer: int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        window: int | None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array: ...
 
 
@@ -178,12 +224,15 @@ class Family:
     config_from_hf(raw): the ModelConfig of a parsed `config.json`.
     param_specs(config): a tree of ParamSpec with the structure of the parameters; its "layers" is
         a list with one entry per layer.
-    embed(params, config, token_ids, positions): activations [hidden, tokens] before the first
-        layer, and data that all layers share (rotations), for int32 [tokens] ids and positions.
+    embed(params, config, token_ids, positions): activations [tokens, hidden] before the first
+        layer, and data that all layers share (rotations), arrays [tokens, ...], for int32 [tokens]
+        ids and positions.
     layer(p, config, kind, x, shared, attention): the activations after one layer with the
         parameters `p`, an entry of "layers".
-    final_norm(params, config, x): the final hidden states [hidden, tokens].
-    logits(params, config, hidden): float32 [vocab, rows] of hidden states [hidden, rows].
+    final_norm(params, config, x): the final hidden states [tokens, hidden].
+    logits(params, config, hidden): float32 [rows, vocab] of hidden states [rows, hidden].
+    other_tensors: prefixes of checkpoint tensors that the model does without, such as those of a
+        vision tower beside a language model.
 
     Only `layer` reads "layers"; the other functions may get the parameters without them.
     """
@@ -194,6 +243,7 @@ class Family:
     layer: Callable[[Params, ModelConfig, LayerKind, jax.Array, Any, Attention], jax.Array]
     final_norm: Callable[[Params, ModelConfig, jax.Array], jax.Array]
     logits: Callable[[Params, ModelConfig, jax.Array], jax.Array]
+    other_tensors: tuple[str, ...] = ()
 
     def forward(
         self,
@@ -203,7 +253,7 @@ class Family:
         positions: jax.Array,
         attention: LayeredAttention,
     ) -> jax.Array:
-        """The whole model: final hidden states [hidden, tokens].
+        """The whole model: final hidden states [tokens, hidden].
 
         Layers are unrolled: a loop over stacked weights copies every slice on CPUs and GPUs
         (docs/decisions/002-programs.md).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import numpy as np
 from jaxserve.core.errors import ModelError, UnsupportedModelError
 from jaxserve.core.model_config import ModelConfig, RopeConfig
 from jaxserve.core.model_files import shown
+from jaxserve.models.quantization_config import FIELD, METHODS, method_of
+from jaxserve.models.quantization_config import parse as parse_quantization
 from jaxserve.models.rope import frequencies
 
 _ATTENTION_KINDS = ("full_attention", "sliding_attention")
@@ -21,31 +24,89 @@ _MAX_SIZE = {
     "vocab_size": 1 << 24,
     "hidden_size": 1 << 18,
     "intermediate_size": 1 << 20,
+    "moe_intermediate_size": 1 << 20,
+    "shared_expert_intermediate_size": 1 << 20,
+    "num_experts": 1 << 12,
+    "num_local_experts": 1 << 12,
+    "n_routed_experts": 1 << 12,
+    "n_shared_experts": 1 << 8,
     "num_hidden_layers": 1 << 12,
     "num_attention_heads": 1 << 12,
     "num_key_value_heads": 1 << 12,
     "head_dim": 1 << 13,
+    "q_lora_rank": 1 << 16,
+    "kv_lora_rank": 1 << 13,
+    "qk_nope_head_dim": 1 << 13,
+    "qk_rope_head_dim": 1 << 13,
+    "v_head_dim": 1 << 13,
+    "num_nextn_predict_layers": 1 << 8,
     "max_position_embeddings": 1 << 28,
 }
+# Fields that change what some models compute, with the values that change nothing.
+_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (None, False),
+    "attention_multiplier": (None, 1),
+    "attn_logit_softcapping": (None,),
+    "clip_qkv": (None,),
+    "embedding_multiplier": (None, 1),
+    "final_logit_softcapping": (None,),
+    "first_k_dense_replace": (None, 0),
+    "full_attn_mod": (None, 1),
+    "interpolate_factor": (None, 1),
+    "kv_lora_rank": (None,),
+    "lm_head_bias": (None, False),
+    "logit_scale": (None, 1),
+    "logits_scaling": (None, 1),
+    "mlp_bias": (None, False),
+    "moe_layer_freq": (None, 1),
+    "n_group": (None, 1),
+    "n_routed_experts": (None,),
+    "n_shared_experts": (None, 0),
+    "no_rope_layers": (None, []),
+    "num_experts": (None, 0, 1),
+    "num_local_experts": (None, 0, 1),
+    "query_pre_attn_scalar": (None,),
+    "residual_multiplier": (None, 1),
+    "rope_local_base_freq": (None,),
+    "routed_scaling_factor": (None, 1),
+    "scoring_func": (None, "softmax"),
+    "sliding_window_pattern": (None,),
+    "swiglu_alpha": (None,),
+    "swiglu_limit": (None,),
+    "topk_group": (None, 1),
+    "topk_method": (None, "greedy"),
+    "use_bidirectional_attention": (None, False),
+    "use_mrope": (None, False),
+    "use_qk_norm": (None, False),
+}
+_ROPE_FIELDS = {
+    *("rope_theta", "rope_type", "type", "factor", "original_max_position_embeddings"),
+    *("partial_rotary_factor", "low_freq_factor", "high_freq_factor", "attention_factor"),
+    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    *("short_factor", "long_factor"),
+    "finetuned",  # says how the weights came to be
+}
+_ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_pytorch_tanh": ("gelu_pytorch_tanh",)}
 
 
-def common_config(raw: dict[str, Any], **family_fields: Any) -> ModelConfig:
+def common_config(
+    raw: dict[str, Any],
+    *,
+    implements: Collection[str] = (),
+    activation: str = "silu",
+    stored: Collection[str] = (),
+    **family_fields: Any,
+) -> ModelConfig:
     """ModelConfig from `raw`, with family-specific fields given by name.
 
-    Raises ModelError for a field of the wrong type or out of range, UnsupportedModelError when a
-    required field is absent, the weights are quantized or the activation is not SiLU.
+    `implements` names the fields of `raw`, of those that change what other models compute, that the
+    family reads itself; `activation` is that of its MLP, `stored` has quantization methods in which
+    its weights may be stored besides those that all families read. Raises ModelError for a field
+    of the wrong type or out of range, UnsupportedModelError when a required field is absent, the
+    weights are quantized otherwise, or a field asks for what the family does not implement.
     """
     architecture = raw["architectures"][0]
-    if raw.get("quantization_config") is not None:
-        raise UnsupportedModelError(
-            f"config.json has quantization_config {shown(raw['quantization_config'])}; quantized "
-            "safetensors are not supported: use a GGUF or an unquantized checkpoint."
-        )
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise UnsupportedModelError(
-            f"hidden_act {shown(raw['hidden_act'])} is not implemented for {architecture}; "
-            "only 'silu' is."
-        )
+    _refuse_others(raw, implements, activation, stored)
     # For these fields only, null means absent.
     optional = ("head_dim", "num_key_value_heads", "bos_token_id", "pad_token_id")
     raw = {name: value for name, value in raw.items() if value is not None or name not in optional}
@@ -65,7 +126,7 @@ def common_config(raw: dict[str, Any], **family_fields: Any) -> ModelConfig:
         "head_dim": head_dim,
         "max_position_embeddings": integer(raw, "max_position_embeddings"),
         "rope": rope_config(raw, head_dim),
-        "rms_norm_eps": _number(raw, "rms_norm_eps", 1e-6),
+        "rms_norm_eps": number(raw, "rms_norm_eps", 1e-6),
         "tie_word_embeddings": boolean(raw, "tie_word_embeddings", False),
         "sliding_windows": sliding_windows(raw),
         "bos_token_id": integer(raw, "bos_token_id", None, minimum=0),
@@ -74,6 +135,39 @@ def common_config(raw: dict[str, Any], **family_fields: Any) -> ModelConfig:
         "name": name,
     }
     return ModelConfig(**(fields | family_fields))
+
+
+def _refuse_others(
+    raw: dict[str, Any], implements: Collection[str], activation: str, stored: Collection[str]
+) -> None:
+    """Raises UnsupportedModelError for a field that asks for what a family does not implement."""
+    architecture = raw["architectures"][0]
+    quantized = raw.get(FIELD)
+    if quantized is not None and method_of(raw) not in (*METHODS, *stored):
+        raise UnsupportedModelError(
+            f"config.json has {FIELD} {shown(quantized)}; quant_method may be "
+            f"{', '.join((*METHODS, *stored))}: use such a checkpoint, a GGUF, or an unquantized "
+            "one."
+        )
+    parse_quantization(raw)
+    for name in ("hidden_act", "hidden_activation"):
+        if raw.get(name, activation) not in _ACTIVATIONS[activation]:
+            raise UnsupportedModelError(
+                f"{name} {shown(raw[name])} is not implemented for {architecture}; only "
+                f"{activation!r} is."
+            )
+    for name, neutral in _OPTIONS.items():
+        if name not in implements:
+            only(raw, name, *neutral)
+
+
+def only(raw: dict[str, Any], name: str, *values: Any) -> None:
+    """Raises UnsupportedModelError unless the field `name`, None if absent, is one of `values`."""
+    if raw.get(name) not in values:
+        raise UnsupportedModelError(
+            f"{name} {shown(raw[name])} is not implemented for {raw['architectures'][0]}; only "
+            f"{' and '.join(map(repr, values))} {'are' if len(values) > 1 else 'is'}."
+        )
 
 
 def eos_token_ids(
@@ -90,6 +184,23 @@ def eos_token_ids(
             "eos_token_id", value, f"an id, or a list of ids, in 0..{vocab_size - 1}", file
         )
     return tuple(ids)
+
+
+def with_layer_types(raw: dict[str, Any], period: int) -> dict[str, Any]:
+    """`raw` with the kinds of its layers: by default all have a window, except every `period`-th.
+
+    Raises ModelError where layers have a window of no size.
+    """
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        count = integer(raw, "num_hidden_layers")
+        kinds = [
+            "sliding_attention" if (index + 1) % period else "full_attention"
+            for index in range(count)
+        ]
+    if isinstance(kinds, list) and "sliding_attention" in kinds:
+        integer(raw, "sliding_window")
+    return raw | {"layer_types": kinds}
 
 
 def sliding_windows(raw: dict[str, Any]) -> tuple[int | None, ...]:
@@ -122,29 +233,29 @@ def rope_config(raw: dict[str, Any], head_dim: int) -> RopeConfig:
     trained = integer(raw, "max_position_embeddings")
     original = integer(scaling, "original_max_position_embeddings", None)
     if kind in ("longrope", "yarn") and original:
-        factor = _number(scaling, "factor", trained / original)
+        factor = number(scaling, "factor", trained / original)
     elif kind in ("linear", "dynamic", "llama3", "yarn"):
-        factor = _number(scaling | {"factor": scaling.get("factor")}, "factor")
+        factor = number(scaling | {"factor": scaling.get("factor")}, "factor")
     else:
-        factor = _number(scaling, "factor", 1.0)
-    partial = _number(scaling, "partial_rotary_factor", 1.0)
-    rotary_dim = int(head_dim * partial)
+        factor = number(scaling, "factor", 1.0)
+    partial = number(scaling, "partial_rotary_factor", 1.0)
+    rotary_dim = int(head_dim * min(partial, 1.0))
     if partial > 1 or rotary_dim < 2 or rotary_dim % 2:
         required = f"in (0, 1] and leave an even part of head_dim {head_dim}"
         raise malformed("partial_rotary_factor", partial, required)
     rope = RopeConfig(
-        theta=_number(scaling, "rope_theta", 10_000.0, above=1.0),
+        theta=number(scaling, "rope_theta", 10_000.0, above=1.0),
         kind=kind,
         rotary_dim=rotary_dim,
         factor=factor,
         original_max_position=original or trained,
-        low_freq_factor=_number(scaling, "low_freq_factor", 1.0),
-        high_freq_factor=_number(scaling, "high_freq_factor", 4.0),
-        attention_factor=_number(scaling, "attention_factor", None),
-        beta_fast=_number(scaling, "beta_fast", 32.0),
-        beta_slow=_number(scaling, "beta_slow", 1.0),
-        mscale=_number(scaling, "mscale", None, above=-math.inf),
-        mscale_all_dim=_number(scaling, "mscale_all_dim", None, above=-math.inf),
+        low_freq_factor=number(scaling, "low_freq_factor", 1.0),
+        high_freq_factor=number(scaling, "high_freq_factor", 4.0),
+        attention_factor=number(scaling, "attention_factor", None),
+        beta_fast=number(scaling, "beta_fast", 32.0),
+        beta_slow=number(scaling, "beta_slow", 1.0),
+        mscale=number(scaling, "mscale", None, above=-math.inf),
+        mscale_all_dim=number(scaling, "mscale_all_dim", None, above=-math.inf),
         truncate=boolean(scaling, "truncate", True),
         short_factor=_factors(scaling, "short_factor"),
         long_factor=_factors(scaling, "long_factor"),
@@ -181,6 +292,10 @@ def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
         inner = {} if raw.get(place) is None else raw[place]
         if not isinstance(inner, dict):
             raise malformed(place, inner, "an object")
+        if unknown := sorted(name for name in inner.keys() - _ROPE_FIELDS if inner[name]):
+            raise UnsupportedModelError(
+                f"{place} has {unknown[0]} {shown(inner[unknown[0]])}, which is not implemented."
+            )
         fields |= {name: value for name, value in inner.items() if value is not None}
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -200,8 +315,11 @@ def integer(raw: dict[str, Any], name: str, default: Any = _REQUIRED, minimum: i
     return value
 
 
-def _number(raw: dict[str, Any], name: str, default: Any = _REQUIRED, above: float = 0.0) -> Any:
-    """The finite number `name` as a float; `default`, which may be None, where it is absent."""
+def number(raw: dict[str, Any], name: str, default: Any = _REQUIRED, above: float = 0.0) -> Any:
+    """The finite number `name` as a float; `default`, which may be None, where it is absent.
+
+    Raises ModelError unless it is larger than `above`.
+    """
     if name not in raw:
         return _default(raw, name, default)
     if not _is_number(raw[name], above):

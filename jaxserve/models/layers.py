@@ -1,63 +1,117 @@
-"""Layers that model families share: pure functions of feature-major activations.
+"""Layers that model families share: pure functions of activations [tokens, features].
 
-An activation is [features, tokens] and a weight is [out, in], as checkpoints store it, so a linear
-layer is `weight @ x`. CPUs multiply a few tokens up to 1.9 times faster in this layout
-(docs/decisions/001-feature-major.md).
+A weight is [out, in], as checkpoints store it, so a linear layer is `x @ weight.T`.
 """
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from jaxserve.models import parallel
+from jaxserve.models.lora import AdaptedWeight
 from pallas_kernels.quantized_matmul import QuantizedWeight, dequantize, quantized_matmul
 
-Weight = jax.Array | QuantizedWeight
+Weight = jax.Array | QuantizedWeight | AdaptedWeight
+
+FEW_TOKENS = 64
+"""Up to this many tokens CPUs multiply faster with the weight on the left
+(docs/decisions/013-token-major.md)."""
 
 
 def embed(table: Weight, token_ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Rows of `table` [vocab, hidden] for int32 token_ids [tokens], as [hidden, tokens]."""
+    """Rows of `table` [vocab, hidden] for int32 token_ids [tokens], as [tokens, hidden]."""
 
     def rows(ids: jax.Array) -> jax.Array:
         found = jax.tree.map(lambda plane: plane.at[ids].get(mode="clip"), table)
         return dequantize(found) if isinstance(found, QuantizedWeight) else found
 
-    return parallel.look_up(rows, token_ids, table.shape[0]).astype(dtype).T
+    return parallel.look_up(rows, token_ids, table.shape[0]).astype(dtype)
 
 
 def column_parallel(weight: Weight, x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """`weight` [out..., in...] times x [in, tokens], plus bias [out...]: [prod(out), tokens].
+    """x [tokens, in] times `weight` [out..., in...], plus bias [out...]: [tokens, prod(out)].
 
     Each rank of a mesh has its own outputs. The trailing dimensions of `weight` whose product is
     `in` are contracted, so that a parameter can have a dimension of heads for the sharding rules; a
-    quantized one has two dimensions.
+    quantized one contracts the last.
     """
-    return _plus(parallel.column_parallel(_product, _matrix(weight, x), x), bias)
+    return add_bias(parallel.column_parallel(product, _matrix(weight, x), x), bias)
 
 
 def row_parallel(weight: Weight, x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """Like `column_parallel`, but each rank of a mesh has its own inputs: results are summed."""
-    return _plus(parallel.row_parallel(_product, _matrix(weight, x), x), bias)
+    return add_bias(parallel.row_parallel(product, _matrix(weight, x), x), bias)
+
+
+def replicated(weight: Weight, x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """Like `column_parallel`, without communication: for the tokens of `x` alone, and the outputs
+    that this rank has of `weight`."""
+    return add_bias(product(_matrix(weight, x), x), bias)
 
 
 def _matrix(weight: Weight, x: jax.Array) -> Weight:
-    return weight if isinstance(weight, QuantizedWeight) else weight.reshape(-1, x.shape[0])
+    if isinstance(weight, AdaptedWeight):
+        return dataclasses.replace(weight, weight=_matrix(weight.weight, x))
+    if isinstance(weight, QuantizedWeight):
+        return jax.tree.map(lambda plane: plane.reshape(-1, plane.shape[-1]), weight)
+    return weight.reshape(-1, x.shape[-1])
 
 
-def _product(weight: Weight, x: jax.Array) -> jax.Array:
-    return quantized_matmul(weight, x) if isinstance(weight, QuantizedWeight) else weight @ x
+def product(weight: Weight, x: jax.Array) -> jax.Array:
+    """x [tokens, in] times a matrix [out, in] transposed: [tokens, out]."""
+    if isinstance(weight, AdaptedWeight):
+        # Of a row-parallel layer both are a rank's part of a sum.
+        return product(weight.weight, x) + weight.adapters.delta(x, weight.slots, matmul)
+    return quantized_matmul(weight, x) if isinstance(weight, QuantizedWeight) else matmul(weight, x)
 
 
-def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
-    return y if bias is None else y + bias.reshape(-1, 1)
+def add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """y [tokens, out] plus bias [out...], if there is one."""
+    return y if bias is None else y + bias.reshape(-1)
+
+
+def matmul(weight: jax.Array, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+    """x [tokens, in] times `weight` [out, in] transposed: [tokens, out], summed in float32.
+
+    dtype: of the result, by default that of x.
+    """
+    dtype = dtype or x.dtype
+
+    def default(weight: jax.Array, x: jax.Array) -> jax.Array:
+        return _dot(x, weight, dtype)
+
+    def cpu(weight: jax.Array, x: jax.Array) -> jax.Array:
+        # With results of float32 the weight is read in its own dtype, and not converted first.
+        if len(x) > FEW_TOKENS:
+            return _dot(x, weight, jnp.float32).astype(dtype)
+        tokens = len(x)
+        if tokens == 1 and x.dtype == jnp.bfloat16:
+            x = jnp.pad(x, ((0, 1), (0, 0)))  # one token alone would have the weight converted
+        # Without the barrier XLA turns the product around.
+        y = jax.lax.optimization_barrier(_dot(weight, x, jnp.float32))
+        return y.T[:tokens].astype(dtype)
+
+    return jax.lax.platform_dependent(weight, x, cpu=cpu, default=default)
+
+
+def _dot(rows: jax.Array, columns: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """rows [n, in] times columns [m, in] transposed: [n, m] of `dtype`.
+
+    Transposing an operand instead would hide from XLA's CPU backend what it can multiply directly.
+    """
+    both = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(rows, columns, both, preferred_element_type=dtype)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm over the features of x [..., features, tokens] (1910.07467)."""
+    """Root-mean-square norm over the features of x [..., features] (1910.07467)."""
     wide = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-2, keepdims=True) + eps)
-    return (wide * scale).astype(x.dtype) * weight[:, None]
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale).astype(x.dtype) * weight
 
 
 def gated_mlp(
@@ -66,21 +120,24 @@ def gated_mlp(
     down: Weight,
     gate_up_bias: jax.Array | None = None,
     down_bias: jax.Array | None = None,
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
 ) -> jax.Array:
-    """SwiGLU (2002.05202) of x [hidden, tokens]: gate_up [2, ff, hidden], down [hidden, ff]."""
-    gate, up = jnp.split(column_parallel(gate_up, x, gate_up_bias), 2)
-    return row_parallel(down, jax.nn.silu(gate) * up, down_bias)
+    """GLU (2002.05202) of x [tokens, hidden]: gate_up [2, ff, hidden], down [hidden, ff]."""
+    gate, up = jnp.split(column_parallel(gate_up, x, gate_up_bias), 2, axis=-1)
+    return row_parallel(down, activation(gate) * up, down_bias)
 
 
-def tied_or_own_logits(head: Weight, hidden: jax.Array, vocab_size: int) -> jax.Array:
-    """Logits float32 [vocab, rows] of hidden states [hidden, rows] for a head [vocab, hidden].
+def tied_or_own_logits(
+    head: Weight, hidden: jax.Array, vocab_size: int, soft_cap: float | None = None
+) -> jax.Array:
+    """Logits float32 [rows, vocab] of hidden states [rows, hidden] for a head [vocab, hidden].
 
     On a mesh, of each rank's part of the vocabulary.
     """
     if isinstance(head, QuantizedWeight):
         logits = quantized_matmul(head, hidden, jnp.float32)
     else:
-        logits = jax.lax.dot_general(
-            head, hidden, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
-        )
+        logits = matmul(head, hidden, jnp.float32)
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
     return parallel.mask_vocab(logits, vocab_size)

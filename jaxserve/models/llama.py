@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxserve.core.model_config import LayerKind, ModelConfig
-from jaxserve.models import layers, rope
+from jaxserve.models import layers, moe, rope
 from jaxserve.models.family import Attention, Family, Params, ParamSpec, Part, one_tensor
 from jaxserve.models.hf_config import common_config, flag, integer, malformed
 
@@ -26,6 +26,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 2_000_000.0,
     },
 }
+_OWN_FIELDS = {"SmolLM3ForCausalLM": ("no_rope_layers",)}
 
 
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
@@ -35,6 +36,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     everywhere = flag(raw, "attention_bias")
     config = common_config(
         raw,
+        implements=("attention_bias", "mlp_bias", *_OWN_FIELDS.get(architecture, ())),
         qkv_bias=everywhere or architecture == "Qwen2ForCausalLM",
         output_bias=everywhere,
         mlp_bias=flag(raw, "mlp_bias"),
@@ -130,6 +132,8 @@ def _layer_specs(config: ModelConfig, prefix: str) -> dict[str, ParamSpec]:
     if config.qk_norm:
         specs["q_norm"] = one_tensor(attn + "q_norm.weight", (dim,), ("head_dim",), init="ones")
         specs["k_norm"] = one_tensor(attn + "k_norm.weight", (dim,), ("head_dim",), init="ones")
+    if config.attention_sinks:
+        specs["sinks"] = one_tensor(attn + "sinks", (kv_heads, group), ("kv_heads", "queries"))
     return specs
 
 
@@ -139,7 +143,7 @@ Rotations = tuple[jax.Array, jax.Array]
 def embed(
     params: Params, config: ModelConfig, token_ids: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, Rotations]:
-    """Embeddings [hidden, tokens] and the rotations of int32 token_ids and positions [tokens]."""
+    """Embeddings [tokens, hidden] and the rotations of int32 token_ids and positions [tokens]."""
     rotations = rope.rotation(config.rope, config.max_position_embeddings, positions)
     return layers.embed(params["embed"], token_ids, params["final_norm"].dtype), rotations
 
@@ -152,33 +156,39 @@ def layer(
     rotations: Rotations,
     attention: Attention,
 ) -> jax.Array:
-    """One pre-norm block: x [hidden, tokens] plus its attention, plus its MLP."""
+    """One pre-norm block: x [tokens, hidden] plus its attention, plus its MLP."""
     normed = layers.rms_norm(x, p["attn_norm"], config.rms_norm_eps)
     q, k, v = project_qkv(config, p, normed)
     if config.qk_norm:
         q = layers.rms_norm(q, p["q_norm"], config.rms_norm_eps)
         k = layers.rms_norm(k, p["k_norm"], config.rms_norm_eps)
-    attended = attend(config, kind, (q, k, v), rotations, attention)
+    attended = attend(config, kind, (q, k, v), rotations, attention, p.get("sinks"))
     x = x + layers.row_parallel(p["attn_out"], attended, p.get("attn_out_bias"))
     normed = layers.rms_norm(x, p["mlp_norm"], config.rms_norm_eps)
-    return x + layers.gated_mlp(
-        normed, p["gate_up"], p["down"], p.get("gate_up_bias"), p.get("down_bias")
-    )
+    return x + mlp(p, config, kind, normed)
+
+
+def mlp(p: Params, config: ModelConfig, kind: LayerKind, x: jax.Array) -> jax.Array:
+    """The MLP of x [tokens, hidden], or its mixture of experts."""
+    if kind.sparse:
+        return moe.mixture(config.moe, p, x)
+    return layers.gated_mlp(x, p["gate_up"], p["down"], p.get("gate_up_bias"), p.get("down_bias"))
 
 
 def final_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
-    """Normed final hidden states [hidden, tokens]."""
+    """Normed final hidden states [tokens, hidden]."""
     return layers.rms_norm(x, params["final_norm"], config.rms_norm_eps)
 
 
 def project_qkv(
     config: ModelConfig, p: dict[str, jax.Array], x: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries [kv_heads, group, dim, tokens], keys and values [kv_heads, dim, tokens] of x."""
+    """Queries [tokens, heads, dim], keys and values [tokens, kv_heads, dim] of x."""
     kv_heads, group, dim = config.num_kv_heads, config.queries_per_kv, config.head_dim
     qkv = layers.column_parallel(p["qkv"], x, p.get("qkv_bias"))
-    qkv = qkv.reshape(kv_heads, group + 2, dim, -1)
-    return qkv[:, :group], qkv[:, group], qkv[:, group + 1]
+    qkv = qkv.reshape(-1, kv_heads, group + 2, dim)
+    q = qkv[:, :, :group].reshape(-1, config.num_heads, dim)
+    return q, qkv[:, :, group], qkv[:, :, group + 1]
 
 
 def attend(
@@ -187,24 +197,26 @@ def attend(
     heads: tuple[jax.Array, jax.Array, jax.Array],
     rotations: Rotations,
     attention: Attention,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention of one layer over the result of `project_qkv`: [heads * dim, tokens].
+    """Attention of one layer over the result of `project_qkv`: [tokens, heads * dim].
 
-    Rotates queries and keys first, if the layer does.
+    Rotates queries and keys first, if the layer does. `sinks` [kv_heads, group] are those of its
+    heads.
     """
     q, k, v = heads
     if kind.rotates:
         q, k = rope.rotate(q, *rotations), rope.rotate(k, *rotations)
-    q = q.reshape(config.num_heads, config.head_dim, -1)
-    q, k, v = (x.transpose(2, 0, 1) for x in (q, k, v))
-    attended = attention(q, k, v, window=kind.window)
-    return attended.reshape(attended.shape[0], -1).T
+    if sinks is not None:
+        sinks = sinks.reshape(-1)
+    attended = attention(q, k, v, window=kind.window, sinks=sinks)
+    return attended.reshape(len(attended), -1)
 
 
 def logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
-    """Logits float32 [vocab, rows] of hidden states [hidden, rows]."""
+    """Logits float32 [rows, vocab] of hidden states [rows, hidden]."""
     head = params.get("lm_head", params["embed"])
-    return layers.tied_or_own_logits(head, hidden, config.vocab_size)
+    return layers.tied_or_own_logits(head, hidden, config.vocab_size, config.logit_soft_cap)
 
 
 FAMILY = Family(

@@ -28,7 +28,7 @@ VOCAB = (STAGE, TENSOR)
 """Mesh axes that the vocabulary is split over."""
 
 Product = Callable[[Any, jax.Array], jax.Array]
-"""weight [out, in], x [in, tokens] -> [out, tokens]."""
+"""weight [out, in], x [tokens, in] -> [tokens, out]."""
 
 _apart: contextvars.ContextVar[DeviceRates | bool | None] = contextvars.ContextVar(
     "apart", default=False
@@ -73,18 +73,43 @@ def row_parallel(product: Product, weight: Any, x: jax.Array) -> jax.Array:
 
 
 def enter_layers(x: jax.Array) -> jax.Array:
-    """x [features, tokens] as a rank has it between layers: its share with sequence parallelism."""
+    """x [tokens, features] as a rank has it between layers: its share with sequence parallelism."""
     if _apart.get() is False or not bound(TENSOR):
         return x
-    count = x.shape[1] // lax.axis_size(TENSOR)
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(TENSOR) * count, count, axis=1)
+    count = len(x) // lax.axis_size(TENSOR)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(TENSOR) * count, count)
 
 
 def leave_layers(x: jax.Array) -> jax.Array:
     """All tokens of x, on every rank."""
     if _apart.get() is False or not bound(TENSOR):
         return x
-    return lax.all_gather(x, TENSOR, axis=1, tiled=True)
+    return lax.all_gather(x, TENSOR, tiled=True)
+
+
+def gather_tokens(x: jax.Array) -> jax.Array:
+    """All tokens of x, for layers whose weights each rank has a part of; see `sum_parts`."""
+    return leave_layers(x)
+
+
+def sum_parts(x: jax.Array) -> jax.Array:
+    """The sum over ranks of x, each rank's result for all tokens: for all of them, or for this
+    rank's share."""
+    if not bound(TENSOR):
+        return x
+    if _apart.get() is False:
+        return lax.psum(x, TENSOR)
+    return lax.psum_scatter(x, TENSOR, scatter_dimension=0, tiled=True)
+
+
+def on_first_rank(x: jax.Array) -> jax.Array:
+    """x on the first rank and zeros on the others, so that a sum over ranks has it once."""
+    return jnp.where(lax.axis_index(TENSOR) == 0, x, 0) if bound(TENSOR) else x
+
+
+def first_expert(count: int, num_experts: int) -> jax.Array | int:
+    """Index of this rank's first expert, where it has `count` of `num_experts`."""
+    return lax.axis_index(TENSOR) * count if count < num_experts else 0
 
 
 def sum_over_heads(x: jax.Array) -> jax.Array:
@@ -107,12 +132,12 @@ def look_up(rows: Callable[[jax.Array], jax.Array], token_ids: jax.Array, count:
 
 
 def mask_vocab(logits: jax.Array, vocab_size: int) -> jax.Array:
-    """Logits [part of the vocabulary, rows] with -inf for padding."""
-    axes = bound(*VOCAB)
-    if not axes or logits.shape[0] * lax.axis_size(axes) == vocab_size:
+    """Logits [rows, part of the vocabulary] with -inf for padding."""
+    axes, count = bound(*VOCAB), logits.shape[1]
+    if not axes or count * lax.axis_size(axes) == vocab_size:
         return logits
-    token = first_of_vocab(logits.shape[0]) + jnp.arange(logits.shape[0])
-    return jnp.where(token[:, None] < vocab_size, logits, -jnp.inf)
+    token = first_of_vocab(count) + jnp.arange(count)
+    return jnp.where(token < vocab_size, logits, -jnp.inf)
 
 
 def num_vocab_ranks() -> int:

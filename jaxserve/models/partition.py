@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import numpy as np
@@ -20,21 +21,50 @@ import numpy as np
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.models.family import AnySpec, Params, ParamSpec, Rearranged, Stacked
+from jaxserve.models.quantization_config import SMALLEST_GROUP
+from pallas_kernels.quantized_matmul import Format
 from sharding_rules import HeadLayout, pad_to
+
+_SPLIT_INPUTS = ("kv_heads", "mlp", "expert_mlp")
+"""Inputs that ranks of `tensor` have their parts of."""
 
 
 def partition(
-    config: ModelConfig, specs: Params, *, tensor: int, stages: int, vocab: int
+    config: ModelConfig,
+    specs: Params,
+    *,
+    tensor: int,
+    stages: int,
+    vocab: int,
+    whole_experts: bool = False,
 ) -> tuple[ModelConfig, Params]:
     """`config` and `specs` of a model split over `tensor` ranks and `stages`.
 
-    `vocab`: ranks that the vocabulary is split over. The returned config has the heads of the
-    returned specs. Raises ConfigError when stages do not divide the layers, or would have layers of
-    different kinds at the same position.
+    `vocab`: ranks that the vocabulary is split over. `whole_experts`: each rank of `tensor` has
+    some of the experts, instead of a part of each. The returned config has the heads of the
+    returned specs. A parameter keeps its format where its planes divide as they are: in one stage,
+    without padding, between groups of inputs, which may become smaller. Raises ConfigError when
+    stages do not divide the layers, or would have layers of different kinds at the same position,
+    or the ranks do not divide the experts.
     """
     heads = HeadLayout(config.num_heads, config.num_kv_heads, tensor)
-    fit = functools.partial(_fit, heads=heads, tensor=tensor, vocab=vocab)
-    specs = jax.tree.map(fit, specs)
+    padded = {"mlp": tensor, "vocab": vocab}
+    if whole_experts:
+        _check_experts(config, tensor)
+    else:
+        padded["expert_mlp"] = tensor
+    fit = functools.partial(_fit, heads=heads, padded=padded)
+
+    def fit_any(spec: ParamSpec) -> ParamSpec | Rearranged:
+        if spec.format is None:
+            return fit(spec)
+        whole = stages > 1 or (whole_experts and "experts" in spec.axes)
+        format = None if whole or fit(spec) is not spec else _split_format(spec, tensor)
+        if format is None:
+            return fit(dataclasses.replace(spec, format=None))
+        return dataclasses.replace(spec, format=format, split=True)
+
+    specs = jax.tree.map(fit_any, specs)
     if stages > 1:
         specs = specs | {"layers": _by_stage(config, specs["layers"], stages)}
     partitioned = dataclasses.replace(
@@ -49,6 +79,9 @@ def partition(
 def local(config: ModelConfig, *, tensor: int, stages: int) -> ModelConfig:
     """One rank's part of a partitioned `config`: its heads, and the layers of a stage."""
     count = config.num_layers // stages
+    moe = config.moe
+    if moe is not None:
+        moe = dataclasses.replace(moe, sparse_layers=moe.sparse_layers[:count])
     return dataclasses.replace(
         config,
         num_layers=count,
@@ -56,12 +89,39 @@ def local(config: ModelConfig, *, tensor: int, stages: int) -> ModelConfig:
         num_kv_heads=config.num_kv_heads // tensor,
         sliding_windows=config.sliding_windows[:count],
         rope_layers=config.rope_layers[:count],
+        moe=moe,
     )
 
 
-def _fit(spec: ParamSpec, heads: HeadLayout, tensor: int, vocab: int) -> ParamSpec | Rearranged:
-    """The parameter with dimensions that divide."""
-    for name, ranks in (("mlp", tensor), ("vocab", vocab)):
+def _check_experts(config: ModelConfig, tensor: int) -> None:
+    experts = config.moe.num_experts if config.moe else 0
+    if experts % tensor:
+        raise ConfigError(
+            f"enable_expert_parallel splits {experts} experts over tensor_parallel_size {tensor}, "
+            f"which does not divide them; choose one of {', '.join(map(str, _divisors(experts)))}, "
+            "or leave enable_expert_parallel out to split every expert."
+        )
+
+
+def _split_format(spec: ParamSpec, tensor: int) -> Format | None:
+    """The format of a packed parameter in which each of `tensor` ranks has whole groups of the
+    inputs that it contracts: its own, or one of smaller groups; None if there is none."""
+    format, inputs = spec.format, spec.matrix[1] // tensor
+    if spec.axes[-spec.num_inputs] not in _SPLIT_INPUTS:
+        return format
+    try:
+        if format.group is not None:
+            format = dataclasses.replace(format, group=math.gcd(format.group, inputs))
+        format.num_groups(inputs)
+    except ValueError:
+        return None
+    return format if format.group is None or format.group >= SMALLEST_GROUP else None
+
+
+def _fit(spec: ParamSpec, heads: HeadLayout, padded: dict[str, int]) -> ParamSpec | Rearranged:
+    """The parameter with dimensions that divide. `padded`: ranks by the name of a dimension that is
+    padded to a multiple of them."""
+    for name, ranks in padded.items():
         if name in spec.axes:
             first = spec.axes.index(name)
             size = spec.shape[first]

@@ -6,15 +6,37 @@ from __future__ import annotations
 from jaxserve.core.errors import ConfigError, UnsupportedModelError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.model_files import shown
-from jaxserve.models import llama, olmo2
+from jaxserve.models import (
+    deepseek,
+    gemma2,
+    gemma3,
+    gpt_oss,
+    llama,
+    mixtral,
+    olmo2,
+    olmoe,
+    phi3,
+    qwen_moe,
+)
 from jaxserve.models.family import Family, Params
 
 ARCHITECTURES: dict[str, Family] = {
+    "DeepseekV2ForCausalLM": deepseek.V2,
+    "DeepseekV3ForCausalLM": deepseek.V3,
+    "Gemma2ForCausalLM": gemma2.FAMILY,
+    "Gemma3ForCausalLM": gemma3.FAMILY,
+    "Gemma3ForConditionalGeneration": gemma3.BESIDE_VISION,
+    "GptOssForCausalLM": gpt_oss.FAMILY,
     "LlamaForCausalLM": llama.FAMILY,
     "MistralForCausalLM": llama.FAMILY,
+    "MixtralForCausalLM": mixtral.FAMILY,
     "Olmo2ForCausalLM": olmo2.FAMILY,
+    "OlmoeForCausalLM": olmoe.FAMILY,
+    "Phi3ForCausalLM": phi3.FAMILY,
     "Qwen2ForCausalLM": llama.FAMILY,
+    "Qwen2MoeForCausalLM": qwen_moe.QWEN2,
     "Qwen3ForCausalLM": llama.FAMILY,
+    "Qwen3MoeForCausalLM": qwen_moe.QWEN3,
     "SmolLM3ForCausalLM": llama.FAMILY,
 }
 

@@ -74,14 +74,16 @@ def _yarn(rope: RopeConfig, base: np.ndarray, original: int) -> tuple[np.ndarray
     ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
     scaled = base / rope.factor * ramp + base * (1 - ramp)
 
-    def magnitude(mscale: float) -> float:
-        return 0.1 * mscale * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-
     if rope.attention_factor is not None:
         return scaled, rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return scaled, magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
-    return scaled, magnitude(1.0)
+        return scaled, magnitude(rope, rope.mscale) / magnitude(rope, rope.mscale_all_dim)
+    return scaled, magnitude(rope, 1.0)
+
+
+def magnitude(rope: RopeConfig, mscale: float) -> float:
+    """YaRN's factor of queries and keys, which grows with the stretch of the context."""
+    return 0.1 * mscale * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
 
 
 def _longrope(
@@ -102,15 +104,22 @@ def _longrope(
 
 
 def rotation(rope: RopeConfig, context: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [rotary_dim / 2, tokens] float32 for int32 positions [tokens]."""
+    """cos and sin [tokens, rotary_dim / 2] float32 for int32 positions [tokens]."""
     inverse, factor = frequencies(rope, context)
-    angles = jnp.asarray(inverse, jnp.float32)[:, None] * positions.astype(jnp.float32)[None, :]
+    angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(inverse, jnp.float32)
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate x [..., head_dim, tokens] by pairs (i, i + rotary_dim / 2), as Hugging Face does."""
-    half = cos.shape[0]
-    first, second, rest = x[..., :half, :], x[..., half : 2 * half, :], x[..., 2 * half :, :]
-    cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-2)
+    """Rotate x [tokens, heads, head_dim] by pairs (i, i + rotary_dim / 2), as Hugging Face does."""
+    half = cos.shape[-1]
+    first, second, rest = jnp.split(x, (half, 2 * half), axis=-1)
+    cos, sin = (each.astype(x.dtype)[:, None] for each in (cos, sin))
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+
+def halves(x: jax.Array) -> jax.Array:
+    """x [..., dim] with its even dimensions first, then the odd ones: what some checkpoints rotate
+    by neighbours (2i, 2i + 1), `rotate` then does."""
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    return jnp.concatenate([pairs[..., 0], pairs[..., 1]], axis=-1)

@@ -49,6 +49,7 @@ def settings_of(
         "seed": config.seed,
         "dtype": config.dtype,
         "quantization": config.quantization,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "max_model_len": config.max_model_len,
         **dataclasses.asdict(chat or ChatSettings()),
     }

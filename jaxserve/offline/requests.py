@@ -13,7 +13,7 @@ from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.offline.custom_ids import custom_id_of, seed_of
 from jaxserve.offline.journal import Result
 from jaxserve.offline.lines import Record
-from jaxserve.protocol.endpoints import ENDPOINTS, ParsedRequest
+from jaxserve.protocol.endpoints import ENDPOINTS, ParsedGeneration
 from jaxserve.protocol.errors import (
     ErrorCode,
     FieldError,
@@ -36,7 +36,7 @@ class BatchRequest:
 
     number: int
     custom_id: str
-    call: ParsedRequest
+    call: ParsedGeneration
     seed: int
 
     @property
@@ -81,6 +81,8 @@ def parse(record: Record, number: int, model: Model, seed: int) -> BatchRequest:
     call = endpoint.parse(body, model)
     if call.stream:
         raise FieldError("stream", "is true, but batch jobs cannot stream; leave it out.")
+    if call.beam is not None:
+        raise FieldError("use_beam_search", "is true, but batch jobs only sample; leave it out.")
     if call.warning is not None:  # A result has no header to say so.
         raise RequestError(call.warning)
     return BatchRequest(number, custom_id, call, seed)

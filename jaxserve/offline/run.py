@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from jaxserve.core.chat_settings import ChatSettings
 from jaxserve.core.errors import RequestError
 from jaxserve.core.outputs import RequestOutput
-from jaxserve.engine.interrupts import interrupts_held
+from jaxserve.core.signals import interrupts_held
 from jaxserve.offline.grammars_ahead import with_grammars
 from jaxserve.offline.job import BatchJob, settings_of
 from jaxserve.offline.journal import Result
@@ -85,7 +85,7 @@ class BatchRun:
         On any exit, finished lines are in the output, and all requests have left the engine.
         Raises BatchError if the output cannot be written, and what `Engine.step` raises.
         """
-        model = Model.of(engine.plan, engine.tokenizer, names, chat)
+        model = Model.of(engine.plan.info, engine.tokenizer, names, chat)
         self.timeline = Timeline()
         try:
             with windows(self.job, model, engine.plan.config.page_size) as read:

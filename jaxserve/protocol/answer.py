@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Self
 
+from jaxserve.protocol.channels import ChannelReader
 from jaxserve.protocol.reasoning import ReasoningReader
 from jaxserve.protocol.tool_calls import Piece, ToolCall, ToolReader
 
@@ -12,7 +13,9 @@ from jaxserve.protocol.tool_calls import Piece, ToolCall, ToolReader
 class AnswerReader:
     """Incrementally takes the output of one sequence apart."""
 
-    def __init__(self, reasoning: ReasoningReader | None, tools: ToolReader | None) -> None:
+    def __init__(
+        self, reasoning: ReasoningReader | ChannelReader | None, tools: ToolReader | None
+    ) -> None:
         self._reasoning = reasoning
         self._tools = tools
 

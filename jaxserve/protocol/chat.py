@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt
@@ -12,7 +13,7 @@ from jaxserve.protocol.errors import FieldError
 from jaxserve.protocol.fields import GenerationFields, Ignored, JsonObject, ListOf
 from jaxserve.protocol.messages import Message
 from jaxserve.protocol.model import Model
-from jaxserve.protocol.reasoning import ends_in_reasoning, marks_reasoning
+from jaxserve.protocol.reasoning import ends_in_reasoning, reasoning_marks
 from jaxserve.protocol.tool_calls import format_of, knows_tools
 from jaxserve.protocol.tools import ChosenTool, Tool, check_tools, forced_schema
 
@@ -56,7 +57,7 @@ class ChatCompletionRequest(GenerationFields):
 
     def call(self, model: Model) -> Chat:
         """Convert the body to a request for the engine. Raises RequestError."""
-        self.check(model)
+        model = self.check(model)
         if not self.messages:
             raise FieldError("messages", "is empty; it needs at least one message.")
         if self.continue_final_message and self.add_generation_prompt:
@@ -91,13 +92,17 @@ class ChatCompletionRequest(GenerationFields):
         prompt = self.prompt(model, self._shown_tools(model, tool_use))
         echoed = self.echo and self.messages[-1].role == "assistant"
         # Structured output has its format from the first token on, and so no reasoning.
-        reasons = params.structured_outputs is None and marks_reasoning(
-            model.chat.reasoning_parser, self._template(model, tool_use is not None)
-        )
+        reasons = None
+        if params.structured_outputs is None:
+            template = self._template(model, tool_use is not None)
+            reasons = reasoning_marks(model.chat.reasoning_parser, template)
+        if reasons == "channels":
+            params = dataclasses.replace(params, skip_special_tokens=False)
         return Chat(
             model=model,
             prompts=(self.truncated(prompt, model, params),),
             params=params,
+            beam=self.beam_search(params),
             cache_salt=self.cache_salt or None,
             stream=bool(self.stream),
             include_usage=self.include_usage,

@@ -6,14 +6,17 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+from jaxserve.core.lora import LoRARequest
 from jaxserve.core.outputs import CompletionOutput, Delta, RequestOutput
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.beam_search import BeamSearchParams
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.answer import Answer, AnswerReader
+from jaxserve.protocol.channels import ChannelReader
 from jaxserve.protocol.errors import ErrorReply, name_by
 from jaxserve.protocol.logprobs import chat_logprobs, prompt_logprobs, token_names
 from jaxserve.protocol.model import Model
-from jaxserve.protocol.reasoning import ReasoningReader, num_reasoning_tokens
+from jaxserve.protocol.reasoning import Marks, ReasoningReader, num_reasoning_tokens
 from jaxserve.protocol.tool_calls import Format, Piece, ToolReader
 from jaxserve.protocol.tools import Tool
 from jaxserve.protocol.usage import StreamUsage, usage
@@ -39,20 +42,22 @@ class ToolUse:
 class Chat:
     """A chat request, with one prompt; choice i is its sequence i.
 
-    `reasons`: outputs may have reasoning, and begin in it if `begins_in_reasoning`. `tokens_as_ids`
-    is of logprobs. `echoed` is text that each answer begins with. `warning` says which part of the
-    request the answer leaves out. `names` are as in `endpoints.ParsedRequest`.
+    `reasons`: how outputs mark reasoning, None if they do not; they begin in it if
+    `begins_in_reasoning`. `tokens_as_ids` is of logprobs. `echoed` is text that each answer begins
+    with. `warning` says which part of the request the answer leaves out. `names` are as in
+    `endpoints.ParsedRequest`.
     """
 
     model: Model
     prompts: tuple[TokenizedPrompt, ...]
     params: SamplingParams
+    beam: BeamSearchParams | None
     cache_salt: str | None
     stream: bool
     include_usage: bool
     continuous_usage: bool
     tool_use: ToolUse | None
-    reasons: bool
+    reasons: Marks | None
     begins_in_reasoning: bool
     include_reasoning: bool
     prompt_logprobs: bool
@@ -62,6 +67,10 @@ class Chat:
     warning: str | None
     names: Mapping[str, str]
     named_events: ClassVar[bool] = False
+
+    @property
+    def lora_request(self) -> LoRARequest | None:
+        return self.model.lora_request
 
     def with_names(self, names: Mapping[str, str]) -> Chat:
         """This request of another API, in which fields of chats have other `names`."""
@@ -78,6 +87,8 @@ class Chat:
             "service_tier": None,
             "choices": [self._choice(choice, request_id) for choice in output.outputs],
             "usage": self.usage(outputs),
+            "prompt_logprobs": None,
+            "prompt_token_ids": None,
         }
         if self.prompt_logprobs:
             body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
@@ -100,10 +111,16 @@ class Chat:
 
     def reader(self) -> AnswerReader:
         """A reader of one choice."""
+        if self.reasons == "channels":
+            return AnswerReader(self._channels(), None)
         return AnswerReader(
             ReasoningReader(self.begins_in_reasoning) if self.reasons else None,
             None if self.tool_use is None else self.tool_use.reader(),
         )
+
+    def _channels(self) -> ChannelReader:
+        tools = self.tool_use.tools if self.tool_use else ()
+        return ChannelReader({tool.function.name for tool in tools})
 
     def usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """OpenAI's `usage`, with the reasoning's part where the model marks it."""
@@ -112,7 +129,7 @@ class Chat:
             choices = [choice for output in outputs for choice in output.outputs]
             tokenizer, is_open = self.model.tokenizer, self.begins_in_reasoning
             reasoned = sum(
-                num_reasoning_tokens(tokenizer, each.text, each.token_ids, is_open)
+                num_reasoning_tokens(tokenizer, each.text, each.token_ids, self.reasons, is_open)
                 for each in choices
             )
             counted["completion_tokens_details"] = {"reasoning_tokens": reasoned}
@@ -150,9 +167,11 @@ class Chat:
             "logprobs": self.scores(choice),
             "finish_reason": finish_reason(choice.finish_reason, bool(answer.calls)),
             "stop_reason": choice.stop_reason,
+            "token_ids": None,
         }
         if self.token_ids:
             body["token_ids"] = list(choice.token_ids)
+            body["weights"] = [run._asdict() for run in choice.weights]
         return body
 
 
@@ -173,8 +192,16 @@ class InBlocks:
         return self.chat.params
 
     @property
+    def beam(self) -> BeamSearchParams | None:
+        return self.chat.beam
+
+    @property
     def cache_salt(self) -> str | None:
         return self.chat.cache_salt
+
+    @property
+    def lora_request(self) -> LoRARequest | None:
+        return self.chat.lora_request
 
     @property
     def stream(self) -> bool:

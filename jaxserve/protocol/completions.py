@@ -9,8 +9,10 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, StrictBool, StrictInt, field_validator
 
 from jaxserve.core.errors import PromptTooLongError, RequestError
+from jaxserve.core.lora import LoRARequest
 from jaxserve.core.outputs import CompletionOutput, Delta, RequestOutput
 from jaxserve.core.sampling_params import MAX_N, SamplingParams
+from jaxserve.engine.beam_search import BeamSearchParams
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.errors import ErrorReply, FieldError
 from jaxserve.protocol.fields import GenerationFields, ListOf, only
@@ -74,7 +76,7 @@ class CompletionRequest(GenerationFields):
 
     def call(self, model: Model) -> ParsedCompletion:
         """Convert the body to a request for the engine. Raises RequestError."""
-        self.check(model)
+        model = self.check(model)
         if self.echo and self.logprobs is not None and self.stream:
             raise FieldError("logprobs", "of an echoed prompt cannot be streamed.")
         more: dict[str, Any] = {"logprobs": self.logprobs} | self._sampled_for_best()
@@ -88,10 +90,14 @@ class CompletionRequest(GenerationFields):
                 raise FieldError("max_tokens", "is 0, which needs echo; set echo to true.")
             more["max_tokens"] = 1  # The engine samples one token, which is dropped.
         params = self.sampling(model, {}, **more)
+        beam = self.beam_search(params)
+        if beam is not None:
+            self._check_beam_search(params, scores_only)
         return ParsedCompletion(
             model=model,
             prompts=tuple(self.truncated(each, model, params) for each in self.prompts(model)),
             params=params,
+            beam=beam,
             cache_salt=self.cache_salt or None,
             stream=bool(self.stream),
             include_usage=self.include_usage,
@@ -105,6 +111,15 @@ class CompletionRequest(GenerationFields):
             n=self.n or 1,
             names=self.names,
         )
+
+    def _check_beam_search(self, params: SamplingParams, scores_only: bool) -> None:
+        """Raises FieldError for what completions have and beam search has not."""
+        if self.best_of is not None:
+            raise FieldError("best_of", "is not supported by beam search; leave it out.")
+        if scores_only:
+            raise FieldError("max_tokens", "is 0, and beam search needs at least 1.")
+        if params.prompt_logprobs is not None:
+            raise FieldError("echo", "with logprobs is not supported by beam search.")
 
     def _sampled_for_best(self) -> dict[str, Any]:
         """The sampling parameters that `best_of` sets. Raises FieldError."""
@@ -130,6 +145,7 @@ class ParsedCompletion:
     model: Model
     prompts: tuple[TokenizedPrompt, ...]
     params: SamplingParams
+    beam: BeamSearchParams | None
     cache_salt: str | None
     stream: bool
     include_usage: bool
@@ -144,6 +160,10 @@ class ParsedCompletion:
     names: Mapping[str, str]
     warning: ClassVar[str | None] = None
     named_events: ClassVar[bool] = False
+
+    @property
+    def lora_request(self) -> LoRARequest | None:
+        return self.model.lora_request
 
     def response(
         self, outputs: Sequence[RequestOutput], request_id: str, created: int
@@ -215,6 +235,9 @@ class ParsedCompletion:
             "logprobs": None,
             "finish_reason": "length" if self.scores_only else choice.finish_reason,
             "stop_reason": None if self.scores_only else choice.stop_reason,
+            "prompt_logprobs": None,
+            "token_ids": None,
+            "prompt_token_ids": None,
         }
         if self.logprobs:
             scored, tokenizer = token_ids, self.model.tokenizer
@@ -229,6 +252,7 @@ class ParsedCompletion:
             answer["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if self.token_ids:
             answer["token_ids"] = token_ids
+            answer["weights"] = [run._asdict() for run in choice.weights]
             answer["prompt_token_ids"] = list(output.prompt_token_ids)
         return answer
 

@@ -7,8 +7,11 @@ from typing import Any, NamedTuple, Protocol
 
 from pydantic import BaseModel, ValidationError
 
+from jaxserve.core.lora import LoRARequest
 from jaxserve.core.outputs import Delta, RequestOutput
+from jaxserve.core.pooling import PoolingParams
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.beam_search import BeamSearchParams
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.chat import ChatCompletionRequest
 from jaxserve.protocol.completions import CompletionRequest
@@ -31,29 +34,41 @@ class Chunks(Protocol):
 
 
 class ParsedRequest(Protocol):
-    """A validated request: its prompts, sampling parameters, and response format. `warning` says
-    which part of it the response leaves out. `names` are the client's names of fields that the
-    engine's errors call otherwise (see `errors.name_by`). With `named_events` the events of its
-    stream are named by their `type`, and no `[DONE]` follows them."""
+    """A validated request: its prompts, parameters, and response format. With `beam` it is a beam
+    search, of which `params` has the limits and the width as `n`. `warning` says which part of it
+    the response leaves out. `names` are the client's names of fields that the engine's errors call
+    otherwise (see `errors.name_by`)."""
 
     @property
     def prompts(self) -> tuple[TokenizedPrompt, ...]: ...
     @property
-    def params(self) -> SamplingParams: ...
+    def params(self) -> SamplingParams | PoolingParams: ...
+    @property
+    def beam(self) -> BeamSearchParams | None: ...
     @property
     def cache_salt(self) -> str | None: ...
+    @property
+    def lora_request(self) -> LoRARequest | None: ...
     @property
     def stream(self) -> bool: ...
     @property
     def warning(self) -> str | None: ...
     @property
     def names(self) -> Mapping[str, str]: ...
-    @property
-    def named_events(self) -> bool: ...
 
     def response(
         self, outputs: Sequence[RequestOutput], request_id: str, created: int
     ) -> dict[str, Any]: ...
+
+
+class ParsedGeneration(ParsedRequest, Protocol):
+    """A validated request to generate, whose response can be streamed. With `named_events` the
+    events of its stream are named by their `type`, and no `[DONE]` follows them."""
+
+    @property
+    def params(self) -> SamplingParams: ...
+    @property
+    def named_events(self) -> bool: ...
 
     def chunks(self, request_id: str, created: int) -> Chunks: ...
 
@@ -63,7 +78,7 @@ class Endpoint(NamedTuple):
 
     request: type[BaseModel]
 
-    def parse(self, body: Mapping[str, Any], model: Model) -> ParsedRequest:
+    def parse(self, body: Mapping[str, Any], model: Model) -> ParsedGeneration:
         """Raises RequestError, naming the invalid field."""
         if not isinstance(body, Mapping):
             raise FieldError("body", f"must be a JSON object, got {shown(body)}.")

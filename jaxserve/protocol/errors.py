@@ -11,11 +11,14 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from jaxserve.core.errors import (
+    EngineAsleepError,
     EngineClosedError,
     JaxserveError,
+    OutOfMemoryError,
     OverloadedError,
     PromptTooLongError,
     RequestError,
+    RestartError,
 )
 from jaxserve.core.outputs import RequestOutput
 from jaxserve.core.sampling_params import SamplingParams
@@ -32,16 +35,13 @@ REMEDIES: Mapping[str, str] = {
     "audio": "leave it out: only text models are served",
     "web_search_options": "leave it out: only text models are served",
     "mm_processor_kwargs": "leave it out: only text models are served",
-    "length_penalty": "beam search, which has it, is LLM.beam_search in Python",
     "logits_processors": "start the server with --logits-processors, and use vllm_xargs",
     "kv_transfer_params": "leave it out: transfers are decided when the server starts",
     "guided_whitespace_pattern": "write x-guidance into the schema",
     "documents": "write them into the messages",
     "n_predict": "use max_tokens",
-    "grammar": "use structured_outputs or response_format",
-    "json_schema": "use structured_outputs or response_format",
     "typical_p": "leave it out: that sampler is not there",
-    "cache_prompt": "leave it out: prefixes are cached unless the server was started without",
+    "logprob_token_ids": "use logprobs, which has the most likely tokens",
 }
 """What to do instead of sending a field that other servers have."""
 
@@ -156,7 +156,9 @@ def reply_to(error: BaseException) -> ErrorReply:
             if found and found[1] in _PARAMS:
                 return _invalid(message, found[1], "invalid_value")
             return _invalid(message, None, "invalid_request")
-        case UnavailableError() | EngineClosedError():
+        case RestartError():
+            return ErrorReply(409, message, "invalid_request_error")
+        case UnavailableError() | EngineClosedError() | EngineAsleepError() | OutOfMemoryError():
             return ErrorReply(503, message, "service_unavailable_error", None, "unavailable", 5)
     return ErrorReply(500, "internal server error; see the server log.", "server_error")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -23,13 +24,36 @@ from pydantic_core import PydanticCustomError
 
 from jaxserve.core.errors import RequestError
 from jaxserve.core.sampling_params import MAX_LOGIT_BIAS, SamplingParams
+from jaxserve.engine.beam_search import MAX_BEAM_WIDTH, BeamSearchParams
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.errors import REFUSED, FieldError, renamed
 from jaxserve.protocol.model import Model
 
 _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)} - {"logprobs"}
 
-_GUIDED = ("json", "regex", "choice", "grammar")
+_NOT_OF_BEAMS = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "stop",
+    "stop_token_ids",
+    "min_tokens",
+    "prompt_logprobs",
+)
+"""Fields of sampling parameters that a beam search cannot honor."""
+
+_CONSTRAINTS = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "grammar": "grammar",
+}
+"""Fields that are one of `structured_outputs`: vLLM's older names, and llama.cpp's."""
 
 T = TypeVar("T")
 
@@ -77,6 +101,7 @@ def only(*allowed: Any, remedy: str) -> BeforeValidator:
 
 JsonObject = Annotated[dict[str, Any], BeforeValidator(valid_names)]
 Numbers = Annotated[dict[str, StrictFloat], BeforeValidator(_not_too_many)]
+RequestId = Annotated[str, AfterValidator(_request_id)]
 Ignored = Annotated[Any, Field(description="Accepted and ignored.")]
 
 
@@ -114,9 +139,9 @@ class StreamOptions(Fields):
 
 
 class JsonSchema(Fields):
-    """A named JSON schema. It is always enforced, whatever `strict` says."""
+    """A JSON schema. It is always enforced, whatever `strict` says."""
 
-    name: str
+    name: str | None = None
     description: str | None = None
     schema_: JsonObject | None = Field(None, alias="schema")
     strict: StrictBool | None = None
@@ -175,7 +200,7 @@ class GenerationFields(Fields):
     n: StrictInt | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
-    request_id: Annotated[str, AfterValidator(_request_id)] | None = Field(
+    request_id: RequestId | None = Field(
         None, description="The request's id, if the header X-Request-Id gives none."
     )
     cache_salt: str | None = Field(
@@ -222,6 +247,10 @@ class GenerationFields(Fields):
     guided_regex: str | None = None
     guided_choice: ListOf[str] | None = None
     guided_grammar: str | None = None
+    json_schema: JsonObject | None = Field(
+        None, description="structured_outputs.json, by llama.cpp's name; so is grammar."
+    )
+    grammar: str | None = None
     vllm_xargs: Numbers | None = Field(
         None, description="Numbers for the server's logits processors, by name."
     )
@@ -231,6 +260,12 @@ class GenerationFields(Fields):
         None, description="Whether logprobs name a token token_id:ID, instead of by its text."
     )
     priority: StrictInt | None = None
+    use_beam_search: StrictBool | None = Field(
+        None, description="Whether to return the n most likely sequences, instead of sampling n."
+    )
+    length_penalty: StrictFloat | None = Field(
+        None, description="Of a beam search: above 1 favours longer sequences; 1 by default."
+    )
 
     # What other servers' clients send, and what changes no answer here.
     user: Ignored = None
@@ -242,9 +277,8 @@ class GenerationFields(Fields):
     prompt_cache_retention: Ignored = None
     spaces_between_special_tokens: Ignored = None
     guided_decoding_backend: Ignored = None
-    use_beam_search: Annotated[
-        Literal[False] | None, only(False, remedy="beam search is LLM.beam_search, in Python")
-    ] = Field(None, description="Beam search is not served; LLM.beam_search has it.")
+    cache_prompt: Ignored = None
+    id_slot: Ignored = None
 
     @property
     def include_usage(self) -> bool:
@@ -254,16 +288,50 @@ class GenerationFields(Fields):
     def continuous_usage(self) -> bool:
         return self.include_usage and bool(self.stream_options.continuous_usage_stats)
 
-    def check(self, model: Model) -> None:
-        """Raises RequestError for a model that is not served, and for conflicting fields."""
-        model.check_name(self.model)
+    def check(self, model: Model) -> Model:
+        """The model that the request names. Raises RequestError for one that is not served, and for
+        conflicting fields."""
         if self.stream_options is not None and not self.stream:
             raise FieldError("stream_options", "needs a stream; set stream to true.")
+        if self.length_penalty is not None and not self.use_beam_search:
+            raise FieldError("length_penalty", "needs use_beam_search to be true.")
         if self.stream and self.prompt_logprobs is not None:
             raise FieldError("prompt_logprobs", "cannot be streamed; set stream to false.")
         keep = self.truncate_prompt_tokens
         if keep is not None and keep != -1 and keep < 1:
             raise FieldError("truncate_prompt_tokens", f"is {keep}; it must be at least 1, or -1.")
+        return model.named(self.model)
+
+    def beam_search(self, params: SamplingParams) -> BeamSearchParams | None:
+        """The search that the request asks for instead of sampling, with the limits of `params`.
+        Its n is the beam width; how to sample (temperature, seed and so on) has no meaning.
+
+        Raises FieldError for what a search cannot do.
+        """
+        if not self.use_beam_search:
+            return None
+        plain = SamplingParams()
+        for name in _NOT_OF_BEAMS:
+            # The model's own recommendations are of sampling.
+            if getattr(self, name) is not None and getattr(params, name) != getattr(plain, name):
+                raise FieldError(name, "is not supported by beam search; leave it out.")
+        if params.structured_outputs is not None:
+            name = self.names.get("structured_outputs.json", "structured_outputs").split(".")[0]
+            raise FieldError(name, "is not supported by beam search; leave it out.")
+        if params.extra_args is not None:
+            raise FieldError("vllm_xargs", "is not supported by beam search; leave it out.")
+        if self.stream:
+            raise FieldError("use_beam_search", "cannot be streamed; set stream to false.")
+        if params.n > MAX_BEAM_WIDTH:
+            raise FieldError("n", f"is {params.n}; a beam search may have {MAX_BEAM_WIDTH}.")
+        penalty = 1.0 if self.length_penalty is None else self.length_penalty
+        limit = params.max_tokens
+        return BeamSearchParams(
+            params.n,
+            sys.maxsize if limit is None else limit,
+            ignore_eos=params.ignore_eos,
+            length_penalty=penalty,
+        )
 
     def truncated(
         self, prompt: TokenizedPrompt, model: Model, params: SamplingParams
@@ -284,9 +352,9 @@ class GenerationFields(Fields):
         if self.response_format is not None:
             inner = "" if self.response_format.json_schema is None else ".json_schema"
             names["structured_outputs.json"] = f"response_format{inner}.schema"
-        for kind in _GUIDED:
-            if getattr(self, f"guided_{kind}") is not None:
-                names[f"structured_outputs.{kind}"] = f"guided_{kind}"
+        for name, kind in _CONSTRAINTS.items():
+            if getattr(self, name) is not None:
+                names[f"structured_outputs.{kind}"] = name
         return names
 
     def constraint(self) -> dict[str, Any] | None:
@@ -297,10 +365,9 @@ class GenerationFields(Fields):
         if self.structured_outputs is not None:
             given = self.structured_outputs.model_dump(by_alias=True, exclude_none=True)
             found["structured_outputs"] = given
-        for kind in _GUIDED:
-            value = getattr(self, f"guided_{kind}")
-            if value is not None:
-                found[f"guided_{kind}"] = {kind: value}
+        for name, kind in _CONSTRAINTS.items():
+            if getattr(self, name) is not None:
+                found[name] = {kind: getattr(self, name)}
         if len(found) > 1:
             first, second, *_ = sorted(found, reverse=True)
             raise FieldError(first, f"and {second} conflict; give one of them.")

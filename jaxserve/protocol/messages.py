@@ -55,4 +55,6 @@ class Message(Fields):
             message["content"] = self.text
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+            if self.reasoning_content and not self.text:  # By the name in gpt-oss's template.
+                message.setdefault("thinking", self.reasoning_content)
         return message

@@ -6,18 +6,17 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from jaxserve.core.chat_settings import ChatSettings
+from jaxserve.core.engine_info import EngineInfo
 from jaxserve.core.errors import PromptTooLongError
+from jaxserve.core.lora import LoRARequest
 from jaxserve.core.sampling_params import MAX_LOGPROBS
 from jaxserve.core.version import __version__
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt, tokenize_prompt
 from jaxserve.protocol.errors import FieldError, ModelNotFoundError
 from jaxserve.text import Tokenizer
-
-if TYPE_CHECKING:
-    from jaxserve.runtime.startup import EnginePlan
 
 _OURS = frozenset(
     {
@@ -31,9 +30,10 @@ _OURS = frozenset(
 class Model:
     """A served model: its names (responses carry the first), its tokenizer and limits.
 
-    `default_sampling` comes from its generation_config.json. `system_fingerprint` changes with what
-    the tokens of a seed depend on: the weights, their dtype and quantization, the kind of device
-    and the version of jaxserve.
+    `default_sampling` comes from its generation_config.json. Requests may name one of its
+    `adapters` instead; `lora_request` is the one that was named. `system_fingerprint` changes with
+    what the tokens of a seed depend on: the weights, their dtype and quantization, that of the KV,
+    the adapter, the kind of device and the version of jaxserve.
     """
 
     names: tuple[str, ...]
@@ -44,29 +44,35 @@ class Model:
     system_fingerprint: str | None = None
     chat: ChatSettings = dataclasses.field(default_factory=ChatSettings)
     max_logprobs: int = MAX_LOGPROBS
+    adapters: Mapping[str, LoRARequest] = dataclasses.field(default_factory=dict)
+    lora_request: LoRARequest | None = None
 
     @classmethod
     def of(
         cls,
-        plan: EnginePlan,
+        info: EngineInfo,
         tokenizer: Tokenizer,
         names: Sequence[str] = (),
         chat: ChatSettings | None = None,
         max_logprobs: int = MAX_LOGPROBS,
+        adapters: Sequence[LoRARequest] = (),
     ) -> Self:
         """The model of an engine; without `names` its name is the `model` setting."""
-        model, config = plan.shapes.model, plan.config
-        parts = (plan.checkpoint.fingerprint, config.dtype, config.quantization)
-        basis = json.dumps([*parts, plan.device.device_kind, __version__])
+        model, config = info.model, info.config
+        parts = [info.fingerprint, config.dtype, config.quantization]
+        parts += [config.kv_cache_dtype] if config.kv_cache_dtype != "auto" else []
+        parts += [info.weights_version] if info.weights_version else []
+        basis = json.dumps([*parts, info.device_kind, __version__])
         return cls(
             names=tuple(names) or (str(config.model),),
             tokenizer=tokenizer,
             vocab_size=model.vocab_size,
             max_model_len=config.max_model_len,
             default_sampling=dict(model.default_sampling),
-            system_fingerprint=f"fp_{hashlib.sha256(basis.encode()).hexdigest()[:10]}",
+            system_fingerprint=_fingerprint(basis),
             chat=chat or ChatSettings(),
             max_logprobs=max_logprobs,
+            adapters={adapter.name: adapter for adapter in adapters},
         )
 
     @property
@@ -85,12 +91,22 @@ class Model:
             return of_request
         return self.tokenizer.tool_template if has_tools else self.tokenizer.chat_template
 
-    def check_name(self, name: str | None) -> None:
-        """Raises ModelNotFoundError unless `name` is None or one of the model's names."""
-        if name is not None and name not in self.names:
-            raise ModelNotFoundError(
-                f"model {name!r:.200} is not served here; use {', '.join(map(repr, self.names))}."
-            )
+    def named(self, name: str | None) -> Self:
+        """The model for a request that names it so; None is the model itself. With an adapter,
+        responses carry the adapter's name. Raises ModelNotFoundError for another name."""
+        if name is None or name in self.names:
+            return self
+        adapter = self.adapters.get(name)
+        if adapter is None:
+            known = ", ".join(map(repr, (*self.names, *self.adapters)))
+            raise ModelNotFoundError(f"model {name!r:.200} is not served here; use {known}.")
+        basis = f"{self.system_fingerprint} {adapter.name} {adapter.path}"
+        return dataclasses.replace(
+            self,
+            names=(name,),
+            lora_request=adapter,
+            system_fingerprint=_fingerprint(basis),
+        )
 
     def tokenize(
         self, prompt: Prompt, add_special_tokens: bool = True, truncates: bool = False
@@ -147,3 +163,7 @@ class Model:
         )
         self.check_text(text)
         return TokenizedPrompt(text, self.tokenizer.encode(text, add_special_tokens))
+
+
+def _fingerprint(basis: str) -> str:
+    return f"fp_{hashlib.sha256(basis.encode()).hexdigest()[:10]}"

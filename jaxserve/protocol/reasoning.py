@@ -6,15 +6,28 @@ from collections.abc import Sequence
 from typing import Literal
 
 from jaxserve.core.chat_settings import ReasoningParser
+from jaxserve.protocol.channels import before_answer, has_channels
 from jaxserve.protocol.tool_calls import Piece, place_of
 from jaxserve.text import Tokenizer
 
 _OPEN, _CLOSE = "<think>", "</think>"
 
+Marks = Literal["tags", "channels"]
+"""How reasoning is marked: by `<think>` and `</think>`, or as gpt-oss does (channels.py)."""
 
-def marks_reasoning(parser: ReasoningParser, template: str | None) -> bool:
-    """Whether a model with this chat template marks its reasoning."""
-    return _CLOSE in (template or "") if parser == "auto" else parser != "none"
+
+def reasoning_marks(parser: ReasoningParser, template: str | None) -> Marks | None:
+    """How a model with this chat template marks its reasoning, if it does."""
+    match parser:
+        case "auto":
+            if has_channels(template):
+                return "channels"
+            return "tags" if _CLOSE in (template or "") else None
+        case "none":
+            return None
+        case "openai_gptoss":
+            return "channels"
+    return "tags"
 
 
 def ends_in_reasoning(prompt: str) -> bool:
@@ -78,15 +91,22 @@ class ReasoningReader:
 
 
 def num_reasoning_tokens(
-    tokenizer: Tokenizer, text: str, token_ids: Sequence[int], is_open: bool
+    tokenizer: Tokenizer, text: str, token_ids: Sequence[int], marks: Marks, is_open: bool
 ) -> int:
-    """How many tokens of an output are reasoning, tags included."""
-    if not is_open and not text.lstrip().startswith(_OPEN):
-        return 0
-    before, closing, _ = text.partition(_CLOSE)
-    if not closing:
-        return len(token_ids)
-    left = len((before + closing).encode("utf-8", "surrogatepass"))
+    """How many tokens of an output are reasoning, marks included; `is_open`: it begins within tags
+    that the prompt opened."""
+    if marks == "channels":
+        reasoned = before_answer(text)
+        if reasoned == text:
+            return len(token_ids) if text else 0
+    else:
+        if not is_open and not text.lstrip().startswith(_OPEN):
+            return 0
+        before, closing, _ = text.partition(_CLOSE)
+        if not closing:
+            return len(token_ids)
+        reasoned = before + closing
+    left = len(reasoned.encode("utf-8", "surrogatepass"))
     for number, token_id in enumerate(token_ids):
         if left <= 0:
             return number

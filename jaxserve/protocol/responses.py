@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from jaxserve.core.cluster_status import ReplicaState, Role
+
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 
 
@@ -60,15 +62,23 @@ class PromptLogprob(BaseModel):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
+class WeightsRun(BaseModel):
+    """Consecutive tokens that one version of the weights made."""
+
+    version: int
+    num_tokens: int
+
+
 class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     stop_reason: str | int | None
-    prompt_logprobs: PromptLogprobs = []
-    token_ids: list[int] = []
-    prompt_token_ids: list[int] = []
+    prompt_logprobs: PromptLogprobs | None
+    token_ids: list[int] | None
+    weights: list[WeightsRun] = []
+    prompt_token_ids: list[int] | None
 
 
 class Completion(BaseModel):
@@ -124,7 +134,8 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     stop_reason: str | int | None
-    token_ids: list[int] = []
+    token_ids: list[int] | None
+    weights: list[WeightsRun] = []
 
 
 class ChatCompletion(BaseModel):
@@ -136,8 +147,8 @@ class ChatCompletion(BaseModel):
     service_tier: None
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: PromptLogprobs = []
-    prompt_token_ids: list[int] = []
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
 
 
 class ResponsesUsage(BaseModel):
@@ -191,7 +202,8 @@ class ModelCard(BaseModel):
     object: Literal["model"]
     created: int
     owned_by: str
-    root: str
+    root: str = Field(description="The model's first name; of an adapter, its path.")
+    parent: str | None = Field(description="Of an adapter, the model.")
     max_model_len: int
 
 
@@ -247,6 +259,41 @@ class ServerInfo(BaseModel):
     settings: dict[str, Any]
 
 
+class Replica(BaseModel):
+    """One replica; `since_s` in seconds since the epoch."""
+
+    index: int
+    role: Role
+    state: ReplicaState
+    since_s: float
+    process: str
+    model: str
+    fingerprint: str
+    version: str
+    num_requests: int
+    num_sequences: int
+    max_num_seqs: int
+    num_used_pages: int
+    num_pages: int
+    num_losses: int
+
+
+class Restart(BaseModel):
+    """A rolling restart, and why it ended before the last replica."""
+
+    running: bool
+    num_restarted: int
+    num_replicas: int
+    error: str | None
+
+
+class Cluster(BaseModel):
+    """All replicas, and the latest rolling restart."""
+
+    replicas: list[Replica]
+    restart: Restart | None
+
+
 class About(BaseModel):
     """What answers here, and where to read on."""
 
@@ -256,3 +303,48 @@ class About(BaseModel):
     models: list[str]
     docs: str
     openapi: str
+
+
+class PoolingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str = Field(description="Text is base64 of little-endian float32.")
+
+
+class Embeddings(BaseModel):
+    id: str
+    created: int
+    object: Literal["list"]
+    model: str
+    data: list[Embedding]
+    usage: PoolingUsage
+
+
+class Score(BaseModel):
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class Scores(BaseModel):
+    id: str
+    created: int
+    object: Literal["list"]
+    model: str
+    data: list[Score]
+    usage: PoolingUsage
+
+
+class Sleeping(BaseModel):
+    is_sleeping: bool
+
+
+class UpdatedWeights(BaseModel):
+    success: Literal[True]
+    message: str
+    weights_version: int = Field(description="How often the weights have been replaced.")

@@ -34,7 +34,7 @@ class TokenizeRequest(Fields):
 
     def answer(self, model: Model) -> dict[str, Any]:
         """Raises RequestError."""
-        model.check_name(self.model)
+        model = model.named(self.model)
         if (self.prompt is None) == (self.messages is None):
             raise FieldError("prompt", "or messages must be given, but not both.")
         token_ids = self._text(model) if self.messages is None else self._conversation(model)
@@ -83,7 +83,7 @@ class DetokenizeRequest(Fields):
 
     def answer(self, model: Model) -> dict[str, Any]:
         """Includes special tokens. Raises RequestError for ids out of range."""
-        model.check_name(self.model)
+        model = model.named(self.model)
         for token_id in self.tokens:
             if not 0 <= token_id < model.vocab_size:
                 raise RequestError(

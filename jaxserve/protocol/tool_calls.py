@@ -1,7 +1,8 @@
 """Parse tool calls from generated text, while it is generated.
 
 The chat template determines the format of calls: `<tool_call>{"name": ..., "arguments":
-{...}}</tool_call>` for Hermes and Qwen, or bare JSON for Llama 3. Text is a call if it names a tool
+{...}}</tool_call>` for Hermes and Qwen, or bare JSON for Llama 3; calls of gpt-oss are messages
+(channels.py). Text is a call if it names a tool
 and its arguments are an object; otherwise it stays text. Arguments are passed on as they come, as
 the model writes them: whether they match the tool's schema is for the client to check.
 """
@@ -16,7 +17,7 @@ from typing import Any, Literal
 
 from jaxserve.protocol.tools import Tool, function_named
 
-Format = Literal["hermes", "llama"]
+Format = Literal["hermes", "llama", "harmony"]
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
@@ -39,6 +40,8 @@ def knows_tools(template: str | None) -> bool:
 
 def format_of(template: str) -> Format | None:
     """The tool call format of a chat template; None if it is unknown."""
+    if "<|channel|>" in template:
+        return "harmony"
     if _OPEN in template:
         return "hermes"
     return "llama" if '"parameters"' in template or _PYTHON_TAG in template else None
@@ -90,6 +93,7 @@ class ToolReader:
         begin: dict[str, Callable[[], bool]] = {
             "hermes": self._text,
             "llama": self._first_object,
+            "harmony": self._plain,
             "named": self._named,
             "required": self._between,
         }

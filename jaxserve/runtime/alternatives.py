@@ -15,7 +15,7 @@ PlanOf = Callable[[Changes], MemoryPlan | None]
 """The memory plan, whether it fits or not, of a config with these changes; None if the changes are
 invalid for another reason."""
 
-QUANTIZATIONS = ("gguf", "int8", "fp8", "int4")
+QUANTIZATIONS = ("awq", "gptq", "compressed-tensors", "gguf", "mxfp4", "int8", "fp8", "int4")
 _SPARE = 1.02
 """Margin of an offered memory_utilization, since free memory changes."""
 
@@ -24,8 +24,9 @@ def alternatives(config: EngineConfig, plan_of: PlanOf, num_devices: int) -> lis
     """Changes that make a resolved `config` fit that does not.
 
     First a shorter context (a smaller pool, if its size was set), then changes that allow a longer
-    one: other quantizations and dtypes, more of the `num_devices` available devices, fewer
-    sequences, no host tier. Last, a larger share of the memory.
+    one: other quantizations and dtypes, quantized KV, more of the `num_devices` available devices,
+    fewer sequences, no host tier. Then a larger share of the memory. Last, where no pool fits,
+    streamed weights.
     """
     as_it_is = plan_of({})
     shorter = _fitted(config, {}, plan_of)
@@ -35,6 +36,8 @@ def alternatives(config: EngineConfig, plan_of: PlanOf, num_devices: int) -> lis
             others.append(_fitted(config, {"quantization": quantization}, plan_of))
     if config.dtype == "float32":
         others.append(_fitted(config, {"dtype": "bfloat16"}, plan_of))
+    if config.kv_cache_dtype == "auto":
+        others.append(_fitted(config, {"kv_cache_dtype": "int8"}, plan_of))
     others.append(_parallel(config, plan_of, num_devices))
     if config.max_num_seqs > 1:
         others.append(_fitted(config, {"max_num_seqs": 1}, plan_of))
@@ -43,6 +46,8 @@ def alternatives(config: EngineConfig, plan_of: PlanOf, num_devices: int) -> lis
     for changes in _more_memory(config, as_it_is):
         memory = plan_of(changes)
         others.append(changes if memory and memory.fits else None)
+    if shorter is None and config.weights_on == "device":  # The weights are too large.
+        others += [_fitted(config, {"weights_on": tier}, plan_of) for tier in ("host", "disk")]
     found = [changes for changes in others if changes and _better(changes, shorter)]
     return [shorter, *found] if shorter else found
 

@@ -1,13 +1,38 @@
-"""Selects an engine's devices and builds their mesh."""
+"""An engine's devices: their selection, their mesh, and their rates by specification."""
 
 from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Literal
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.devices import device_of_kind
 from jaxserve.core.errors import ConfigError
+from pallas_kernels.collective_matmul import DeviceRates
 from sharding_rules import MESH_AXES, make_mesh
+
+_OTHER_RATES = DeviceRates(1e11, 1e10, 1e10, hop_latency_us=10.0, both_ways=False)
+"""For CPUs, whose virtual devices send by copying in memory, and for unlisted devices: links are
+fast relative to arithmetic, so full chunks use ring attention."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DescribedDevice:
+    """Stands for a `jax.Device` that is not there, in plans: nothing can be put on it."""
+
+    platform: Literal["gpu", "tpu", "cpu"]
+    device_kind: str
+    memory_bytes: int
+    host_memory_bytes: int = sys.maxsize
+    """Not known; as much as the defaults ask for."""
+
+    def memory_stats(self) -> dict[str, int]:
+        """As of a device without other programs."""
+        return {"bytes_limit": self.memory_bytes}
 
 
 def engine_devices(config: EngineConfig) -> list[jax.Device]:
@@ -73,6 +98,24 @@ def described_mesh(config: EngineConfig) -> AbstractMesh | None:
         ),
         MESH_AXES,
         axis_types=(AxisType.Auto,) * len(MESH_AXES),
+    )
+
+
+def device_rates(device: jax.Device) -> DeviceRates:
+    """Rates of one device by its vendor's specification, to choose the programs of a mesh.
+
+    The choice must be the same on all hosts and at every start, and is made before anything runs,
+    so nothing is measured. Only ratios matter.
+    """
+    spec = device_of_kind(device.device_kind)
+    if spec is None:
+        return _OTHER_RATES
+    return DeviceRates(
+        spec.flops_of("bfloat16"),
+        spec.memory_bytes_per_s,
+        spec.link_bytes_per_s,
+        spec.hop_latency_s * 1e6,
+        spec.both_ways,
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from jaxserve.core.errors import DistributedError
-from jaxserve.runtime.coordination import Store, StoreError
+from jaxserve.runtime.jax_private import coordination_client
 
 _BEAT_S = 1.0
 _SILENCE_S = 12.0
@@ -33,13 +33,44 @@ _LEFT = "left"
 
 _numbers = itertools.count()
 
+StoreError = jax.errors.JaxRuntimeError
+"""Raised by every method when the service does not answer."""
+
+
+class KeyValueStore:
+    """The store of JAX's coordination service, which host 0 runs: values by key, for the hosts of
+    this job. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._client = coordination_client()
+
+    def set(self, key: str, value: bytes, *, overwrite: bool = False) -> None:
+        """Raises StoreError also for a key that has a value, unless `overwrite`."""
+        self._client.key_value_set_bytes(key, value, allow_overwrite=overwrite)
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """Waits for a value. Raises TimeoutError when it is not set in time."""
+        try:
+            return self._client.blocking_key_value_get_bytes(key, round(timeout_s * 1000))
+        except StoreError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                raise TimeoutError(key) from error
+            raise
+
+    def list(self, prefix: str) -> dict[str, bytes]:
+        """The values of all keys that begin with `prefix`, which ends with a slash."""
+        return dict(self._client.key_value_dir_get_bytes(prefix))
+
+    def delete(self, key: str) -> None:
+        self._client.key_value_delete(key)
+
 
 class Hosts:
     """This host's view of all hosts of one engine. Engines are made in the same order on each."""
 
     def __init__(self) -> None:
         self.host, self.num_hosts = jax.process_index(), jax.process_count()
-        self._store = Store()
+        self._store = KeyValueStore()
         self._prefix = f"jaxserve/{next(_numbers)}"
         self._lost: str | None = None
         self._closed = threading.Event()
@@ -65,11 +96,16 @@ class Hosts:
 
     def least(self, name: str, value: int) -> int:
         """The minimum over all hosts. Raises DistributedError when a host's value is missing."""
-        self._store.set(f"{self._prefix}/{name}/{self.host}", b"%d" % value)
-        return min(
-            int(self._get(f"{name}/{other}", f"host {other} to start"))
+        return min(self.gather(name, value))
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """The values of all hosts, which JSON can say, in order. Raises DistributedError when a
+        host's value is missing."""
+        self._store.set(f"{self._prefix}/{name}/{self.host}", json.dumps(value).encode())
+        return [
+            json.loads(self._get(f"{name}/{other}", f"host {other} to start"))
             for other in range(self.num_hosts)
-        )
+        ]
 
     def all_ready(self) -> None:
         """Wait until all hosts are ready for steps."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -12,7 +13,9 @@ from jaxserve.core.in_flight import DispatchedStep, PackedStep, TokenLogprobs
 from jaxserve.core.step_plan import ScheduledChunk, StepPlan
 from jaxserve.runtime.programs.step_layout import FrozenPlan
 from jaxserve.sampling.speculation import Acceptance
-from jaxserve.structured.matcher import Matcher
+
+if TYPE_CHECKING:  # Grammars and tokenizers determine no program (program_sources.py).
+    from jaxserve.structured.matcher import Matcher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,13 +55,20 @@ class DeviceStep(DispatchedStep):
     """With speculation, how many of them are kept; without it the only one."""
     logprobs: TokenLogprobs[jax.Array] | None
     prompt_logprobs: TokenLogprobs[jax.Array] | None
+    chunk_sums: jax.Array | None
+    """Of each prefill chunk, if some are pooled."""
+
+    @property
+    def pools(self) -> bool:
+        """Whether the hidden states of some sequence are pooled."""
+        return any(chunk.seq.pooling is not None for chunk in self.sampled)
 
     @property
     def width(self) -> int:
         return self.key.width
 
     def tokens(self) -> list[list[int]]:
-        """The tokens that each of `sampled` gained; waits for them."""
+        """The tokens that each of `sampled` gained; none if nothing was sampled. Waits for them."""
         if self.token_ids is None:
             return []
         count = len(self.sampled)

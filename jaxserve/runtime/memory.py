@@ -12,9 +12,16 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import MemoryPlanError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.kv.layout import KVLayout
-from jaxserve.kv.transfers import MOVE_PAGES
+from jaxserve.kv.offload.transfers import MOVE_PAGES
+from jaxserve.runtime.devices import DescribedDevice
+from jaxserve.runtime.jax_private import devices_are_open
 
 _CPU_KV_BYTES = 2 << 30
+_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""Environment variables with the share of a GPU's memory that JAX reserves; either may be set."""
+_JAX_FRACTION = 0.75
+"""What JAX reserves unless told."""
+_UNUSABLE_SHARE = 0.03
 _HOST_SHARE = 4
 """By default, lower KV tiers take at most 1 / _HOST_SHARE of the host's free memory."""
 STAGING_BUFFERS = 2
@@ -30,7 +37,8 @@ class MemoryPlan:
     A page, of any KV group of `layout`, is split over `num_devices` into equal parts of
     `page_bytes` each. `host_pages` and `disk_pages` are whole pages of the lower tiers; on CPUs the
     host tier uses the same memory as everything else. `pool_limit_bytes` limits the pool, 0 for no
-    limit. The plan may exceed the available memory: check `fits`.
+    limit. `host_weights_bytes` and `disk_weights_bytes` are layers that steps read from there, each
+    device its part. The plan may exceed the available memory: check `fits`.
     """
 
     limit_bytes: int
@@ -45,6 +53,9 @@ class MemoryPlan:
     host_is_device: bool = False
     num_devices: int = 1
     pool_limit_bytes: int = 0
+    lora_bytes: int = 0
+    host_weights_bytes: int = 0
+    disk_weights_bytes: int = 0
 
     @property
     def page_size(self) -> int:
@@ -78,9 +89,12 @@ class MemoryPlan:
     @property
     def fixed_bytes(self) -> int:
         """Everything but the KV pool."""
-        host_bytes = self.host_bytes // self.num_devices if self.host_is_device else 0
+        host_bytes = 0
+        if self.host_is_device:
+            host_bytes = self.host_bytes // self.num_devices + self.host_weights_bytes
         return (
             self.weights_bytes
+            + self.lora_bytes
             + self.state_bytes
             + self.scratch_bytes
             + self.staging_bytes
@@ -112,9 +126,16 @@ class MemoryPlan:
 
     def needs(self) -> str:
         """The memory needed by purpose, and the limit that it exceeds."""
-        lower = self.fixed_bytes - self.weights_bytes - self.state_bytes - self.scratch_bytes
+        others = self.weights_bytes + self.lora_bytes + self.state_bytes + self.scratch_bytes
+        lower = self.fixed_bytes - others
+        weights = f"weights {_gib(self.weights_bytes)}"
+        if self.host_weights_bytes:
+            weights += f", layers on the host {_gib(self.host_weights_bytes)}"
+            lower -= self.host_weights_bytes if self.host_is_device else 0
+        if self.lora_bytes:
+            weights += f", LoRA adapters {_gib(self.lora_bytes)}"
         text = (
-            f"needs {_gib(self.total_bytes)} (weights {_gib(self.weights_bytes)}, KV pool "
+            f"needs {_gib(self.total_bytes)} ({weights}, KV pool "
             f"{_gib(self.kv_bytes)}, lower tiers {_gib(lower)}, page tables and sampling "
             f"state {_gib(self.state_bytes)}, program scratch {_gib(self.scratch_bytes)})"
         )
@@ -139,10 +160,14 @@ def plan_memory(
     layout: KVLayout,
     weights_bytes: int,
     state_bytes: int,
-    device: jax.Device,
+    image_bytes: int,
+    device: jax.Device | DescribedDevice,
+    lora_bytes: int = 0,
+    host_weights_bytes: int = 0,
+    disk_weights_bytes: int = 0,
 ) -> MemoryPlan:
     """Decide the KV pool of a resolved config, before programs are compiled. `layout` has the KV
-    groups of a pipeline stage, which are those of all stages.
+    groups of a pipeline stage, which are those of all stages; a whole page has `image_bytes`.
 
     Unless `kv_cache_memory_bytes` is set, the pool has at least the pages of one request of
     max_model_len; the caller checks whether they fit. Raises MemoryPlanError for pool settings
@@ -150,18 +175,16 @@ def plan_memory(
     """
     itemsize = jnp.dtype(config.dtype).itemsize
     num_devices = config.num_devices
-    layers = layout.layers_per_page * config.pipeline_parallel_size
-    image_bytes = model.kv_specs[0].elements * itemsize * layers * config.page_size
     page_bytes = image_bytes // num_devices
     pages_of_one = layout.pages_for(config.max_model_len)
-    limit = int(device_memory(device) * config.memory_utilization)
+    limit = usable_memory(device, config.memory_utilization)
     on_cpu = device.platform == "cpu"
     if on_cpu:  # All devices of a host share its memory.
         limit //= max(num_devices // jax.process_count(), 1)
     scratch = _scratch_guess(config, model, itemsize)
     host_pages = _lower_pages("host_kv_bytes", config.host_kv_bytes or 0, image_bytes)
     if config.host_kv_bytes is None and not on_cpu:  # Its buffers are taken before the pool.
-        host_pages = host_memory() // _HOST_SHARE // image_bytes
+        host_pages = _free_on_host(device) // _HOST_SHARE // image_bytes
     plan = MemoryPlan(
         limit_bytes=limit,
         weights_bytes=weights_bytes,
@@ -174,7 +197,16 @@ def plan_memory(
         disk_pages=_lower_pages("disk_kv_bytes", config.disk_kv_bytes, image_bytes),
         host_is_device=on_cpu,
         num_devices=num_devices,
+        lora_bytes=lora_bytes,
+        host_weights_bytes=host_weights_bytes,
+        disk_weights_bytes=disk_weights_bytes,
     )
+    if host_weights_bytes * num_devices > _free_on_host(device):
+        raise MemoryPlanError(
+            f"weights_on is 'host', and the layers take {host_weights_bytes * num_devices} bytes, "
+            f"but {_free_on_host(device)} bytes of the host's memory are free; set weights_on to "
+            "'disk', or resident_weight_bytes to keep more of them on the device."
+        )
     if config.kv_cache_memory_bytes is not None:
         num_pages = config.kv_cache_memory_bytes // page_bytes
         if num_pages < 2:
@@ -197,10 +229,10 @@ def plan_memory(
             "preemption is 'swap', but there is no tier to swap to; set host_kv_bytes, or "
             "disk_kv_bytes and disk_kv_dir."
         )
-    if plan.host_bytes > host_memory():
+    if plan.host_bytes > _free_on_host(device):
         raise MemoryPlanError(
-            f"host_kv_bytes is {config.host_kv_bytes}, but {host_memory()} bytes of the host's "
-            "memory are free; set it to less than that."
+            f"host_kv_bytes is {config.host_kv_bytes}, but {_free_on_host(device)} bytes of the "
+            "host's memory are free; set it to less than that."
         )
     return plan
 
@@ -215,10 +247,43 @@ def _lower_pages(setting: str, num_bytes: int, page_bytes: int) -> int:
     return num_bytes // page_bytes
 
 
-def device_memory(device: jax.Device) -> int:
-    """Bytes of memory usable on `device`; on a CPU, those free on the host now."""
-    stats = device.memory_stats() or {}
-    return stats.get("bytes_limit") or host_memory()
+def reserve_memory(share: float) -> None:
+    """Have JAX reserve so much of each GPU's memory when it first uses one, and a little more, of
+    which its allocator cannot use every byte. The caller's own setting takes precedence."""
+    if not devices_are_open() and not any(map(os.environ.get, _FRACTIONS)):
+        os.environ[_FRACTIONS[0]] = f"{_to_reserve(share):.3f}"
+
+
+def _to_reserve(share: float) -> float:
+    return min(share + _UNUSABLE_SHARE, 1 - _UNUSABLE_SHARE)
+
+
+def _reserved() -> float:
+    """The share of each GPU's memory that JAX has reserved here."""
+    return float(next(filter(None, map(os.environ.get, _FRACTIONS)), _JAX_FRACTION))
+
+
+def usable_memory(device: jax.Device | DescribedDevice, share: float) -> int:
+    """Bytes of that share of a device's memory; of a GPU's at most what JAX has reserved, or would
+    reserve on one that is described."""
+    if device.platform == "gpu":
+        described = isinstance(device, DescribedDevice)
+        reserved = _to_reserve(share) if described else _reserved()
+        share = min(share, reserved * (1 - _UNUSABLE_SHARE))
+    return int(device_memory(device) * share)
+
+
+def device_memory(device: jax.Device | DescribedDevice) -> int:
+    """Bytes of a device's memory; on a CPU, those free on the host now."""
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit and device.platform == "gpu" and not isinstance(device, DescribedDevice):
+        return round(limit / _reserved())  # It counts what JAX has reserved.
+    return limit or _free_on_host(device)
+
+
+def _free_on_host(device: jax.Device | DescribedDevice) -> int:
+    """Bytes of memory on the host of a device."""
+    return device.host_memory_bytes if isinstance(device, DescribedDevice) else host_memory()
 
 
 def host_memory() -> int:
@@ -234,6 +299,11 @@ def host_memory() -> int:
 def _scratch_guess(config: EngineConfig, model: ModelConfig, itemsize: int) -> int:
     """Temporaries of the largest step: activations of a few layers' width, logits of all rows."""
     widest = 4 * model.hidden_size + 3 * model.intermediate_size
+    if model.moe is not None:  # Float32 sums, and routing.
+        widest += 2 * model.hidden_size + 4 * model.moe.num_experts
+    if model.mla is not None:  # Queries and results as wide as latents.
+        heads = model.num_heads // config.tensor_parallel_size
+        widest += 2 * heads * (model.head_dim + model.value_dim)
     activations = config.max_num_batched_tokens * widest * max(itemsize, 4)
     rows = config.max_num_seqs * (1 + config.num_speculative_tokens)
     return activations + 4 * rows * model.vocab_size * 4

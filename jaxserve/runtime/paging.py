@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import jax
+import numpy as np
+
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.events import EventLog
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.kv.manager import KVManager
+from jaxserve.kv.offload.rates import Rates
+from jaxserve.kv.offload.tiers import DiskStore, HostStore, Store, Tier
+from jaxserve.kv.offload.transfer_worker import TransferHandle, TransferWorker
+from jaxserve.kv.offload.transfers import MOVE_SIZES
 from jaxserve.kv.page_transfers import PageTransfers
 from jaxserve.kv.pages import TRASH_PAGE, PagePool
-from jaxserve.kv.rates import Rates
-from jaxserve.kv.tiers import DiskStore, HostStore, Store, Tier
-from jaxserve.kv.transfer_worker import TransferHandle, TransferWorker
-from jaxserve.kv.transfers import MOVE_SIZES
 from jaxserve.runtime.memory import STAGING_BUFFERS
 from jaxserve.runtime.page_images import ImageLayout, PageImages
 from jaxserve.runtime.runner import Runner
-from jaxserve.runtime.staging import Staging
 from jaxserve.runtime.startup import EnginePlan
 
 _CALIBRATIONS = 3
@@ -120,3 +122,35 @@ class Paging(PageTransfers):
     def _finish(self, handle: TransferHandle) -> None:
         while handle not in self._worker.ended():
             self._worker.wait(_CALIBRATION_WAIT_US)
+
+
+class Staging:
+    """Copies staging arrays to the host and back, from any thread, without compiling.
+
+    On accelerators pages pass through pinned host memory, which the device accesses by DMA.
+    """
+
+    def __init__(self, image: jax.ShapeDtypeStruct) -> None:
+        """`image`: shape and sharding of a staging array of one page."""
+        self._place = image.sharding
+        self._dtype = image.dtype
+        self._pinned = None
+        if next(iter(image.sharding.device_set)).platform != "cpu":
+            self._pinned = image.sharding.with_memory_kind("pinned_host")
+
+    def download(self, staging: jax.Array) -> np.ndarray:
+        """Waits for a gather and returns its pages [rows, elements], read-only."""
+        if self._pinned is not None:
+            staging = jax.device_put(staging, self._pinned)
+        return np.asarray(staging)
+
+    def upload(self, images: np.ndarray) -> jax.Array:
+        """A staging array of pages uint8 [rows, bytes], padded to the rows of a scatter program;
+        waits until it is on the device."""
+        size = next(size for size in MOVE_SIZES if size >= len(images))
+        padded = np.zeros((size, images.shape[1]), np.uint8)
+        padded[: len(images)] = images
+        staging = padded.view(self._dtype)
+        if self._pinned is not None:
+            staging = jax.device_put(staging, self._pinned)
+        return jax.block_until_ready(jax.device_put(staging, self._place))

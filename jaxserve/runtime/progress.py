@@ -17,14 +17,18 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from jaxserve.core.notebook import NotebookText, in_notebook
+from jaxserve.core.progress_bar import NotebookText, in_notebook
 
 _DRAW_S = 0.2
 _WIDTH = 40
 _LABELS = {
     "weights": "Loading weights",
+    "draft model": "Loading draft model",
     "programs": "Preparing programs",
     "requests": "Serving requests",
+    "steps": "Measuring steps",
+    "targets": "Answering prompts",
+    "training": "Training",
 }
 
 

@@ -8,8 +8,9 @@ the previous one, so the device runs the steps in plan order.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +19,8 @@ from jaxserve.core.buckets import ProgramKey
 from jaxserve.core.in_flight import StepResults, TokenLogprobs
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.step_plan import StepPlan
-from jaxserve.kv.transfers import MOVE_PAGES, MOVE_SIZES
+from jaxserve.core.weight_reads import WeightReads
+from jaxserve.kv.offload.transfers import MOVE_PAGES, MOVE_SIZES
 from jaxserve.models.family import Params
 from jaxserve.runtime.in_flight import BUBBLE, DeviceStep, PackedInputs, SamplingRow
 from jaxserve.runtime.programs.device_state import allocate, filled
@@ -26,6 +28,7 @@ from jaxserve.runtime.programs.executables import Programs
 from jaxserve.runtime.programs.kinds import ProgramKinds
 from jaxserve.runtime.programs.program_shapes import ProgramShapes, holding
 from jaxserve.runtime.programs.step_layout import FrozenPlan
+from jaxserve.runtime.weights.source import ResidentWeights, WeightSource
 from jaxserve.sampling import (
     NO_TOKEN,
     needs_state,
@@ -42,15 +45,36 @@ class Runner:
     at a time, and each stage on a different step.
     """
 
-    def __init__(self, shapes: ProgramShapes, params: Params, programs: Programs) -> None:
+    def __init__(
+        self,
+        shapes: ProgramShapes,
+        weights: WeightSource,
+        programs: Programs,
+        draft_params: Params | None = None,
+    ) -> None:
         self.shapes = shapes
         self._kinds = ProgramKinds(shapes)
         self._kinds.bind(programs)
-        self._state = allocate(shapes.abstract_state, params)
+        self._state = allocate(shapes.abstract_state, weights, draft_params)
         self._rows: dict[int, SamplingRow] = {}
         self._stages = collections.deque([BUBBLE] * (shapes.stages - 1))
         self.num_dispatches = 0
         self.in_flight: collections.deque[DeviceStep] = collections.deque()
+
+    @property
+    def steps_ahead(self) -> int:
+        """As Executor. A dispatch with streamed layers ends with its step, and a step whose tokens
+        are dropped would read all of them."""
+        return 0 if self.shapes.placement.streamed else 1
+
+    @property
+    def weight_reads(self) -> WeightReads | None:
+        """What streamed weights have read; None where all are resident."""
+        return self._state.weights.reads
+
+    def close(self) -> None:
+        """End what runs beside the steps. Can be called twice."""
+        self._state.weights.close()
 
     @property
     def busy(self) -> bool:
@@ -111,6 +135,8 @@ class Runner:
         self.num_dispatches += 1
         self._stages.append(packed)
         key, together = self._key(), tuple(step.plan for step in self._stages)
+        if self._kinds.proposer is not None:
+            self._kinds.proposer.propose(self._state, packed)
         hidden, prefill_hidden = self._forward(key)
         oldest = self._stages.popleft()
         if oldest is not BUBBLE:
@@ -137,10 +163,12 @@ class Runner:
         prefill_hidden: jax.Array,
     ) -> DeviceStep:
         token_ids = acceptance = logprobs = None
-        if packed.sampled:
+        if any(chunk.seq.pooling is None for chunk in packed.sampled):
             token_ids, acceptance, logprobs = self._sample(packed, key.width, hidden)
         prompt_logprobs = self._score_prompts(packed, prefill_hidden)
-        for array in jax.tree.leaves((token_ids, acceptance, logprobs, prompt_logprobs)):
+        chunk_sums = self._sum_chunks(packed, prefill_hidden)
+        results = token_ids, acceptance, logprobs, prompt_logprobs, chunk_sums
+        for array in jax.tree.leaves(results):
             array.copy_to_host_async()
         return DeviceStep(
             packed.step_id,
@@ -155,6 +183,7 @@ class Runner:
             acceptance,
             logprobs,
             prompt_logprobs,
+            chunk_sums,
         )
 
     def read(self, step: DeviceStep) -> StepResults:
@@ -170,7 +199,75 @@ class Runner:
             width=step.width,
             logprobs=jax.tree.map(np.asarray, step.logprobs),
             prompt_logprobs=jax.tree.map(np.asarray, step.prompt_logprobs),
+            last_hidden=np.asarray(step.hidden) if step.pools else None,
+            chunk_sums=None if step.chunk_sums is None else np.asarray(step.chunk_sums),
         )
+
+    def replace_params(self, arrays: Iterator[jax.Array]) -> None:
+        """Put these in the place of the parameters, in the order of their leaves. A parameter is
+        freed before the next array is asked for: together they never take more memory. No step may
+        be in flight."""
+        old, structure = jax.tree.flatten(self._state.params)
+        new = []
+        for param in old:
+            if isinstance(param, jax.Array):
+                param.delete()
+            new.append(jax.block_until_ready(next(arrays)))
+        self._state.weights = ResidentWeights(structure.unflatten(new))
+        self._restore_draft()
+
+    def offload_params(self, *, keep: bool) -> None:
+        """Free the parameters on the devices; `keep` copies them to host memory first, as those of
+        a draft model always are. Without it a copy there is dropped too. No step may be in
+        flight."""
+
+        def offload(array: jax.Array | np.ndarray) -> np.ndarray:
+            host = np.asarray(array)
+            if isinstance(array, jax.Array):
+                array.delete()
+            return host
+
+        state = self._state
+        state.draft_params = jax.tree.map(offload, state.draft_params)
+        if keep:
+            state.weights = ResidentWeights(jax.tree.map(offload, state.params))
+        else:
+            for array in jax.tree.leaves(state.params):
+                if isinstance(array, jax.Array):
+                    array.delete()
+            state.weights = ResidentWeights(self.shapes.abstract_params)
+
+    def restore_params(self) -> None:
+        """Put the parameters in host memory back on the devices."""
+        params = _placed(self._state.params, self.shapes.abstract_params)
+        self._state.weights = ResidentWeights(params)
+        self._restore_draft()
+
+    def _restore_draft(self) -> None:
+        shapes = self.shapes.abstract_state.draft_params
+        self._state.draft_params = _placed(self._state.draft_params, shapes)
+
+    def set_adapter(self, slot: int, layers: Iterable[Any]) -> None:
+        """Put the layers of a LoRA adapter, arrays on the devices, into a slot from 1 on. Steps
+        dispatched before still have the adapter that was there."""
+        self._drain()
+        self._kinds.set_adapter(self._state, slot, layers)
+
+    def free_pages(self) -> None:
+        """Free the KV pool. No step may be in flight."""
+        for array in jax.tree.leaves(self._state.kv):
+            array.delete()
+        self._state.kv = []
+
+    def allocate_pages(self) -> None:
+        """Allocate the KV pool again, empty."""
+        self._state.kv = jax.tree.map(lambda shape: filled(shape, 0), self.shapes.abstract_kv)
+
+    def set_last_tokens(self, token_ids: SequenceOf[int]) -> None:
+        """Make these the newest tokens of all slots, for steps that are only measured."""
+        shape = self.shapes.abstract_state.last_tokens
+        tokens = np.array([*token_ids, 0], shape.dtype)  # The last slot is for padding.
+        self._state.last_tokens = jax.device_put(tokens, shape.sharding)
 
     def gather(self, pages: SequenceOf[int]) -> jax.Array:
         """A staging array [at least pages, elements] with up to MOVE_PAGES pages."""
@@ -183,10 +280,11 @@ class Runner:
         self._state.kv = self._kinds.scatter(self._state.kv, pages, staging)
 
     def read_pages(self, pages: SequenceOf[int]) -> np.ndarray:
-        """Copy up to MOVE_PAGES pages to the host, uint8 [pages, bytes], layer by layer; waits for
-        the device."""
+        """Copy up to MOVE_PAGES pages to the host, uint8 [pages, bytes], layer by layer and without
+        those of a draft model; waits for the device."""
         self._drain()
-        staged = (self._kinds.gather([layer], pages) for layer in self._state.kv)
+        own = self._state.kv[: self.shapes.kv_layout.layers_per_page]
+        staged = (self._kinds.gather([layer], pages) for layer in own)
         layers = [np.asarray(layer)[: len(pages)] for layer in staged]
         parts = np.stack([self._by_device(layer) for layer in layers], axis=2)
         return np.ascontiguousarray(parts).view(np.uint8).reshape(len(pages), -1)
@@ -196,8 +294,9 @@ class Runner:
         self._drain()
         kv, place = self._state.kv, self.shapes.staging(MOVE_PAGES, 1)
         parts = self._by_device(images.view(place.dtype))
-        parts = parts.reshape(*parts.shape[:2], len(kv), -1)
-        for index in range(len(kv)):
+        num_layers = self.shapes.kv_layout.layers_per_page
+        parts = parts.reshape(*parts.shape[:2], num_layers, -1)
+        for index in range(num_layers):
             staging = np.zeros(place.shape, place.dtype)
             staging[: len(pages)] = parts[:, :, index].reshape(len(pages), -1)
             staged = jax.device_put(staging, place.sharding)
@@ -214,11 +313,12 @@ class Runner:
         self._kinds.copy(self._state, pairs)
 
     def poison(self, pages: SequenceOf[int]) -> None:
-        """Fill pages with NaN, to expose reads before writes."""
+        """Fill pages, or their scales, with NaN, to expose reads before writes."""
         for first in range(0, len(pages), MOVE_SIZES[-1]):
             some = pages[first : first + MOVE_SIZES[-1]]
             shape = self.shapes.staging(holding(MOVE_SIZES, len(some)))
-            self.scatter(some, filled(shape, np.nan))
+            in_bytes = shape.dtype == np.uint8
+            self.scatter(some, filled(shape, 0xFF if in_bytes else np.nan))
 
     def _key(self, *entering: StepPlan) -> ProgramKey:
         """The program that holds all steps in the pipeline, and those `entering`."""
@@ -243,7 +343,7 @@ class Runner:
             if chunk.samples:
                 self._kinds.set_history(state, chunk)
         token_ids, logprobs = self._draw(packed, width, hidden)
-        return token_ids, self._kinds.verify(state, token_ids, sampled, width), logprobs
+        return token_ids, self._kinds.verify(state, token_ids, sampled, width, hidden), logprobs
 
     def _draw(
         self, packed: PackedInputs, width: int, hidden: jax.Array
@@ -289,5 +389,20 @@ class Runner:
             return None
         return self._kinds.prompt_logprobs(self._state, hidden, prefills)
 
+    def _sum_chunks(self, packed: PackedInputs, hidden: jax.Array) -> jax.Array | None:
+        """Sums of the hidden states of each prefill chunk, if those of one are pooled."""
+        prefills = packed.plan.prefills
+        if not any(chunk.seq.needs_all_hidden_states for chunk in prefills):
+            return None
+        return self._kinds.sum_chunks(self._state, hidden, prefills)
+
     def _admission(self, seq: Sequence, row: SamplingRow) -> np.ndarray:
         return self._kinds.admit.pack(seq, row.eos_token_ids, row.bad_word_ids)
+
+
+def _placed(params: Params | None, shapes: Params | None) -> Params | None:
+    """Parameters in host memory, on the devices; those that are there stay."""
+    placed = jax.tree.map(
+        lambda array, shape: jax.device_put(array, shape.sharding), params, shapes
+    )
+    return jax.block_until_ready(placed)

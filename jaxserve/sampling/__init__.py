@@ -8,7 +8,7 @@ per-sequence history (counts, bans), one row per slot.
 from jaxserve.core.in_flight import NO_TOKEN, TokenLogprobs
 from jaxserve.sampling.logprobs import TOP_LOGPROBS, token_logprobs
 from jaxserve.sampling.rows import pack_rows, row_constants
-from jaxserve.sampling.sample import SampleOutput, general, greedy
+from jaxserve.sampling.sample import SampleOutput, general, greedy, record_sampled
 from jaxserve.sampling.state import (
     BY_TOKEN,
     SamplingState,
@@ -16,6 +16,7 @@ from jaxserve.sampling.state import (
     admit,
     needs_state,
     pack_admission,
+    tokens_per_rank,
 )
 
 __all__ = [
@@ -32,6 +33,8 @@ __all__ = [
     "needs_state",
     "pack_admission",
     "pack_rows",
+    "record_sampled",
     "row_constants",
     "token_logprobs",
+    "tokens_per_rank",
 ]

@@ -25,26 +25,26 @@ def no_logprobs(rows: int) -> TokenLogprobs[jax.Array]:
 def token_logprobs(
     logits: jax.Array, token_ids: jax.Array, with_top: jax.Array
 ) -> TokenLogprobs[jax.Array]:
-    """Logprobs of `token_ids` [rows] from raw `logits` [vocab, rows], this rank's part of the
+    """Logprobs of `token_ids` [rows] from raw `logits` [rows, vocab], this rank's part of the
     vocabulary; also the top ones if the scalar `with_top` is set.
 
     With a vocabulary smaller than 20, the remaining top entries are -inf.
     """
-    count, rows = logits.shape
+    rows, count = logits.shape
     first = parallel.first_of_vocab(count)
-    best = parallel.max_over_vocab(jnp.max(logits, axis=0))
+    best = parallel.max_over_vocab(jnp.max(logits, axis=1))
     normalizer = best + jnp.log(
-        parallel.sum_over_vocab(ordered_sum(jnp.exp(logits - best), axis=0))
+        parallel.sum_over_vocab(ordered_sum(jnp.exp(logits - best[:, None])))
     )
     # A row that sampled no token has a negative id; its logprob is not used.
     place = jnp.maximum(token_ids, 0) - first
     here = (place >= 0) & (place < count)
-    own = logits.at[jnp.clip(place, 0, count - 1), jnp.arange(rows)].get()
+    own = logits.at[jnp.arange(rows), jnp.clip(place, 0, count - 1)].get()
     chosen = parallel.sum_over_vocab(jnp.where(here, own, 0.0))
-    higher = ordered_sum((logits > chosen).astype(jnp.int32), axis=0)
+    higher = ordered_sum((logits > chosen[:, None]).astype(jnp.int32))
 
     def top() -> tuple[jax.Array, jax.Array]:
-        values, ids = lax.top_k(logits.T, min(TOP_LOGPROBS, count))
+        values, ids = lax.top_k(logits, min(TOP_LOGPROBS, count))
         if parallel.num_vocab_ranks() > 1:
             values = parallel.gather_over_vocab(values)
             ids = parallel.gather_over_vocab(first + ids)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.models import parallel
-from jaxserve.sampling.state import SamplingState
+from jaxserve.sampling.state import SamplingState, recent_tokens
 from jaxserve.structured.bitmask import WORD_BITS
 
 
@@ -62,15 +62,17 @@ def ban_tokens(
     state: SamplingState,
     before_min_tokens: jax.Array,
     with_bad_words: jax.Array,
+    pending: jax.Array | None,
     count: int,
 ) -> jax.Array:
     """-inf for stop tokens before min_tokens, and for tokens that would complete a bad word.
 
-    Both flags are bool [rows]. Bad words are matched against the output, not the prompt.
+    Both flags are bool [rows]. Bad words are matched against the output, not the prompt; `pending`
+    as in `recent_tokens`.
     """
     words = state.bad_words[slots]
     prefix, last = words[:, :, :-1], words[:, :, -1]
-    recent = state.recent[slots][:, None, :]
+    recent = recent_tokens(state, slots, pending)[:, None, :]
     complete = jnp.all((prefix < 0) | (prefix == recent), axis=2) & with_bad_words[:, None]
     stops = jnp.where(before_min_tokens[:, None], state.stop_ids[slots], -1)
     banned = jnp.concatenate([jnp.where(complete, last, -1), stops], axis=1)
@@ -85,14 +87,22 @@ def penalize(
     slots: jax.Array,
     state: SamplingState,
     penalties: Sequence[jax.Array],
+    pending: jax.Array | None,
+    vocab: int,
 ) -> jax.Array:
     """Repetition penalty over prompt and output (CTRL, Keskar et al. 2019), then the other two.
 
     `penalties` are presence, frequency and repetition, float32 [rows] each; 0, 0 and 1 leave a
-    row bit-identical, whatever its slot.
+    row bit-identical, whatever its slot. `pending` as in `recent_tokens`, of this rank's `vocab`
+    tokens or others.
     """
     presence, frequency, repetition = penalties
     seen = state.seen[slots]
+    if pending is not None:
+        rows = lax.broadcasted_iota(jnp.int32, pending.shape, 0)
+        place = pending - parallel.first_of_vocab(vocab)
+        own = (pending >= 0) & (place >= 0) & (place < vocab)
+        seen = seen.at[rows, jnp.where(own, place, seen.shape[1])].add(2, mode="drop")
     count = seen >> 1
     repetition = jnp.where(seen > 0, repetition[:, None], 1.0)
     logits = jnp.where(logits > 0, logits / repetition, logits * repetition)

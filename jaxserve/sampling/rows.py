@@ -1,7 +1,7 @@
 """The upload of a sampling step: an int32 array [rows, NUM_FIELDS].
 
-The fields below are its columns; floats are stored as their bits. Everything but SLOT and POSITION
-is constant for a sequence, so it is built once (`row_constants`) and copied each step.
+The fields below are its columns; floats are stored as their bits. Everything but SLOT, POSITION and
+PLACE is constant for a sequence, so it is built once (`row_constants`) and copied each step.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ SEED_LOW = 3
 FLAGS = 4
 TOP_K = 5  # 0 is off
 MIN_TOKENS = 6
-TEMPERATURE = 7  # float bits from here on; 0.0 is greedy
-TOP_P = 8  # 1.0 is off
-MIN_P = 9
-PRESENCE = 10
-FREQUENCY = 11
-REPETITION = 12
-NUM_FIELDS = 13  # and then a float for each of the engine's logits processors
+PLACE = 7  # drafts of its step before it
+TEMPERATURE = 8  # float bits from here on; 0.0 is greedy
+TOP_P = 9  # 1.0 is off
+MIN_P = 10
+PRESENCE = 11
+FREQUENCY = 12
+REPETITION = 13
+NUM_FIELDS = 14  # and then a float for each of the engine's logits processors
 
 FLAG_BIAS = 1  # adds its slot's bias row
 FLAG_PENALTY = 2

@@ -18,7 +18,7 @@ from jaxserve.sampling.process import add_bias, ban_tokens, mask_tokens, penaliz
 from jaxserve.sampling.processors import NO_PROCESSORS, Processors, apply_processors
 from jaxserve.sampling.state import SamplingState, record
 from jaxserve.sampling.threshold import weight_floor
-from jaxserve.sampling.vocabulary import CELL, largest, padded
+from jaxserve.sampling.vocabulary import largest, padded
 
 
 @flax.struct.dataclass
@@ -32,19 +32,18 @@ class SampleOutput:
 def greedy(logits: jax.Array) -> jax.Array:
     """Most likely token int32 [rows], the lowest id on ties.
 
-    `logits` float32 [vocab, rows], of this rank's part of the vocabulary.
+    `logits` float32 [rows, vocab], of this rank's part of the vocabulary.
     """
-    # As `largest`, over the leading axis: transposing the logits would cost a pass over them.
-    count, rows = logits.shape
-    cells = jnp.pad(logits, ((0, -count % CELL), (0, 0)), constant_values=-jnp.inf)
-    cells = cells.reshape(-1, CELL, rows)
-    cell_max = jnp.max(cells, axis=1)
-    cell = jnp.argmax(cell_max, axis=0)
-    members = jnp.take_along_axis(cells, cell[None, None, :], axis=0)[0]
-    place = (cell * CELL + jnp.argmax(members, axis=0)).astype(jnp.int32)
-    best = jnp.max(cell_max, axis=0)
+    best, place = largest(_whole_cells(logits))
     place = jnp.where(best > -jnp.inf, place, NO_TOKEN)
-    return parallel.vocab_parallel_argmax(place, best, count)
+    return parallel.vocab_parallel_argmax(place, best, logits.shape[1])
+
+
+def _whole_cells(logits: jax.Array) -> jax.Array:
+    """Logits [rows, vocab] with -inf up to whole cells."""
+    count = logits.shape[1]
+    missing = ((0, 0), (0, padded(count) - count))
+    return jnp.pad(logits, missing, constant_values=-jnp.inf)
 
 
 def general(
@@ -53,21 +52,27 @@ def general(
     meta: jax.Array,
     masks: jax.Array,
     processors: Processors = NO_PROCESSORS,
+    drafts: jax.Array | None = None,
 ) -> tuple[SampleOutput, SamplingState]:
     """Samples one token per row with all of SamplingParams.
 
-    `logits` float32 [vocab, rows], of this rank's part of the vocabulary; `meta` int32
-    [rows, NUM_FIELDS + processors] from `pack_rows`; real rows have distinct slots. `masks` int32
+    `logits` float32 [rows, vocab], of this rank's part of the vocabulary; `meta` int32
+    [rows, NUM_FIELDS + processors] from `pack_rows`. `masks` int32
     [rows, mask_words] has a bit for each token of the whole vocabulary that a row with FLAG_MASK
     may sample; other rows of `masks` are not read. Returns the state with the tokens recorded where
     they are needed. A row's token depends only on its own logits, state, fields and mask.
+
+    Real rows have distinct slots, but with `drafts` int32 [rows, n]: those of each row's slot, of
+    which it comes after the first PLACE. Rows of one slot are neighbours, and those after a wrong
+    draft are not recorded.
     """
-    count = len(logits)
+    count = logits.shape[1]
     floats = lax.bitcast_convert_type(meta, jnp.float32)
-    slots, flags = meta[:, row.SLOT], meta[:, row.FLAGS]
+    flags = meta[:, row.FLAGS]
     temperature = floats[:, row.TEMPERATURE]
 
-    scores = _processed(logits, state, meta, floats, masks, processors)
+    pending = _pending(meta, drafts)
+    scores = _processed(logits, state, meta, floats, masks, processors, pending)
     best = parallel.max_over_vocab(jnp.max(scores, axis=1))
     weights = _weights(scores, best, temperature)
     floor = weight_floor(weights, meta[:, row.TOP_K], floats[:, row.TOP_P], floats[:, row.MIN_P])
@@ -79,10 +84,42 @@ def general(
     logprobs = lax.cond(
         _any(flags, row.FLAG_LOGPROBS),
         lambda: token_logprobs(logits, token_ids, _any(flags, row.FLAG_TOP_LOGPROBS)),
-        lambda: no_logprobs(logits.shape[1]),
+        lambda: no_logprobs(len(logits)),
     )
-    state = record(state, slots, token_ids, count, flags & row.FLAG_TRACK > 0)
+    state = record_sampled(state, meta, token_ids, count, drafts)
     return SampleOutput(token_ids=token_ids, logprobs=logprobs), state
+
+
+def record_sampled(
+    state: SamplingState,
+    meta: jax.Array,
+    token_ids: jax.Array,
+    count: int,
+    drafts: jax.Array | None,
+) -> SamplingState:
+    """State with the `token_ids` int32 [rows] that are kept, where they are needed; the arguments
+    are those of `general`, and each rank has `count` tokens of the vocabulary."""
+    tracked = meta[:, row.FLAGS] & row.FLAG_TRACK > 0
+    if drafts is not None:
+        tracked &= _kept(meta[:, row.PLACE], drafts, token_ids)
+    return record(state, meta[:, row.SLOT], token_ids, count, tracked, _pending(meta, drafts))
+
+
+def _pending(meta: jax.Array, drafts: jax.Array | None) -> jax.Array | None:
+    """Drafts int32 [rows, n] that come before each row, NO_TOKEN after the last of them."""
+    if drafts is None:
+        return None
+    before = jnp.arange(drafts.shape[1]) < meta[:, row.PLACE, None]
+    return jnp.where(before, drafts, NO_TOKEN)
+
+
+def _kept(places: jax.Array, drafts: jax.Array, token_ids: jax.Array) -> jax.Array:
+    """Whether all drafts before each row were sampled in the rows before it, bool [rows]."""
+    kept = places == 0
+    for place in range(drafts.shape[1]):
+        right = kept & (places == place) & (token_ids >= 0) & (token_ids == drafts[:, place])
+        kept |= jnp.roll(right, 1) & (places == place + 1)
+    return kept
 
 
 def _any(flags: jax.Array, flag: int) -> jax.Array:
@@ -96,17 +133,14 @@ def _processed(
     floats: jax.Array,
     masks: jax.Array,
     processors: Processors,
+    pending: jax.Array | None,
 ) -> jax.Array:
     """Scores [rows, padded vocab]: logits with mask, bias, bans, processors and penalties; -inf in
     the padding.
-
-    Rows are made contiguous first: one extra pass, after which all later passes and the gathers of
-    state access memory sequentially.
     """
-    count = len(logits)
+    count = logits.shape[1]
     slots, flags = meta[:, row.SLOT], meta[:, row.FLAGS]
-    padding = padded(count) - count
-    scores = jnp.pad(logits.T, ((0, 0), (0, padding)), constant_values=-jnp.inf)
+    scores = _whole_cells(logits)
     biased = flags & row.FLAG_BIAS > 0
     early = meta[:, row.POSITION] < meta[:, row.MIN_TOKENS]
     worded = flags & row.FLAG_BAD_WORDS > 0
@@ -119,7 +153,11 @@ def _processed(
         (
             jnp.any(early | worded),
             functools.partial(
-                ban_tokens, before_min_tokens=early, with_bad_words=worded, count=count
+                ban_tokens,
+                before_min_tokens=early,
+                with_bad_words=worded,
+                pending=pending,
+                count=count,
             ),
         ),
     )
@@ -131,7 +169,9 @@ def _processed(
             (flags & row.FLAG_PROCESSORS > 0)[:, None], floats[:, row.NUM_FIELDS :], jnp.nan
         )
         scores = when(_any(flags, row.FLAG_PROCESSORS), stage, scores, numbers)
-    stage = functools.partial(penalize, state=state, penalties=penalties)
+    stage = functools.partial(
+        penalize, state=state, penalties=penalties, pending=pending, vocab=count
+    )
     return when(_any(flags, row.FLAG_PENALTY), stage, scores, slots)
 
 

@@ -1,4 +1,4 @@
-"""Speculative decoding on the device: acceptance of drafts, and the next drafts.
+"""Speculative decoding on the device: acceptance of drafts (runtime/proposers makes them).
 
 A decode row computes its newest token and its drafts. Each of these tokens samples the next one as
 it would without drafts, with the noise of its own position; a draft is kept while it equals the
@@ -13,21 +13,22 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxserve.core.speculative import SpeculativeConfig
-
 NO_DRAFT = -1
 
 
 class SpeculationState(NamedTuple):
-    """Per-slot arrays, int32; the last row is for padding.
+    """Per-slot arrays, int32 but for `hidden`; the last row is for padding.
 
     `history` [slots + 1, context limit + width]: tokens by position, of which the first `lengths`
-    [slots + 1] are valid. `drafts` [slots + 1, k]: guesses of the next ones, or NO_DRAFT.
+    [slots + 1] are valid. `drafts` [slots + 1, k]: guesses of the next ones, or NO_DRAFT; those of
+    a step's decodes are made before it runs. `hidden` [slots + 1, hidden], for drafters that guess
+    from it: the hidden state that the newest token was sampled from.
     """
 
     history: jax.Array
     lengths: jax.Array
     drafts: jax.Array
+    hidden: jax.Array | None = None
 
 
 class Acceptance(NamedTuple):
@@ -37,42 +38,43 @@ class Acceptance(NamedTuple):
     num_drafts: jax.Array
 
 
-def abstract_speculation(num_slots: int, max_len: int, num_drafts: int) -> SpeculationState:
-    """Shapes of the state of `num_slots` slots and one for padding."""
-    shapes = (
-        (num_slots + 1, max_len + num_drafts + 1),
-        (num_slots + 1,),
-        (num_slots + 1, num_drafts),
-    )
-    return SpeculationState(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes))
+def abstract_speculation(
+    num_slots: int, max_len: int, num_drafts: int, hidden: jax.ShapeDtypeStruct | None = None
+) -> SpeculationState:
+    """Shapes of the state of `num_slots` slots and one for padding; `hidden` is the shape of one
+    slot's hidden state, if it is kept."""
+    rows = num_slots + 1
+    shapes = (rows, max_len + num_drafts + 1), (rows,), (rows, num_drafts)
+    if hidden is not None:
+        hidden = jax.ShapeDtypeStruct((rows, *hidden.shape), hidden.dtype)
+    return SpeculationState(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes), hidden)
 
 
 def set_history(
     state: SpeculationState, slot: jax.Array, tokens: jax.Array, length: jax.Array
 ) -> SpeculationState:
     """State with the first `length` of `tokens` int32 [context limit + width] in `slot`."""
-    return SpeculationState(
-        state.history.at[slot].set(tokens),
-        state.lengths.at[slot].set(length),
-        state.drafts.at[slot].set(NO_DRAFT),
+    return state._replace(
+        history=state.history.at[slot].set(tokens), lengths=state.lengths.at[slot].set(length)
     )
 
 
 def verify(
-    config: SpeculativeConfig,
     width: int,
     state: SpeculationState,
     last_tokens: jax.Array,
     token_ids: jax.Array,
     slots: jax.Array,
     counts: jax.Array,
+    hidden: jax.Array | None = None,
 ) -> tuple[SpeculationState, jax.Array, Acceptance]:
-    """Accepts the drafts of a step, and drafts for the next.
+    """Accepts the drafts of a step.
 
     The rows are of the sequences in `slots` int32 [rows]. `token_ids` int32 [at least rows * width]
     are the tokens sampled after each row's newest token and its drafts, of which `counts` int32
-    [rows] were computed. Returns the state, `last_tokens` int32 [slots + 1] with the newest token
-    of each row, and what each row gained.
+    [rows] were computed; `hidden` [at least rows * width, hidden] is what they were sampled from,
+    where the state keeps it. Returns the state, `last_tokens` int32 [slots + 1] with the newest
+    token of each row, and what each row gained.
     """
     rows, trash = len(slots), len(last_tokens) - 1
     sampled = token_ids[: rows * width].reshape(rows, width)
@@ -89,37 +91,11 @@ def verify(
     kept = place < num_tokens[:, None]
     width_of_history = state.history.shape[1]
     where = jnp.where(kept, before[:, None] + place, width_of_history)
-    history = state.history.at[slots[:, None], where].set(sampled, mode="drop")
-    lengths = before + num_tokens
-    state = SpeculationState(
-        history,
-        state.lengths.at[slots].set(lengths),
-        state.drafts.at[slots].set(lookup(config, history[slots], lengths, state.drafts.shape[1])),
+    state = state._replace(
+        history=state.history.at[slots[:, None], where].set(sampled, mode="drop"),
+        lengths=state.lengths.at[slots].set(before + num_tokens),
     )
+    if hidden is not None:
+        newest_hidden = hidden[jnp.arange(rows) * width + accepted]
+        state = state._replace(hidden=state.hidden.at[slots].set(newest_hidden))
     return state, last_tokens, Acceptance(num_tokens, jnp.sum(drafted, axis=1))
-
-
-def lookup(
-    config: SpeculativeConfig, history: jax.Array, lengths: jax.Array, num_drafts: int
-) -> jax.Array:
-    """Drafts int32 [rows, num_drafts] by prompt lookup, NO_DRAFT where there is none.
-
-    `history` int32 [rows, positions], of which `lengths` int32 [rows] are valid. The drafts follow
-    the first of the longest earlier occurrences of the last tokens; where the tokens end before the
-    drafts do, they are taken to repeat.
-    """
-    positions = jnp.arange(history.shape[1])
-    alike = positions < lengths[:, None] - 1
-    # For each position, how many tokens up to there are those at the end.
-    matched = jnp.zeros(history.shape, jnp.int32)
-    for back in range(config.prompt_lookup_max):
-        last = jnp.take_along_axis(history, jnp.maximum(lengths - 1 - back, 0)[:, None], axis=1)
-        shifted = jnp.pad(history, ((0, 0), (back, 0)), constant_values=NO_DRAFT)
-        alike &= shifted[:, : history.shape[1]] == last
-        alike &= positions >= back
-        matched += alike
-    longest = jnp.max(matched, axis=1, keepdims=True)
-    first = jnp.argmax(matched, axis=1)[:, None] + 1
-    period = jnp.maximum(lengths[:, None] - first, 1)
-    drafts = jnp.take_along_axis(history, first + jnp.arange(num_drafts) % period, axis=1)
-    return jnp.where(longest >= config.prompt_lookup_min, drafts, NO_DRAFT)

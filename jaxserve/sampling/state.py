@@ -69,7 +69,7 @@ def needs_state(params: SamplingParams) -> bool:
 def abstract_state(num_slots: int, vocab_size: int, ranks: int = 1) -> SamplingState:
     """Shapes of the state of `num_slots` empty slots and the trash slot, whose row index is
     `num_slots`, for a vocabulary that is split over `ranks`. The initial state is zeros."""
-    rows, width = num_slots + 1, ranks * padded(_count(vocab_size, ranks))
+    rows, width = num_slots + 1, ranks * padded(tokens_per_rank(vocab_size, ranks))
     return SamplingState(
         seen=jax.ShapeDtypeStruct((rows, width), jnp.int32),
         bias=jax.ShapeDtypeStruct((rows, width), jnp.float32),
@@ -79,14 +79,14 @@ def abstract_state(num_slots: int, vocab_size: int, ranks: int = 1) -> SamplingS
     )
 
 
-def _count(vocab_size: int, ranks: int) -> int:
+def tokens_per_rank(vocab_size: int, ranks: int) -> int:
     """Tokens of the vocabulary per rank, of which the last ranks may have fewer."""
     return -(-vocab_size // ranks)
 
 
 def _columns(by_token: np.ndarray, ranks: int) -> np.ndarray:
     """Per-token values int32 [vocab] in the order and with the padding of the state."""
-    count = _count(len(by_token), ranks)
+    count = tokens_per_rank(len(by_token), ranks)
     parts = np.zeros((ranks, padded(count)), by_token.dtype)
     whole = np.zeros(ranks * count, by_token.dtype)
     whole[: len(by_token)] = by_token
@@ -186,25 +186,45 @@ def admit(state: SamplingState, slot: jax.Array, admission: jax.Array) -> Sampli
     )
 
 
+def recent_tokens(state: SamplingState, slots: jax.Array, pending: jax.Array | None) -> jax.Array:
+    """The last output tokens int32 [rows, 7] before those that rows sample, newest last.
+
+    `pending` int32 [rows, n] are tokens that follow those of the state, -1 after the last of them;
+    None for none.
+    """
+    recent = state.recent[slots]
+    if pending is None:
+        return recent
+    number = jnp.sum(pending >= 0, axis=1, keepdims=True)
+    both = jnp.concatenate([recent, pending], axis=1)
+    return jnp.take_along_axis(both, number + jnp.arange(_RECENT), axis=1)
+
+
 def record(
     state: SamplingState,
     slots: jax.Array,
     token_ids: jax.Array,
     count: int,
     tracked: jax.Array,
+    pending: jax.Array | None = None,
 ) -> SamplingState:
     """State after the rows with `tracked` bool [rows] appended `token_ids` int32 [rows]; each rank
     has `count` tokens of the vocabulary.
 
     The other rows write to the trash slot, and so do rows that sampled no token (a negative id).
+    Rows of one slot are neighbours; `pending` as in `recent_tokens` has for each the tokens of
+    those before it.
     """
     real = tracked & (token_ids >= 0)
-    slots = jnp.where(real, slots, state.trash_slot)
     tokens = jnp.maximum(token_ids, 0)
-    shifted = jnp.concatenate([state.recent[slots, 1:], tokens[:, None]], axis=1)
+    shifted = recent_tokens(state, slots, pending)
+    shifted = jnp.concatenate([shifted[:, 1:], tokens[:, None]], axis=1)
     place = tokens - parallel.first_of_vocab(count)
     place = jnp.where((place >= 0) & (place < count), place, state.seen.shape[1])
+    followed = jnp.append(real[1:] & (slots[1:] == slots[:-1]), False)
+    seen = jnp.where(real, slots, state.trash_slot)
+    newest = jnp.where(real & ~followed, slots, state.trash_slot)
     return state.replace(
-        seen=state.seen.at[slots, place].add(2, mode="drop"),
-        recent=state.recent.at[slots].set(shifted),
+        seen=state.seen.at[seen, place].add(2, mode="drop"),
+        recent=state.recent.at[newest].set(shifted),
     )

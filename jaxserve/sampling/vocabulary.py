@@ -21,13 +21,13 @@ def padded(count: int) -> int:
     return -(-count // CELL) * CELL
 
 
-def ordered_sum(x: jax.Array, axis: int = -1) -> jax.Array:
-    """Sum over an axis by pairwise halving, in an order that depends only on the axis length."""
-    while (length := x.shape[axis]) > 1:
+def ordered_sum(x: jax.Array) -> jax.Array:
+    """Sum over the last axis by pairwise halving, in an order that depends only on its length."""
+    while (length := x.shape[-1]) > 1:
         half = length // 2
-        first, second, rest = jnp.split(x, [half, 2 * half], axis)
-        x = jnp.concatenate([first + second, rest], axis)
-    return jnp.squeeze(x, axis)
+        first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
+        x = jnp.concatenate([first + second, rest], axis=-1)
+    return x[..., 0]
 
 
 def take_cells(x: jax.Array, cells: jax.Array) -> jax.Array:

@@ -24,7 +24,8 @@ class SchedulerConfig:
     priority_ageing_us: waiting time that equals one priority level; None for strict levels.
     num_stages: steps in flight in a pipeline.
     target_step_us: target for the predicted step time with prefills, for "timed" chunks only.
-    num_speculative_tokens: drafts of each decode.
+    draft_lengths: numbers of drafts that a decode may have, ascending from 0; of more than two the
+        scheduler chooses.
     buckets: sizes that steps are padded to, which determine the step time.
     """
 
@@ -39,7 +40,7 @@ class SchedulerConfig:
     priority_ageing_us: int | None = None
     num_stages: int = 1
     target_step_us: int | None = None
-    num_speculative_tokens: int = 0
+    draft_lengths: tuple[int, ...] = (0,)
     buckets: Buckets | None = None
 
     @classmethod
@@ -56,7 +57,7 @@ class SchedulerConfig:
             priority_ageing_us=None if ageing_s is None else round(ageing_s * 1e6),
             num_stages=config.pipeline_parallel_size,
             target_step_us=config.target_step_us,
-            num_speculative_tokens=config.num_speculative_tokens,
+            draft_lengths=config.draft_lengths,
             buckets=buckets,
         )
 
@@ -89,7 +90,7 @@ class SchedulerConfig:
                 f"max_prefill_tokens is {self.max_prefill_tokens}; "
                 f"it must be at least min_chunk_tokens, {self.min_chunk_tokens}"
             )
-        least = self.max_num_seqs * (1 + self.num_speculative_tokens) + self.min_chunk_tokens
+        least = self.max_num_seqs * (1 + self.draft_lengths[-1]) + self.min_chunk_tokens
         if self.max_num_batched_tokens < least:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; with max_num_seqs "

@@ -18,7 +18,7 @@ from typing import NamedTuple, Self
 
 from jaxserve.core.buckets import Buckets, ProgramKey, StepShape
 from jaxserve.core.step_plan import StepPlan
-from jaxserve.kv.rates import causal_pairs
+from jaxserve.kv.offload.rates import causal_pairs
 
 MEMORY = 32
 """Forgetting horizon in steps: one this many steps old weighs 1/e of the latest."""
@@ -120,7 +120,7 @@ class StepTime:
     def observe(self, load: StepLoad, us: int) -> None:
         """Records that a dispatch of this load took `us`. Raises ProgramMissError when no program
         fits it."""
-        key = self._buckets.program([load.shape])
+        key = self.program(load)
         program = self._programs.get(key)
         us = max(us, 1)
         if program is None:
@@ -144,10 +144,18 @@ class StepTime:
         ProgramMissError when no program fits it."""
         return self._predict(StepLoad.together([load, *self._in_flight]))
 
+    def program(self, load: StepLoad) -> ProgramKey:
+        """The program of a step. Raises ProgramMissError when none fits it."""
+        return self._buckets.program([load.shape])
+
+    def observed(self, load: StepLoad) -> bool:
+        """Whether a step of the same program was observed."""
+        return self.program(load) in self._programs
+
     def _predict(self, load: StepLoad) -> int | None:
         if load == StepLoad():
             return 0
-        key = self._buckets.program([load.shape])
+        key = self.program(load)
         program = self._programs.get(key)
         cost_us = self._unseen_us(key) if program is None else self._cost_us(program)
         return None if cost_us is None else max(1, round(cost_us + self._attention_us(load)))

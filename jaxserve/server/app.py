@@ -15,7 +15,14 @@ from starlette.types import ASGIApp
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.version import __version__
 from jaxserve.protocol.errors import ErrorReply, field_error_of, reply_to
-from jaxserve.server import docs_routes, generation_routes, model_routes, status_routes
+from jaxserve.server import (
+    cluster_routes,
+    dev_routes,
+    docs_routes,
+    generation_routes,
+    model_routes,
+    status_routes,
+)
 from jaxserve.server.connections import ConnectionLimits
 from jaxserve.server.disconnect import ClientGoneError
 from jaxserve.server.middleware import (
@@ -47,6 +54,8 @@ class AppSettings:
         metrics_without_api_key: /metrics needs no key either.
         root_path: path below which a proxy serves this application; "" is none.
         allowed_origins: origins of web pages that may use the server (CORS); "*" is any.
+        dev_mode: add the routes that replace the weights, give memory back and load adapters.
+        has_replicas: add the routes of several replicas.
     """
 
     api_keys: tuple[str, ...]
@@ -56,6 +65,8 @@ class AppSettings:
     metrics_without_api_key: bool = False
     root_path: str = ""
     allowed_origins: tuple[str, ...] = ()
+    dev_mode: bool = False
+    has_replicas: bool = False
 
 
 def create_app(
@@ -73,7 +84,9 @@ def create_app(
     )
     app.state.service = service
     app.state.settings = settings
-    for routes in (generation_routes, model_routes, status_routes, docs_routes):
+    all_routes = [generation_routes, model_routes, status_routes, docs_routes]
+    all_routes += [dev_routes] * settings.dev_mode + [cluster_routes] * settings.has_replicas
+    for routes in all_routes:
         app.include_router(routes.router)
     app.add_exception_handler(RequestValidationError, _bad_body)
     app.add_exception_handler(HTTPException, _bad_route)

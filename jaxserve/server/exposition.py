@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -20,50 +20,61 @@ Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 class Exposition:
-    """Prometheus exposition of what `metrics` returns at scrape time, and of process metrics.
+    """Metrics of an engine or its replicas, and of the process, as Prometheus reads them.
 
-    Each metric has the label model_name, as in vLLM, whose dashboards rely on it.
+    Each metric has the label model_name, as in vLLM, whose dashboards rely on it, and those of
+    several replicas the label replica.
     """
 
-    def __init__(self, metrics: Callable[[], Mapping[str, Metric]], model_name: str) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(_Metrics(metrics, model_name))
-        ProcessCollector(registry=self._registry)
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._process = CollectorRegistry()
+        ProcessCollector(registry=self._process)
 
-    def text(self) -> bytes:
-        return generate_latest(self._registry)
+    def text(self, by_replica: Mapping[str, Mapping[str, Metric]]) -> bytes:
+        """The metrics by replica and name; those under "" are of none in particular."""
+        registry = CollectorRegistry()
+        registry.register(_Metrics(by_replica, self._model_name))
+        return generate_latest(registry) + generate_latest(self._process)
 
 
 class _Metrics(Collector):
-    def __init__(self, metrics: Callable[[], Mapping[str, Metric]], model_name: str) -> None:
-        self._metrics = metrics
+    def __init__(self, by_replica: Mapping[str, Mapping[str, Metric]], model_name: str) -> None:
         self._model_name = model_name
+        self._by_name: dict[str, dict[str, Metric]] = {}
+        for replica, metrics in by_replica.items():
+            for name, metric in metrics.items():
+                self._by_name.setdefault(name, {})[replica] = metric
 
     def describe(self) -> Iterable[Family]:
         return ()  # Otherwise register() would call collect().
 
     def collect(self) -> Iterable[Family]:
-        for name, metric in self._metrics().items():
-            yield self._family(name, metric)
+        for name, by_replica in self._by_name.items():
+            yield self._family(name, by_replica)
 
-    def _family(self, name: str, metric: Metric) -> Family:
-        labels, values = ["model_name"], [self._model_name]
-        if metric.kind == "histogram":
-            family = HistogramMetricFamily(name, metric.help, labels=labels)
-            family.add_metric(values, _buckets(metric.value), metric.value.sum)
-            return family
-        if metric.kind == "info":
-            family = GaugeMetricFamily(name, metric.help, labels=[*labels, *metric.value])
-            family.add_metric([*values, *metric.value.values()], 1)
-            return family
-        kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-        if metric.label is None:
-            family = kind(name, metric.help, labels=labels)
-            family.add_metric(values, metric.value)
-            return family
-        family = kind(name, metric.help, labels=[*labels, metric.label])
-        for label, value in metric.value.items():
-            family.add_metric([*values, label], value)
+    def _family(self, name: str, by_replica: Mapping[str, Metric]) -> Family:
+        """One metric, of each replica that has it."""
+        labels = ["model_name", *(["replica"] if any(by_replica) else [])]
+        first = next(iter(by_replica.values()))
+        if first.kind == "histogram":
+            family = HistogramMetricFamily(name, first.help, labels=labels)
+        else:
+            more = list(first.value) if first.kind == "info" else [first.label]
+            kind = CounterMetricFamily if first.kind == "counter" else GaugeMetricFamily
+            labels += [label for label in more if label is not None]
+            family = kind(name, first.help, labels=labels)
+        for replica, metric in by_replica.items():
+            values = [self._model_name, replica][: 1 + any(by_replica)]
+            if metric.kind == "histogram":
+                family.add_metric(values, _buckets(metric.value), metric.value.sum)
+            elif metric.kind == "info":
+                family.add_metric([*values, *metric.value.values()], 1)
+            elif metric.label is None:
+                family.add_metric(values, metric.value)
+            else:
+                for label, value in metric.value.items():
+                    family.add_metric([*values, label], value)
         return family
 
 

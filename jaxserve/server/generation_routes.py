@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fastapi import APIRouter, Request, Response
+from pydantic import ValidationError
 
 from jaxserve.protocol.chat import ChatCompletionRequest
 from jaxserve.protocol.completions import CompletionRequest
+from jaxserve.protocol.embeddings import EmbeddingRequest, ScoreRequest
+from jaxserve.protocol.errors import FieldError, field_error
+from jaxserve.protocol.fields import JsonObject
 from jaxserve.protocol.messages_api.request import CountTokensRequest, MessagesRequest
-from jaxserve.protocol.responses import ChatCompletion, Completion, InputTokens
+from jaxserve.protocol.responses import ChatCompletion, Completion, Embeddings, InputTokens, Scores
 from jaxserve.protocol.responses import Message as MessageResponse
 from jaxserve.protocol.responses import Response as ResponsesResponse
 from jaxserve.protocol.responses_api.request import ResponsesRequest
@@ -18,6 +24,13 @@ from jaxserve.server.workers import prepared
 
 router = APIRouter()
 
+_INVOCATIONS: Mapping[str, type[CompletionRequest | ChatCompletionRequest | EmbeddingRequest]] = {
+    "messages": ChatCompletionRequest,
+    "prompt": CompletionRequest,
+    "input": EmbeddingRequest,
+}
+"""The request of an invocation, by the field that only it has."""
+
 
 @router.post("/v1/completions", responses=documented_responses(Completion, stream=True) | ERRORS)
 async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -25,6 +38,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     return await _generated(body, request)
 
 
+@router.post("/chat/completions", include_in_schema=False)  # A base URL without /v1: llama.cpp's.
 @router.post(
     "/v1/chat/completions", responses=documented_responses(ChatCompletion, stream=True) | ERRORS
 )
@@ -33,6 +47,7 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
     return await _generated(body, request)
 
 
+@router.post("/responses", include_in_schema=False)
 @router.post(
     "/v1/responses", responses=documented_responses(ResponsesResponse, stream=True) | ERRORS
 )
@@ -57,8 +72,39 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> JsonRespon
     return JsonResponse(await prepared(request, body.answer, has_tools=bool(body.tools)))
 
 
+@router.post("/v1/embeddings", responses=documented_responses(Embeddings) | ERRORS)
+async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+    """Embed a text, given as text or token ids, or several texts."""
+    return await _generated(body, request)
+
+
+@router.post("/score", responses=documented_responses(Scores) | ERRORS, include_in_schema=False)
+@router.post("/v1/score", responses=documented_responses(Scores) | ERRORS)
+async def score(body: ScoreRequest, request: Request) -> Response:
+    """Compare texts: the cosine similarity of their embeddings."""
+    return await _generated(body, request)
+
+
+@router.post("/invocations", include_in_schema=False)
+async def invocations(body: JsonObject, request: Request) -> Response:
+    """A chat, a completion or embeddings, whichever the body asks for, by SageMaker's name."""
+    kind = next((kind for name, kind in _INVOCATIONS.items() if name in body), None)
+    if kind is None:
+        raise FieldError("body", f"must have one of the fields {', '.join(_INVOCATIONS)}.")
+    try:
+        parsed = kind.model_validate(body)
+    except ValidationError as error:
+        raise field_error(error) from None
+    return await _generated(parsed, request)
+
+
 async def _generated(
-    body: CompletionRequest | ChatCompletionRequest | ResponsesRequest | MessagesRequest,
+    body: CompletionRequest
+    | ChatCompletionRequest
+    | ResponsesRequest
+    | MessagesRequest
+    | EmbeddingRequest
+    | ScoreRequest,
     request: Request,
 ) -> Response:
     service, state = request.app.state.service, state_of(request.scope)

@@ -24,18 +24,20 @@ router = APIRouter()
 _STARTED = int(time.time())
 
 
+@router.get("/models", include_in_schema=False)  # A base URL without /v1: llama.cpp's clients.
 @router.get("/v1/models", responses=documented_responses(ModelList) | ERRORS)
 async def models(request: Request) -> JsonResponse:
-    """List the served model, under each of its names."""
+    """List the served model, under each of its names, and its adapters."""
     model = request.app.state.service.model
-    return JsonResponse({"object": "list", "data": [_card(model, name) for name in model.names]})
+    cards = [_card(model, name) for name in (*model.names, *model.adapters)]
+    return JsonResponse({"object": "list", "data": cards})
 
 
 @router.get("/v1/models/{name:path}", responses=documented_responses(ModelCard) | ERRORS)
 async def model(name: str, request: Request) -> JsonResponse:
-    """The served model, by one of its names."""
+    """The served model, by one of its names, or one of its adapters."""
     model = request.app.state.service.model
-    model.check_name(name)
+    model.named(name)
     return JsonResponse(_card(model, name))
 
 
@@ -58,11 +60,13 @@ async def info(request: Request) -> JsonResponse:
 
 
 def _card(model: Model, name: str) -> dict[str, Any]:
+    adapter = model.adapters.get(name)
     return {
         "id": name,
         "object": "model",
         "created": _STARTED,
         "owned_by": "jaxserve",
-        "root": model.name,
+        "root": model.name if adapter is None else adapter.path,
+        "parent": None if adapter is None else model.name,
         "max_model_len": model.max_model_len,
     }

@@ -1,4 +1,4 @@
-"""Responses of the generation endpoints: JSON when complete, or server-sent events."""
+"""Responses of the endpoints that run the model: JSON when complete, or server-sent events."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from starlette.background import BackgroundTask
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from jaxserve.core.errors import RequestError
+from jaxserve.core.errors import JaxserveError, RequestError
 from jaxserve.core.outputs import RequestOutput
-from jaxserve.protocol.endpoints import ParsedRequest
+from jaxserve.protocol.endpoints import ParsedGeneration, ParsedRequest
 from jaxserve.protocol.errors import ErrorReply, check_generated, renamed, reply_to
 from jaxserve.protocol.messages_api.reply import error_body
 from jaxserve.server.disconnect import ClientGoneError, unless_hung_up
@@ -54,7 +54,7 @@ def error_response(reply: ErrorReply, path: str) -> JsonResponse:
 
 
 class GeneratedResponse(Response):
-    """The response to a generation request, sent while the engine generates.
+    """The response to a request that runs the model, sent while the engine runs it.
 
     If the client disconnects, its requests are aborted. A slow client gets larger chunks.
     """
@@ -67,6 +67,7 @@ class GeneratedResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_state = state_of(scope)
+        self._load_format = dict(scope["headers"]).get(b"endpoint-load-metrics-format", b"")
         work = self._stream if self._call.stream else self._whole
         try:
             await unless_hung_up(receive, work(request_state, send))
@@ -90,12 +91,13 @@ class GeneratedResponse(Response):
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
             *self._warning(),
+            *await self._load(),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
     async def _stream(self, request_state: RequestState, send: Send) -> None:
-        call = self._call
+        call: ParsedGeneration = self._call
         chunks = call.chunks(request_state.request_id, int(time.time()))
         request_state.outputs = outputs = [None] * len(call.prompts)
         async with self._service.follow(
@@ -119,6 +121,23 @@ class GeneratedResponse(Response):
                 request_state.error = error
                 await _send_events(send, chunks.failed(reply_to(error)), named)
         await send({"type": "http.response.body", "body": b"" if named else _DONE})
+
+    async def _load(self) -> list[tuple[bytes, bytes]]:
+        """The header by which a router asked for the load of the engine (ORCA), as vLLM writes it.
+        A stream has none: it would be that of its beginning. Nor has the answer of an engine that
+        has ended since."""
+        form = self._load_format.upper()
+        if form not in (b"TEXT", b"JSON"):
+            return []
+        try:
+            load = await self._service.load()
+        except JaxserveError:
+            return []
+        if form == b"JSON":
+            said = to_json({"named_metrics": load})
+        else:
+            said = ", ".join(f"named_metrics.{name}={load[name]}" for name in load).encode()
+        return [(b"endpoint-load-metrics", form + b" " + said)]
 
     def _warning(self) -> list[tuple[bytes, bytes]]:
         """The header that says what the response leaves out. 199 is a warning of any kind."""

@@ -19,9 +19,9 @@ from typing import NoReturn
 import uvicorn
 from starlette.types import ASGIApp
 
-from jaxserve.async_engine import AsyncEngine
-from jaxserve.core.errors import EngineClosedError
-from jaxserve.engine.snapshot_files import discard
+from jaxserve.core.errors import EngineClosedError, SnapshotError
+from jaxserve.engine.client import EngineClient
+from jaxserve.engine.snapshot.files import discard
 from jaxserve.resume import STOPPED
 from jaxserve.server.app import AppSettings, create_app
 from jaxserve.server.connections import ConnectionLimits, HttpConnection
@@ -60,7 +60,7 @@ async def serve(
     service: Service,
     settings: AppSettings,
     listener: socket.socket,
-    load: Callable[[], AsyncEngine],
+    load: Callable[[], EngineClient],
     stopping: Stopping,
     tls: Tls | None = None,
 ) -> int:
@@ -102,7 +102,7 @@ async def _serve(
     service: Service,
     settings: AppSettings,
     listener: socket.socket,
-    load: Callable[[], AsyncEngine],
+    load: Callable[[], EngineClient],
     stopping: Stopping,
     tls: Tls | None,
 ) -> int:
@@ -113,6 +113,7 @@ async def _serve(
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         engine = await _loaded(load, stop)
+        stop.listen()  # Libraries of the engine, such as Ray, may have handlers of their own.
     except BaseException:
         server.should_exit = True
         await serving
@@ -120,11 +121,11 @@ async def _serve(
     try:
         await service.begin(engine, stopping.snapshot_dir)
         _log.info("ready")
-        told = asyncio.create_task(stop.told.wait())
+        requested = asyncio.create_task(stop.requested.wait())
         ended = asyncio.wrap_future(engine.ended)
-        await asyncio.wait({told, ended, serving}, return_when=asyncio.FIRST_COMPLETED)
-        told.cancel()
-        status = await _drain(service, engine, stop, stopping) if stop.told.is_set() else 1
+        await asyncio.wait({requested, ended, serving}, return_when=asyncio.FIRST_COMPLETED)
+        requested.cancel()
+        status = await _drain(service, engine, stop, stopping) if stop.requested.is_set() else 1
         if engine.failure is None:
             return status
         _log.error("the engine has failed", exc_info=engine.failure)
@@ -141,11 +142,11 @@ async def _serve(
                 _exit(1)
 
 
-async def _loaded(load: Callable[[], AsyncEngine], stop: _Stop) -> AsyncEngine:
+async def _loaded(load: Callable[[], EngineClient], stop: _Stop) -> EngineClient:
     """The engine. On a signal while it loads the process exits here: no request is lost, and
     compilation threads cannot be cancelled."""
     loop = asyncio.get_running_loop()
-    loading: asyncio.Future[AsyncEngine] = loop.create_future()
+    loading: asyncio.Future[EngineClient] = loop.create_future()
 
     def run() -> None:
         try:
@@ -155,23 +156,23 @@ async def _loaded(load: Callable[[], AsyncEngine], stop: _Stop) -> AsyncEngine:
         loop.call_soon_threadsafe(settle, result)
 
     threading.Thread(target=run, name="jaxserve-load", daemon=True).start()
-    told = asyncio.create_task(stop.told.wait())
-    await asyncio.wait({loading, told}, return_when=asyncio.FIRST_COMPLETED)
+    requested = asyncio.create_task(stop.requested.wait())
+    await asyncio.wait({loading, requested}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         os._exit(128 + stop.first)
-    told.cancel()
+    requested.cancel()
     return loading.result()
 
 
-async def _drain(service: Service, engine: AsyncEngine, stop: _Stop, stopping: Stopping) -> int:
+async def _drain(service: Service, engine: EngineClient, stop: _Stop, stopping: Stopping) -> int:
     """Drain requests, and return the exit status."""
     _log.info(
         "draining %d sequences for up to %g s", service.num_sequences, stopping.shutdown_timeout
     )
     draining = asyncio.create_task(service.drain(stopping.shutdown_timeout))
-    told_again = asyncio.create_task(stop.told_again.wait())
-    await asyncio.wait({draining, told_again}, return_when=asyncio.FIRST_COMPLETED)
-    told_again.cancel()
+    repeated = asyncio.create_task(stop.repeated.wait())
+    await asyncio.wait({draining, repeated}, return_when=asyncio.FIRST_COMPLETED)
+    repeated.cancel()
     if draining.done() and draining.result() and not service.holds_unclaimed:
         if stopping.snapshot_dir is not None and engine.failure is None:
             discard(stopping.snapshot_dir)
@@ -179,10 +180,15 @@ async def _drain(service: Service, engine: AsyncEngine, stop: _Stop, stopping: S
     draining.cancel()
     status, directory = 0, stopping.snapshot_dir
     if directory is not None and engine.failure is None:
-        with contextlib.suppress(EngineClosedError):  # It fails now, and says why.
+        try:
             await engine.snapshot(directory, deadline_s=SNAPSHOT_S)
             status = STOPPED
             _log.info("snapshot written to %s, for the next server to resume", directory)
+        except EngineClosedError:
+            pass  # It fails now, and says why.
+        except SnapshotError as error:
+            status = 1
+            _log.error("requests are aborted, without a snapshot: %s", error)
     await service.abort_all()
     await service.drain(LAST_WORDS_S)
     return status
@@ -194,21 +200,25 @@ def _exit(status: int) -> NoReturn:
 
 
 class _Stop:
-    """Events of the first (`told`) and second (`told_again`) SIGTERM or SIGINT. The third one ends
-    the process."""
+    """Events of the first SIGTERM or SIGINT (`requested`) and of the second (`repeated`). The third
+    one ends the process."""
 
     def __init__(self) -> None:
-        self.told = asyncio.Event()
-        self.told_again = asyncio.Event()
+        self.requested = asyncio.Event()
+        self.repeated = asyncio.Event()
         self.first = 0
-        for number in _SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self._tell, number)
+        self.listen()
 
-    def _tell(self, number: int) -> None:
-        if self.told_again.is_set():
+    def listen(self) -> None:
+        """Install the signals' handlers, also in the place of others."""
+        for number in _SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: int) -> None:
+        if self.repeated.is_set():
             os._exit(128 + number)
         self.first = self.first or number
-        (self.told_again if self.told.is_set() else self.told).set()
+        (self.repeated if self.requested.is_set() else self.requested).set()
 
 
 class _Server(uvicorn.Server):

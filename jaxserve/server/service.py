@@ -8,15 +8,19 @@ import dataclasses
 import uuid
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
-from jaxserve.async_engine import AsyncEngine, Restored
 from jaxserve.core.chat_settings import ChatSettings
 from jaxserve.core.errors import RequestError
+from jaxserve.core.lora import LoRARequest
 from jaxserve.core.outputs import CompletionOutput, Delta, RequestOutput
+from jaxserve.core.pooling import PoolingParams
 from jaxserve.core.sampling_params import MAX_LOGPROBS, SamplingParams
-from jaxserve.engine.output_queue import Update
-from jaxserve.engine.snapshot_files import exists
+from jaxserve.engine.beam_search import BeamSearch, BeamSearchParams, beam_output, search_async
+from jaxserve.engine.client import ClusterClient, EngineClient, Restored
+from jaxserve.engine.output_queue import OutputStream, Update
+from jaxserve.engine.prompts import Prompt, TokenizedPrompt
+from jaxserve.engine.snapshot.files import exists
 from jaxserve.metrics.metrics import Metric
 from jaxserve.protocol.endpoints import ParsedRequest
 from jaxserve.protocol.errors import FieldError, OverloadedError, UnavailableError
@@ -24,6 +28,8 @@ from jaxserve.protocol.model import Model
 from jaxserve.protocol.responses import State
 from jaxserve.server.exposition import Exposition
 from jaxserve.server.workers import NUM_THREADS, Kind, Workers
+
+_KV_USAGE, _WAITING = "vllm:kv_cache_usage_perc", "vllm:num_requests_waiting"
 
 T = TypeVar("T")
 
@@ -40,7 +46,7 @@ class ClientPolicy:
     min_priority: int | None = None
     hide_cached_tokens: bool = False
 
-    def check(self, params: SamplingParams) -> None:
+    def check(self, params: SamplingParams | PoolingParams) -> None:
         """Raises FieldError for a priority that is better than allowed."""
         if self.min_priority is not None and params.priority < self.min_priority:
             raise FieldError(
@@ -56,7 +62,6 @@ class Service:
         policy: what clients may set and see.
         model_names: names that requests may use for the model.
         num_sequences: sequences of requests admitted and not yet answered.
-        exposition: the metrics; only the server's own before the engine is ready.
     """
 
     def __init__(
@@ -66,13 +71,17 @@ class Service:
         policy: ClientPolicy = ClientPolicy(),
         chat: ChatSettings | None = None,
         max_logprobs: int = MAX_LOGPROBS,
+        lora_modules: Sequence[LoRARequest] = (),
     ) -> None:
+        """`lora_modules`: adapters to load before the first request."""
         self.policy = policy
         self.model_names = model_names
         self._chat = chat
         self._max_logprobs = max_logprobs
+        self._lora_modules = lora_modules
+        self._adapters: dict[str, LoRARequest] = {}
         self._max_queued = max_queued_requests
-        self._engine: AsyncEngine | None = None
+        self._engine: EngineClient | None = None
         self._model: Model | None = None
         self._draining = False
         self._aborted = False
@@ -80,7 +89,8 @@ class Service:
         self._restored: dict[str, Restored] = {}
         self._workers = {kind: Workers(number) for kind, number in NUM_THREADS.items()}
         self.num_sequences = 0
-        self.exposition = Exposition(self._metrics, model_names[0])
+        self._num_rejected = 0
+        self._exposition = Exposition(model_names[0])
 
     @property
     def state(self) -> State:
@@ -93,7 +103,7 @@ class Service:
         return "stalled" if self._engine.stalled else "ready"
 
     @property
-    def engine(self) -> AsyncEngine:
+    def engine(self) -> EngineClient:
         """Raises UnavailableError unless the engine is ready."""
         if self.state != "ready":
             raise UnavailableError(
@@ -102,21 +112,39 @@ class Service:
         return self._engine
 
     @property
+    def cluster(self) -> ClusterClient:
+        """The replicas of a server that has several, of which none need be ready. Raises
+        UnavailableError before they are loaded."""
+        if self._engine is None:
+            raise UnavailableError("the server is starting; retry later.")
+        return cast(ClusterClient, self._engine)
+
+    @property
     def model(self) -> Model:
         """Raises UnavailableError as `engine` does."""
         engine = self.engine
         if self._model is None:
-            plan, tokenizer = engine.plan(), engine.get_tokenizer()
+            tokenizer = engine.get_tokenizer()
             self._model = Model.of(
-                plan, tokenizer, self.model_names, self._chat, self._max_logprobs
+                engine.info,
+                tokenizer,
+                self.model_names,
+                self._chat,
+                self._max_logprobs,
+                list(self._adapters.values()),
             )
         return self._model
 
-    async def begin(self, engine: AsyncEngine, snapshot_dir: Path | None) -> None:
-        """Start accepting requests, and resume those of a snapshot if there is one. Raises
-        SnapshotError."""
+    async def begin(self, engine: EngineClient, snapshot_dir: Path | None) -> None:
+        """Load adapters, start accepting requests, and resume those of a snapshot if there is one,
+        whose adapters are then names of models too. Raises AdapterError, SnapshotError."""
+        for adapter in self._lora_modules:
+            await self._add_lora(engine, adapter)
         if snapshot_dir is not None and exists(snapshot_dir):
             self._restored = await engine.restore(snapshot_dir)
+            for request in self._restored.values():
+                if request.lora_request is not None:
+                    self._adapters.setdefault(request.lora_request.name, request.lora_request)
         self._engine = engine
 
     async def prepare(self, work: Callable[[Model], T], kind: Kind) -> T:
@@ -131,6 +159,34 @@ class Service:
     async def reset_prefix_cache(self) -> None:
         """Forget the KV of finished requests. Raises UnavailableError."""
         await self.engine.reset_prefix_cache()
+
+    async def update_weights(self, checkpoint: str) -> int:
+        """Replace the weights, and return their version. Raises UnavailableError, and as
+        `AsyncEngine.update_weights`."""
+        version = await self.engine.update_weights(checkpoint)
+        self._model = None  # Its fingerprint is of the weights.
+        return version
+
+    async def add_lora(self, adapter: LoRARequest) -> None:
+        """Load an adapter, whose name is then one of a model. Raises UnavailableError,
+        RequestError for a name that is taken, and as `AsyncEngine.add_lora`."""
+        await self._add_lora(self.engine, adapter)
+
+    async def remove_lora(self, name: str) -> None:
+        """Unload an adapter, whose name is then free; unfinished requests keep it. Raises
+        UnavailableError, RequestError when it is not loaded."""
+        await self.engine.remove_lora(name)
+        self._adapters.pop(name, None)
+        self._model = None
+
+    async def _add_lora(self, engine: EngineClient, adapter: LoRARequest) -> None:
+        if adapter.name in (*self.model_names, *self._adapters):
+            raise RequestError(
+                f"a model {adapter.name!r:.200} is served already; use another name."
+            )
+        await engine.add_lora(adapter)
+        self._adapters[adapter.name] = adapter
+        self._model = None
 
     @property
     def preparing(self) -> bool:
@@ -161,26 +217,33 @@ class Service:
         ids = self._ids(request_id, len(call.prompts), tenant)
         with self._let_in(len(ids) * call.params.n):
             restored = {
-                i: self._restored[name] for i, name in enumerate(ids) if name in self._restored
+                i: self._restored[name]
+                for i, name in enumerate(ids)
+                if name in self._restored and call.beam is None
             }
             for number, request in restored.items():
                 _check_same(request, call, number, ids[number])
-            anew = [number for number in range(len(ids)) if number not in restored]
-            new_ids = [ids[number] for number in anew]
+            new = [number for number in range(len(ids)) if number not in restored]
+            new_ids = [ids[number] for number in new]
             self._running.update(new_ids)
             try:
+                if call.beam is not None:
+                    found = self._beams(call, call.beam, ids, tenant)
+                    yield _without_cached_tokens(found) if self.policy.hide_cached_tokens else found
+                    return
                 submitted = engine.submit(
-                    [call.prompts[number] for number in anew],
+                    [call.prompts[number] for number in new],
                     call.params,
                     new_ids,
                     tenant=tenant,
                     cache_salt=call.cache_salt,
+                    lora_request=call.lora_request,
                     wants_deltas=call.stream and not restored,
                 )
                 async with await submitted as updates:
                     if self._aborted:  # abort_all() ran while this one was being submitted.
                         await self.abort_all()
-                    seen = self._taken_up(ids, restored, anew, updates) if restored else updates
+                    seen = self._with_restored(ids, restored, new, updates) if restored else updates
                     yield _without_cached_tokens(seen) if self.policy.hide_cached_tokens else seen
             finally:
                 self._running.difference_update(new_ids)
@@ -204,10 +267,27 @@ class Service:
         for request_id in list(self._running):
             await self._engine.abort(request_id)
 
-    def _metrics(self) -> dict[str, Metric]:
+    async def metrics(self) -> bytes:
+        """All metrics as Prometheus reads them; only the server's own before the engine is
+        ready."""
         open_ = Metric("gauge", "Sequences of requests not yet answered", self.num_sequences)
-        engine = {} if self._engine is None else self._engine.get_metrics()
-        return {"jaxserve:open_sequences": open_} | engine
+        engine = {} if self._engine is None else await self._engine.metrics_by_replica()
+        rejected = {"max_num_queued_reqs": self._num_rejected}
+        own = {
+            "jaxserve:open_sequences": open_,
+            "vllm:admission_rejections_total": Metric(
+                "counter", "Requests refused because the queue is full", rejected, "reason"
+            ),
+        }
+        return self._exposition.text({**engine, "": own | {**engine.get("", {})}})
+
+    async def load(self) -> dict[str, float]:
+        """What routers weigh, by the names that vLLM reports it under: the mean over replicas of
+        the KV cache's use, and how many sequences wait. Also while the server drains."""
+        of_each = [m for m in (await self._engine.metrics_by_replica()).values() if _KV_USAGE in m]
+        usage = sum(metrics[_KV_USAGE].value for metrics in of_each) / max(1, len(of_each))
+        waiting = sum(metrics[_WAITING].value for metrics in of_each)
+        return {"kv_cache_usage_perc": float(usage), "num_requests_waiting": float(waiting)}
 
     @contextlib.contextmanager
     def _let_in(self, num_sequences: int) -> Iterator[None]:
@@ -217,6 +297,7 @@ class Service:
                 f"prompt and n make {num_sequences} sequences; this server accepts at most {room}."
             )
         if self.num_sequences + num_sequences > room:
+            self._num_rejected += 1
             raise OverloadedError(
                 f"{self.num_sequences} of at most {room} sequences run or wait; retry later."
             )
@@ -229,7 +310,7 @@ class Service:
     @property
     def _room(self) -> int:
         """Maximum number of sequences that run or wait."""
-        return self._engine.plan().config.max_num_seqs + self._max_queued
+        return self._engine.info.max_num_seqs + self._max_queued
 
     def _ids(self, request_id: str, count: int, tenant: str | None) -> list[str]:
         """Engine ids for a request's prompts, none of them in use or that of a restored request of
@@ -240,16 +321,62 @@ class Service:
             return ids
         return self._ids(f"{request_id}~{uuid.uuid4().hex[:8]}", count, tenant)
 
-    async def _taken_up(
+    async def _beams(
+        self, call: ParsedRequest, beam: BeamSearchParams, ids: Sequence[str], tenant: str | None
+    ) -> AsyncIterator[tuple[int, Update]]:
+        """The output of each prompt of a beam search, once all are found."""
+        engine, model = self.engine, self.model
+        asked: set[str] = set()
+
+        async def submit(
+            prompts: Sequence[Prompt | TokenizedPrompt],
+            params: SamplingParams,
+            step_ids: Sequence[str],
+        ) -> OutputStream:
+            asked.update(step_ids)
+            self._running.update(step_ids)
+            if self._aborted:
+                raise _shuts_down()
+            return await engine.submit(
+                prompts,
+                dataclasses.replace(params, priority=call.params.priority),
+                step_ids,
+                tenant=tenant,
+                cache_salt=call.cache_salt,
+                lora_request=call.lora_request,
+                wants_deltas=False,
+            )
+
+        async def found(number: int) -> RequestOutput:
+            num_logprobs = call.params.logprobs or 0
+            ends = engine.info.eos_token_ids
+            search = BeamSearch(beam, ends, model.max_model_len, num_logprobs)
+            prompt = call.prompts[number]
+            sequences, metrics = await search_async(submit, search, prompt, ids[number])
+            return beam_output(
+                ids[number], prompt, call.params, sequences, metrics, model.tokenizer
+            )
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(found(number)) for number in range(len(ids))]
+        except* Exception as failed:
+            raise (_shuts_down() if self._aborted else failed.exceptions[0]) from None
+        finally:
+            self._running -= asked
+        for number, task in enumerate(tasks):
+            yield number, task.result()
+
+    async def _with_restored(
         self,
         ids: list[str],
         restored: Mapping[int, Restored],
-        anew: Sequence[int],
+        new: Sequence[int],
         updates: AsyncIterable[tuple[int, Update]],
     ) -> AsyncIterator[tuple[int, Update]]:
-        """Updates of a request with restored prompts, `restored`, and new ones, `anew`. Yields only
+        """Updates of a request with restored prompts, `restored`, and new ones, `new`. Yields only
         when all have finished, because until then the next snapshot must contain them."""
-        outputs = {anew[place]: output async for place, output in updates}
+        outputs = {new[place]: output async for place, output in updates}
         for number, request in restored.items():
             outputs[number] = await asyncio.shield(request.output)
         for number in restored:
@@ -258,6 +385,10 @@ class Service:
         for number, output in sorted(outputs.items()):
             yield number, [_as_delta(choice) for choice in output.outputs]
             yield number, output
+
+
+def _shuts_down() -> UnavailableError:
+    return UnavailableError("the server shuts down; retry on another server.")
 
 
 async def _without_cached_tokens(
@@ -274,8 +405,10 @@ def _check_same(request: Restored, call: ParsedRequest, number: int, request_id:
     """Raises RequestError if a restored request differs from prompt `number`."""
     if list(request.prompt_token_ids) != list(call.prompts[number].token_ids):
         raise RequestError(f"request_id {request_id!r} was used for another prompt.")
+    if request.lora_request != call.lora_request:
+        raise FieldError("model", f"is not the one that request_id {request_id!r} had.")
     for field in dataclasses.fields(call.params):
-        was, now = getattr(request.params, field.name), getattr(call.params, field.name)
+        was, now = getattr(request.params, field.name, None), getattr(call.params, field.name)
         if was != now and field.name != "priority":
             raise FieldError(
                 field.name, f"is {now!r:.80}, but request_id {request_id!r} had {was!r:.80}."

@@ -61,10 +61,11 @@ async def load(request: Request) -> JsonResponse:
 async def server_info(request: Request) -> JsonResponse:
     """The version, the model's names and the engine's settings."""
     service = request.app.state.service
-    plan = service.engine.plan()
-    settings = dataclasses.asdict(plan.config)
+    info = service.engine.info
+    settings = dataclasses.asdict(info.config)
     shown = {k: str(v) if isinstance(v, Path) else v for k, v in settings.items()}
-    shown["logits_processors"] = plan.shapes.processors.names
+    shown["logits_processors"] = info.logits_processors
+    shown["data_parallel_size"] = info.data_parallel_size
     names = list(service.model_names)
     return JsonResponse({"version": __version__, "models": names, "settings": shown})
 
@@ -93,5 +94,5 @@ async def version() -> JsonResponse:
 )
 async def metrics(request: Request) -> Response:
     """Counters, gauges and histograms, in Prometheus text format."""
-    text = request.app.state.service.exposition.text()
+    text = await request.app.state.service.metrics()
     return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -11,12 +11,25 @@ from jaxserve.core.buckets import Buckets, ProgramKey
 from jaxserve.core.in_flight import DispatchedStep, PackedStep, StepResults
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.step_plan import StepPlan
-from jaxserve.kv.transfers import staged_pages
+from jaxserve.kv.offload.transfers import staged_pages
 from jaxserve.simulator.step_times import StepTimes
-from jaxserve.simulator.virtual_clock import VirtualClock
 from jaxserve.structured.matcher import Matcher
 
 _BUBBLE = PackedStep(-1, StepPlan(), ProgramKey(0, 0))
+
+
+class VirtualClock:
+    """The time of a simulation, in microseconds from 0 on. It moves only when told."""
+
+    def __init__(self) -> None:
+        self._now_us = 0
+
+    def now(self) -> int:
+        return self._now_us
+
+    def advance_to(self, time_us: int) -> None:
+        """Moves the clock to `time_us`, if that is later."""
+        self._now_us = max(self._now_us, time_us)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +44,8 @@ class SimulatedExecutor:
 
     The host takes no time: the clock moves on when the results of a step are read.
     """
+
+    steps_ahead = 1
 
     def __init__(
         self,
@@ -78,7 +93,7 @@ class SimulatedExecutor:
         self._stages.append(packed)
         together = tuple(step.plan for step in self._stages)
         key = self._key()
-        self._take(self._times.step(key, together))
+        self._occupy(self._times.step(key, together))
         oldest = self._stages.popleft()
         if oldest is not _BUBBLE:
             self.in_flight.append(
@@ -123,9 +138,9 @@ class SimulatedExecutor:
     def _copy(self, num_pages: int) -> None:
         while self.busy:  # Page operations apply to all stages at once.
             self.advance()
-        self._take(self._times.copy(num_pages))
+        self._occupy(self._times.copy(num_pages))
 
-    def _take(self, seconds: float) -> None:
+    def _occupy(self, seconds: float) -> None:
         """Occupies the devices, from the end of what they do now on."""
         self._free_us = max(self._free_us, self._clock.now()) + round(seconds * 1e6)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 
 from jaxserve.core.buckets import Buckets
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.events import EventLog
+from jaxserve.core.events import EventLog, Record
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
 from jaxserve.engine.engine_core import EngineCore
@@ -19,16 +20,16 @@ from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.engine.request import Request
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.manager import KVManager
+from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.page_transfers import PageTransfers
 from jaxserve.kv.pages import PagePool
-from jaxserve.kv.tiers import Tier
+from jaxserve.metrics.fluidity import INTERACTIVE, Deadlines
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.scheduler.config import SchedulerConfig
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.simulator.executor import SimulatedExecutor
+from jaxserve.simulator.executor import SimulatedExecutor, VirtualClock
 from jaxserve.simulator.step_times import StepTimes
 from jaxserve.simulator.transfers import Link, SimulatedTransfers
-from jaxserve.simulator.virtual_clock import VirtualClock
 
 _VOCAB_SIZE = 2**31
 """Larger than any model's: token ids are those of the trace."""
@@ -64,7 +65,7 @@ class Simulation:
 
     Attributes:
         core: the engine core, as `Engine` has it.
-        metrics: what `Engine.get_metrics` is made of.
+        metrics: what `Engine.get_metrics` is made of, with the token times of every sequence.
         log: all events, on the virtual clock.
     """
 
@@ -79,11 +80,14 @@ class Simulation:
         page_bytes: int = 0,
         tiers: Mapping[Tier, LowerTier] | None = None,
         token_of: Callable[[Sequence, int], int] = new_tokens,
+        deadlines: Deadlines = INTERACTIVE,
+        sinks: SequenceOf[Callable[[Record], None]] = (),
         keep_events: bool = False,
     ) -> None:
         """`num_pages` as in the memory plan, the trash page included. `layout` has the KV groups,
         one without a window by default. `tiers` are from the top down. `token_of` gives the token
-        that a sequence samples at a position of its output.
+        that a sequence samples at a position of its output. `deadlines` are those of the fluidity
+        index; `sinks` are called with every event.
 
         Raises ConfigError for speculation, whose acceptance is not simulated.
         """
@@ -95,8 +99,8 @@ class Simulation:
         tiers = tiers or {}
         self._ids = itertools.count()
         self.clock = VirtualClock()
-        self.metrics = Metrics()
-        self.log = EventLog(self.metrics.fold, clock=self.clock.now, keep_all=keep_events)
+        self.metrics = Metrics(deadlines, keep_finished=sys.maxsize, keep_tokens=True)
+        self.log = EventLog(self.metrics.fold, *sinks, clock=self.clock.now, keep_all=keep_events)
         worker = None
         if tiers:
             links = {tier: lower.link for tier, lower in tiers.items()}
@@ -124,15 +128,22 @@ class Simulation:
 
         Raises RequestError, as the engine does, for a request that can never run.
         """
-        requests: list[Request] = []
-        for arrival in sorted(arrivals, key=lambda arrival: arrival.time_us):
-            while self.core.has_work and self.clock.now() < arrival.time_us:
+        return list(self.serve(sorted(arrivals, key=lambda arrival: arrival.time_us)))
+
+    def serve(
+        self, arrivals: Iterable[Arrival], stop: Callable[[], bool] = lambda: False
+    ) -> Iterator[Request]:
+        """As `run`, for arrivals in order of time, which are taken one by one: yields each request
+        when it is added. It keeps none. Once `stop()` holds, it ends before the next step."""
+        for arrival in arrivals:
+            while self.core.has_work and self.clock.now() < arrival.time_us and not stop():
                 self.core.step()
+            if stop():
+                return
             self.clock.advance_to(arrival.time_us)
-            requests.append(self._add(arrival))
-        while self.core.has_work:
+            yield self._add(arrival)
+        while self.core.has_work and not stop():
             self.core.step()
-        return requests
 
     def _add(self, arrival: Arrival) -> Request:
         added = self._input.process(

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from jaxserve.core.buckets import ProgramKey
 from jaxserve.core.step_plan import StepPlan
-from jaxserve.kv.rates import causal_pairs
+from jaxserve.kv.offload.rates import causal_pairs
 
 
 class StepTimes(Protocol):

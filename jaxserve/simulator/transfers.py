@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from jaxserve.kv.rates import Rates
-from jaxserve.kv.tiers import Tier
-from jaxserve.kv.transfer_worker import TransferHandle, TransferQueue
-from jaxserve.kv.transfers import MOVE_SIZES
-from jaxserve.simulator.virtual_clock import VirtualClock
+from jaxserve.kv.offload.rates import Rates
+from jaxserve.kv.offload.tiers import Tier
+from jaxserve.kv.offload.transfer_worker import TransferHandle, TransferQueue
+from jaxserve.kv.offload.transfers import MOVE_SIZES
+from jaxserve.simulator.executor import VirtualClock
 
 
 @dataclasses.dataclass(frozen=True)

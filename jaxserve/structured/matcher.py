@@ -44,14 +44,14 @@ class Matcher:
         has exceeded its limits."""
         return self._error if num_tokens == self.num_tokens else None
 
-    def _takes(self, place: int, token_id: int) -> bool:
+    def _is_next(self, place: int, token_id: int) -> bool:
         """Whether the token at this position is new and does not end the text."""
         if place != self.num_tokens or self._ended:
             return False
         self._ended = token_id in self._vocabulary.eos_token_ids
         return not self._ended
 
-    def _took(self, mask: np.ndarray, text_mask: np.ndarray, goes_on: bool) -> None:
+    def _consumed(self, mask: np.ndarray, text_mask: np.ndarray, goes_on: bool) -> None:
         self.num_tokens += 1
         self._allow(mask, text_mask, goes_on)
 
@@ -71,7 +71,7 @@ def advance(taken: Iterable[tuple[Matcher, int, int]]) -> None:
 
     Masks are computed on several threads without the GIL.
     """
-    news = [(matcher, token) for matcher, place, token in taken if matcher._takes(place, token)]
+    news = [(matcher, token) for matcher, place, token in taken if matcher._is_next(place, token)]
     if not news:
         return
     executor, vocabulary = _executor(), news[0][0]._vocabulary
@@ -83,7 +83,7 @@ def advance(taken: Iterable[tuple[Matcher, int, int]]) -> None:
     text_masks = masks & vocabulary.text_mask
     goes_on = text_masks.any(axis=1).tolist()
     for (matcher, _), *allowed in zip(news, masks, text_masks, goes_on):
-        matcher._took(*allowed)
+        matcher._consumed(*allowed)
 
 
 def error_of(matcher: llguidance.LLMatcher) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import functools
 from collections.abc import Sequence
 
 from jaxserve.text.tokenizer import Tokenizer
@@ -27,6 +28,22 @@ class Detokenizer:
         tokens_consumed: tokens decoded so far, up to the one that completes a stop string.
     """
 
+    __slots__ = (
+        "_drops_space",
+        "_emitted",
+        "_first_characters",
+        "_held",
+        "_include_stop",
+        "_min_tokens",
+        "_partial",
+        "_skipped",
+        "_stop",
+        "_tokenizer",
+        "_utf8",
+        "stop_reason",
+        "tokens_consumed",
+    )
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -43,7 +60,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._stop = tuple(stop)
-        self._first_characters = tuple({text[0] for text in stop})
+        self._first_characters = _first_characters(self._stop)
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -146,3 +163,10 @@ class Detokenizer:
             if start >= 0:
                 longest = max(longest, len(text) - start)
         return longest
+
+
+@functools.lru_cache(maxsize=256)
+def _first_characters(stop: tuple[str, ...]) -> tuple[str, ...]:
+    """The characters that a stop string may begin with: of sequences that stop alike one tuple,
+    since it is read for each of their tokens."""
+    return tuple({text[0] for text in stop})

@@ -51,6 +51,9 @@ class _TokenType(IntEnum):
     USER_DEFINED = 4
 
 
+_ENDS_OF_TURN = ("<end_of_turn>", "<|end|>")
+# gpt-oss ends a turn, or waits for a tool, by these, and a message by <|end|>.
+_ENDS_OF_HARMONY = ("<|return|>", "<|call|>")
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -60,6 +63,12 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _TEKKEN_SPLIT = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_CONTRACTION}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_CONTRACTION}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -91,6 +100,7 @@ _LLAMA3 = _BytePairs(split=_LLAMA3_SPLIT, ignore_merges=True, adds_bos=True)
 _BYTE_PAIRS = {
     "default": _BytePairs(),
     "gpt-2": _BytePairs(),
+    "gpt-4o": _BytePairs(split=_O200K_SPLIT, ignore_merges=True),
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
@@ -142,9 +152,17 @@ def special_tokens(metadata: Metadata) -> dict[str, str]:
 
 
 def eos_token_ids(metadata: Metadata) -> tuple[int, ...]:
-    """Tokens that end an answer: end of sequence, of turn, and of message."""
+    """Tokens that end an answer: end of sequence, of turn, and of message.
+
+    Files that name no end of turn have it by its text (Gemma, Phi, gpt-oss).
+    """
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    return tuple(dict.fromkeys(metadata[key] for key in keys if key in metadata))
+    ids = [metadata[key] for key in keys if key in metadata]
+    if "tokenizer.ggml.eot_token_id" not in metadata:
+        tokens = metadata.get("tokenizer.ggml.tokens", ())
+        ends = _ENDS_OF_HARMONY if set(_ENDS_OF_HARMONY) <= set(tokens) else _ENDS_OF_TURN
+        ids += [index for index, token in enumerate(tokens) if token in ends]
+    return tuple(dict.fromkeys(ids))
 
 
 def chat_templates(metadata: Metadata) -> dict[str, str]:

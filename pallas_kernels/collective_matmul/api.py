@@ -3,8 +3,8 @@
 Tensor parallelism splits a layer's first weight by outputs and its second by inputs; sequence
 parallelism (2205.05198) splits activations between layers by tokens, so each norm is computed once:
 
-    x [in, tokens / n]  --all_gather_matmul-->  [out / n, tokens]     weight [out / n, in]
-    x [in / n, tokens]  --matmul_reduce_scatter-->  [out, tokens / n] weight [out, in / n]
+    x [tokens / n, in]  --all_gather_matmul-->  [tokens, out / n]     weight [out / n, in]
+    x [tokens, in / n]  --matmul_reduce_scatter-->  [tokens / n, out] weight [out, in / n]
 
 Collectives and products can overlap: a collective is n - 1 hops along a ring, and each hop is sent
 while the tokens already received are multiplied (the collective matmul of Wang et al., ASPLOS 2023;
@@ -33,7 +33,7 @@ class Weight(Protocol):
 
 
 Product = Callable[[Any, jax.Array], jax.Array]
-"""weight [out, in], x [in, tokens] -> [out, tokens], best in float32."""
+"""weight [out, in], x [tokens, in] -> [tokens, out], best in float32."""
 
 
 def all_gather_matmul(
@@ -45,23 +45,23 @@ def all_gather_matmul(
     rates: DeviceRates | None = None,
     product: Product = xla.dot,
 ) -> jax.Array:
-    """This rank's outputs for all ranks' tokens: [out / n, num_tokens] in the dtype of x.
+    """This rank's outputs for all ranks' tokens: [num_tokens, out / n] in the dtype of x.
 
-    weight [out / n, in] and x [in, tokens / n] are this rank's; tokens are in the order of ranks.
+    weight [out / n, in] and x [tokens / n, in] are this rank's; tokens are in the order of ranks.
     num_tokens: number of real tokens; padding after them is dropped.
     rates: measured device rates. Without them, tokens are gathered before one product.
 
     Raises ValueError for mismatched shapes.
     """
     _check(weight, x)
-    tokens = jax.lax.axis_size(axis_name) * x.shape[1]
+    tokens = jax.lax.axis_size(axis_name) * len(x)
     if num_tokens is not None and not 0 <= num_tokens <= tokens:
         raise ValueError(f"num_tokens is {num_tokens}; the ranks hold {tokens}.")
-    if _overlaps(weight, x.shape[1], x.nbytes, axis_name, rates):
+    if _overlaps(weight, len(x), x.nbytes, axis_name, rates):
         result = xla.ring_all_gather_matmul(weight, x, axis_name, product, rates.both_ways)
     else:
         result = xla.plain_all_gather_matmul(weight, x, axis_name, product)
-    return result[:, :num_tokens]
+    return result[:num_tokens]
 
 
 def matmul_reduce_scatter(
@@ -72,9 +72,9 @@ def matmul_reduce_scatter(
     rates: DeviceRates | None = None,
     product: Product = xla.dot,
 ) -> jax.Array:
-    """This rank's tokens of the sum of all ranks' products: [out, tokens / n] in the dtype of x.
+    """This rank's tokens of the sum of all ranks' products: [tokens / n, out] in the dtype of x.
 
-    weight [out, in / n] and x [in / n, tokens] are this rank's. Tokens are in the order of ranks,
+    weight [out, in / n] and x [tokens, in / n] are this rank's. Tokens are in the order of ranks,
     padded with zeros to a multiple of n.
     rates: measured device rates. Without them, one product is computed and then summed.
 
@@ -87,7 +87,7 @@ def matmul_reduce_scatter(
     """
     _check(weight, x)
     ranks = jax.lax.axis_size(axis_name)
-    tokens = -(-x.shape[1] // ranks)
+    tokens = -(-len(x) // ranks)
     message_bytes = weight.shape[0] * tokens * x.dtype.itemsize
     x = xla.padded(x, ranks * tokens)
     if _overlaps(weight, tokens, message_bytes, axis_name, rates):
@@ -96,8 +96,8 @@ def matmul_reduce_scatter(
 
 
 def _check(weight, x):
-    if x.ndim != 2 or x.shape[0] != weight.shape[1]:
-        raise ValueError(f"x has shape {x.shape}; this weight takes [{weight.shape[1]}, tokens].")
+    if x.ndim != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(f"x has shape {x.shape}; this weight takes [tokens, {weight.shape[1]}].")
 
 
 def _overlaps(weight, tokens, message_bytes, axis_name, rates):

@@ -16,52 +16,54 @@ from pallas_kernels.arrays import send
 
 
 def dot(weight, x):
-    """Float32 [out, tokens] of arrays weight [out, in] and x [in, tokens]."""
-    return jnp.matmul(weight, x, preferred_element_type=jnp.float32)
+    """Float32 [tokens, out] of arrays weight [out, in] and x [tokens, in]."""
+    return jnp.matmul(x, weight.T, preferred_element_type=jnp.float32)
 
 
 def padded(x, tokens):
-    """x [in, ...] with zeros up to [in, tokens]."""
-    return jnp.pad(x, ((0, 0), (0, tokens - x.shape[1])))
+    """x [..., in] with zeros up to [tokens, in]."""
+    return jnp.pad(x, ((0, tokens - len(x)), (0, 0)))
 
 
 def plain_all_gather_matmul(weight, x, axis_name, product):
-    gathered = lax.all_gather(x, axis_name, axis=1, tiled=True)
+    gathered = lax.all_gather(x, axis_name, tiled=True)
     return product(weight, gathered).astype(x.dtype)
 
 
 def plain_matmul_reduce_scatter(weight, x, axis_name, product):
-    """x [in, tokens] of a multiple of the ranks."""
+    """x [tokens, in] of a multiple of the ranks."""
     partial = product(weight, x).astype(x.dtype)
-    return lax.psum_scatter(partial, axis_name, scatter_dimension=1, tiled=True)
+    return lax.psum_scatter(partial, axis_name, tiled=True)
 
 
 def ring_all_gather_matmul(weight, x, axis_name, product, both_ways):
     """In step s, tokens from s ranks away are multiplied and sent on."""
-    ranks, tokens = lax.axis_size(axis_name), x.shape[1]
+    ranks, tokens = lax.axis_size(axis_name), len(x)
     parts = _parts(tokens, both_ways)
-    held = [x[:, first:last] for first, last, _ in parts]
+    held = [x[first:last] for first, last, _ in parts]
     result = None
     for step in range(ranks):
         here = held
         if step < ranks - 1:
             held = [send(half, hop, axis_name) for half, (_, _, hop) in zip(here, parts)]
         chunk = _product(weight, here, product)
+        # The next hop begins after this product; XLA would begin it before, where nothing hides it.
+        chunk, *held = lax.optimization_barrier((chunk, *held))
         if result is None:
-            result = jnp.zeros_like(chunk, shape=(chunk.shape[0], ranks * tokens))
+            result = jnp.zeros_like(chunk, shape=(ranks * tokens, chunk.shape[1]))
         for first, last, hop in parts:
             at = _rank_above(-step * hop, axis_name) * tokens + first
-            result = lax.dynamic_update_slice_in_dim(result, chunk[:, first:last], at, axis=1)
+            result = lax.dynamic_update_slice_in_dim(result, chunk[first:last], at, axis=0)
     return result
 
 
 def ring_matmul_reduce_scatter(weight, x, axis_name, product, both_ways):
     """In step s, the product for the rank s + 1 behind is added to that rank's running sum.
 
-    x [in, tokens] of a multiple of the ranks.
+    x [tokens, in] of a multiple of the ranks.
     """
     ranks = lax.axis_size(axis_name)
-    tokens = x.shape[1] // ranks
+    tokens = len(x) // ranks
     parts = _parts(tokens, both_ways)
     sums = None
     for step in range(ranks):
@@ -70,11 +72,11 @@ def ring_matmul_reduce_scatter(weight, x, axis_name, product, both_ways):
         here = []
         for first, last, hop in parts:
             at = _rank_above(-(step + 1) * hop, axis_name) * tokens + first
-            here.append(lax.dynamic_slice_in_dim(x, at, last - first, axis=1))
+            here.append(lax.dynamic_slice_in_dim(x, at, last - first))
         chunk = _product(weight, here, product)
-        chunks = [chunk[:, first:last] for first, last, _ in parts]
+        chunks = [chunk[first:last] for first, last, _ in parts]
         sums = chunks if sums is None else [*map(jnp.add, sums, chunks)]
-    return jnp.concatenate(sums, axis=1)
+    return jnp.concatenate(sums)
 
 
 def _product(weight, parts, product):
@@ -84,7 +86,7 @@ def _product(weight, parts, product):
     and fuses a product with the addition that waits for a hop, on TPUs.
     """
     weight, parts = lax.optimization_barrier((weight, parts))
-    result = product(weight, jnp.concatenate(parts, axis=1)).astype(parts[0].dtype)
+    result = product(weight, jnp.concatenate(parts)).astype(parts[0].dtype)
     return lax.optimization_barrier(result)
 
 

@@ -9,6 +9,7 @@ compute the same values in plain JAX.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -32,8 +33,23 @@ HOPPER_SMS = 132
 """Streaming multiprocessors of an H100 or H200 SXM."""
 
 
+_most_sms: contextvars.ContextVar[int | None] = contextvars.ContextVar("most_sms", default=None)
+
+
+@contextlib.contextmanager
+def limited_to(sms: int) -> Iterator[None]:
+    """Within it, kernels are traced for so many streaming multiprocessors."""
+    token = _most_sms.set(sms)
+    try:
+        yield
+    finally:
+        _most_sms.reset(token)
+
+
 def num_sms() -> int:
     """Streaming multiprocessors of the target device, HOPPER_SMS if unknown."""
+    if _most_sms.get() is not None:
+        return _most_sms.get()
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None and described.num_cores:
         return described.num_cores

@@ -76,6 +76,16 @@ def merge_scattered(axis_name: str, out: jax.Array, lse: jax.Array) -> tuple[jax
     return xla.merge_scattered(axis_name, out, lse)
 
 
+def merge_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Merge attention sinks, float32 [heads], into complete results.
+
+    out [tokens, heads, head_dim] and lse [tokens, heads] float32. Returns the same, `out` in
+    float32. Results over no keys stay empty. Raises ValueError as `merge` does.
+    """
+    _check(out, lse)
+    return xla.merge_sinks(out, lse, sinks)
+
+
 def empty_partial(q: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """Attention of q [..., head_dim] over no keys: out of `dtype` in its shape, and lse [...]."""
     return jnp.zeros(q.shape, dtype), jnp.full(q.shape[:-1], -jnp.inf, jnp.float32)

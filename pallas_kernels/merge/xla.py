@@ -35,6 +35,13 @@ def merge_scattered(axis_name, out, lse):
     return _normalise(both[..., :-1], both[..., -1], peak, out.dtype)
 
 
+def merge_sinks(out, lse, sinks):
+    present = lse > -jnp.inf
+    whole = jnp.where(present, jnp.logaddexp(lse, sinks), lse)
+    share = jnp.exp(jnp.where(present, lse - whole, 0))
+    return out.astype(jnp.float32) * share[..., None], whole
+
+
 def _weigh(out, lse, peak):
     """Values [..., head_dim] and weights [...] float32, relative to the largest lse `peak`."""
     present = lse > -jnp.inf

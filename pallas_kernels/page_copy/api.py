@@ -1,16 +1,16 @@
 """Signatures and semantics of page copies.
 
 A staged page holds everything that the pool has under one page id: layer by layer, keys
-[kv_heads, head_dim, page_size] then values [kv_heads, page_size, head_dim], without gaps. Staging
-[n, image_elements] is an array of staged pages that no step reads or writes: it is transferred
-between device and host while the pool itself is donated from step to step.
+[kv_heads, head_dim, page_size], values [kv_heads, page_size, head_dim], then scales if there are
+any, [kv_heads, 2, page_size], without gaps. Staging [n, image_elements] is an array of staged
+pages that no step reads or writes: it is transferred between device and host while the pool itself
+is donated from step to step. It has the dtype of the pages; with scales, its elements are bytes.
 
 Copies are bit-exact, whatever the dtype and whatever NaNs the pages hold.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import jax
@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from pallas_kernels import backends
 from pallas_kernels.compat import GPU_KERNELS_WRITE_IN_PLACE
 from pallas_kernels.page_copy import check_case, xla
-from pallas_kernels.paged_attention import KVPages
+from pallas_kernels.page_copy.image import image_dtype, image_elements
+from pallas_kernels.paged_attention import Pages
 
 _GPU, _TPU = "pallas_kernels.page_copy.mosaic_gpu", "pallas_kernels.page_copy.mosaic_tpu"
 _GATHER, _SCATTER = (
@@ -31,17 +32,12 @@ _GATHER, _SCATTER = (
 )
 
 
-def image_elements(layers: Sequence[KVPages]) -> int:
-    """Elements of one staged page; `layers` may be arrays or only their shapes."""
-    return sum(math.prod(array.shape[1:]) for pages in layers for array in pages)
-
-
 def gather_pages(
-    layers: Sequence[KVPages], page_ids: jax.Array, *, backend: backends.Backend = "auto"
+    layers: Sequence[Pages], page_ids: jax.Array, *, backend: backends.Backend = "auto"
 ) -> jax.Array:
-    """Staging [n, image_elements], of the pages' dtype: row i is page page_ids[i].
+    """Staging [n, image_elements]: row i is page page_ids[i].
 
-    layers: the KVPages of each layer, all with the same number of pages and the same dtype.
+    layers: the pages of each layer, all with the same number of pages and the same dtype.
     page_ids [n] int32, n at least 1; ids may repeat. An id outside the pool, negative ones
     included, gives zeros. backend: see `backends.Backend`; with "pallas", raises ValueError for
     what the kernel cannot copy. Raises ValueError, too, without layers or ids, and for layers that
@@ -52,12 +48,12 @@ def gather_pages(
 
 
 def scatter_pages(
-    layers: Sequence[KVPages],
+    layers: Sequence[Pages],
     page_ids: jax.Array,
     staging: jax.Array,
     *,
     backend: backends.Backend = "auto",
-) -> list[KVPages]:
+) -> list[Pages]:
     """The layers with row i of staging [n, image_elements] written to page page_ids[i], int32 [n].
 
     In place when the layers are donated. An id outside the pool, negative ones included, writes
@@ -72,18 +68,18 @@ def scatter_pages(
             f"staging has shape {staging.shape}; {expected[0]} page ids of {len(layers)} layers "
             f"need {expected}."
         )
-    if staging.dtype != layers[0].k.dtype:
-        raise ValueError(f"staging is {staging.dtype}; the pages are {layers[0].k.dtype}.")
+    if staging.dtype != image_dtype(layers):
+        raise ValueError(f"staging is {staging.dtype}; it must be {image_dtype(layers)}.")
     return _SCATTER.run(backend, layers, page_ids, staging)
 
 
 def copy_pages(
-    layers: Sequence[KVPages],
+    layers: Sequence[Pages],
     sources: jax.Array,
     targets: jax.Array,
     *,
     backend: backends.Backend = "auto",
-) -> list[KVPages]:
+) -> list[Pages]:
     """The layers with page sources[i] copied to page targets[i]; int32 [n] each.
 
     All sources are read before any target is written, so a page may be both. In place when the
@@ -105,7 +101,7 @@ def copy_pages(
 
 
 def _check(layers, page_ids):
-    arrays = [array for pages in layers for array in pages]
+    arrays = jax.tree.leaves([pages.elements for pages in layers])
     kinds = {(array.dtype.name, array.shape[0]) for array in arrays}
     if len(kinds) != 1:
         raise ValueError(

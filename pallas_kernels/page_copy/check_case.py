@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 
-from pallas_kernels.paged_attention import KVPages
+from pallas_kernels.page_copy.image import image_dtype, image_elements
 from pallas_kernels.self_check import CheckCase, random_like
 
 _NUM_PAGES = 7
@@ -15,18 +16,18 @@ _PAGES = np.int32([3, -1, 6, _NUM_PAGES, 1])
 def shapes_class(layers, page_ids, staging=None) -> str:
     """Dtype and shape of one page of one layer."""
     _, kv_heads, head_dim, page_size = layers[0].k.shape
-    return f"{layers[0].k.dtype} pages of {page_size}, {kv_heads} heads, head_dim {head_dim}"
+    scaled = "" if layers[0].scales is None else "scaled "
+    dtype = layers[0].k.dtype
+    return f"{scaled}{dtype} pages of {page_size}, {kv_heads} heads, head_dim {head_dim}"
 
 
 def check_case(arguments, options, rng) -> CheckCase:
     """Two layers; to scatter, random staging. Copies are bit-exact: tolerance 0."""
     layers, _, *staging = arguments
-    kind = layers[0].k.dtype
-    small = [
-        KVPages(*(random_like(rng, (_NUM_PAGES, *array.shape[1:]), kind) for array in pages))
-        for pages in layers[:2]
-    ]
+    small = jax.tree.map(
+        lambda array: random_like(rng, (_NUM_PAGES, *array.shape[1:]), array.dtype),
+        list(layers[:2]),
+    )
     if staging:
-        elements = sum(array[0].size for pages in small for array in pages)
-        staging = [random_like(rng, (len(_PAGES), elements), kind)]
+        staging = [random_like(rng, (len(_PAGES), image_elements(small)), image_dtype(small))]
     return CheckCase((small, _PAGES, *staging), options, 0.0)

@@ -41,7 +41,7 @@ from pallas_kernels.compat import GPU_KERNELS_WRITE_IN_PLACE
 from pallas_kernels.compat import gpu as compat
 
 if TYPE_CHECKING:
-    from pallas_kernels.paged_attention.layout import KVPages
+    from pallas_kernels.paged_attention.layout import Pages
 
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8")
 SLAB_BYTES = 16 * 1024
@@ -53,11 +53,11 @@ _UNIT_BYTES = 1024
 
 
 def unsupported(
-    layers: Sequence[KVPages], page_ids: jax.Array, staging: jax.Array | None = None
+    layers: Sequence[Pages], page_ids: jax.Array, staging: jax.Array | None = None
 ) -> str | None:
     """Why `gather_pages`, or `scatter_pages` of `staging`, refuses arrays of these shapes and
     dtypes; None if it does not."""
-    arrays = [array for pages in layers for array in pages]
+    arrays = jax.tree.leaves(layers)
     dtypes = {array.dtype.name for array in arrays}
     sizes = {math.prod(array.shape[1:]) * array.dtype.itemsize for array in arrays}
     if len(dtypes) > 1 or not dtypes <= {*DTYPES}:
@@ -73,14 +73,14 @@ def unsupported(
 
 
 def gather_pages(
-    layers: Sequence[KVPages], page_ids: jax.Array, *, interpret: Any = None
+    layers: Sequence[Pages], page_ids: jax.Array, *, interpret: Any = None
 ) -> jax.Array:
     """`api.gather_pages`; interpret is what `compat.gpu_interpreter` gives, to run on the host.
 
     Raises ValueError for what `unsupported` names.
     """
     _check(unsupported(layers, page_ids))
-    arrays = [array for pages in layers for array in pages]
+    arrays = jax.tree.leaves(layers)
     cut = _Cut.of(arrays, page_ids)
 
     def gather_pages_kernel(page_ids, *refs):
@@ -118,14 +118,14 @@ def gather_pages(
 
 
 def scatter_pages(
-    layers: Sequence[KVPages], page_ids: jax.Array, staging: jax.Array, *, interpret: Any = None
-) -> list[KVPages]:
+    layers: Sequence[Pages], page_ids: jax.Array, staging: jax.Array, *, interpret: Any = None
+) -> list[Pages]:
     """`api.scatter_pages`; interpret is what `compat.gpu_interpreter` gives, to run on the host.
 
     Raises ValueError for what `unsupported` names.
     """
     _check(unsupported(layers, page_ids, staging))
-    arrays = [array for pages in layers for array in pages]
+    arrays = jax.tree.leaves(layers)
     cut = _Cut.of(arrays, page_ids)
 
     def scatter_pages_kernel(page_ids, staging, *refs):
@@ -161,8 +161,7 @@ def scatter_pages(
         page_ids, cut.slabs(staging), *pool
     )
     written = [jax.freeze(ref).reshape(array.shape) for ref, array in zip(pool, arrays)]
-    kind = type(layers[0])
-    return [kind(k, v) for k, v in zip(written[::2], written[1::2])]
+    return jax.tree.unflatten(jax.tree.structure(layers), written)
 
 
 class _Cut(NamedTuple):

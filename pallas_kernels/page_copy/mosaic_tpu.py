@@ -19,7 +19,6 @@ TB/s reads and writes that in 21 us, ten times the latency of a copy.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +29,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.arrays import as_bits
+from pallas_kernels.page_copy.image import elements_of_each, image_dtype, to_elements, to_pages
 
 if TYPE_CHECKING:
-    from pallas_kernels.paged_attention.layout import KVPages
+    from pallas_kernels.paged_attention.layout import Pages
 
 LANES = 128
 """Elements along the last dimension of a tile."""
@@ -42,7 +42,7 @@ ROWS = 32
 
 
 def unsupported(
-    layers: Sequence[KVPages],
+    layers: Sequence[Pages],
     page_ids: jax.Array,
     staging: jax.Array | None = None,
     *,
@@ -60,7 +60,7 @@ def unsupported(
 
 
 def gather_pages(
-    layers: Sequence[KVPages], page_ids: jax.Array, *, interpret: Any = None
+    layers: Sequence[Pages], page_ids: jax.Array, *, interpret: Any = None
 ) -> jax.Array:
     """`api.gather_pages`; interpret is True or `pltpu.InterpretParams`, to run on the host.
 
@@ -79,30 +79,31 @@ def gather_pages(
     )
     # As integers, which no compiler rounds. Skipped rows are uninitialised.
     inside = (page_ids >= 0) & (page_ids < num_pages)
+    bits = jnp.dtype(f"uint{8 * image_dtype(layers).itemsize}")
     parts = [
-        _turned(as_bits(part), array).reshape(images, -1)
-        for part, array in zip(gathered, _arrays(layers))
+        to_elements(_turned(as_bits(part), array), bits)
+        for part, array in zip(gathered, jax.tree.leaves(layers))
     ]
     staging = jnp.where(inside[:, None], jnp.concatenate(parts, axis=1), 0)
-    return lax.bitcast_convert_type(staging, layers[0].k.dtype)
+    return lax.bitcast_convert_type(staging, image_dtype(layers))
 
 
 def scatter_pages(
-    layers: Sequence[KVPages], page_ids: jax.Array, staging: jax.Array, *, interpret: Any = None
-) -> list[KVPages]:
+    layers: Sequence[Pages], page_ids: jax.Array, staging: jax.Array, *, interpret: Any = None
+) -> list[Pages]:
     """`api.scatter_pages`; interpret is True or `pltpu.InterpretParams`, to run on the host.
 
     Raises ValueError for what `unsupported` names.
     """
     _check(unsupported(layers, page_ids, staging, interpret=interpret))
-    pool, arrays = _stored(layers, interpret), _arrays(layers)
-    sizes = [math.prod(array.shape[1:]) for array in arrays]
-    bounds = [*itertools.accumulate(sizes)][:-1]
+    pool, arrays = _stored(layers, interpret), jax.tree.leaves(layers)
+    bounds = [*itertools.accumulate(elements_of_each(layers))][:-1]
     parts = jnp.split(as_bits(staging) if interpret else staging, bounds, axis=1)
     written = _copy(
         page_ids,
         sources=[
-            _turned(part.reshape(-1, *array.shape[1:]), array) for part, array in zip(parts, arrays)
+            _turned(to_pages(part, array.shape[1:], own.dtype), array)
+            for part, array, own in zip(parts, arrays, pool)
         ],
         targets=pool,
         pair=lambda source, target, image, page: (source.at[image], target.at[page]),
@@ -110,11 +111,10 @@ def scatter_pages(
         interpret=interpret,
     )
     written = [
-        lax.bitcast_convert_type(_turned(part, array), staging.dtype)
+        lax.bitcast_convert_type(_turned(part, array), array.dtype)
         for part, array in zip(written, arrays)
     ]
-    kind = type(layers[0])
-    return [kind(k, v) for k, v in zip(written[::2], written[1::2])]
+    return jax.tree.unflatten(jax.tree.structure(layers), written)
 
 
 def _copy(page_ids, *, sources, targets, pair, num_pages, interpret):
@@ -164,16 +164,11 @@ def _copy(page_ids, *, sources, targets, pair, num_pages, interpret):
     )(page_ids, *sources, *given)
 
 
-def _arrays(layers):
-    """Keys and values of each layer."""
-    return [array for pages in layers for array in pages]
-
-
 def _stored(layers, interpret):
     """The arrays in the dimension order in which a TPU stores them. XLA on the host has no bfloat16
     and rounds when it copies, so there they are integers; on a TPU copies round nothing and the
     conversion would copy the whole pool."""
-    arrays = [_turned(array, array) for array in _arrays(layers)]
+    arrays = [_turned(array, array) for array in jax.tree.leaves(layers)]
     return [as_bits(array) for array in arrays] if interpret else arrays
 
 

@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
-
-from pallas_kernels.paged_attention import KVPages
 
 
 def gather_pages(layers, page_ids):
     """Same arguments and results as `api.gather_pages`, as numpy arrays."""
-    num_pages = len(layers[0].k)
+    arrays, num_pages = jax.tree.leaves(layers), len(layers[0].k)
+    dtypes = {array.dtype for array in arrays}
+    dtype = dtypes.pop() if len(dtypes) == 1 else np.uint8
     images = []
     for page in page_ids:
-        image = np.concatenate([array[page % num_pages].ravel() for kv in layers for array in kv])
+        image = np.concatenate([array[page % num_pages].ravel().view(dtype) for array in arrays])
         images.append(image if 0 <= page < num_pages else np.zeros_like(image))
     return np.stack(images)
 
 
 def scatter_pages(layers, page_ids, staging):
     """Same as `api.scatter_pages`; the last row of a repeated page id wins."""
-    layers = [KVPages(*(array.copy() for array in kv)) for kv in layers]
+    layers = jax.tree.map(np.copy, layers)
     for page, image in zip(page_ids, staging):
         if not 0 <= page < len(layers[0].k):
             continue
-        for kv in layers:
-            for array in kv:
-                array[page] = image[: array[page].size].reshape(array[page].shape)
-                image = image[array[page].size :]
+        for array in jax.tree.leaves(layers):
+            size = array[page].nbytes // image.itemsize
+            array[page] = image[:size].view(array.dtype).reshape(array[page].shape)
+            image = image[size:]
     return layers
 
 
 def copy_pages(layers, sources, targets):
     """Same as `api.copy_pages`; the last source of a repeated target wins."""
-    copied = [KVPages(*(array.copy() for array in kv)) for kv in layers]
+    copied = jax.tree.map(np.copy, layers)
     num_pages = len(layers[0].k)
     for source, target in zip(sources, targets):
         if not (0 <= source < num_pages and 0 <= target < num_pages):
             continue
-        for kv, new in zip(layers, copied):
-            new.k[target], new.v[target] = kv.k[source], kv.v[source]
+        for old, new in zip(jax.tree.leaves(layers), jax.tree.leaves(copied)):
+            new[target] = old[source]
     return copied

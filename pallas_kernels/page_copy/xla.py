@@ -19,31 +19,31 @@ wait for its host.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.arrays import as_bits
+from pallas_kernels.page_copy.image import elements_of_each, image_dtype, to_elements, to_pages
 
 if TYPE_CHECKING:
-    from pallas_kernels.paged_attention.api import KVPages
+    from pallas_kernels.paged_attention.api import Pages
 
 
-def gather_pages(layers: Sequence[KVPages], page_ids):
-    arrays = [array for pages in layers for array in pages]
+def gather_pages(layers: Sequence[Pages], page_ids):
+    arrays = jax.tree.leaves(layers)
     return lax.platform_dependent(arrays, page_ids, cpu=gather_by_page, default=gather_by_array)
 
 
-def scatter_pages(layers: Sequence[KVPages], page_ids, staging):
-    arrays = [array for pages in layers for array in pages]
+def scatter_pages(layers: Sequence[Pages], page_ids, staging):
+    arrays, structure = jax.tree.flatten(layers)
     arrays = lax.platform_dependent(
         arrays, page_ids, staging, cpu=scatter_by_page, default=scatter_by_array
     )
-    kind = type(layers[0])
-    return [kind(k, v) for k, v in zip(arrays[::2], arrays[1::2])]
+    return jax.tree.unflatten(structure, arrays)
 
 
 def gather_by_page(arrays, page_ids):
@@ -57,13 +57,13 @@ def gather_by_page(arrays, page_ids):
             image = jnp.zeros((1, offsets[-1]), as_bits(staging).dtype)
             for array, offset in zip(arrays, offsets):
                 part = _slice(as_bits(array), (page, 0, 0, 0), (1, *array.shape[1:]))
-                image = _update(image, part.reshape(1, -1), (0, offset))
+                image = _update(image, to_elements(part, image.dtype), (0, offset))
             bits = _update(as_bits(staging), image, (index, 0))
             return lax.bitcast_convert_type(bits, staging.dtype)
 
         return lax.cond(_inside(page, arrays), add, _unchanged, staging)
 
-    zeros = jnp.zeros((len(page_ids), offsets[-1]), arrays[0].dtype)
+    zeros = jnp.zeros((len(page_ids), offsets[-1]), image_dtype(arrays))
     return lax.fori_loop(0, len(page_ids), add_image, zeros)
 
 
@@ -78,7 +78,9 @@ def scatter_by_page(arrays, page_ids, staging):
             written = []
             for array, (start, stop) in zip(arrays, bounds):
                 part = _slice(as_bits(staging), (index, start), (1, stop - start))
-                bits = _update(as_bits(array), part.reshape(1, *array.shape[1:]), (page, 0, 0, 0))
+                own = as_bits(array)
+                page_of_it = to_pages(part, array.shape[1:], own.dtype)
+                bits = _update(own, page_of_it, (page, 0, 0, 0))
                 written.append(lax.bitcast_convert_type(bits, array.dtype))
             return written
 
@@ -93,14 +95,14 @@ def gather_by_array(arrays, page_ids):
         array.at[page_ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
         for array in arrays
     ]
-    return jnp.concatenate([part.reshape(len(page_ids), -1) for part in parts], axis=1)
+    return jnp.concatenate([to_elements(part, image_dtype(arrays)) for part in parts], axis=1)
 
 
 def scatter_by_array(arrays, page_ids, staging):
     """As `scatter_by_page`."""
     written = []
     for array, (start, stop) in zip(arrays, itertools.pairwise(_offsets(arrays))):
-        parts = staging[:, start:stop].reshape(-1, *array.shape[1:])
+        parts = to_pages(staging[:, start:stop], array.shape[1:], array.dtype)
         at = array.at[page_ids]
         written.append(at.set(parts, mode="drop", wrap_negative_indices=False))
     return written
@@ -108,8 +110,7 @@ def scatter_by_array(arrays, page_ids, staging):
 
 def _offsets(arrays):
     """Offset of each array's part in a staged page, then the size of a staged page."""
-    sizes = [math.prod(array.shape[1:]) for array in arrays]
-    return [*itertools.accumulate(sizes, initial=0)]
+    return [*itertools.accumulate(elements_of_each(arrays), initial=0)]
 
 
 def _inside(page, arrays):

@@ -1,11 +1,20 @@
 """Ragged attention over paged keys and values (PagedAttention, 2309.06180)."""
 
 from pallas_kernels.paged_attention.api import attend, paged_attention, write_kv
-from pallas_kernels.paged_attention.layout import KVPages, PageLayout, RaggedBatch, Visible
+from pallas_kernels.paged_attention.layout import (
+    KVPages,
+    LatentPages,
+    PageLayout,
+    Pages,
+    RaggedBatch,
+    Visible,
+)
 
 __all__ = [
     "KVPages",
+    "LatentPages",
     "PageLayout",
+    "Pages",
     "RaggedBatch",
     "Visible",
     "attend",

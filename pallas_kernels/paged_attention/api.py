@@ -1,23 +1,29 @@
 """Signatures of paged attention, partial attention and KV writes.
 
 Everything that can be expressed as data or applied to a partial result is handled here, once, which
-keeps kernels simple: masks become ranges of positions (`Visible`), scales of quantized pages are
-folded into queries and results, attention within speculation trees and sinks are merged in.
+keeps kernels simple: masks become ranges of positions (`Visible`), scales of all tokens of a head
+are folded into queries and results, attention within speculation trees and sinks are merged in.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backends
-from pallas_kernels.merge import empty_partial, merge_two
+from pallas_kernels.merge import empty_partial, merge_sinks, merge_two
 from pallas_kernels.paged_attention import check_case, masks, write_check_case, xla
-from pallas_kernels.paged_attention.layout import KVPages, RaggedBatch, Visible
+from pallas_kernels.paged_attention.layout import (
+    PAGE_DTYPES,
+    QUANTIZED,
+    LatentPages,
+    Pages,
+    RaggedBatch,
+    Visible,
+)
 from pallas_kernels.paged_attention.tree import attend_within_trees
-
-PAGE_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
-"""Dtypes of pages. The last two are quantized: a value is scale * element."""
 
 _ATTEND = backends.Operation(
     name="paged_attention",
@@ -30,6 +36,8 @@ _ATTEND = backends.Operation(
     check_case=check_case.check_case,
 )
 
+_ATTEND_LATENTS = dataclasses.replace(_ATTEND, name="latent_attention", kernels={})
+
 _WRITE = backends.Operation(
     name="write_kv",
     xla=xla.write_kv,
@@ -38,10 +46,14 @@ _WRITE = backends.Operation(
     check_case=write_check_case.check_case,
 )
 
+_WRITE_LATENTS = dataclasses.replace(
+    _WRITE, name="write_latents", kernels={"gpu": None, "tpu": None}
+)
+
 
 def paged_attention(
     q: jax.Array,
-    pages: KVPages,
+    pages: Pages,
     batch: RaggedBatch,
     *,
     num_decodes: int,
@@ -56,7 +68,8 @@ def paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Causal attention of each token over its row's pages.
 
-    q [tokens, query_heads, head_dim]; query head h reads KV head h // (query_heads / kv_heads).
+    q [tokens, query_heads, head_dim]; query head h reads KV head h // (query_heads / kv_heads). Of
+    LatentPages a value is the first `value_dim` features of its key; no kernel attends to them.
     A token at position p sees positions (p - window, p], or [0, p] without a window. The keys and
     values of the batch's own tokens must have been written (`write_kv`).
 
@@ -67,14 +80,15 @@ def paged_attention(
         parents before children and in order of depth: token t sees the committed context and token
         j of its own row where tree_mask[t, j], itself included. Its position is the end of the
         context plus its depth. Longer rows are prefill chunks, as without a mask.
-    k_scale, v_scale: float32 [kv_heads], factor of an element of quantized pages; 1 by default.
+    k_scale, v_scale: float32 [kv_heads], factor of an element of quantized pages that have no
+        scales of their own; 1 by default.
     backend: see `backends.Backend`.
 
-    Returns out [tokens, query_heads, head_dim] and lse [tokens, query_heads] float32, the
-    log-sum-exp of the scaled scores, by which partial results merge. Tokens of no row, and rows
-    with no context, get out = 0 and lse = -inf, whatever the sinks. A row's result does not depend
-    on the other rows. Raises ValueError for inconsistent shapes or dtypes, and where `backend` is
-    "pallas" for what the device's kernel does not support.
+    Returns out [tokens, query_heads, value_dim], where value_dim is head_dim except of LatentPages,
+    and lse [tokens, query_heads] float32, the log-sum-exp of the scaled scores, by which partial
+    results merge. Tokens of no row, and rows with no context, get out = 0 and lse = -inf, whatever
+    the sinks. A row's result does not depend on the other rows. Raises ValueError for inconsistent
+    shapes or dtypes, and where `backend` is "pallas" for what the device's kernel does not support.
     """
     _check(q, pages, batch, num_decodes, scale)
     if window is not None and window < 1:
@@ -83,6 +97,7 @@ def paged_attention(
         raise ValueError(f"soft_cap is {soft_cap}; it must be positive, or None for no cap.")
     tokens, heads, _ = q.shape
     kv_heads = pages.k.shape[1]
+    _check_factors(pages, k_scale, v_scale)
     for name, array, shape in (
         ("sinks", sinks, (heads,)),
         ("k_scale", k_scale, (kv_heads,)),
@@ -97,7 +112,7 @@ def paged_attention(
             f"tree_mask is {tree_mask.dtype} {tree_mask.shape}; it must be bool ({tokens}, width)."
         )
     if len(batch.tables) == 0:
-        return empty_partial(q, q.dtype)
+        return _empty(q, pages)
     if len(batch.tables) == num_decodes or (tree_mask is not None and tree_mask.shape[1] == 0):
         tree_mask = None  # no row can be a tree
 
@@ -128,9 +143,7 @@ def paged_attention(
         )
         out, lse = merge_two(out, lse, *own)
     if sinks is not None:
-        whole = jnp.where(lse > -jnp.inf, jnp.logaddexp(lse, sinks), lse)
-        out = out * jnp.exp(jnp.where(lse > -jnp.inf, lse - whole, 0))[..., None]
-        lse = whole
+        out, lse = merge_sinks(out, lse, sinks.astype(jnp.float32))
     if v_scale is not None:
         out = out * jnp.repeat(v_scale, heads // kv_heads)[:, None]
     return out.astype(dtype), lse
@@ -138,7 +151,7 @@ def paged_attention(
 
 def attend(
     q: jax.Array,
-    pages: KVPages,
+    pages: Pages,
     batch: RaggedBatch,
     visible: Visible,
     *,
@@ -150,17 +163,18 @@ def attend(
     """Partial attention of each token to any range of its row's positions.
 
     As `paged_attention`, with `visible` in place of every mask. `batch.context` is not read, and
-    `batch.starts` and `batch.lengths` only for rows that are not decodes. Elements of quantized
-    pages are used unscaled. Visible ranges are limited to the capacity of a row's page table.
+    `batch.starts` and `batch.lengths` only for rows that are not decodes. Elements of pages without
+    scales are used as they are. Visible ranges are limited to the capacity of a row's page table.
     """
     _check(q, pages, batch, num_decodes, scale)
     rows, max_pages = batch.tables.shape
     # If all rows are decodes, the tokens after them belong to no row.
     served = num_decodes if rows == num_decodes else len(q)
     if served == 0 or max_pages == 0:
-        return empty_partial(q, q.dtype)
+        return _empty(q, pages)
     until = jnp.minimum(visible.until, max_pages * pages.k.shape[3])
-    out, lse = _ATTEND.run(
+    operation = _ATTEND_LATENTS if isinstance(pages, LatentPages) else _ATTEND
+    out, lse = operation.run(
         backend,
         q[:served],
         pages,
@@ -172,43 +186,60 @@ def attend(
     )
     if served == len(q):
         return out, lse
-    return tuple(map(jnp.concatenate, zip((out, lse), empty_partial(q[served:], q.dtype))))
+    return tuple(map(jnp.concatenate, zip((out, lse), _empty(q[served:], pages))))
+
+
+def _empty(q: jax.Array, pages: Pages) -> tuple[jax.Array, jax.Array]:
+    """The partial of these queries over no keys."""
+    return empty_partial(q[..., : pages.value_dim], q.dtype)
 
 
 def write_kv(
-    pages: KVPages,
+    pages: Pages,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     page_ids: jax.Array,
     offsets: jax.Array,
     *,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     backend: backends.Backend = "auto",
-) -> KVPages:
+) -> Pages:
     """Write k, v [tokens, kv_heads, head_dim] to slots (page_ids, offsets), int32 [tokens] each.
+    Of LatentPages `v` is part of `k`, and is not read.
 
     In place when the pages are donated. An id outside the pool or an offset outside the page,
     negative ones included, writes nothing, and writes to page 0 may be dropped. For quantized
-    pages, values are divided by their scale, float32 [kv_heads] and 1 by default, rounded to
-    nearest and clipped to the range of the dtype. backend: see `backends.Backend`.
+    pages, values are divided by their scale, rounded to nearest and clipped to the range of the
+    dtype. In pages with scales, every token and head gets those with which its largest value is the
+    dtype's largest; in others they are k_scale and v_scale, float32 [kv_heads] and 1 by default.
+    backend: see `backends.Backend`.
 
     Raises ValueError for inconsistent shapes, and where `backend` is "pallas" for what the device's
     kernel does not support.
     """
     _check_pages(pages)
     _, kv_heads, dim, page_size = pages.k.shape
+    new = [("k", k)] if isinstance(pages, LatentPages) else [("k", k), ("v", v)]
     for name, array, shape in (
-        ("k", k, (len(page_ids), kv_heads, dim)),
-        ("v", v, (len(page_ids), kv_heads, dim)),
+        *((name, array, (len(page_ids), kv_heads, dim)) for name, array in new),
         ("offsets", offsets, (len(page_ids),)),
     ):
         if array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}; it must be {shape}.")
+    _check_factors(pages, k_scale, v_scale)
     page_ids = jnp.where((offsets >= 0) & (offsets < page_size), page_ids, -1)
+    if isinstance(pages, LatentPages):
+        return _WRITE_LATENTS.run(backend, pages, k.astype(pages.k.dtype), None, page_ids, offsets)
+    scales = pages.scales
+    if scales is not None:
+        k_scale, v_scale = (xla.scales_of(values, pages.k.dtype) for values in (k, v))
+        new = jnp.stack([k_scale, v_scale], axis=-1)
+        scales = xla.write_scales(scales, new, page_ids, offsets)
     k = xla.to_elements(k, k_scale, pages.k.dtype)
     v = xla.to_elements(v, v_scale, pages.v.dtype)
-    return KVPages(*_WRITE.run(backend, pages, k, v, page_ids, offsets))
+    written = _WRITE.run(backend, pages.elements, k, v, page_ids, offsets)
+    return written._replace(scales=scales)
 
 
 def _check(q, pages, batch, num_decodes, scale):
@@ -238,6 +269,12 @@ def _check(q, pages, batch, num_decodes, scale):
 
 def _check_pages(pages):
     num_pages, kv_heads, dim, page_size = pages.k.shape
+    if isinstance(pages, LatentPages):
+        if pages.k.dtype.name in QUANTIZED or pages.k.dtype.name not in PAGE_DTYPES:
+            raise ValueError(f"Latents are {pages.k.dtype}; they must be of a floating dtype.")
+        if not 0 < pages.value_dim <= dim:
+            raise ValueError(f"value_dim is {pages.value_dim}; latents have {dim} features.")
+        return
     if pages.v.shape != (num_pages, kv_heads, page_size, dim):
         raise ValueError(
             f"Pages of keys are {pages.k.shape}, so those of values must be "
@@ -248,3 +285,24 @@ def _check_pages(pages):
             f"Keys are {pages.k.dtype} and values {pages.v.dtype}; both must be of one of "
             f"{', '.join(PAGE_DTYPES)}."
         )
+    if pages.scales is None:
+        return
+    if pages.k.dtype.name not in QUANTIZED:
+        raise ValueError(
+            f"Pages of {pages.k.dtype} have scales; only {' and '.join(QUANTIZED)} have any."
+        )
+    expected = num_pages, kv_heads, 2, page_size
+    if pages.scales.shape != expected or pages.scales.dtype != jnp.float32:
+        raise ValueError(
+            f"scales are {pages.scales.dtype} {pages.scales.shape}; with these pages they must be "
+            f"float32 {expected}."
+        )
+
+
+def _check_factors(pages, k_scale, v_scale):
+    if k_scale is v_scale is None:
+        return
+    if isinstance(pages, LatentPages):
+        raise ValueError("Latents have no scales, so k_scale and v_scale must be None.")
+    if pages.scales is not None:
+        raise ValueError("Pages have scales of their own, so k_scale and v_scale must be None.")

@@ -10,7 +10,6 @@ all rows.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +20,15 @@ from pallas_kernels.arrays import ceil_div
 
 TILE = 64
 """Tokens that are attended to together; a tile begins at a multiple of it."""
+
+
+def worker_of(block: Any, stream: Any, blocks: int) -> Any:
+    """Number of a stream of a thread block, the units of which are every n-th of the work list.
+
+    The first stream of every block comes before any second one: few units go to as many
+    multiprocessors as there are.
+    """
+    return stream * blocks + block
 
 
 class Cut(NamedTuple):
@@ -45,7 +53,7 @@ class Entry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cutting:
-    """How rows are cut: into splits of `split_tiles`, doubled until there are at most `splits`.
+    """How rows are cut: into splits of `split_tiles`, or of more for at most `splits` of them.
 
     The last split of a row may have fewer tiles. The splits of a row depend only on its visible
     range, not on `tokens`, the capacity of its page table.
@@ -72,10 +80,7 @@ class Cutting:
         since, until = self.limits(since, until)
         first_tile = lax.div(since, TILE)
         tiles = jnp.where(since < until, ceil_div(until, TILE) - first_tile, 0)
-        size = jnp.full_like(tiles, self.split_tiles)
-        doublings = math.ceil(math.log2(self.tokens / (TILE * self.split_tiles * self.splits)))
-        for _ in range(doublings):
-            size = jnp.where(tiles > size * self.splits, 2 * size, size)
+        size = jnp.maximum(self.split_tiles, ceil_div(tiles, self.splits))
         return Cut(first_tile, tiles, size, ceil_div(tiles, size))
 
     def ends(self, since: jax.Array, until: jax.Array) -> jax.Array:

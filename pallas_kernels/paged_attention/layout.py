@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+import functools
+import math
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+PAGE_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
+"""Dtypes of the elements of pages."""
+
+QUANTIZED = ("int8", "float8_e4m3fn")
+"""Those of them that are a scale's multiples."""
 
 
 class KVPages(NamedTuple):
@@ -15,34 +23,77 @@ class KVPages(NamedTuple):
     Both orders put the dimension that should be vectorized last: positions when computing scores
     from keys, features when computing outputs from values. Page 0 is the trash page: padding is
     written there and nothing reads it.
+
+    scales: float32 [pages, kv_heads, 2, page_size], of quantized pages: what the elements of a
+    token's key, and then of its value, are multiplied with. None: elements are the values.
     """
 
     k: jax.Array
     v: jax.Array
+    scales: jax.Array | None = None
+
+    @property
+    def elements(self) -> KVPages:
+        """The pages without their scales."""
+        return KVPages(self.k, self.v)
+
+    @property
+    def value_dim(self) -> int:
+        """Features of a value."""
+        return self.v.shape[3]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["k"], meta_fields=["value_dim"])
+@dataclasses.dataclass(frozen=True)
+class LatentPages:
+    """Pages of one layer with multi-head latent attention (2405.04434): k as in `KVPages`, and the
+    value of a token is the first `value_dim` features of its key."""
+
+    k: jax.Array
+    value_dim: int
+
+    scales: ClassVar[None] = None
+
+    @property
+    def elements(self) -> LatentPages:
+        """The pages, which have no scales."""
+        return self
+
+
+Pages = KVPages | LatentPages
 
 
 @dataclasses.dataclass(frozen=True)
 class PageLayout:
-    """Shape and dtype of the pages of one layer."""
+    """Shape and dtype of the pages of one layer, and whether elements have scales. With a
+    `value_dim` they are LatentPages."""
 
     num_pages: int
     page_size: int
     num_kv_heads: int
     head_dim: int
     dtype: jnp.dtype
+    scaled: bool = False
+    value_dim: int | None = None
 
     @property
-    def shapes(self) -> KVPages:
+    def shapes(self) -> Pages:
         """ShapeDtypeStructs of one layer's pages."""
         k = (self.num_pages, self.num_kv_heads, self.head_dim, self.page_size)
+        if self.value_dim is not None:
+            return LatentPages(jax.ShapeDtypeStruct(k, self.dtype), self.value_dim)
         v = (self.num_pages, self.num_kv_heads, self.page_size, self.head_dim)
-        return KVPages(jax.ShapeDtypeStruct(k, self.dtype), jax.ShapeDtypeStruct(v, self.dtype))
+        pages = KVPages(*(jax.ShapeDtypeStruct(shape, self.dtype) for shape in (k, v)))
+        if not self.scaled:
+            return pages
+        scales = (self.num_pages, self.num_kv_heads, 2, self.page_size)
+        return pages._replace(scales=jax.ShapeDtypeStruct(scales, jnp.float32))
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page of one layer, keys and values together."""
-        items = 2 * self.num_kv_heads * self.head_dim * self.page_size
-        return items * jnp.dtype(self.dtype).itemsize
+        """Bytes of one page of one layer: keys, values and their scales."""
+        arrays = jax.tree.leaves(self.shapes)
+        return sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in arrays)
 
 
 class RaggedBatch(NamedTuple):

@@ -33,7 +33,7 @@ def unsupported(
 ) -> str | None:
     """Why `paged_attention` refuses arrays of these shapes and dtypes, None if it does not."""
     if num_decodes:
-        return mosaic_gpu_decode.unsupported(q, pages)
+        return mosaic_gpu_decode.unsupported(q, pages, batch, num_decodes)
     return mosaic_gpu_prefill.unsupported(q, pages)
 
 

@@ -49,10 +49,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.compat import gpu as compat
 from pallas_kernels.paged_attention import mosaic_gpu_pages
-from pallas_kernels.paged_attention.decode_work import TILE, Cutting
+from pallas_kernels.paged_attention.decode_work import TILE, Cutting, worker_of
 from pallas_kernels.paged_attention.hopper import LOG2E, MASKED, across, soft_capped
 from pallas_kernels.paged_attention.mosaic_gpu_merge import merge_splits
 from pallas_kernels.paged_attention.mosaic_gpu_pages import Loader, Ring, Seen, blank, matrix
+from pallas_kernels.tuning import tuned
 
 if TYPE_CHECKING:
     from pallas_kernels.paged_attention.layout import KVPages, RaggedBatch, Visible
@@ -63,12 +64,24 @@ MAX_GROUP = 64
 MAX_SPLITS = 256
 """Splits of a row times KV heads: about two per multiprocessor for a batch of one row."""
 
+MAX_PARTIAL_BYTES = 2**31
+"""Of the partial results of all splits."""
+
+SPLIT_TOKENS = 512
+"""Of a split, on devices that were not measured."""
+
 _ROWS = MAX_GROUP
 _SMEM_BYTES = 225 * 1024  # of the 227 KiB a block may have, for barriers and log-sum-exps
 _WGMMA = plgpu.Layout.WGMMA
 
 
-def unsupported(q: jax.Array, pages: KVPages) -> str | None:
+def unsupported(
+    q: jax.Array,
+    pages: KVPages,
+    batch: RaggedBatch,
+    num_decodes: int,
+    split_tokens: int | None = None,
+) -> str | None:
     """Why `paged_decode` refuses arrays of these shapes and dtypes, None if it does not."""
     if reason := mosaic_gpu_pages.unsupported(q, pages):
         return reason
@@ -78,7 +91,25 @@ def unsupported(q: jax.Array, pages: KVPages) -> str | None:
             f"{heads} query heads share {kv_heads} KV heads; "
             f"each KV head can have a whole number of them up to {MAX_GROUP}."
         )
+    splits = _cutting(pages, batch, split_tokens).splits
+    padded = kv_heads * _padded(heads // kv_heads)
+    if (size := 4 * splits * num_decodes * padded * q.shape[2]) >= MAX_PARTIAL_BYTES:
+        return (
+            f"{num_decodes} decodes in {splits} splits have {size} bytes of partial results; "
+            f"offsets are 32 bits, so they can have less than {MAX_PARTIAL_BYTES}."
+        )
     return None
+
+
+def _cutting(pages, batch, split_tokens):
+    split_tokens = split_tokens or tuned("paged_decode", "split_tokens", SPLIT_TOKENS)
+    tokens = batch.tables.shape[1] * pages.k.shape[3]
+    return Cutting.of(tokens, split_tokens, max(1, MAX_SPLITS // pages.k.shape[1]))
+
+
+def _padded(group):
+    """Rows of a tile in shared memory come in eights."""
+    return group + -group % 8
 
 
 def paged_decode(
@@ -90,14 +121,16 @@ def paged_decode(
     num_decodes: int,
     scale: float,
     soft_cap: float | None = None,
-    split_tokens: int = 512,
+    split_tokens: int | None = None,
     num_sms: int | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`api.attend` for the first `num_decodes` rows, which have one token each.
 
-    A row is cut into splits of `split_tokens`, a multiple of 64, doubled until there are at most
-    MAX_SPLITS / kv_heads of them. num_sms: thread blocks, by default the device's multiprocessors.
+    A row is cut into splits of `split_tokens`, a multiple of 64 and by default what was quickest on
+    this kind of device, or of as many more as make at most MAX_SPLITS / kv_heads of them.
+
+    num_sms: thread blocks, by default the device's multiprocessors.
     interpret: what `compat.gpu_interpreter` gives, to run on the host.
 
     Page ids are clipped to the pool, and a row's visible range to the capacity of its page table.
@@ -106,23 +139,21 @@ def paged_decode(
     and -inf for a row that sees nothing. Raises ValueError for what `unsupported` names, for
     num_decodes below 1 and for other split_tokens.
     """
-    if reason := unsupported(q, pages):
-        raise ValueError(f"Mosaic GPU paged_decode: {reason}")
+    if split_tokens is not None and (split_tokens < 1 or split_tokens % TILE):
+        raise ValueError(f"split_tokens is {split_tokens}; it must be a multiple of {TILE}.")
     if num_decodes < 1:
         raise ValueError(f"num_decodes is {num_decodes}; at least 1 row is needed.")
-    if split_tokens < 1 or split_tokens % TILE:
-        raise ValueError(f"split_tokens is {split_tokens}; it must be a multiple of {TILE}.")
+    if reason := unsupported(q, pages, batch, num_decodes, split_tokens):
+        raise ValueError(f"Mosaic GPU paged_decode: {reason}")
     heads, head_dim = q.shape[1:]
-    kv_heads, page_size = pages.k.shape[1], pages.k.shape[3]
+    kv_heads = pages.k.shape[1]
     group = heads // kv_heads
-    tokens = batch.tables.shape[1] * page_size
-    cutting = Cutting.of(tokens, split_tokens, max(1, MAX_SPLITS // kv_heads))
+    cutting = _cutting(pages, batch, split_tokens)
     since, until = visible
     ends = cutting.ends(since[:num_decodes], until[:num_decodes])
 
-    # Rows of a tile in shared memory come in eights.
     q = q.reshape(-1, kv_heads, group, head_dim)
-    if padding := -group % 8:
+    if padding := _padded(group) - group:
         q = jnp.pad(q[:num_decodes], ((0, 0), (0, 0), (0, padding), (0, 0)))
     kernel = _kernel(
         q,
@@ -177,7 +208,7 @@ def _kernel(q, pages, *, cutting, rows, group, scale, soft_cap, blocks, interpre
         q_tile, places, out_tile, lse_tile, q_full = scratch
         warpgroup = lax.axis_index("warpgroup")
         stream = lax.rem(warpgroup, streams)
-        worker = lax.axis_index("block") * streams + stream
+        worker = worker_of(lax.axis_index("block"), stream, blocks)
         units = ends[rows - 1] * kv_heads
         own_units = lax.div(units - worker + (workers - 1), workers)
 

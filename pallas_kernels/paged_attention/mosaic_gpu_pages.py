@@ -38,6 +38,8 @@ def unsupported(q: jax.Array, pages: Any) -> str | None:
     q [.., .., head_dim]; pages as `layout.KVPages`.
     """
     head_dim, page_size = pages.k.shape[2:]
+    if pages.scales is not None:
+        return "pages have a scale for each token, which plain XLA applies and it does not."
     if q.dtype.name not in DTYPES:
         return f"queries are {q.dtype}; they can be {' or '.join(DTYPES)}."
     stored = (q.dtype.name, *PACKED_DTYPES)

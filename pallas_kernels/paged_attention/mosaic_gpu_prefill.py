@@ -233,7 +233,9 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
                         position = positions((_ROWS, tile_size), 1) + tile * tile_size
                         seen = position >= across(since, tile_size)
                         seen &= position < across(until, tile_size)
-                        return jnp.where(seen, scores, MASKED)
+                        # Not MASKED: the compiler fuses the product with `unit` below with the
+                        # subtraction of a peak that was rounded, which is then not 0.
+                        return jnp.where(seen, scores, -jnp.inf)
 
                     if soft_cap is not None:
                         scores = soft_capped(scores, scale, soft_cap)

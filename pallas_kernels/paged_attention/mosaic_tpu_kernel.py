@@ -7,10 +7,11 @@ computation by as many blocks as the ring has spare slots, from item to item and
 first pages of a row arrive while the previous rows are being computed.
 
 For one KV head at a time, the queries that share it are the rows of two matrix products with a
-block of keys [head_dim, span] and of values [span, head_dim]. Blocks that every token of the tile
-sees in full are not masked. In the others an invisible score is -1e30, and so is the initial peak:
-contributions of such scores are multiplied by exp(-1e30 - peak) = 0 at the first visible score. A
-block that a token does not see thus leaves its result bit-identical.
+block of keys [head_dim, span] and of values [span, head_dim]. Scales of quantized pages, [2, span],
+multiply scores and weights. Blocks that every token of the tile sees in full are not masked. In the
+others an invisible score is -1e30, and so is the initial peak: contributions of such scores are
+multiplied by exp(-1e30 - peak) = 0 at the first visible score. A block that a token does not see
+thus leaves its result bit-identical.
 
 Scores run along lanes. The running peak is stored as `lanes` equal columns and the running total as
 `lanes` partial sums, so no value is broadcast over lanes or summed across them before the end.
@@ -77,6 +78,8 @@ def _sizes(q, pages, queries) -> _Sizes:
     most = max(1, _TILE_ELEMENTS // (dim * max(rows, QUERY_ROWS)))
     heads = max(n for n in range(1, share + 1) if share % n == 0 and n <= most)
     position_bytes = heads * dim * (pages.k.dtype.itemsize + pages.v.dtype.itemsize)
+    if pages.scales is not None:
+        position_bytes += heads * 2 * pages.scales.dtype.itemsize
     span = CHUNK_SPAN
     if queries == 1:
         span = min(max(span, BLOCK_BYTES // position_bytes), DECODE_SPAN)
@@ -120,6 +123,9 @@ def attend(
     # the dimensions declares this and moves no data.
     turned = dim < LANES
     v = pages.v.swapaxes(2, 3) if turned else pages.v
+    pool = [pages.k, v] if pages.scales is None else [pages.k, v, pages.scales]
+    rings = [(dim, span), (dim, span) if turned else (span, dim), (2, span)]
+    rings = [pltpu.VMEM((slots, heads, *shape), array.dtype) for shape, array in zip(rings, pool)]
 
     def product(a, b, turned=False):
         return lax.dot_general(
@@ -130,10 +136,10 @@ def attend(
             preferred_element_type=jnp.float32,
         )
 
-    def kernel(
-        work, following, tables, q, limits, k, v, out, lse,
-        k_ring, v_ring, arrived, peak, total, values, ahead, copied, used,
-    ):  # fmt: skip
+    def kernel(work, following, tables, q, limits, *refs):
+        pool, (out, lse), refs = refs[: len(rings)], refs[len(rings) :][:2], refs[len(rings) + 2 :]
+        (k_ring, v_ring, *scale_ring), refs = refs[: len(rings)], refs[len(rings) :]
+        arrived, peak, total, values, ahead, copied, used = refs
         items = Items(*(work.at[pl.ds(n * stride, stride)] for n in range(len(Items._fields))))
         own_heads = pl.ds(pl.program_id(0) * heads, heads)
         item = pl.program_id(1)
@@ -151,10 +157,11 @@ def attend(
                 page = jnp.clip(tables[entry], 0, num_pages - 1)
                 offset = pl.multiple_of((index - block * sizes.pages) * page_size, page_size)
                 there = pl.ds(offset, page_size)
-                keys = k_ring.at[slot, :, :, there]
                 values = v_ring.at[slot, :, :, there] if turned else v_ring.at[slot, :, there]
-                act(pltpu.make_async_copy(k.at[page, own_heads], keys, arrived.at[slot]))
-                act(pltpu.make_async_copy(v.at[page, own_heads], values, arrived.at[slot]))
+                scales = (ring.at[slot, :, :, there] for ring in scale_ring)
+                targets = k_ring.at[slot, :, :, there], values, *scales
+                for array, target in zip(pool, targets):
+                    act(pltpu.make_async_copy(array.at[page, own_heads], target, arrived.at[slot]))
 
             lax.fori_loop(begin, end, one, None)
 
@@ -201,23 +208,31 @@ def attend(
                     )
                 position = start + lax.broadcasted_iota(jnp.int32, (rows, span), 1)
                 seen = (position >= since) & (position < until)
-                shape = (1, span) if turned else (span, 1)
-                position = start + lax.broadcasted_iota(jnp.int32, shape, shape.index(span))
-                written = (position >= items.since[item]) & (position < items.until[item])
+
+                def written(*shape):
+                    position = start + lax.broadcasted_iota(jnp.int32, shape, shape.index(span))
+                    return (position >= items.since[item]) & (position < items.until[item])
 
             def fold_head(head, _):
                 scores = product(q[0, head], k_ring[slot, head].astype(q.dtype))
+                for ring in scale_ring:
+                    scores *= ring[slot, head, 0:1]
                 scores = _in_octaves(scores, scale, soft_cap)
                 block_values = v_ring[slot, head].astype(q.dtype)
                 if masked:
                     scores = jnp.where(seen, scores, _MASKED)
-                    block_values = jnp.where(written, block_values, 0)  # others may be NaN
+                    # Others may be NaN.
+                    of_values = written(1, span) if turned else written(span, 1)
+                    block_values = jnp.where(of_values, block_values, 0)
                 old_peak = peak[head]
                 new_peak = jnp.maximum(old_peak, jnp.max(scores, axis=1, keepdims=True))
                 weights = jnp.exp2(scores - _across(new_peak, span))
                 shrink = jnp.exp2(old_peak - new_peak)
                 peak[head] = new_peak
                 total[head] = total[head] * shrink + _sum_to(weights, sizes.lanes)
+                for ring in scale_ring:
+                    v_scale = ring[slot, head, 1:2]
+                    weights *= jnp.where(written(1, span), v_scale, 0) if masked else v_scale
                 added = product(weights.astype(q.dtype), block_values, turned)
                 values[head] = values[head] * _across(shrink, dim) + added
 
@@ -261,16 +276,14 @@ def attend(
             in_specs=(
                 pl.BlockSpec((1, heads, rows, dim), of_tile),
                 pl.BlockSpec((1, queries, 2), lambda _, item, work, *__: (work[item], 0, 0)),
-                pl.BlockSpec(memory_space=pl.ANY),
-                pl.BlockSpec(memory_space=pl.ANY),
+                *[pl.BlockSpec(memory_space=pl.ANY)] * len(pool),
             ),
             out_specs=(
                 pl.BlockSpec((1, heads, rows, dim), of_tile),
                 pl.BlockSpec((1, heads, 1, rows), of_tile),
             ),
             scratch_shapes=(
-                pltpu.VMEM((slots, heads, dim, span), pages.k.dtype),
-                pltpu.VMEM((slots, heads, *((dim, span) if turned else (span, dim))), v.dtype),
+                *rings,
                 pltpu.SemaphoreType.DMA((slots,)),
                 pltpu.VMEM((heads, rows, sizes.lanes), jnp.float32),
                 pltpu.VMEM((heads, rows, sizes.lanes), jnp.float32),
@@ -292,7 +305,7 @@ def attend(
         ),
         name="paged_attention",
         interpret=interpret or False,
-    )(work, following, tables.reshape(-1), q, limits, pages.k, v)
+    )(work, following, tables.reshape(-1), q, limits, *pool)
 
 
 def _in_octaves(products, scale, soft_cap):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from pallas_kernels.paged_attention.layout import LatentPages
+
 
 def paged_attention(
     q,
@@ -63,9 +65,16 @@ def _attend(
     v_scale=None,
 ):
     q = np.asarray(q, np.float64)
-    keys, values = np.asarray(pages.k, np.float64), np.asarray(pages.v, np.float64)
+    keys = np.asarray(pages.k, np.float64)
+    if isinstance(pages, LatentPages):
+        values = keys[:, :, : pages.value_dim].swapaxes(2, 3)
+    else:
+        values = np.asarray(pages.v, np.float64)
+    if pages.scales is not None:
+        scales = np.asarray(pages.scales, np.float64)
+        keys, values = keys * scales[:, :, 0, None], values * scales[:, :, 1, :, None]
     group, page_size = q.shape[1] // keys.shape[1], values.shape[2]
-    out = np.zeros(q.shape)
+    out = np.zeros((*q.shape[:2], values.shape[3]))
     lse = np.full(q.shape[:2], -np.inf)
     for row, table in enumerate(np.asarray(batch.tables)):
         context = int(batch.context[row])

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.paged_attention.layout import KVPages, RaggedBatch
+from pallas_kernels.paged_attention.layout import LatentPages, Pages, RaggedBatch
 from pallas_kernels.paged_attention.masks import depths, is_tree, owners
 
 _MASKED = -1e30
@@ -19,7 +19,7 @@ _MASKED = -1e30
 
 def attend_within_trees(
     q: jax.Array,
-    pages: KVPages,
+    pages: Pages,
     batch: RaggedBatch,
     tree_mask: jax.Array,
     *,
@@ -49,7 +49,13 @@ def attend_within_trees(
     page = jnp.clip(page, 0, len(pages.k) - 1)
     # Indices around slices: [trees, width, kv_heads, head_dim] of both.
     k = pages.k[page, :, :, position % page_size].astype(q.dtype)
-    v = pages.v[page, :, position % page_size].astype(q.dtype)
+    if isinstance(pages, LatentPages):
+        v = k[..., : pages.value_dim]
+    else:
+        v = pages.v[page, :, position % page_size].astype(q.dtype)
+    if pages.scales is not None:
+        scales = pages.scales[page, :, :, position % page_size, None]
+        k, v = (k * scales[..., 0, :]).astype(q.dtype), (v * scales[..., 1, :]).astype(q.dtype)
     v = jnp.where(present[..., None, None], v, 0)  # absent values may be NaN
 
     mask = tree_mask[token] & present[:, :, None] & present[:, None, :]
@@ -71,7 +77,7 @@ def attend_within_trees(
     row, index, owned = owners(batch, tokens)
     tree, index = jnp.maximum(row - num_decodes, 0), jnp.clip(index, 0, width - 1)
     seen = jnp.any(mask, axis=-1)[tree, index] & owned & (row >= num_decodes)
-    out = out[tree, index].reshape(q.shape)
+    out = out[tree, index].reshape(tokens, heads, -1)
     lse = lse[tree, index].reshape(tokens, heads)
     out = lax.select(jnp.broadcast_to(seen[:, None, None], out.shape), out, jnp.zeros_like(out))
     return out.astype(q.dtype), jnp.where(seen[:, None], lse, -jnp.inf)

@@ -31,11 +31,12 @@ def check_case(arguments, options, rng) -> CheckCase:
     free = 1 + rng.permutation(needed)
     ids = [*free[: len(decodes)], *_OUTSIDE, *free[len(decodes) + chunk // page_size]]
     offsets = [*decodes, *[0] * len(_OUTSIDE), *chunk % page_size]
+    pool = pages.k, pages.v
     small = KVPages(
-        *(random_like(rng, (1 + needed, *array.shape[1:]), array.dtype) for array in pages)
+        *(random_like(rng, (1 + needed, *array.shape[1:]), array.dtype) for array in pool)
     )
     new = (
-        random_like(rng, (len(ids), *array.shape[1:]), pool.dtype)
-        for array, pool in zip(arguments[1:3], pages)
+        random_like(rng, (len(ids), *array.shape[1:]), own.dtype)
+        for array, own in zip(arguments[1:3], pool)
     )
     return CheckCase((small, *new, np.int32(ids), np.int32(offsets)), options, 0.0)

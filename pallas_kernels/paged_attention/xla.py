@@ -9,13 +9,22 @@ depend on its neighbours.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.arrays import as_bits, ceil_div
-from pallas_kernels.paged_attention.layout import KVPages, RaggedBatch, Visible
+from pallas_kernels.paged_attention.layout import (
+    QUANTIZED,
+    KVPages,
+    LatentPages,
+    Pages,
+    RaggedBatch,
+    Visible,
+)
 
 # Rows per group. Sorting decodes by context length reduces waste within each group.
 DECODE_GROUP = 8
@@ -24,9 +33,11 @@ PREFILL_QUERIES = 128
 PREFILL_BLOCK = 256
 
 _MASKED = -1e30
+_LEAST_PEAK = 1e-30
+"""Of a token's values in a head: its scale is not 0, nor too small to divide by."""
 
 
-def write_kv(pages: KVPages, k, v, page_ids, offsets):
+def write_kv(pages: Pages, k, v, page_ids, offsets):
     # XLA on CPUs computes these in other dtypes, and converts the whole pool to them and back.
     by_token = pages.k.dtype.name in ("bfloat16", "float8_e4m3fn")
     return lax.platform_dependent(
@@ -40,24 +51,30 @@ def write_kv(pages: KVPages, k, v, page_ids, offsets):
     )
 
 
-def _write_together(pages: KVPages, k, v, page_ids, offsets):
+def _write_together(pages: Pages, k, v, page_ids, offsets):
     page_ids = jnp.where(page_ids >= 0, page_ids, len(pages.k))  # negative ids count from the end
     keys = pages.k.at[page_ids, :, :, offsets].set(k, mode="drop")
+    if isinstance(pages, LatentPages):
+        return dataclasses.replace(pages, k=keys)
     values = pages.v.at[page_ids, :, offsets, :].set(v, mode="drop")
     return KVPages(keys, values)
 
 
-def _write_by_token(pages: KVPages, k, v, page_ids, offsets):
+def _write_by_token(pages: Pages, k, v, page_ids, offsets):
     """In place and bit-exact: only the slices that are written are reinterpreted as integers."""
-    num_pages, k, v = pages.k.shape[0], as_bits(k), as_bits(v)
+    num_pages = pages.k.shape[0]
+    k, v = jax.tree.map(as_bits, (k, v))  # of latents v is None
     places = jnp.stack([page_ids, offsets], axis=1)
 
     def write(token, pages):
         page, offset = places[token]
 
         def put(pages):
-            parts = k[token, None, :, :, None], v[token, None, :, None, :]
-            starts = (page, 0, 0, offset), (page, 0, offset, 0)
+            key, start = k[token, None, :, :, None], (page, 0, 0, offset)
+            if isinstance(pages, LatentPages):
+                return dataclasses.replace(pages, k=_updated(pages.k, key, start))
+            parts = key, v[token, None, :, None, :]
+            starts = start, (page, 0, offset, 0)
             return KVPages(*map(_updated, pages, parts, starts))
 
         inside = (page >= 0) & (page < num_pages)
@@ -71,22 +88,39 @@ def _updated(array, part, start):
     return lax.bitcast_convert_type(updated, array.dtype)
 
 
+def write_scales(scales, new, page_ids, offsets):
+    """scales [pages, kv_heads, 2, page_size] with `new` [tokens, kv_heads, 2] written."""
+    page_ids = jnp.where(page_ids >= 0, page_ids, len(scales))  # negative ids count from the end
+    return scales.at[page_ids, :, :, offsets].set(new, mode="drop")
+
+
+def scales_of(values, dtype):
+    """The scale of each token and head of values [tokens, kv_heads, head_dim], with which the
+    largest becomes the largest of `dtype`: float32 [tokens, kv_heads]."""
+    peak = jnp.max(jnp.abs(values.astype(jnp.float32)), axis=-1)
+    return jnp.maximum(peak, _LEAST_PEAK) / _largest(dtype)
+
+
 def to_elements(values, scale, dtype):
-    """values [tokens, kv_heads, head_dim] as elements of pages of `dtype`."""
-    quantized = dtype.name in ("int8", "float8_e4m3fn")
-    if not quantized:
+    """values [tokens, kv_heads, head_dim] as elements of pages of `dtype`; scale [kv_heads] or
+    [tokens, kv_heads]."""
+    if dtype.name not in QUANTIZED:
         return values.astype(dtype)
     values = values.astype(jnp.float32)
     if scale is not None:
-        values = values / scale[:, None]
+        values = values / scale[..., None]
+    largest = _largest(dtype)
     if dtype == jnp.int8:
-        return jnp.clip(jnp.round(values), -127, 127).astype(dtype)
-    largest = float(jnp.finfo(dtype).max)
+        values = jnp.round(values)
     return jnp.clip(values, -largest, largest).astype(dtype)
 
 
+def _largest(dtype):
+    return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
+
+
 def paged_attention(
-    q, pages: KVPages, batch: RaggedBatch, visible: Visible, *, num_decodes, scale, soft_cap=None
+    q, pages: Pages, batch: RaggedBatch, visible: Visible, *, num_decodes, scale, soft_cap=None
 ):
     """As `api.attend`."""
     tokens, heads, dim = q.shape
@@ -109,10 +143,10 @@ def paged_attention(
         outs.append(out)
         lses.append(lse)
     out, lse = jnp.concatenate(outs), jnp.concatenate(lses)
-    return out.reshape(tokens, heads, dim), lse.reshape(tokens, heads)
+    return out.reshape(tokens, heads, pages.value_dim), lse.reshape(tokens, heads)
 
 
-def _decode(q, pages: KVPages, tables, visible: Visible, to_scores):
+def _decode(q, pages: Pages, tables, visible: Visible, to_scores):
     """One token per row: q [rows, kv_heads, group, dim], tables [rows, max_pages].
 
     Rows are processed in groups, page by page, each group up to its longest context.
@@ -137,31 +171,39 @@ def _decode(q, pages: KVPages, tables, visible: Visible, to_scores):
 
         def block(page, carry):
             ids = lax.dynamic_index_in_dim(table, page, axis=1, keepdims=False)
-            k = pages.k.at[ids].get(mode="clip").astype(q.dtype)
-            v = pages.v.at[ids].get(mode="clip").astype(q.dtype)
+            k, v = _keys_and_values(pages, ids, page, q.dtype)
             products = jnp.einsum("rhgd,rhds->rhgs", q_few, k, preferred_element_type=jnp.float32)
             position = page * page_size + jnp.arange(page_size)[None]
             seen = (position >= since_few[:, None]) & (position < until_few[:, None])
+            v_scale = None
+            if pages.scales is not None:
+                scales = pages.scales.at[ids].get(mode="clip")
+                k_scale, v_scale = scales[:, :, :1], scales[:, :, 1:]
+                products *= k_scale
+                v_scale = jnp.where(seen[:, None, None], v_scale, 0)
+                if q.dtype == jnp.float16:  # has no room for the products of weights and scales
+                    v, v_scale = (v * v_scale.swapaxes(2, 3)).astype(q.dtype), None
             scores = jnp.where(seen[:, None, None], to_scores(products), _MASKED)
             v = jnp.where(seen[:, None, :, None], v, 0)  # unseen values may be NaN
-            return _online_softmax(carry, scores, "rhgs,rhsd->rhgd", v)
+            return _online_softmax(carry, scores, "rhgs,rhsd->rhgd", v, v_scale)
 
-        carry = lax.fori_loop(begins[index], ends[index], block, _empty_softmax(q_few.shape))
+        empty = _empty_softmax((*q_few.shape[:-1], pages.value_dim))
+        carry = lax.fori_loop(begins[index], ends[index], block, empty)
         results = _finish(carry, (until_few > since_few)[:, None, None], q.dtype)
         return _write_back(outputs, results, first)
 
     groups = padded.shape[0] // together
-    out, lse = lax.fori_loop(0, groups, few, _empty_outputs(padded))
+    out, lse = lax.fori_loop(0, groups, few, _empty_outputs(padded, pages.value_dim))
     return out[:rows], lse[:rows]
 
 
-def _prefill(q, pages: KVPages, batch: RaggedBatch, visible: Visible, to_scores):
+def _prefill(q, pages: Pages, batch: RaggedBatch, visible: Visible, to_scores):
     """Chunks of several tokens: q [tokens, kv_heads, group, dim], starts relative to them.
 
     One work item is PREFILL_QUERIES consecutive tokens of one row. The last item of a row overlaps
     the next row's tokens; items are written in order, so the next row overwrites them.
     """
-    tokens, kv_heads, group, dim = q.shape
+    (tokens, kv_heads, group, dim), value_dim = q.shape, pages.value_dim
     queries = min(PREFILL_QUERIES, tokens)
     per_block = max(1, PREFILL_BLOCK // pages.k.shape[-1])
     span = per_block * pages.k.shape[-1]
@@ -194,10 +236,13 @@ def _prefill(q, pages: KVPages, batch: RaggedBatch, visible: Visible, to_scores)
 
         def block(block_index, carry):
             ids = lax.dynamic_slice_in_dim(table, block_index * per_block, per_block)
-            k = pages.k.at[ids].get(mode="clip").astype(q.dtype)
-            v = pages.v.at[ids].get(mode="clip").astype(q.dtype)
+            k, v = _keys_and_values(pages, ids, block_index, q.dtype)
+            if pages.scales is not None:  # Of the fewer: there are more scores than elements.
+                scales = pages.scales.at[ids].get(mode="clip")
+                k = (k * scales[:, :, :1]).astype(q.dtype)
+                v = (v * scales[:, :, 1, :, None]).astype(q.dtype)
             k = k.transpose(1, 2, 0, 3).reshape(kv_heads, dim, span)
-            v = v.transpose(1, 0, 2, 3).reshape(kv_heads, span, dim)
+            v = v.transpose(1, 0, 2, 3).reshape(kv_heads, span, value_dim)
             products = jnp.einsum("hqd,hds->hqs", q_item, k, preferred_element_type=jnp.float32)
             position = block_index * span + jnp.arange(span)[None]
             inside = (position >= firsts[index]) & (position < lasts[index])
@@ -206,16 +251,59 @@ def _prefill(q, pages: KVPages, batch: RaggedBatch, visible: Visible, to_scores)
             scores = jnp.where(seen[None], to_scores(products), _MASKED)
             return _online_softmax(carry, scores, "hqs,hsd->hqd", v)
 
-        carry = lax.fori_loop(begins[index], ends[index], block, _empty_softmax(q_item.shape))
+        empty = _empty_softmax((*q_item.shape[:-1], value_dim))
+        carry = lax.fori_loop(begins[index], ends[index], block, empty)
         out, lse = _finish(carry, True, q.dtype)
-        out = out.reshape(kv_heads, group, queries, dim).transpose(2, 0, 1, 3)
+        out = out.reshape(kv_heads, group, queries, value_dim).transpose(2, 0, 1, 3)
         lse = lse.reshape(kv_heads, group, queries).transpose(2, 0, 1)
         return _write_back(outputs, (out, lse), start)
 
-    out, lse = lax.fori_loop(0, items_up_to[-1], attend, _empty_outputs(padded))
+    out, lse = lax.fori_loop(0, items_up_to[-1], attend, _empty_outputs(padded, value_dim))
     sees = visible.until > visible.since
     out = jnp.where(sees[:, None, None, None], out[:tokens], 0)
     return out, jnp.where(sees[:, None, None], lse[:tokens], -jnp.inf)
+
+
+def _keys_and_values(pages: Pages, ids, block, dtype):
+    """Keys [ids, kv_heads, head_dim, page_size] and values [ids, kv_heads, page_size, value_dim]
+    of pages `ids`, in `dtype`, within the loop over blocks."""
+    k = _elements(pages.k, ids, block, dtype)
+    if isinstance(pages, LatentPages):
+        return k, k[:, :, : pages.value_dim].swapaxes(2, 3)
+    return k, _elements(pages.v, ids, block, dtype)
+
+
+def _elements(array, ids, block, dtype):
+    """Pages `ids` of an array, in `dtype`, within the loop over blocks."""
+
+    def gathered(array):
+        return array.at[ids].get(mode="clip")
+
+    def on_cpu(array):
+        # Of small floats XLA would convert the whole pool, and their bits would be a copy of the
+        # pool, made before the loop, but for a condition that only the loop knows.
+        def bits():
+            return gathered(as_bits(array))
+
+        nothing = jax.eval_shape(bits)
+        return _from_float8(
+            lax.cond(block >= 0, bits, lambda: jnp.zeros(nothing.shape, nothing.dtype)), dtype
+        )
+
+    def elsewhere(array):
+        return gathered(array).astype(dtype)
+
+    if array.dtype != jnp.float8_e4m3fn:
+        return elsewhere(array)
+    return lax.platform_dependent(array, cpu=on_cpu, default=elsewhere)
+
+
+def _from_float8(bits, dtype):
+    """float8_e4m3fn of these bits, exactly; NaN becomes 480. As float16 the bits are 256 times
+    less, subnormal ones included."""
+    bits = bits.astype(jnp.uint16)
+    half = lax.bitcast_convert_type((bits & 0x80) << 8 | (bits & 0x7F) << 7, jnp.float16)
+    return (half.astype(jnp.float32) * 256).astype(dtype)
 
 
 def _scores(products, scale, soft_cap):
@@ -232,16 +320,18 @@ def _empty_softmax(shape):
     )
 
 
-def _online_softmax(carry, scores, product, v):
+def _online_softmax(carry, scores, product, v, v_scale=None):
     """Fold a block of scores [..., context] into the running softmax.
 
-    `product` is the einsum of weights and values `v`.
+    `product` is the einsum of weights and values: `v`, times v_scale [..., context] if not None.
     """
     peak, total, values = carry
     new_peak = jnp.maximum(peak, jnp.max(scores, -1))
     weights = jnp.exp(scores - new_peak[..., None])
     shrink = jnp.exp(peak - new_peak)
     total = total * shrink + jnp.sum(weights, -1)
+    if v_scale is not None:
+        weights *= v_scale
     added = jnp.einsum(product, weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return new_peak, total, values * shrink[..., None] + added
 
@@ -253,9 +343,10 @@ def _finish(carry, present, dtype):
     return out, jnp.where(present, peak + jnp.log(total), -jnp.inf)
 
 
-def _empty_outputs(q):
+def _empty_outputs(q, value_dim):
     """out = 0 and lse = -inf for every token of q [tokens, kv_heads, group, dim]."""
-    return jnp.zeros(q.shape, q.dtype), jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
+    out = jnp.zeros((*q.shape[:3], value_dim), q.dtype)
+    return out, jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
 
 
 def _write_back(outputs, results, first):

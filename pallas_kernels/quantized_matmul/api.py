@@ -31,10 +31,10 @@ def quantized_matmul(
     *,
     backend: backends.Backend = "auto",
 ) -> jax.Array:
-    """`weight` [out, in] times x [in, tokens]: [out, tokens], summed in float32.
+    """x [tokens, in] times `weight` [out, in] transposed: [tokens, out], summed in float32.
 
     x is float32, bfloat16 or float16; or, for float8_e4m3fn weights with one scale per output,
-    float8_e4m3fn, whose per-token scales the caller applies to the columns of the result.
+    float8_e4m3fn, whose per-token scales the caller applies to the rows of the result.
     dtype: of the result; by default that of x, or bfloat16 for float8_e4m3fn.
     backend: see `backends.Backend`.
 
@@ -42,8 +42,8 @@ def quantized_matmul(
     and where `backend` is "pallas" for what the device's kernel does not support.
     """
     num_inputs = weight.shape[1]
-    if x.ndim != 2 or x.shape[0] != num_inputs:
-        raise ValueError(f"x has shape {x.shape}; this weight takes [{num_inputs}, tokens].")
+    if x.ndim != 2 or x.shape[1] != num_inputs:
+        raise ValueError(f"x has shape {x.shape}; this weight takes [tokens, {num_inputs}].")
     takes = _WIDE
     if weight.format.values == _FP8 and weight.format.group is None:
         takes += (_FP8,)
@@ -52,5 +52,5 @@ def quantized_matmul(
     if dtype is None:
         dtype = jnp.bfloat16 if x.dtype.name == _FP8 else x.dtype
     if 0 in (*weight.shape, *x.shape):
-        return jnp.zeros((weight.shape[0], x.shape[1]), dtype)
+        return jnp.zeros((len(x), weight.shape[0]), dtype)
     return _MULTIPLY.run(backend, weight, x).astype(dtype)

@@ -21,7 +21,7 @@ def shapes_class(weight, x) -> str:
     return (
         f"{form.values} in {f'groups of {form.group}' if form.group else 'rows'}"
         f"{' with minima' if form.minimum else ''}, {form.scale_dtype} scales, {x.dtype}, "
-        f"{'few' if x.shape[1] <= FEW_TOKENS else 'many'} tokens"
+        f"{'few' if len(x) <= FEW_TOKENS else 'many'} tokens"
     )
 
 
@@ -31,5 +31,5 @@ def check_case(arguments, options, rng) -> CheckCase:
     num_inputs = weight.shape[1]
     wide = random_like(rng, (_OUTPUTS, num_inputs), "float32") / np.float32(num_inputs**0.5)
     packed = jax.tree.map(np.asarray, quantize(wide, weight.format))
-    tokens = min(x.shape[1], _TOKENS)
-    return CheckCase((packed, random_like(rng, (num_inputs, tokens), x.dtype)), options, _TOLERANCE)
+    tokens = min(len(x), _TOKENS)
+    return CheckCase((packed, random_like(rng, (tokens, num_inputs), x.dtype)), options, _TOLERANCE)

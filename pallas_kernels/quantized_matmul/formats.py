@@ -14,6 +14,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 INT4_BLOCK = 32
@@ -77,6 +78,11 @@ class Format:
 
 FP8 = Format("float8_e4m3fn", None)
 """One scale per output, as in FP8 checkpoints."""
+
+MXFP4 = Format("float8_e4m3fn", 32, scale_dtype="bfloat16")
+"""Holds every value of MXFP4 exactly: both its four-bit floats and its powers of two."""
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+_E2M1 = _E2M1.astype(ml_dtypes.float8_e4m3fn)
 
 GGUF = {
     "Q8_0": Format("int8", 32, scale_dtype="float16"),
@@ -207,9 +213,37 @@ def from_gguf(blocks: np.ndarray, kind: str) -> QuantizedWeight:
     return QuantizedWeight(values, np.ascontiguousarray(halves[..., 0]), minima, format)
 
 
+def from_mxfp4(codes: np.ndarray, scales: np.ndarray) -> QuantizedWeight:
+    """A weight in MXFP4 as planes of numpy arrays: codes uint8 [out, in], 0 to 15, and scales uint8
+    [out, in / 32], exponents plus 127 and at most 254.
+
+    Nothing is rounded.
+    """
+    least = np.uint16(1 << 6)  # 2^-127, which is subnormal
+    powers = np.where(scales == 0, least, scales.astype(np.uint16) << 7).astype(np.uint16)
+    return QuantizedWeight(_E2M1[codes], powers.view(ml_dtypes.bfloat16), None, MXFP4)
+
+
+def from_integers(
+    values: np.ndarray, scales: np.ndarray, minima: np.ndarray | None, format: Format
+) -> QuantizedWeight:
+    """A weight in any format as planes of numpy arrays: values [out, in], integers in the range of
+    `format` or float8_e4m3fn; scales and minima [out, groups].
+
+    Values are not rounded, scales and minima to `format.scale_dtype`. Raises ValueError when the
+    inputs are not a whole number of groups.
+    """
+    format.num_groups(values.shape[1])
+    if format.values == "int4":
+        values = _pack(values if format.minimum else values + 8)
+    scale_dtype = jnp.dtype(format.scale_dtype)
+    planes = (None if plane is None else plane.astype(scale_dtype) for plane in (scales, minima))
+    return QuantizedWeight(values.astype(format.dtype, copy=False), *planes, format)
+
+
 def _pack(values):
-    """Uint8 [out, in / 2] of integers 0 to 15 [out, in]."""
-    blocks = values.astype(jnp.uint8).reshape(len(values), -1, 2, INT4_BLOCK // 2)
+    """Uint8 [out, in / 2] of integers 0 to 15 [out, in], an array of JAX or numpy."""
+    blocks = values.astype(np.uint8).reshape(len(values), -1, 2, INT4_BLOCK // 2)
     return (blocks[:, :, 0] | blocks[:, :, 1] << 4).reshape(len(values), -1)
 
 

@@ -8,7 +8,8 @@ The weight is the left operand, so few tokens make a narrow product and not a pa
 Dequantized values are never written to memory.
 
 Even and odd inputs are separate operands, because of the byte layout in registers (see
-`mosaic_gpu_unpack`); x is loaded with its even rows before its odd ones.
+`mosaic_gpu_unpack`): x comes with its tokens last, and its even inputs are loaded before its odd
+ones.
 
 Work is divided by stream-K (Osama et al. 2023): all steps along the inputs of all tiles, in order,
 are cut into equal runs, one per thread block. A tile that several blocks share is the sum of their
@@ -105,7 +106,7 @@ def unsupported(weight: QuantizedWeight, x: jax.Array) -> str | None:
 def quantized_matmul(
     weight: QuantizedWeight, x: jax.Array, *, num_sms: int | None = None, interpret: Any = None
 ) -> jax.Array:
-    """`weight` [out, in] times x [in, tokens], bfloat16 or float16: float32 [out, tokens].
+    """Float32 [tokens, out] of `weight` [out, in] and x [tokens, in], bfloat16 or float16.
 
     Or float8_e4m3fn, for weights of that dtype with one scale per output. num_sms: multiprocessors
     to divide the work among, by default those of the device. interpret: what
@@ -115,19 +116,18 @@ def quantized_matmul(
     """
     if reason := unsupported(weight, x):
         raise ValueError(f"Mosaic GPU quantized_matmul: {reason}")
-    tokens = x.shape[1]
+    tokens = len(x)
     tiling = _tiling(weight, x)
-    x = jnp.pad(x, ((0, 0), (0, -tokens % tiling.tokens)))
+    x = jnp.pad(x, ((0, -tokens % tiling.tokens), (0, 0)))
     by_row = weight.format.group is None
     planes = () if by_row else _aligned_planes(weight, tiling)
     y = _product(weight, planes, x, tiling, num_sms or compat.num_sms(), interpret)
-    y, x = y[:, :tokens], x[:, :tokens]
+    y, x = y[:tokens], x[:tokens]
     if by_row:
-        y *= weight.scales.astype(jnp.float32)
+        y *= weight.scales[:, 0].astype(jnp.float32)
         if weight.minima is not None:
-            y += _middles(weight.format, weight.scales, weight.minima) * jnp.sum(
-                x, axis=0, dtype=jnp.float32
-            )
+            middles = _middles(weight.format, weight.scales, weight.minima)[:, 0]
+            y += middles * jnp.sum(x, axis=1, keepdims=True, dtype=jnp.float32)
     return y
 
 
@@ -136,7 +136,7 @@ def _tiling(weight, x):
     num_outputs, num_inputs = weight.shape
     float8 = x.dtype.name == _FP8
     widest = 64 if float8 else 128  # sums are kept twice for float8
-    tokens = min(widest, max(16, 1 << (x.shape[1] - 1).bit_length()))
+    tokens = min(widest, max(16, 1 << (len(x) - 1).bit_length()))
     warpgroups = next(n for n in (4, 3, 2, 1) if num_outputs % (ROWS * n) == 0)
     blocks_per_sm = min(3, 4 // warpgroups) if tokens <= 32 else 1
     rows, per_byte = ROWS * warpgroups, _values_per_byte(weight)
@@ -176,24 +176,24 @@ def _middles(format, scales, minima):
 
 
 def _product(weight, planes, x, tiling, num_sms, interpret):
-    """Float32 [out, padded tokens], before row scales."""
+    """Float32 [padded tokens, out] of x [padded tokens, in], before row scales."""
     num_outputs, num_inputs = weight.shape
     rows = ROWS * tiling.warpgroups
-    padded = x.shape[1]
+    padded = len(x)
     row_tiles, token_tiles = num_outputs // rows, padded // tiling.tokens
     shares = Shares.of(
         row_tiles * token_tiles, num_inputs // tiling.inputs, num_sms * tiling.blocks_per_sm
     )
     parts = shares.parts()
     kernel = _kernel(weight, planes, x.dtype, tiling, shares, token_tiles, parts.max(), interpret)
-    x = x.T if x.dtype.name == _FP8 else x.reshape(-1, 2, x.shape[1])
+    x = x if x.dtype.name == _FP8 else x.T.reshape(-1, 2, padded)
     y = kernel(weight.values, *planes, x)
     y = y.reshape(-1, row_tiles, rows, token_tiles, tiling.tokens)
     if len(y) > 1:
         # Parts that no block computes are uninitialised memory.
         written = np.arange(len(y))[:, None, None] < parts.reshape(row_tiles, token_tiles)
         y = jnp.where(written[:, :, None, :, None], y, 0)
-    return jnp.sum(y, axis=0).reshape(num_outputs, padded)
+    return jnp.sum(y, axis=0).reshape(num_outputs, padded).T
 
 
 def _kernel(weight, planes, dtype, tiling, shares, token_tiles, parts, interpret):

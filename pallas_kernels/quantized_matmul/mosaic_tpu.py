@@ -1,14 +1,13 @@
 """Quantized matmuls on TPUs: the weight is read from memory once, quantized.
 
-    x [in, tokens] -> token-major [parts, tokens, columns]      plain XLA, outside
+    x [tokens, in] -> [parts, tokens, columns]                  plain XLA, outside
     for each tile of rows, of tokens, of columns:               the grid, copies double-buffered
         for each block of BLOCK_ROWS x BLOCK_COLUMNS:
             dequantize to the dtype of the product, with scales vector unit
             result [tokens, rows] += x . block^T                matrix unit
-    result^T, times the scales of whole rows, plus minima       plain XLA, fused
+    result, times the scales of whole rows, plus minima         plain XLA, fused
 
-Tokens are rows within the kernel, because memory rows are 128 wide: a result [out, 8] would be
-written as [out, 128]. A column is a byte of a row's values. In int4 it is two inputs, one in its
+A column is a byte of a row's values. In int4 it is two inputs, one in its
 low half and one in its high, so x comes in two parts and nothing is reordered: both halves are
 multiplied by their own inputs, and share a scale.
 
@@ -73,7 +72,7 @@ def unsupported(weight: QuantizedWeight, x: jax.Array) -> str | None:
 
 
 def quantized_matmul(weight: QuantizedWeight, x: jax.Array, *, interpret: Any = None) -> jax.Array:
-    """Float32 [out, tokens] of `weight` [out, in] and x [in, tokens].
+    """Float32 [tokens, out] of `weight` [out, in] and x [tokens, in].
 
     Products are bfloat16 if x is bfloat16 or float8, else float32. Scales and minima must be
     finite. Raises ValueError for what `unsupported` names.
@@ -87,23 +86,23 @@ def quantized_matmul(weight: QuantizedWeight, x: jax.Array, *, interpret: Any = 
         result = result * weight.scales[:, 0].astype(jnp.float32)
     if weight.minima is not None:
         result = result + _of_minima(weight, x)
-    return result.T
+    return result
 
 
 def _parts(weight, x):
-    """[parts, tokens, columns] of x [in, tokens]: for int4 the inputs of low and high halves."""
+    """[parts, tokens, columns] of x [tokens, in]: for int4 the inputs of low and high halves."""
     if weight.format.values != "int4":
-        return x.T[None]
-    blocks = x.reshape(-1, 2, INT4_BLOCK // 2, x.shape[1])
-    return blocks.transpose(1, 3, 0, 2).reshape(2, x.shape[1], -1)
+        return x[None]
+    blocks = x.reshape(len(x), -1, 2, INT4_BLOCK // 2)
+    return blocks.transpose(2, 0, 1, 3).reshape(2, len(x), -1)
 
 
 def _of_minima(weight, x):
     """Float32 [tokens, out]: contribution of the minima."""
     groups = weight.minima.shape[1]
-    sums = x.astype(jnp.float32).reshape(groups, -1, x.shape[1]).sum(1)
+    sums = x.astype(jnp.float32).reshape(len(x), groups, -1).sum(2)
     minima = weight.minima.astype(jnp.float32)
-    return lax.dot_general(sums, minima, (((0,), (1,)), ((), ())), precision="highest")
+    return lax.dot_general(sums, minima, (((1,), (1,)), ((), ())), precision="highest")
 
 
 def _multiply(weight, x, interpret):

@@ -20,8 +20,8 @@ def dequantize(weight):
 
 
 def quantized_matmul(weight, x):
-    """Same arguments as `api.quantized_matmul`; float64 [out, tokens]."""
-    return dequantize(weight) @ np.asarray(x, np.float64)
+    """Same arguments as `api.quantized_matmul`; float64 [tokens, out]."""
+    return np.asarray(x, np.float64) @ dequantize(weight).T
 
 
 def _blocks_of_16(packed):

@@ -1,10 +1,11 @@
 """Quantized matmuls in plain XLA.
 
 On CPUs, a few rows at a time: a tile of the weight is dequantized to float32 and multiplied while
-it is in the cache. Dequantizing the whole weight first writes and reads float32 memory, eight times
-the size of int4: for 49152 rows of 576 and one token, 13 times slower in Q8_0. Four-bit values are
-never reordered: low and high halves of bytes are multiplied by their own inputs. Interleaving the
-halves of a tile first makes this 19 times slower in Q4_1.
+it is in the cache, with the tokens in columns (docs/decisions/013-token-major.md). Dequantizing the
+whole weight first writes and reads float32 memory, eight times the size of int4: for 49152 rows of
+576 and one token, 13 times slower in Q8_0. Four-bit values are never reordered: low and high halves
+of bytes are multiplied by their own inputs. Interleaving the halves of a tile first makes this 19
+times slower in Q4_1.
 
 Elsewhere the whole weight is dequantized, in the dtype of x, and the compiler may fuse it: chosen
 by reasoning and not by measurement.
@@ -34,38 +35,39 @@ FEW_TOKENS = 64
 
 
 def quantized_matmul(weight: QuantizedWeight, x):
-    """Float32 [out, tokens]."""
+    """Float32 [tokens, out]."""
     return lax.platform_dependent(weight, x, cpu=multiply_by_tile, default=multiply_whole)
 
 
 def multiply_by_tile(weight: QuantizedWeight, x):
     """Tiles of about TILE or LARGE_TILE values each; the last has the remaining rows."""
-    num_outputs, num_inputs = weight.shape
-    size = TILE if x.shape[1] <= FEW_TOKENS else LARGE_TILE
+    (num_outputs, num_inputs), tokens = weight.shape, len(x)
+    size = TILE if tokens <= FEW_TOKENS else LARGE_TILE
     rows = min(num_outputs, max(16, size // num_inputs // 16 * 16))
-    x = x.astype(jnp.float32)
+    x = x.astype(jnp.float32).T
     parts = (x,)
     if weight.format.values == "int4":
-        blocks = x.reshape(-1, 2, INT4_BLOCK // 2, x.shape[1])
-        parts = [blocks[:, half].reshape(-1, x.shape[1]) for half in (0, 1)]
+        blocks = x.reshape(-1, 2, INT4_BLOCK // 2, tokens)
+        parts = [blocks[:, half].reshape(-1, tokens) for half in (0, 1)]
 
     def tile(first, rows=rows):
         return _multiply(_rows(weight, first, rows), parts)
 
     tiles, rest = divmod(num_outputs, rows)
-    result = lax.map(tile, jnp.arange(tiles) * rows).reshape(tiles * rows, x.shape[1])
-    return jnp.concatenate([result, tile(tiles * rows, rest)]) if rest else result
+    result = lax.map(tile, jnp.arange(tiles) * rows).reshape(tiles * rows, tokens)
+    return (jnp.concatenate([result, tile(tiles * rows, rest)]) if rest else result).T
 
 
 def multiply_whole(weight: QuantizedWeight, x):
     """One product, in the dtype of x; per-output scales are applied after it."""
     if weight.format.values == "int4" or not _one_scale(weight):
-        return _dot(dequantize(weight).astype(x.dtype), x)
-    return _dot(weight.values.astype(x.dtype), x) * weight.scales.astype(jnp.float32)
+        return _dot(x, dequantize(weight).astype(x.dtype).T)
+    return _dot(x, weight.values.astype(x.dtype).T) * weight.scales[:, 0].astype(jnp.float32)
 
 
 def _multiply(tile, parts):
-    """Float32 [rows, tokens] of a tile and the inputs of its columns, in one part or two."""
+    """Float32 [rows, tokens] of a tile and the inputs of its columns [columns, tokens], in one part
+    or two."""
     values = nibbles(tile) if tile.format.values == "int4" else (tile.values,)
     if _one_scale(tile):
         products = [_dot(part.astype(jnp.float32), x) for part, x in zip(values, parts)]
@@ -104,5 +106,5 @@ def _from_float8(bits):
     return jnp.where(bits & 0x7F == 0x7F, jnp.float16(jnp.nan), values)
 
 
-def _dot(weight, x):
-    return jnp.matmul(weight, x, preferred_element_type=jnp.float32)
+def _dot(left, right):
+    return jnp.matmul(left, right, preferred_element_type=jnp.float32)

@@ -107,13 +107,13 @@ def ring_paged_attention(
     scheme: with "pass_q" each rank attends to its pool in place. Otherwise all pages in `tables`,
         full width, are copied and sent. `choose_scheme` says which is faster.
 
-    Otherwise as `ring_attention`. The caller applies the scales of quantized pages: elements are
-    used unscaled.
+    Otherwise as `ring_attention`. Pages with scales are sent with them; elements of others are used
+    as they are.
     """
     keys = round_robin(pages.k.shape[3], layout.ranks)
     work = Work(layout, keys, context, lengths, q.shape[1], True, window)
     if scheme != "pass_q":
-        pages = KVPages(*(array.at[tables.reshape(-1)].get(mode="clip") for array in pages))
+        pages = jax.tree.map(lambda array: array.at[tables.reshape(-1)].get(mode="clip"), pages)
     return _around(q, pages, tables, work, axis_name, scale, soft_cap, scheme, backend)
 
 

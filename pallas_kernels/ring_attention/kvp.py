@@ -15,13 +15,13 @@ from jax import lax
 
 from pallas_kernels.backends import Backend
 from pallas_kernels.merge import merge_over
-from pallas_kernels.paged_attention import KVPages, RaggedBatch, Visible, attend, masks
+from pallas_kernels.paged_attention import Pages, RaggedBatch, Visible, attend, masks
 from pallas_kernels.ring_attention.layout import round_robin
 
 
 def kvp_attention(
     q: jax.Array,
-    pages: KVPages,
+    pages: Pages,
     batch: RaggedBatch,
     *,
     axis_name: str | tuple[str, ...],
@@ -37,8 +37,8 @@ def kvp_attention(
     rank, except two: `pages` is the rank's own pool, and `batch.tables` holds the rank's own pages
     of each row, in order. A row too short to have a page on a rank has an empty table there.
 
-    Returns out and lse as `paged_attention` does, the same on every rank. The caller applies the
-    scales of quantized pages: elements are used unscaled.
+    Returns out and lse as `paged_attention` does, the same on every rank. Elements of pages without
+    scales are used as they are.
     """
     partial = kvp_partial(
         q,
@@ -56,7 +56,7 @@ def kvp_attention(
 
 def kvp_partial(
     q: jax.Array,
-    pages: KVPages,
+    pages: Pages,
     batch: RaggedBatch,
     *,
     axis_name: str | tuple[str, ...],
@@ -68,7 +68,7 @@ def kvp_partial(
 ) -> tuple[jax.Array, jax.Array]:
     """This rank's partial of `kvp_attention`, for the caller to merge over the ranks.
 
-    Returns out [tokens, query_heads, head_dim] and lse [tokens, query_heads] float32 of the rank's
+    Returns out [tokens, query_heads, value_dim] and lse [tokens, query_heads] float32 of the rank's
     own pages.
     """
     layout, rank = (

@@ -41,15 +41,15 @@ class Layout:
     there_and_back: bool = False
 
     @property
-    def _dealt(self) -> int:
+    def _blocks_of_a_rank(self) -> int:
         """Blocks of a rank in each cycle."""
         return 2 if self.there_and_back else 1
 
     def before(self, rank: int | Array, positions: Array) -> Array:
         """How many of the rank's positions are less than each of `positions`."""
-        cycle = self.ranks * self._dealt * self.block
+        cycle = self.ranks * self._blocks_of_a_rank * self.block
         rest = positions % cycle
-        count = positions // cycle * self._dealt * self.block
+        count = positions // cycle * self._blocks_of_a_rank * self.block
         count = count + (rest - rank * self.block).clip(0, self.block)
         if self.there_and_back:
             back = 2 * self.ranks - 1 - rank
@@ -62,7 +62,7 @@ class Layout:
         It increases with the index, without bound: an index beyond the rank's share gives a
         position beyond the sequence.
         """
-        share = self._dealt * self.block
+        share = self._blocks_of_a_rank * self.block
         rest = indices % share
         position = indices // share * self.ranks * share + rank * self.block + rest
         if self.there_and_back:
@@ -71,7 +71,7 @@ class Layout:
 
     def rank(self, positions: Array) -> Array:
         """The rank that holds each position."""
-        card = positions // self.block % (self.ranks * self._dealt)
+        card = positions // self.block % (self.ranks * self._blocks_of_a_rank)
         if self.there_and_back:
             card = card + (card >= self.ranks) * (2 * self.ranks - 1 - 2 * card)
         return card

@@ -105,7 +105,7 @@ def _even_up_odd_down(pages: KVPages, rows: int) -> list[_Traveller]:
 
     return [
         _Traveller(
-            KVPages(*(half(parity, array) for array in pages)),
+            jax.tree.map(functools.partial(half, parity), pages),
             hop,
             functools.partial(halves.before, parity),
         )

@@ -16,8 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 from server_process import TEMPLATE, ServerProcess, write_chat_model
 
 KEYS = ("attacker", "accomplice", "bystander")
-BOUND_S = 2.0
-"""How long the bystander may wait for a short answer, if the machine has nothing else to do."""
+BOUND_S = 10.0
+"""How long the bystander may wait for a short answer, if the machine has nothing else to do. It
+waits for milliseconds; an attack that succeeds makes it wait for minutes, or for ever."""
 # It takes minutes, were there no limit.
 SLOW = (
     '{% if messages[0].content == "slow" %}{% for i in range(99999) %}{% for j in range(99999) %}'

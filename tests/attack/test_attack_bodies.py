@@ -1,4 +1,4 @@
-"""Bodies that mean harm: each has its answer soon, and it is no error of the server's."""
+"""Hostile bodies: each is answered soon, and not by an error of the server's own."""
 
 from __future__ import annotations
 

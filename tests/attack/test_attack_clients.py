@@ -105,7 +105,7 @@ def test_clients_killed_mid_stream(attacked, grown):
     attacked.wait_idle()
 
 
-def test_answers_that_nobody_reads(attacked, grown):
+def test_responses_that_clients_do_not_read(attacked, grown):
     body = b'{"prompt": "d", "max_tokens": 60, "n": 8, "ignore_eos": true, "logprobs": 20, '
     body += b'"stream": true}'
     head = (

@@ -45,7 +45,7 @@ def test_health_may_be_asked_by_head(attacked):
     assert (response.status_code, response.content) == (200, b"")
 
 
-def test_thousands_of_half_open_connections_keep_nobody_out(attacked, bystander):
+def test_thousands_of_half_open_connections_block_no_client(attacked, bystander):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < HALF_OPEN + 500:
         pytest.skip("this process may not open so many files")
@@ -166,7 +166,7 @@ def test_any_bytes_have_a_refusal_or_none(attacked, data):
     assert all(status == 200 or 400 <= status < 500 for status in statuses), received[:300]
 
 
-def test_slow_headers_and_bodies_keep_nobody_waiting(attacked, bystander):
+def test_slow_headers_and_bodies_delay_no_other_client(attacked, bystander):
     """Fifty of each at a byte a tenth of a second: the headers are cut off in ten seconds."""
     with contextlib.ExitStack() as stack:
         lines = [

@@ -22,13 +22,14 @@ from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.directory import config_from_files
 from jaxserve.models.loading.gguf_config import ARCHITECTURES as GGUF_ARCHITECTURES
 from jaxserve.models.loading.gguf_header import read_gguf
+from jaxserve.models.quantization_config import METHODS, parse
 from jaxserve.models.registry import ARCHITECTURES, param_specs
 from jaxserve.text.chat import render_chat
 from jaxserve.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.attack
 
-BOUND_S = 5.0
+BOUND_S = 20.0
 """For any one file; most take milliseconds."""
 INDEX = "model.safetensors.index.json"
 
@@ -115,6 +116,45 @@ def test_any_config(architecture, changes):
     with soon_or_refused():
         raw = CONFIG | {"architectures": [architecture]} | changes
         param_specs(config_from_files({"config.json": raw}))
+
+
+QUANTIZATION_FIELDS = st.sampled_from(
+    (
+        *("activation_scheme", "weight_block_size", "modules_to_not_convert", "kv_cache_scheme"),
+        *("bits", "group_size", "zero_point", "version", "desc_act", "sym", "checkpoint_format"),
+        *("dynamic", "lm_head", "format", "quantization_status", "config_groups", "ignore"),
+        *("sparsity_config", "transform_config", "targets", "weights", "input_activations"),
+        *("num_bits", "type", "strategy", "symmetric", "block_structure", "actorder"),
+    )
+)
+QUANTIZATION_VALUES = VALUES | st.sampled_from(
+    (
+        *(4, 8, "gptq", "gemm", "pack-quantized", "int-quantized", "float-quantized", "compressed"),
+        *("group", "channel", "block", "int", "float", ["Linear"], ["re:.*a(b|c)*"], [128, 128]),
+    )
+)
+QUANTIZED = st.dictionaries(
+    QUANTIZATION_FIELDS,
+    QUANTIZATION_VALUES
+    | st.dictionaries(
+        QUANTIZATION_FIELDS,
+        QUANTIZATION_VALUES | st.dictionaries(QUANTIZATION_FIELDS, QUANTIZATION_VALUES, max_size=6),
+        max_size=4,
+    ),
+    max_size=8,
+)
+
+
+@fuzzed(300)
+@given(method=st.sampled_from(METHODS), fields=QUANTIZED)
+def test_any_quantization_config(method, fields):
+    with soon_or_refused():
+        raw = CONFIG | {"quantization_config": fields | {"quant_method": method}}
+        config_from_files({"config.json": raw})
+        stored = parse(raw)
+        for module in ("model.layers.0.self_attn.q_proj", "model.layers.31.mlp.down_proj"):
+            if scheme := stored.scheme(module):
+                scheme.format(4096)
 
 
 ROPE_KINDS = ["linear", "dynamic", "llama3", "yarn", "longrope", "default", "spiral"]

@@ -39,7 +39,7 @@ def started(address, timeout_s=30) -> tuple[threading.Thread, list]:
 
     def run() -> None:
         try:
-            ended.append(rendezvous.call(address, host(0), timeout_s, SECRET))
+            ended.append(rendezvous.wait_for_hosts(address, host(0), timeout_s, SECRET))
         except BaseException as error:
             ended.append(error)
 
@@ -75,7 +75,7 @@ def test_hosts_meet_among_strangers_of_every_kind(address):
 
         hostile()
         begin = time.monotonic()
-        rendezvous.answer(address, host(1), 20, SECRET)
+        rendezvous.join_host_0(address, host(1), 20, SECRET)
         assert time.monotonic() - begin < 2
     thread.join(20)
     assert ended == [None]

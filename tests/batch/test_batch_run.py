@@ -98,7 +98,7 @@ def test_templates_of_lines_need_trust(batch_llm, tmp_path):
 def test_windows_hosts_and_interruptions_change_nothing(
     batch_llm, expected, tmp_path_factory, hosts, window_lines, stops
 ):
-    """Hosts one after the other; each run is interrupted after so many steps, and begins anew."""
+    """Hosts one after the other; each run is interrupted after so many steps, and starts again."""
     directory = tmp_path_factory.mktemp("pieces")
     write_lines(directory / "in.jsonl", LINES)
 

@@ -31,7 +31,7 @@ def test_a_mistake_in_the_command_is_found_before_anything_starts(capsys):
         launch(capsys, hosts=3, command=(*COMMAND[:3], "--shard={host}-{hosts}"))
 
 
-def test_hosts_that_nobody_numbers_are_refused(capsys):
+def test_independent_hosts_without_a_number_are_refused(capsys):
     with pytest.raises(ConfigError, match="SLURM_PROCID"):
         launch(capsys, "slurm", hosts=3, devices_per_host=1)
 

@@ -12,6 +12,19 @@ CONTEXT = 8192
 # The fewest and smallest programs: one sequence, one prefill bucket.
 SETTINGS = ("--max-num-seqs=1", "--max-num-batched-tokens=33", "--page-size=64")
 
+LLAMA_70B = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128_256,
+    "hidden_size": 8192,
+    "intermediate_size": 28_672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
 
 class Run(NamedTuple):
     """A command that ended."""

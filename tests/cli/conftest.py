@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_command import CONTEXT, SETTINGS, Command, Run
+from cli_command import CONTEXT, LLAMA_70B, SETTINGS, Command, Run
 
 from jaxserve.cli import main
 
@@ -27,6 +27,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write_hf(tmp_path_factory.mktemp("models") / "tiny", config, random_tensors(config))
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     return directory
+
+
+@pytest.fixture(scope="session")
+def config_70b(tmp_path_factory) -> Path:
+    """A config.json alone."""
+    path = tmp_path_factory.mktemp("70b") / "config.json"
+    path.write_text(json.dumps(LLAMA_70B))
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.runtime.progress import TerminalProgress
 
-COMMANDS = ("generate", "chat", "bench", "plan", "compile", "convert")
+COMMANDS = ("generate", "chat", "bench", "plan", "simulate", "profile", "compile", "convert")
 
 
 def test_help_names_every_command_and_does_not_wait_for_jax():
@@ -121,6 +121,8 @@ def test_arguments_that_cannot_be_understood_are_named(args, named, capsys):
 def test_sizes_have_units_and_dtypes_short_names():
     engine = parse(["plan", "--kv-cache-memory-bytes=2GiB", "--dtype=bf16"]).engine
     assert (engine.kv_cache_memory_bytes, engine.dtype) == (2 << 30, "bfloat16")
+    engine = parse(["plan", "--weights-on=disk", "--resident-weight-bytes=1MiB"]).engine
+    assert engine.resident_weight_bytes == 1 << 20
     assert parse(["plan", "--kv-cache-memory-bytes=4096"]).engine.kv_cache_memory_bytes == 4096
     assert parse(["plan", "--kv-cache-memory-bytes=None"]).engine.kv_cache_memory_bytes is None
     assert parse(["serve", "--max-body-bytes=1.5MB"]).max_body_bytes == 1_500_000

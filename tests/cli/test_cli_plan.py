@@ -95,6 +95,7 @@ def test_as_many_requests_run_at_once_as_plan_says(run_here, tiny_model, schedul
         "max_num_batched_tokens": 6 + 32,
         "page_size": page_size,
         "scheduler": scheduler,
+        "program_scope": "step",
         "kv_cache_memory_bytes": (1 + 12) * page_size * config.kv_bytes_per_token(4),
     }
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]

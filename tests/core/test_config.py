@@ -23,7 +23,7 @@ from jaxserve.core.speculative import SpeculativeConfig
         ({"scheduler": ["x"]}, r"scheduler is \['x'\].*sarathi"),
         ({"program_scope": "foo"}, "program_scope is 'foo'.*step, layer"),
         ({"load_format": "pickle"}, "load_format is 'pickle'"),
-        ({"quantization": "awq"}, "quantization is 'awq'"),
+        ({"quantization": "nf4"}, "quantization is 'nf4'"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0.*1 or more"),
         ({"max_num_seqs": True}, "max_num_seqs is True"),
         ({"memory_utilization": "a"}, r"memory_utilization is 'a'.*\(0, 1\]"),
@@ -54,7 +54,10 @@ from jaxserve.core.speculative import SpeculativeConfig
         ({"devices": [1, 2, 1], "tensor_parallel_size": 3}, "lists 1 twice"),
         ({"devices": [2], "tensor_parallel_size": 2}, r"tensor_parallel_size 2 x .* need 2"),
         ({"devices": [0, 1, 2], "tensor_parallel_size": 2}, r"\[0, 1, 2\], which has 3 entries"),
-        ({"data_parallel_size": 2}, "data_parallel_size is a setting of vLLM.*one engine"),
+        (
+            {"data_parallel_size": 2},
+            "data_parallel_size is a setting of vLLM.*option of jaxserve serve",
+        ),
         ({"gpu_memory_utilization": 0.9}, "of vLLM.*use memory_utilization"),
         ({"max_nm_seqs": 3}, "unknown setting 'max_nm_seqs'; did you mean max_num_seqs?"),
         ({"zzz": 3}, "unknown setting 'zzz'.*max_num_seqs"),
@@ -105,6 +108,7 @@ def test_what_is_not_said_is_decided():
     undecided = [name for name, value in vars(resolved).items() if value is None]
     pools = ["kv_cache_memory_bytes", "host_kv_bytes", "disk_kv_dir"]
     chosen = ["devices", "quantization", "target_step_us", "priority_ageing_s"]
+    chosen += ["max_loras", "max_lora_rank", "resident_weight_bytes"]
     assert sorted(undecided) == sorted([*chosen, "speculative_config", *pools])
     assert EngineConfig().resolve(model("default"), "gpu").dtype == "bfloat16"
     assert EngineConfig(scheduler="medha").resolve(model("default"), "gpu").target_step_us == 50_000

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
+import jaxserve
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence, SequenceState
 
@@ -48,3 +50,14 @@ def test_a_preempted_sequence_waits_and_has_started():
     for state in (SequenceState.ADMITTED, SequenceState.RUNNING, SequenceState.WAITING):
         seq.transition(state)
     assert seq.waiting and seq.started and not seq.active
+
+
+def test_one_module_changes_the_states_of_sequences():
+    """And snapshots, which restore sequences that no scheduler has yet."""
+    package = Path(jaxserve.__file__).parent
+    changing = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if "transition(SequenceState." in path.read_text()
+    }
+    assert changing == {"scheduler/lifecycle.py", "engine/snapshot/requests.py"}

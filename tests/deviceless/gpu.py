@@ -24,6 +24,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jax-cuda13-plugin")
 
+from jax._src.lib.mlir import ir
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.mosaic.gpu.launch_context import LaunchContext
+
 TARGET = Path(__file__).with_name("h200.txtpb")
 
 
@@ -40,6 +44,18 @@ def array(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=h200())
 
 
+def check_box(box, bits, swizzle):
+    """What the driver demands of a box that copies move, which it says only where it is: at most
+    five dimensions of at most 256, the last whole 16 bytes and, if swizzled, within one swizzle.
+
+    bits: of an element. swizzle: bytes; 16 are none.
+    """
+    assert 1 <= len(box) <= 5 and all(1 <= size <= 256 for size in box), box
+    row_bits = box[-1] * bits
+    assert row_bits % 128 == 0, (box, bits)
+    assert swizzle in (None, 16) or row_bits <= 8 * swizzle, (box, bits, swizzle)
+
+
 class Compiled:
     """A function compiled for an H200, and what was written on the way: PTX and reports."""
 
@@ -47,9 +63,20 @@ class Compiled:
         monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(dump))
         monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
         monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+        self.boxes = []
+        described = LaunchContext._get_tma_desc
+
+        def describe(context, array, transforms, peer, box, swizzle, reduction):
+            bits = utils.bitwidth(ir.MemRefType(array.type).element_type)
+            self.boxes.append((box, bits, swizzle))
+            return described(context, array, transforms, peer, box, swizzle, reduction)
+
+        monkeypatch.setattr(LaunchContext, "_get_tma_desc", describe)
         with jax.sharding.use_abstract_mesh(h200().mesh.abstract_mesh):
             lowered = jax.jit(function).lower(*arguments)
         self.executable = lowered.compile()
+        for box, bits, swizzle in self.boxes:
+            check_box(box, bits, swizzle)
         self.dump = dump
         self.kernel = ""
 
@@ -87,3 +114,29 @@ class Compiled:
         subprocess.run(assemble, check=True)
         disassemble = [tools["nvdisasm"], binary]
         return subprocess.run(disassemble, check=True, capture_output=True, text=True).stdout
+
+
+def products_with_registers(code: str) -> int:
+    """How many wgmmas have their left operand in registers. None of these is written before the
+    wait for the wgmma that reads it, or this fails.
+
+    Assemblers before CUDA 13.3 may do that (triton-lang/triton issues 9433 and 11781).
+    """
+    reading, products = set(), 0
+    for line in code.splitlines():
+        found = re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?);", line)
+        if not found:
+            continue
+        name, operands = found.groups()
+        if name.startswith(("WARPGROUP.DEPBAR", "BRA", "EXIT")):
+            reading.clear()
+        elif name.startswith("HGMMA"):
+            if left := re.match(r"R\d+, R(\d+)\b", operands):
+                products += 1
+                reading.update(range(int(left[1]), int(left[1]) + 4))
+        elif target := re.match(r"R(\d+)\b", operands):
+            wide = re.search(r"\.(64|128|WIDE)", name)
+            count = {"64": 2, "128": 4, "WIDE": 2}[wide[1]] if wide else 1
+            written = set(range(int(target[1]), int(target[1]) + count))
+            assert not written & reading, f"{line.strip()} while a wgmma reads that"
+    return products

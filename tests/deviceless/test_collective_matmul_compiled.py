@@ -28,10 +28,10 @@ def scatter(weight, x, rates):
     return matmul_reduce_scatter(weight, x, "tensor", rates=rates)
 
 
-OUTPUTS, COLUMNS = P("tensor"), P(None, "tensor")
+ROWS, COLUMNS = P("tensor"), P(None, "tensor")
 OPERATIONS = {
-    gather: ((WIDE, NARROW), (OUTPUTS, COLUMNS), OUTPUTS),
-    scatter: ((NARROW, WIDE), (COLUMNS, OUTPUTS), COLUMNS),
+    gather: ((WIDE, NARROW), (ROWS, ROWS), COLUMNS),
+    scatter: ((NARROW, WIDE), (COLUMNS, COLUMNS), ROWS),
 }
 """Of each operation the shape of its weight, and how operands and result are split."""
 
@@ -43,7 +43,7 @@ def schedule(operation, mesh, both_ways):
     shape, in_specs, out_specs = OPERATIONS[operation]
     weight, x = (
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-        for shape, spec in zip((shape, (shape[1], TOKENS)), in_specs)
+        for shape, spec in zip((shape, (TOKENS, shape[1])), in_specs)
     )
     mapped = jax.shard_map(
         lambda weight, x: operation(weight, x, WORTH_IT._replace(both_ways=both_ways)),

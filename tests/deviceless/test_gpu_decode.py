@@ -7,7 +7,7 @@ import re
 
 import jax.numpy as jnp
 import pytest
-from gpu import array
+from gpu import array, check_box, products_with_registers
 
 from pallas_kernels.paged_attention import KVPages, RaggedBatch, Visible
 from pallas_kernels.paged_attention.decode_work import Cutting
@@ -57,12 +57,14 @@ def test_paged_decode(compiled, shapes, soft_cap):
     registers = max(kernel.numbers(r"Used (\d+) registers"))
     warpgroups = 2 if shapes["head_dim"] == 256 else 4
     assert registers * 128 * warpgroups <= 65_536
+    assert kernel.boxes
     assert "C75" not in kernel.report, "the assembler serialised wgmma or ignored setmaxnreg"
     ptx = kernel.dumped(".ptx").read_text()
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
     code = kernel.machine_code()
     assert "HGMMA" in code and "UTMALDG" in code
     assert not re.search(r"\b(LDL|STL)\b", code)
+    assert products_with_registers(code)
 
 
 @pytest.mark.parametrize(("head_dim", "budget"), [(64, 64), (128, 128), (256, 192)])
@@ -102,3 +104,13 @@ def test_paged_decode_copies_no_pages_and_plans_once_for_all_layers(compiled):
     kernels = re.findall(r"= .*\b(?:fusion|custom-call)\(", executable.as_text().split("ENTRY")[1])
     assert sum("custom-call(" in kernel for kernel in kernels) == 4
     assert len(kernels) == 4 + 2 + 1 + 1
+
+
+@pytest.mark.parametrize(
+    ("box", "bits", "swizzle"),
+    [((1,) * 6, 16, None), ((512, 64), 16, 128), ((8, 4), 16, None), ((8, 128), 16, 128)],
+)
+def test_boxes_that_drivers_refuse_are_found(box, bits, swizzle):
+    check_box((8, 64), 16, 128)
+    with pytest.raises(AssertionError):
+        check_box(box, bits, swizzle)

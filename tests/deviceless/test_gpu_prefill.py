@@ -7,7 +7,7 @@ import re
 
 import jax.numpy as jnp
 import pytest
-from gpu import array
+from gpu import array, products_with_registers
 
 from pallas_kernels.paged_attention import KVPages, RaggedBatch, Visible
 from pallas_kernels.paged_attention.mosaic_gpu_prefill import paged_prefill
@@ -58,32 +58,7 @@ def test_paged_prefill(compiled, shapes, options):
     code = kernel.machine_code()
     assert "HGMMA" in code and "UTMALDG" in code and "UTMASTG" in code
     assert not re.search(r"\b(LDL|STL)\b", code)
-    check_operands_in_registers(code)
-
-
-def check_operands_in_registers(code):
-    """No register is written between a wgmma that reads it and the wait for that.
-
-    Assemblers before CUDA 13.3 may do that (triton-lang/triton issues 9433 and 11781).
-    """
-    in_flight, products = set(), 0
-    for line in code.splitlines():
-        instruction = re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@\S+ )?([A-Z]\S*)\s+(.*);", line)
-        if instruction is None:
-            continue
-        name, operands = instruction.groups()
-        if name.startswith("WARPGROUP.DEPBAR"):
-            in_flight.clear()
-        elif name.startswith("HGMMA"):
-            left = re.match(r"R\d+, R(\d+), gdesc", operands)
-            if left:
-                products += 1
-                in_flight.update(range(int(left[1]), int(left[1]) + 4))
-        elif target := re.match(r"R(\d+)\b", operands):
-            width = 4 if ".128" in name else 2 if re.search(r"\.(64|WIDE)", name) else 1
-            written = set(range(int(target[1]), int(target[1]) + width))
-            assert not written & in_flight, f"{line.strip()} while a wgmma reads that"
-    assert products
+    assert products_with_registers(code)
 
 
 def test_paged_prefill_copies_no_pages_and_plans_once_for_all_layers(compiled):

@@ -29,7 +29,7 @@ FORMATS = {
 def arguments(on, name, num_outputs, num_inputs, tokens, dtype=jnp.bfloat16):
     weight = abstract_weight(num_outputs, num_inputs, FORMATS[name])
     weight = jax.tree.map(lambda plane: array(on, *plane.shape, dtype=plane.dtype), weight)
-    return weight, array(on, num_inputs, tokens, dtype=dtype)
+    return weight, array(on, tokens, num_inputs, dtype=dtype)
 
 
 def assert_never_unpacked(program, weight):
@@ -77,11 +77,11 @@ def test_float8_times_float8(chip):
 def test_under_shard_map():
     """What varies over the mesh is known to JAX: outputs over one axis, tokens over another."""
     on = mesh("v5e:2x2", (2, 2), ("data", "tensor"))
-    outputs, columns = P("tensor"), P(None, "data")
+    outputs, tokens = P("tensor"), P("data")
     weight, _ = arguments(NamedSharding(on, outputs), "Q4_1", 4096, 4096, 256)
-    _, x = arguments(NamedSharding(on, columns), "Q4_1", 4096, 4096, 256)
+    _, x = arguments(NamedSharding(on, tokens), "Q4_1", 4096, 4096, 256)
     mapped = jax.shard_map(
-        quantized_matmul, mesh=on, in_specs=(outputs, columns), out_specs=P("tensor", "data")
+        quantized_matmul, mesh=on, in_specs=(outputs, tokens), out_specs=P("data", "tensor")
     )
     text = compiled(mapped, weight, x).as_text()
     assert not re.search(r"all-gather|all-reduce|all-to-all|collective-permute", text)

@@ -93,7 +93,7 @@ def test_hosts_that_jax_detects_prove_that_they_know_the_secret_too():
     told = []
     def impostor():
         try:
-            rendezvous.answer(address, other, 5, "guess")
+            rendezvous.join_host_0(address, other, 5, "guess")
         except DistributedError as error:
             told.append(str(error))
     thread = threading.Thread(target=impostor)
@@ -102,7 +102,7 @@ def test_hosts_that_jax_detects_prove_that_they_know_the_secret_too():
         join(timeout_s=3)
     except DistributedError as error:
         assert "missing: 1." in str(error), error
-        assert "want of this job's secret: 1." in str(error), error
+        assert "without this job's secret: 1." in str(error), error
     else:
         raise AssertionError("it has joined")
     thread.join()

@@ -77,7 +77,7 @@ def test_ctrl_c_cancels_the_job(launch):
     assert "JobState=CANCELLED" in shown(number_of(job))
 
 
-def test_a_job_is_cancelled_when_nobody_reads_its_results(launch):
+def test_a_broken_stdout_pipe_cancels_the_job(launch):
     job = launch(SUM_FOREVER + "    print(step)\n", *OPTIONS)
     job.pids(2, timeout_s=120)
     job.process.stdout.close()

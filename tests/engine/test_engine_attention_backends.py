@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from kv_engines import Preempter, bytes_of, count
 from tiny_engines import LONGEST, Arrival, TinyModel, drive
 
+from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.runtime.devices import DescribedDevice
+from jaxserve.runtime.programs.kinds import check_attention
+from jaxserve.runtime.startup import plan_described
 from pallas_kernels import backends
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
@@ -30,12 +36,12 @@ def test_kernels_attend_and_move_pages(llama):
 
 
 @pytest.mark.interpreted
-def test_windows(tmp_path):
-    mistral = TinyModel.write_member(tmp_path, "mistral")
-    with mistral.load(attention_backend="pallas", max_num_seqs=2) as llm:
-        arrivals = [Arrival(prompt, GREEDY) for prompt in mistral.prompts[-4:]]
+def test_windows_and_soft_caps(tmp_path):
+    gemma = TinyModel.write_member(tmp_path, "gemma2")
+    with gemma.load(attention_backend="pallas", max_num_seqs=2) as llm:
+        arrivals = [Arrival(prompt, GREEDY) for prompt in gemma.prompts[-4:]]
         for output in drive(llm.engine, arrivals):
-            mistral.check_greedy(output)
+            gemma.check_greedy(output)
 
 
 def test_what_the_kernel_cannot_do_is_refused_before_weights_are_read(llama, monkeypatch):
@@ -45,3 +51,26 @@ def test_what_the_kernel_cannot_do_is_refused_before_weights_are_read(llama, mon
         llama.load(attention_backend="pallas")
     with pytest.raises(ConfigError, match="it must be one of auto, xla, pallas"):
         llama.load(attention_backend="triton")
+
+
+def test_what_the_kernel_cannot_do_for_a_draft_model_is_refused_too(tmp_path, monkeypatch):
+    def config_of(head_dim):
+        sizes = {"hidden_size": 2 * head_dim, "intermediate_size": 64, "num_hidden_layers": 1}
+        heads = {"num_attention_heads": 2, "vocab_size": 64, "max_position_embeddings": 256}
+        path = tmp_path / str(head_dim) / "config.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"architectures": ["LlamaForCausalLM"]} | sizes | heads))
+        return path
+
+    def check(head_dim):
+        drafts = {"model": config_of(head_dim), "num_speculative_tokens": 2}
+        config = EngineConfig(
+            config_of(64), attention_backend="pallas", speculative_config=drafts, max_num_seqs=2
+        )
+        planned = plan_described(config, DescribedDevice("tpu", "TPU v5 lite", 1 << 34))
+        check_attention(planned.shapes)
+
+    monkeypatch.setattr(backends, "target", lambda: ("tpu", "TPU v5 lite", False))
+    check(128)
+    with pytest.raises(ConfigError, match=r"model of speculative_config: .*head_dim is 16"):
+        check(16)

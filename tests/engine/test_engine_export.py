@@ -15,7 +15,8 @@ from tiny_engines import LONGEST, PAGE_SIZE, PROMPT_LENGTHS, assert_idle
 from jaxserve.core.errors import RequestError, SnapshotError
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.structured_outputs import StructuredOutputs
-from jaxserve.engine import snapshot_kv
+from jaxserve.engine.snapshot import kv as snapshot_kv
+from jaxserve.engine.snapshot.requests import RequestSnapshot
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 SEEDED = dataclasses.replace(GREEDY, temperature=0.8, seed=5)
@@ -104,6 +105,51 @@ def test_only_the_newest_token_is_computed_again(llama, alone, engines):
     assert computed == 1
 
 
+@pytest.mark.parametrize("kind", ["seeded", "several"])
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_staged_request_computes_only_what_came_since(llama, alone, kv_llm_for, kind, caching):
+    """It runs on while its KV is copied; then it comes with the tokens that it has by then."""
+    params, prompt = KINDS[kind], llama.prompts[-2]
+    source = kv_llm_for(**SWAPPING)
+    target = kv_llm_for(page_size=2 * PAGE_SIZE, enable_prefix_caching=caching)
+    stream = begun(source, prompt, params, 5)
+    target.engine.stage_request(source.engine.export_request(stream.request_id), "moved")
+    held = [len(output.seq.output_token_ids) for output in stream.request.sequence_outputs]
+    for _ in range(3):
+        source.engine.step()
+    since = [len(output.seq.output_token_ids) for output in stream.request.sequence_outputs]
+    state = RequestSnapshot.of(stream.request, None, 0)
+    added = dataclasses.replace(state.added, request_id="moved")
+    stream.close()
+
+    def finished():
+        request = target.engine.resume_request(dataclasses.replace(state, added=added))
+        while not request.finished:
+            target.engine.step()
+        return target.engine.output(request)
+
+    computed, output = prefilled(target.engine, finished)
+    assert token_ids(output) == alone.tokens(prompt, params)
+    # Of a sequence, also the last token that was read may not have been written yet.
+    num_since = sum(since) - sum(held)
+    assert len(held) < num_since <= computed <= num_since + len(held)
+    assert_idle(target.engine)
+    assert not any(node.pins for node in target.engine.kv.tree)
+
+
+def test_what_was_staged_and_does_not_come_is_unpinned(llama, engines):
+    source, target = engines
+    stream = begun(source, llama.prompts[-1], SEEDED, 5)
+    for _ in range(2):  # The second takes the place of the first.
+        target.engine.stage_request(source.engine.export_request(stream.request_id), "moved")
+    stream.close()
+    assert any(node.pins for node in target.engine.kv.tree)
+    target.engine.unstage_request("moved")
+    target.engine.unstage_request("moved")
+    assert not any(node.pins for node in target.engine.kv.tree)
+    assert_idle(target.engine)
+
+
 def test_pages_on_a_lower_tier_come_along(llama, alone, engines):
     source, target = engines
     stream = begun(source, llama.prompts[-1], SEEDED, 14)
@@ -142,7 +188,7 @@ def test_kv_comes_in_parts_and_is_freed_as_it_is_written(llama, alone, engines, 
             most = max(most, len(readers[0]._arrays))
             return rows
 
-    monkeypatch.setattr("jaxserve.engine.snapshots.SavedKV", Reader)
+    monkeypatch.setattr("jaxserve.engine.snapshot.snapshots.SavedKV", Reader)
     computed, output = prefilled(target.engine, lambda: target.import_request(parts).result())
     assert token_ids(output) == alone.tokens(llama.prompts[-2], several)
     # The prompt's arrays are kept for the three samples, others go as they are written.
@@ -211,7 +257,7 @@ def test_any_part_damaged_or_lost(llama, alone, kv_llm_for, place, byte, lost):
 
 def changed(parts, **facts):
     """The parts with other facts in the header."""
-    from jaxserve.engine.snapshot_parts import PartReader, _part
+    from jaxserve.engine.snapshot.parts import PartReader, _part
 
     header = {"version": 1, "facts": PartReader(parts).facts}
     header["facts"] |= {name: value for name, value in facts.items() if name != "version"}

@@ -18,7 +18,7 @@ from tiny_engines import LONGEST, Arrival, assert_idle, drive, generate
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.kv.tiers import Tier
+from jaxserve.kv.offload.tiers import Tier
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -332,8 +332,8 @@ def test_a_disk_that_is_full(llama, alone, disk_llm, copies_of):
     assert count(engine, "kv_offload_pages", "disk") > 0
 
 
-def test_a_full_disk_keeps_nobody_from_the_hosts_memory(llama, alone, llm, copies_of):
-    """All that the host holds waits to be passed on, in vain, and is wanted back meanwhile."""
+def test_a_full_disk_leaves_the_host_tier_usable(llama, alone, llm, copies_of):
+    """All pages of the host tier wait to be spilled to a full disk, and are fetched meanwhile."""
 
     def refuse(copy, *given):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -61,7 +61,7 @@ def test_they_are_of_the_raw_distribution(llama, llm):
     check_outputs(llama, prompt, completion, 3)
 
 
-def test_only_who_asks_gets_them(llama, llm):
+def test_only_requests_that_ask_get_them(llama, llm):
     silent = dataclasses.replace(SAMPLED, logprobs=None)
     asked, other = drive(llm.engine, [Arrival(llama.prompts[4], p) for p in (SAMPLED, silent)])
     check_outputs(llama, llama.prompts[4], asked.outputs[0], 3)

@@ -21,9 +21,9 @@ from tiny_engines import (
     generate,
 )
 
-from jaxserve.beam_search import BeamSearchParams
 from jaxserve.core.errors import RequestError
 from jaxserve.core.sampling_params import SamplingParams, sequence_seed
+from jaxserve.engine.beam_search import BeamSearchParams
 from jaxserve.scheduler.policies import POLICIES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -153,7 +153,7 @@ def test_output_is_found_too(llama, cached):
 # Who finds it
 
 
-def test_tenants_share_nothing_and_those_without_one_do(llama, cached):
+def test_tenants_share_nothing_and_requests_without_one_share(llama, cached):
     prompt = llama.prompts[PROMPT_LENGTHS.index(33)]
 
     def run(tenant):

@@ -55,7 +55,7 @@ def prompt_of(llama, length):
 
 @pytest.mark.parametrize("scheduler", GROWING)
 @pytest.mark.parametrize(("length", "count"), [(15, MAX_SEQS), (60, 2)], ids=["slots", "pages"])
-def test_an_urgent_request_displaces_the_last_of_the_others(
+def test_an_urgent_request_preempts_the_last_of_the_others(
     llama, alone, kv_llm_for, scheduler, length, count
 ):
     """Be it slots that are short, or pages."""
@@ -72,7 +72,7 @@ def test_an_urgent_request_displaces_the_last_of_the_others(
 
 
 @pytest.mark.parametrize("scheduler", sorted(set(POLICIES) - set(GROWING)))
-def test_whoever_reserves_is_never_displaced(llama, alone, kv_llm_for, scheduler):
+def test_a_policy_that_reserves_pages_never_preempts(llama, alone, kv_llm_for, scheduler):
     engine = kv_llm_for(host=64, preemption="swap", scheduler=scheduler).engine
     usual = [Arrival(prompt_of(llama, 15), SEEDED, 0, priority=5) for _ in range(MAX_SEQS)]
     arrivals = [*usual, Arrival(prompt_of(llama, 33), SHORT, 8)]
@@ -81,7 +81,7 @@ def test_whoever_reserves_is_never_displaced(llama, alone, kv_llm_for, scheduler
     assert not preempted
 
 
-def test_equal_priorities_displace_nobody(llama, alone, engine):
+def test_equal_priorities_preempt_nothing(llama, alone, engine):
     usual = [Arrival(prompt_of(llama, 15), SHORT, 0, priority=1) for _ in range(MAX_SEQS)]
     arrivals = [*usual, Arrival(prompt_of(llama, 17), SHORT, 2, priority=1)]
     outputs, preempted = records(engine, Preempted, lambda: drive(engine, arrivals))
@@ -249,7 +249,7 @@ def test_with_ageing_an_endless_row_of_urgent_requests_starves_none(levels):
     assert now_us < 12 * levels * LEVEL_US
 
 
-def test_one_that_overtook_by_age_is_not_displaced():
+def test_a_sequence_that_overtook_by_age_is_not_preempted():
     """Preempting only those who come after it, the urgent one waits: its room is not taken by
     preempting one and not the other."""
     scheduler = make_scheduler(num_pages=1 + 12, priority_ageing_us=LEVEL_US)

@@ -28,7 +28,9 @@ def nearest(logits: jax.Array, distance: jax.Array) -> jax.Array:
 
 @pytest.fixture(scope="module")
 def processed(llama):
-    with llama.load(logits_processors=[multiples, nearest]) as llm:
+    """An engine with a processor given by its name, and a function."""
+    by_name = "test_engine_processors:multiples"
+    with llama.load(logits_processors=[by_name, nearest]) as llm:
         yield llm
 
 
@@ -116,12 +118,6 @@ def test_a_processor_that_has_changed_is_compiled_again(llama, processed, monkey
 def test_what_cannot_be_a_processor_is_refused_at_the_start(llama, given, message):
     with pytest.raises(ConfigError, match=message):
         llama.load(logits_processors=given)
-
-
-def test_a_processor_is_found_by_its_name(llama):
-    with llama.load(logits_processors=["test_engine_processors:multiples"]) as llm:
-        output = generate(llm, llama.prompts[PROMPT], with_args(GREEDY, multiples=2))
-        assert not any(token % 2 for token in tokens(output))
 
 
 def test_requests_name_processors_that_there_are(llama, processed):

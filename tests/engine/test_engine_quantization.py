@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+
 import family_members
 import jax
 import pytest
 from gguf import GGMLQuantizationType as Kind
+from quantized_checkpoints import FORMATS, write
 from tiny_checkpoints import CONFIG, hf_shapes, write_gguf
 from tiny_engines import CONTEXT, EOS, LONGEST, Arrival, TinyModel, drive
 
+from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.sampling_params import SamplingParams
-from pallas_kernels.quantized_matmul import mosaic_tpu
+from jaxserve.runtime.devices import DescribedDevice
+from jaxserve.runtime.startup import plan_described
+from pallas_kernels.quantized_matmul import QuantizedWeight, mosaic_tpu
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 
@@ -48,6 +54,67 @@ def test_a_gguf_file_as_it_is(tmp_path):
             model.check_greedy(output)
 
 
+def write_quantized(directory, name, **fields):
+    raw = CONFIG | {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+        "eos_token_id": EOS,
+    }
+    tensors = family_members.tensors(hf_shapes(raw))
+    return TinyModel.open(write(directory, raw, tensors, name, **fields)[0])
+
+
+@pytest.mark.parametrize("name", ["awq", "fp8 in blocks"])
+def test_a_quantized_checkpoint_as_it_is(tmp_path, caplog, name):
+    """Without a setting: the tokens of the weights that it stands for, in its own format."""
+    model = write_quantized(tmp_path, name)
+    with model.load() as llm:
+        assert llm.plan().config.quantization == FORMATS[name][0]["quant_method"]
+        held = llm.engine._runner._state.params
+        assert llm.plan().memory.weights_bytes == size(held)
+        assert all(isinstance(p["qkv"], QuantizedWeight) for p in held["layers"])
+        arrivals = [Arrival(prompt, GREEDY) for prompt in model.prompts[-4:]]
+        for output in drive(llm.engine, arrivals):
+            model.check_greedy(output)
+    assert "dequantized" not in caplog.text
+
+
+def test_values_that_no_format_has(tmp_path, caplog):
+    """Those of GPTQ in activation order are dequantized, and the log says so."""
+    model = write_quantized(tmp_path, "gptq in activation order")
+    with model.load() as llm:
+        assert llm.plan().weights_dequantized == (14, 14)
+        assert llm.plan().memory.weights_bytes == size(model.params)
+        (output,) = drive(llm.engine, [Arrival(model.prompts[-1], GREEDY)])
+        model.check_greedy(output)
+    assert "14 of 14 weights stored as gptq are dequantized to float32" in caplog.text
+
+
+def test_plans_of_quantized_checkpoints(tmp_path):
+    """Of a checkpoint that is quantized in part, and of one for several devices."""
+    ignored = {"ignore": ["lm_head", "model.layers.0.self_attn.k_proj"]}
+    raw = CONFIG | {
+        "quantization_config": FORMATS["compressed-tensors W8A8"][0] | ignored,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(raw))
+    described = DescribedDevice("gpu", "NVIDIA H200", 1 << 37)
+    one = plan_described(EngineConfig(str(path)), described)
+    # Queries and values are held with the keys, which are not quantized.
+    assert one.weights_dequantized == (2, 13)
+    two = plan_described(EngineConfig(str(path), tensor_parallel_size=2), described)
+    assert two.weights_dequantized == (2, 13)
+    # Norms, the embedding's and the head's halves, and scales of rows aside.
+    assert two.memory.weights_bytes < 0.6 * one.memory.weights_bytes
+    staged = plan_described(EngineConfig(str(path), pipeline_parallel_size=2), described)
+    assert staged.weights_dequantized == (13, 13)
+    with pytest.raises(ConfigError, match="run on one device only"):
+        plan_described(
+            EngineConfig(str(path), tensor_parallel_size=2, quantization="int8"), described
+        )
+
+
 @pytest.mark.interpreted
 def test_a_kernel_multiplies(llama, monkeypatch):
     """On CPUs the TPU's, interpreted."""
@@ -67,5 +134,9 @@ def test_a_kernel_multiplies(llama, monkeypatch):
 
 
 def test_unknown_names_are_refused(llama):
-    with pytest.raises(ConfigError, match="quantization is 'awq'; it must be one of gguf, int8"):
+    with pytest.raises(
+        ConfigError, match="quantization is 'nf4'; it must be one of awq, gptq, compressed-tensors"
+    ):
+        llama.load(quantization="nf4")
+    with pytest.raises(ConfigError, match="is 'awq', but the weights are stored otherwise"):
         llama.load(quantization="awq")

@@ -127,7 +127,7 @@ def test_a_stream_begins_with_what_was_generated_before(llama, source, target, t
     assert "".join(d.text for d in deltas) == "".join(d.text for d in [*seen, *stream])
 
 
-def test_outputs_that_nobody_has_taken_are_not_lost(llama, alone, source, target, tmp_path):
+def test_unclaimed_outputs_are_not_lost(llama, alone, source, target, tmp_path):
     short = dataclasses.replace(SEEDED, max_tokens=2)
     work = [(llama.prompts[4], short), (llama.prompts[6], SEEDED)]
     streams = add(source, work)
@@ -143,7 +143,7 @@ def test_outputs_that_nobody_has_taken_are_not_lost(llama, alone, source, target
     assert computed <= 2
 
 
-def test_requests_taken_up_and_new_ones_have_ids_of_their_own(llama, source, target, tmp_path):
+def test_restored_requests_and_new_ones_have_ids_of_their_own(llama, source, target, tmp_path):
     streams = add(source, workload(llama)[:2])
     source.snapshot(tmp_path)
     restored = target.restore(tmp_path)

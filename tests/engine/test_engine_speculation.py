@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from typing import Any
 
 import jax
@@ -10,13 +12,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_engines import Preempter
-from tiny_engines import LONGEST, MAX_SEQS, Arrival, drive, generate, preemptions
+from kv_engines import Preempter, bytes_of
+from tiny_checkpoints import CONFIG, hf_shapes, random_tensors, write_hf
+from tiny_engines import CONTEXT, LONGEST, MAX_SEQS, Arrival, drive, generate, preemptions
 
-from jaxserve.core.errors import ConfigError
+from jaxserve.core.errors import ConfigError, ModelError, WeightsError
 from jaxserve.core.outputs import RequestOutput
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.speculative import AUTO_LENGTHS
 from jaxserve.llm import LLM
+from jaxserve.models.loading.medusa import save_heads
+from jaxserve.models.medusa import MedusaConfig
+from jaxserve.training.dense import hidden_states
 
 DRAFTS = 3
 NGRAM = {
@@ -29,6 +36,7 @@ SETTINGS: dict[str, Any] = {
     "speculative_config": NGRAM,
     "max_num_batched_tokens": MAX_SEQS * (1 + DRAFTS) + 32,
 }
+FEW_ROWS = {"max_num_seqs": 2, "max_num_batched_tokens": 2 * (1 + DRAFTS) + 16}
 POOLS = {
     "recomputed": {},
     "swapped": {"preemption": "swap", "host": 64},
@@ -67,6 +75,48 @@ def prompts(llama):
     rng = np.random.RandomState(5)
     copies = [rng.randint(3, 256, size).tolist() * times for size, times in ((3, 9), (5, 6))]
     return [*llama.prompts, *copies]
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory):
+    """A smaller random model, whose drafts are seldom right."""
+    raw = CONFIG | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    raw |= {"hidden_size": 32, "max_position_embeddings": CONTEXT}
+    tensors = random_tensors(raw)
+    assert set(tensors) == set(hf_shapes(raw))
+    return str(write_hf(tmp_path_factory.mktemp("drafter") / "model", raw, tensors))
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory, llama):
+    """Random heads, whose drafts are seldom right."""
+    config = MedusaConfig(DRAFTS, 1, llama.config.hidden_size, llama.config.vocab_size)
+    blocks = np.random.default_rng(6).normal(0, 0.2, (DRAFTS, *[config.hidden_size] * 2))
+    directory = tmp_path_factory.mktemp("heads")
+    save_heads(directory, config, blocks.astype(np.float32))
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def guessing(kv_llm_for, heads):
+    drafts = {"method": "medusa", "model": heads, "num_speculative_tokens": DRAFTS}
+    settings = FEW_ROWS | {"speculative_config": drafts, "preemption": "swap"}
+    return lambda: kv_llm_for(host=64, **settings)
+
+
+@pytest.fixture(scope="module")
+def drafts_for_itself(llama):
+    """Settings of an engine whose model drafts for itself, and that moves pages to the host."""
+    return FEW_ROWS | {
+        "speculative_config": {"model": str(llama.path), "num_speculative_tokens": DRAFTS},
+        "kv_cache_memory_bytes": bytes_of(llama, 2 * 36),  # A page holds both models' layers.
+        "preemption": "swap",
+    }
+
+
+@pytest.fixture(scope="module")
+def perfect(kv_llm_for, drafts_for_itself):
+    return lambda: kv_llm_for(host=128, **drafts_for_itself)
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +206,10 @@ def test_a_right_guess_of_every_draft_is_one_step_for_all_of_them(kv_llm_for, pr
     assert len(generate(llm, prompts[2], params).outputs[0].token_ids) == 42
     drafts, draft_tokens, accepted = (counted(llm, n) - c for n, c in zip(names, counts))
     assert (drafts, draft_tokens, accepted) == (10, 10 * DRAFTS, 10 * DRAFTS)
+    by_position = llm.get_metrics()["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
+    assert by_position.label == "position"
+    assert list(by_position.value) == [str(place) for place in range(DRAFTS)]
+    assert sum(by_position.value.values()) == counted(llm, "accepted_tokens")
     # The prefill, a step without a repetition, ten of four tokens, and those dispatched before the
     # last one was read.
     assert steps(llm) - before <= 1 + 1 + 10 + 2
@@ -174,6 +228,105 @@ def test_cached_pages_hold_accepted_tokens(kv_llm_for, prompts, expected):
         check(generate(llm, longer, PLAIN), again)
 
 
+@settings(max_examples=8, deadline=None)
+@given(
+    workload=st.lists(requests, min_size=1, max_size=8),
+    seed=st.integers(0, 999),
+    share=st.sampled_from([0.0, 0.3, 1.0]),
+)
+def test_any_workload_with_a_draft_model(perfect, prompts, expected, workload, seed, share):
+    """The draft model's pages go where those of its target go."""
+    engine = perfect().engine
+    arrivals = [
+        Arrival(prompts[index], limited(option, max_tokens), step, priority)
+        for index, option, max_tokens, step, priority in workload
+    ]
+    outputs = drive(engine, arrivals, Preempter(engine, seed, evicts=share > 0, share=share))
+    for (index, option, max_tokens, *_), output in zip(workload, outputs):
+        check(output, expected(index, option, max_tokens))
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    workload=st.lists(requests, min_size=1, max_size=8),
+    seed=st.integers(0, 999),
+    share=st.sampled_from([0.0, 0.3, 1.0]),
+)
+def test_any_workload_with_heads(guessing, prompts, expected, workload, seed, share):
+    """A sequence that comes back to another slot has the hidden state of the one before."""
+    engine = guessing().engine
+    arrivals = [
+        Arrival(prompts[index], limited(option, max_tokens), step, priority)
+        for index, option, max_tokens, step, priority in workload
+    ]
+    outputs = drive(engine, arrivals, Preempter(engine, seed, evicts=share > 0, share=share))
+    for (index, option, max_tokens, *_), output in zip(workload, outputs):
+        check(output, expected(index, option, max_tokens))
+
+
+@pytest.mark.parametrize("option", ["greedy", "few tokens", "one token"])
+def test_heads_guess_from_what_the_newest_token_was_sampled_from(guessing, llama, prompts, option):
+    llm = guessing()
+    counts = [counted(llm, name) for name in ("draft_tokens", "accepted_tokens")]
+    seen = []
+
+    def look():
+        state = llm.engine._runner._state.speculation
+        seen.extend(zip(*map(np.asarray, (state.lengths, state.history, state.hidden))))
+
+    (output,) = drive(llm.engine, [Arrival(prompts[5], limited(option, LONGEST))], look)
+    drafts, accepted = (
+        counted(llm, n) - c for n, c in zip(("draft_tokens", "accepted_tokens"), counts)
+    )
+    assert drafts > 0 and (accepted == drafts) == (option == "one token")
+    tokens = np.array([*prompts[5], *output.outputs[0].token_ids])
+    hidden = np.asarray(hidden_states(llama.family, llama.config, llama.params, tokens[None])[0])
+    checked = set()
+    for length, history, own in seen:  # A step in flight may go beyond the last token.
+        known = len(prompts[5]) < length <= len(tokens)
+        if known and np.array_equal(history[:length], tokens[:length]):
+            assert own == pytest.approx(hidden[length - 2], abs=1e-4)
+            checked.add(int(length))
+    assert len(checked) >= LONGEST // (1 + DRAFTS)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3], ids=["running on", "swapped"])
+@pytest.mark.parametrize("option", ["greedy", "sampled", "likely token", "eos", "stop inside"])
+def test_every_draft_of_the_model_itself_is_right(perfect, prompts, expected, option, share):
+    """Prompts of one chunk and of several, the second time from cached pages. A preemption may come
+    before the last draft of a step has the draft model's KV."""
+    llm = perfect()
+    names, params = ("drafts", "draft_tokens", "accepted_tokens"), limited(option, LONGEST)
+    counts = [counted(llm, name) for name in names]
+    arrivals = [Arrival(prompts[i], params, i) for i in (0, 3, 8, 11)] * 2
+    outputs = drive(llm.engine, arrivals, Preempter(llm.engine, 1, share=share))
+    for arrival, output in zip(arrivals, outputs):
+        check(output, expected(prompts.index(arrival.prompt), option, LONGEST))
+    drafts, draft_tokens, accepted = (counted(llm, n) - c for n, c in zip(names, counts))
+    assert drafts > 0
+    assert draft_tokens >= accepted >= (0.8 if share else 1.0) * draft_tokens
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_draft_model_sleeps_and_wakes_up_with_its_target(
+    perfect, llama, prompts, expected, level
+):
+    llm = perfect()
+    state = llm.engine._runner._state
+    held = jax.tree.leaves(state.draft_params)
+    llm.sleep(level)
+    assert held and all(array.is_deleted() for array in held)
+    if level == 1:
+        llm.wake_up()
+    else:  # New weights wake it up too.
+        llm.update_weights(llama.params)
+        llm.wake_up(["kv_cache"])
+    counts = [counted(llm, name) for name in ("draft_tokens", "accepted_tokens")]
+    check(generate(llm, prompts[3], PLAIN), expected(3, "greedy", LONGEST))
+    drafts, accepted = (counted(llm, name) for name in ("draft_tokens", "accepted_tokens"))
+    assert accepted - counts[1] == drafts - counts[0] > 0
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -182,8 +335,15 @@ def test_cached_pages_hold_accepted_tokens(kv_llm_for, prompts, expected):
     ],
     ids=lambda settings: settings["scheduler"],
 )
-def test_other_engines(llama, prompts, expected, settings):
-    few = {"max_num_seqs": 2, "max_num_batched_tokens": 2 * (1 + DRAFTS) + 16}
+def test_other_engines(llama, drafter, prompts, expected, settings):
+    """A small model drafts where the model is one program; the first layer drafts in tiles, as many
+    tokens as pay."""
+    drafts: dict[str, Any] = {"model": drafter, "num_speculative_tokens": DRAFTS}
+    few = FEW_ROWS
+    if "batch_invariant" in settings:
+        drafts = {"method": "layer_skip", "num_layers": 1, "num_speculative_tokens": "auto"}
+        few = FEW_ROWS | {"max_num_batched_tokens": 2 * (1 + AUTO_LENGTHS[-1]) + 16}
+    few = few | {"speculative_config": drafts}
     cases = [(i, option) for i in (3, 8, 13) for option in ("greedy", "few tokens", "one token")]
     arrivals = [
         Arrival(prompts[i], limited(option, LONGEST), step)
@@ -195,12 +355,12 @@ def test_other_engines(llama, prompts, expected, settings):
         assert counted(llm, "accepted_tokens") > 0
 
 
-def test_nothing_is_compiled_once_the_engine_is_ready(llama, prompts, compiled):
+def test_nothing_is_compiled_once_the_engine_is_ready(llama, prompts, compiled, drafts_for_itself):
     arrivals = [
         Arrival(prompts[i % len(prompts)], params, i) for i, params in enumerate(OPTIONS.values())
     ]
     jax.clear_caches()
-    with llama.load(**SETTINGS) as llm:
+    with llama.load(host_kv_bytes=bytes_of(llama, 128), **drafts_for_itself) as llm:
         compiled.clear()
         drive(llm.engine, arrivals)
         assert preemptions(llm.engine) > 0
@@ -210,10 +370,21 @@ def test_nothing_is_compiled_once_the_engine_is_ready(llama, prompts, compiled):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"num_speculative_tokens": 3, "method": "medusa"}, "'medusa'; it must be one of ngram"),
-        ({"num_speculative_tokens": 0}, "num_speculative_tokens .* is 0; .* integer in 1..15"),
+        ({"num_speculative_tokens": 3, "method": "eagle"}, "'eagle'; it must be one of ngram"),
+        (
+            {"num_speculative_tokens": 3, "method": "medusa"},
+            "no model; give the directory of heads",
+        ),
+        ({"num_speculative_tokens": 0}, 'is 0; it must be an integer in 1..15, or "auto"'),
         ({"num_speculative_tokens": 3, "prompt_lookup_min": 9}, "prompt_lookup_min .* is 9"),
-        ({"num_speculative_tokens": 3, "model": "x"}, "has 'model'; its keys are"),
+        ({"num_speculative_tokens": 3, "models": "x"}, "has 'models'; its keys are"),
+        ({"num_speculative_tokens": 3, "method": "draft_model"}, "and no model; give the path"),
+        ({"num_speculative_tokens": 3, "method": "layer_skip"}, "num_layers .* is None"),
+        ({"num_speculative_tokens": 3, "num_layers": 1}, "'ngram'; it is a key of 'layer_skip'"),
+        (
+            {"num_speculative_tokens": 3, "method": "layer_skip", "num_layers": 3},
+            "num_layers of speculative_config is 3, but the model has 2 layers",
+        ),
         ({"method": "ngram"}, "has no num_speculative_tokens"),
         ("{", "which is not JSON"),
         (3, "it must be a dict"),
@@ -223,6 +394,28 @@ def test_nothing_is_compiled_once_the_engine_is_ready(llama, prompts, compiled):
 def test_bad_settings_are_refused(llama, config, message):
     with pytest.raises(ConfigError, match=message):
         llama.load(speculative_config=config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"vocab_size": 250}, ConfigError, "250 tokens, and the model that it drafts for of 256"),
+        ({"max_position_embeddings": 64}, ConfigError, "context .* is 64 tokens; set max_model"),
+        ({"num_hidden_layers": 2}, WeightsError, "the model of speculative_config: "),
+        (None, ModelError, "the model of speculative_config: there is no file or directory"),
+    ],
+    ids=["other vocabulary", "shorter context", "other weights", "missing files"],
+)
+def test_bad_draft_models_are_refused(llama, drafter, tmp_path, changes, error, message):
+    path = tmp_path / "model"
+    if changes is not None:
+        shutil.copytree(drafter, path)
+        raw = json.loads((path / "config.json").read_text()) | changes
+        if error is ConfigError:
+            write_hf(path, raw, random_tensors(raw))
+        (path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(error, match=message):
+        llama.load(speculative_config={"model": str(path), "num_speculative_tokens": 3})
 
 
 def test_a_pipeline_is_refused(llama):

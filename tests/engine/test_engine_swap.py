@@ -28,8 +28,8 @@ from tiny_engines import (
     generate,
 )
 
-from jaxserve.beam_search import BeamSearchParams
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.beam_search import BeamSearchParams
 from jaxserve.scheduler.policies import POLICIES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)

@@ -21,9 +21,9 @@ from tiny_engines import (
     generate,
 )
 
-from jaxserve.beam_search import BeamSearchParams
 from jaxserve.cli.plan import _capacity
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.beam_search import BeamSearchParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 WINDOW, CHUNK = 9, 32
@@ -50,7 +50,7 @@ def model(member, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def windowed(model, member):
-    """An LLM with hardly more pages than the longest sequence needs, and a tier below them."""
+    """An LLM with few more pages than the longest sequence needs, and a tier below them."""
     pages = MEMBERS[member]["pages"]
     of_one_layer = bytes_of(model, 1) // 2
     layers = 1 if MEMBERS[member]["full"] else 2

@@ -11,8 +11,8 @@ from tiny_engines import LONGEST, NUM_PAGES, PROMPT_LENGTHS, Arrival, drive, gen
 from jaxserve.core.events import Moved
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.kv.manager import KVManager
+from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.pages import PagePool
-from jaxserve.kv.tiers import Tier
 from jaxserve.metrics.kv_metrics import kv_metrics
 
 SEEDED = SamplingParams(temperature=0.8, seed=5, max_tokens=LONGEST, ignore_eos=True)
@@ -23,7 +23,7 @@ def values(engine):
 
 
 def test_every_metric_is_shaped_for_an_exporter():
-    metrics = kv_metrics(KVManager(PagePool(9, 4)))
+    metrics = kv_metrics(KVManager(PagePool(9, 4)), max_model_len=10)
     config = metrics.pop("vllm:cache_config_info")
     assert config.kind == "info"
     assert config.value == {
@@ -31,6 +31,8 @@ def test_every_metric_is_shaped_for_an_exporter():
         "num_gpu_blocks": "8",
         "num_cpu_blocks": "0",
         "enable_prefix_caching": "True",
+        "kv_cache_size_tokens": "32",
+        "kv_cache_max_concurrency": "3.2",
     }
     assert metrics.pop("vllm:kv_cache_usage_perc").value == 0
     for name, metric in metrics.items():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.core.errors import SnapshotError
-from jaxserve.engine.snapshot_files import (
+from jaxserve.engine.snapshot.files import (
     MANIFEST,
     VERSION,
     SnapshotReader,

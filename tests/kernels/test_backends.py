@@ -6,6 +6,7 @@ import dataclasses
 import sys
 import types
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -43,12 +44,19 @@ def make_operation(monkeypatch, kernel=None, unsupported=lambda x, times=1: None
     )
 
 
+def tried_here(check):
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(check._replace(platform="tpu").run).result()
+
+
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """Pretends that the CPU is a Hopper GPU, about which nothing is known."""
     monkeypatch.setattr(backends, "target", lambda: ("gpu", "NVIDIA H200", True))
     monkeypatch.setattr(self_check, "verified", lambda: {})
     monkeypatch.setattr(self_check, "_tried", {})
+    # Functions made here cannot be sent to another process, and no device runs on 4 of its SMs.
+    monkeypatch.setattr(self_check.self_check_process, "run", tried_here)
     monkeypatch.setattr(backends, "_for_now", set())
     backends._warn_once.cache_clear()
 
@@ -77,7 +85,7 @@ def test_what_auto_means_may_be_said_for_all_of_a_program(monkeypatch):
 
 
 def test_a_kernel_is_tried_once_for_each_class_of_shapes(monkeypatch, on_a_gpu):
-    """Also in the middle of tracing, and for shapes that the trial does not have. Each shape is
+    """Also in the middle of tracing, and for shapes that the check does not have. Each shape is
     then traced once, however many layers ask."""
     calls = []
     operation = make_operation(monkeypatch, calls=calls)
@@ -93,10 +101,13 @@ def test_a_kernel_is_tried_once_for_each_class_of_shapes(monkeypatch, on_a_gpu):
 def test_a_verified_kernel_is_not_tried(monkeypatch, on_a_gpu):
     calls = []
     operation = make_operation(monkeypatch, calls=calls)
-    known = {"NVIDIA H200": {jax.__version__: {"double": ["float32 times 1"]}}}
+    known = {"NVIDIA H200": {self_check.fingerprint(): {"double": ["float32 times 1"]}}}
     monkeypatch.setattr(self_check, "verified", lambda: known)
     operation.run("auto", jnp.ones(4))
     assert len(calls) == 1
+    known["NVIDIA H200"] = {"jax 0.1, ptxas 9, sources 0": known["NVIDIA H200"].popitem()[1]}
+    operation.run("auto", jnp.ones(5))
+    assert len(calls) == 1 + 1 + 1, "by other compilers or of other sources it is another kernel"
 
 
 def fails(x, times):
@@ -122,6 +133,24 @@ def test_a_wrong_kernel_is_not_used_and_one_warning_says_so(monkeypatch, on_a_gp
     with pytest.raises(ValueError, match=reason):
         operation.run("pallas", x)
     assert backends.fell_back_for_now()
+
+
+def test_what_failed_on_another_host_is_not_used_here(monkeypatch, on_a_gpu):
+    """Though it is right here, or is known to be."""
+    operation = make_operation(monkeypatch)
+    known = {"NVIDIA H200": {self_check.fingerprint(): {"double": ["int32 times 1"]}}}
+    monkeypatch.setattr(self_check, "verified", lambda: known)
+    operation.run("pallas", jnp.ones(4))
+    assert self_check.failures() == []
+    failed = [
+        self_check.Failure("double", "NVIDIA H200", f"{dtype} times 1", "on another host it failed")
+        for dtype in ("float32", "int32")
+    ]
+    self_check.adopt(failed)
+    for x in (jnp.ones(4), jnp.ones(4, jnp.int32)):
+        with pytest.raises(ValueError, match="on another host it failed"):
+            operation.run("pallas", x)
+    assert self_check.failures() == failed
 
 
 def test_what_a_kernel_refuses_goes_to_xla_or_back_to_the_caller(monkeypatch, on_a_gpu):

@@ -27,7 +27,8 @@ from pallas_kernels.collective_matmul import (
 from pallas_kernels.quantized_matmul import GGUF, quantize, quantized_matmul
 from pallas_kernels.quantized_matmul import reference as quantized_reference
 
-SPLIT_OUTPUTS, SPLIT_INPUTS, SPLIT_TOKENS = P("tensor"), P(None, "tensor"), P(None, "tensor")
+ROWS, COLUMNS = P("tensor"), P(None, "tensor")
+"""Of a weight its outputs and inputs; of activations tokens and features."""
 
 ONE_WAY = DeviceRates(1.0, 1e15, 1e9, 0.0, both_ways=False)
 BOTH_WAYS = ONE_WAY._replace(both_ways=True)
@@ -46,14 +47,14 @@ def gather(ranks, num_tokens=None, rates=None, product=xla.dot):
             weight, x, "tensor", num_tokens=num_tokens, rates=rates, product=product
         )
 
-    return over(ranks, function, (SPLIT_OUTPUTS, SPLIT_TOKENS), SPLIT_OUTPUTS)
+    return over(ranks, function, (ROWS, ROWS), COLUMNS)
 
 
 def scatter(ranks, rates=None):
     def function(weight, x):
         return matmul_reduce_scatter(weight, x, "tensor", rates=rates)
 
-    return over(ranks, function, (SPLIT_INPUTS, P("tensor")), SPLIT_TOKENS)
+    return over(ranks, function, (COLUMNS, COLUMNS), ROWS)
 
 
 def random_array(seed, *shape, dtype="float32"):
@@ -84,23 +85,23 @@ def test_the_same_as_one_product():
     def check(ranks, tokens, sizes, rates, dtype, seed):
         outputs, inputs = ranks * sizes[0], ranks * sizes[1]
         weight = random_array(seed, outputs, inputs, dtype=dtype)
-        x = random_array(seed + 1, inputs, tokens, dtype=dtype)
+        x = random_array(seed + 1, tokens, inputs, dtype=dtype)
         shared = -(-tokens // ranks)
         tolerance = {"rtol": 0, "atol": 60 * float(jnp.finfo(dtype).eps)}
 
         x_padded = xla.padded(x, ranks * shared)
         y = gather(ranks, tokens, rates)(weight, x_padded)
-        expected = reference.all_gather_matmul(parts(weight, ranks, 0), parts(x_padded, ranks, 1))
-        assert y.dtype == x.dtype and y.shape == (outputs, tokens)
-        expected = np.concatenate(expected)[:, :tokens]
+        expected = reference.all_gather_matmul(parts(weight, ranks, 0), parts(x_padded, ranks, 0))
+        assert y.dtype == x.dtype and y.shape == (tokens, outputs)
+        expected = np.concatenate(expected, axis=1)[:tokens]
         np.testing.assert_allclose(np.asarray(y, np.float64), expected, **tolerance)
 
         y = scatter(ranks, rates)(weight, x)
-        expected = reference.matmul_reduce_scatter(parts(weight, ranks, 1), parts(x, ranks, 0))
-        assert y.dtype == x.dtype and y.shape == (outputs, ranks * shared)
-        assert not np.asarray(y[:, tokens:], np.float64).any()
+        expected = reference.matmul_reduce_scatter(parts(weight, ranks, 1), parts(x, ranks, 1))
+        assert y.dtype == x.dtype and y.shape == (ranks * shared, outputs)
+        assert not np.asarray(y[tokens:], np.float64).any()
         y = np.asarray(y, np.float64)
-        np.testing.assert_allclose(y, np.concatenate(expected, axis=1), **tolerance)
+        np.testing.assert_allclose(y, np.concatenate(expected), **tolerance)
 
     check()
 
@@ -111,17 +112,16 @@ def test_sums_are_made_in_the_order_that_is_promised(both_ways):
     """One input a rank, of magnitudes that make every order give another result."""
     ranks, tokens = 8, 6
     rng = np.random.default_rng(0)
-    x = (rng.normal(size=(ranks, ranks * tokens)) * 2.0 ** rng.integers(0, 30, (ranks, 1))).astype(
-        np.float32
-    )
+    x = rng.normal(size=(ranks * tokens, ranks)) * 2.0 ** rng.integers(0, 30, ranks)
+    x = x.astype(np.float32)
     y = scatter(ranks, BOTH_WAYS if both_ways else ONE_WAY)(np.ones((1, ranks), np.float32), x)
     differs = 0
     for token in range(ranks * tokens):
         rank, within = divmod(token, tokens)
         hop = -1 if both_ways and within >= tokens // 2 else 1
-        in_order = [x[(rank + hop * (1 + step)) % ranks, token] for step in range(ranks)]
-        assert y[0, token] == functools.reduce(np.add, in_order)
-        differs += functools.reduce(np.add, in_order) != functools.reduce(np.add, x[:, token])
+        in_order = [x[token, (rank + hop * (1 + step)) % ranks] for step in range(ranks)]
+        assert y[token, 0] == functools.reduce(np.add, in_order)
+        differs += functools.reduce(np.add, in_order) != functools.reduce(np.add, x[token])
     assert differs
 
 
@@ -130,14 +130,14 @@ def test_what_a_program_consists_of():
     """n - 1 hops each way, n products, and no other collective, in either product."""
     for ranks in (2, 4, 8):
         shared, outputs, inputs = 6, 16, 24
-        weight, x = random_array(0, outputs, inputs), random_array(1, inputs, ranks * shared)
-        for function, rows in ((gather, inputs), (scatter, outputs)):
+        weight, x = random_array(0, outputs, inputs), random_array(1, ranks * shared, inputs)
+        for function, width in ((gather, inputs), (scatter, outputs)):
             for rates, ways in ((ONE_WAY, 1), (BOTH_WAYS, 2)):
                 lowered = function(ranks, rates=rates).lower(weight, x)
                 assert lowered.as_text().count("stablehlo.dot_general") == ranks
                 text = lowered.compile().as_text()
                 hops = re.findall(r"f32\[(\d+),(\d+)\]\S* collective-permute\(", text)
-                assert hops == [(str(rows), str(shared // ways))] * ways * (ranks - 1)
+                assert hops == [(str(shared // ways), str(width))] * ways * (ranks - 1)
                 assert not re.search(r"all-gather|all-reduce|all-to-all|reduce-scatter", text)
 
 
@@ -159,7 +159,7 @@ def test_not_worth_it_or_not_measured_is_one_product_and_a_collective():
 def test_a_packed_weight_is_never_unpacked_for_it():
     ranks = 4
     weight = quantize(random_array(0, 32, 64), GGUF["Q4_1"])
-    x = random_array(1, 64, 20)
+    x = random_array(1, 20, 64)
     function = gather(ranks, rates=BOTH_WAYS, product=quantized_matmul)
     expected = quantized_reference.quantized_matmul(weight, x)
     np.testing.assert_allclose(function(weight, x), expected, rtol=1e-4, atol=1e-4)
@@ -170,7 +170,7 @@ ROUND = DeviceRates(1e15, 1e12, 1e11, 0.0, both_ways=False)
 
 
 def gathers(rates, tokens, ranks=8, outputs=1000, inputs=4000, element_bytes=2):
-    """Whether to gather [inputs, tokens] of each rank while multiplying is worth it."""
+    """Whether to gather [tokens, inputs] of each rank while multiplying is worth it."""
     return worth_it(
         rates,
         ranks=ranks,
@@ -241,10 +241,10 @@ def test_what_is_chosen_takes_less_time_by_the_model(rates, ranks, log_tokens, o
 
 @on_eight_devices
 def test_what_does_not_belong_together_is_refused():
-    weight, x = random_array(0, 8, 12), random_array(1, 12, 16)
-    with pytest.raises(ValueError, match=r"x has shape \(11, 4\); this weight takes \[12, tokens"):
-        gather(4)(weight, x[:11])
+    weight, x = random_array(0, 8, 12), random_array(1, 16, 12)
+    with pytest.raises(ValueError, match=r"x has shape \(4, 11\); this weight takes \[tokens, 12"):
+        gather(4)(weight, x[:, :11])
     with pytest.raises(ValueError, match="num_tokens is 17; the ranks hold 16"):
         gather(4, num_tokens=17)(weight, x)
-    with pytest.raises(ValueError, match=r"this weight takes \[3, tokens\]"):
-        scatter(4)(weight, x[:8])
+    with pytest.raises(ValueError, match=r"this weight takes \[tokens, 3\]"):
+        scatter(4)(weight, x[:, :8])

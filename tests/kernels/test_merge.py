@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.merge import merge, merge_over, merge_two
+from pallas_kernels.merge import merge, merge_over, merge_sinks, merge_two
 from pallas_kernels.merge.reference import merge as reference
 
 PARTS, TOKENS, HEADS, DIM = 4, 3, 2, 8
@@ -157,7 +157,11 @@ def test_a_sink_is_a_partial():
     weights = np.exp(q @ k.T)
     total = weights.sum(-1) + np.exp(sinks)
     merged = jitted_two(out, lse, np.zeros_like(out), sinks)
-    assert_close(merged, (weights @ v / total[..., None], np.log(total)))
+    expected = weights @ v / total[..., None], np.log(total)
+    assert_close(merged, expected)
+    assert_close(merge_sinks(out, lse, sinks[0]), expected)
+    nothing = np.zeros_like(out), np.full_like(lse, -np.inf)
+    assert_equal(merge_sinks(*nothing, sinks[0]), nothing)
 
 
 @settings(max_examples=10, deadline=None)

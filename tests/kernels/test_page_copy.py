@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pallas_kernels.page_copy import (
     copy_pages,
     gather_pages,
+    image_dtype,
     image_elements,
     reference,
     scatter_pages,
@@ -25,6 +26,8 @@ from pallas_kernels.paged_attention import KVPages, PageLayout
 PAGES, LAYERS, IDS = 7, 2, 4
 OUTSIDE = (-(2**31), -PAGES - 1, -PAGES, -1, PAGES, PAGES + 1, 2**31 - 1)
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8")
+SCALED = ("scaled int8", "scaled float8_e4m3fn")
+"""Elements with scales of another dtype: images of bytes."""
 
 sources = st.lists(
     st.one_of(st.integers(0, PAGES - 1), st.sampled_from(OUTSIDE)), min_size=IDS, max_size=IDS
@@ -42,7 +45,8 @@ def targets(draw):
 
 def layout(dtype, num_pages=PAGES, page_size=6, heads=2, head_dim=4):
     """Pages whose keys and values are laid out differently."""
-    return PageLayout(num_pages, page_size, heads, head_dim, jnp.dtype(dtype))
+    *scaled, dtype = dtype.split()
+    return PageLayout(num_pages, page_size, heads, head_dim, jnp.dtype(dtype), bool(scaled))
 
 
 def random_bits(shape, dtype, rng):
@@ -54,7 +58,7 @@ def pool(dtype, seed=0, **kind):
     """Layers of KVPages of random bits, as numpy."""
     rng, shapes = np.random.default_rng(seed), layout(dtype, **kind).shapes
     return [
-        KVPages(*(random_bits(like.shape, like.dtype, rng) for like in shapes))
+        jax.tree.map(lambda like: random_bits(like.shape, like.dtype, rng), shapes)
         for _ in range(LAYERS)
     ]
 
@@ -71,7 +75,7 @@ def assert_same_pages(actual, expected, first=0):
     """From page `first` on; 1 leaves out the trash page, where writers may race."""
     assert len(actual) == len(expected)
     for left, right in zip(actual, expected):
-        for one, other in zip(left, right):
+        for one, other in zip(*map(jax.tree.leaves, (left, right))):
             assert_same_bits(np.asarray(one)[first:], other[first:])
 
 
@@ -102,7 +106,7 @@ class PageCopyContract:
     def test_scatter(self, page_ids, data):
         layers = pool(data.draw(st.sampled_from(self.dtypes)))
         shape = (IDS, image_elements(layers))
-        staging = random_bits(shape, layers[0].k.dtype, np.random.default_rng(1))
+        staging = random_bits(shape, image_dtype(layers), np.random.default_rng(1))
         written = self.run("scatter", layers, page_ids, staging)
         trash = int(np.sum(page_ids == 0) > 1)
         assert_same_pages(written, reference.scatter_pages(layers, page_ids, staging), trash)
@@ -121,7 +125,7 @@ class PageCopyContract:
         ring = np.int32([1, 2, 3, 4])
         copied = self.run("copy", layers, ring, np.roll(ring, -1))
         for before, after in zip(layers, copied):
-            for old, new in zip(before, after):
+            for old, new in zip(*map(jax.tree.leaves, (before, after))):
                 assert_same_bits(np.asarray(new)[[2, 3, 4, 1]], old[ring])
                 assert_same_bits(np.asarray(new)[[0, 5, 6]], old[[0, 5, 6]])
 
@@ -132,7 +136,7 @@ class PageCopyContract:
             staging = self.run("gather", layers, np.int32([5, 2, 0, 0]))
             moved = self.run("scatter", pool(dtype, seed=1), np.int32([3, 6, 0, 0]), staging)
             for before, after in zip(layers, moved):
-                for old, new in zip(before, after):
+                for old, new in zip(*map(jax.tree.leaves, (before, after))):
                     assert_same_bits(np.asarray(new)[[3, 6, 0]], old[[5, 2, 0]])
 
     def test_nothing_is_moved_by_ids_outside_the_pool(self):
@@ -147,6 +151,7 @@ class PageCopyContract:
 
 
 class TestXla(PageCopyContract):
+    dtypes = (*DTYPES, *SCALED)
     gather = staticmethod(gather_pages)
     scatter = staticmethod(scatter_pages)
     copy = staticmethod(copy_pages)
@@ -167,22 +172,27 @@ class TestXla(PageCopyContract):
 
 
 @settings(max_examples=40, deadline=None)
-@given(source_ids=sources, target_ids=targets(), dtype=st.sampled_from(("float32", "int8")))
+@given(
+    source_ids=sources, target_ids=targets(), dtype=st.sampled_from(("float32", "int8", SCALED[0]))
+)
 def test_array_by_array_means_the_same(source_ids, target_ids, dtype):
     """What accelerators run; not in bfloat16, which they have and CPUs only emulate."""
     layers = pool(dtype)
-    arrays = [jnp.asarray(array) for pages in layers for array in pages]
+    arrays, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, layers))
     staging = jax.jit(xla.gather_by_array)(arrays, source_ids)
     expected = reference.gather_pages(layers, source_ids)
     assert_same_bits(staging, expected)
     written = jax.jit(xla.scatter_by_array)(arrays, target_ids, staging)
-    written = [KVPages(k, v) for k, v in zip(written[::2], written[1::2])]
+    written = jax.tree.unflatten(structure, written)
     trash = int(np.sum(target_ids == 0) > 1)
     assert_same_pages(written, reference.scatter_pages(layers, target_ids, expected), trash)
 
 
 def test_an_image_has_the_elements_of_one_page_of_every_layer():
     assert image_elements([layout("float32").shapes] * 3) == 3 * 2 * (2 * 4 * 6)
+    scaled = [layout("scaled int8").shapes] * 3
+    assert image_dtype(scaled) == np.uint8
+    assert image_elements(scaled) == 3 * (2 * (2 * 4 * 6) + 2 * 2 * 6 * 4)
 
 
 def test_what_does_not_fit_is_refused():
@@ -191,7 +201,7 @@ def test_what_does_not_fit_is_refused():
     size = image_elements(layers)
     with pytest.raises(ValueError, match=rf"shape \(3, {size}\); 4 page ids of 2 layers need"):
         scatter_pages(layers, ids, jnp.zeros((3, size)))
-    with pytest.raises(ValueError, match="staging is float16; the pages are float32"):
+    with pytest.raises(ValueError, match="staging is float16; it must be float32"):
         scatter_pages(layers, ids, jnp.zeros((IDS, size), jnp.float16))
     with pytest.raises(ValueError, match="4 sources cannot be copied to 2 targets"):
         copy_pages(layers, ids, ids[:2])
@@ -201,7 +211,7 @@ def test_layers_that_differ_and_nothing_to_move_are_refused():
     """A page that one layer has and another has not is outside a pool."""
     ids = jnp.int32([1])
     few, many = (KVPages(jnp.zeros((n, 1, 4, 4)), jnp.zeros((n, 1, 4, 4))) for n in (3, 5))
-    half = KVPages(*(array.astype(jnp.bfloat16) for array in many))
+    half = jax.tree.map(lambda array: array.astype(jnp.bfloat16), many)
     for layers in ([few, many], [many, half], []):
         with pytest.raises(ValueError, match="all must have as many of the same dtype"):
             gather_pages(layers, ids)

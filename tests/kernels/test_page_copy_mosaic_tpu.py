@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_page_copy import (
+    DTYPES,
     PAGES,
+    SCALED,
     PageCopyContract,
     assert_same_bits,
     assert_same_pages,
@@ -37,6 +39,7 @@ def copy(layers, sources, targets):
 
 
 class TestMosaicTpu(PageCopyContract):
+    dtypes = (*DTYPES, *SCALED)
     gather, scatter, copy = map(staticmethod, (gather, scatter, copy))
 
 

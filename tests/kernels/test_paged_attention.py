@@ -14,6 +14,7 @@ from unoptimised import UNOPTIMISED
 
 from pallas_kernels.paged_attention import (
     KVPages,
+    PageLayout,
     RaggedBatch,
     Visible,
     attend,
@@ -141,9 +142,9 @@ class PagedAttentionContract:
     def test_padding_gets_nothing(self, padding):
         case = self.case([3, 0, 6, 0], [(9, 4)], page_size=4, padding=padding)
         out, lse = self.run(case)
-        for nobody in (1, 3, *range(8, 8 + padding)):
-            np.testing.assert_array_equal(out[nobody], 0)
-            np.testing.assert_array_equal(lse[nobody], -np.inf)
+        for unused in (1, 3, *range(8, 8 + padding)):
+            np.testing.assert_array_equal(out[unused], 0)
+            np.testing.assert_array_equal(lse[unused], -np.inf)
         self.check(case)
 
     def test_a_batch_of_nothing_but_padding(self):
@@ -172,9 +173,9 @@ class PagedAttentionContract:
         contexts = [9, 1, 30, 17, 4, 12, 25, 33, 2, 8]
         case = self.case(contexts, page_size=4)
         together = self.run(case, AS_SERVED, window=window)
-        nobody_else = case.batch.context.copy()
-        nobody_else[:3] = nobody_else[4:] = 0
-        case.batch = case.batch._replace(context=nobody_else)
+        others = case.batch.context.copy()
+        others[:3] = others[4:] = 0
+        case.batch = case.batch._replace(context=others)
         for whole, single in zip(together, self.run(case, AS_SERVED, window=window)):
             np.testing.assert_array_equal(whole[3], single[3])
 
@@ -183,7 +184,7 @@ class PagedAttentionContract:
         before = self.run(case, AS_SERVED)
         rng = np.random.default_rng(1)
         order = np.concatenate([[0], 1 + rng.permutation(len(case.pages.k) - 1)])
-        case.pages = KVPages(*(array[np.argsort(order)] for array in case.pages))
+        case.pages = jax.tree.map(lambda array: array[np.argsort(order)], case.pages)
         case.batch = case.batch._replace(tables=order[case.batch.tables].astype(np.int32))
         for old, new in zip(before, self.run(case, AS_SERVED)):
             np.testing.assert_array_equal(old, new)
@@ -193,7 +194,7 @@ class PagedAttentionContract:
         """Wrong by no more than rounding the inputs and weights to `dtype` explains."""
         case = self.case([5, 40], [(20, 7)], page_size=4, poison=1e4)
         case.q = np.asarray(jnp.asarray(case.q, dtype))
-        case.pages = KVPages(*(np.asarray(jnp.asarray(array, dtype)) for array in case.pages))
+        case.pages = jax.tree.map(lambda array: np.asarray(jnp.asarray(array, dtype)), case.pages)
         out, lse = self.run(case)
         assert out.dtype == dtype and lse.dtype == np.float32
         expected_out, expected_lse = reference.paged_attention(
@@ -242,6 +243,23 @@ class PagedAttentionContract:
         case.pages = KVPages(*elements)
         self.check(case, **scales)
 
+    @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+    def test_scales_of_tokens(self, dtype):
+        """Of every token and head; NaNs stand where nothing was written."""
+        case = self.case([5, 0, 40], [(20, 7), (4, 4)], page_size=4, padding=2)
+        rng, written = np.random.default_rng(1), ~np.isnan(case.pages.v[..., 0])
+        case.pages = jax.tree.map(
+            lambda x: (20 * np.where(np.isnan(x), 0, x)).clip(-127, 127).astype(dtype), case.pages
+        )
+        scales = rng.uniform(0.01, 0.1, (*written.shape[:2], 2, written.shape[2]))
+        scales = np.where(written[:, :, None], scales, np.nan).astype(np.float32)
+        case.pages = case.pages._replace(scales=scales)
+        self.check(case)
+        self.check(case, window=6, soft_cap=1.5)
+        tree = np.tri(7, dtype=bool)[np.minimum(np.arange(len(case.q)) - 3, 6).clip(0)]
+        tree[10:14] = np.tri(7, dtype=bool)[:4]
+        self.check(case, tree_mask=tree)
+
     @settings(max_examples=15, deadline=None)
     @given(data=st.data())
     def test_any_ranges(self, data):
@@ -283,7 +301,7 @@ class PagedAttentionContract:
 
     @pytest.mark.parametrize("num_decodes", [0, 2])
     @pytest.mark.parametrize("width", [0, 3])
-    def test_tokens_after_the_last_row_are_nobodys(self, num_decodes, width):
+    def test_tokens_after_the_last_row_belong_to_no_row(self, num_decodes, width):
         case = self.case([5, 9], page_size=4, padding=3)
         case.num_decodes = num_decodes
         case.batch = RaggedBatch(*(field[:num_decodes] for field in case.batch))
@@ -326,6 +344,7 @@ def test_what_makes_no_sense_is_refused(change, message):
     [
         ({"k": np.zeros((4, 2, 8, 3)), "v": np.zeros((4, 2, 8, 3))}, "those of values must be"),
         ({"q": np.zeros((1, 4, 6))}, "head_dim 6 and keys 8"),
+        ({"scales": np.zeros((5, 2, 2, 4))}, "Pages of float32 have scales; only int8 and float8"),
         ({"k": np.zeros((5, 2, 8, 4), np.int16)}, "Keys are int16 and values float32; both must"),
         ({"q": np.zeros((1, 4, 8), np.int32)}, "Queries are int32"),
         ({"tables": np.zeros((1, 2))}, "tables is float64"),
@@ -337,7 +356,7 @@ def test_what_makes_no_sense_is_refused(change, message):
 )
 def test_arrays_that_do_not_belong_together_are_refused(kind, message):
     case = Case([4], page_size=4)
-    pages = KVPages(kind.get("k", case.pages.k), kind.get("v", case.pages.v))
+    pages = case.pages._replace(**{name: kind[name] for name in KVPages._fields if name in kind})
     batch = case.batch._replace(tables=kind.get("tables", case.batch.tables))
     with pytest.raises(ValueError, match=message):
         paged_attention(kind.get("q", case.q), pages, batch, num_decodes=1, scale=SCALE)
@@ -348,11 +367,11 @@ def widen(case, *, tokens, pages, table):
     grow = tokens - len(case.q)
     case.q = np.concatenate([case.q, np.ones((grow, *case.q.shape[1:]), np.float32)])
     more = pages - len(case.pages.k)
-    case.pages = KVPages(
-        *(
-            np.concatenate([array, np.full((more, *array.shape[1:]), POISON, np.float32)])
-            for array in case.pages
-        )
+    case.pages = jax.tree.map(
+        lambda array: np.concatenate(
+            [array, np.full((more, *array.shape[1:]), POISON, np.float32)]
+        ),
+        case.pages,
     )
     columns = table - case.batch.tables.shape[1]
     tables = np.pad(case.batch.tables, ((0, 0), (0, columns)))
@@ -409,3 +428,57 @@ def test_what_is_written_to_quantized_pages_is_rounded_and_limited(dtype):
     expected = np.float32([nearest, [largest, -largest]])
     np.testing.assert_array_equal(written.k[1, :, :, 0].astype(np.float32), expected)
     np.testing.assert_array_equal(written.v[1, :, 0].astype(np.float32), expected)
+
+
+@pytest.mark.parametrize("rows", [{"decodes": [200]}, {"decodes": [], "chunks": [(200, 1)]}])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_small_weights_of_small_values_count_in_float16(dtype, rows):
+    """Whose products are below its least number: here of all tokens but the first, of no value."""
+    case = Case(page_size=4, poison=0, **rows)
+    first, (num_pages, kv_heads, dim, page_size) = case.batch.tables[0, 0], case.pages.k.shape
+    k, v = (np.zeros(array.shape, np.float32) for array in (case.pages.k, case.pages.v))
+    k[first, :, :, 0], v[...], v[first, :, 0] = 100, 100, 0
+    case.q = np.ones(case.q.shape, np.float16)
+    scales = np.full((num_pages, kv_heads, 2, page_size), 1e-4, np.float32)
+    scales[:, :, 0] = 10 / (100 * dim * SCALE)  # The first has a score of 10, the others of 0.
+    case.pages = KVPages(k.astype(dtype), v.astype(dtype), scales)
+    arrays = jax.tree.map(jnp.asarray, (case.q, case.pages, case.batch))
+    options = {"num_decodes": case.num_decodes, "scale": SCALE}
+    out, _ = paged_attention(*arrays, **options)
+    expected, _ = reference.paged_attention(case.q, case.pages, case.batch, **options)
+    assert expected.min() > 8e-5
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_every_token_and_head_is_written_with_scales_of_its_own(dtype):
+    """So what is written next to it changes nothing of it; a token of zeros stays zero."""
+    rng = np.random.default_rng(0)
+    k, v = (rng.normal(size=(2, 5, 2, 8)) * [[[1e-3]], [[1.0]], [[1e3]], [[0]], [[1.0]]]).astype(
+        np.float32
+    )
+    ids, offsets = np.int32([3, 3, 1, 2, 4]), np.int32([0, 2, 1, 0, 0])  # the last is outside
+    pages = jax.tree.map(
+        lambda array: jnp.zeros(array.shape, array.dtype),
+        PageLayout(4, 3, 2, 8, jnp.dtype(dtype), scaled=True).shapes,
+    )
+    write = jax.jit(write_kv)
+    together = write(pages, jnp.asarray(k), jnp.asarray(v), ids, offsets)
+    for token in range(5):
+        few = slice(token, token + 1)
+        pages = write(pages, jnp.asarray(k[few]), jnp.asarray(v[few]), ids[few], offsets[few])
+    for one, other in zip(pages, together):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    largest = 127 if dtype == "int8" else 448
+    for which, values in enumerate((k, v)):
+        for token in range(4):
+            peak = np.maximum(np.abs(values[token]).max(axis=1), 1e-30)
+            scale = np.asarray(together.scales[ids[token], :, which, offsets[token]])
+            np.testing.assert_allclose(scale, peak / largest, rtol=1e-6)
+            elements = values[token] / scale[:, None]
+            elements = np.round(elements) if dtype == "int8" else elements
+            place = ids[token], slice(None), offsets[token]
+            found = (together.k.swapaxes(2, 3), together.v)[which][place]
+            np.testing.assert_array_equal(found, elements.clip(-largest, largest).astype(dtype))
+    with pytest.raises(ValueError, match="have scales of their own, so k_scale and v_scale must"):
+        write_kv(pages, k, v, ids, offsets, k_scale=jnp.ones(2))

@@ -1,6 +1,6 @@
 """The Hopper decode kernel, interpreted on the host with races detected, against float64 loops.
 
-The interpreter compiles each simulated warpgroup anew in every call, so there are few calls, each
+The interpreter compiles each simulated warpgroup in every call, so there are few calls, each
 with rows of many kinds. It proves paging, masks, splits, barriers and the reuse of buffers. It does
 not prove how operands lie in registers and shared memory.
 """
@@ -19,7 +19,15 @@ from hypothesis import strategies as st
 from test_paged_attention import Case
 
 from pallas_kernels.compat import gpu as compat
-from pallas_kernels.paged_attention import KVPages, Visible, masks, mosaic_gpu, reference, xla
+from pallas_kernels.paged_attention import (
+    KVPages,
+    RaggedBatch,
+    Visible,
+    masks,
+    mosaic_gpu,
+    reference,
+    xla,
+)
 from pallas_kernels.paged_attention.decode_work import TILE, Cutting
 from pallas_kernels.paged_attention.mosaic_gpu_decode import paged_decode
 
@@ -34,8 +42,8 @@ def case_of(contexts, chunks=(), dtype=jnp.bfloat16, stored=None, **kind):
     case.q = np.asarray(jnp.asarray(case.q, dtype))
     pages = case.pages
     if stored == jnp.int8:
-        pages = (np.where(np.isnan(array), 127, array * 10) for array in pages)
-    case.pages = KVPages(*(np.asarray(jnp.asarray(array).astype(stored)) for array in pages))
+        pages = jax.tree.map(lambda array: np.where(np.isnan(array), 127, array * 10), pages)
+    case.pages = jax.tree.map(lambda array: np.asarray(jnp.asarray(array).astype(stored)), pages)
     return case
 
 
@@ -119,7 +127,7 @@ class TestInterpreted:
         visible = causal(case, window=150)
         check(case, visible, decode(case, visible, scale=0.02), scale=0.02)
 
-    def test_a_row_does_not_depend_on_its_neighbours_or_who_works_on_it(self):
+    def test_a_row_does_not_depend_on_its_neighbours_or_its_worker(self):
         """To the last bit; with the largest head_dim, on one block of threads and on two."""
         case = case_of([70, 150, 0], page_size=64, heads=(2, 2), dim=256)
         since, until = causal(case)
@@ -220,6 +228,19 @@ def test_the_entries_cover_every_visible_tile_once(contexts, window, splits):
         assert all(0 < size <= sizes[0] for size in sizes) and len(set(sizes[:-1])) <= 1
 
 
+@pytest.mark.parametrize("context", [8, 16, 33, 68, 100, 128])
+def test_long_rows_are_cut_evenly(context):
+    """Of so many thousand tokens, in at most 32 splits for each of 8 KV heads: no multiprocessor of
+    132 has much more to do than the average, as it would if sizes were powers of two."""
+    tiles = context * 1024 // TILE
+    cutting = Cutting(tokens=256 * 1024, split_tiles=8, splits=32)
+    found, _ = entries(cutting, [0], [context * 1024])
+    sizes = [entry.tiles for entry in found for _ in range(8)]
+    load = [sum(sizes[block::132]) for block in range(132)]
+    assert sum(load) == 8 * tiles
+    assert 8 * tiles / 132 / max(load) > 0.93
+
+
 def test_how_a_row_is_cut_depends_on_nothing_but_its_context():
     """Not on the width of the tables either, which may follow the longest row."""
     contexts = np.int32([100, 5000, 900, 64])
@@ -256,6 +277,25 @@ def test_what_the_kernel_cannot_do_is_refused(kind, message):
         paged_decode(*arguments, **options)
     shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arguments)
     assert re.search(message, mosaic_gpu.unsupported(*shapes, **options))
+
+
+def test_partial_results_beyond_32_bits_are_refused():
+    """256 rows of the largest group: their kernels would write to wrong places."""
+
+    def refusal(rows):
+        ints = jax.ShapeDtypeStruct((rows,), jnp.int32)
+        tables = jax.ShapeDtypeStruct((rows, 2048), jnp.int32)
+        pages = KVPages(
+            jax.ShapeDtypeStruct((9, 1, 128, 64), jnp.bfloat16),
+            jax.ShapeDtypeStruct((9, 1, 64, 128), jnp.bfloat16),
+        )
+        q = jax.ShapeDtypeStruct((rows, 64, 128), jnp.bfloat16)
+        batch = RaggedBatch(tables, ints, ints, ints)
+        visible = Visible(ints, ints)
+        return mosaic_gpu.unsupported(q, pages, batch, visible, num_decodes=rows, scale=SCALE)
+
+    assert refusal(255) is None
+    assert "256 decodes in 256 splits have 2147483648 bytes" in refusal(256)
 
 
 def test_other_arguments_are_refused():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from test_paged_attention import Case, PagedAttentionContract
 from unoptimised import UNOPTIMISED
 
 from pallas_kernels.compat import gpu as compat
-from pallas_kernels.paged_attention import KVPages, api, mosaic_gpu, paged_attention
+from pallas_kernels.paged_attention import api, mosaic_gpu, paged_attention
 
 pytestmark = pytest.mark.interpreted
 
@@ -57,8 +58,12 @@ class TestInterpreted(PagedAttentionContract):
 
     @pytest.mark.parametrize("num_decodes", [0, 2])
     @pytest.mark.parametrize("width", [3])
-    def test_tokens_after_the_last_row_are_nobodys(self, num_decodes, width):
-        super().test_tokens_after_the_last_row_are_nobodys(num_decodes, width)
+    def test_tokens_after_the_last_row_belong_to_no_row(self, num_decodes, width):
+        super().test_tokens_after_the_last_row_belong_to_no_row(num_decodes, width)
+
+    def test_scales_of_tokens(self):
+        with pytest.raises(ValueError, match="pages have a scale for each token"):
+            super().test_scales_of_tokens(jnp.int8)
 
     @pytest.fixture(autouse=True)
     def one_multiprocessor(self, monkeypatch):
@@ -67,8 +72,8 @@ class TestInterpreted(PagedAttentionContract):
     def case(self, *rows, page_size, **kind):
         case = Case(*rows, page_size=16, **{"dim": 64} | kind)
         case.q = np.asarray(jnp.asarray(case.q, jnp.bfloat16))
-        case.pages = KVPages(
-            *(np.asarray(jnp.asarray(array, jnp.bfloat16)) for array in case.pages)
+        case.pages = jax.tree.map(
+            lambda array: np.asarray(jnp.asarray(array, jnp.bfloat16)), case.pages
         )
         return case
 

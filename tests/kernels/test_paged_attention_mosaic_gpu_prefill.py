@@ -1,6 +1,6 @@
 """The Hopper prefill kernel, interpreted on the host with races detected, against float64 loops.
 
-The interpreter compiles each simulated warpgroup anew in every call, so there are few calls, each
+The interpreter compiles each simulated warpgroup in every call, so there are few calls, each
 with rows of many kinds. It proves paging, masks, blocks, barriers and the reuse of buffers. It does
 not prove how operands lie in registers and shared memory.
 """
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from test_paged_attention import Case
 
 from pallas_kernels.compat import gpu as compat
-from pallas_kernels.paged_attention import KVPages, RaggedBatch, Visible, masks, reference
+from pallas_kernels.paged_attention import RaggedBatch, Visible, masks, reference
 from pallas_kernels.paged_attention.mosaic_gpu_prefill import paged_prefill
 from pallas_kernels.paged_attention.prefill_work import Block, Work, work_list
 
@@ -33,8 +33,8 @@ def case_of(chunks, dtype=jnp.bfloat16, stored=None, **kind):
     case.q = np.asarray(jnp.asarray(case.q, dtype))
     pages = case.pages
     if stored == jnp.int8:
-        pages = (np.where(np.isnan(array), 127, array * 10) for array in pages)
-    case.pages = KVPages(*(np.asarray(jnp.asarray(array).astype(stored)) for array in pages))
+        pages = jax.tree.map(lambda array: np.where(np.isnan(array), 127, array * 10), pages)
+    case.pages = jax.tree.map(lambda array: np.asarray(jnp.asarray(array).astype(stored)), pages)
     return case
 
 
@@ -108,6 +108,12 @@ class TestInterpreted:
         shapes = {"page_size": page_size, "heads": (4, 1), "dim": dim, "padding": 3}
         case = case_of([(140, 40), (3, 3), (300, 30)], dtype, stored, **shapes)
         check(case, causal(case, window=100), scale=0.02)
+
+    @pytest.mark.parametrize(("dim", "context", "window"), [(64, 240, 104), (256, 170, 32)])
+    def test_a_first_tile_of_which_some_tokens_see_nothing(self, dim, context, window):
+        """At the scale of that head_dim: products with -1e30 are rounded up there."""
+        case = case_of([(context, 16)], page_size=64, heads=(4, 1), dim=dim)
+        check(case, causal(case, window), scale=dim**-0.5)
 
     def test_ranges_that_are_not_causal(self):
         """Of a tree all tokens see the same; of a ring's far shard some see nothing."""

@@ -98,7 +98,9 @@ def test_blocks_and_tiles_as_large_as_on_a_device():
     kind = {"page_size": 128, "heads": (4, 1), "dim": 128}
     case = Case([5000, 127, 0, 2049], [(900, 300), (513, 1), (40, 40)], **kind)
     case.q = np.asarray(jnp.asarray(case.q, jnp.bfloat16))
-    case.pages = KVPages(*(np.asarray(jnp.asarray(array, jnp.bfloat16)) for array in case.pages))
+    case.pages = jax.tree.map(
+        lambda array: np.asarray(jnp.asarray(array, jnp.bfloat16)), case.pages
+    )
     case.q = case.q / np.sqrt(128).astype(case.q.dtype)
     check(case, run(case), tolerance=0.02)
     check(case, run(case, window=600), tolerance=0.02, window=600)

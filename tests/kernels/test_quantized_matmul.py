@@ -54,13 +54,13 @@ def random_weight(num_outputs, num_inputs=INPUTS, seed=0):
 
 
 def random_x(tokens, num_inputs=INPUTS, seed=1):
-    return np.random.default_rng(seed).normal(size=(num_inputs, tokens)).astype(np.float32)
+    return np.random.default_rng(seed).normal(size=(tokens, num_inputs)).astype(np.float32)
 
 
 def assert_same_product(actual, weight, x, tolerance):
     """Wrong by no more than `tolerance` of the sum of the magnitudes that were added."""
     expected = reference.quantized_matmul(weight, x)
-    magnitudes = np.abs(reference.dequantize(weight)) @ np.abs(np.asarray(x, np.float64))
+    magnitudes = np.abs(np.asarray(x, np.float64)) @ np.abs(reference.dequantize(weight)).T
     assert actual.shape == expected.shape
     error = np.abs(np.asarray(actual, np.float64) - expected)
     assert (error <= tolerance * magnitudes + 1e-30).all(), (error / magnitudes).max()
@@ -134,7 +134,7 @@ class QuantizedMatmulContract:
             type(self).implementation,
             mesh=mesh,
             in_specs=(P("tensor"), P()),
-            out_specs=P("tensor"),
+            out_specs=P(None, "tensor"),
         )
         assert_same_product(jax.jit(mapped)(weight, x), weight, x, 1e-6)
 
@@ -174,7 +174,7 @@ def test_parts_by_inputs_add_up_to_the_whole(name):
             else plane[:, first * plane.shape[1] // INPUTS : last * plane.shape[1] // INPUTS]
             for plane in (weight.values, weight.scales, weight.minima)
         ]
-        y += quantized_matmul(QuantizedWeight(*planes, weight.format), x[first:last])
+        y += quantized_matmul(QuantizedWeight(*planes, weight.format), x[:, first:last])
     assert_same_product(y, weight, x, 1e-6)
 
 
@@ -220,7 +220,7 @@ def test_gguf_blocks_mean_to_the_last_bit_what_the_library_says(kind):
         assert actual.dtype == expected.dtype == np.float32
         np.testing.assert_array_equal(actual.view(np.uint32), expected.view(np.uint32))
     x = random_x(3)
-    np.testing.assert_allclose(quantized_matmul(weight, x), expected @ x, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(quantized_matmul(weight, x), x @ expected.T, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", GGUF)
@@ -248,7 +248,7 @@ def test_every_float8_is_converted_exactly():
     values = bits.view(jnp.float8_e4m3fn)[:, None]
     column = QuantizedWeight(values, np.ones((256, 1), np.float32), None, FP8)
     y = jax.jit(quantized_matmul)(column, np.ones((1, 1), np.float32))
-    np.testing.assert_array_equal(y[:, 0], exact)
+    np.testing.assert_array_equal(y[0], exact)
 
 
 def test_a_packed_weight_is_a_pytree_and_its_format_is_static():
@@ -285,7 +285,7 @@ def test_what_cannot_be_is_refused():
 
 def test_what_cannot_be_multiplied_is_refused():
     weight = pack(random_weight(4), GGUF["Q8_0"])
-    with pytest.raises(ValueError, match=r"shape \(5, 2\); this weight takes \[192, tokens\]"):
+    with pytest.raises(ValueError, match=r"shape \(2, 5\); this weight takes \[tokens, 192\]"):
         quantized_matmul(weight, random_x(2, 5))
     with pytest.raises(ValueError, match=r"x has shape \(192,\)"):
         quantized_matmul(weight, np.zeros(192, np.float32))

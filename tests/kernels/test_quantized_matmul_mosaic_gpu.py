@@ -1,6 +1,6 @@
 """The Hopper kernel for packed weights, interpreted on the host with races detected.
 
-The interpreter compiles each simulated warpgroup anew in every call, so there are few calls, all of
+The interpreter compiles each simulated warpgroup in every call, so there are few calls, all of
 them small. They prove what is loaded, unpacked, scaled, summed and shared among blocks, and the
 reuse of buffers. They do not prove how operands lie in registers and shared memory.
 """
@@ -61,7 +61,7 @@ class TestInterpreted:
 
     @pytest.mark.parametrize("format", [Format("int4", None, minimum=True), FP8])
     def test_scales_of_rows_are_exact(self, format):
-        check(format, 64, 64, 2, tolerance=1e-6)
+        check(format, 64, 64, 2, tolerance=2e-6)  # for sums of 64 in float32
 
     def test_float8_times_float8(self):
         check(FP8, 64, 96, 5, "float8_e4m3fn", tolerance=1e-6)
@@ -72,9 +72,9 @@ class TestInterpreted:
             pack(random_weight(64, 64), GGUF["Q4_0"]),
             jnp.asarray(random_x(3, 64), "bfloat16"),
         )
-        together = product(weight, x.at[:, 1].set(jnp.nan))
-        np.testing.assert_array_equal(product(weight, x[:, 2:])[:, 0], together[:, 2])
-        assert np.isnan(together[:, 1]).all() and not np.isnan(together[:, 0]).any()
+        together = product(weight, x.at[1].set(jnp.nan))
+        np.testing.assert_array_equal(product(weight, x[2:])[0], together[2])
+        assert np.isnan(together[1]).all() and not np.isnan(together[0]).any()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -196,7 +196,7 @@ def test_no_block_has_much_more_to_do_than_the_others():
 )
 def test_what_the_kernel_cannot_do_is_refused(format, shape, dtype, message):
     weight = jax.eval_shape(lambda: pack(jnp.zeros(shape), format))
-    x = jax.ShapeDtypeStruct((shape[1], 3), dtype)
+    x = jax.ShapeDtypeStruct((3, shape[1]), dtype)
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(quantized_matmul, weight, x)
-    assert unsupported(weight, jax.ShapeDtypeStruct((shape[1], 3), "int8")) is not None
+    assert unsupported(weight, jax.ShapeDtypeStruct((3, shape[1]), "int8")) is not None

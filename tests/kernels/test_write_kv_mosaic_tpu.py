@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from unoptimised import UNOPTIMISED
 
 from pallas_kernels.compat import tpu as compat
-from pallas_kernels.paged_attention import KVPages, PageLayout, mosaic_tpu_write
+from pallas_kernels.paged_attention import PageLayout, mosaic_tpu_write
 from pallas_kernels.paged_attention.mosaic_tpu_write import find_runs, unsupported, write_kv
 
 pytestmark = pytest.mark.interpreted
@@ -53,7 +53,7 @@ def check(segments, dtype="bfloat16", *, heads=2, head_dim=16, page_size=4, page
     rng = np.random.default_rng(0)
     ids, offsets = places(segments)
     shapes = PageLayout(pages, page_size, heads, head_dim, jnp.dtype(dtype)).shapes
-    pool = KVPages(*(random_bits(rng, array.shape, array.dtype) for array in shapes))
+    pool = jax.tree.map(lambda array: random_bits(rng, array.shape, array.dtype), shapes)
     k, v = random_bits(rng, (2, len(ids), heads, head_dim), jnp.dtype(dtype))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compat, "tpu_cores", lambda: cores)
@@ -62,7 +62,7 @@ def check(segments, dtype="bfloat16", *, heads=2, head_dim=16, page_size=4, page
         if 0 < page < pages:
             pool.k[page, :, :, offset] = k[token]
             pool.v[page, :, offset] = v[token]
-    for found, expected in zip(written, pool):
+    for found, expected in zip(*map(jax.tree.leaves, (written, pool))):
         found = np.asarray(found)
         assert found.dtype == expected.dtype
         np.testing.assert_array_equal(found[1:].view(np.uint8), expected[1:].view(np.uint8))

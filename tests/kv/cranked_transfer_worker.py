@@ -6,7 +6,7 @@ from collections import deque
 
 import numpy as np
 
-from jaxserve.kv.transfer_worker import TransferHandle, TransferWorker
+from jaxserve.kv.offload.transfer_worker import TransferHandle, TransferWorker
 
 
 class CrankedTransferWorker(TransferWorker):

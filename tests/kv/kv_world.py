@@ -18,10 +18,10 @@ from jaxserve.kv.invariants import check_invariants
 from jaxserve.kv.layout import KVGroup, KVLayout
 from jaxserve.kv.manager import KVManager, Match, Preemption
 from jaxserve.kv.node import Node
+from jaxserve.kv.offload.tiers import DiskStore, HostStore, Tier
+from jaxserve.kv.offload.transfer_worker import TransferHandle
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.pages import PagePool
-from jaxserve.kv.tiers import DiskStore, HostStore, Tier
-from jaxserve.kv.transfer_worker import TransferHandle
 
 POISON = -1
 _WORD_BYTES = 8

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.kv.extents import ExtentAllocator
-from jaxserve.kv.tiers import page_runs
+from jaxserve.kv.offload.tiers import page_runs
 
 
 def num_runs(pages: list[int]) -> int:

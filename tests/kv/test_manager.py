@@ -6,7 +6,7 @@ import pytest
 from kv_bench import OTHER, PROMPT
 from kv_world import Sample
 
-from jaxserve.kv.tiers import Tier
+from jaxserve.kv.offload.tiers import Tier
 
 # Finding
 
@@ -59,7 +59,7 @@ def test_salts_share_nothing(make):
 # Sharing
 
 
-def test_full_pages_are_shared_with_those_who_use_them(make):
+def test_full_pages_are_shared_with_running_sequences(make):
     bench = make()
     first = bench.run(PROMPT[:12])
     used = bench.manager.pool.num_used
@@ -71,7 +71,7 @@ def test_full_pages_are_shared_with_those_who_use_them(make):
     assert bench.manager.counters.copied_pages == 0
 
 
-def test_a_page_used_in_part_is_taken_over_when_nobody_uses_it(make):
+def test_an_unused_partial_page_is_reused_in_place(make):
     bench = make()
     first = bench.run(PROMPT[:6])
     pages = list(first.table.pages)
@@ -137,7 +137,7 @@ def test_pages_computed_twice_become_one(make):
     assert len(bench.manager.operations().freed) == 2
 
 
-def test_reset_forgets_but_takes_nothing_from_those_who_run(make):
+def test_reset_clears_the_cache_but_running_sequences_keep_their_pages(make):
     bench = make(host_pages=8)
     bench.leave(bench.run(OTHER))
     bench.manager.evict(2)
@@ -221,7 +221,7 @@ def test_what_is_not_worth_keeping_is_not_saved(make, keep):
     assert bench.hit(PROMPT[:9]) == (8 if keep else 0)
 
 
-def test_another_who_comes_back_has_it_kept(make):
+def test_a_page_that_another_preempted_sequence_needs_is_saved(make):
     bench = make(host_pages=8)
     first, second = bench.run(PROMPT[:8]), bench.run(PROMPT[:9])
     bench.leave(first, pin=True)
@@ -231,7 +231,7 @@ def test_another_who_comes_back_has_it_kept(make):
     assert bench.manager.move_counters.saved_pages == {Tier.HOST: 2}
 
 
-def test_without_prefix_caching_pages_are_kept_for_those_who_come_back(make):
+def test_without_prefix_caching_pages_are_kept_for_preempted_sequences(make):
     bench = make(prefix_caching=False, host_pages=8)
     bench.leave(bench.run(PROMPT[:8], b"one"))
     assert bench.manager.pool.num_free == 16

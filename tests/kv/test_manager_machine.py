@@ -21,7 +21,7 @@ from kv_world import OPERATIONS, World
 from jaxserve.kv import page_table, prefix_tree
 from jaxserve.kv.node import TRANSITIONS
 from jaxserve.kv.node_states import NodeStates
-from jaxserve.kv.tiers import Tier
+from jaxserve.kv.offload.tiers import Tier
 
 NUM_CHOICES = {
     name: len(inspect.signature(getattr(World, name)).parameters) - 1 for name in OPERATIONS

@@ -7,8 +7,8 @@ from kv_bench import OTHER, PROMPT, Bench
 from kv_world import Sample
 
 from jaxserve.kv.invariants import check_invariants
-from jaxserve.kv.tiers import Tier
-from jaxserve.kv.transfers import MOVE_PAGES
+from jaxserve.kv.offload.tiers import Tier
+from jaxserve.kv.offload.transfers import MOVE_PAGES
 
 # Out and back
 
@@ -43,7 +43,7 @@ def test_the_second_time_out_copies_only_what_is_new(make):
         bench.leave(sample, pin=True)
         bench.manager.evict(16)
         bench.settle()
-    # Four pages, then the fifth with two tokens, then the fifth anew with four.
+    # Four pages, then the fifth with two tokens, then the fifth again with four.
     assert bench.manager.move_counters.saved_pages == {Tier.HOST: 4 + 1 + 1}
     bench.come_back(sample)
     assert sample.num_computed == 19
@@ -64,7 +64,7 @@ def test_what_is_on_the_move_is_worth_waiting_for(make):
     assert bench.manager.match(waiting.table, 8).num_in_use == 2
 
 
-def test_a_move_that_nobody_waits_for_any_more_is_not_waited_for(make):
+def test_an_abandoned_transfer_delays_no_sequence(make):
     bench = make(host_pages=8)
     sample = swapped_out(bench, 8)
     assert bench.take(sample) is not None

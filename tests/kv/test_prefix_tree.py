@@ -9,9 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jaxserve.kv import prefix_tree
 from jaxserve.kv.node import Node, NodeState
+from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.prefix_tree import PrefixTree, chain_key, pack_tokens, salt_key
-from jaxserve.kv.tiers import Tier
 
 PAGE_SIZE = 4
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.kv.rates import LinearCost, Rates, causal_pairs
+from jaxserve.kv.offload.rates import LinearCost, Rates, causal_pairs
 
 US_PER_TOKEN, US_PER_PAIR = 100.0, 0.02
 LATENCY_US, BYTES_PER_US = 300.0, 4_000.0

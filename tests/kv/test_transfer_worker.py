@@ -22,8 +22,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from scripts import run_script
 
 from jaxserve.core.errors import ConfigError, EngineClosedError
-from jaxserve.kv.tiers import DiskStore, HostStore, Tier
-from jaxserve.kv.transfer_worker import MoveError, TransferHandle, TransferState, TransferWorker
+from jaxserve.kv.offload.tiers import DiskStore, HostStore, Tier
+from jaxserve.kv.offload.transfer_worker import (
+    MoveError,
+    TransferHandle,
+    TransferState,
+    TransferWorker,
+)
 
 NUM_PAGES, PAGE_BYTES = 8, 64
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
@@ -237,8 +242,8 @@ def test_a_full_disk_fails_the_move_and_the_next_one_lands():
     script = """
         import resource, signal, tempfile
         import numpy as np
-        from jaxserve.kv.transfer_worker import TransferWorker
-        from jaxserve.kv.tiers import DiskStore, HostStore, Tier
+        from jaxserve.kv.offload.transfer_worker import TransferWorker
+        from jaxserve.kv.offload.tiers import DiskStore, HostStore, Tier
 
         PAGE = 4096
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -401,7 +406,7 @@ def test_a_fetch_that_waits_for_a_buffer_can_be_abandoned(bench):
     assert bench.transfer_worker.ended() == [waiting] and waiting.state is TransferState.ABANDONED
 
 
-def test_close_finishes_what_is_under_way_and_fails_the_rest(bench):
+def test_close_finishes_transfers_in_flight_and_fails_the_rest(bench):
     images = images_of(1)
     bench.host.write([4], images)
     bench.link.download_gate.clear()

@@ -82,7 +82,7 @@ def test_an_answer_that_takes_too_long_has_failed(server):
     assert "0.3 s" in answer.detail
 
 
-def test_nobody_listens():
+def test_no_server_listens():
     answer = ask("http://127.0.0.1:9", "plain")
     assert answer.failure == "no connection"
     assert answer.detail

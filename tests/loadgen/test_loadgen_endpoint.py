@@ -74,7 +74,7 @@ def test_an_endpoint_of_no_use_is_an_error_that_says_why(server, path, model, wo
 
 
 @pytest.mark.parametrize("model", [None, "plain"])
-def test_nobody_listens_there(model):
+def test_no_server_listens_there(model):
     with pytest.raises(EndpointError, match="cannot be reached"):
         ask("http://127.0.0.1:9/v1", model=model)
 

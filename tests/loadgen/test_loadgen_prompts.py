@@ -27,7 +27,7 @@ def test_prompts_share_exactly_their_common_blocks(first_ids, second_ids, first_
     assert (len(first), len(second)) == (first_len, second_len)
     shared = BLOCK * common(first_ids, second_ids)
     length = min(first_len, second_len)
-    # What comes after is drawn anew, of which a few ids may be equal by chance.
+    # What follows is drawn again, of which a few ids may be equal by chance.
     assert min(shared, length) <= common(first, second) <= shared + 2
 
 

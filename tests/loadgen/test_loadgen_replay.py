@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from jaxserve.loadgen.answer import Answer
 from jaxserve.loadgen.replay import replay
+from jaxserve.loadgen.timed_response import TimedResponse
 from jaxserve.loadgen.trace import TraceRequest
 
 LATE_US = 200_000
@@ -20,7 +20,7 @@ def place_of(place, request):
     return place
 
 
-def test_nobody_waits_for_the_answers_of_others():
+def test_requests_are_sent_without_waiting_for_earlier_responses():
     """The first answer comes when all have been asked for; in a closed loop it never would."""
     requests = load(0, 20_000, 20_000, 60_000)
     done = []
@@ -30,12 +30,12 @@ def test_nobody_waits_for_the_answers_of_others():
 
         async def send(place):
             await asked.wait()
-            return Answer((1,), end_us=1, output_tokens=place)
+            return TimedResponse((1,), end_us=1, output_tokens=place)
 
         return await replay(requests, place_of, send, lambda *counts: done.append(counts))
 
     results = asyncio.run(run())
-    assert [result.answer.output_tokens for result in results] == [0, 1, 2, 3]
+    assert [result.response.output_tokens for result in results] == [0, 1, 2, 3]
     assert [result.request for result in results] == requests
     assert all(0 <= result.lag_us < LATE_US for result in results)
     assert done == [(1, 4), (2, 4), (3, 4), (4, 4)]
@@ -48,7 +48,7 @@ def test_a_generator_that_is_held_up_says_so():
         time.sleep(0.05)
 
     async def send(made):
-        return Answer((), end_us=0)
+        return TimedResponse((), end_us=0)
 
     results = asyncio.run(replay(load(0, 0, 0), slow_body, send, lambda *counts: None))
     assert [result.lag_us >= 50_000 * place for place, result in enumerate(results, start=1)]
@@ -63,7 +63,7 @@ def test_being_interrupted_keeps_what_was_done():
             if place:
                 await asyncio.Event().wait()
             first_done.set()
-            return Answer((1,), end_us=1)
+            return TimedResponse((1,), end_us=1)
 
         running = asyncio.create_task(
             replay(load(0, 0, 3_600_000_000), place_of, send, lambda *counts: None)

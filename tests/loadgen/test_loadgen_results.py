@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.loadgen.answer import Answer
 from jaxserve.loadgen.results import Objectives, RequestResult, Summary
 from jaxserve.loadgen.series import distribution, in_flight, thinned, token_rate
+from jaxserve.loadgen.timed_response import TimedResponse
 from jaxserve.loadgen.trace import TraceRequest
 from jaxserve.metrics.fluidity import Deadlines, linear_prefill
 from jaxserve.metrics.summaries import Percentiles
@@ -26,8 +26,8 @@ def result(intervals_ms, place=0, sent_ms=0, arrival_ms=0, failure=None, tail_ms
     times = [ms * MS for ms in itertools.accumulate(intervals_ms)]
     end_us = (times[-1] if times else 0) + tail_ms * MS
     request = TraceRequest(arrival_ms * MS, 10, max(1, len(times)))
-    answer = Answer(tuple(times), end_us, failure=failure, **counts)
-    return RequestResult(place, request, sent_ms * MS, answer)
+    response = TimedResponse(tuple(times), end_us, failure=failure, **counts)
+    return RequestResult(place, request, sent_ms * MS, response)
 
 
 def test_the_times_of_one_answer():
@@ -35,7 +35,7 @@ def test_the_times_of_one_answer():
     assert one.ttft_us == 500 * MS
     assert one.between_us == (400 * MS, 501 * MS)
     assert one.tpot_us == 450_500
-    assert one.answer.end_us == 1406 * MS
+    assert one.response.end_us == 1406 * MS
     assert one.end_us == 1436 * MS
     assert one.lag_us == 20 * MS
 
@@ -96,7 +96,7 @@ def test_a_load_in_numbers():
     assert summary.fluid_tokens_per_s is None
 
 
-def test_what_nobody_completed_has_no_latencies():
+def test_without_completed_requests_there_are_no_latencies():
     summary = Summary.of([result([], failure="HTTP 500")], Objectives(), DEADLINES)
     assert summary.ttft_us is summary.between_us is summary.tpot_us is summary.e2e_us is None
     assert summary.mean_fluidity is summary.goodput is summary.cached_tokens is None

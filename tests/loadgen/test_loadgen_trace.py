@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import itertools
+import math
+import statistics
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.loadgen.trace import Fit, TraceRequest, poisson, read_trace
+from jaxserve.loadgen.trace import Fit, TraceRequest, drawn, read_trace
 
 CSV = """\
 arrived_at,num_prefill_tokens,num_decode_tokens
@@ -55,7 +57,8 @@ def test_json_lines_with_shared_blocks(trace):
         (CSV.splitlines()[0], ["no requests"]),
         (CSV + "x,1,2\n", ["line 5", "'x'"]),
         (CSV + "1.0,1\n", ["line 5"]),
-        (CSV + "inf,1,2\n", ["line 5", "infinity"]),
+        (CSV + "inf,1,2\n", ["line 5", "is inf s"]),
+        (CSV + "-1.5,1,2\n", ["line 5", "is -1.5 s; it must be 0 or more"]),
         (CSV + "1.0,-1,2\n", ["line 5", "negative: -1"]),
         (JSON_LINES + "{]\n", ["line 4"]),
         (JSON_LINES + "[1]\n", ["line 4"]),
@@ -77,12 +80,32 @@ def test_a_trace_that_is_not_there_or_is_no_text(tmp_path):
 
 
 def test_poisson_arrivals_have_their_rate_and_seed():
-    drawn = list(itertools.islice(poisson(50.0, 8, 4, seed=1), 4000))
-    assert drawn[0] == TraceRequest(0, 8, 4)
+    requests = list(itertools.islice(drawn(50.0, 8, 4, seed=1), 4000))
+    assert requests[0] == TraceRequest(0, 8, 4)
     # The mean of 4,000 exponential gaps is within five percent of 20 ms by three deviations.
-    assert drawn[-1].arrival_us / 3999 == pytest.approx(20_000, rel=0.05)
-    assert drawn == list(itertools.islice(poisson(50.0, 8, 4, seed=1), 4000))
-    assert drawn != list(itertools.islice(poisson(50.0, 8, 4, seed=2), 4000))
+    assert requests[-1].arrival_us / 3999 == pytest.approx(20_000, rel=0.05)
+    assert requests == list(itertools.islice(drawn(50.0, 8, 4, seed=1), 4000))
+    assert requests != list(itertools.islice(drawn(50.0, 8, 4, seed=2), 4000))
+
+
+def test_gaps_and_lengths_of_drawn_loads():
+    def gaps(burstiness: float) -> list[int]:
+        load = itertools.islice(drawn(50.0, 8, 4, seed=1, burstiness=burstiness), 4000)
+        return [b.arrival_us - a.arrival_us for a, b in itertools.pairwise(load)]
+
+    assert set(gaps(math.inf)) == {20_000}
+    for burstiness in (
+        0.25,
+        4.0,
+    ):  # The variance of a gamma law is its squared mean over its shape.
+        found = gaps(burstiness)
+        assert statistics.fmean(found) == pytest.approx(20_000, rel=0.1)
+        assert statistics.pstdev(found) == pytest.approx(20_000 / burstiness**0.5, rel=0.15)
+    load = list(itertools.islice(drawn(math.inf, 100, 4, seed=1, range_ratio=0.5), 2000))
+    assert {request.arrival_us for request in load} == {0}
+    lengths = {request.prompt_tokens for request in load}
+    assert (min(lengths), max(lengths)) == (50, 150)
+    assert {request.output_tokens for request in load} == {2, 3, 4, 5, 6}
 
 
 def test_a_load_is_made_to_fit():

@@ -20,26 +20,30 @@ from sharding_rules import HeadLayout
 DEGREES = {
     "TP": "tensor_parallel_size",
     "PP": "pipeline_parallel_size",
-    "SP": "context_parallel_size",
+    "CP": "context_parallel_size",
 }
 SEQS = 2
 PAGE_SIZE = 8
 # On a busy machine the threads of all devices may be long in coming together.
-_XLA_FLAGS = f"{XLA_FLAGS} --xla_cpu_collective_call_terminate_timeout_seconds=400"
+_PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=400"
 
 
 def degrees(mesh: str) -> dict[str, int]:
-    """Settings of a mesh that is written as "TP2 SP4"; those not named are 1."""
-    named = {part[:2]: int(part[2:]) for part in mesh.split()}
-    return {setting: named.get(name, 1) for name, setting in DEGREES.items()}
+    """Settings of a mesh that is written as "TP2 CP4"; those not named are 1."""
+    named = {DEGREES[part[:2]]: int(part[2:]) for part in mesh.split()}
+    return dict.fromkeys(DEGREES.values(), 1) | named
 
 
-def on_mesh(mesh: str, check: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-    """Runs `check(mesh, ...)` in a process that has exactly the devices of `mesh`."""
+def on_mesh(
+    mesh: str, check: Callable[..., Any], *arguments: Any, optimised: bool = False, **named: Any
+) -> None:
+    """Runs `check(mesh, ...)` in a process that has exactly the devices of `mesh`. `optimised`:
+    with the programs that users run, which take longer to compile."""
+    flags = _PATIENT if optimised else f"{XLA_FLAGS} {_PATIENT}"
     run_script(
         f"""
         import os
-        os.environ["XLA_FLAGS"] = {_XLA_FLAGS!r}
+        os.environ["XLA_FLAGS"] = {flags!r}
         import jax
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", {math.prod(degrees(mesh).values())})
@@ -73,7 +77,11 @@ def load(
     page_size = settings["page_size"]
     pages = pages or 1 + -(-CONTEXT // page_size) + 1
     heads = HeadLayout(config.num_heads, config.num_kv_heads, tensor).kv_heads
-    image_bytes = config.kv_bytes_per_token(4) // config.num_kv_heads * heads * page_size
+    token_bytes = config.kv_bytes_per_token(4)
+    if isinstance(model, TinyModel) and model.is_quantized:
+        token_bytes = model.token_bytes
+        settings["kv_cache_dtype"] = model.kv_cache_dtype
+    image_bytes = token_bytes // config.num_kv_heads * heads * page_size
     settings["kv_cache_memory_bytes"] = pages * image_bytes // math.prod(sizes.values())
     if "host_pages" in settings:
         settings["host_kv_bytes"] = settings.pop("host_pages") * image_bytes

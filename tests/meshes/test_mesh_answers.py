@@ -20,13 +20,13 @@ MESHES = {
     "TP8": {},
     "PP2": {"max_num_batched_tokens": 2 + 64},
     "PP4": {"max_num_seqs": 4, "program_scope": "layer"},
-    "SP2": {"program_scope": "layer"},
-    "SP4": {"page_size": 16},
-    "SP8": {},
+    "CP2": {"program_scope": "layer"},
+    "CP4": {"page_size": 16},
+    "CP8": {},
     "TP4 PP2": {"sequence_parallel": True},
-    "TP2 SP2": {"sequence_parallel": True, "program_scope": "layer"},
-    "PP2 SP2": {"max_num_batched_tokens": 2 + 64},
-    "TP2 PP2 SP2": {"program_scope": "layer"},
+    "TP2 CP2": {"sequence_parallel": True, "program_scope": "layer"},
+    "PP2 CP2": {"max_num_batched_tokens": 2 + 64},
+    "TP2 PP2 CP2": {"program_scope": "layer"},
 }
 
 
@@ -35,14 +35,25 @@ def test_a_mesh_answers_as_one_device(answered, mesh):
     on_mesh(mesh, check_answers, answered, **MESHES[mesh])
 
 
-@pytest.mark.parametrize("mesh", ["TP2", "TP2 SP2"])
-def test_speculation_on_a_mesh(answered, mesh):
-    ngram = {"num_speculative_tokens": 2, "prompt_lookup_min": 1}
-    budget = 2 * 3 + 16
-    on_mesh(mesh, check_answers, answered, speculative_config=ngram, max_num_batched_tokens=budget)
+@pytest.mark.parametrize(
+    ("mesh", "method"), [("TP2", "draft_model"), ("CP2", "layer_skip"), ("TP2 CP2", "ngram")]
+)
+def test_speculation_on_a_mesh(answered, mesh, method):
+    keys = {
+        "ngram": {"prompt_lookup_min": 1},
+        "draft_model": {"model": str(answered / "model")},
+        "layer_skip": {"num_layers": 2},
+    }
+    settings = {
+        "speculative_config": {"method": method, "num_speculative_tokens": 2} | keys[method],
+        "max_num_batched_tokens": 2 * 3 + 16,
+    }
+    if method == "draft_model":
+        settings["pages"] = 2 * 18  # A page holds the draft model's layers too.
+    on_mesh(mesh, check_answers, answered, **settings)
 
 
-@pytest.mark.parametrize(("mesh", "scope"), [("SP2", "layer"), ("TP2 SP4", "step")])
+@pytest.mark.parametrize(("mesh", "scope"), [("CP2", "layer"), ("TP2 CP4", "step")])
 def test_keys_go_around_a_ring(answered, mesh, scope):
     """A first chunk of 32 tokens is better kept where it is."""
     on_mesh(mesh, check_ring, answered, scope)
@@ -64,14 +75,17 @@ def check_ring(mesh: str, directory: Path, scope: str) -> None:
 
 
 FAMILIES = {
-    "llama_biases": "TP4 SP2",
-    "llama_mqa": "TP4 SP2",
-    "mistral": "TP2 PP2 SP2",
-    "olmo2": "TP2 PP2 SP2",
-    "qwen2": "TP4 SP2",
-    "qwen3": "TP2 PP2 SP2",
-    "smollm2": "TP4 SP2",
-    "smollm3": "TP2 SP2",
+    "gemma2": "TP2 CP2",
+    "gemma3": "TP2",
+    "llama_biases": "TP4 CP2",
+    "llama_mqa": "TP4 CP2",
+    "mistral": "TP2 PP2 CP2",
+    "olmo2": "TP2 PP2 CP2",
+    "phi3": "TP4 PP2",
+    "qwen2": "TP4 CP2",
+    "qwen3": "TP2 PP2 CP2",
+    "smollm2": "TP4 CP2",
+    "smollm3": "TP2 CP2",
 }
 """Members of every family, KV heads fewer than ranks and heads that do not divide among them."""
 
@@ -120,7 +134,7 @@ def check_policies(mesh: str, directory: Path) -> None:
 
 
 def test_pages_of_a_mesh_are_swapped_and_their_books_kept(answered):
-    on_mesh("TP2 PP2 SP2", check_swap, answered)
+    on_mesh("TP2 PP2 CP2", check_swap, answered)
 
 
 def check_swap(mesh: str, directory: Path) -> None:

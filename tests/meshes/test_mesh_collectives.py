@@ -103,7 +103,7 @@ def check_stages(mesh: str, path: Path) -> None:
 
 
 def test_sequence_parallelism_sends_queries_or_keys(tmp_path):
-    on_two_layers(tmp_path, "SP4", check_sequence)
+    on_two_layers(tmp_path, "CP4", check_sequence)
 
 
 def check_sequence(mesh: str, path: Path) -> None:
@@ -123,7 +123,7 @@ def check_sequence(mesh: str, path: Path) -> None:
 
 
 def test_parallel_forms_add_up(tmp_path):
-    on_two_layers(tmp_path, "TP2 PP2 SP2", check_all)
+    on_two_layers(tmp_path, "TP2 PP2 CP2", check_all)
 
 
 def check_all(mesh: str, path: Path) -> None:

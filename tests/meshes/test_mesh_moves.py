@@ -24,7 +24,7 @@ PROMPTS = [PROMPT_LENGTHS.index(length) for length in (17, 33, 100)]
 
 
 @pytest.mark.parametrize("with_kv", [True, False])
-@pytest.mark.parametrize("way", [("TP2", "TP4", ""), ("", "PP2", "SP2"), ("SP4", "TP4 PP2", "PP2")])
+@pytest.mark.parametrize("way", [("TP2", "TP4", ""), ("", "PP2", "CP2"), ("CP4", "TP4 PP2", "PP2")])
 def test_a_move_in_the_midst_of_generation(answered, tmp_path, way, with_kv):
     first, *others = way
     begin_and_die(first, answered, tmp_path / "0", with_kv)

@@ -77,16 +77,17 @@ def sampled_on_a_mesh_as_on_one_device(mesh_name: str, vocab: int) -> None:
     count = -(-vocab // ranks)
     padded = np.full((ranks * count, rows), -np.inf, np.float32)
     padded[:vocab] = logits
+    logits, padded = logits.T, padded.T
     over_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
     processors = Processors.of([ranked], vocab)
     general_ = functools.partial(general, processors=processors)
-    in_specs = (P(parallel.VOCAB), _specs(states[1]), P(), P())
+    in_specs = (ROW, _specs(states[1]), P(), P())
     out_specs = (P(), _specs(states[1]))
     on_ranks = jax.jit(over_mesh(general_, in_specs=in_specs, out_specs=out_specs))
     admit_on_ranks = jax.jit(
         over_mesh(admit, in_specs=(_specs(states[1]), P(), P()), out_specs=_specs(states[1]))
     )
-    greedy_on_ranks = jax.jit(over_mesh(greedy, in_specs=P(parallel.VOCAB), out_specs=P()))
+    greedy_on_ranks = jax.jit(over_mesh(greedy, in_specs=ROW, out_specs=P()))
     np.testing.assert_array_equal(greedy_on_ranks(padded), jax.jit(greedy)(logits))
 
     past = rng.integers(0, vocab, 30).tolist()

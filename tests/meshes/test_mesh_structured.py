@@ -67,12 +67,12 @@ def check(mesh: str, directory: Path, **settings: object) -> None:
     assert said(model, mesh, **settings) == said_alone(directory)
 
 
-@pytest.mark.parametrize("mesh", ["TP2", "PP4", "TP2 PP2 SP2"])
+@pytest.mark.parametrize("mesh", ["TP2", "PP4", "TP2 PP2 CP2"])
 def test_a_mesh_says_what_one_device_says(structured, mesh):
     on_mesh(mesh, check, structured)
 
 
-def test_a_pipeline_whose_pages_are_moved_while_steps_are_under_way(structured):
+def test_a_pipeline_whose_pages_are_moved_with_steps_in_flight(structured):
     """Such steps are run to their end before the move, and sampled there."""
     moving = {"preemption": "swap", "host_pages": 64, "max_num_seqs": 4}
     on_mesh("PP2", check, structured, **moving)

@@ -68,7 +68,7 @@ def bytes_by_device(shapes: ProgramShapes, path: Path) -> dict[jax.Device, int]:
     return read
 
 
-@pytest.mark.parametrize("mesh", ["TP4", "PP4", "TP2 PP2 SP2"])
+@pytest.mark.parametrize("mesh", ["TP4", "PP4", "TP2 PP2 CP2"])
 def test_a_device_reads_its_shards_and_no_more(tmp_path, mesh):
     on_mesh(mesh, check_bytes, write_llama(tmp_path / "model", num_hidden_layers=4))
 

@@ -31,7 +31,9 @@ class Run:
         self.clock.us = us
         return self.log
 
-    def step(self, dispatched_us: int, ready_us: int, sequences, counts=None, **shape) -> None:
+    def step(
+        self, dispatched_us: int, ready_us: int, sequences, counts=None, drafts=(), **shape
+    ) -> None:
         defaults = {"decode_rows": 0, "prefill": (), "padded_tokens": 0, "pages_used": 1}
         self.at(dispatched_us).dispatched(
             self.steps,
@@ -44,7 +46,7 @@ class Run:
         )
         begin_us = dispatched_us + 10
         self.at(ready_us).collected(
-            self.steps, sequences, counts, begin_us=begin_us, ready_us=ready_us
+            self.steps, sequences, counts, drafts=drafts, begin_us=begin_us, ready_us=ready_us
         )
         self.steps += 1
 
@@ -54,6 +56,44 @@ class Run:
 
 def observed(value: HistogramValue, upper: float) -> int:
     return dict(value.buckets)[upper]
+
+
+def test_each_token_has_its_time_however_long_sequences_run_together(monkeypatch):
+    """Steps in a row store their times in common, here three of them at most."""
+    monkeypatch.setattr("jaxserve.metrics.metrics._MAX_STREAK", 3)
+    run = Run(keep_tokens=True)
+    for sequence in range(3):
+        run.at(0).arrived(sequence, str(sequence), prompt_tokens=1)
+    times: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for step in range(12):
+        ready_us = 1_000 * step + 900
+        gained = [sequence for sequence in times if sequence == 0 or step % (3 + sequence)]
+        counts = [1 + sequence for sequence in gained] if step == 5 else None
+        run.step(1_000 * step + 100, ready_us, gained, counts)
+        for sequence, count in zip(gained, counts or [1] * len(gained)):
+            times[sequence] += [ready_us] * count
+        for sequence in gained:
+            found = run.metrics.request([sequence])
+            assert found.first_token_us == times[sequence][0]
+    for sequence in (1, 0, 2):
+        run.at(20_000).finished(sequence, "length")
+    ended = {int(summary.request_id): summary for summary in run.metrics.finished()}
+    assert {sequence: list(summary.token_us) for sequence, summary in ended.items()} == times
+    with pytest.raises(KeyError):
+        run.step(30_000, 30_900, [0])
+    assert run.value("vllm:generation_tokens_total") == sum(map(len, times.values()))
+
+
+def test_a_step_with_drafts_counts_its_own_tokens():
+    run = Run()
+    run.at(0).arrived(0, "a", prompt_tokens=5)
+    run.step(1_000, 1_900, [0], [1])
+    for step in (2, 3, 4):
+        run.step(1_000 * step, 1_000 * step + 900, [0], [3], drafts=[(4, 2)])
+    steps = run.value("vllm:iteration_tokens_total")
+    assert (steps.count, steps.sum) == (4, 5 + 1 + 3 * 3)
+    accepted = run.value("vllm:spec_decode_num_accepted_tokens_per_pos_total")
+    assert accepted == {"0": 3, "1": 3, "2": 0, "3": 0}
 
 
 def test_one_request_by_hand():

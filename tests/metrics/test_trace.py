@@ -168,6 +168,26 @@ def test_a_chunk_on_its_way_is_cut_where_its_sequence_ends(overlapped):
     assert spans_of(events, "b (")[-1] == ("decode", 100, 100)
 
 
+def test_a_token_from_before_a_preemption_starts_no_decode():
+    """Also where the resumption and its first chunk share a microsecond with the token's step."""
+    clock = VirtualClock()
+    log = EventLog(clock=clock, keep_all=True)
+    times = {"begin_us": 0, "scheduled_us": 0, "packed_us": 0, "padded_tokens": 0}
+    log.arrived(0, "a", 4)
+    log.admitted(0)
+    log.dispatched(0, "p", **times, decode_rows=0, prefill=[(0, 4)], pages_used=1, pages_total=8)
+    log.preempted(0)
+    log.resumed(0)
+    log.dispatched(1, "p", **times, decode_rows=0, prefill=[(0, 3)], pages_used=1, pages_total=8)
+    clock.us = 10
+    log.collected(0, [0], begin_us=0, ready_us=10)
+    clock.us = 20
+    log.collected(1, [], begin_us=10, ready_us=20)
+    events = trace_events(log.records)
+    check_format(events)
+    assert "decode" not in [name for name, *_ in spans_of(events, "a (")]
+
+
 def test_the_file_is_json_that_a_viewer_opens(overlapped, tmp_path):
     path = tmp_path / "trace.json"
     write_trace(path, overlapped)

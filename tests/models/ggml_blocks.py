@@ -58,6 +58,12 @@ def q6_k(b: bytes) -> list[float]:
     return out
 
 
+def mxfp4(b: bytes) -> list[float]:
+    magnitudes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    values = [-magnitudes[q - 8] if q > 7 else magnitudes[q] for q in _nibbles(b[1:17])]
+    return [2.0 ** (b[0] - 127) * value for value in values]
+
+
 def _nibbles(packed: bytes) -> list[int]:
     return [byte & 15 for byte in packed] + [byte >> 4 for byte in packed]
 
@@ -86,6 +92,7 @@ BLOCKS: dict[str, tuple[Callable[[bytes], list[float]], int, int, tuple[int, ...
     "Q4_1": (q4_1, 32, 20, (0, 2)),
     "Q5_0": (q5_0, 32, 22, (0,)),
     "Q5_1": (q5_1, 32, 24, (0, 2)),
+    "MXFP4": (mxfp4, 32, 17, ()),
     "Q4_K": (q4_k, 256, 144, (0, 2)),
     "Q5_K": (q5_k, 256, 176, (0, 2)),
     "Q6_K": (q6_k, 256, 210, (208,)),
@@ -100,6 +107,8 @@ def random_blocks(name: str, rows: int, columns: int) -> np.ndarray:
     for at in halves:
         scales = rng.normal(size=len(blocks)).astype("<f2")
         blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+    if name == "MXFP4":
+        blocks[:, 0] = rng.integers(110, 140, len(blocks))
     return blocks.reshape(rows, -1)
 
 

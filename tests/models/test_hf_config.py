@@ -23,6 +23,8 @@ BARE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
 }
+GEMMA_2 = {"architectures": ["Gemma2ForCausalLM"]}
+GEMMA_3 = {"architectures": ["Gemma3ForCausalLM"]}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 256, "beta_fast": 16.0}
 
 
@@ -89,6 +91,68 @@ def test_mistral_windows_every_layer():
     assert read("MistralForCausalLM", sliding_window=None).sliding_windows == (None,) * 4
 
 
+def test_gemma_windows():
+    """Every other layer of Gemma 2 has one, and five in six of Gemma 3."""
+    assert read("Gemma2ForCausalLM").sliding_windows == (4096, None) * 2
+    assert read("Gemma3ForCausalLM", num_hidden_layers=7).sliding_windows == (
+        *(4096,) * 5,
+        None,
+        4096,
+    )
+    older = {"sliding_window": 8, "sliding_window_pattern": 2}
+    assert read("Gemma3ForCausalLM", **older).sliding_windows == (8, None) * 2
+    listed = read("Gemma3ForCausalLM", layer_types=["full_attention"] * 4, sliding_window=None)
+    assert listed.sliding_windows == (None,) * 4
+
+
+def test_gpt_oss_defaults():
+    config = read("GptOssForCausalLM")
+    assert config.sliding_windows == (128, None) * 2
+    assert (config.rope.kind, config.rope.factor, config.rope.truncate) == ("yarn", 32.0, False)
+    assert (config.rope.theta, config.rope.original_max_position) == (150_000.0, 4096)
+    assert (config.moe.num_experts, config.moe.clamped) == (128, (1.702, 7.0))
+    assert config.qkv_bias and config.output_bias and config.attention_sinks
+    plain = read("GptOssForCausalLM", rope_parameters={"rope_type": "default"}, swiglu_limit=5)
+    assert (plain.rope.kind, plain.moe.clamped.limit) == ("default", 5.0)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "rope_theta": 5e5,
+            "rope_local_base_freq": 500.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            }
+        },
+    ],
+)
+def test_gemma_3_rotates_layers_with_a_window_by_another_base(fields):
+    config = read("Gemma3ForCausalLM", **fields)
+    full, windowed = config.rope, config.window_rope
+    assert (full.theta, full.kind, full.factor) == (5e5, "linear", 8.0)
+    assert (windowed.theta, windowed.kind, windowed.factor) == (500.0, "default", 1.0)
+
+
+def test_gemma_3_rotates_as_its_class_does_by_default():
+    config = read("Gemma3ForCausalLM")
+    assert (config.rope.theta, config.window_rope.theta) == (1e6, 1e4)
+
+
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("kind", [{"type": "su"}, {"rope_type": "yarn"}, {"type": "longrope"}])
+def test_phi_3_names_longrope_in_three_ways(place, kind):
+    lists = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config = read("Phi3ForCausalLM", **{place: lists | kind, "max_position_embeddings": 8192})
+    assert (config.rope.kind, config.rope.factor) == ("longrope", 2.0)
+    assert config.rope.original_max_position == 4096
+
+
 def test_head_dim_need_not_divide_hidden_size():
     assert read().head_dim == 8
     assert read(head_dim=24).head_dim == 24
@@ -120,12 +184,51 @@ def test_a_missing_field_is_named(architecture, field):
             {"sliding_window": 8, "layer_types": ["chunked_attention"] * 4},
             r"layer_types has \['chunked_attention'\]",
         ),
-        ({"quantization_config": {"quant_method": "gptq"}}, "'gptq'.*quantized safetensors.*GGUF"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "'hqq'.*quant_method may be awq.*GGUF"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "'mxfp4'.*quant_method may be awq"),
+        ({"swiglu_limit": 7.0}, r"swiglu_limit 7\.0 is not implemented for LlamaForCausalLM"),
     ],
 )
 def test_what_is_not_implemented_is_refused(fields, message):
     with pytest.raises(UnsupportedModelError, match=message):
         read(**fields)
+
+
+@pytest.mark.parametrize(
+    "architecture, fields, message",
+    [
+        ("LlamaForCausalLM", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
+        ("LlamaForCausalLM", {"clip_qkv": 8.0}, "clip_qkv 8.0"),
+        ("MistralForCausalLM", {"logits_scaling": 8}, "logits_scaling 8"),
+        ("Olmo2ForCausalLM", {"mlp_bias": True}, "mlp_bias True"),
+        ("Qwen2ForCausalLM", {"use_mrope": True}, "use_mrope True"),
+        ("Gemma2ForCausalLM", {"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
+        ("Gemma2ForCausalLM", {"hidden_act": "silu"}, "hidden_act 'silu'"),
+        ("Gemma2ForCausalLM", {"use_bidirectional_attention": True}, "bidirectional_attention"),
+        ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
+        ("Gemma3ForCausalLM", {"mlp_bias": True}, "mlp_bias True"),
+        ("GptOssForCausalLM", {"mlp_bias": True}, "mlp_bias True"),
+        ("GptOssForCausalLM", {"routed_scaling_factor": 2.5}, "routed_scaling_factor 2.5"),
+        ("Phi3ForCausalLM", {"attention_bias": True}, "attention_bias True"),
+        ("Phi3ForCausalLM", {"lm_head_bias": True}, "lm_head_bias True"),
+    ],
+)
+def test_what_a_family_does_not_implement_is_refused(architecture, fields, message):
+    with pytest.raises(
+        UnsupportedModelError, match=f"{message}.* not implemented .*{architecture}"
+    ):
+        read(architecture, **fields)
+
+
+def test_what_changes_nothing_is_not_refused():
+    """Fields that published configs of Phi-4-mini and Qwen2 have."""
+    read("Phi3ForCausalLM", attention_bias=False, full_attn_mod=1, lm_head_bias=False)
+    read("Qwen2ForCausalLM", use_mrope=False)
+
+
+def test_rotation_that_is_not_implemented_is_refused():
+    with pytest.raises(UnsupportedModelError, match=r"rope_scaling has short_mscale 1\.2"):
+        read(rope_scaling={"type": "linear", "factor": 2.0, "short_mscale": 1.2})
 
 
 @pytest.mark.parametrize(
@@ -154,6 +257,7 @@ def test_what_is_not_implemented_is_refused(fields, message):
         ({"layer_types": []}, r"layer_types \[\]; .* a list of 4"),
         ({"layer_types": ["full_attention"]}, "layer_types .*; .* a list of 4"),
         ({"partial_rotary_factor": 1.5}, r"partial_rotary_factor 1.5; .* in \(0, 1\]"),
+        ({"partial_rotary_factor": 1e308}, r"partial_rotary_factor 1e\+308; .* in \(0, 1\]"),
         ({"rope_theta": "a"}, "rope_theta 'a'; .* a number above 1"),
         ({"rope_scaling": "linear"}, "rope_scaling 'linear'; .* an object"),
         ({"rope_parameters": []}, r"rope_parameters \[\]; .* an object"),
@@ -165,6 +269,14 @@ def test_what_is_not_implemented_is_refused(fields, message):
         ({"rope_scaling": {"type": "dynamic", "factor": 2}, "head_dim": 2}, "'dynamic'.*undefined"),
         ({"rope_scaling": {"type": "longrope", "factor": 0}}, "factor 0; .* above 0"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [0]}}, r"short_factor \[0\]; "),
+        (GEMMA_2 | {"final_logit_softcapping": 0}, "final_logit_softcapping 0; .* above 0"),
+        (GEMMA_2 | {"query_pre_attn_scalar": None}, "query_pre_attn_scalar None; .* above 0"),
+        (GEMMA_2 | {"sliding_window": None}, "sliding_window None; .* an integer"),
+        (GEMMA_2 | {"layer_types": 3}, "layer_types 3; .* a list of 4"),
+        (GEMMA_3 | {"sliding_window_pattern": 0}, "sliding_window_pattern 0; .* at least 1"),
+        (GEMMA_3 | {"rope_parameters": {"rope_theta": 1e4}}, "full_attention and sliding_att"),
+        (GEMMA_3 | {"rope_local_base_freq": 0}, "rope_theta 0; .* above 1"),
+        (GEMMA_3 | {"text_config": []}, r"text_config \[\]; .* an object"),
     ],
 )
 def test_a_malformed_field_is_named(fields, message):

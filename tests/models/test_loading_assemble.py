@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -101,6 +102,32 @@ def test_parts_outside_the_slice_are_not_read():
     tensors, spec = Tensors(), SPECS["gate_up"]
     assemble(tensors, spec, (slice(1, 2), slice(0, FF), slice(0, HIDDEN)), np.dtype(np.float32))
     assert tensors.values_read == FF * HIDDEN
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_a_fused_tensor_only_a_parts_rows_are_read(rank):
+    """A rank's half of the heads: of queries, keys and values that are below each other."""
+    rows = KV * (GROUP + 2) * DIM
+    tensors, spec = Tensors({"fused": (rows, HIDDEN)}), SPECS["qkv"]
+    sizes = [math.prod(part.shape[:-1]) for part in spec.parts]
+    parts = [
+        dataclasses.replace(part, tensor="fused", first=sum(sizes[:at]), rows=rows)
+        for at, part in enumerate(spec.parts)
+    ]
+    fused = dataclasses.replace(spec, parts=tuple(parts))
+    apart = Tensors({part.tensor: (size, HIDDEN) for part, size in zip(spec.parts, sizes)})
+    bounds = np.cumsum([0, *sizes])
+    for part, start, stop in zip(spec.parts, bounds, bounds[1:]):
+        apart.arrays[part.tensor] = tensors.arrays["fused"][start:stop]
+    half = KV // 2
+    index = (slice(rank * half, (rank + 1) * half), *(slice(0, n) for n in spec.shape[1:]))
+    got = assemble(tensors, fused, index, np.dtype(np.float32))
+    np.testing.assert_array_equal(got, whole(apart, spec)[index])
+    assert tensors.values_read == got.size
+    check_tensors(tensors, {"qkv": fused}, "somewhere")
+    longer = Tensors({"fused": (rows + 1, HIDDEN)})
+    with pytest.raises(WeightsError, match=rf"fused has shape .*; the config implies {rows} rows"):
+        check_tensors(longer, {"qkv": fused}, "somewhere")
 
 
 @pytest.mark.parametrize(

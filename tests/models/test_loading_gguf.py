@@ -11,13 +11,18 @@ import numpy as np
 import pytest
 from ggml_blocks import BLOCKS, decode, random_blocks
 from gguf import GGMLQuantizationType as Kind
-from tiny_checkpoints import CONFIG, random_tensors, write_gguf, write_hf
+from tiny_checkpoints import CONFIG, MOE, fused_experts, random_tensors, write_gguf, write_hf
 
+from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import UnsupportedModelError, WeightsError
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.gguf_header import read_gguf
 from jaxserve.models.loading.params import load_params
+from jaxserve.models.quantization import with_formats
 from jaxserve.models.registry import param_specs
+from jaxserve.runtime.devices import DescribedDevice
+from jaxserve.runtime.startup import plan_described
+from pallas_kernels.quantized_matmul import MXFP4, dequantize
 
 WIDE = CONFIG | {
     "hidden_size": 256,
@@ -27,6 +32,15 @@ WIDE = CONFIG | {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
+
+
+GGUF_MOE = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+"""Fields of a config by their keys in a GGUF."""
 
 
 def load(path, dtype="float32"):
@@ -51,12 +65,211 @@ def test_the_same_model_as_the_hugging_face_directory(tmp_path, architecture, hf
     config = CONFIG | {"architectures": [hf]}
     tensors = random_tensors(config)
     path = write_gguf(tmp_path / "m.gguf", config, tensors, architecture=architecture)
-    directory = write_hf(tmp_path / "hf", config, tensors)
+    check_same(path, write_hf(tmp_path / "hf", config, tensors))
+
+
+def check_same(path, directory):
     assert_equal(load(path), load(directory))
     ours, theirs = open_checkpoint(path).config, open_checkpoint(directory).config
     different = {"name", "rms_norm_eps"}  # float32 in a GGUF, and the name of the file
     for field in vars(theirs).keys() - different:
         assert getattr(ours, field) == getattr(theirs, field), field
+
+
+def gemma(hf, **fields):
+    """A config and tensors whose norms are exact with and without a one added."""
+    config = CONFIG | {"architectures": [hf], "query_pre_attn_scalar": CONFIG["head_dim"]} | fields
+    config["tie_word_embeddings"] = True
+    tensors = {
+        name: np.round(tensor * 256) / 256 if tensor.ndim == 1 else tensor
+        for name, tensor in random_tensors(config).items()
+    }
+    return config, tensors
+
+
+def test_gemma_2(tmp_path):
+    caps = {"attn_logit_softcapping": 40.0, "final_logit_softcapping": 20.0}
+    config, tensors = gemma("Gemma2ForCausalLM", sliding_window=9, **caps)
+    keys = {"gemma2.attention.sliding_window": 9} | {f"gemma2.{k}": v for k, v in caps.items()}
+    path = write_gguf(tmp_path / "m.gguf", config, tensors, architecture="gemma2", metadata=keys)
+    check_same(path, write_hf(tmp_path / "hf", config, tensors))
+
+
+def test_gemma_3(tmp_path):
+    rope = {
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 500.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    config, tensors = gemma("Gemma3ForCausalLM", sliding_window=9, **rope)
+    keys = {
+        "gemma3.attention.sliding_window": 9,
+        "gemma3.rope.freq_base_swa": 500.0,
+        "gemma3.rope.scaling.type": "linear",
+        "gemma3.rope.scaling.factor": 8.0,
+    }
+    path = write_gguf(tmp_path / "m.gguf", config, tensors, architecture="gemma3", metadata=keys)
+    check_same(path, write_hf(tmp_path / "hf", config, tensors))
+
+
+def test_gemma_of_27b_scales_scores_by_its_hidden_size(tmp_path):
+    """llama.cpp's files do not say so; it knows the size by the number of layers."""
+    config, _ = gemma("Gemma3ForCausalLM", num_hidden_layers=62, head_dim=4)
+    tensors = random_tensors(config)
+    path = write_gguf(tmp_path / "m.gguf", config, tensors, architecture="gemma3")
+    assert open_checkpoint(path).config.query_pre_attn_scalar == 64 // 8
+
+
+def test_phi_3(tmp_path):
+    """Fused tensors stay fused, and lists of factors are tensors."""
+    short, long = np.arange(1, 7, dtype=np.float32), np.arange(2, 8, dtype=np.float32)
+    config = CONFIG | {
+        "architectures": ["Phi3ForCausalLM"],
+        "sliding_window": 9,
+        "original_max_position_embeddings": 32,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": short.tolist(),
+            "long_factor": long.tolist(),
+            "attention_factor": 1.25,
+        },
+    }
+    keys = {
+        "phi3.attention.sliding_window": 9,
+        "phi3.rope.dimension_count": 12,
+        "phi3.rope.scaling.original_context_length": 32,
+        "phi3.rope.scaling.attn_factor": 1.25,
+    }
+    raw = {
+        "rope_factors_short.weight": (short, Kind.F32),
+        "rope_factors_long.weight": (long, Kind.F32),
+    }
+    tensors = random_tensors(config)
+    path = write_gguf(
+        tmp_path / "m.gguf", config, tensors, architecture="phi3", metadata=keys, raw=raw
+    )
+    check_same(path, write_hf(tmp_path / "hf", config, tensors))
+    del raw["rope_factors_short.weight"]
+    path = write_gguf(
+        tmp_path / "n.gguf", config, tensors, architecture="phi3", metadata=keys, raw=raw
+    )
+    with pytest.raises(WeightsError, match=r"rope_factors_short\.weight is missing"):
+        open_checkpoint(path)
+
+
+def test_phi_4_has_no_window(tmp_path):
+    config = CONFIG | {"architectures": ["Phi3ForCausalLM"]}
+    keys = {"phi3.attention.sliding_window": 0}
+    tensors = random_tensors(config)
+    path = write_gguf(tmp_path / "m.gguf", config, tensors, architecture="phi3", metadata=keys)
+    assert open_checkpoint(path).config.sliding_windows == (None, None)
+
+
+@pytest.mark.parametrize(
+    "architecture, hf",
+    [
+        ("llama", "MixtralForCausalLM"),
+        ("olmoe", "OlmoeForCausalLM"),
+        ("qwen2moe", "Qwen2MoeForCausalLM"),
+        ("qwen3moe", "Qwen3MoeForCausalLM"),
+    ],
+)
+def test_experts_in_one_tensor(tmp_path, architecture, hf):
+    """Those of the Hugging Face directory, and packed as they are in the file."""
+    config = CONFIG | MOE | {"architectures": [hf], "norm_topk_prob": hf.startswith("Qwen3")}
+    tensors = random_tensors(config)
+    metadata = {f"{architecture}.{key}": config[name] for key, name in GGUF_MOE.items()}
+    path = write_gguf(
+        tmp_path / "m.gguf", config, tensors, architecture=architecture, metadata=metadata
+    )
+    directory = write_hf(tmp_path / "hf", config, tensors)
+    assert_equal(load(path), load(directory))
+    ours, theirs = open_checkpoint(path).config, open_checkpoint(directory).config
+    assert ours.architecture == hf
+    assert ours.moe == theirs.moe
+
+    packed = write_gguf(
+        tmp_path / "packed.gguf",
+        config,
+        tensors,
+        architecture=architecture,
+        metadata=metadata,
+        kind=Kind.Q8_0,
+    )
+    checkpoint = open_checkpoint(packed)
+    specs = with_formats(param_specs(checkpoint.config), "gguf", checkpoint.stored_format)
+    kept, unpacked = load_params(checkpoint, specs, dtype="float32")["layers"][0], load(packed)
+    for name in ("experts_gate_up", "experts_down"):
+        expected = unpacked["layers"][0][name]
+        found = dequantize(kept[name]).reshape(expected.shape)
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.MXFP4])
+def test_gpt_oss(tmp_path, kind):
+    """Experts in one tensor there, gate and up in turn here; in MXFP4 the values of its blocks."""
+    config = CONFIG | {
+        "architectures": ["GptOssForCausalLM"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 9,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "truncate": False,
+        },
+    }
+    keys = {
+        "attention.sliding_window": 9,
+        "expert_count": 4,
+        "expert_used_count": 2,
+        "expert_feed_forward_length": config["intermediate_size"],
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 32,
+    }
+    metadata = {f"gpt-oss.{key}": value for key, value in keys.items()}
+    tensors = random_tensors(config)
+    path = write_gguf(
+        tmp_path / "m.gguf", config, tensors, architecture="gpt-oss", metadata=metadata, kind=kind
+    )
+    rounded = {
+        name: gguf.dequantize(gguf.quantize(tensor, kind), kind) if tensor.ndim > 1 else tensor
+        for name, tensor in tensors.items()
+    }
+    check_same(path, write_hf(tmp_path / "hf", config, fused_experts(rounded)))
+    if kind is Kind.MXFP4:
+        checkpoint, whole = open_checkpoint(path), load(path)
+        specs = with_formats(param_specs(checkpoint.config), "mxfp4", checkpoint.stored_format)
+        kept = load_params(checkpoint, specs, dtype="float32")
+        for name in ("embed", "lm_head"):
+            np.testing.assert_array_equal(dequantize(kept[name]), whole[name])
+        device = DescribedDevice("tpu", "TPU v5 lite", 1 << 34)
+        planned = plan_described(EngineConfig(path, quantization="mxfp4"), device)
+        assert planned.shapes.specs["layers"][0]["experts_down"].format == MXFP4
+        for p, expected in zip(kept["layers"], whole["layers"], strict=True):
+            for name in ("experts_gate_up", "experts_down"):
+                found = dequantize(p[name]).reshape(expected[name].shape)
+                np.testing.assert_array_equal(found, expected[name])
+
+
+def test_other_experts_than_the_config_says(tmp_path):
+    config = CONFIG | MOE | {"architectures": ["MixtralForCausalLM"]}
+    metadata = {"llama.expert_count": 3, "llama.expert_used_count": 2}
+    path = write_gguf(tmp_path / "m.gguf", config, random_tensors(config), metadata=metadata)
+    with pytest.raises(WeightsError, match=r"shape \[4, 64, 96\]; the config implies \[64, 96\]"):
+        open_checkpoint(path)
+
+
+def test_experts_of_an_architecture_that_has_none(tmp_path):
+    metadata = {"qwen3.expert_count": 4, "qwen3.expert_used_count": 2}
+    path = write_gguf(
+        tmp_path / "m.gguf", CONFIG, random_tensors(CONFIG), architecture="qwen3", metadata=metadata
+    )
+    with pytest.raises(UnsupportedModelError, match="expert_count 4 is not implemented"):
+        open_checkpoint(path)
 
 
 @pytest.mark.parametrize("kind, dtype", [(Kind.F16, np.float16), (Kind.BF16, ml_dtypes.bfloat16)])
@@ -189,14 +402,9 @@ def test_unknown_architecture(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModelError, match="'mamba' is not implemented; known are llama"):
-        open_checkpoint(path)
-
-
-def test_mixture_of_experts(tmp_path):
-    keys = {"llama.expert_count": 8}
-    path = write_gguf(tmp_path / "m.gguf", CONFIG, random_tensors(CONFIG), metadata=keys)
-    with pytest.raises(UnsupportedModelError, match="mixtures of experts"):
+    with pytest.raises(
+        UnsupportedModelError, match="'mamba' is not implemented; known are gemma2, "
+    ):
         open_checkpoint(path)
 
 

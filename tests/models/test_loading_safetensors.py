@@ -9,12 +9,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tiny_checkpoints import CONFIG, random_tensors, write_hf
+from tiny_checkpoints import CONFIG, fused_experts, random_tensors, write_hf
 
 from jaxserve.core.config import default_dtype
 from jaxserve.core.errors import ConfigError, ModelError, UnsupportedModelError, WeightsError
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.params import load_params
+from jaxserve.models.quantization import with_formats
 from jaxserve.models.registry import param_specs
 
 
@@ -102,6 +103,109 @@ def test_fingerprint_follows_the_files(tmp_path):
     assert open_checkpoint(tmp_path).fingerprint == first
     save_file({n: -t for n, t in tensors.items()}, tmp_path / "model.safetensors")
     assert open_checkpoint(tmp_path).fingerprint != first
+
+
+GPT_OSS = CONFIG | {
+    "architectures": ["GptOssForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+}
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def mxfp4_tensors(seed=0):
+    """Tensors as gpt-oss is published, and the same with the values that they stand for."""
+    rng = np.random.default_rng(seed)
+    plain = fused_experts(random_tensors(GPT_OSS))
+    packed = dict(plain)
+    for name in [name for name in plain if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = plain[name].shape
+        blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
+        scales = rng.integers(100, 140, blocks.shape[:-1], np.uint8)
+        scales[0, 0, 0], scales[0, 0, 1] = 0, 254  # float32's subnormals, and its largest
+        blocks[0, 0, 1] &= 0x33
+        codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, 32)
+        values = np.where(codes > 7, -1.0, 1.0) * np.array(E2M1)[codes & 7]
+        values *= 2.0 ** (scales.astype(np.float64) - 127)[..., None]
+        plain[name] = np.float32(values).reshape(experts, outputs, inputs).swapaxes(1, 2).copy()
+        packed |= {name + "_blocks": blocks, name + "_scales": scales}
+        del packed[name]
+    return packed, plain
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_mxfp4_is_exact(tmp_path, dtype):
+    packed, plain = mxfp4_tensors()
+    ours = load(write_hf(tmp_path / "packed", GPT_OSS, packed), dtype)
+    theirs = load(write_hf(tmp_path / "plain", GPT_OSS, plain), "float32")
+    for p, expected in zip(ours["layers"], theirs["layers"], strict=True):
+        for name in ("experts_gate_up", "experts_down"):
+            np.testing.assert_array_equal(np.asarray(p[name], np.float32), expected[name])
+    of_first = packed["model.layers.0.mlp.experts.gate_up_proj_blocks"][0, 2, 0]
+    sign, low = of_first[0] & 8, E2M1[of_first[0] & 7]
+    scale = packed["model.layers.0.mlp.experts.gate_up_proj_scales"][0, 2, 0]
+    # Row 2 of the tensor is row 1 of the first expert's gate.
+    assert ours["layers"][0]["experts_gate_up"][0, 1, 0] == (-low if sign else low) * 2.0 ** (
+        int(scale) - 127
+    )
+
+
+def test_mxfp4_may_stay_as_it_is(tmp_path):
+    """In formats whose values are those of the file, of a byte a weight and two a group of 32."""
+    packed, _ = mxfp4_tensors()
+    checkpoint = open_checkpoint(write_hf(tmp_path, GPT_OSS, packed))
+    specs = with_formats(param_specs(checkpoint.config), "mxfp4", checkpoint.stored_format)
+    kept, whole = load_params(checkpoint, specs, dtype="float32"), load(tmp_path)
+    for p, expected in zip(kept["layers"], whole["layers"], strict=True):
+        for name, array in expected.items():
+            if name in ("experts_gate_up", "experts_down"):
+                scales, values = np.asarray(p[name].scales, np.float32), np.asarray(p[name].values)
+                found = values.astype(np.float32).reshape(*scales.shape, 32) * scales[..., None]
+                np.testing.assert_array_equal(found.reshape(array.shape), array)
+                assert p[name].values.nbytes == 16 * p[name].scales.nbytes == array.size
+            else:
+                np.testing.assert_array_equal(p[name], array)
+
+
+@pytest.mark.peers
+def test_mxfp4_as_transformers_reads_it():
+    torch = pytest.importorskip("torch")
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    packed, plain = mxfp4_tensors(seed=1)
+    for name in [name for name in plain if name + "_blocks" in packed]:
+        planes = (torch.from_numpy(packed[name + end]) for end in ("_blocks", "_scales"))
+        theirs = mxfp4.convert_moe_packed_tensors(*planes, dtype=torch.float32)
+        np.testing.assert_array_equal(plain[name], theirs.numpy())
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda name, packed: packed.pop(name + "_scales"), "has no scales: .*_scales is missing"),
+        (
+            lambda name, packed: packed.update({name + "_scales": packed[name + "_scales"][:, :8]}),
+            r"shape \[4, 64, 3, 16\] and its scales \[4, 8, 3\]",
+        ),
+        (
+            lambda name, packed: packed.update({name + "_blocks": np.zeros((4, 64, 3, 16), "f4")}),
+            "down_proj_blocks is F32; MXFP4 is stored as U8",
+        ),
+        (lambda name, packed: packed[name + "_scales"].fill(255), "scale is 255"),
+        (
+            lambda name, packed: packed.update(
+                {name + end: packed[name + end][:3] for end in ("_blocks", "_scales")}
+            ),
+            r"down_proj.weight has shape \[3, 64, 96\]; the config implies \[64, 96\]",
+        ),
+        (lambda name, packed: packed.update({"extra_blocks": np.zeros(1, "u1")}), "extra_blocks"),
+    ],
+)
+def test_mxfp4_that_does_not_fit_together(tmp_path, change, message):
+    packed, _ = mxfp4_tensors()
+    change("model.layers.1.mlp.experts.down_proj", packed)
+    with pytest.raises(WeightsError, match=message):
+        load(write_hf(tmp_path, GPT_OSS, packed))
 
 
 def test_missing_shard(tmp_path):

@@ -12,6 +12,7 @@ from tiny_checkpoints import CONFIG, random_tensors, write_gguf, write_hf
 from jaxserve.core.errors import ConfigError
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.convert import convert
+from jaxserve.models.loading.gguf_config import ARCHITECTURES
 from jaxserve.models.loading.params import load_params, params_bytes
 from jaxserve.models.quantization import FORMATS, with_formats
 from jaxserve.models.registry import param_specs
@@ -23,7 +24,7 @@ LINEAR = ("qkv", "attn_out", "gate_up", "down")
 def load(path, quantization=None):
     checkpoint = open_checkpoint(path)
     specs = param_specs(checkpoint.config)
-    specs = with_formats(specs, quantization, checkpoint.quantized_kind)
+    specs = with_formats(specs, quantization, checkpoint.stored_format)
     params = load_params(checkpoint, specs, dtype="float32")
     size = sum(array.nbytes for array in jax.tree.leaves(params))
     assert size == params_bytes(specs, np.dtype(np.float32))
@@ -51,11 +52,11 @@ def unpacked(params, shapes):
 
 
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "phi3"])
 def test_blocks_of_a_gguf_file_stay_as_they_are(tmp_path, kind, architecture):
-    """To the last bit, with the rows of rotary heads put in order, embeddings and head too."""
-    hf = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[architecture]
-    config = CONFIG | {"architectures": [hf]}
+    """To the last bit, with the rows of rotary heads put in order, those of fused tensors taken
+    apart, embeddings and head too."""
+    config = CONFIG | {"architectures": [ARCHITECTURES[architecture]]}
     tensors = random_tensors(config)
     path = write_gguf(tmp_path / "m.gguf", config, tensors, kind=kind, architecture=architecture)
     whole, packed = load(path), load(path, "gguf")
@@ -83,7 +84,7 @@ def test_weights_are_rounded_as_they_load(tmp_path, quantization, source):
     checkpoint = open_checkpoint(path, "dummy" if source == "dummy" else "auto")
     specs = param_specs(checkpoint.config)
     whole = load_params(checkpoint, specs, dtype="float32")
-    specs = with_formats(specs, quantization, checkpoint.quantized_kind)
+    specs = with_formats(specs, quantization, checkpoint.stored_format)
     packed = load_params(checkpoint, specs, dtype="float32")
     assert not is_packed(packed["embed"]) and not is_packed(packed["lm_head"])
     for layer, before in zip(packed["layers"], whole["layers"]):
@@ -121,7 +122,7 @@ def test_what_cannot_be_packed_is_refused(tmp_path):
 
 def test_several_devices_are_refused(tmp_path):
     checkpoint = open_checkpoint(write_hf(tmp_path / "hf", CONFIG, random_tensors(CONFIG)))
-    specs = with_formats(param_specs(checkpoint.config), "int8", checkpoint.quantized_kind)
+    specs = with_formats(param_specs(checkpoint.config), "int8", checkpoint.stored_format)
 
     class TwoDevices(jax.sharding.Sharding):
         device_set = frozenset({0, 1})

@@ -131,7 +131,7 @@ def test_an_unknown_kind_is_named():
 def test_scores_depend_on_distance_alone(kind):
     """The point of it all: rotated queries and keys meet as if only their distance were known."""
     rope = scaled(kind, factor=4.0)
-    q, k = vectors(64, 1), vectors(64, 2)[:, 1:]
+    q, k = vectors(1, 1, 64), vectors(2, 1, 64)[1:]
 
     def rotated(x, position):
         return rotate(x, *rotation(rope, 4096, jnp.asarray([position])))
@@ -145,20 +145,20 @@ def test_scores_depend_on_distance_alone(kind):
 
 
 def test_rotation_keeps_lengths_and_magnitude_scales_them():
-    x = vectors(3, 64, 5)
+    x = vectors(5, 3, 64)
     positions = jnp.arange(5) * 100
-    lengths = jnp.linalg.norm(x, axis=1)
+    lengths = jnp.linalg.norm(x, axis=-1)
     plain = rotate(x, *rotation(PLAIN, 2048, positions))
-    np.testing.assert_allclose(jnp.linalg.norm(plain, axis=1), lengths, rtol=1e-5)
-    np.testing.assert_array_equal(plain[..., 0], x[..., 0])
+    np.testing.assert_allclose(jnp.linalg.norm(plain, axis=-1), lengths, rtol=1e-5)
+    np.testing.assert_array_equal(plain[0], x[0])
     stretched = rotate(x, *rotation(scaled("yarn", attention_factor=1.5), 2048, positions))
-    np.testing.assert_allclose(jnp.linalg.norm(stretched, axis=1), 1.5 * lengths, rtol=1e-5)
+    np.testing.assert_allclose(jnp.linalg.norm(stretched, axis=-1), 1.5 * lengths, rtol=1e-5)
 
 
 def test_pairs_lie_half_the_rotary_dimensions_apart():
     rope = dataclasses.replace(PLAIN, rotary_dim=8)
-    x = jnp.zeros((12, 1)).at[1].set(1.0)
-    turned = rotate(x, *rotation(rope, 2048, jnp.asarray([3])))[:, 0]
+    x = jnp.zeros((1, 1, 12)).at[..., 1].set(1.0)
+    turned = rotate(x, *rotation(rope, 2048, jnp.asarray([3])))[0, 0]
     angle = 3 * 10_000.0 ** (-2 / 8)
     expected = np.zeros(12)
     expected[[1, 5]] = math.cos(angle), math.sin(angle)
@@ -167,7 +167,7 @@ def test_pairs_lie_half_the_rotary_dimensions_apart():
 
 def test_dimensions_beyond_rotary_dim_stay():
     rope = dataclasses.replace(PLAIN, rotary_dim=8)
-    x = vectors(12, 4)
+    x = vectors(4, 1, 12)
     turned = rotate(x, *rotation(rope, 2048, jnp.arange(1, 5)))
-    np.testing.assert_array_equal(turned[8:], x[8:])
-    assert (jnp.abs(turned[:8] - x[:8]).max(axis=0) > 0.1).all()
+    np.testing.assert_array_equal(turned[..., 8:], x[..., 8:])
+    assert (jnp.abs(turned - x)[..., :8].max(axis=-1) > 0.1).all()

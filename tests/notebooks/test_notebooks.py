@@ -15,6 +15,7 @@ PICTURES = {
     "long_context_and_sharding": 4,
     "batch_generation": 2,
     "bring_your_own_model": 2,
+    "reinforcement_learning": 1,
 }
 
 pytestmark = [pytest.mark.notebooks, pytest.mark.timeout(1500)]

@@ -14,13 +14,23 @@ import jsonschema
 import numpy as np
 import pytest
 from beam_reference import check_beams, dense_search
-from golden_prompts import DECIDED, check_golden, golden_prompts, logits_before, shortfalls
+from golden_prompts import (
+    DECIDED,
+    check_golden,
+    check_tokens,
+    golden_prompts,
+    logits_before,
+    shortfalls,
+)
+from kv_engines import count, evict_all
 from real_engines import GREEDY, MESH_PROMPTS, load_alone
-from tiny_engines import Arrival, drive, generate
+from tiny_engines import QUANTIZED_MARGIN, Arrival, drive, generate
 
-from jaxserve.beam_search import BeamSearchParams
 from jaxserve.core.errors import MemoryPlanError
 from jaxserve.core.sampling_params import SamplingParams, sequence_seed
+from jaxserve.engine.beam_search import BeamSearchParams
+from jaxserve.offline import run_batch
+from jaxserve.offline.run import BatchRun
 from jaxserve.scheduler.policies import POLICIES
 
 WHOLE = SamplingParams(temperature=0, max_tokens=48)
@@ -64,10 +74,16 @@ def test_every_scheduler(smollm2_path, scheduler):
         check_golden(golden, drive(llm.engine, arrivals))
 
 
-def test_speculation(smollm2_path):
+@pytest.mark.parametrize(
+    "drafts",
+    [{"method": "ngram"}, {"method": "layer_skip", "num_layers": 24}],
+    ids=lambda drafts: drafts["method"],
+)
+def test_speculation(smollm2_path, drafts):
     """The golden tokens, some of them from drafts."""
-    golden, ngram = golden_prompts(*MESH_PROMPTS), {"num_speculative_tokens": 3}
-    with load_alone(smollm2_path, speculative_config=ngram) as llm:
+    golden, config = golden_prompts(*MESH_PROMPTS), drafts | {"num_speculative_tokens": 3}
+    sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 4 + 64}
+    with load_alone(smollm2_path, speculative_config=config, **sizes) as llm:
         arrivals = [Arrival(entry.prompt_token_ids, WHOLE) for entry in golden]
         check_golden(golden, drive(llm.engine, arrivals))
         assert llm.get_metrics()["vllm:spec_decode_num_accepted_tokens_total"].value > 0
@@ -113,6 +129,38 @@ def test_packed_weights(smollm2, quantization):
         token_ids = output.outputs[0].token_ids
         logits = logits_before(model, output.prompt_token_ids, token_ids)
         assert shortfalls(logits, token_ids).max() < DECIDED
+
+
+def test_streamed_weights(smollm2_path):
+    """All 30 layers through a window of two, from disk."""
+    golden = golden_prompts("chat_sky", "code_python", "french")
+    small = {"max_model_len": 128, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 32}
+    with load_alone(smollm2_path, weights_on="disk", **small) as llm:
+        arrivals = [Arrival(entry.prompt_token_ids, GREEDY) for entry in golden]
+        check_golden(golden, drive(llm.engine, arrivals))
+        placement, reads = llm.plan().shapes.placement, llm.engine.weight_reads
+        assert placement.streamed == (*range(30),)
+        assert reads.num_bytes >= reads.num_steps * placement.streamed_bytes
+
+
+def test_quantized_kv(smollm2):
+    """Each token is the likeliest by the dense model that rounds keys and values in the same way:
+    in chunks beside decodes, again from cached pages, and from pages that came back."""
+    golden = golden_prompts("chat_sky", "french")
+    small = {"max_model_len": 128, "max_num_seqs": 2, "max_num_batched_tokens": 2 + 32}
+    model = smollm2.with_kv("int8")
+    with load_alone(smollm2.path, kv_cache_dtype="int8", host_pages=64, **small) as llm:
+        arrivals = [Arrival(entry.prompt_token_ids, GREEDY) for entry in golden]
+        outputs = drive(llm.engine, arrivals)
+        outputs += drive(llm.engine, arrivals)
+        evict_all(llm.engine)
+        outputs += drive(llm.engine, arrivals)
+        assert all(output.metrics.cached_tokens > 0 for output in outputs[len(golden) :])
+        assert count(llm.engine, "kv_fetched_pages_total", "host") > 0
+    for output in outputs:
+        token_ids = output.outputs[0].token_ids
+        logits = logits_before(model, output.prompt_token_ids, token_ids)
+        assert shortfalls(logits, token_ids).max() < QUANTIZED_MARGIN
 
 
 # Kinds of requests
@@ -239,7 +287,43 @@ def test_a_pool_larger_than_the_memory_is_refused_with_what_fits(smollm2_path):
         load_alone(smollm2_path, kv_cache_memory_bytes=1 << 60)
 
 
-def test_every_request_ends_once_and_an_abort_hurts_no_other(llm):
+def test_an_interrupted_batch_job_goes_on(llm, tmp_path):
+    """Each line is answered once, by the golden tokens."""
+    golden = golden_prompts(*MESH_PROMPTS)
+    lines = [
+        {
+            "custom_id": entry.name,
+            "prompt": entry.prompt_token_ids,
+            "max_tokens": 4 + 2 * place,
+            "temperature": 0,
+            "return_token_ids": True,
+        }
+        for place, entry in enumerate(golden)
+    ]
+    questions, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def interrupt(run: BatchRun) -> None:
+        if run.done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_batch(llm, questions, answers, interrupt)
+    before = answers.read_text()
+    num_answered = len(before.splitlines())
+    assert 0 < num_answered < len(lines)
+    run = run_batch(llm, questions, answers)
+    assert run.complete and run.done == len(lines) - num_answered
+    assert answers.read_text().startswith(before)
+    answered = [json.loads(line) for line in answers.read_text().splitlines()]
+    choices = {line["custom_id"]: line["response"]["body"]["choices"][0] for line in answered}
+    assert len(answered) == len(choices) == len(lines)
+    for entry in golden:
+        choice = choices[entry.name]
+        check_tokens(entry, choice["token_ids"], whole=choice["finish_reason"] == "stop")
+
+
+def test_every_request_ends_once_and_an_abort_changes_no_other(llm):
     golden = golden_prompts(*MESH_PROMPTS)
     streams = [llm.stream({"prompt_token_ids": e.prompt_token_ids}, GREEDY) for e in golden]
     for step in range(5):

@@ -129,6 +129,15 @@ def test_more_devices_are_offered_where_there_are_any(tmp_path):
     assert devices_needed(named, plan_of_named) == 4
 
 
+def test_quantized_kv_is_offered_for_a_longer_context(tmp_path):
+    """Of 132 bytes a head instead of 256, in the pool and in transfer buffers."""
+    config, plan_of = on_accelerators(config_of(LLAMA_8B, tmp_path), 24 * GIB)
+    shorter, *others = alternatives(config, plan_of, 1)
+    (quantized,) = [changes for changes in others if "kv_cache_dtype" in changes]
+    assert quantized["kv_cache_dtype"] == "int8"
+    assert 256 / 132 < quantized["max_model_len"] / shorter["max_model_len"] < 2.1
+
+
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

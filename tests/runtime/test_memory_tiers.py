@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import jax
 import numpy as np
@@ -12,9 +13,11 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, MemoryPlanError
 from jaxserve.core.model_config import ModelConfig, RopeConfig
 from jaxserve.kv.layout import KVLayout
-from jaxserve.kv.transfers import MOVE_PAGES
+from jaxserve.kv.offload.transfers import MOVE_PAGES
 from jaxserve.models.loading.params import params_bytes
 from jaxserve.models.registry import param_specs
+from jaxserve.runtime import memory
+from jaxserve.runtime.devices import DescribedDevice
 from jaxserve.runtime.memory import STAGING_BUFFERS, host_memory, plan_memory
 
 MODEL = ModelConfig("LlamaForCausalLM", 64, 32, 64, 2, 2, 2, 16, 128, RopeConfig())
@@ -41,15 +44,15 @@ def plan(device=None, **settings):
     config = dataclasses.replace(config, dtype="float32")
     layout = KVLayout.of(MODEL.kv_specs, PAGE_SIZE, config.max_model_len, max_chunk=32)
     weights_bytes = params_bytes(param_specs(MODEL), np.dtype(config.dtype))
-    return plan_memory(config, MODEL, layout, weights_bytes, 0, device)
+    return plan_memory(config, MODEL, layout, weights_bytes, 0, PAGE_BYTES, device)
 
 
 # What is planned
 
 
 def test_on_cpus_there_is_no_tier_unless_asked_for():
-    memory = plan()
-    assert (memory.host_pages, memory.disk_pages, memory.staging_bytes) == (0, 0, 0)
+    planned = plan()
+    assert (planned.host_pages, planned.disk_pages, planned.staging_bytes) == (0, 0, 0)
 
 
 def test_an_accelerator_gets_as_much_of_the_hosts_memory_as_its_pool():
@@ -176,3 +179,55 @@ def test_tiers_of_a_page_work(llama, tmp_path, pages):
         outputs = llm.generate(llama.prompts[8:11] * 2, use_tqdm=False)
         assert all(output.finished and output.error is None for output in outputs)
     assert list(tmp_path.iterdir()) == []
+
+
+# How much of a GPU is planned with
+
+
+@pytest.mark.parametrize(
+    ("reserved", "share", "usable"),
+    [
+        (None, 0.9, 0.75 * 0.97),  # JAX was used before: three quarters are its own
+        ("0.930", 0.9, 0.9),
+        ("0.930", 0.5, 0.5),
+        ("0.4", 0.9, 0.4 * 0.97),
+    ],
+)
+def test_the_share_is_of_the_whole_gpu_within_what_jax_reserved(
+    monkeypatch, reserved, share, usable
+):
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    if reserved:
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", reserved)
+    device = Accelerator(int(float(reserved or 0.75) * 10**12))
+    assert memory.usable_memory(device, share) == pytest.approx(usable * 10**12, rel=1e-6)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9, 0.95, 1.0])
+def test_a_described_gpu_has_what_an_engine_there_may_use(monkeypatch, share):
+    """Also if it is described by a profile: what JAX has reserved there is a share already."""
+    for name in memory._FRACTIONS:
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(memory, "devices_are_open", lambda: False)
+    memory.reserve_memory(share)
+    reserved = float(os.environ["XLA_CLIENT_MEM_FRACTION"])
+    there = Accelerator(int(reserved * 10**12))
+    assert memory.device_memory(there) == pytest.approx(10**12, rel=1e-6)
+    described = DescribedDevice("gpu", "NVIDIA H200", memory.device_memory(there))
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")  # Of this machine.
+    usable = memory.usable_memory(described, share)
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", str(reserved))
+    assert usable == pytest.approx(memory.usable_memory(there, share), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("was_used", "theirs", "expected"),
+    [(False, None, "0.930"), (False, "0.5", None), (True, None, None)],
+)
+def test_jax_reserves_what_the_plan_may_use(monkeypatch, was_used, theirs, expected):
+    """If no device was used before, and the caller did not decide."""
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", theirs or "")
+    monkeypatch.setattr(memory, "devices_are_open", lambda: was_used)
+    memory.reserve_memory(0.9)
+    assert os.environ.get("XLA_CLIENT_MEM_FRACTION") == expected

@@ -15,7 +15,7 @@ from jaxserve.runtime.programs import sampling_programs
 
 VOCAB, FEATURES = 300, 8
 FAMILY = dataclasses.replace(
-    get_family("LlamaForCausalLM"), logits=lambda embed, config, hidden: embed @ hidden
+    get_family("LlamaForCausalLM"), logits=lambda embed, config, hidden: hidden @ embed.T
 )
 prompt_logprobs = functools.partial(sampling_programs.prompt_logprobs, FAMILY, None)
 
@@ -25,15 +25,15 @@ prompt_logprobs = functools.partial(sampling_programs.prompt_logprobs, FAMILY, N
 def test_every_position_is_scored_under_its_own_logits(tokens, tile):
     rng = np.random.default_rng(tokens)
     embed = rng.normal(size=(VOCAB, FEATURES)).astype(np.float32)
-    hidden = rng.normal(size=(FEATURES, tokens)).astype(np.float32)
+    hidden = rng.normal(size=(tokens, FEATURES)).astype(np.float32)
     targets = rng.integers(0, VOCAB, tokens).astype(np.int32)
     scored = jax.tree.map(
         np.asarray, jax.jit(prompt_logprobs, static_argnums=0)(tile, embed, hidden, targets)
     )
-    logits = embed @ hidden
+    logits = hidden @ embed.T
     assert scored.top_ids.shape == (tokens, 20)
     for i in range(tokens):
-        expected = reference.log_softmax(logits[:, i])
+        expected = reference.log_softmax(logits[i])
         np.testing.assert_allclose(scored.logprobs[i], expected[targets[i]], atol=2e-5)
         # Logits of another matmul may swap neighbours that differ by rounding.
         higher = (expected > expected[targets[i]] + 1e-5).sum()
@@ -47,6 +47,6 @@ def test_the_whole_logits_are_never_materialized():
     tokens, vocab = 1024, 4096
     embed = np.zeros((vocab, FEATURES), np.float32)
     score = jax.jit(functools.partial(prompt_logprobs, None))
-    shapes = (embed, np.zeros((FEATURES, tokens), np.float32), np.zeros(tokens, np.int32))
+    shapes = (embed, np.zeros((tokens, FEATURES), np.float32), np.zeros(tokens, np.int32))
     temporaries = score.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
     assert temporaries < vocab * tokens * 4 / 4

@@ -36,7 +36,7 @@ run_admit = jax.jit(admit)
 
 
 def random_logits(rows, vocab=VOCAB, seed=0, scale=3.0):
-    return np.random.default_rng(seed).normal(size=(vocab, rows)).astype(np.float32) * scale
+    return np.random.default_rng(seed).normal(size=(rows, vocab)).astype(np.float32) * scale
 
 
 def is_tracked(bad_words):
@@ -47,7 +47,7 @@ def sample(
     logits, params, seeds=None, slots=None, positions=None, state=None, bad_words=(), masks=None
 ):
     """Runs `general` on one params a row, padded to the bucket that `logits` makes."""
-    state = reference.empty_state(SLOTS, len(logits)) if state is None else state
+    state = reference.empty_state(SLOTS, logits.shape[1]) if state is None else state
     seeds = range(len(params)) if seeds is None else seeds
     multi = is_tracked(bad_words)
     rows = [row_constants(p, s, multi_token_bad_words=multi) for p, s in zip(params, seeds)]
@@ -55,11 +55,11 @@ def sample(
         rows,
         [TRASH] * len(rows) if slots is None else slots,
         [0] * len(rows) if positions is None else positions,
-        logits.shape[1],
+        len(logits),
         TRASH,
     )
     if masks is None:
-        masks = np.zeros((logits.shape[1], mask_words(len(logits))), np.int32)
+        masks = np.zeros((len(logits), mask_words(logits.shape[1])), np.int32)
     output, state = run_general(logits, state, meta, masks)
     return jax.tree.map(np.asarray, output), state
 
@@ -73,15 +73,15 @@ def empty_state(vocab=VOCAB):
 def test_greedy_is_the_lowest_of_the_most_likely(vocab, rows):
     # Few distinct values, so that ties decide.
     logits = np.round(random_logits(rows, vocab), 0)
-    np.testing.assert_array_equal(run_greedy(logits), logits.argmax(axis=0))
+    np.testing.assert_array_equal(run_greedy(logits), logits.argmax(axis=1))
 
 
 def test_rows_without_a_token_are_told_apart():
     logits = random_logits(4)
-    logits[:, 0] = np.nan
-    logits[:, 1] = -np.inf
-    logits[7:, 2] = -np.inf
-    expected = [NO_TOKEN, NO_TOKEN, logits[:, 2].argmax(), logits[:, 3].argmax()]
+    logits[0] = np.nan
+    logits[1] = -np.inf
+    logits[2, 7:] = -np.inf
+    expected = [NO_TOKEN, NO_TOKEN, logits[2].argmax(), logits[3].argmax()]
     np.testing.assert_array_equal(run_greedy(logits), expected)
     output, _ = sample(logits, [reference.GREEDY] * 4)
     np.testing.assert_array_equal(output.token_ids, expected)
@@ -93,7 +93,7 @@ def test_rows_without_a_token_are_told_apart():
 
 def test_one_nan_never_gives_an_id_out_of_range():
     logits = random_logits(4)
-    logits[[5, 700], :2] = np.nan
+    logits[:2, [5, 700]] = np.nan
     for tokens in (run_greedy(logits), sample(logits, [SamplingParams()] * 4)[0].token_ids):
         assert ((np.asarray(tokens) >= NO_TOKEN) & (np.asarray(tokens) < VOCAB)).all()
 
@@ -145,16 +145,14 @@ def test_tokens_follow_the_reference_distribution(params):
     state = run_admit(reference.empty_state(SLOTS, vocab), 2, admission)
     # Every row is the same sequence at the same state, under seeds of its own.
     output, _ = sample(
-        np.repeat(logits, draws, axis=1),
+        np.repeat(logits, draws, axis=0),
         [params] * draws,
         slots=[2] * draws,
         positions=[len(past["output"])] * draws,
         state=state,
         bad_words=bad_words,
     )
-    expected = reference.distribution(
-        logits[:, 0], params, stops=STOPS, bad_words=bad_words, **past
-    )
+    expected = reference.distribution(logits[0], params, stops=STOPS, bad_words=bad_words, **past)
     counts = np.bincount(output.token_ids, minlength=vocab)
     assert counts[expected == 0].sum() == 0
     likely = expected * draws >= 5
@@ -175,20 +173,20 @@ def test_a_token_does_not_depend_on_its_company():
     for position in range(8):
         together, _ = sample(logits, everything, positions=[position] * 4)
         for order in ([2, 0, 3, 1], [3, 1]):
-            bucket = np.pad(logits[:, order], ((0, 0), (0, 6 - len(order))), mode="edge")
+            bucket = np.pad(logits[order], ((0, 6 - len(order)), (0, 0)), mode="edge")
             other, _ = sample(
                 bucket, [everything[i] for i in order], order, positions=[position] * len(order)
             )
             np.testing.assert_array_equal(other.token_ids[: len(order)], together.token_ids[order])
         for index in range(4):
             alone, _ = sample(
-                logits[:, index : index + 1], [everything[index]], [index], positions=[position]
+                logits[index : index + 1], [everything[index]], [index], positions=[position]
             )
             assert alone.token_ids[0] == together.token_ids[index]
 
 
 def test_seed_and_position_decide_the_draw():
-    logits = np.repeat(random_logits(1, scale=0.1), 6, axis=1)
+    logits = np.repeat(random_logits(1, scale=0.1), 6, axis=0)
     seeds, positions = [1, 1, 1, 2, 1 + 2**40, 1], [0, 1, 0, 0, 0, 2]
     tokens = sample(logits, [SamplingParams()] * 6, seeds, positions=positions)[0].token_ids
     assert tokens[0] == tokens[2]
@@ -198,8 +196,8 @@ def test_seed_and_position_decide_the_draw():
 def test_padding_is_harmless_whatever_it_holds():
     params = SamplingParams(presence_penalty=1.0, logprobs=3, min_p=0.1)
     logits = random_logits(4)
-    few, _ = sample(logits[:, :2], [params] * 2, slots=[0, 1])
-    logits[:, 2:] = np.nan
+    few, _ = sample(logits[:2], [params] * 2, slots=[0, 1])
+    logits[2:] = np.nan
     padded, state = sample(logits, [params] * 2, slots=[0, 1])
     np.testing.assert_array_equal(padded.token_ids[:2], few.token_ids)
     np.testing.assert_array_equal(padded.logprobs.top_ids[:2], few.logprobs.top_ids)
@@ -210,7 +208,7 @@ def test_padding_is_harmless_whatever_it_holds():
 def test_penalties_see_tokens_sampled_on_the_device():
     params = SamplingParams(temperature=0.0, frequency_penalty=1.5, repetition_penalty=1.3)
     logits = random_logits(2, seed=3)
-    prompt, outputs = [4, 9, int(logits[:, 0].argmax())], [[], []]
+    prompt, outputs = [4, 9, int(logits[0].argmax())], [[], []]
     state = empty_state()
     for slot in (0, 1):
         state = run_admit(state, slot, pack_admission(params, VOCAB, prompt))
@@ -219,7 +217,7 @@ def test_penalties_see_tokens_sampled_on_the_device():
             logits, [params] * 2, slots=[0, 1], positions=[step] * 2, state=state
         )
         for row in (0, 1):
-            scores = reference.processed(logits[:, row], params, prompt, outputs[row])
+            scores = reference.processed(logits[row], params, prompt, outputs[row])
             assert output.token_ids[row] == scores.argmax()
             outputs[row].append(int(output.token_ids[row]))
     assert len(set(outputs[0])) > 2
@@ -241,7 +239,7 @@ def test_a_resumed_sequence_has_the_state_it_lost():
 
 def test_bad_words_of_several_tokens_are_never_completed():
     params = SamplingParams(temperature=0.0, bad_words=["w"])
-    best = [int(token) for token in np.argsort(random_logits(1)[:, 0])[::-1]]
+    best = [int(token) for token in np.argsort(random_logits(1)[0])[::-1]]
     logits = random_logits(1)
     first, second = best[:2]
     words = [(first, first, first), (second, first), tuple(best[:8])]
@@ -253,7 +251,7 @@ def test_bad_words_of_several_tokens_are_never_completed():
         sampled, state = sample(
             logits, [params], slots=[1], positions=[step], state=state, bad_words=words
         )
-        scores = reference.processed(logits[:, 0], params, (), output, bad_words=words)
+        scores = reference.processed(logits[0], params, (), output, bad_words=words)
         assert sampled.token_ids[0] == scores.argmax()
         output.append(int(sampled.token_ids[0]))
     # Two of the best, then never a third, nor the best after the second best.
@@ -262,8 +260,8 @@ def test_bad_words_of_several_tokens_are_never_completed():
 
 def test_stop_tokens_are_banned_until_min_tokens():
     params = SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=[11])
-    logits = np.zeros((VOCAB, 1), np.float32)
-    logits[[3, 11, 40], 0] = 3.0, 2.0, 1.0
+    logits = np.zeros((1, VOCAB), np.float32)
+    logits[0, [3, 11, 40]] = 3.0, 2.0, 1.0
     admission = pack_admission(params, VOCAB, [1], eos_token_ids=[3])
     state = run_admit(empty_state(), 4, admission)
     for position, expected in enumerate([40, 40, 40, 3, 3]):
@@ -282,7 +280,7 @@ def test_rows_that_ask_for_nothing_ignore_the_state_of_their_slot():
         state = run_admit(state, slot, admission)
     before = np.asarray(state.seen[0])
     plain, state = sample(logits, [reference.GREEDY, hostile], slots=[0, 1], state=state)
-    assert plain.token_ids[0] == logits[:, 0].argmax()
+    assert plain.token_ids[0] == logits[0].argmax()
     assert plain.token_ids[1] == 1
     np.testing.assert_array_equal(before, state.seen[0])
 
@@ -297,11 +295,11 @@ def test_logprobs_describe_the_raw_distribution(vocab):
     state = run_admit(reference.empty_state(SLOTS, vocab), 0, pack_admission(params[0], vocab, [1]))
     output, _ = sample(logits, params, slots=[0, 1], state=state)
     for row in (0, 1):
-        expected = reference.log_softmax(logits[:, row])
+        expected = reference.log_softmax(logits[row])
         token = output.token_ids[row]
         np.testing.assert_allclose(output.logprobs.logprobs[row], expected[token], atol=2e-5)
-        assert output.logprobs.ranks[row] == 1 + (logits[:, row] > logits[token, row]).sum()
-        order = np.argsort(-logits[:, row], kind="stable")[:20]
+        assert output.logprobs.ranks[row] == 1 + (logits[row] > logits[row, token]).sum()
+        order = np.argsort(-logits[row], kind="stable")[:20]
         count = len(order)
         np.testing.assert_array_equal(output.logprobs.top_ids[row, :count], order)
         np.testing.assert_allclose(
@@ -326,7 +324,7 @@ def _entry(program):
 def _general_shapes(vocab, rows):
     """What `general` takes."""
     return (
-        jax.ShapeDtypeStruct((vocab, rows), jnp.float32),
+        jax.ShapeDtypeStruct((rows, vocab), jnp.float32),
         jax.eval_shape(lambda: reference.empty_state(SLOTS, vocab)),
         jax.ShapeDtypeStruct((rows, NUM_FIELDS), jnp.int32),
         jax.ShapeDtypeStruct((rows, mask_words(vocab)), jnp.int32),
@@ -384,14 +382,14 @@ def test_a_masked_row_samples_what_its_mask_allows_and_nothing_else(vocab, data)
     ]
     state = empty_state(vocab)
     output, _ = sample(logits, params, masks=masks, state=state)
-    best = np.where(allowed, logits.T, -np.inf).argmax(axis=1)
+    best = np.where(allowed, logits, -np.inf).argmax(axis=1)
     assert output.token_ids[0] == best[0]
     assert allowed[2, output.token_ids[2]]
-    assert output.token_ids[1] == logits[:, 1].argmax()
+    assert output.token_ids[1] == logits[1].argmax()
     again, _ = sample(logits, params, masks=np.where([[1], [0], [1], [0]], masks, 0), state=state)
     np.testing.assert_array_equal(again.token_ids, output.token_ids)
     # Log probabilities are of the raw distribution.
-    raw = jax.nn.log_softmax(logits[:, 2])[output.token_ids[2]]
+    raw = jax.nn.log_softmax(logits[2])[output.token_ids[2]]
     assert output.logprobs.logprobs[2] == pytest.approx(float(raw), abs=1e-4)
 
 
@@ -404,8 +402,8 @@ def test_a_mask_that_allows_nothing_leaves_no_token():
 def test_a_mask_goes_together_with_bias_bans_and_penalties():
     """All that is forbidden stays so, and of the rest the best after them is taken."""
     vocab = 64
-    logits = np.zeros((vocab, 1), np.float32)
-    logits[[1, 2, 4, 5], 0] = 9.0, 8.0, 7.0, 6.0
+    logits = np.zeros((1, vocab), np.float32)
+    logits[0, [1, 2, 4, 5]] = 9.0, 8.0, 7.0, 6.0
     params = SamplingParams(
         temperature=0,
         allowed_token_ids=(1, 2, 4, 5),

@@ -19,8 +19,8 @@ from itertools import chain
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated import Run, linear_times, simulate
 from tiny_engines import CONTEXT, LONGEST
-from virtual_clock import Run, linear_us, simulate
 from workloads import Job
 
 from jaxserve.core.sampling_params import SamplingParams
@@ -115,7 +115,7 @@ def serve(
             on_device = [node for node in kv.tree if node.pins and node.device is not None]
             kv.evict(pool.num_cached - sum(not pool.refs(node.device) for node in on_device))
 
-    run = simulate(order, config_for(policy), kv, linear_us(10, 1), on_step=watch)
+    run = simulate(order, config_for(policy), kv, linear_times(10, 1), on_step=watch)
     prefixes = list(dict.fromkeys(job.shared_prefix for job in order if job.shared_prefix))
     return Served(run, kv, prefixes, computed)
 
@@ -194,7 +194,7 @@ def test_each_prefix_is_computed_once_where_a_cache_alone_forgets_it(policy):
     assert_let_go(served)
     jobs = [Job(0, 50, 4, 4, token_ids=prompt) for prompt in prompts]
     kv = KVManager(pool_for(prompts, outputs, 4))
-    as_given = simulate(jobs, config_for(policy), kv, linear_us(10, 1))
+    as_given = simulate(jobs, config_for(policy), kv, linear_times(10, 1))
     assert as_given.num_prefill_tokens > 2 * served.run.num_prefill_tokens
 
 

@@ -121,7 +121,7 @@ def test_what_does_not_wait_cannot_be_removed(make_queue):
 
 @all_queues
 @given(data=st.data())
-def test_everyone_is_offered_once_whoever_is_taken(make_queue, data):
+def test_every_sequence_is_offered_once_in_any_order_of_removal(make_queue, data):
     queue = make_queue()
     tenants = data.draw(st.lists(st.sampled_from([None, "a", "b", "c"]), max_size=12))
     for seq_id, tenant in enumerate(tenants):
@@ -344,7 +344,7 @@ def test_what_one_was_served_ahead_is_not_cleared_by_leaving_and_coming_back():
     assert taken == ["patient"] * 18 + ["greedy"]
 
 
-def test_who_comes_when_nobody_waits_starts_where_the_last_left():
+def test_a_tenant_that_joins_an_empty_queue_starts_at_the_last_service_level():
     queue = FairQueue()
     first = make_sequence(0, "first", prompt=1000)
     queue.add(first)
@@ -367,7 +367,7 @@ def test_who_comes_when_nobody_waits_starts_where_the_last_left():
     st.integers(1, 3),
     st.sampled_from([1, 7, 10_000]),
 )
-def test_everyone_who_waits_is_admitted_though_others_never_end(requests, rows, num_others):
+def test_waiting_sequences_are_admitted_though_others_never_end(requests, rows, num_others):
     server = Server(FairQueue(), rows)
     for seq_id, (tenant, prompt, output) in enumerate(requests):
         server.submit(make_sequence(seq_id, tenant, prompt), output)

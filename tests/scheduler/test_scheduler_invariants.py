@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_clock import linear_us, simulate
+from simulated import linear_times, simulate
 from workloads import Job
 
 from jaxserve.core.buckets import Buckets
@@ -237,11 +237,11 @@ def check(scheduler: Scheduler, plan: StepPlan) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=60, deadline=None)
-@given(jobs=jobs_strategy, data=st.data(), delay=st.integers(0, 2))
-def test_every_step_is_sound_and_every_sequence_ends_once(policy, jobs, data, delay):
+@given(jobs=jobs_strategy, data=st.data())
+def test_every_step_is_sound_and_every_sequence_ends_once(policy, jobs, data):
     config = data.draw(configs(policy))
     pool = data.draw(pools(jobs))
-    run = simulate(jobs, config, pool, linear_us(1, 1), delay=delay, on_step=check)
+    run = simulate(jobs, config, pool, linear_times(1, 1), on_step=check)
 
     assert pool.num_used == 0
     for job, seq in zip(jobs, run.sequences):
@@ -257,10 +257,9 @@ def test_every_step_is_sound_and_every_sequence_ends_once(policy, jobs, data, de
             assert seq.finish_reason == ("stop" if stopped else "length")
 
 
-@pytest.mark.parametrize("delay", [0, 1, 2])
 @pytest.mark.parametrize("prefill", [3, 16])
 @pytest.mark.parametrize("policy", ["vllm", "sarathi", "splitfuse"])
-def test_a_pool_that_is_too_small_preempts_and_loses_nothing(policy, prefill, delay):
+def test_a_pool_that_is_too_small_preempts_and_loses_nothing(policy, prefill):
     jobs = [Job(0, 5, 12, max_tokens=12) for _ in range(6)]
     # A small prefill splits what is recomputed among the generated tokens as well.
     config = SchedulerConfig(policy, 4, 4 + prefill, prefill, CONTEXT, min_chunk_tokens=3)
@@ -277,7 +276,7 @@ def test_a_pool_that_is_too_small_preempts_and_loses_nothing(policy, prefill, de
             events[chunk.seq.seq_id].append("admitted")
 
     pool = PagePool(1 + 6, 4)
-    run = simulate(jobs, config, pool, linear_us(1, 1), delay=delay, on_step=watch)
+    run = simulate(jobs, config, pool, linear_times(1, 1), on_step=watch)
     assert preempted.total() == run.num_preemptions > 0
     assert preempted[0] == 0  # The oldest is never the victim.
     for seq in run.sequences:

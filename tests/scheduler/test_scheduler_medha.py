@@ -7,8 +7,8 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated import Run, linear_times, simulate
 from tiny_engines import MAX_SEQS, Arrival, drive
-from virtual_clock import Run, attention_us, simulate
 from workloads import Job
 
 from jaxserve.core.buckets import Buckets
@@ -28,7 +28,7 @@ BUCKETS = Buckets(rows=(1, 2, 4, 8), mixed_rows=(0, ROWS), prefill_tokens=(32, 6
 BASE_US, PER_TOKEN_US, PER_PAIR_US = 1000, 10, 0.0005
 TARGET_US = 5000
 IDLE = StepLoad()
-step_us = attention_us(BUCKETS, BASE_US, PER_TOKEN_US, PER_PAIR_US)
+TIMES = linear_times(BASE_US, PER_TOKEN_US, PER_PAIR_US)
 
 
 def make_config(policy: str = "medha", **changes) -> SchedulerConfig:
@@ -135,7 +135,7 @@ def test_one_long_prompt_a_step_the_most_urgent_of_them(step_time):
     assert list(share_out(step_time, [first, second])) == [1]
 
 
-def test_who_is_as_late_as_can_be_goes_by_arrival(step_time):
+def test_sequences_at_the_slack_bound_are_ordered_by_arrival(step_time):
     slack = RelativeSlack(step_time, TARGET_US)
     slack.now_us = 1 << 40
     old_and_long, young_and_short = make_sequence(0, 100_000), make_sequence(1, 60, 0, 1000)
@@ -146,7 +146,8 @@ def test_who_is_as_late_as_can_be_goes_by_arrival(step_time):
 
 
 def serve(jobs: list[Job], policy: str = "medha", on_step=None, pages: int = 4000) -> Run:
-    return simulate(jobs, make_config(policy), PagePool(pages, 64), step_us, on_step=on_step)
+    pool = PagePool(pages, 64)
+    return simulate(jobs, make_config(policy), pool, TIMES, buckets=BUCKETS, on_step=on_step)
 
 
 jobs_strategy = st.lists(
@@ -201,8 +202,8 @@ def convoy() -> list[Job]:
 def test_short_requests_do_not_wait_for_a_long_one_which_is_in_time(convoy):
     alone, beside = serve(convoy[:-1]), serve(convoy)
     p99 = percentile(alone.first_token_us, 99)
-    # The step under way when it came and the one planned behind it may be longer than without.
-    assert percentile(beside.first_token_us[:-1], 99) <= p99 + 2 * TARGET_US
+    # The step under way when it came, the one planned behind it and its own may be longer.
+    assert percentile(beside.first_token_us[:-1], 99) <= p99 + 3 * TARGET_US
     assert beside.first_token_us[-1] <= DEADLINE * solo_us(convoy[-1])
 
 

@@ -7,13 +7,17 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from jaxserve.protocol.chat import ChatCompletionRequest
 from jaxserve.protocol.completions import CompletionRequest
 from jaxserve.protocol.errors import REMEDIES
 
 CLIENTS = Path(__file__).parents[1] / "clients"
-sys.path.insert(0, str(CLIENTS))
+SUITES = CLIENTS.with_name("suites")
+sys.path[:0] = [str(CLIENTS), str(SUITES)]
 from compatibility import PAGE, ROOT, rows_of, said_by  # noqa: E402  (found by the path above)
+from suite import READ, Arguments, Suite, passed_of, run, tables_of  # noqa: E402
 
 TEXT = PAGE.read_text(encoding="utf-8")
 
@@ -38,6 +42,46 @@ def test_every_client_that_is_installed_is_tested():
     installed = {re.match(r"[\w-]+", requirement)[0] for requirement in extras["clients"]}
     tested = {said_by(path)[0] for path in CLIENTS.glob("test_*.py")}
     assert installed == tested - {"guidellm", "lm-eval"}, "these two are in [peers]"
+
+
+@pytest.mark.parametrize("name", [path.stem for path in SUITES.glob("*.toml")])
+def test_a_suite_is_on_the_page_with_its_counts_and_its_reasons(name):
+    suite, passed = Suite.read(name), passed_of(TEXT, name)
+    assert passed.keys() == suite.reasons.keys()
+    assert tables_of(TEXT, name) == suite.table(passed)
+    for path, reasons in suite.reasons.items():
+        if passed[path] == READ:
+            continue
+        good, of = map(int, passed[path].split(" of "))
+        assert of - good == len(reasons) or ("*" in reasons and of - good >= len(reasons)), path
+
+
+@pytest.mark.parametrize(
+    ("source", "reasons", "status"),
+    [
+        ("def test(): pass", {}, 0),
+        ("def test(): raise KeyError", {"test": "why"}, 0),
+        ("def test(): raise KeyError", {}, 1),
+        ("def test(): pass", {"test": "why"}, 1),
+        ("import no_such_module", {}, 1),
+    ],
+)
+def test_what_fails_the_run_of_a_suite(tmp_path, monkeypatch, source, reasons, status):
+    """Beside a file that passes. Names of files are unlike those of other cases: pytest keeps the
+    modules in this process."""
+    monkeypatch.chdir(tmp_path)
+    one, other = f"{tmp_path.name}.py", f"{tmp_path.name}_other.py"
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / one).write_text(source)
+    (tmp_path / "theirs" / other).write_text("def test(): pass")
+    suite = Suite("theirs", "Theirs", "theirs", [], {one: reasons, other: {}}, {})
+    arguments = Arguments(tmp_path, [one, other], [], write=False)
+    assert run(suite, arguments, ["-q", "--import-mode=importlib"], []) == status
+
+
+def test_every_test_of_ours_that_the_page_names_is_there():
+    named = re.findall(r"`(tests/\w+/test_\w+\.py)", TEXT)
+    assert named and all((ROOT / path).is_file() for path in named)
 
 
 def test_every_field_is_told_once():

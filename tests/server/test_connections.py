@@ -107,7 +107,7 @@ def test_the_rest_of_a_refused_body_is_not_waited_for(monkeypatch):
     served(scenario, keys=("key",))
 
 
-def test_many_half_open_connections_keep_nobody_out():
+def test_many_half_open_connections_block_no_client():
     async def scenario(connect):
         flood = [await connect(HALF) for _ in range(30)]
         others = [await connect(HALF, host="127.0.0.3") for _ in range(3)]

@@ -87,7 +87,7 @@ def test_a_reader_that_has_stopped_costs_time_in_proportion_to_its_answers(
     asyncio.run(scenario())
 
 
-def test_an_error_is_raised_to_whoever_waits():
+def test_an_error_is_raised_in_the_waiting_task():
     async def scenario():
         queue, dispatcher = OutputQueue(asyncio.get_running_loop(), True), OutputDispatcher()
         dispatcher.put(queue, 0, [Delta(0, "a", (1,))])

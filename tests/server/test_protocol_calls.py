@@ -94,6 +94,11 @@ def test_forms_of_structured_outputs(model):
         ({"response_format": form}, json.dumps(schema)),
         ({"structured_outputs": {"json": schema}}, json.dumps(schema)),
         ({"guided_json": schema}, json.dumps(schema)),
+        ({"json_schema": schema}, json.dumps(schema)),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+            json.dumps(schema),
+        ),
     ):
         made = CHAT.parse({"messages": MESSAGES, **fields}, model).params.structured_outputs
         assert json.loads(made.json) == json.loads(wanted)
@@ -107,6 +112,9 @@ def test_forms_of_structured_outputs(model):
         CHAT.parse({"messages": MESSAGES, "guided_regex": "a", "guided_choice": ["a"]}, model)
     guided = CHAT.parse({"messages": MESSAGES, "guided_choice": ["a"]}, model)
     assert guided.params.structured_outputs.choice == ("a",)
+    of_llama_cpp = CHAT.parse({"messages": MESSAGES, "grammar": 'root ::= "a"'}, model)
+    assert of_llama_cpp.params.structured_outputs.grammar == 'root ::= "a"'
+    assert of_llama_cpp.names["structured_outputs.grammar"] == "grammar"
 
 
 def test_choices_of_several_prompts_are_numbered(model):
@@ -290,6 +298,8 @@ def test_fields_that_change_no_answer_are_accepted(model):
         "safety_identifier": "s",
         "prompt_cache_key": "k",
         "spaces_between_special_tokens": True,
+        "cache_prompt": False,
+        "id_slot": 0,
         "use_beam_search": False,
     }
     of_chats = {"verbosity": "low", "modalities": ["text"], "parallel_tool_calls": False}
@@ -304,6 +314,43 @@ def test_reasoning_effort_is_a_variable_of_templates_that_have_it(model):
     reasons = dataclasses.replace(model, tokenizer=tokenizer)
     body = {"messages": MESSAGES, "reasoning_effort": "low"}
     assert CHAT.parse(body, reasons).prompts[0].text == "low Hi"
+
+
+def test_channels_are_taken_apart_by_their_marks(model):
+    """Which are special tokens, and so left out of other answers."""
+    template = "{% if tools %}{{ tools[0].function.name }}{% endif %}<|start|>assistant<|channel|>"
+    channels = dataclasses.replace(model, tokenizer=_with_template(model.tokenizer, template))
+    parameters = {"type": "object", "properties": {}}
+    tool = {"type": "function", "function": {"name": "wait", "parameters": parameters}}
+    call = CHAT.parse({"messages": MESSAGES, "tools": [tool]}, channels)
+    assert not call.params.skip_special_tokens and call.warning is None
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    called = "<|channel|>commentary to=functions.wait<|message|>{}"
+    tokens = model.tokenizer.encode(thought + called, add_special_tokens=False)
+    body = call.response([output(call, [tokens])], "r", 0)
+    (choice,) = body["choices"]
+    assert choice["message"]["reasoning_content"] == "Hm."
+    assert choice["message"]["content"] is None
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "wait", "arguments": "{}"}
+    assert choice["finish_reason"] == "tool_calls"
+    reasoned = len(model.tokenizer.encode(thought, add_special_tokens=False))
+    details = body["usage"]["completion_tokens_details"]
+    assert abs(details["reasoning_tokens"] - reasoned) <= 1
+
+
+def test_reasoning_before_a_call_is_sent_back_to_gpt_oss(model):
+    """Its template calls it thinking, and refuses it beside content."""
+    template = "{% for m in messages %}[{{ m.thinking }}|{{ m.content }}]{% endfor %}"
+    channels = dataclasses.replace(model, tokenizer=_with_template(model.tokenizer, template))
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "reasoning_content": "Hm.", "tool_calls": [call]}
+    messages = [
+        message,
+        message | {"content": "So."},
+        {"role": "assistant", "reasoning_content": "Hm.", "content": "Yes."},
+    ]
+    body = {"messages": messages, "add_generation_prompt": False}
+    assert CHAT.parse(body, channels).prompts[0].text == "[Hm.|][|So.][|Yes.]"
 
 
 def test_what_other_servers_put_into_messages_passes(model):

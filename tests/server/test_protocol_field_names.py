@@ -38,11 +38,10 @@ def call_of(path: str, fields: dict, model: Model):
     ("path", "fields", "said"),
     [
         ("completions", {"suffix": "x"}, "suffix is not a field of this request; leave"),
-        ("completions", {"use_beam_search": True}, "must be false; beam search is LLM"),
         ("completions", {"vllm_xargs": {"a": 1e39}}, "vllm_xargs must"),
         ("completions", {"guided_regex": ""}, "guided_regex must be non-empty"),
         ("completions", {"stream": None, "n": True}, "n must be a valid integer, got true"),
-        ("completions", {"length_penalty": 1}, "LLM.beam_search"),
+        ("completions", {"length_penalty": 1}, "needs use_beam_search"),
         (
             "chat/completions",
             {"functions": []},

@@ -165,7 +165,7 @@ def test_the_usage_of_a_message_adds_up_from_its_start_to_its_end(model):
 
 
 @pytest.mark.parametrize("parser", ["none", "auto", "qwen3"])
-def test_the_server_says_who_marks_it(model, parser):
+def test_the_reasoning_parser_decides_what_is_reasoning(model, parser):
     plain = copy.copy(model.tokenizer)
     plain._chat_templates = {"default": "{{ messages[0].content }}"}
     chatty = dataclasses.replace(model, tokenizer=plain, chat=ChatSettings(parser))

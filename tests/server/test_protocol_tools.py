@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.protocol.answer import Answer, AnswerReader
+from jaxserve.protocol.channels import ChannelReader, before_answer
 from jaxserve.protocol.errors import FieldError
-from jaxserve.protocol.reasoning import ReasoningReader
-from jaxserve.protocol.tool_calls import Piece, ToolReader, format_of, knows_tools
+from jaxserve.protocol.reasoning import ReasoningReader, reasoning_marks
+from jaxserve.protocol.tool_calls import Piece, ToolCall, ToolReader, format_of, knows_tools
 from jaxserve.protocol.tools import ChosenTool, Tool, check_tools, forced_schema
 
 WEATHER = {
@@ -81,7 +82,7 @@ def test_tags_inside_arguments_are_text(data):
 
 
 def test_a_call_that_is_wrong_leaves_the_others():
-    wrong = hermes({"name": "nobody", "arguments": {}})
+    wrong = hermes({"name": "no_such_tool", "arguments": {}})
     assert read("hermes", wrong + hermes(WAIT)) == (wrong, [("wait", {})])
     assert read("hermes", "<tool_call>oh " + hermes(WAIT)) == ("<tool_call>oh ", [("wait", {})])
 
@@ -145,7 +146,7 @@ def test_a_long_answer_is_read_in_linear_time():
 @pytest.mark.parametrize(
     "call",
     [
-        {"name": "nobody", "arguments": {}},
+        {"name": "no_such_tool", "arguments": {}},
         {"name": "weather", "arguments": ["a"]},
         {"name": "weather"},
         {"arguments": {}},
@@ -237,6 +238,61 @@ def test_formats_are_read_off_templates():
     assert format_of("{{ tools }} <tool_call>") == "hermes"
     assert format_of('{{ tools }} {"name": f, "parameters": p}') == "llama"
     assert format_of("{{ tools }} [TOOL_CALLS]") is None
+    assert format_of("{{ tools }} <|channel|> <tool_call>") == "harmony"
+
+
+ANALYSIS = "<|channel|>analysis<|message|>a < b <|x|> or\n<|end|>"
+FINAL = "<|start|>assistant<|channel|>final<|message|>Yes. <|end"
+
+
+@given(st.data())
+def test_channels_in_pieces(data):
+    """Reasoning, a call in either form of its header, and text that only begins like a mark."""
+    header = data.draw(
+        st.sampled_from(
+            [
+                "<|start|>assistant<|channel|>commentary to=functions.wait <|constrain|>json",
+                "<|start|>assistant to=functions.wait<|channel|>commentary json",
+            ]
+        )
+    )
+    text = f"{ANALYSIS}{header}<|message|>{{}}<|call|>{FINAL}"
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+    reader = AnswerReader(ChannelReader({"wait"}), None)
+    answer = Answer.of(InPieces(reader, cuts), text)
+    assert answer.reasoning == "a < b <|x|> or\n" and answer.content == "Yes. <|end"
+    assert answer.calls == (ToolCall("wait", "{}"),)
+    assert before_answer(ANALYSIS + FINAL) == ANALYSIS + "<|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        ("plain < text", Answer("", "plain < text", ())),
+        ("<|channel|>analysis<|message|>so", Answer("so", "", ())),
+        ("<|channel|>analysis", Answer("", "", ())),
+        (
+            ' to=functions.wait<|channel|>commentary<|message|>{"a": 1',
+            Answer("", '{"a": 1', ()),  # cut off
+        ),
+        (
+            "<|channel|>commentary to=functions.other<|message|>{}",
+            Answer("", "{}", ()),
+        ),
+        ("<|channel|>final<|message|>a<|return|>", Answer("", "a", ())),
+    ],
+)
+def test_channels_that_end_early_or_are_none(text, answer):
+    assert Answer.of(AnswerReader(ChannelReader({"wait"}), None), text) == answer
+
+
+def test_marks_are_read_off_templates():
+    assert reasoning_marks("auto", "<|channel|>analysis") == "channels"
+    assert reasoning_marks("auto", "{{ x }}</think>") == "tags"
+    assert reasoning_marks("auto", None) is None
+    assert reasoning_marks("openai_gptoss", None) == "channels"
+    assert reasoning_marks("qwen3", "<|channel|>") == "tags"
+    assert reasoning_marks("none", "<|channel|>") is None
 
 
 @given(st.data())

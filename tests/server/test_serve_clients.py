@@ -9,6 +9,9 @@ import shutil
 import pytest
 from server_process import ServerProcess
 
+from jaxserve.engine.beam_search import BeamSearchParams
+from jaxserve.llm import LLM
+
 pytestmark = pytest.mark.interfaces
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -71,6 +74,31 @@ def test_the_best_of_several_samples(server):
     assert [c["index"] for c in best["choices"]] == [0, 1]
     assert best["choices"][0]["logprobs"] is None
     assert best["usage"] == sampled["usage"]
+
+
+def test_beam_search(server, chat_model):
+    """The sequences that LLM.beam_search finds, of several prompts at once, with log
+    probabilities of as many tokens as the request asks for."""
+    prompts = [[5, 6, 7], [8, 9]]
+    fields = {"n": 3, "max_tokens": 6, "use_beam_search": True, "length_penalty": 0.5}
+    body = {"prompt": prompts, "logprobs": 1, "return_token_ids": True}
+    choices = server.complete(body | fields)["choices"]
+    with LLM(chat_model, max_num_seqs=4, max_num_batched_tokens=64) as llm:
+        expected = llm.beam_search(prompts, BeamSearchParams(3, 6, length_penalty=0.5))
+    found = [tuple(choice["token_ids"]) for choice in choices]
+    assert found == [
+        sequence.tokens[len(prompt) :]
+        for prompt, output in zip(prompts, expected)
+        for sequence in output.sequences
+    ]
+    for choice in choices:
+        scores = choice["logprobs"]
+        assert all(len(top) in (1, 2) for top in scores["top_logprobs"])
+        assert len(scores["tokens"]) == len(choice["token_ids"])
+    greedy = {"ignore_eos": True, "temperature": 0, "max_tokens": 5}
+    bodies = (MESSAGES | greedy, MESSAGES | greedy | {"use_beam_search": True})
+    sampled, searched = (server.post(CHAT, body).json()["choices"] for body in bodies)
+    assert sampled[0]["message"] == searched[0]["message"]
 
 
 def test_the_token_that_ends_an_answer_may_stay_in_its_text(server):

@@ -125,7 +125,7 @@ def test_an_abort_storm_leaves_others_alone(server):
     server.wait_idle()
 
 
-def test_a_slow_reader_holds_up_nobody(server):
+def test_a_slow_reader_delays_no_other_client(server):
     """Its answer is generated to the end while it reads nothing, and it gets all of it."""
     body = b'{"prompt": "slow", "max_tokens": 1900, "ignore_eos": true, "n": 4, "stream": true,'
     body += b' "logprobs": 20, "stream_options": {"include_usage": true}}'

@@ -36,7 +36,7 @@ def test_requests_and_health_tell_of_it(llama, monkeypatch):
         read = engine._engine._runner.read
 
         def broken(step):
-            if len(engine._listeners) == 2 and streaming.is_set():
+            if len(engine._thread.listeners) == 2 and streaming.is_set():
                 raise RuntimeError("the device fell off the bus")
             time.sleep(0.05)
             return read(step)

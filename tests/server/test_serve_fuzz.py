@@ -23,7 +23,7 @@ CHECKS = [
     response_schema_conformance,
     status_code_conformance,
 ]
-ROUTES, BODIES = 17, 7
+ROUTES, BODIES = 19, 9
 EXAMPLES = 40
 
 

@@ -116,6 +116,8 @@ def test_a_full_queue_refuses_and_a_stopped_server_lets_requests_end(start):
         refused = server.post(PATH, SHORT)
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
         assert "of at most 6" in refused.json()["error"]["message"]
+        rejected = "vllm:admission_rejections_total", "max_num_queued_reqs"
+        assert server.metrics()[rejected] == 1
         server.process.send_signal(signal.SIGTERM)
         while server.client.get("/health").json()["status"] != "draining":
             time.sleep(0.02)
@@ -145,7 +147,7 @@ def test_what_has_not_ended_in_time_is_told_so(start, tmp_path):
     assert len(names) > 5
 
 
-def test_what_has_not_ended_is_taken_up_by_the_next_server(start, tmp_path):
+def test_unfinished_requests_are_resumed_by_the_next_server(start, tmp_path):
     directory = tmp_path / "snapshot"
     args = ("--shutdown-timeout=0", f"--snapshot-dir={directory}")
     server = start(*args).wait_ready()
@@ -164,8 +166,8 @@ def test_what_has_not_ended_is_taken_up_by_the_next_server(start, tmp_path):
     assert other.status_code == 400 and "seed" in other.json()["error"]["message"]
     assert server.stop() == 75, "no client has resent the request yet"
     server = start(*args).wait_ready()
-    taken_up = server.post(PATH, LONG, **headers).json()
-    assert taken_up["choices"][0]["text"] == wanted
+    resumed = server.post(PATH, LONG, **headers).json()
+    assert resumed["choices"][0]["text"] == wanted
     assert server.post(PATH, SHORT, **headers).status_code == 200
     assert server.stop() == 0
     assert not list(directory.glob("*.json"))

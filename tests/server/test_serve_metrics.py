@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from server_process import CONTEXT
 
 pytestmark = pytest.mark.interfaces
 
 COUNTERS = {
     "vllm:num_preemptions",
+    "vllm:admission_rejections",
     "vllm:prompt_tokens",
     "vllm:generation_tokens",
     "vllm:prefix_cache_queries",
@@ -19,6 +23,7 @@ COUNTERS = {
 GAUGES = {
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
+    "vllm:num_requests_waiting_by_reason",
     "vllm:kv_cache_usage_perc",
     "vllm:cache_config_info",
     "jaxserve:device_busy_share",
@@ -53,6 +58,8 @@ def test_names_types_and_labels(server):
                 assert sample.labels["model_name"] == "tiny"
     (cache,) = families["vllm:cache_config_info"].samples
     assert cache.value == 1 and cache.labels["block_size"] == "16"
+    size, most = cache.labels["kv_cache_size_tokens"], cache.labels["kv_cache_max_concurrency"]
+    assert float(most) == round(int(size) / CONTEXT, 2) > 0
     phases = {s.labels["phase"] for s in families["jaxserve:startup_seconds"].samples}
     assert len(phases) >= 3
 
@@ -79,6 +86,23 @@ def test_counters_count(server):
     bounds = [name for name in after if name[0] == "vllm:time_to_first_token_seconds_bucket"]
     counts = [after[name] for name in sorted(bounds, key=lambda name: float(name[1]))]
     assert counts == sorted(counts) and bounds[-1][1] == "+Inf"
+
+
+@pytest.mark.parametrize("form", ["TEXT", "json"])
+def test_routers_get_the_load_with_an_answer(server, form):
+    """As ORCA has it, and vLLM writes it."""
+    header = {"endpoint-load-metrics-format": form}
+    answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 2}, **header)
+    kind, _, told = answer.headers["endpoint-load-metrics"].partition(" ")
+    assert kind == form.upper()
+    if kind == "JSON":
+        load = json.loads(told)["named_metrics"]
+    else:
+        load = dict(pair.removeprefix("named_metrics.").split("=") for pair in told.split(", "))
+    assert load.keys() == {"kv_cache_usage_perc", "num_requests_waiting"}
+    assert all(float(value) >= 0 for value in load.values())
+    plain = server.post("/v1/completions", {"prompt": "a", "max_tokens": 2})
+    assert "endpoint-load-metrics" not in plain.headers
 
 
 def test_an_idle_server_uses_no_pages(server):

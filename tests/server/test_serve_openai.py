@@ -50,6 +50,17 @@ def test_seeded_samples_are_those_of_llm_streamed_or_not(client, llm):
     assert whole.choices[1].token_ids == token_ids[1]
 
 
+def test_embeddings_are_those_of_llm(client, llm):
+    """The client asks for base64 unless it is told otherwise."""
+    texts = ["a cat", "dogs", "the sea"]
+    wanted = [output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)]
+    for options in ({}, {"encoding_format": "float"}):
+        answer = client.embeddings.create(model="tiny", input=texts, **options)
+        for entry, expected in zip(answer.data, wanted, strict=True):
+            assert entry.embedding == pytest.approx(expected, abs=1e-5)
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens == len("".join(texts))
+
+
 def test_chat_is_that_of_llm_streamed_or_not(client, llm):
     (wanted,) = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
     fields = {"messages": MESSAGES, "max_completion_tokens": 20, **GREEDY}
@@ -141,6 +152,50 @@ def test_stops_and_their_reasons(client):
     )
     streamed = client.completions.create(**fields, stop=stop, stream=True)
     assert "".join(chunk.choices[0].text for chunk in streamed) == cut.text
+
+
+def test_what_was_not_asked_for_is_null(server):
+    """As in vLLM, whose clients read these fields of every answer."""
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    completion = server.complete({"prompt": "hi", "max_tokens": 2})["choices"][0]
+    answer = server.post("/v1/chat/completions", chat).json()
+    for name in ("prompt_logprobs", "prompt_token_ids"):
+        assert completion[name] is None and answer[name] is None
+    assert completion["token_ids"] is None and answer["choices"][0]["token_ids"] is None
+    asked = server.post("/v1/chat/completions", chat | {"return_token_ids": True}).json()
+    assert asked["prompt_token_ids"] and asked["choices"][0]["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("route", "other", "body"),
+    [
+        ("chat/completions", "/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("chat/completions", "/invocations", {"messages": [{"role": "user", "content": "a"}]}),
+        ("completions", "/invocations", {"prompt": "a"}),
+        ("embeddings", "/invocations", {"input": "a"}),
+    ],
+)
+def test_routes_by_the_names_of_others_answer_the_same(server, route, other, body):
+    sampled = {} if "input" in body else {"temperature": 0, "max_tokens": 4}
+    answers = [server.post(path, body | sampled) for path in (f"/v1/{route}", other)]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    first, second = (answer.json() for answer in answers)
+    assert first.keys() == second.keys()
+    told = "data" if "input" in body else "choices"
+    assert first[told] == second[told]
+
+
+def test_bad_invocations_name_the_field(server):
+    for body, said in (
+        ({}, "messages, prompt, input"),
+        ({"prompt": "a", "nonsense": 1}, "nonsense is not a field"),
+        ({"messages": [], "max_tokens": "x"}, "max_tokens must be"),
+        ([1], "body must be"),
+    ):
+        refused = server.post("/invocations", body)
+        assert refused.status_code == 400, refused.text
+        assert said in refused.json()["error"]["message"]
+    assert server.client.get("/models").json() == server.client.get("/v1/models").json()
 
 
 def test_prompt_logprobs_in_vllms_shape(server):

@@ -53,6 +53,20 @@ def test_requests_of_one_id_are_all_served(llama):
     run(llama, scenario)
 
 
+def test_an_answer_that_ends_while_the_server_drains_tells_the_load(llama):
+    async def scenario(client, service, engine):
+        header = {"endpoint-load-metrics-format": "TEXT"}
+        asked = asyncio.create_task(client.post(PATH, json=BODY, headers=header))
+        while not service.num_sequences:
+            await asyncio.sleep(0.001)
+        assert await service.drain(60)
+        answer = await asked
+        assert len(texts(answer)) == 2
+        assert answer.headers["endpoint-load-metrics"].startswith("TEXT named_metrics.")
+
+    run(llama, scenario)
+
+
 @pytest.fixture
 def half_done(llama, tmp_path):
     """A snapshot of BODY's second prompt, and what both come to."""
@@ -70,7 +84,7 @@ def half_done(llama, tmp_path):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_a_snapshot_has_not_is_done_anew(llama, half_done, stream):
+def test_prompts_missing_from_a_snapshot_run_from_the_start(llama, half_done, stream):
     """One of two prompts had ended, and its output went with the server."""
     snapshot, wanted = half_done
 
@@ -102,7 +116,7 @@ def of_key(key: str) -> dict[str, str]:
     return HEADERS | {"authorization": f"Bearer {key}"}
 
 
-def test_a_restored_request_is_taken_up_by_its_own_api_key_only(llama, tmp_path):
+def test_a_restored_request_is_resumed_by_its_own_api_key_only(llama, tmp_path):
     body = BODY | {"prompt": [8, 9]}
 
     async def saved(client, service, engine):
@@ -171,7 +185,7 @@ def test_errors_of_the_engine_name_what_the_client_sent(llama):
     run(llama, scenario)
 
 
-def test_who_hangs_up_leaves_the_queue_of_the_threads(llama, monkeypatch):
+def test_a_client_that_hangs_up_leaves_the_thread_queue(llama, monkeypatch):
     """What has begun cannot be stopped; what waits is dropped."""
     body = json.dumps(BODY | {"prompt": "text"}).encode()
     scope = {"type": "http", "method": "POST", "path": PATH, "raw_path": PATH.encode()}
@@ -221,5 +235,36 @@ def test_who_hangs_up_leaves_the_queue_of_the_threads(llama, monkeypatch):
         assert len(begun) == 4
         assert "vllm:prompt_tokens_total" in (await client.get("/metrics")).text
         assert engine.get_metrics()["vllm:prompt_tokens_total"].value == 0
+
+    run(llama, scenario)
+
+
+BEAMS = {"prompt": [5, 6, 7], "use_beam_search": True, "max_tokens": 40, "ignore_eos": True}
+
+
+def test_a_beam_search_that_a_shutdown_ends_may_be_sent_elsewhere(llama):
+    async def scenario(client, service, engine):
+        asked = asyncio.create_task(client.post(PATH, json=BEAMS | {"n": 2}))
+        while not service.num_sequences:
+            await asyncio.sleep(0)
+        await service.abort_all()
+        answer = await asked
+        assert answer.status_code == 503, answer.text
+        assert answer.headers["retry-after"]
+
+    run(llama, scenario)
+
+
+def test_a_beam_search_reports_as_many_logprobs_as_are_asked_for(llama):
+    """More of them than continue a beam, which changes no beam."""
+
+    async def scenario(client, service, engine):
+        body = BEAMS | {"n": 2, "max_tokens": 6, "return_token_ids": True}
+        plain = (await client.post(PATH, json=body)).json()["choices"]
+        more = {"logprobs": 9, "return_tokens_as_token_ids": True}
+        scored = (await client.post(PATH, json=body | more)).json()["choices"]
+        assert [c["token_ids"] for c in scored] == [c["token_ids"] for c in plain]
+        for choice in scored:
+            assert all(len(top) in (9, 10) for top in choice["logprobs"]["top_logprobs"])
 
     run(llama, scenario)

@@ -9,7 +9,7 @@ from jaxserve.core.buckets import Buckets
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.events import Admitted, Collected, Finished, Moved, Preempted
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.kv.tiers import Tier
+from jaxserve.kv.offload.tiers import Tier
 from jaxserve.scheduler.policies import POLICIES
 from jaxserve.simulator.simulation import Arrival, LowerTier, Simulation
 from jaxserve.simulator.step_times import LinearTimes

@@ -18,16 +18,15 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.step_plan import ScheduledChunk, StepPlan
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.engine_core import EngineCore
-from jaxserve.kv.tiers import Tier
+from jaxserve.kv.offload.tiers import Tier
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.runtime.in_flight import DeviceStep
 from jaxserve.runtime.runner import Runner
 from jaxserve.runtime.startup import start
 from jaxserve.scheduler.policies import POLICIES
-from jaxserve.simulator.executor import SimulatedExecutor
+from jaxserve.simulator.executor import SimulatedExecutor, VirtualClock
 from jaxserve.simulator.simulation import Arrival, Simulation
 from jaxserve.simulator.transfers import Link, SimulatedTransfers
-from jaxserve.simulator.virtual_clock import VirtualClock
 
 PLAIN = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 

@@ -66,7 +66,7 @@ def regex(text: str) -> StructuredOutputs:
     return StructuredOutputs(regex=text)
 
 
-def test_a_grammar_is_compiled_once_whoever_asks(grammars, compiled):
+def test_concurrent_requests_compile_a_grammar_once(grammars, compiled):
     futures = [grammars.submit(regex("first")) for _ in range(8)]
     assert len({id(future.result(PATIENCE_S)) for future in futures}) == 1
     assert compiled == [regex("first")]
@@ -90,7 +90,7 @@ def test_few_large_ones_are_kept(grammars, compiled):
     assert compiled == [*large, large[0]], "it had to make room"
 
 
-def test_one_that_takes_too_long_is_refused_and_holds_up_nobody(grammars, let_go, monkeypatch):
+def test_a_slow_grammar_is_refused_and_delays_no_other(grammars, let_go, monkeypatch):
     monkeypatch.setattr(grammars_module, "COMPILE_S", 0.05)
     for _ in range(2):
         with pytest.raises(RequestError, match=r"regex was not compiled in time .at most 0.05 s"):

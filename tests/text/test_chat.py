@@ -94,6 +94,18 @@ def test_malformed_messages_are_named(messages: Any, named: str) -> None:
         render("x", messages)
 
 
+def test_a_template_that_has_no_system_role_says_so() -> None:
+    """As Gemma 2's: the template's own words reach the user."""
+    template = (
+        "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
+        "{{ raise_exception('System role not supported') }}{% endif %}"
+    )
+    assert render(template, bos_token="<bos>") == "<bos>"
+    system = [{"role": "system", "content": "Be brief."}, *HELLO]
+    with pytest.raises(RequestError, match="cannot render these messages: System role not supp"):
+        render(template, system)
+
+
 @pytest.mark.parametrize(
     ("template", "reason"),
     [

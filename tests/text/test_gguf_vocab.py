@@ -38,6 +38,7 @@ def _word_metadata(pre: str) -> dict[str, Any]:
         ("llama-bpe", ["HelloWorld", " ", "123", "45"]),
         ("qwen2", ["HelloWorld", " ", "1", "2", "3", "4", "5"]),
         ("tekken", ["Hello", "World", " ", "1", "2", "3", "4", "5"]),
+        ("gpt-4o", ["Hello", "World", " ", "123", "45"]),
     ],
 )
 def test_pre_tokenizers_split_words_as_their_models_do(pre: str, expected: list[str]) -> None:
@@ -54,6 +55,7 @@ def test_pre_tokenizers_split_words_as_their_models_do(pre: str, expected: list[
         ("qwen2", "(a) //\n", ["(a", ")", " //\n"]),
         ("tekken", "a//\n/b", ["a", "//\n/", "b"]),
         ("llama-bpe", "a//\n/b", ["a", "//\n", "/b"]),
+        ("gpt-4o", "We'll WE'LL//\n/b", ["We'll", " WE'LL", "//\n/", "b"]),
     ],
 )
 def test_word_boundaries(pre: str, text: str, pieces: list[str]) -> None:
@@ -63,7 +65,7 @@ def test_word_boundaries(pre: str, text: str, pieces: list[str]) -> None:
 
 
 def test_whole_words_skip_merging_where_the_model_says_so() -> None:
-    for pre, count in {"llama-bpe": 1, "tekken": 1, "qwen2": 3, "smollm": 3}.items():
+    for pre, count in {"llama-bpe": 1, "tekken": 1, "gpt-4o": 1, "qwen2": 3, "smollm": 3}.items():
         assert len(Tokenizer.from_gguf(_word_metadata(pre)).encode("xyz", False)) == count
 
 
@@ -90,6 +92,30 @@ def test_end_of_turn_tokens_end_an_answer(byte_level_metadata: dict[str, Any]) -
     tokenizer = Tokenizer.from_gguf(byte_level_metadata | turns)
     assert tokenizer.eos_token_ids == (1, 5)
     assert {1, 5} <= tokenizer.special_token_ids
+
+
+@pytest.mark.parametrize("text", ["<end_of_turn>", "<|end|>"])
+def test_an_end_of_turn_is_found_by_its_text(
+    byte_level_metadata: dict[str, Any], text: str
+) -> None:
+    """Files of Gemma and Phi do not name theirs."""
+    tokens = [*byte_level_metadata["tokenizer.ggml.tokens"], text]
+    types = [*byte_level_metadata["tokenizer.ggml.token_type"], 3]
+    keys = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    ends = Tokenizer.from_gguf(byte_level_metadata | keys).eos_token_ids
+    assert ends == (1, len(tokens) - 1)
+    named = keys | {"tokenizer.ggml.eot_token_id": 5}
+    assert Tokenizer.from_gguf(byte_level_metadata | named).eos_token_ids == (1, 5)
+
+
+def test_a_message_of_gpt_oss_ends_no_turn(byte_level_metadata: dict[str, Any]) -> None:
+    """Its reasoning ends with <|end|>, after which the answer follows."""
+    ends = ["<|end|>", "<|return|>", "<|call|>"]
+    tokens = [*byte_level_metadata["tokenizer.ggml.tokens"], *ends]
+    types = [*byte_level_metadata["tokenizer.ggml.token_type"], 3, 3, 3]
+    keys = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    found = Tokenizer.from_gguf(byte_level_metadata | keys).eos_token_ids
+    assert found == (1, len(tokens) - 2, len(tokens) - 1)
 
 
 def test_user_defined_tokens_are_whole_but_not_special(byte_level: Tokenizer) -> None:

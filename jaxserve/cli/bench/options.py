@@ -1,4 +1,4 @@
-"""Options of `jaxserve bench serve`: the load, the SLOs and the deadlines."""
+"""Options of `jaxserve bench serve` and `jaxserve simulate`: the load, the SLOs, the deadlines."""
 
 from __future__ import annotations
 
@@ -8,52 +8,64 @@ from pathlib import Path
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.loadgen.results import Objectives
-from jaxserve.loadgen.trace import Fit, TraceRequest, poisson, read_trace
+from jaxserve.loadgen.trace import Fit, TraceRequest, drawn, read_trace
 from jaxserve.metrics.fluidity import Deadlines, linear_prefill
 
 _NUM_REQUESTS = 32
+_TRACED = ("rate_scale", "length_scale")
+_DRAWN = ("request_rate", "burstiness", "input_len", "output_len", "random_range_ratio")
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """Arrival times and lengths: from a trace, or Poisson arrivals of requests of equal length.
+    """Arrival times and lengths: from a trace, or drawn at random.
 
     Attributes:
         trace: CSV with arrived_at, num_prefill_tokens, num_decode_tokens, or JSON lines with
-            timestamp, input_length, output_length, hash_ids. None draws Poisson arrivals.
+            timestamp, input_length, output_length, hash_ids. None draws arrivals and lengths.
         rate_scale: speeds up the trace's arrivals by this factor.
         length_scale: multiplies the trace's lengths, and the prefixes that its prompts share.
-        request_rate: without a trace, requests per second on average; None is 1.
+        request_rate: without a trace, requests per second on average; None is 1, and inf sends all
+            at once.
+        burstiness: without a trace, the shape of the gamma distribution of gaps between requests:
+            1 (None) for Poisson arrivals, less for bursts, inf for equal gaps.
         input_len: without a trace, tokens per prompt; None is 128.
         output_len: without a trace, output tokens per request; None is 64.
+        random_range_ratio: without a trace, draw lengths within this share of the given ones; None
+            is 0.
         max_input_tokens: longer prompts are truncated.
         max_output_tokens: longer outputs are truncated.
         num_requests: send at most this many; None is the whole trace, or 32 without one.
         duration_s: send only requests that arrive within this many seconds.
-        seed: for prompts and arrival times. None draws one, so that a second run does not hit the
-            first run's prompts in the server's prefix cache.
     """
 
     trace: Path | None = None
     rate_scale: float | None = None
     length_scale: float | None = None
     request_rate: float | None = None
+    burstiness: float | None = None
     input_len: int | None = None
     output_len: int | None = None
+    random_range_ratio: float | None = None
     max_input_tokens: int | None = None
     max_output_tokens: int | None = None
     num_requests: int | None = None
     duration_s: float | None = None
-    seed: int | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError."""
-        traced, drawn = ("rate_scale", "length_scale"), ("request_rate", "input_len", "output_len")
-        names, why = (traced, "without") if self.trace is None else (drawn, "with")
+        names, why = (_TRACED, "without") if self.trace is None else (_DRAWN, "with")
         for name in names:
             if getattr(self, name) is not None:
                 raise ConfigError(f"{name} has no effect {why} a trace; leave it out.")
-        _check_positive(self, but="seed")
+        _check_positive(self, but=("request_rate", "burstiness", "random_range_ratio"))
+        for name in ("request_rate", "burstiness"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} is {value}; it must be more than 0, or inf.")
+        ratio = self.random_range_ratio
+        if ratio is not None and not 0 <= ratio <= 1:
+            raise ConfigError(f"random_range_ratio is {ratio}; it must be from 0 to 1.")
 
     def requests(self, seed: int) -> list[TraceRequest]:
         """One or more requests. Raises ConfigError for a trace that is unreadable or has none."""
@@ -67,10 +79,12 @@ class Load:
         )
         if self.trace is not None:
             return fit(read_trace(self.trace))
-        if self.num_requests is None and self.duration_s is None:
+        all_at_once = self.request_rate == math.inf
+        if self.num_requests is None and (self.duration_s is None or all_at_once):
             fit = dataclasses.replace(fit, num_requests=_NUM_REQUESTS)
         lengths = self.input_len or 128, self.output_len or 64
-        return fit(poisson(self.request_rate or 1.0, *lengths, seed))
+        shape = self.burstiness or 1.0, self.random_range_ratio or 0.0
+        return fit(drawn(self.request_rate or 1.0, *lengths, seed, *shape))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +128,7 @@ class Deadline:
 
     def __post_init__(self) -> None:
         """Raises ConfigError."""
-        _check_positive(self, but="deadline_prompt_token_ms")
+        _check_positive(self, but=("deadline_prompt_token_ms",))
         per_token_ms = self.deadline_prompt_token_ms
         if not 0 <= per_token_ms < math.inf:
             raise ConfigError(f"deadline_prompt_token_ms is {per_token_ms}; it must be 0 or more.")
@@ -124,7 +138,7 @@ class Deadline:
         return Deadlines(linear_prefill(first_us, prompt_token_us), max(1, token_us))
 
 
-def _check_positive(options: object, but: str = "") -> None:
+def _check_positive(options: object, but: tuple[str, ...] = ()) -> None:
     for name, value in vars(options).items():
-        if name != but and isinstance(value, (int, float)) and not 0 < value < math.inf:
+        if name not in but and isinstance(value, (int, float)) and not 0 < value < math.inf:
             raise ConfigError(f"{name} is {value}; it must be more than 0.")

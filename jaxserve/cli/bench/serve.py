@@ -49,6 +49,8 @@ class Serve(Common):
         endpoint: which kind of request to send.
         prompt_format: auto sends token ids if the server can tokenize, else text.
         timeout_s: a request that takes longer has failed.
+        seed: for prompts and arrival times. None draws one, so that a second run does not hit the
+            first run's prompts in the server's prefix cache.
         output: write the summary, and the time of every token, to this JSON file.
         plot: draw distributions and the run over time into this .html, .svg or .png file.
     """
@@ -59,6 +61,7 @@ class Serve(Common):
     endpoint: Literal["completions", "chat"] = "completions"
     prompt_format: Literal["auto", "text", "token_ids"] = "auto"
     timeout_s: float = 600.0
+    seed: int | None = None
     output: Path | None = None
     plot: Path | None = None
     load: OmitArgPrefixes[Load] = dataclasses.field(default_factory=Load)
@@ -82,7 +85,7 @@ class Serve(Common):
         if self.plot is not None:
             from jaxserve.loadgen.plot import write_plot  # Fails now, and not after the load.
 
-        seed = secrets.randbits(32) if self.load.seed is None else self.load.seed
+        seed = secrets.randbits(32) if self.seed is None else self.seed
         requests = self.load.requests(seed)
         try:
             with TerminalProgress() as progress:
@@ -95,14 +98,14 @@ class Serve(Common):
                 return STOPPED
         objectives, deadlines = self.slo.objectives(), self.deadline.deadlines()
         summary = Summary.of(results, objectives, deadlines)
-        told = report(_facts(endpoint, seed), summary, objectives)
-        print(told)
+        text = report(_facts(endpoint, seed), summary, objectives)
+        print(text)
         self._tell_troubles(results, summary)
         if self.output is not None:
             self._write(self.output, endpoint, seed, summary, results)
         if self.plot is not None:
             title = f"{endpoint.model} at {self.base_url}"
-            write_plot(self.plot, results, objectives, deadlines, title, told)
+            write_plot(self.plot, results, objectives, deadlines, title, text)
         if len(results) < len(requests):
             return STOPPED
         return 0 if summary.completed else 1
@@ -141,8 +144,8 @@ class Serve(Common):
 
     def _tell_troubles(self, results: Sequence[RequestResult], summary: Summary) -> None:
         for reason in summary.failures:
-            first = next(result for result in results if result.answer.failure == reason)
-            detail = " ".join((first.answer.detail or "").split())
+            first = next(result for result in results if result.response.failure == reason)
+            detail = " ".join((first.response.detail or "").split())
             print(f"failed, {reason}: {detail}", file=sys.stderr)
         if summary.lag_us.p99 > _NOTABLE_LAG_US:
             print(
@@ -160,8 +163,7 @@ class Serve(Common):
         summary: Summary,
         results: Sequence[RequestResult],
     ) -> None:
-        settings = dataclasses.asdict(self) | {"model_name": endpoint.model}
-        settings["load"]["seed"] = seed
+        settings = dataclasses.asdict(self) | {"model_name": endpoint.model, "seed": seed}
         del settings["api_key"]
         document = {
             "settings": settings,

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, NamedTuple
 
+from jaxserve.core.signals import signals_handled
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Time to forward the last lines of processes that have exited.
 _DRAIN_S = 2.0
@@ -213,15 +215,8 @@ class _Output:
 @contextlib.contextmanager
 def signals_to(note: Callable[[signal.Signals], None]) -> Iterator[None]:
     """Within the block, SIGINT, SIGTERM and SIGHUP only call `note`."""
-    before = {
-        number: signal.signal(number, lambda number, _: note(signal.Signals(number)))
-        for number in _SIGNALS
-    }
-    try:
+    with signals_handled(lambda number, _: note(signal.Signals(number)), *_SIGNALS):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _names(hosts: set[int]) -> str:

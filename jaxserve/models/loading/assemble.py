@@ -17,10 +17,11 @@ from jax.sharding import Sharding
 
 from jaxserve.core.errors import WeightsError
 from jaxserve.models.family import AnySpec, Params, ParamSpec, Part, Rearranged, Stacked
+from pallas_kernels.quantized_matmul import Format, QuantizedWeight
 
 Index = tuple[slice, ...]
 _LISTED, _LISTED_CHARS = 5, 500
-_CPU_ALIGNMENT_BYTES = 64
+CPU_ALIGNMENT_BYTES = 64
 
 
 class TensorSource(Protocol):
@@ -32,18 +33,28 @@ class TensorSource(Protocol):
     def read(self, name: str, index: Index) -> np.ndarray:
         """The slice of a tensor, in any floating dtype that holds its values exactly."""
 
+    def stored_format(self, name: str, num_inputs: int) -> Format | None:
+        """The format in which devices can keep a weight just as it is stored; None without."""
+
+    def read_quantized(self, name: str) -> QuantizedWeight:
+        """A whole tensor [out, in] in its `stored_format`."""
+
     def unclaimed(self, names: set[str]) -> list[str]:
         """Tensors not in `names` that a model must not ignore."""
 
 
-def check_tensors(source: TensorSource, specs: Params, where: str) -> None:
-    """Raise WeightsError unless the tensors are exactly those that the specs need."""
+def check_tensors(
+    source: TensorSource, specs: Params, where: str, other_tensors: tuple[str, ...] = ()
+) -> int:
+    """The number of tensors whose name starts with one of `other_tensors`, which are not loaded.
+
+    Raises WeightsError unless all others are exactly those that the specs need.
+    """
     parts = [part for spec in jax.tree.leaves(specs) for part in spec.parts]
     problems = [problem for part in parts if (problem := _mismatch(source, part))]
-    problems += [
-        f"{name} is not used by the model"
-        for name in source.unclaimed({part.tensor for part in parts})
-    ]
+    unclaimed = source.unclaimed({part.tensor for part in parts})
+    unknown = [name for name in unclaimed if not name.startswith(other_tensors)]
+    problems += [f"{name} is not used by the model" for name in unknown]
     if problems:
         rest = f"\n  and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
         raise WeightsError(
@@ -51,6 +62,7 @@ def check_tensors(source: TensorSource, specs: Params, where: str) -> None:
             + "\n  ".join(problem[:_LISTED_CHARS] for problem in problems[:_LISTED])
             + rest
         )
+    return len(unclaimed) - len(unknown)
 
 
 def assemble(source: TensorSource, spec: AnySpec, index: Index, dtype: np.dtype) -> np.ndarray:
@@ -130,8 +142,8 @@ def by_slice(
 def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
     """Uninitialised memory that JAX's CPU devices use without copying it."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    raw = np.empty(size + _CPU_ALIGNMENT_BYTES, np.uint8)
-    start = -raw.ctypes.data % _CPU_ALIGNMENT_BYTES
+    raw = np.empty(size + CPU_ALIGNMENT_BYTES, np.uint8)
+    start = -raw.ctypes.data % CPU_ALIGNMENT_BYTES
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
@@ -141,7 +153,11 @@ def _read_part(source: TensorSource, part: Part, index: Index) -> np.ndarray:
     Each tensor dimension is split into some of the part's. The slice's range of the outermost of
     those becomes a range of the tensor's rows or columns; the others are sliced after reading.
     """
-    groups = _split(source.shape(part.tensor), part.shape)
+    if part.axis is not None:
+        bounds = index[part.axis]
+        own = slice(part.first + bounds.start, part.first + bounds.stop)
+        return _read_part(source, _whole(part), _with(index, part.axis, own))
+    groups = _split(_rows_of(part, source.shape(part.tensor)), part.shape)
     ranges, shape, rest = [], list(part.shape), list(index)
     for group in groups:
         outermost = next((d for d in group if part.shape[d] > 1), None)
@@ -153,7 +169,23 @@ def _read_part(source: TensorSource, part: Part, index: Index) -> np.ndarray:
         ranges.append(slice(bounds.start * stride, bounds.stop * stride))
         shape[outermost] = bounds.stop - bounds.start
         rest[outermost] = slice(None)
-    return source.read(part.tensor, tuple(ranges)).reshape(shape)[tuple(rest)]
+    rows = slice(ranges[0].start + part.first, ranges[0].stop + part.first)
+    return source.read(part.tensor, (rows, *ranges[1:])).reshape(shape)[tuple(rest)]
+
+
+def _whole(part: Part) -> Part:
+    """The part with all entries of its dimension `axis`, if it has one."""
+    if part.axis is None:
+        return part
+    shape = (*part.shape[: part.axis], part.rows, *part.shape[part.axis + 1 :])
+    return Part(part.tensor, shape)
+
+
+def _rows_of(part: Part, whole: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the rows of a tensor of shape `whole` that are the part's."""
+    if part.rows is None:
+        return whole
+    return (math.prod(part.shape) // math.prod(whole[1:]), *whole[1:])
 
 
 def _split(whole: tuple[int, ...], parts: tuple[int, ...]) -> list[range] | None:
@@ -177,7 +209,10 @@ def _mismatch(source: TensorSource, part: Part) -> str | None:
     shape = source.shape(part.tensor)
     if shape is None:
         return f"{part.tensor} is missing"
-    if _split(shape, part.shape) is None:
+    part = _whole(part)
+    if part.rows not in (None, shape[0]):
+        return f"{part.tensor} has shape {list(shape)}; the config implies {part.rows} rows"
+    if _split(_rows_of(part, shape), part.shape) is None:
         return f"{part.tensor} has shape {list(shape)}; the config implies {_terse(part.shape)}"
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -17,11 +18,13 @@ from jaxserve.models.loading.dummy import DummyCheckpoint
 from jaxserve.models.loading.fetch import DEFAULT_MODEL, default_model_path
 from jaxserve.models.loading.gguf import GgufCheckpoint
 from jaxserve.models.loading.safetensors import SafetensorsCheckpoint
-from jaxserve.models.registry import param_specs
+from jaxserve.models.registry import get_family, param_specs
 from jaxserve.text.tokenizer import Tokenizer
+from pallas_kernels.quantized_matmul import Format
 
 LoadFormat = Literal["auto", "dummy"]
 _TEXT_PATTERNS = ["*.json", "*.jinja", "merges.txt"]
+_log = logging.getLogger(__name__)
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _WAYS = (
     f"a model is {DEFAULT_MODEL!r} (fetched once), a .gguf file, a directory with config.json and "
@@ -34,6 +37,8 @@ class Checkpoint(Protocol):
     """An opened model: its config is read, and its tensors are known to match it.
 
     `fingerprint` is a hex digest that changes when the files do, without reading all weights.
+    `quantization` is the method of its `quantization_config` (models/quantization_config.py), in
+    whose formats weights stay by default; None for others.
     """
 
     path: Path
@@ -43,12 +48,18 @@ class Checkpoint(Protocol):
     @property
     def fingerprint(self) -> str: ...
 
+    @property
+    def quantization(self) -> str | None: ...
+
     def tokenizer(self) -> Tokenizer: ...
 
     def config_files(self) -> dict[str, dict[str, Any]]: ...
 
-    def quantized_kind(self, name: str) -> str | None:
-        """GGUF name of a tensor's storage type; None if the checkpoint is not GGUF."""
+    def is_quantized(self, name: str) -> bool:
+        """Whether a weight is stored by the method `quantization`."""
+
+    def stored_format(self, name: str, num_inputs: int) -> Format | None:
+        """The format in which devices can keep a weight just as it is stored; None without."""
 
 
 @runtime_checkable
@@ -82,8 +93,17 @@ def open_checkpoint(
     if isinstance(checkpoint, Restorable):
         checkpoint.check(specs)
     else:
-        check_tensors(checkpoint, specs, str(path))
+        others = _other_tensors(checkpoint.config)
+        if count := check_tensors(checkpoint, specs, str(path), others):
+            _log.info("%s: tensors not loaded: %d (%s*)", path, count, "*, ".join(others))
     return checkpoint
+
+
+def _other_tensors(config: ModelConfig) -> tuple[str, ...]:
+    """Prefixes of tensors that are not loaded, those of layers for further tokens included."""
+    first, family = config.num_layers, get_family(config.architecture)
+    further = range(first, first + config.num_mtp_layers)
+    return (*family.other_tensors, *(f"model.layers.{layer}." for layer in further))
 
 
 def _locate(model: str | Path | None, weights: bool) -> Path:

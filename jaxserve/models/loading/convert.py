@@ -14,8 +14,10 @@ from jaxserve.core.config import default_dtype, full_dtype
 from jaxserve.core.errors import ModelError
 from jaxserve.models.family import Params
 from jaxserve.models.loading.checkpoint import open_checkpoint
+from jaxserve.models.loading.directory import CONFIG
 from jaxserve.models.loading.orbax import save_params
 from jaxserve.models.loading.params import Progress, load_params
+from jaxserve.models.quantization_config import FIELD
 from jaxserve.models.registry import param_specs
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -50,10 +52,16 @@ def convert(
         progress=progress,
     )
     try:
-        _write(params, checkpoint.config_files(), tokenizer, destination)
+        _write(params, _plain(checkpoint.config_files()), tokenizer, destination)
     except OSError as error:
         raise ModelError(f"{destination} cannot be written: {error}.") from error
     return destination
+
+
+def _plain(configs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The files of a model whose weights are not quantized any more."""
+    config = {name: value for name, value in configs[CONFIG].items() if name != FIELD}
+    return configs | {CONFIG: config}
 
 
 def _write(

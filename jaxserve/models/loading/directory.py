@@ -16,6 +16,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.models.hf_config import boolean, eos_token_ids, malformed
 from jaxserve.models.registry import get_family
 from jaxserve.text.tokenizer import Tokenizer
+from pallas_kernels.quantized_matmul import Format
 
 CONFIG = "config.json"
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
@@ -46,8 +47,16 @@ class ModelDirectory:
         """Raises ModelError when the directory has no tokenizer."""
         return Tokenizer.from_directory(self.path)
 
-    def quantized_kind(self, name: str) -> None:
-        """None: no tensor has GGUF blocks."""
+    @property
+    def quantization(self) -> str | None:
+        """None: the weights, if there are any, are not quantized."""
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether a weight is stored by the method `quantization`."""
+        return False
+
+    def stored_format(self, name: str, num_inputs: int) -> Format | None:
+        """None, as weights are not quantized."""
 
     def config_files(self) -> dict[str, dict[str, Any]]:
         """Contents of `config.json` and, if there is one, `generation_config.json`."""

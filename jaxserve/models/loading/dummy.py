@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,16 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jaxserve.core.model_config import ModelConfig
+from jaxserve.models import quantization_config
 from jaxserve.models.family import AnySpec, Params, Rearranged, Stacked
-from jaxserve.models.loading.directory import ModelDirectory
+from jaxserve.models.loading.directory import CONFIG, ModelDirectory
 from jaxserve.models.loading.gguf import GgufCheckpoint
+from jaxserve.models.quantization_config import QuantizationConfig
 from jaxserve.text.tokenizer import Tokenizer
+from pallas_kernels.quantized_matmul import MXFP4, Format
 
 _SCALE = 0.02
+_EXPERT = re.compile(r"\.experts\.\d+\.\w+\.weight$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +52,28 @@ class DummyCheckpoint:
     def tokenizer(self) -> Tokenizer:
         return self.source.tokenizer()
 
-    def quantized_kind(self, name: str) -> None:
-        """None: random weights have no GGUF blocks."""
+    @property
+    def quantization(self) -> str | None:
+        return self._stored.method if self._stored else None
+
+    def is_quantized(self, name: str) -> bool:
+        return bool(self._stored and self._stored.scheme(name.removesuffix(".weight")))
+
+    def stored_format(self, name: str, num_inputs: int) -> Format | None:
+        """The format of a weight that is stored as config.json says: random ones are rounded to
+        it."""
+        if self._has_mxfp4 and _EXPERT.search(name):
+            return MXFP4
+        scheme = self._stored.scheme(name.removesuffix(".weight")) if self._stored else None
+        return scheme.format(num_inputs) if scheme else None
+
+    @functools.cached_property
+    def _stored(self) -> QuantizationConfig | None:
+        return quantization_config.parse(self.config_files()[CONFIG])
+
+    @functools.cached_property
+    def _has_mxfp4(self) -> bool:
+        return quantization_config.method_of(self.config_files()[CONFIG]) == "mxfp4"
 
     def config_files(self) -> dict[str, dict[str, Any]]:
         return self.source.config_files()
@@ -73,7 +98,8 @@ class DummyCheckpoint:
                 rows = (first, rows.shape, rows.tobytes(), rows.dtype)
             plain = layers[0].source if rows else layers[0]
             stacked = isinstance(spec, Stacked)
-            return _program(plain.shape, plain.init, rows, stacked, dtype, sharding)(keys)
+            own = np.dtype(spec.dtype or dtype)
+            return _program(plain.shape, plain.init, rows, stacked, own, sharding)(keys)
 
         return jax.tree.map(draw, specs, shardings)
 

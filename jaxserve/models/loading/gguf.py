@@ -20,6 +20,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from jaxserve.core.errors import UnsupportedModelError, WeightsError
 from jaxserve.core.model_config import ModelConfig
+from jaxserve.models.loading import mxfp4
 from jaxserve.models.loading.assemble import Index, aligned_empty
 from jaxserve.models.loading.directory import (
     CONFIG,
@@ -29,18 +30,22 @@ from jaxserve.models.loading.directory import (
 )
 from jaxserve.models.loading.gguf_config import generation_config, hf_config
 from jaxserve.models.loading.gguf_header import GgufFile, GgufTensor, read_gguf
+from jaxserve.models.quantization import STORED
 from jaxserve.text.tokenizer import Tokenizer
-from pallas_kernels.quantized_matmul import QuantizedWeight, from_gguf
+from pallas_kernels.quantized_matmul import Format, QuantizedWeight, from_gguf
 
 _PLAIN = {Kind.F32: np.float32, Kind.F16: np.float16, Kind.BF16: ml_dtypes.bfloat16}
 # Q5_0 and Q5_1 are what llama.cpp falls back to in a K-quant file when rows are not whole blocks.
 _QUANTIZED = (
     *(Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1),
-    *(Kind.Q4_K, Kind.Q5_K, Kind.Q6_K),
+    *(Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.MXFP4),
 )
 _INTERLEAVED = ("llama", "smollm3")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+# llama.cpp adds the one to norms that multiply by one plus their weight.
+_NORMS_PLUS_ONE = ("gemma2", "gemma3")
 # Tables of rotary frequencies: read into the config, or computed from it.
-_COMPUTED = ("rope_freqs", "attn_rot_embd")
+_COMPUTED = ("rope_freqs", "rope_factors", "attn_rot_embd")
 # The library dequantises sixteen rows at a time, which is mostly numpy call overhead. Blocks of
 # about this many values are seven times faster: large enough to amortise a call, small enough
 # for the cache.
@@ -88,6 +93,10 @@ class GgufCheckpoint:
         return self.files[0].metadata
 
     @property
+    def _architecture(self) -> str:
+        return self.metadata["general.architecture"]
+
+    @property
     def fingerprint(self) -> str:
         return fingerprint_of([file.path for file in self.files], self.files[0].header)
 
@@ -99,23 +108,37 @@ class GgufCheckpoint:
         return _config_files(self.files[0], set(self.tensors))
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        tensor = self.tensors.get(self._gguf_name(name))
+        tensor = self._tensor(name)
         return None if tensor is None else tensor.shape
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        tensor = self.tensors[self._gguf_name(name)]
+        tensor = self._tensor(name)
         if heads := self._interleaved_heads(tensor.name):
             return _read_interleaved(tensor, index, tensor.shape[0] // heads)
-        return _read_rows(tensor, index[0])[:, *index[1:]]
+        rows = _read_rows(tensor, index[0])[:, *index[1:]]
+        if tensor.name.endswith("norm.weight") and self._architecture in _NORMS_PLUS_ONE:
+            return rows.astype(np.float32) - 1
+        return rows
 
-    def quantized_kind(self, name: str) -> str:
-        """GGUF name of a tensor's storage type."""
-        return self.tensors[self._gguf_name(name)].kind.name
+    @property
+    def quantization(self) -> str | None:
+        """None: blocks stay as they are only with `quantization="gguf"`."""
+
+    def is_quantized(self, name: str) -> bool:
+        return False
+
+    def stored_format(self, name: str, num_inputs: int) -> Format | None:
+        """The format that has the values of a tensor's blocks."""
+        return STORED.get(self._tensor(name).kind.name)
 
     def read_quantized(self, name: str) -> QuantizedWeight:
         """A whole tensor [out, in] in its quantized blocks, of a kind that devices can keep."""
-        tensor = self.tensors[self._gguf_name(name)]
-        weight = from_gguf(tensor.raw.reshape(tensor.shape[0], -1), tensor.kind.name)
+        tensor = self._tensor(name)
+        rows = tensor.raw.reshape(tensor.shape[0], -1)
+        if tensor.kind is Kind.MXFP4:
+            weight = mxfp4.packed_from_gguf(rows)
+        else:
+            weight = from_gguf(rows, tensor.kind.name)
         if heads := self._interleaved_heads(tensor.name):
             head_dim = tensor.shape[0] // heads
             weight = jax.tree.map(lambda plane: _halves_of_heads(plane, head_dim), weight)
@@ -129,12 +152,25 @@ class GgufCheckpoint:
             if not any(computed in name for computed in _COMPUTED)
         )
 
+    def _tensor(self, name: str) -> GgufTensor | None:
+        """The tensor of a Hugging Face name; None if there is none. GGUF has one tensor
+        [experts, ...] for all experts of a layer."""
+        tensor = self.tensors.get(self._gguf_name(name))
+        expert = _EXPERT.search(name)
+        if tensor is None or expert is None or tensor.shape[0] != self.config.moe.num_experts:
+            return tensor
+        raw = tensor.raw.reshape(tensor.shape[0], -1)[int(expert[1])]
+        return dataclasses.replace(tensor, shape=tensor.shape[1:], raw=raw)
+
     def _gguf_name(self, name: str) -> str:
-        return self.names.get_name(name, (".weight", ".bias")) or name
+        name = _EXPERT.sub(".experts.", name)
+        name = self.names.get_name(name, (".weight", ".bias")) or name
+        # A GGUF has a suffix where transformers has none: at attention sinks.
+        return f"{name}.weight" if name.endswith("sinks") else name
 
     def _interleaved_heads(self, gguf_name: str) -> int:
         """Heads whose rows are interleaved in this tensor; 0 if rows are in order."""
-        if self.metadata["general.architecture"] not in _INTERLEAVED:
+        if self._architecture not in _INTERLEAVED:
             return 0
         if ".attn_q." in gguf_name:
             return self.config.num_heads

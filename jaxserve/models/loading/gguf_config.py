@@ -12,9 +12,16 @@ from jaxserve.models.loading.gguf_header import GgufFile
 from jaxserve.text.gguf_vocab import check_vocabulary, eos_token_ids
 
 ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",  # GGUFs of Mistral have this architecture too
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
+    "llama": "LlamaForCausalLM",  # GGUFs of Mistral and Mixtral have this architecture too
+    "olmoe": "OlmoeForCausalLM",
+    "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
 _SAMPLING = {
@@ -25,6 +32,12 @@ _SAMPLING = {
     "penalty_repeat": "repetition_penalty",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
+_LONGROPE_FACTORS = {
+    "short_factor": "rope_factors_short.weight",
+    "long_factor": "rope_factors_long.weight",
+}
+# Gemma of 27B, by its number of layers: its scores are scaled as if heads divided the hidden size.
+_GEMMA_27B = (("gemma2", 46), ("gemma3", 62))
 
 
 def hf_config(file: GgufFile, tensors: set[str]) -> dict[str, Any]:
@@ -41,8 +54,6 @@ def hf_config(file: GgufFile, tensors: set[str]) -> dict[str, Any]:
             f"{', '.join(ARCHITECTURES)}."
         )
     keys = _Keys(file, architecture)
-    if keys.get("expert_count", 0):
-        raise UnsupportedModelError(f"{file.path}: mixtures of experts are not implemented.")
     hidden, heads = keys.size("embedding_length"), keys.size("attention.head_count")
     head_dim = keys.size("attention.key_length", hidden // heads)
     if keys.size("attention.value_length", head_dim) != head_dim:
@@ -52,7 +63,7 @@ def hf_config(file: GgufFile, tensors: set[str]) -> dict[str, Any]:
         )
     check_vocabulary(file.metadata)
     vocabulary = file.metadata.get("tokenizer.ggml.tokens", ())
-    return {
+    config = {
         "architectures": [ARCHITECTURES[architecture]],
         "_name_or_path": file.metadata.get("general.name", file.path.stem),
         "vocab_size": keys.get("vocab_size", len(vocabulary)),
@@ -66,8 +77,8 @@ def hf_config(file: GgufFile, tensors: set[str]) -> dict[str, Any]:
         "rms_norm_eps": keys["attention.layer_norm_rms_epsilon"],
         "rope_theta": keys.get("rope.freq_base", 10_000.0),
         "partial_rotary_factor": keys.size("rope.dimension_count", head_dim) / head_dim,
-        "rope_scaling": _rope_scaling(file, keys),
-        "sliding_window": keys.get("attention.sliding_window"),
+        "rope_scaling": _rope_scaling(file, keys, architecture),
+        "sliding_window": keys.get("attention.sliding_window") or None,  # 0 is for none
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_output.bias" in tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
@@ -75,6 +86,41 @@ def hf_config(file: GgufFile, tensors: set[str]) -> dict[str, Any]:
         "eos_token_id": list(eos_token_ids(file.metadata)),
         "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
     }
+    if architecture in ("gemma2", "gemma3"):
+        of_27b = (architecture, keys["block_count"]) in _GEMMA_27B
+        config |= {
+            "query_pre_attn_scalar": hidden // heads if of_27b else head_dim,
+            "attn_logit_softcapping": keys.get("attn_logit_softcapping"),
+            "final_logit_softcapping": keys.get("final_logit_softcapping"),
+            "rope_local_base_freq": keys.get("rope.freq_base_swa"),
+        }
+    if keys.get("expert_count", 0):
+        config |= _mixture(file, keys, architecture)
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def _mixture(file: GgufFile, keys: _Keys, architecture: str) -> dict[str, Any]:
+    """Fields of a mixture of experts. Whether weights are normed is a part of the architecture."""
+    experts, chosen = keys.size("expert_count"), keys.size("expert_used_count")
+    fields = {"num_experts": experts, "num_experts_per_tok": chosen}
+    match architecture:
+        case "llama":
+            return fields | {"architectures": ["MixtralForCausalLM"]}
+        case "gpt-oss":
+            return fields | {"intermediate_size": keys.size("expert_feed_forward_length")}
+        case "olmoe":
+            return fields | {"clip_qkv": keys.get("attention.clamp_kqv")}
+        case "qwen2moe":
+            shared = keys.size("expert_shared_feed_forward_length")
+            fields["shared_expert_intermediate_size"] = shared
+        case "qwen3moe":
+            fields["norm_topk_prob"] = True
+        case _:
+            raise UnsupportedModelError(
+                f"{file.path}: expert_count {experts} is not implemented for GGUF architecture "
+                f"{architecture}."
+            )
+    return fields | {"moe_intermediate_size": keys.size("expert_feed_forward_length")}
 
 
 def generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -118,13 +164,11 @@ class _Keys:
         return value
 
 
-def _rope_scaling(file: GgufFile, keys: _Keys) -> dict[str, Any] | None:
-    if factors := file.tensors.get(_ROPE_FACTORS):
+def _rope_scaling(file: GgufFile, keys: _Keys, architecture: str) -> dict[str, Any] | None:
+    if _ROPE_FACTORS in file.tensors:
         # Llama 3's scaling, precomputed: each frequency is divided by a factor, which equals
         # LongRoPE with the same factors for short and long contexts.
-        if factors.kind is not GGMLQuantizationType.F32:
-            raise WeightsError(f"{file.path}: {_ROPE_FACTORS} is {factors.kind.name}, not F32.")
-        divisors = factors.raw.view("<f4").tolist()
+        divisors = _factors(file, _ROPE_FACTORS)
         return {
             "rope_type": "longrope",
             "short_factor": divisors,
@@ -132,6 +176,12 @@ def _rope_scaling(file: GgufFile, keys: _Keys) -> dict[str, Any] | None:
             "factor": 1.0,
             "attention_factor": 1.0,
         }
+    if _LONGROPE_FACTORS["long_factor"] in file.tensors:
+        return {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": keys["rope.scaling.original_context_length"],
+            "attention_factor": keys.get("rope.scaling.attn_factor"),
+        } | {field: _factors(file, name) for field, name in _LONGROPE_FACTORS.items()}
     kind = keys.get("rope.scaling.type", "none")
     if kind == "none":
         return None
@@ -141,6 +191,8 @@ def _rope_scaling(file: GgufFile, keys: _Keys) -> dict[str, Any] | None:
             "linear, yarn and Llama 3's."
         )
     scaling = {"rope_type": kind, "factor": keys["rope.scaling.factor"]}
+    if architecture == "gpt-oss":
+        scaling["truncate"] = False
     optional = {
         "original_max_position_embeddings": "rope.scaling.original_context_length",
         "beta_fast": "rope.scaling.yarn_beta_fast",
@@ -149,3 +201,12 @@ def _rope_scaling(file: GgufFile, keys: _Keys) -> dict[str, Any] | None:
     return scaling | {
         name: value for name, key in optional.items() if (value := keys.get(key)) is not None
     }
+
+
+def _factors(file: GgufFile, name: str) -> list[float]:
+    """Divisors of rotary frequencies, which a file has as a tensor."""
+    tensor = file.tensors.get(name)
+    if tensor is None or tensor.kind is not GGMLQuantizationType.F32:
+        found = "missing" if tensor is None else f"{tensor.kind.name}, not F32"
+        raise WeightsError(f"{file.path}: {name} is {found}.")
+    return tensor.raw.view("<f4").tolist()

@@ -96,7 +96,7 @@ class OrbaxCheckpoint(ModelDirectory):
             return self._cut(specs, dtype, shardings)
 
         def abstract(spec: ParamSpec, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
+            return jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype, sharding=sharding)
 
         try:
             with ocp.StandardCheckpointer() as checkpointer:
@@ -113,14 +113,14 @@ class OrbaxCheckpoint(ModelDirectory):
             tensors = NamedArrays(_named(stored))
 
             def block(spec: AnySpec, index: Index) -> np.ndarray:
-                return assemble(tensors, spec, index, dtype)
+                return assemble(tensors, spec, index, np.dtype(spec.dtype or dtype))
 
         else:
             as_stated = jax.tree.leaves(param_specs(self.config))
             arrays = {spec.parts: array for spec, (_, array) in zip(as_stated, _leaves(stored))}
 
             def read(spec: ParamSpec, index: Index) -> np.ndarray:
-                return arrays[spec.parts][index].astype(dtype)
+                return arrays[spec.parts][index].astype(spec.dtype or dtype)
 
             block = functools.partial(cut, read)
 

@@ -15,9 +15,8 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.models.family import AnySpec, Params
 from jaxserve.models.loading.assemble import TensorSource, assemble, by_slice
 from jaxserve.models.loading.checkpoint import Checkpoint, Restorable
-from jaxserve.models.loading.gguf import GgufCheckpoint
-from jaxserve.models.quantization import stack
-from pallas_kernels.quantized_matmul import GGUF, QuantizedWeight, quantize
+from jaxserve.models.quantization import has_groups_of, regrouped, stack
+from pallas_kernels.quantized_matmul import Format, QuantizedWeight, quantize
 
 Progress = Callable[[int, int], None]
 # Dequantising and copying release the interpreter lock; each worker holds one parameter at a time.
@@ -35,11 +34,12 @@ def load_params(
     """The parameters of `checkpoint` as a pytree of arrays of `dtype`, or QuantizedWeights.
 
     `specs` are the family's, with formats for parameters to quantize. `shardings` has their
-    structure, a Sharding per parameter; without it everything goes to the first device. Each
-    process reads only the slices its own devices hold, and the host never holds more than a few
-    parameters at a time. `progress(loaded_bytes, total_bytes)` is called as they load. Raises
-    ConfigError for an unknown dtype or a quantized parameter on several devices, WeightsError for
-    weights that cannot be read.
+    structure, a Sharding per parameter, or per plane of a split one; without it everything goes to
+    the first device. Each process reads only the slices its own devices hold, of packed weights
+    whole tensors, and the host never holds more than a few parameters at a time.
+    `progress(loaded_bytes, total_bytes)` is called as they load. Raises ConfigError for an unknown
+    dtype or a quantized parameter on several devices that is not split, WeightsError for weights
+    that cannot be read.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
@@ -49,15 +49,18 @@ def load_params(
         shardings = jax.tree.map(lambda spec: here, specs)
     leaves, structure = jax.tree.flatten(specs)
     for spec, sharding in zip(leaves, structure.flatten_up_to(shardings)):
-        if spec.format is not None and len(sharding.device_set) > 1:
+        if spec.format is None or isinstance(sharding, QuantizedWeight):
+            continue
+        if len(sharding.device_set) > 1:
             raise ConfigError(
                 f"{spec.parts[0].tensor} would be quantized on {len(sharding.device_set)} devices; "
                 "leave quantization out, or use one device."
             )
     total_bytes = params_bytes(specs, numpy_dtype)
     if isinstance(checkpoint, Restorable):
-        params = checkpoint.restore(specs, numpy_dtype, shardings)
-        params = jax.tree.map(_quantized_after, specs, params)
+        whole = jax.tree.map(lambda spec, sharding: _of_values(sharding), specs, shardings)
+        params = checkpoint.restore(specs, numpy_dtype, whole)
+        params = jax.tree.map(_quantized_after, specs, params, shardings)
         if progress:
             progress(total_bytes, total_bytes)
         return params
@@ -81,23 +84,52 @@ def params_bytes(specs: Params, dtype: np.dtype) -> int:
 
 
 def _load_param(
-    source: TensorSource, dtype: np.dtype, spec: AnySpec, sharding: Sharding
+    source: TensorSource, dtype: np.dtype, spec: AnySpec, sharding: Sharding | QuantizedWeight
 ) -> jax.Array | QuantizedWeight:
     if spec.format is None:
-        return _load_array(source, dtype, spec, sharding)
-    if isinstance(source, GgufCheckpoint) and all(
-        GGUF.get(source.quantized_kind(part.tensor)) == spec.format for part in spec.parts
-    ):
-        parts = [source.read_quantized(part.tensor) for part in spec.parts]
-        return jax.device_put(stack(spec, parts), sharding)
-    return _quantized_after(spec, _load_array(source, np.dtype(np.float32), spec, sharding))
+        return _load_array(source, spec.abstract(dtype).dtype, spec, sharding)
+    stored = (source.stored_format(part.tensor, spec.matrix[1]) for part in spec.parts)
+    if all(has_groups_of(format, spec.format) for format in stored):
+        parts = (source.read_quantized(part.tensor) for part in spec.parts)
+        weight = stack(spec, [regrouped(part, spec.format) for part in parts])
+        if isinstance(sharding, Sharding):
+            return jax.device_put(weight, sharding)
+        return jax.tree.map(_split, weight, sharding)
+    array = _load_array(source, np.dtype(np.float32), spec, _of_values(sharding))
+    return _quantized_after(spec, array, sharding)
 
 
-def _quantized_after(spec: AnySpec, array: jax.Array) -> jax.Array | QuantizedWeight:
+def _split(plane: np.ndarray, sharding: Sharding) -> jax.Array:
+    return by_slice(plane.shape, sharding, lambda index: np.ascontiguousarray(plane[index]))
+
+
+def _of_values(sharding: Sharding | QuantizedWeight) -> Sharding:
+    """The sharding of a parameter before it is packed: its values' dimensions are its own."""
+    return sharding.values if isinstance(sharding, QuantizedWeight) else sharding
+
+
+def _quantized_after(
+    spec: AnySpec, array: jax.Array, sharding: Sharding | QuantizedWeight
+) -> jax.Array | QuantizedWeight:
     """`array`, quantized if `spec` has a format."""
     if spec.format is None:
         return array
-    return _rounded(array.reshape(spec.matrix), spec.format)
+    if isinstance(sharding, Sharding):
+        return _rounded(array.reshape(spec.matrix), spec.format)
+    return _rounded_split(spec.matrix, spec.rows, spec.format, sharding)(array)
+
+
+@functools.cache
+def _rounded_split(
+    matrix: tuple[int, int], rows: tuple[int, ...], format: Format, sharding: QuantizedWeight
+) -> Callable[[jax.Array], QuantizedWeight]:
+    """One program for all parameters that are split alike."""
+
+    def rounded(array: jax.Array) -> QuantizedWeight:
+        weight = quantize(array.reshape(matrix), format)
+        return jax.tree.map(lambda plane: plane.reshape(*rows, -1), weight)
+
+    return jax.jit(rounded, out_shardings=sharding)
 
 
 _rounded = jax.jit(quantize, static_argnums=1)

@@ -17,14 +17,15 @@ New keys and values are few: either way all ranks gather them, and each writes i
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.runtime.programs.step_layout import SlotMapping, StepLayout
-from pallas_kernels.merge import merge_over, merge_scattered
-from pallas_kernels.paged_attention import KVPages, write_kv
+from pallas_kernels.merge import merge_over, merge_scattered, merge_sinks
+from pallas_kernels.paged_attention import LatentPages, Pages, write_kv
 from pallas_kernels.ring_attention import Layout, kvp_partial, ring_paged_attention
 from sharding_rules import SEQ
 
@@ -66,43 +67,45 @@ class ShardedTokens:
         return jnp.concatenate([x[:rows], sharded])
 
     def pick(self, x: jax.Array, tokens: jax.Array) -> jax.Array:
-        """x [features, own tokens] at the step's `tokens` int32 [n]: [features, n] on all ranks."""
+        """x [own tokens, features] at the step's `tokens` int32 [n]: [n, features] on all ranks."""
         rows, rank = self.layout.key.decode_tokens, lax.axis_index(SEQ)
         of_prefill = jnp.maximum(tokens - rows, 0)
         owner = jnp.where(tokens < rows, 0, self.sharded.rank(of_prefill))
         place = jnp.where(tokens < rows, tokens, rows + self.sharded.before(owner, of_prefill))
-        return lax.psum(jnp.where(owner == rank, x[:, place], 0), SEQ)
+        return lax.psum(jnp.where((owner == rank)[:, None], x[place], 0), SEQ)
 
 
 def attend(
     layout: StepLayout,
     slot_mapping: SlotMapping,
-    pages: KVPages,
+    pages: Pages,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     *,
     scale: float,
     window: int | None,
-) -> tuple[jax.Array, KVPages]:
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> tuple[jax.Array, Pages]:
     """Write k and v, then attend, for this rank's q, k, v [own tokens, heads, head_dim].
 
-    Returns out [own tokens, query_heads, head_dim] and the pages.
+    Returns out [own tokens, query_heads, value_dim] and the pages.
     """
     tokens, rows = ShardedTokens(layout), layout.key.decode_tokens
     page_size, rank = pages.k.shape[3], lax.axis_index(SEQ)
     mine = slot_mapping.offsets // page_size == rank
     page_ids = jnp.where(mine, slot_mapping.page_ids, -1)
     offsets = slot_mapping.offsets % page_size
-    heads = [x.shape[1] for x in (q, k, v)]
-    splits = (heads[0], heads[0] + heads[1])
     if layout.key.ring:
         all_k, all_v = jnp.split(tokens.whole(jnp.concatenate([k, v], axis=1)), 2, axis=1)
         pages = write_kv(pages, all_k, all_v, page_ids, offsets)
-        return _ring(layout, slot_mapping, pages, q, scale, window), pages
-    all_q, all_k, all_v = jnp.split(
-        tokens.whole(jnp.concatenate([q, k, v], axis=1)), splits, axis=1
-    )
+        merged = _ring(layout, slot_mapping, pages, q, scale, window, soft_cap)
+        return _with_sinks(merged, sinks), pages
+    own = [q, k] if isinstance(pages, LatentPages) else [q, k, v]
+    splits = [*itertools.accumulate(x.shape[1] for x in own[:-1])]
+    all_q, *new = jnp.split(tokens.whole(jnp.concatenate(own, axis=1)), splits, axis=1)
+    all_k, all_v = new if len(new) > 1 else (*new, None)
     pages = write_kv(pages, all_k, all_v, page_ids, offsets)
     out, lse = kvp_partial(
         all_q,
@@ -112,17 +115,19 @@ def attend(
         num_decodes=rows,
         scale=scale,
         window=window,
+        soft_cap=soft_cap,
     )
     parts = []
     if rows:
-        parts.append(merge_over(SEQ, out[:rows], lse[:rows])[0])
+        parts.append(merge_over(SEQ, out[:rows], lse[:rows]))
     if tokens.share:
-        parts.append(merge_scattered(SEQ, out[rows:], lse[rows:])[0])
-    return jnp.concatenate(parts), pages
+        parts.append(merge_scattered(SEQ, out[rows:], lse[rows:]))
+    return _with_sinks(_concatenated(parts), sinks), pages
 
 
-def _ring(layout, slot_mapping, pages, q, scale, window):
-    """Decodes by merged partial attention, and the one chunk by ring attention."""
+def _ring(layout, slot_mapping, pages, q, scale, window, soft_cap):
+    """Out and lse of decodes, by merged partial attention, and of the one chunk, by ring
+    attention."""
     rows, batch, sharded = (
         layout.key.decode_tokens,
         slot_mapping.batch,
@@ -132,11 +137,18 @@ def _ring(layout, slot_mapping, pages, q, scale, window):
     parts = []
     if rows:
         partial = kvp_partial(
-            q[:rows], pages, decodes, axis_name=SEQ, num_decodes=rows, scale=scale, window=window
+            q[:rows],
+            pages,
+            decodes,
+            axis_name=SEQ,
+            num_decodes=rows,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
         )
-        parts.append(merge_over(SEQ, *partial)[0])
+        parts.append(merge_over(SEQ, *partial))
     chunk = slice(rows, rows + 1)
-    out, _ = ring_paged_attention(
+    out, lse = ring_paged_attention(
         q[None, rows:],
         pages,
         batch.tables[chunk, : layout.ring_pages],
@@ -146,6 +158,20 @@ def _ring(layout, slot_mapping, pages, q, scale, window):
         axis_name=SEQ,
         scale=scale,
         window=window,
+        soft_cap=soft_cap,
         scheme=layout.ring_scheme,
     )
-    return jnp.concatenate([*parts, out[0]])
+    return _concatenated([*parts, (out[0], lse[0])])
+
+
+def _concatenated(parts):
+    """Out and lse of the tokens of all parts."""
+    return tuple(map(jnp.concatenate, zip(*parts)))
+
+
+def _with_sinks(merged, sinks):
+    """Out of merged attention, each head with its sink if there are any."""
+    out, lse = merged
+    if sinks is None:
+        return out
+    return merge_sinks(out, lse, sinks.astype(jnp.float32))[0].astype(out.dtype)

@@ -32,7 +32,7 @@ class ExecutableCache:
     """Executables of one engine description, by program name.
 
     Each program's file in `directory` is a hard link to one in `programs/lowered`, shared by all
-    engine descriptions with the same program.
+    engine descriptions with the same program of the same name.
     """
 
     def __init__(self, description: str, devices: Sequence[jax.Device]) -> None:
@@ -54,7 +54,7 @@ class ExecutableCache:
     def load_lowered(self, name: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled | None:
         """The executable that any engine description stored for the same computation, now stored
         under `name` as well; None when there is none or it cannot be read."""
-        path = self._path(lowered)
+        path = self._path(name, lowered)
         compiled = self._read(path)
         if compiled is not None:
             self._link(path, name)
@@ -63,7 +63,7 @@ class ExecutableCache:
     def store(self, name: str, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> None:
         """Store `compiled`, compiled from `lowered`, under `name` and by its computation. A full or
         read-only disk is not an error: the next start compiles again."""
-        path = self._path(lowered)
+        path = self._path(name, lowered)
         try:
             payload = pickle.dumps(serialize_executable.serialize(compiled))
             _replace(path, lambda temporary: temporary.write_bytes(payload))
@@ -71,10 +71,12 @@ class ExecutableCache:
             return
         self._link(path, name)
 
-    def _path(self, lowered: jax.stages.Lowered) -> Path:
-        # An entry has the code and the trees of arguments and results, and the code omits
-        # unused arguments.
-        parts = (_devices(self._devices), lowered.in_tree, lowered.args_info, lowered.out_tree)
+    def _path(self, name: str, lowered: jax.stages.Lowered) -> Path:
+        # An entry has the code, the trees of arguments and results, and which arguments the code
+        # uses. Those that it does not use are left out of its text, so that two layers of one kind
+        # have the same text, whichever KV group's pages each of them writes: their names differ.
+        trees = (lowered.in_tree, lowered.args_info, lowered.out_tree)
+        parts = (name, _devices(self._devices), *trees)
         return self._lowered / _digest("\n".join((*map(str, parts), lowered.as_text())))
 
     def _read(self, path: Path) -> jax.stages.Compiled | None:

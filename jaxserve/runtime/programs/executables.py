@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from jaxserve.core.errors import ProgramMissError
 from jaxserve.runtime.programs.executable_cache import ExecutableCache
+from pallas_kernels import self_check
 from pallas_kernels.backends import fell_back_for_now
 
 
@@ -100,9 +102,13 @@ class Compilation:
         cache: ExecutableCache | None,
         on_done: Callable[[Program], None] = lambda program: None,
         timed: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+        *,
+        one_at_a_time: bool = False,
     ) -> None:
         """`on_done` is called with each finished program; `timed(name)` wraps each actual
-        compilation."""
+        compilation. `one_at_a_time`: where compilers choose by what they measure on the device, as
+        for GPUs, which another compilation would disturb. Programs are traced beside that."""
+        self._turn = threading.Lock() if one_at_a_time else nullcontext()
         self._pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="jaxserve-compile")
         self._cache, self._on_done, self._timed = cache, on_done, timed
         self._futures: list[Future[Program]] = [self._pool.submit(self._build, s) for s in specs]
@@ -117,7 +123,7 @@ class Compilation:
             compiled = cache.load_lowered(spec.name, lowered) if cache else None
             from_cache = compiled is not None
             if compiled is None:
-                with self._timed(spec.name):
+                with self._turn, self._timed(spec.name):
                     compiled = lowered.compile()
                 if cache:
                     cache.store(spec.name, lowered, compiled)
@@ -142,3 +148,4 @@ class Compilation:
     def cancel(self) -> None:
         """Cancel compilations that have not started, and wait for those that have."""
         self._pool.shutdown(cancel_futures=True)
+        self_check.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from jaxserve.core.buckets import ProgramKey
 from jaxserve.core.model_config import LayerKind
 from jaxserve.kv.layout import KVPlace
 from jaxserve.models.parallel import sequence_parallel
-from jaxserve.runtime.device_rates import device_rates
+from jaxserve.runtime.devices import device_rates
 from jaxserve.runtime.programs import step
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.executables import ProgramSpec
@@ -24,7 +25,7 @@ from jaxserve.runtime.programs.step_layout import FrozenPlan
 from sharding_rules import SEQ, STAGE
 
 Hidden = tuple[jax.Array, jax.Array]
-"""Hidden states to sample from [hidden, sample_width], and of the prefill tokens."""
+"""Hidden states to sample from [sample_width, hidden], and of the prefill tokens."""
 
 
 class _OfStep(ProgramKind[ProgramKey]):
@@ -44,9 +45,9 @@ class Forward(_OfStep):
     """The model as one program."""
 
     title = "forward"
-    reads = ("params", "kv", "tables", "last_tokens", "speculation")
+    reads = ("adapted_params", "kv", "tables", "last_tokens", "speculation")
     replaces = ("kv", "tables")
-    outputs = (P(), P(None, SEQ))
+    outputs = (P(), P(SEQ))
     pure = step.forward
 
     def function(self, key: ProgramKey) -> Callable[..., Any]:
@@ -61,9 +62,9 @@ class PipelineStep(Forward):
     """The model as one program, each of whose stages works on another step."""
 
     title = "pipeline-step"
-    reads = ("params", "kv", "tables", "carry", "last_tokens", "speculation")
+    reads = ("adapted_params", "kv", "tables", "carry", "last_tokens", "speculation")
     replaces = ("kv", "tables", "carry")
-    outputs = (P(), P(STAGE, SEQ))
+    outputs = (P(), P(SEQ, STAGE))
     pure = step.pipeline_step
 
     def uploads(self, key: ProgramKey) -> tuple[Any, ...]:
@@ -144,6 +145,7 @@ class _LayersKey(NamedTuple):
         """Number and kind of each run of equal layers; and their places, unless in order."""
         runs = (
             f"{len(list(run))}x{kind.window or 'full'}{'' if kind.rotates else '-unrotated'}"
+            f"{'-moe' if kind.sparse else ''}"
             for kind, run in itertools.groupby(self.kinds)
         )
         name = f"{self.step}-{'+'.join(runs)}"
@@ -162,7 +164,7 @@ class _Slice(NamedTuple):
 
 class _Layers(ProgramKind[_LayersKey]):
     title = "layers"
-    pure = step.layers
+    pure = functools.partial(step.layers, apart=True)
 
     def __init__(self, shapes: ProgramShapes, first: _Embed) -> None:
         super().__init__(shapes)
@@ -195,7 +197,8 @@ class _Layers(ProgramKind[_LayersKey]):
     def spec(self, key: _LayersKey) -> ProgramSpec:
         state = self.shapes.abstract_state
         layers, arrays, _ = next(part for part in self._slices[key.step] if part.key == key)
-        params, kv = state.params["layers"][layers], [state.kv[array] for array in arrays]
+        params = state.adapted_params["layers"][layers]
+        kv = [state.kv[array] for array in arrays]
         return ProgramSpec(
             self.name(key),
             self.function(key),
@@ -207,12 +210,14 @@ class _Layers(ProgramKind[_LayersKey]):
     def __call__(
         self, state: DeviceState, key: ProgramKey, x: jax.Array, shared: Any, slot_mappings: Any
     ) -> jax.Array:
-        params, kv = state.params["layers"], state.kv
+        kv = state.kv
         for layers, arrays, own in self._slices[key]:
+            params = state.take_layers(layers, x)
             pages = [kv[array] for array in arrays]
-            pages, x = self._executables[own](params[layers], pages, x, shared, slot_mappings)
+            pages, x = self._executables[own](params, pages, x, shared, slot_mappings)
             for array, written in zip(arrays, pages):
                 kv[array] = written
+        state.weights.end_step(x)
         return x
 
 
@@ -223,7 +228,7 @@ class _StageLayers(_Layers):
 class _FinalNorm(_OfStep):
     title = "final-norm"
     reads = ("outside_layers",)
-    outputs = (P(), P(None, SEQ))
+    outputs = (P(), P(SEQ))
     pure = step.final_norm
 
     def __init__(self, shapes: ProgramShapes, first: _Embed) -> None:
@@ -239,7 +244,7 @@ class _LeaveStage(_FinalNorm):
     title = "leave-stage"
     reads = ("outside_layers", "carry")
     replaces = ("carry",)
-    outputs = (P(), P(STAGE, SEQ))
+    outputs = (P(), P(SEQ, STAGE))
     pure = step.leave_stage
 
 

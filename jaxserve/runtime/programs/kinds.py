@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxserve.core.errors import ConfigError
+from jaxserve.runtime.programs.adapter_programs import SetAdapter
 from jaxserve.runtime.programs.executables import Programs, ProgramSpec
 from jaxserve.runtime.programs.forward_programs import Forward, ForwardByLayer, PipelineStep
 from jaxserve.runtime.programs.page_programs import (
@@ -25,8 +27,10 @@ from jaxserve.runtime.programs.sampling_programs import (
     Greedy,
     PromptLogprobs,
     SetHistory,
+    SumChunks,
     Verify,
 )
+from jaxserve.runtime.proposers import Proposer, proposer_of
 from pallas_kernels import backends
 from pallas_kernels.page_copy import copy_pages
 from pallas_kernels.paged_attention import RaggedBatch, paged_attention, write_kv
@@ -51,16 +55,20 @@ class ProgramKinds:
         self.verify = Verify(shapes)
         self.set_history = SetHistory(shapes)
         self.prompt_logprobs = PromptLogprobs(shapes)
+        self.sum_chunks = SumChunks(shapes)
         self.set_tables = SetTables(shapes)
+        self.proposer: Proposer | None = proposer_of(shapes, self.set_tables)
+        self.set_adapter = SetAdapter(shapes)
         self.copy = CopyPages(shapes)
         self.gather = GatherPages(shapes)
         self.scatter = ScatterPages(shapes)
         self._backend = shapes.config.attention_backend
         self._all = (
             *forward,
-            *(self.greedy, self.general, self.prompt_logprobs, self.admit),
+            *(self.greedy, self.general, self.prompt_logprobs, self.sum_chunks, self.admit),
             *(self.verify, self.set_history),
-            *(self.set_tables, self.copy, self.gather, self.scatter),
+            *(self.proposer.kinds if self.proposer else ()),
+            *(self.set_tables, self.set_adapter, self.copy, self.gather, self.scatter),
         )
 
     def specs(self) -> list[ProgramSpec]:
@@ -78,25 +86,36 @@ class ProgramKinds:
 
 
 def check_attention(shapes: ProgramShapes) -> None:
-    """Raises ConfigError when the attention backend cannot run the model's shapes or pages."""
-    pages, model = shapes.pages, shapes.local_model
-    layout = shapes.layouts[shapes.buckets.keys()[-1]]
-    q = jax.ShapeDtypeStruct((layout.key.num_tokens, model.num_heads, model.head_dim), shapes.dtype)
+    """Raises ConfigError when the attention backend cannot run the shapes or pages of the model, or
+    of one that drafts for it."""
+    layout, backend = shapes.layouts[shapes.buckets.keys()[-1]], shapes.config.attention_backend
     num_rows = layout.key.decode_tokens + layout.chunks
     rows = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
     tables = jax.ShapeDtypeStruct((num_rows, layout.max_pages), jnp.int32)
     batch = RaggedBatch(tables, rows, rows, rows)
-    backend = shapes.config.attention_backend
+    models = [(shapes.local_model, "")]
+    if shapes.local_draft_model is not None:
+        models.append((shapes.local_draft_model, "the model of speculative_config: "))
+    pools = [shapes.pages_of(model).shapes for model, _ in models]
 
-    def all_of_it(q, pages, batch):
-        scale, num_decodes = model.attention_scale, layout.key.decode_tokens
-        attended = paged_attention(q, pages, batch, num_decodes=num_decodes, scale=scale)
+    def all_of_it(model, q, pages, batch):
+        attended = paged_attention(
+            q,
+            pages,
+            batch,
+            num_decodes=layout.key.decode_tokens,
+            scale=model.attention_scale,
+            soft_cap=model.attention_soft_cap,
+        )
         new, places = q[:, : model.num_kv_heads], jnp.zeros(len(q), jnp.int32)
-        pages = write_kv(pages, new, new, places, places)
-        return attended, copy_pages([pages], batch.starts, batch.starts)
+        return attended, write_kv(pages, new, new, places, places)
 
-    try:
-        with backends.using(backend):
-            jax.eval_shape(all_of_it, q, pages.shapes, batch)
-    except ValueError as error:
-        raise ConfigError(f"attention_backend is {backend!r}. {error}") from error
+    for count, ((model, whose), pages) in enumerate(zip(models, pools), 1):
+        shape = layout.key.num_tokens, model.num_heads, model.head_dim
+        q = jax.ShapeDtypeStruct(shape, shapes.dtype)
+        try:
+            with backends.using(backend):
+                jax.eval_shape(functools.partial(all_of_it, model), q, pages, batch)
+                jax.eval_shape(copy_pages, pools[:count], batch.starts, batch.starts)
+        except ValueError as error:
+            raise ConfigError(f"attention_backend is {backend!r}. {whose}{error}") from error

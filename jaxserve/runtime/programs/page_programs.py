@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import numpy as np
 
-from jaxserve.kv.transfers import MOVE_PAGES, MOVE_SIZES
+from jaxserve.kv.offload.transfers import MOVE_PAGES, MOVE_SIZES
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.executables import ProgramSpec
 from jaxserve.runtime.programs.program_kind import (
@@ -21,7 +21,7 @@ from jaxserve.runtime.programs.program_kind import (
 from jaxserve.runtime.programs.program_shapes import holding
 from jaxserve.runtime.programs.step_layout import FrozenPlan, set_tables
 from pallas_kernels.page_copy import copy_pages, gather_pages, scatter_pages
-from pallas_kernels.paged_attention import KVPages
+from pallas_kernels.paged_attention import Pages
 
 COPY_PAGES = 8
 """Pages per call of the copy program."""
@@ -97,7 +97,7 @@ class _Move(ProgramKind[_MoveKey]):
     def keys(self) -> Iterable[_MoveKey]:
         keys = [_MoveKey(MOVE_PAGES, 1)]
         if self.shapes.moves_pages:
-            layers = self.shapes.kv_layout.layers_per_page
+            layers = len(self.shapes.abstract_kv)
             keys += [_MoveKey(count, layers) for count in MOVE_SIZES]
         return dict.fromkeys(keys)
 
@@ -129,7 +129,7 @@ class GatherPages(_Move):
     def results(self, key: _MoveKey) -> Any:
         return self.shapes.staging(*key)
 
-    def __call__(self, layers: Sequence[KVPages], pages: Sequence[int]) -> jax.Array:
+    def __call__(self, layers: Sequence[Pages], pages: Sequence[int]) -> jax.Array:
         """A staging array [at least pages, elements] of up to MOVE_PAGES pages, all layers or
         one."""
         sizes = (key.pages for key in self.keys() if key.layers == len(layers))
@@ -151,8 +151,8 @@ class ScatterPages(_Move):
         return self.shapes.abstract_state.kv[: key.layers]
 
     def __call__(
-        self, layers: list[KVPages], pages: Sequence[int], staging: jax.Array
-    ) -> list[KVPages]:
+        self, layers: list[Pages], pages: Sequence[int], staging: jax.Array
+    ) -> list[Pages]:
         """The layers, all or one, with the first rows of `staging` in these pages."""
         key = _MoveKey(staging.shape[0], len(layers))
         return self._executables[key](layers, padded(pages, key.pages, _NO_PAGE), staging)

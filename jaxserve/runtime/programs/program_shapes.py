@@ -18,20 +18,37 @@ from jaxserve.core.buckets import Buckets, ProgramKey
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.kv.layout import KVLayout
-from jaxserve.models.family import Family, Params
+from jaxserve.models.family import AnySpec, Family, Params, ParamSpec
+from jaxserve.models.lora import Adapters, of_one
+from jaxserve.models.medusa import MedusaConfig
+from jaxserve.models.medusa import param_specs as medusa_specs
 from jaxserve.models.parallel import VOCAB
 from jaxserve.models.partition import local
-from jaxserve.runtime.device_rates import device_rates
+from jaxserve.runtime.devices import device_rates
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.step_layout import StepLayout
 from jaxserve.runtime.programs.tiles import DEFAULT_TILE_TOKENS, TILE_TOKENS
+from jaxserve.runtime.weights.placement import Placement, place
+from jaxserve.runtime.weights.source import ResidentWeights
 from jaxserve.sampling import BY_TOKEN, SamplingState, abstract_state
 from jaxserve.sampling.processors import Processors
 from jaxserve.sampling.speculation import SpeculationState, abstract_speculation
 from jaxserve.structured.bitmask import mask_words
-from pallas_kernels.paged_attention import KVPages, PageLayout
+from pallas_kernels.page_copy import image_dtype, image_elements
+from pallas_kernels.paged_attention import PageLayout, Pages
+from pallas_kernels.quantized_matmul import QuantizedWeight
 from pallas_kernels.ring_attention import choose_scheme
-from sharding_rules import ACTIVATIONS, KV, MEGATRON, SEQ, STAGE, TENSOR, Rules, named_sharding
+from sharding_rules import (
+    ACTIVATIONS,
+    EXPERT_PARALLEL,
+    KV,
+    MEGATRON,
+    SEQ,
+    STAGE,
+    TENSOR,
+    Rules,
+    named_sharding,
+)
 
 RING_CHUNKS = 4
 """Ring attention is for contexts of at most this many chunks: buffers for the longest are allocated
@@ -41,17 +58,30 @@ DECODE_LAYERS = 6
 """Layers of a decode step compiled together on CPUs (docs/decisions/002-programs.md)."""
 
 
-PARAMETERS = MEGATRON | {"vocab": VOCAB}
+_PARAMETERS = MEGATRON | {"vocab": VOCAB}
 """Rules for parameters: the vocabulary is split over stages too, to store no unused copies."""
 
-PAGE_NAMES = KVPages(
-    k=("pages", "kv_heads", "head_dim", "page_tokens"),
-    v=("pages", "kv_heads", "page_tokens", "head_dim"),
-)
-"""Names of the dimensions of a layer's pages."""
+_QUANTIZED_KV = {"int8": "int8", "fp8": "float8_e4m3fn"}
+"""Dtypes of the elements of quantized pages, by kv_cache_dtype."""
+
+PAGE_NAMES = {
+    "k": ("pages", "kv_heads", "head_dim", "page_tokens"),
+    "v": ("pages", "kv_heads", "page_tokens", "head_dim"),
+    "scales": ("pages", "kv_heads", "key_value", "page_tokens"),
+}
+"""Names of the dimensions of each array of a layer's pages."""
 
 PAGES = KV | {"pages": STAGE}
 """Rules for pages: a stage holds the pages of its own layers, with the same page ids as others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftModel:
+    """A smaller model that drafts: its config and specs, partitioned as the target's."""
+
+    model: ModelConfig
+    family: Family
+    specs: Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +102,10 @@ class ProgramShapes:
     moves_pages: bool = False
     """Whether pages are ever gathered and scattered, not just copied."""
     mesh: Mesh | AbstractMesh | None = None
+    draft_model: DraftModel | None = None
+    medusa: MedusaConfig | None = None
+    lora: list[dict[str, Adapters]] | None = None
+    """Specs of the adapters of each layer, partitioned; None without adapters."""
 
     @property
     def devices(self) -> list[jax.Device]:
@@ -91,6 +125,12 @@ class ProgramShapes:
         return self.config.context_parallel_size
 
     @property
+    def param_rules(self) -> Rules:
+        """Rules for parameters."""
+        whole_experts = self.config.enable_expert_parallel
+        return _PARAMETERS | EXPERT_PARALLEL if whole_experts else _PARAMETERS
+
+    @property
     def vocab_ranks(self) -> int:
         """Ranks that the vocabulary is split over."""
         return self.stages * self.tensor
@@ -101,6 +141,12 @@ class ProgramShapes:
         return local(self.model, tensor=self.tensor, stages=self.stages)
 
     @functools.cached_property
+    def local_draft_model(self) -> ModelConfig | None:
+        """The part of a draft model that one device computes; None without one."""
+        draft = self.draft_model
+        return draft and local(draft.model, tensor=self.tensor, stages=1)
+
+    @functools.cached_property
     def buckets(self) -> Buckets:
         buckets = Buckets.from_config(
             self.config.max_num_seqs,
@@ -108,7 +154,7 @@ class ProgramShapes:
             pipelined=self.stages > 1,
             seq=self.seq,
             tiled=self.config.batch_invariant,
-            num_drafts=self.config.num_speculative_tokens,
+            draft_lengths=self.config.draft_lengths,
         )
         page_size, contexts = self.config.page_size, {}
         for key in buckets.keys():  # noqa: SIM118
@@ -154,13 +200,23 @@ class ProgramShapes:
 
     @property
     def pages(self) -> PageLayout:
-        """One layer's array of pages on one device."""
+        """One layer's pages on one device."""
+        return self.pages_of(self.local_model)
+
+    def pages_of(self, local_model: ModelConfig) -> PageLayout:
+        """`pages` of a layer of a model, or of one that drafts for it."""
+        return self._pages(local_model, self.num_pages, self.config.page_size // self.seq)
+
+    def _pages(self, model: ModelConfig, num_pages: int, page_size: int) -> PageLayout:
+        quantized = _QUANTIZED_KV.get(self.config.kv_cache_dtype)
         return PageLayout(
-            self.num_pages,
-            self.config.page_size // self.seq,
-            self.local_model.num_kv_heads,
-            self.model.head_dim,
-            self.dtype,
+            num_pages,
+            page_size,
+            model.num_kv_heads,
+            model.head_dim,
+            jnp.dtype(quantized or self.dtype),
+            scaled=quantized is not None,
+            value_dim=model.value_dim if model.mla else None,
         )
 
     @functools.cached_property
@@ -177,6 +233,8 @@ class ProgramShapes:
         attention than by passing its queries; 0 for none, as in a pipeline, whose stages work on
         several chunks at once."""
         if self.seq == 1 or self.stages > 1 or key.prefill_tokens % (2 * self.seq):
+            return 0
+        if self.model.mla:  # Latents are not sent around.
             return 0
         rates = device_rates(self.device)
 
@@ -210,14 +268,17 @@ class ProgramShapes:
             ring_scheme="pass_kv_both_ways" if self._links_both_ways else "pass_kv",
             max_width=self.max_width,
             tile=self.tile,
+            lora=self.lora is not None,
         )
 
     def groups(self, key: ProgramKey) -> list[slice]:
         """Consecutive layers that run in one program, where the model is not one program.
 
-        Decode steps are short, so they use larger groups and fewer calls.
+        Decode steps are short, so they use larger groups and fewer calls, unless layers are
+        streamed one by one.
         """
-        size, count = 1 if key.prefill_tokens else DECODE_LAYERS, self.local_model.num_layers
+        one = bool(key.prefill_tokens or self.placement.streamed)
+        size, count = 1 if one else DECODE_LAYERS, self.local_model.num_layers
         return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
     @property
@@ -232,36 +293,101 @@ class ProgramShapes:
 
     @functools.cached_property
     def param_shardings(self) -> Params:
-        return jax.tree.map(lambda spec: self._by_name(spec.axes, spec.shape), self.specs)
+        return self.shardings_of(self.specs)
+
+    def shardings_of(self, specs: Params) -> Params:
+        """A sharding for each parameter."""
+        return jax.tree.map(self._sharding_of, specs)
+
+    def _sharding_of(self, spec: AnySpec) -> Sharding | QuantizedWeight:
+        """The sharding of a parameter; of one that is packed and split, that of each plane."""
+        if not isinstance(spec, ParamSpec) or not spec.split:
+            return self._by_name(spec.axes, spec.shape, self.param_rules)
+        return jax.tree.map(
+            lambda plane: self._by_name(
+                spec.plane_axes(plane.shape[-1]), plane.shape, self.param_rules
+            ),
+            spec.abstract(self.dtype),
+        )
 
     @functools.cached_property
     def abstract_params(self) -> Params:
-        return jax.tree.map(
-            lambda spec, sharding: jax.tree.map(
-                lambda array: placed(array, sharding), spec.abstract(self.dtype)
-            ),
-            self.specs,
-            self.param_shardings,
-        )
+        return self._abstract(self.specs)
+
+    @functools.cached_property
+    def _abstract_draft_params(self) -> Params | None:
+        return self._abstract(self.draft_specs) if self.draft_specs else None
+
+    @functools.cached_property
+    def draft_specs(self) -> Params | None:
+        """Specs of the parameters that draft beside the model's: of another model, or of heads."""
+        if self.medusa is not None:
+            return medusa_specs(self.medusa)
+        return self.draft_model and self.draft_model.specs
+
+    def _abstract(self, specs: Params) -> Params:
+        def all_placed(spec: AnySpec, sharding: Sharding | QuantizedWeight) -> Any:
+            arrays = spec.abstract(self.dtype)
+            if isinstance(sharding, Sharding):
+                sharding = jax.tree.map(lambda array: sharding, arrays)
+            return jax.tree.map(placed, arrays, sharding)
+
+        return jax.tree.map(all_placed, specs, self.shardings_of(specs))
+
+    @functools.cached_property
+    def abstract_lora(self) -> list[dict[str, Adapters]] | None:
+        """Shapes of the buffers of all adapters."""
+        return self._abstract(self.lora)
+
+    @functools.cached_property
+    def adapter(self) -> list[dict[str, Adapters]] | None:
+        """As `lora`, of one adapter."""
+        return jax.tree.map(of_one, self.lora)
+
+    @functools.cached_property
+    def abstract_adapter(self) -> list[dict[str, Adapters]] | None:
+        """Shapes of one adapter, as it is written to a slot."""
+        return self._abstract(self.adapter)
+
+    @property
+    def lora_bytes(self) -> int:
+        """Bytes on one device of the adapters' buffers, and of one that is being loaded."""
+        both = self.abstract_lora, self.abstract_adapter
+        return tree_bytes(both)
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of the parameters on one device."""
-        return sum(_shard_bytes(array) for array in jax.tree.leaves(self.abstract_params))
+        """Bytes on one device of the parameters that it holds at once, those of a draft model
+        included."""
+        return self.placement.device_bytes + tree_bytes(self._abstract_draft_params)
+
+    @functools.cached_property
+    def placement(self) -> Placement:
+        """Which layers stay on the devices. Raises ConfigError when `resident_weight_bytes` cannot
+        hold a window."""
+        outside = {name: own for name, own in self.abstract_params.items() if name != "layers"}
+        return place(
+            self.config.weights_on,
+            tree_bytes(outside),
+            [tree_bytes(layer) for layer in self.abstract_params["layers"]],
+            self.config.resident_weight_bytes,
+        )
 
     @property
     def state_bytes(self) -> int:
-        """Bytes on one device of the state kept across steps, without parameters and pages."""
-        kept = dataclasses.replace(self.abstract_state, params={}, kv=[])
+        """Bytes on one device of the state kept across steps, without parameters, adapters and
+        pages."""
+        large = {"weights": ResidentWeights({}), "draft_params": None, "lora": None, "kv": []}
+        kept = dataclasses.replace(self.abstract_state, **large)
         masks = [self._masks(self.sample_rows[-1])] * 2  # Of the step in flight, and the next.
-        return sum(_shard_bytes(array) for array in jax.tree.leaves((kept, masks)))
+        return tree_bytes((kept, masks))
 
     @functools.cached_property
     def abstract_state(self) -> DeviceState:
         """Shapes of everything that the devices hold across steps."""
         slots = self.trash_slot + 1
         return DeviceState(
-            params=self.abstract_params,
+            weights=ResidentWeights(self.abstract_params),
             kv=self.abstract_kv,
             tables=self.int32(
                 self.stages * len(self.kv_layout.groups) * slots, self.max_pages, spec=(STAGE,)
@@ -270,22 +396,36 @@ class ProgramShapes:
             sampling=self._abstract_sampling,
             no_masks={rows: self._masks(rows) for rows in self.sample_rows},
             speculation=self._abstract_speculation,
+            draft_params=self._abstract_draft_params,
+            lora=self.abstract_lora,
             carry=self._abstract_carry if self.stages > 1 else None,
         )
 
     @property
-    def abstract_kv(self) -> list[KVPages]:
+    def abstract_kv(self) -> list[Pages]:
         """Shapes of the arrays of pages of a stage, each for a layer of every KV group,
-        concatenated over stages."""
-        k = (
-            self.stages * self.num_pages,
-            self.model.num_kv_heads,
-            self.model.head_dim,
-            self.config.page_size,
-        )
-        v = (*k[:-2], k[-1], k[-2])
-        layer = KVPages(self._named(k, PAGE_NAMES.k, PAGES), self._named(v, PAGE_NAMES.v, PAGES))
-        return [layer] * self.kv_layout.layers_per_page
+        concatenated over stages; then those of a draft model's layers, with the same page ids."""
+        pages = [self._abstract_pages(self.model)] * self.kv_layout.layers_per_page
+        if self.draft_model is not None:
+            draft = self.draft_model.model
+            pages += [self._abstract_pages(draft)] * draft.num_layers
+        return pages
+
+    def _abstract_pages(self, model: ModelConfig) -> Pages:
+        """Shapes of the pages of a layer of `model`."""
+        pages = self._pages(model, self.stages * self.num_pages, self.config.page_size)
+
+        def on_mesh(path: tuple[Any, ...], array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            names = PAGE_NAMES[path[0].name]
+            return placed(array, self._by_name(names, array.shape, PAGES))
+
+        return jax.tree_util.tree_map_with_path(on_mesh, pages.shapes)
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of a whole page, of all stages."""
+        kv = self.abstract_kv
+        return self.stages * image_elements(kv) * image_dtype(kv).itemsize
 
     @property
     def _abstract_sampling(self) -> SamplingState:
@@ -302,8 +442,14 @@ class ProgramShapes:
         num_drafts = self.config.num_speculative_tokens
         if not num_drafts:
             return None
-        state = abstract_speculation(self.trash_slot, self.config.max_model_len, num_drafts)
-        return SpeculationState(*(placed(array, self.sharding()) for array in state))
+        hidden = jax.ShapeDtypeStruct((self.model.hidden_size,), self.dtype)
+        state = abstract_speculation(
+            self.trash_slot,
+            self.config.max_model_len,
+            num_drafts,
+            None if self.medusa is None else hidden,
+        )
+        return jax.tree.map(lambda array: placed(array, self.sharding()), state)
 
     @functools.cached_property
     def sample_rows(self) -> tuple[int, ...]:
@@ -339,13 +485,13 @@ class ProgramShapes:
     def hidden(
         self, tokens: int, *, sharded: bool = False, staged: bool = False
     ) -> jax.ShapeDtypeStruct:
-        """Shape of activations [hidden, tokens]. `sharded`: tokens are split over `seq`;
+        """Shape of activations [tokens, hidden]. `sharded`: tokens are split over `seq`;
         `staged`: every stage has its own, concatenated."""
         rules = ACTIVATIONS if sharded else {}
         features = self.model.hidden_size
         if staged and self.stages > 1:
             rules, features = rules | {"features": STAGE}, self.stages * features
-        return self._named((features, tokens), ("features", "tokens"), rules)
+        return self._named((tokens, features), ("tokens", "features"), rules)
 
     def int32(self, *shape: int, spec: tuple[str, ...] = ()) -> jax.ShapeDtypeStruct:
         return placed(jax.ShapeDtypeStruct(shape, jnp.int32), self.sharding(*spec))
@@ -353,10 +499,9 @@ class ProgramShapes:
     def staging(self, count: int, layers: int | None = None) -> jax.ShapeDtypeStruct:
         """Shape of a staging array of `count` pages, each the parts of all devices in turn; of all
         layers of a stage, or of `layers` of them."""
-        layers = self.kv_layout.layers_per_page if layers is None else layers
-        elements = self.pages.page_bytes // self.dtype.itemsize * layers
-        parts = self.stages * self.seq * self.tensor
-        array = jax.ShapeDtypeStruct((count, parts * elements), self.dtype)
+        kv = self.abstract_kv[:layers]
+        shape = (count, self.stages * image_elements(kv))
+        array = jax.ShapeDtypeStruct(shape, image_dtype(kv))
         return placed(array, self.sharding(None, (STAGE, SEQ, TENSOR)))
 
     def _named(self, shape: tuple[int, ...], names: tuple[str, ...], rules: Rules) -> Any:
@@ -364,7 +509,7 @@ class ProgramShapes:
         return placed(array, self._by_name(names, shape, rules))
 
     def _by_name(
-        self, names: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules = PARAMETERS
+        self, names: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules
     ) -> Sharding:
         if self.mesh is None:
             return self.sharding()
@@ -379,7 +524,8 @@ class ProgramShapes:
         """Text that changes whenever any program would: the key of the executable cache."""
         settings = self.config.of_programs() | {"logits_processors": self.processors.names}
         formats = [spec.format for spec in jax.tree.leaves(self.specs)]
-        return repr((settings, self.model, formats, self.num_pages))
+        draft = self.draft_model and self.draft_model.model
+        return repr((settings, self.model, formats, draft, self.medusa, self.num_pages))
 
 
 def holding(sizes: Iterable[int], count: int) -> int:
@@ -392,5 +538,11 @@ def placed(array: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStr
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
-def _shard_bytes(array: jax.ShapeDtypeStruct) -> int:
+def shard_bytes(array: jax.ShapeDtypeStruct) -> int:
+    """Bytes of an array on one device."""
     return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes on one device of the arrays of a tree."""
+    return sum(map(shard_bytes, jax.tree.leaves(tree)))

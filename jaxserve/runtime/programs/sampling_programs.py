@@ -1,4 +1,4 @@
-"""Kinds of programs that sample tokens and score prompts."""
+"""Kinds of programs that sample tokens, score prompts and pool hidden states."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.core.model_config import ModelConfig
@@ -29,12 +30,14 @@ from jaxserve.sampling import (
     admit,
     pack_admission,
     pack_rows,
+    record_sampled,
     token_logprobs,
+    tokens_per_rank,
 )
 from jaxserve.sampling import general as sample_general
 from jaxserve.sampling import greedy as sample_greedy
 from jaxserve.sampling.processors import Processors
-from jaxserve.sampling.rows import FLAG_TRACK, FLAGS, NUM_FIELDS, POSITION, SLOT
+from jaxserve.sampling.rows import FLAG_TRACK, FLAGS, NUM_FIELDS, PLACE, POSITION, SLOT
 from jaxserve.sampling.speculation import Acceptance, SpeculationState, set_history, verify
 from sharding_rules import SEQ
 
@@ -51,8 +54,8 @@ def greedy(
     hidden: jax.Array,
     slots: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Most likely token int32 [rows] for the sequences in `slots` [rows], from the first columns
-    of hidden [hidden, sample_width].
+    """Most likely token int32 [rows] for the sequences in `slots` [rows], from the first rows
+    of hidden [sample_width, hidden].
 
     `tile` as in StepLayout. Returns `last_tokens` with the tokens in their slots, and the tokens.
     """
@@ -60,7 +63,7 @@ def greedy(
     def sample(carry, hidden):
         return carry, sample_greedy(family.logits(head, config, hidden))
 
-    hidden = hidden[:, : len(slots)]
+    hidden = hidden[: len(slots)]
     _, token_ids = scan_tiles(sample, (), hidden, tile, _num_real(last_tokens, slots))
     return last_tokens.at[slots].set(jnp.maximum(token_ids, 0)), token_ids
 
@@ -82,18 +85,22 @@ def general(
     int32 [rows, mask_words] are the masks of rows with a grammar. With `speculation`, positions
     count from the length of the sequence. `tile` as in StepLayout."""
 
-    def sample(state, arrays):
-        hidden, rows, masks = arrays
-        logits = family.logits(head, config, hidden.T)
-        output, state = sample_general(logits, state, rows, masks, processors)
-        return state, output
+    def sample(carry, arrays):
+        hidden, rows, masks, *drafts = arrays
+        logits = family.logits(head, config, hidden)
+        output, _ = sample_general(logits, state, rows, masks, processors, *drafts)
+        return carry, output
 
-    slots = rows[:, SLOT]
+    slots, drafts = rows[:, SLOT], None
+    arrays = (hidden[: len(rows)], rows, masks)
     if speculation is not None:
         rows = rows.at[:, POSITION].add(speculation.lengths[slots])
-    arrays = (hidden[:, : len(rows)].T, rows, masks)
-    count = _num_real(last_tokens, slots)
-    state, output = scan_tiles(sample, state, arrays, tile, count, axis=0)
+        drafts = speculation.drafts[slots]
+        arrays = (arrays[0], rows, masks, drafts)
+    _, output = scan_tiles(sample, (), arrays, tile, _num_real(last_tokens, slots))
+    # After all tiles, since a tile may begin between the tokens of a sequence.
+    count = tokens_per_rank(config.vocab_size, parallel.num_vocab_ranks())
+    state = record_sampled(state, rows, output.token_ids, count, drafts)
     return last_tokens.at[slots].set(jnp.maximum(output.token_ids, 0)), state, output
 
 
@@ -114,17 +121,27 @@ def prompt_logprobs(
 
     def score(carry, arrays):
         hidden, targets = arrays
-        logits = family.logits(head, config, hidden.T)
+        logits = family.logits(head, config, hidden)
         return carry, token_logprobs(logits, targets, jnp.bool_(True))
 
-    # Always tiled: logits [vocab, tokens] of a whole prompt would not fit.
+    # Always tiled: logits [tokens, vocab] of a whole prompt would not fit.
     tile = tile or PROMPT_TILE
-    hidden = parallel.of_last_stage(hidden).T
+    hidden = parallel.of_last_stage(hidden)
     tokens = len(targets)
     padding = -tokens % tile
     arrays = jnp.pad(hidden, ((0, padding), (0, 0))), jnp.pad(targets, (0, padding))
-    _, scored = scan_tiles(score, (), arrays, tile, tokens, axis=0)
+    _, scored = scan_tiles(score, (), arrays, tile, tokens)
     return jax.tree.map(lambda x: x[:tokens], scored)
+
+
+def sum_chunks(num_chunks: int, seq: int, hidden: jax.Array, chunks: jax.Array) -> jax.Array:
+    """Sums float32 [num_chunks, hidden] of the hidden states of each chunk; `chunks` int32 [tokens]
+    numbers that of each token, with `num_chunks` for padding."""
+    hidden = parallel.of_last_stage(hidden).astype(jnp.float32)
+    hidden = jnp.where((chunks < num_chunks)[:, None], hidden, 0)
+    member = (chunks == jnp.arange(num_chunks)[:, None]).astype(jnp.float32)
+    sums = jnp.matmul(member, hidden, precision=lax.Precision.HIGHEST)
+    return lax.psum(sums, SEQ) if seq > 1 else sums
 
 
 class _OnHead(ProgramKind[int]):
@@ -217,8 +234,8 @@ class General(_OnHead):
         width: int,
         key: int,
     ) -> np.ndarray:
-        """Rows whose positions count from the length of the sequence, which the device adds. Rows
-        with a history of sampled tokens have no drafts: they record the first token only."""
+        """Rows whose positions count from the length of the sequence, which the device adds; those
+        after drafts that no step verifies are not recorded."""
         tokens = [(row, place) for row in range(len(chunks)) for place in range(width)]
         rows = pack_rows(
             [constants[row] for row, _ in tokens],
@@ -228,7 +245,9 @@ class General(_OnHead):
             self.shapes.trash_slot,
             self._num_processors,
         )
-        rows[np.arange(key) % width > 0, FLAGS] &= ~FLAG_TRACK
+        places = rows[: len(tokens), PLACE] = [place for _, place in tokens]
+        verified = [chunks[row].num_drafts for row, _ in tokens]
+        rows[: len(tokens), FLAGS][np.greater(places, verified)] &= ~FLAG_TRACK
         return rows
 
 
@@ -251,7 +270,7 @@ class PromptLogprobs(_OnHead):
         self, state: DeviceState, hidden: jax.Array, prefills: SequenceOf[ScheduledChunk]
     ) -> TokenLogprobs:
         """One row for each prefill token of a step, padding included."""
-        tokens, start = hidden.shape[1], 0
+        tokens, start = len(hidden), 0
         targets = np.zeros(tokens, np.int32)
         for chunk in prefills:
             first = chunk.start + 1
@@ -259,6 +278,36 @@ class PromptLogprobs(_OnHead):
             targets[start : start + len(following)] = following
             start += chunk.num_tokens
         return self.run(state, tokens, hidden, targets)
+
+
+class SumChunks(ProgramKind[int]):
+    """Sums of the hidden states of each prefill chunk of a step."""
+
+    title = "sum-chunks"
+    outputs = (P(),)
+    pure = sum_chunks
+
+    def keys(self) -> Iterable[int]:
+        return self.shapes.buckets.prefill_tokens
+
+    def static(self, key: int) -> tuple[Any, ...]:
+        return self._num_chunks(key), self.shapes.seq
+
+    def _num_chunks(self, key: int) -> int:
+        return min(self.shapes.config.max_num_seqs, key)
+
+    def uploads(self, key: int) -> tuple[Any, ...]:
+        hidden = self.shapes.hidden(key, sharded=True, staged=True)
+        return hidden, self.shapes.int32(key, spec=(SEQ,))
+
+    def __call__(
+        self, state: DeviceState, hidden: jax.Array, prefills: SequenceOf[ScheduledChunk]
+    ) -> jax.Array:
+        """float32 [at least as many chunks, hidden]."""
+        lengths = [chunk.num_tokens for chunk in prefills]
+        numbers = np.repeat(np.arange(len(lengths)), lengths)
+        key = len(hidden)
+        return self.run(state, key, hidden, padded(numbers, key, self._num_chunks(key)))
 
 
 class Admit(ProgramKind[int]):
@@ -306,7 +355,7 @@ class VerifyKey(NamedTuple):
 
 
 class Verify(ProgramKind[VerifyKey]):
-    """Accepts the drafts of a step, and drafts for the next; none without speculation."""
+    """Accepts the drafts of a step; none without speculation."""
 
     title = "verify"
     pure = verify
@@ -321,11 +370,12 @@ class Verify(ProgramKind[VerifyKey]):
         return [VerifyKey(rows, width) for rows in buckets.rows for width in buckets.widths]
 
     def static(self, key: VerifyKey) -> tuple[Any, ...]:
-        return self.shapes.config.speculative_config, key.width
+        return (key.width,)
 
     def uploads(self, key: VerifyKey) -> tuple[Any, ...]:
         int32 = self.shapes.int32
-        return int32(self.shapes.sampled(*key)), int32(key.rows), int32(key.rows)
+        hidden = () if self.shapes.medusa is None else (self.shapes.sampled_hidden,)
+        return int32(self.shapes.sampled(*key)), int32(key.rows), int32(key.rows), *hidden
 
     def __call__(
         self,
@@ -333,12 +383,14 @@ class Verify(ProgramKind[VerifyKey]):
         token_ids: jax.Array,
         chunks: SequenceOf[ScheduledChunk],
         width: int,
+        hidden: jax.Array,
     ) -> Acceptance:
-        """What each of `chunks` gained by `token_ids`, `width` of each."""
+        """What each of `chunks` gained by `token_ids`, `width` of each, sampled from `hidden`."""
         rows = holding(self.shapes.buckets.rows, len(chunks))
         slots = padded([chunk.slot for chunk in chunks], rows, self.shapes.trash_slot)
         counts = padded([1 + chunk.num_drafts for chunk in chunks], rows, 1)
-        return self.run(state, VerifyKey(rows, width), token_ids, slots, counts)
+        from_which = () if self.shapes.medusa is None else (hidden,)
+        return self.run(state, VerifyKey(rows, width), token_ids, slots, counts, *from_which)
 
 
 class SetHistory(ProgramKind[int]):

@@ -10,7 +10,7 @@ donated. The model is one program, `forward`, or three kinds of programs, `embed
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +18,23 @@ from jax import lax
 
 from jaxserve.core.model_config import LayerKind, ModelConfig
 from jaxserve.kv.layout import KVPlace
-from jaxserve.models import parallel
+from jaxserve.models import lora, parallel
 from jaxserve.models.family import Family, Params
 from jaxserve.runtime.programs import context_parallel
 from jaxserve.runtime.programs.context_parallel import ShardedTokens
 from jaxserve.runtime.programs.step_layout import SlotMapping, StepLayout
 from jaxserve.runtime.programs.tiles import batch_of_tile, num_real_tokens, scan_tiles
 from jaxserve.sampling.speculation import SpeculationState
-from pallas_kernels.paged_attention import KVPages, paged_attention, write_kv
+from pallas_kernels.paged_attention import Pages, paged_attention, write_kv
 from sharding_rules import STAGE
+
+
+class TokenInputs(NamedTuple):
+    """What all layers read of a step's tokens, arrays [tokens, ...]: what the family shares among
+    them, and the slots of adapters, None for a model without."""
+
+    of_family: Any
+    adapters: jax.Array | None = None
 
 
 def forward(
@@ -34,19 +42,19 @@ def forward(
     config: ModelConfig,
     layout: StepLayout,
     params: Params,
-    kv: list[KVPages],
+    kv: list[Pages],
     tables: jax.Array,
     last_tokens: jax.Array,
     speculation: SpeculationState | None,
     metadata: jax.Array,
-) -> tuple[list[KVPages], jax.Array, jax.Array, jax.Array]:
+) -> tuple[list[Pages], jax.Array, jax.Array, jax.Array]:
     """Run the whole model over one packed step.
 
-    `kv` holds one KVPages per layer of a KV group, `tables` int32 [groups * (slots + 1), max_pages]
+    `kv` holds the Pages of each layer of a group, `tables` int32 [groups * (slots + 1), max_pages]
     the page tables of every slot, `last_tokens` [slots + 1] int32 the newest token of every slot;
     `speculation` has their drafts and lengths, None without speculation. Returns the pages with the
     step's keys and values written, the updated tables, the hidden states to sample from
-    [hidden, sample_width], and those of the prefill tokens [hidden, prefill_tokens].
+    [sample_width, hidden], and those of the prefill tokens [prefill_tokens, hidden].
     """
     tables, x, shared, slot_mappings, sampled = embed(
         family, config, layout, params, tables, last_tokens, speculation, metadata
@@ -65,7 +73,7 @@ def embed(
     last_tokens: jax.Array,
     speculation: SpeculationState | None,
     metadata: jax.Array,
-) -> tuple[jax.Array, jax.Array, Any, tuple[SlotMapping, ...], jax.Array]:
+) -> tuple[jax.Array, jax.Array, TokenInputs, tuple[SlotMapping, ...], jax.Array]:
     """First part of `forward`: page tables, embeddings, inputs shared by all layers, slot mapping
     of each KV group, indices of the sampled tokens."""
     tables, step = layout.unpack(tables, metadata, speculation)
@@ -75,16 +83,17 @@ def embed(
         decode_ids = jnp.concatenate([decode_ids, jnp.maximum(drafts, 0)], axis=1)
     token_ids = jnp.concatenate([decode_ids.reshape(-1), step.prefill_ids])
     token_ids = jnp.pad(token_ids, (0, layout.num_tokens - len(token_ids)))
-    positions = step.positions
+    positions, adapters = step.positions, step.adapters
     if layout.seq > 1:
-        token_ids, positions = map(ShardedTokens(layout).own, (token_ids, positions))
+        own = ShardedTokens(layout).own
+        token_ids, positions, adapters = jax.tree.map(own, (token_ids, positions, adapters))
 
     def embed(carry, tokens):
         return carry, family.embed(params, config, *tokens)
 
     count = num_real_tokens(step.slot_mappings[0].batch)
     _, (x, shared) = scan_tiles(embed, (), (token_ids, positions), layout.tile, count)
-    return tables, x, shared, step.slot_mappings, step.sampled
+    return tables, x, TokenInputs(shared, adapters), step.slot_mappings, step.sampled
 
 
 def layers(
@@ -94,13 +103,16 @@ def layers(
     kinds: Sequence[LayerKind],
     places: Sequence[KVPlace],
     params: Sequence[Params],
-    kv: Sequence[KVPages],
+    kv: Sequence[Pages],
     x: jax.Array,
-    shared: Any,
+    shared: TokenInputs,
     slot_mappings: Sequence[SlotMapping],
-) -> tuple[list[KVPages], jax.Array]:
+    *,
+    apart: bool = False,
+) -> tuple[list[Pages], jax.Array]:
     """Middle part of `forward`: consecutive layers with these kinds and parameters, whose pages are
-    at these places of `kv`.
+    at these places of `kv`. Parameters with the key "lora" have adapters. `apart`: between
+    layers round as between programs, so that tokens do not depend on which layers share one.
 
     Returns `kv` with the new keys and values, and the activations after the last layer.
     """
@@ -112,42 +124,69 @@ def layers(
 
         def layer(pages, arrays, kind=kind, p=p, slot_mapping=slot_mapping):
             x, shared, page_ids, offsets, tokens = arrays
+            p = lora.adapted(p, p.get("lora"), shared.adapters)
             own = SlotMapping(page_ids, offsets, slot_mapping.batch)
             if layout.tile is not None:
                 own = own._replace(batch=batch_of_tile(own.batch, tokens[0], layout.tile))
 
-            def attention(q, k, v, *, window):
+            def attention(q, k, v, *, window, sinks=None):
                 nonlocal pages
                 attend = _attend if layout.seq == 1 else context_parallel.attend
                 out, pages = attend(
-                    layout, own, pages, q, k, v, scale=config.attention_scale, window=window
+                    layout,
+                    own,
+                    pages,
+                    q,
+                    k,
+                    v,
+                    scale=config.attention_scale,
+                    window=window,
+                    soft_cap=config.attention_soft_cap,
+                    sinks=sinks,
                 )
                 return out
 
-            x = family.layer(p, config, kind, x, shared, attention)
-            return pages, x
+            x = family.layer(p, config, kind, x, shared.of_family, attention)
+            return pages, _in_its_dtype(x) if apart else x
 
         arrays = (x, shared, slot_mapping.page_ids, slot_mapping.offsets, tokens)
         kv[place.array], x = scan_tiles(layer, kv[place.array], arrays, layout.tile, count)
     return kv, parallel.leave_layers(x)
 
 
+def _in_its_dtype(x: jax.Array) -> jax.Array:
+    """x without the digits beyond its dtype that XLA may keep within a program."""
+    if x.dtype == jnp.float32:
+        return x
+    kept = jnp.finfo(x.dtype)
+    return lax.reduce_precision(x.astype(jnp.float32), kept.nexp, kept.nmant).astype(x.dtype)
+
+
 def _attend(
     layout: StepLayout,
     slot_mapping: SlotMapping,
-    pages: KVPages,
+    pages: Pages,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     *,
     scale: float,
     window: int | None,
-) -> tuple[jax.Array, KVPages]:
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+) -> tuple[jax.Array, Pages]:
     """Write k and v to the pages, then attend, on a device that holds whole pages."""
     pages = write_kv(pages, k, v, slot_mapping.page_ids, slot_mapping.offsets)
     decodes = layout.key.decode_tokens if layout.tile is None else 0
     out, _ = paged_attention(
-        q, pages, slot_mapping.batch, num_decodes=decodes, scale=scale, window=window
+        q,
+        pages,
+        slot_mapping.batch,
+        num_decodes=decodes,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
     )
     return out, pages
 
@@ -176,16 +215,16 @@ def _normed(
     def norm(carry, x):
         return carry, family.final_norm(params, config, x)
 
-    _, hidden = scan_tiles(norm, (), x, layout.tile, x.shape[1])
-    picked = hidden[:, sampled] if layout.seq == 1 else ShardedTokens(layout).pick(hidden, sampled)
+    _, hidden = scan_tiles(norm, (), x, layout.tile, len(x))
+    picked = hidden[sampled] if layout.seq == 1 else ShardedTokens(layout).pick(hidden, sampled)
     own_prefill = layout.key.prefill_tokens // layout.seq
     first = layout.key.decode_tokens
-    return picked, hidden[:, first : first + own_prefill]
+    return picked, hidden[first : first + own_prefill]
 
 
 def _for_sampling(layout: StepLayout, picked: jax.Array) -> jax.Array:
-    """Hidden states [hidden, tokens] padded to the one shape that sampling programs take."""
-    return jnp.pad(picked, ((0, 0), (0, layout.sample_width - picked.shape[1])))
+    """Hidden states [tokens, hidden] padded to the one shape that sampling programs take."""
+    return jnp.pad(picked, ((0, layout.sample_width - len(picked)), (0, 0)))
 
 
 def pipeline_step(
@@ -193,13 +232,13 @@ def pipeline_step(
     config: ModelConfig,
     layout: StepLayout,
     params: Params,
-    kv: list[KVPages],
+    kv: list[Pages],
     tables: jax.Array,
     carry: tuple[jax.Array, jax.Array],
     last_tokens: jax.Array,
     speculation: SpeculationState | None,
     metadata: jax.Array,
-) -> tuple[list[KVPages], jax.Array, tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
+) -> tuple[list[Pages], jax.Array, tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
     """One pipeline stage's part of a dispatch, with one step in flight per stage.
 
     Stage s holds its slice of the stacked `params["layers"]` and runs the step that `metadata[s]`
@@ -228,7 +267,7 @@ def enter_stage(
     carry: tuple[jax.Array, jax.Array],
     last_tokens: jax.Array,
     metadata: jax.Array,
-) -> tuple[jax.Array, jax.Array, Any, tuple[SlotMapping, ...], jax.Array]:
+) -> tuple[jax.Array, jax.Array, TokenInputs, tuple[SlotMapping, ...], jax.Array]:
     """First part of `pipeline_step`, as `embed`: the activations are embeddings on the first stage,
     else the previous stage's; the sampled tokens are those of the oldest step."""
     stages, stage = lax.axis_size(STAGE), lax.axis_index(STAGE)
@@ -238,8 +277,8 @@ def enter_stage(
     tables, _, shared, slot_mappings, _ = embed(
         family, config, layout, params, tables, last_tokens, None, metadata[stage]
     )
-    handed = jnp.concatenate([carry[0][:, :rows], carry[1][:, :tokens]], axis=1)
-    handed = jnp.pad(handed, ((0, 0), (0, newest.shape[1] - handed.shape[1])))
+    handed = jnp.concatenate([carry[0][:rows], carry[1][:tokens]])
+    handed = jnp.pad(handed, ((0, len(newest) - len(handed)), (0, 0)))
     x = jnp.where(stage == 0, newest, handed)
     return tables, x, shared, slot_mappings, oldest.sampled
 
@@ -252,7 +291,7 @@ def stage_layers(
     places: Sequence[KVPlace],
     params: Sequence[Params],
     *arrays: Any,
-) -> tuple[list[KVPages], jax.Array]:
+) -> tuple[list[Pages], jax.Array]:
     """Middle part of `pipeline_step`: `layers` with this stage's slice of the stacked `params`."""
     own = jax.tree.map(lambda array: array[0], params)
     return layers(family, config, layout, kinds, places, own, *arrays)
@@ -273,7 +312,7 @@ def leave_stage(
     picked, of_prefill = _normed(family, config, layout, params, x, sampled)
     x = lax.ppermute(x, STAGE, [(s, s + 1) for s in range(stages - 1)])
     carry = (
-        carry[0].at[:, :rows].set(x[:, :rows]),
-        carry[1].at[:, :tokens].set(x[:, rows : rows + tokens]),
+        carry[0].at[:rows].set(x[:rows]),
+        carry[1].at[:tokens].set(x[rows : rows + tokens]),
     )
     return carry, _for_sampling(layout, parallel.of_last_stage(picked)), of_prefill

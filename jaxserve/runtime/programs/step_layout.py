@@ -48,7 +48,8 @@ class StepInputs(NamedTuple):
 
     The first tokens are those of decodes, whose ids are on the device in `slots`, `width` of each;
     the ids of the others are `prefill_ids`. `sampled [sample_rows * width]` are indices of the
-    tokens to sample from. There is a slot mapping for each KV group.
+    tokens to sample from. There is a slot mapping for each KV group. `adapters` are the slots of
+    the tokens' LoRA adapters, 0 for none; None without adapters.
     """
 
     slots: jax.Array
@@ -56,31 +57,44 @@ class StepInputs(NamedTuple):
     positions: jax.Array
     sampled: jax.Array
     slot_mappings: tuple[SlotMapping, ...]
+    adapters: jax.Array | None
+
+
+class DecodeRows(NamedTuple):
+    """Decodes on the device: the page tables of all slots, and for each row int32 [rows] its slot
+    and the position after the last that it may write."""
+
+    tables: jax.Array
+    slots: jax.Array
+    stops: jax.Array
 
 
 class Prefill(NamedTuple):
-    """One prefill chunk of a plan. `stop` is the position after its last token."""
+    """One prefill chunk of a plan. `stop` is the position after its last token, `adapter` the slot
+    of its LoRA adapter."""
 
     stop: int
     slot: int
     token_ids: list[int]
     samples: bool
+    adapter: int
 
 
 @dataclasses.dataclass(frozen=True)
 class FrozenPlan:
     """Immutable copy of a plan, taken before the next call of `schedule`.
 
-    `stops`, `slots` and `counts` are of its decodes: the position after the last that each may
-    write, and its number of tokens. `updates` are page table entries to change, as
-    (row, index, page); `tables` are rows with too many changes for that. The row of a slot is below
-    those of all slots of the KV groups before. Both already count as uploaded, so the step must be
-    dispatched.
+    `stops`, `slots`, `counts` and `adapters` are of its decodes: the position after the last that
+    each may write, its number of tokens, and the slot of its LoRA adapter. `updates` are page table
+    entries to change, as (row, index, page); `tables` are rows with too many changes for that. The
+    row of a slot is below those of all slots of the KV groups before. Both already count as
+    uploaded, so the step must be dispatched.
     """
 
     stops: SequenceOf[int] = ()
     slots: SequenceOf[int] = ()
     counts: SequenceOf[int] = ()
+    adapters: SequenceOf[int] = ()
     prefills: SequenceOf[Prefill] = ()
     updates: SequenceOf[tuple[int, int, int]] = ()
     tables: SequenceOf[tuple[int, list[int]]] = ()
@@ -112,6 +126,7 @@ class FrozenPlan:
             [chunk.stop for chunk in plan.decodes],
             [chunk.slot for chunk in plan.decodes],
             [1 + chunk.num_drafts for chunk in plan.decodes],
+            [chunk.seq.lora_slot for chunk in plan.decodes],
             [_prefill(chunk) for chunk in plan.prefills],
             updates,
             tables,
@@ -120,7 +135,7 @@ class FrozenPlan:
 
 def _prefill(chunk: ScheduledChunk) -> Prefill:
     token_ids = chunk.seq.token_ids(chunk.start, chunk.stop)
-    return Prefill(chunk.stop, chunk.slot, token_ids, chunk.samples)
+    return Prefill(chunk.stop, chunk.slot, token_ids, chunk.samples, chunk.seq.lora_slot)
 
 
 def table_updates(decodes: int, chunks: int, prefill_tokens: int, page_size: int) -> int:
@@ -151,6 +166,8 @@ class StepLayout:
     """Most tokens of a decode in any program."""
     tile: int | None = None
     """Tokens per tile with `batch_invariant` (tiles.py); None for no tiling."""
+    lora: bool = False
+    """Whether rows have LoRA adapters."""
 
     @property
     def page_size(self) -> int:
@@ -199,6 +216,7 @@ class StepLayout:
             "slots": (self.rows,),
             "prefill_ids": (self.key.prefill_tokens,),
             "sampled": (self.sample_rows, self.key.width),
+            **({"adapters": (self.rows,)} if self.lora else {}),
         }
         places, start = {}, 0
         for name, shape in shapes.items():
@@ -237,6 +255,10 @@ class StepLayout:
         views["context"][:num_decodes] = step.stops
         views["slots"][:num_decodes] = step.slots
         views["lengths"][:num_decodes] = step.counts
+        if self.lora:
+            adapters = [prefill.adapter for prefill in step.prefills]
+            views["adapters"][:num_decodes] = step.adapters
+            views["adapters"][self.key.rows : self.key.rows + len(adapters)] = adapters
         places = np.arange(self.key.width)
         decodes = np.arange(num_decodes)[:, None] * self.key.width + places
         views["sampled"][:num_decodes] = decodes
@@ -262,11 +284,34 @@ class StepLayout:
         """`tables` int32 [groups * (slots + 1), max_pages] with the changes of `vector`, and its
         inputs, with positions and slot mappings computed."""
         raw = self._views(vector)
-        row, index, page = raw["updates"].T
-        tables = tables.at[row, index].set(page)
+        tables = _updated(tables, raw)
         slots = raw["slots"][: self.key.rows]
         if speculation is not None:
-            raw = self._by_token(raw, speculation.lengths[slots])
+            raw = self._by_token(raw, speculation.lengths[slots] - 1)
+        return tables, self._inputs(tables, raw, slots)
+
+    def unpack_decodes(self, tables: jax.Array, vector: jax.Array) -> DecodeRows:
+        """The decodes of `vector`, a step without prefill, and `tables` with its changes."""
+        raw = self._views(vector)
+        rows = slice(self.key.rows)
+        return DecodeRows(_updated(tables, raw), raw["slots"][rows], raw["context"][rows])
+
+    def decodes_at(self, rows: DecodeRows, positions: jax.Array) -> StepInputs:
+        """Inputs of a step that computes `width` tokens of each decode, from `positions` int32
+        [rows] on; those before position 0 or beyond what the decode may write are padding."""
+        count, empty = self.key.rows, jnp.zeros(0, jnp.int32)
+        raw = {
+            "context": rows.stops,
+            "starts": empty,
+            "lengths": jnp.full(count, self.key.width),
+            "slots": rows.slots,
+            "prefill_ids": empty,
+            "sampled": empty,
+        }
+        raw = {name: jnp.asarray(array, jnp.int32) for name, array in raw.items()}
+        return self._inputs(rows.tables, self._by_token(raw, positions), rows.slots)
+
+    def _inputs(self, tables: jax.Array, raw: dict[str, Any], slots: jax.Array) -> StepInputs:
         batches = [self._batch(tables, raw, group) for group in range(len(self.kv.groups))]
         batch = batches[0]
         token = jnp.arange(self.num_tokens)
@@ -280,7 +325,7 @@ class StepLayout:
         real = (position >= 0) & (position < batch.context[row]) & (token < self.key.num_tokens)
         position = jnp.where(real, position, 0)
         index, offset = position // self.page_size, position % self.page_size
-        return tables, StepInputs(
+        return StepInputs(
             slots=slots,
             prefill_ids=raw["prefill_ids"],
             positions=position,
@@ -289,6 +334,7 @@ class StepLayout:
                 SlotMapping(jnp.where(real, batch.tables[row, index], TRASH_PAGE), offset, batch)
                 for batch in batches
             ),
+            adapters=raw["adapters"][row] if "adapters" in raw else None,
         )
 
     def _batch(self, tables: jax.Array, raw: dict[str, jax.Array], group: int) -> RaggedBatch:
@@ -308,12 +354,12 @@ class StepLayout:
             jnp.where(used, tables[slots], TRASH_PAGE), context, raw["starts"], lengths
         )
 
-    def _by_token(self, raw: dict[str, Any], lengths: jax.Array) -> dict[str, Any]:
-        """The fields of rows, with one row for each token of a decode. `lengths` int32 [decode
-        rows]: tokens of its sequence, of which the decode computes the last, and then drafts."""
+    def _by_token(self, raw: dict[str, Any], first: jax.Array) -> dict[str, Any]:
+        """The fields of rows, with one row for each token of a decode, whose tokens are at the
+        positions from `first` int32 [decode rows] on."""
         rows, width = self.key.rows, self.key.width
         place = jnp.arange(width)
-        position = lengths[:, None] - 1 + place
+        position = first[:, None] + place
         exists = place < raw["lengths"][:rows, None]
         exists &= (position >= 0) & (position < raw["context"][:rows, None])
         of_decodes = {
@@ -322,9 +368,17 @@ class StepLayout:
             "lengths": jnp.ones(rows * width, jnp.int32),
             "slots": jnp.repeat(raw["slots"][:rows], width),
         }
+        if "adapters" in raw:
+            of_decodes["adapters"] = jnp.repeat(raw["adapters"][:rows], width)
         return raw | {
             name: jnp.concatenate([array, raw[name][rows:]]) for name, array in of_decodes.items()
         }
+
+
+def _updated(tables: jax.Array, raw: dict[str, jax.Array]) -> jax.Array:
+    """`tables` with the changes that a step uploads."""
+    row, index, page = raw["updates"].T
+    return tables.at[row, index].set(page)
 
 
 def set_tables(stages: int, tables: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:

@@ -35,10 +35,9 @@ def scan_tiles(
     arrays: Any,
     tile: int | None,
     count: jax.Array | int,
-    axis: int = -1,
 ) -> tuple[Any, Any]:
-    """`function(carry, arrays) -> (carry, results)` on tiles of `tile` entries along `axis` of
-    every array, in order; results are concatenated along the same axis.
+    """`function(carry, arrays) -> (carry, results)` on tiles of `tile` entries of every array
+    [entries, ...], in order; results are concatenated.
 
     The arrays have a multiple of `tile` entries, the first `count` of which are real: tiles after
     them are not computed, and their results are zero. With `tile` None there is one tile, of any
@@ -48,14 +47,12 @@ def scan_tiles(
         return function(carry, arrays)
 
     def cut(first: jax.Array | int) -> Any:
-        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, tile, axis), arrays)
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, tile), arrays)
 
-    total = jax.tree.leaves(arrays)[0].shape[axis]
+    total = jax.tree.leaves(arrays)[0].shape[0]
 
     def empty(result: jax.ShapeDtypeStruct) -> jax.Array:
-        shape = list(result.shape)
-        shape[axis] = total
-        return jnp.zeros(shape, result.dtype)
+        return jnp.zeros((total, *result.shape[1:]), result.dtype)
 
     _, shapes = jax.eval_shape(function, carry, jax.eval_shape(lambda: cut(0)))
     results = jax.tree.map(empty, shapes)
@@ -64,7 +61,7 @@ def scan_tiles(
         carry, results = state
         carry, own = function(carry, cut(index * tile))
         results = jax.tree.map(
-            lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, index * tile, axis),
+            lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, index * tile, 0),
             results,
             own,
         )

@@ -1,0 +1,169 @@
+"""`jaxserve cluster`: the replicas of a running server, and a rolling restart of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+import urllib.error
+import urllib.request
+from datetime import timedelta
+from http import HTTPStatus
+from typing import Annotated, Any
+
+import tyro
+from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes
+
+from jaxserve.cli.options import Common
+from jaxserve.core.errors import ConfigError, EndpointError
+from jaxserve.core.tables import table
+
+_POLL_S = 0.5
+_TIMEOUT_S = 30.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Server(Common):
+    """A server with several replicas.
+
+    Attributes:
+        base_url: URL of the server, such as http://127.0.0.1:8000.
+        api_key: sent as a bearer token.
+    """
+
+    base_url: str = "http://127.0.0.1:8000"
+    api_key: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError before anything is sent."""
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ConfigError(f"base_url is {self.base_url!r}; start it with http:// or https://.")
+
+    def _call(self, path: str, method: str = "GET") -> dict[str, Any]:
+        """The status that a route answers with. Raises EndpointError, with the server's reason."""
+        url = self.base_url.rstrip("/").removesuffix("/v1") + path
+        headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+        request = urllib.request.Request(url, headers=headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            if error.code == HTTPStatus.NOT_FOUND:
+                raise EndpointError(
+                    f"the server at {self.base_url} has one engine and no replicas; start it with "
+                    "`jaxserve serve --data-parallel-size`."
+                ) from None
+            raise EndpointError(f"{url}: {_reason(error)}") from None
+        except (OSError, ValueError) as error:
+            why = getattr(error, "reason", error)
+            raise EndpointError(
+                f"{self.base_url} cannot be reached ({why}); is the server running?"
+            ) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Status(_Server):
+    """Print what each replica of a server is: state, load, model, version, and since when.
+
+    Attributes:
+        json: print the server's answer instead.
+    """
+
+    json: bool = False
+
+    def run(self) -> int:
+        status = self._call("/cluster/status")
+        print(json.dumps(status, indent=1) if self.json else described(status, time.time()))
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Restart(_Server):
+    """Restart the replicas of a server one after another, and wait until all serve again.
+
+    A replica gets no more requests, and those it has go on in the others, or end. Then its process
+    is replaced, and loads the model again. No request is lost.
+    """
+
+    def run(self) -> int:
+        begin, told = time.monotonic(), ""
+        status = self._call("/cluster/restart", "POST")
+        while status["restart"]["running"]:
+            states = ", ".join(f"{each['index']} {each['state']}" for each in status["replicas"])
+            if states != told:
+                print(f"replicas: {states}", flush=True)
+                told = states
+            time.sleep(_POLL_S)
+            status = self._call("/cluster/status")
+        restart = status["restart"]
+        took_s = time.monotonic() - begin
+        done = f"{restart['num_restarted']} of {restart['num_replicas']} replicas were restarted"
+        if restart["error"] is not None:
+            raise EndpointError(f"{done}, then: {restart['error']}")
+        print(f"{done} in {took_s:.1f} s")
+        return 0
+
+
+_Kind = (
+    Annotated[Status, tyro.conf.subcommand("status")]
+    | Annotated[Restart, tyro.conf.subcommand("restart")]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Tell what the replicas of a server are (`status`), or restart one after another
+    (`restart`)."""
+
+    kind: OmitArgPrefixes[OmitSubcommandPrefixes[_Kind]]
+
+    def run(self) -> int:
+        return self.kind.run()
+
+
+def described(status: dict[str, Any], now_s: float) -> str:
+    """The status of a cluster as a table, and a line about a rolling restart."""
+    rows = [
+        (
+            "replica",
+            "role",
+            "state",
+            "for",
+            "requests",
+            "sequences",
+            "KV pages",
+            "lost",
+            "version",
+            "model",
+        )
+    ]
+    for each in status["replicas"]:
+        rows.append(
+            (
+                f"{each['index']} ({each['process']})",
+                each["role"],
+                each["state"],
+                str(timedelta(seconds=round(now_s - each["since_s"]))),
+                str(each["num_requests"]),
+                f"{each['num_sequences']} of {each['max_num_seqs']}",
+                f"{each['num_used_pages']} of {each['num_pages']}",
+                str(each["num_losses"]),
+                each["version"],
+                f"{each['model']} {each['fingerprint'][:8]}",
+            )
+        )
+    lines = [table(rows)]
+    if (restart := status["restart"]) is not None:
+        state = "is going on" if restart["running"] else "has ended"
+        done = f"{restart['num_restarted']} of {restart['num_replicas']} replicas"
+        why = f": {restart['error']}" if restart["error"] is not None else ""
+        lines.append(f"the latest rolling restart {state}, with {done} restarted{why}")
+    return "\n".join(lines)
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    """What the body of an error says."""
+    try:
+        return json.load(error)["error"]["message"]
+    except (ValueError, KeyError, TypeError, OSError):
+        return f"HTTP status {error.code}"

@@ -1,0 +1,148 @@
+"""Engines on devices that are not here: by the file of a device, or by a measured profile."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.devices import DeviceSpec, device_names, device_of_kind
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.step_work import StepWork
+from jaxserve.simulator.deployment import Deployment
+from jaxserve.simulator.profile import Profile
+from jaxserve.simulator.roofline import Roofline
+from jaxserve.simulator.step_times import StepTimes
+from jaxserve.simulator.transfers import Link
+
+if TYPE_CHECKING:
+    from jaxserve.runtime.programs.program_shapes import ProgramShapes
+    from jaxserve.runtime.startup import EnginePlan
+
+_LINK_LATENCY_S = 20e-6
+"""Assumed of every transfer between the device, host memory and a disk."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """The plan of an engine, and where its step times are from: exactly one of `profile` and
+    `spec`; with a profile, `spec` is of its device if that is known."""
+
+    plan: EnginePlan
+    spec: DeviceSpec | None
+    profile: Profile | None
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        device: str | None,
+        profile: Path | None,
+        *,
+        propose: bool = True,
+    ) -> Described:
+        """Raises ConfigError, ModelError or MemoryPlanError, with alternatives if `propose`."""
+        from jaxserve.runtime.devices import DescribedDevice
+        from jaxserve.runtime.startup import plan_described
+
+        if (device is None) == (profile is None):
+            raise ConfigError(
+                f"give either --device ({', '.join(device_names())}, or a TOML file) or --profile "
+                "(a file of `jaxserve profile`)."
+            )
+        config = _counted(config)
+        if device is not None:
+            spec, measured = DeviceSpec.of(device), None
+            place = DescribedDevice(spec.platform, spec.kind, spec.memory_bytes)
+        else:
+            measured = Profile.read(profile)
+            place = DescribedDevice(
+                measured.device["platform"],
+                measured.device["kind"],
+                measured.device["memory_bytes"],
+            )
+            spec = device_of_kind(place.device_kind)
+        plan = plan_described(config, place, propose=propose)
+        if measured is not None:
+            measured.check(plan.config, sizes(plan.shapes))
+        return cls(plan, spec, measured)
+
+    @property
+    def work(self) -> StepWork:
+        """What a step asks of each device."""
+        from jaxserve.runtime.step_work import step_work
+
+        return step_work(self.plan.shapes)
+
+    @property
+    def times(self) -> StepTimes:
+        """Raises ConfigError when the device has no rate for the dtype."""
+        if self.profile is not None:
+            return self.profile
+        return Roofline(self.spec, self.work, self.plan.memory.page_bytes)
+
+    @property
+    def device_name(self) -> str:
+        num_devices = self.plan.memory.num_devices
+        name = self.plan.device.device_kind if self.profile is not None else self.spec.name
+        return name if num_devices == 1 else f"{num_devices} x {name}"
+
+    @property
+    def source(self) -> str:
+        """Where step times are from."""
+        return "measured (profile)" if self.profile is not None else "modelled (roofline)"
+
+    @property
+    def deployment(self) -> Deployment:
+        """Raises ConfigError when a profile has no rate of a link that the engine needs."""
+        plan, memory = self.plan, self.plan.memory
+        spec = self.spec
+        host_bytes_per_s = spec.host_bytes_per_s * spec.link_efficiency if spec else None
+        if self.profile is not None:
+            host_bytes_per_s = self.profile.host_bytes_per_s or host_bytes_per_s
+        if host_bytes_per_s is None and (memory.host_pages or memory.disk_pages):
+            raise ConfigError(
+                "the profile has no rate of transfers to host memory; profile again with "
+                f"host_kv_bytes {plan.config.host_kv_bytes}, or leave lower tiers out."
+            )
+        # Every device of an engine has a link of its own.
+        host_bytes_per_s = (host_bytes_per_s or float("inf")) * memory.num_devices
+        disk_bytes_per_s = spec.disk_bytes_per_s if spec else DeviceSpec.disk_bytes_per_s
+        return Deployment(
+            config=plan.config,
+            buckets=plan.shapes.buckets,
+            layout=memory.layout,
+            num_pages=memory.num_pages,
+            page_bytes=memory.image_bytes,
+            host_pages=memory.host_pages,
+            disk_pages=memory.disk_pages,
+            host_link=Link(host_bytes_per_s, _LINK_LATENCY_S),
+            disk_link=Link(disk_bytes_per_s, _LINK_LATENCY_S),
+        )
+
+
+def sizes(shapes: ProgramShapes) -> dict[str, int | str]:
+    """What tells a model from another in a profile."""
+    model = shapes.model
+    return {
+        "architecture": model.architecture,
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "vocab_size": model.vocab_size,
+    }
+
+
+def _counted(config: EngineConfig) -> EngineConfig:
+    """`devices` of devices that have no ids: one number is how many of them. Raises ConfigError."""
+    if config.devices is None:
+        return config
+    if len(config.devices) == config.num_devices == 1:
+        (count,) = config.devices
+        if count < 1:
+            raise ConfigError(f"devices is {count}; it must be 1 or more.")
+        return dataclasses.replace(config, tensor_parallel_size=count, devices=None)
+    raise ConfigError(
+        f"devices is {config.devices}, but devices that are not here have no ids; give their "
+        "number, or leave it out and set the parallel sizes."
+    )

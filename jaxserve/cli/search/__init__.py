@@ -1,0 +1,162 @@
+"""`jaxserve search`: the best deployment for a load, among many that need not be here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tyro.conf import OmitArgPrefixes
+
+from jaxserve.cli.bench.options import Deadline
+from jaxserve.cli.options import Common
+from jaxserve.cli.search.deployments import Dropped, Planned, Planner, SearchLoad, SharedLoad
+from jaxserve.cli.search.journal import Journal
+from jaxserve.cli.search.prices import read_prices
+from jaxserve.cli.search.report import Findings
+from jaxserve.cli.search.space import FixedSettings, Space
+from jaxserve.cli.values import Names
+from jaxserve.core.devices import DeviceSpec, device_names
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.output_file import check_output_file
+from jaxserve.core.progress_bar import ProgressBar
+from jaxserve.simulator.search import Outcome, Processes, outcomes
+from jaxserve.simulator.slo import Slo
+
+
+@dataclasses.dataclass(frozen=True)
+class Search(Common):
+    """Find the best deployment for a load: devices, mesh, replicas, scheduler, limits of a step.
+
+    The capacity of a deployment is the highest rate of requests at which the load meets the SLO, by
+    simulations. The best is the cheapest that serves the load at its own rate. Exits with 1 if none
+    does, and prints the best that there is.
+
+    Attributes:
+        device: kinds of devices to try, each a100, b200, h100, h200, l4, v5e, v5p, v6e, or a TOML
+            file with the fields of those; comma-separated.
+        devices: numbers of devices to try.
+        slo: limits of percentiles, such as ttft=2s,itl_p90=50ms: of ttft, itl, tpot, e2e, and at
+            least of fluidity; without _pN of the 99th.
+        prices: a TOML file with the price of each device for an hour, with lines such as
+            h200 = 3.50; without it the cost is the number of devices.
+        out: a file for the outcomes, from which the same command continues if it was stopped.
+        processes: simulations at once; by default one for each core.
+        json: print one JSON object with every deployment instead of tables.
+        report: write the tables with plots into this .html file.
+    """
+
+    engine: FixedSettings = dataclasses.field(default_factory=FixedSettings)
+    device: Names = ()
+    devices: tuple[int, ...] = (1, 2, 4, 8)
+    slo: str = ""
+    space: OmitArgPrefixes[Space] = dataclasses.field(default_factory=Space)
+    load: OmitArgPrefixes[SearchLoad] = dataclasses.field(default_factory=SearchLoad)
+    deadline: Deadline = dataclasses.field(default_factory=Deadline)
+    prices: Path | None = None
+    out: Path | None = None
+    processes: int | None = None
+    json: bool = False
+    report: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError before anything is planned."""
+        if not self.device:
+            raise ConfigError(f"give --device: one or more of {', '.join(device_names())}.")
+        for device in self.device:
+            DeviceSpec.of(device)
+        if not self.devices or min(self.devices) < 1:
+            raise ConfigError(f"devices is {self.devices}; each number must be 1 or more.")
+        if not self.slo:
+            raise ConfigError("give --slo: limits that the load must meet, such as ttft=2s.")
+        Slo.of(self.slo)
+        if self.processes is not None and self.processes < 1:
+            raise ConfigError(f"processes is {self.processes}; it must be 1 or more.")
+        if self.report is not None and self.report.suffix != ".html":
+            raise ConfigError(f"report is {str(self.report)!r}; its name must end in .html.")
+        for name in ("out", "report"):
+            if getattr(self, name) is not None:
+                check_output_file(name, getattr(self, name))
+
+    def run(self) -> int:
+        if self.report is not None:
+            from jaxserve.cli.search.page import write_page  # Fails now, and not after the search.
+
+        begin_s = time.monotonic()
+        findings = self._searched()
+        print(json.dumps(self._document(findings), default=str) if self.json else findings.tables())
+        spent_s = time.monotonic() - begin_s
+        print(f"searched {len(findings.found):,} deployments in {spent_s:,.1f} s", file=sys.stderr)
+        if self.report is not None:
+            name = findings.planned[0].described.plan.checkpoint.path.name
+            write_page(self.report, findings, f"{name}: {self.slo} at {findings.load.rate:,.3g}/s")
+        if (shortfall := findings.shortfall()) is not None:
+            print(f"error: {shortfall}", file=sys.stderr)
+            return 1
+        return 0
+
+    def _searched(self) -> Findings:
+        slo = Slo.of(self.slo, self.deadline.deadlines())
+        prices = None if self.prices is None else read_prices(self.prices, self.device)
+        load = SharedLoad.of(self.load, max(self.devices), self.engine.seed)
+        planned, dropped = self._planned(Planner(self.engine, load, slo, prices))
+        candidates = [each.candidate for each in planned]
+        found: dict[int, Outcome] = {}
+        searched = self._document_of_search(load, planned[0])
+        deployments = [each.as_json() for each in planned]
+        with (
+            Journal(self.out, searched, deployments) as journal,
+            Processes(slo, self.processes or _cores()) as processes,
+            ProgressBar("Searching deployments", len(planned)) as bar,
+        ):
+            done = outcomes(
+                candidates,
+                lambda number, above, last: processes.submit(planned[number].engine, above, last),
+                slo,
+                journal.known,
+            )
+            for number, outcome in done:
+                found[number] = outcome
+                journal.add(number, outcome)
+                bar.update(len(found))
+        return Findings(planned, dropped, found, load, slo, prices is not None)
+
+    def _planned(self, planner: Planner) -> tuple[list[Planned], list[Dropped]]:
+        """Raises ConfigError when no deployment can be."""
+        from jaxserve.models.loading.checkpoint import open_checkpoint
+
+        model = open_checkpoint(self.engine.model, "dummy").config
+        choices = list(self.space.choices(self.device, self.devices, experts=model.moe is not None))
+        planned, dropped = [], []
+        with ProgressBar("Planning deployments", len(choices)) as bar:
+            for done, choice in enumerate(choices, start=1):
+                plan = planner.plan(choice)
+                (planned if isinstance(plan, Planned) else dropped).append(plan)
+                bar.update(done)
+        if not planned:
+            raise ConfigError(f"none of {len(dropped)} deployments can be: {dropped[-1].reason}")
+        return planned, dropped
+
+    def _document_of_search(self, load: SharedLoad, one: Planned) -> dict[str, Any]:
+        """What outcomes depend on, besides the deployments."""
+        return {
+            "model": one.described.plan.checkpoint.config,
+            "fixed": dataclasses.asdict(self.engine),
+            "devices": [DeviceSpec.of(device) for device in self.device],
+            "slo": self.slo,
+            "deadline": self.deadline,
+            "requests": load.requests,
+            "rate": load.rate,
+            "count": load.count,
+        }
+
+    def _document(self, findings: Findings) -> dict[str, Any]:
+        return {"settings": dataclasses.asdict(self)} | findings.as_json()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

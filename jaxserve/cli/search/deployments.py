@@ -1,0 +1,131 @@
+"""The deployments of a space, planned, with what each costs and the load that its engines get."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxserve.cli.bench.options import Load
+from jaxserve.cli.described import Described
+from jaxserve.cli.search.space import Choice, FixedSettings
+from jaxserve.cli.simulated_load import arrivals, check_lengths
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ConfigError, MemoryPlanError, RequestError
+from jaxserve.loadgen.trace import TraceRequest
+from jaxserve.simulator import capacity
+from jaxserve.simulator.search import Candidate, Engine
+from jaxserve.simulator.slo import Slo
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchLoad(Load):
+    """The load: its lengths, prefixes and pattern of arrivals. Capacities are searched for at other
+    rates; its own is that which the best deployment must serve.
+
+    Attributes:
+        num_requests: requests that one engine gets in each simulation: many times those that it
+            runs at once, or the queue that a rate leads to is not seen.
+    """
+
+    num_requests: int | None = 500
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedLoad:
+    """A load that several engines get in turn. Where it has too few requests it is repeated.
+
+    Attributes:
+        requests: of the whole load, in order of arrival.
+        rate: requests per second of the whole load.
+        count: requests that one engine gets.
+    """
+
+    requests: Sequence[TraceRequest]
+    rate: float
+    count: int
+
+    @classmethod
+    def of(cls, load: SearchLoad, most_engines: int, seed: int) -> SharedLoad:
+        """Raises ConfigError for a trace that is unreadable, or a load that has no rate."""
+        count = load.num_requests or SearchLoad.num_requests
+        requests = dataclasses.replace(load, num_requests=count * most_engines).requests(seed)
+        span_s = requests[-1].arrival_us / 1e6
+        rate = (len(requests) - 1) / span_s if span_s else math.inf
+        if load.trace is None:
+            rate = load.request_rate or 1.0
+        if math.isinf(rate):
+            raise ConfigError(
+                "the load arrives all at once, so that its rate cannot be changed; leave "
+                "request_rate inf out, or give a trace of two requests or more with their times."
+            )
+        return cls(requests, rate, count)
+
+    def share(self, engines: int) -> list[TraceRequest]:
+        """The requests of the first of so many engines."""
+        length = len(self.requests)
+        found = []
+        for place in range(0, self.count * engines, engines):
+            request, rounds = self.requests[place % length], place // length
+            arrival_us = request.arrival_us + round(rounds * length / self.rate * 1e6)
+            found.append(dataclasses.replace(request, arrival_us=arrival_us))
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A deployment that fits its devices. `asked` are the settings of its engines as they were
+    given, before the rest was chosen for them."""
+
+    choice: Choice
+    asked: EngineConfig
+    described: Described
+    engine: Engine
+    candidate: Candidate
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self.choice) | {"cost": self.candidate.cost}
+
+
+@dataclasses.dataclass(frozen=True)
+class Dropped:
+    """A deployment that cannot be, and why."""
+
+    choice: Choice
+    reason: str
+    too_large: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Planner:
+    """Plans deployments. `prices` are those of devices for an hour; without them the cost is the
+    number of devices."""
+
+    fixed: FixedSettings
+    load: SharedLoad
+    slo: Slo
+    prices: Mapping[str, float] | None
+    _loads: dict[int, capacity.Load] = dataclasses.field(default_factory=dict, init=False)
+
+    def plan(self, choice: Choice) -> Planned | Dropped:
+        """Raises ModelError."""
+        try:
+            asked = self.fixed.of(choice)
+            described = Described.of(asked, choice.device, None, propose=False)
+            load = self._load_of(choice.replicas)
+            check_lengths(self.load.requests, described.plan.config.max_model_len)
+            engine = Engine(described.deployment, described.times, load)
+            bounds = engine.bounds(self.slo)
+        except (ConfigError, MemoryPlanError, RequestError) as error:
+            return Dropped(choice, str(error), isinstance(error, MemoryPlanError))
+        price = 1.0 if self.prices is None else self.prices[choice.device]
+        candidate = Candidate(price * choice.num_devices, bounds)
+        return Planned(choice, asked, described, engine, candidate)
+
+    def _load_of(self, engines: int) -> capacity.Load:
+        """The load of the first of so many engines."""
+        if engines not in self._loads:
+            requests = list(arrivals(self.load.share(engines)))
+            self._loads[engines] = capacity.Load(requests, self.load.rate / engines)
+        return self._loads[engines]

@@ -1,0 +1,227 @@
+"""`jaxserve simulate`: serve a load by the real scheduler on a virtual clock."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tyro.conf import OmitArgPrefixes
+
+from jaxserve.cli.bench.options import Deadline, Load, Slo
+from jaxserve.cli.bench.report import report
+from jaxserve.cli.described import Described
+from jaxserve.cli.options import Common, ModelSettings
+from jaxserve.cli.simulated_load import arrivals, check_lengths, result
+from jaxserve.cli.text import milliseconds
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.output_file import check_output_file
+from jaxserve.core.progress_bar import ProgressBar
+from jaxserve.core.tables import table
+from jaxserve.loadgen.results import RequestResult, Summary
+from jaxserve.loadgen.trace import TraceRequest
+from jaxserve.metrics.statistics import percentile
+from jaxserve.metrics.summaries import Percentiles
+from jaxserve.metrics.trace import write_trace
+from jaxserve.simulator.replicas import SimulatedReplica, shares
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulate(Common):
+    """Serve a load on devices that need not be here: the real scheduler on a virtual clock.
+
+    Reads the model's config only. Step times are modelled from the device's data sheet, or those
+    that `jaxserve profile` measured. Outputs have the full length of the load, which --seed draws.
+
+    Attributes:
+        device: a100, b200, h100, h200, l4, v5e, v5p, v6e, or a TOML file with the fields of those;
+            its step times are modelled.
+        profile: a file of `jaxserve profile`, for measured step times.
+        replicas: number of engines, which get requests in turn.
+        json: print one JSON object instead of tables, with times in microseconds.
+        report: write the tables, distributions and the run over time into this .html file.
+        trace_file: write the steps of the first engine, to open in ui.perfetto.dev.
+    """
+
+    engine: ModelSettings = dataclasses.field(default_factory=ModelSettings)
+    device: str | None = None
+    profile: Path | None = None
+    replicas: int = 1
+    json: bool = False
+    report: Path | None = None
+    trace_file: Path | None = None
+    load: OmitArgPrefixes[Load] = dataclasses.field(default_factory=Load)
+    slo: Slo = dataclasses.field(default_factory=Slo)
+    deadline: Deadline = dataclasses.field(default_factory=Deadline)
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError before anything is simulated."""
+        if self.replicas < 1:
+            raise ConfigError(f"replicas is {self.replicas}; it must be 1 or more.")
+        if self.report is not None and self.report.suffix != ".html":
+            raise ConfigError(f"report is {str(self.report)!r}; its name must end in .html.")
+        for name in ("report", "trace_file"):
+            if getattr(self, name) is not None:
+                check_output_file(name, getattr(self, name))
+
+    def run(self) -> int:
+        if self.report is not None:
+            from jaxserve.loadgen.plot import write_plot  # Fails now, and not after the run.
+
+        requests = self.load.requests(self.engine.seed)
+        described = Described.of(self.engine, self.device, self.profile)
+        check_lengths(requests, described.plan.config.max_model_len)
+        begin_s = time.monotonic()
+        replicas = self._serve(requests, described)
+        spent_s = time.monotonic() - begin_s
+        served = _Served.of(requests, replicas)
+        objectives, deadlines = self.slo.objectives(), self.deadline.deadlines()
+        summary = Summary.of(served.results, objectives, deadlines)
+        engines = _Engines.of(replicas, described, summary.elapsed_us)
+        tables = report(self._facts(described), summary, objectives)
+        tables += "\n\n" + engines.table(served.queue_us)
+        if self.json:
+            document = {
+                "settings": dataclasses.asdict(self) | {"engine": _settings(described)},
+                "step_times": described.source,
+                "device": described.device_name,
+                "summary": dataclasses.asdict(summary),
+                "engines": dataclasses.asdict(engines) | {"queue_us": served.queue_us},
+                "kv_pool_use": [replica.pool.points for replica in replicas],
+            }
+            print(json.dumps(document, default=str))
+        else:
+            print(tables)
+        print(
+            f"simulated {engines.scheduled_tokens:,} tokens in {spent_s:,.1f} s, "
+            f"{engines.scheduled_tokens / max(spent_s, 1e-3):,.0f} tokens/s of this machine",
+            file=sys.stderr,
+        )
+        if self.report is not None:
+            title = f"{described.plan.checkpoint.path.name} on {described.device_name}, simulated"
+            write_plot(
+                self.report,
+                served.results,
+                objectives,
+                deadlines,
+                title,
+                tables,
+                pool=replicas[0].pool.curve,
+            )
+        if self.trace_file is not None:
+            write_trace(self.trace_file, replicas[0].simulation.log.records)
+        return 0
+
+    def _serve(
+        self, requests: Sequence[TraceRequest], described: Described
+    ) -> list[SimulatedReplica]:
+        deployment, work = described.deployment, described.work
+        replicas, done = [], itertools.count(1)
+        with ProgressBar("Simulating requests", len(requests)) as bar:
+            for number, share in enumerate(shares(lambda: arrivals(requests), self.replicas)):
+                replica = SimulatedReplica.of(
+                    deployment,
+                    described.times,
+                    work,
+                    self.deadline.deadlines(),
+                    keep_events=self.trace_file is not None and number == 0,
+                    on_finished=lambda: bar.update(next(done)),
+                )
+                replicas.append(replica)
+                replica.serve(share)
+        return replicas
+
+    def _facts(self, described: Described) -> list[tuple[str, str]]:
+        engines = "" if self.replicas == 1 else f", {self.replicas} engines"
+        return [
+            ("model", described.plan.checkpoint.path.name),
+            ("devices", described.device_name + engines),
+            ("step times", described.source),
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Served:
+    """The results of all requests, in order of arrival; and how long each waited to be admitted."""
+
+    results: list[RequestResult]
+    queue_us: Percentiles
+
+    @classmethod
+    def of(cls, requests: Sequence[TraceRequest], replicas: Sequence[SimulatedReplica]) -> _Served:
+        by_replica = [replica.summaries() for replica in replicas]
+        results, waits = [], []
+        for place, request in enumerate(requests):
+            summary = by_replica[place % len(replicas)][place // len(replicas)]
+            results.append(result(place, request, summary))
+            waits.append(summary.admitted_us - request.arrival_us)
+        return cls(results, Percentiles(*(percentile(waits, p) for p in (50, 90, 99))))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Engines:
+    """What the engines did, in all. `mfu` and `mbu` are None where the device has no peak rates."""
+
+    steps: int
+    scheduled_tokens: int
+    preemptions: int
+    prefix_cache_hit_rate: float
+    kv_pool_mean: float
+    kv_pool_peak: float
+    mfu: float | None
+    mbu: float | None
+
+    @classmethod
+    def of(
+        cls, replicas: Sequence[SimulatedReplica], described: Described, elapsed_us: int
+    ) -> _Engines:
+        all_metrics = [replica.simulation.metrics.get_metrics() for replica in replicas]
+
+        def total(name: str) -> float:
+            return sum(metrics[f"vllm:{name}_total"].value for metrics in all_metrics)
+
+        mfu = mbu = None
+        spec, dtype = described.spec, described.plan.config.dtype
+        if spec is not None and dtype in spec.flops:
+            device_s = elapsed_us / 1e6 * len(replicas)
+            flops = sum(replica.counted.flops for replica in replicas)
+            mfu = flops / (device_s * spec.flops[dtype])
+            num_bytes = sum(replica.counted.num_bytes for replica in replicas)
+            mbu = num_bytes / (device_s * spec.memory_bytes_per_s)
+        return cls(
+            steps=sum(replica.counted.num_steps for replica in replicas),
+            scheduled_tokens=sum(replica.counted.num_tokens for replica in replicas),
+            preemptions=round(total("num_preemptions")),
+            prefix_cache_hit_rate=total("prefix_cache_hits")
+            / max(1, total("prefix_cache_queries")),
+            kv_pool_mean=sum(replica.pool.mean for replica in replicas) / len(replicas),
+            kv_pool_peak=max(replica.pool.peak for replica in replicas),
+            mfu=mfu,
+            mbu=mbu,
+        )
+
+    def table(self, queue_us: Percentiles) -> str:
+        rows = [
+            ("scheduling delay p50", milliseconds(queue_us.p50)),
+            ("scheduling delay p90", milliseconds(queue_us.p90)),
+            ("scheduling delay p99", milliseconds(queue_us.p99)),
+            ("steps", f"{self.steps:,}"),
+            ("scheduled tokens", f"{self.scheduled_tokens:,}"),
+            ("preemptions", f"{self.preemptions:,}"),
+            ("prefix cache hit rate", f"{self.prefix_cache_hit_rate:.1%}"),
+            ("KV pool in use, mean", f"{self.kv_pool_mean:.1%}"),
+            ("KV pool in use, peak", f"{self.kv_pool_peak:.1%}"),
+        ]
+        if self.mfu is not None:
+            rows += [("MFU", f"{self.mfu:.1%}"), ("MBU", f"{self.mbu:.1%}")]
+        return table(rows)
+
+
+def _settings(described: Described) -> dict[str, Any]:
+    config = dataclasses.asdict(described.plan.config)
+    return config | {"model": str(described.plan.checkpoint.path)}

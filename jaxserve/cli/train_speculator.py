@@ -1,0 +1,147 @@
+"""`jaxserve train-speculator`: train heads that draft for a model, on its own answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from jaxserve.cli.options import Common
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.tables import table
+from jaxserve.runtime.progress import TerminalProgress
+
+if TYPE_CHECKING:
+    from jaxserve.training.acceptance import Acceptance
+
+_HELD_OUT = 8
+"""One prompt in so many is not trained on, and measures the heads."""
+_MEASURED = 16
+"""Most prompts that measure them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSpeculator(Common):
+    """Train heads that draft for a model, for speculation without a draft model.
+
+    The model answers the prompts, the heads learn to guess its answers, and the drafts accepted
+    before and after are printed, on prompts that were held out. Run again after it was stopped, it
+    goes on from its last checkpoint.
+
+    Attributes:
+        model: a directory, a .gguf file, a Hugging Face id, or the name of the default model.
+        data: a JSONL file of prompts: {"prompt": text} or {"messages": [...]} on each line.
+        out: a directory for the heads, the answers, checkpoints and the plot of the loss.
+        method: what is trained: "medusa", one head for each token ahead.
+        num_heads: tokens that are guessed beyond the next one.
+        max_tokens: maximum number of tokens of an answer.
+        steps: batches to train on.
+        batch_size: sequences of a batch.
+        sequence_length: tokens of a sequence.
+        learning_rate: the highest; it rises, and falls to 0 along a cosine.
+        checkpoint_every: steps between checkpoints.
+        seed: of the order of the batches.
+    """
+
+    model: Annotated[Positional[str | None], arg(metavar="MODEL")] = None
+    data: Path = Path("prompts.jsonl")
+    out: Path = Path("heads")
+    method: Literal["medusa"] = "medusa"
+    num_heads: int = 3
+    max_tokens: int = 128
+    steps: int = 300
+    batch_size: int = 4
+    sequence_length: int = 256
+    learning_rate: float = 1e-3
+    checkpoint_every: int = 50
+    seed: int = 0
+
+    def run(self) -> int:
+        from jaxserve.models.loading.medusa import save_heads
+        from jaxserve.training.acceptance import acceptance
+        from jaxserve.training.medusa import TrainingConfig, train
+        from jaxserve.training.targets import make_targets
+
+        fields = [field.name for field in dataclasses.fields(TrainingConfig)]
+        config = TrainingConfig(**{name: getattr(self, name) for name in fields})
+        self._check_resumes()
+        with TerminalProgress() as progress:
+            targets = make_targets(
+                self.model,
+                self.data,
+                self.out / "targets.jsonl",
+                self.max_tokens,
+                functools.partial(progress, "targets"),
+            )
+            held_out = targets[::_HELD_OUT]
+            learnt = [target for i, target in enumerate(targets) if i % _HELD_OUT]
+            trained = train(
+                self.model,
+                learnt,
+                self.out / "checkpoints",
+                config,
+                functools.partial(progress, "training"),
+            )
+        save_heads(self.out, trained.config, trained.blocks)
+        self._plot(trained.losses)
+        prompts = [target.prompt for target in held_out[:_MEASURED]]
+        with tempfile.TemporaryDirectory() as untrained:
+            save_heads(Path(untrained), trained.config, trained.blocks * 0)
+            before, after = (
+                acceptance(self.model, heads, self.num_heads, prompts, self.max_tokens)
+                for heads in (Path(untrained), self.out)
+            )
+        print(_report(before, after))
+        drafter = {
+            "method": self.method,
+            "model": str(self.out),
+            "num_speculative_tokens": self.num_heads,
+        }
+        print(f"\njaxserve serve {self.model or ''} --speculative-config '{json.dumps(drafter)}'")
+        return 0
+
+    def _check_resumes(self) -> None:
+        """Raises ConfigError when `out` is of a run with other settings; notes those of this."""
+        settings = {
+            field.name: str(getattr(self, field.name))
+            for field in dataclasses.fields(self)
+            if field.name not in ("out", "log_level")
+        }
+        file = self.out / "settings.json"
+        if file.exists():
+            other = json.loads(file.read_text(encoding="utf-8"))
+            for name, value in settings.items():
+                if other.get(name) != value:
+                    raise ConfigError(
+                        f"{name} is {value}, but the run in {self.out} has {other.get(name)}; give "
+                        "the same to go on with it, or another out."
+                    )
+            return
+        self.out.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+    def _plot(self, losses: list[float]) -> None:
+        """Draws the losses, if matplotlib is installed."""
+        if find_spec("matplotlib") is None:
+            return
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6, 2.5), layout="constrained")
+        axes = figure.subplots()
+        axes.plot(range(1, len(losses) + 1), losses)
+        axes.set(xlabel="step", ylabel="loss", title=f"{self.num_heads} heads")
+        figure.savefig(self.out / "loss.svg")
+
+
+def _report(before: Acceptance, after: Acceptance) -> str:
+    rows = [("drafts accepted up to position", "untrained", "trained")]
+    for place, shares in enumerate(zip(before.by_position, after.by_position), 1):
+        rows.append((str(place), *(f"{share:.1%}" for share in shares)))
+    per_step = (f"{each.tokens_per_step:.2f}" for each in (before, after))
+    return table([*rows, ("tokens a step", *per_step)])

@@ -1,0 +1,42 @@
+"""Begins the moves that are planned, for as long as a router runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Hashable, Sequence
+
+from jaxserve.cluster.migration import plan_moves
+from jaxserve.cluster.open_requests import OpenRequests
+from jaxserve.cluster.routed_replica import RoutedReplica
+
+PERIOD_S = 0.2
+"""How often moves are planned, if no replica that prefills has a first token."""
+
+MOST_MOVES = 4
+"""Requests whose KV leaves one replica at a time: it lies in memory meanwhile."""
+
+
+async def move_requests(replicas: Sequence[RoutedReplica], requests: OpenRequests) -> None:
+    """Move requests between `replicas`, which may change, until cancelled."""
+    while True:
+        _begin_moves(replicas, requests)
+        requests.prefilled.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(requests.prefilled.wait(), PERIOD_S)
+
+
+def _begin_moves(replicas: Sequence[RoutedReplica], requests: OpenRequests) -> None:
+    def movable(place: int, key: Hashable) -> bool:
+        replica = replicas[place]
+        request = replica.requests.get(str(key))  # None for one that is on its way there.
+        return request is not None and request.movable and replica.num_moving < MOST_MOVES
+
+    while True:
+        busy = {place for place, replica in enumerate(replicas) if replica.num_moving}
+        moves = plan_moves([replica.load for replica in replicas], movable, busy)
+        if not moves:
+            return
+        for move in moves:
+            request = replicas[move.source].requests[str(move.key)]
+            requests.move(request, replicas[move.destination])

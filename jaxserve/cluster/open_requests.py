@@ -1,0 +1,343 @@
+"""The requests of a router whose output is not complete: where each runs, and what it has got."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import logging
+import random
+from collections.abc import Coroutine
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+from jaxserve.cluster.dispatch import Demand, dispatch
+from jaxserve.cluster.prefixes import page_hashes
+from jaxserve.cluster.routed_replica import Call, OpenRequest, RoutedReplica
+from jaxserve.cluster.routed_request import RoutedRequest
+from jaxserve.cluster.tasks import Tasks
+from jaxserve.core.commands import AddRequest
+from jaxserve.core.errors import (
+    EngineClosedError,
+    JaxserveError,
+    OverloadedError,
+    ReplicaLostError,
+    RequestError,
+)
+from jaxserve.core.outputs import RequestOutput
+from jaxserve.engine.output_queue import OutputDispatcher, Update
+from jaxserve.engine.snapshot.requests import RequestSnapshot
+
+MAX_LOSSES = 3
+"""A request with which so many replicas were lost, without a new token between, fails: it may be
+what ends them."""
+
+RETRY_S = 0.5
+"""How long a request waits that a replica is too busy for, after another one had accepted it."""
+
+COPY_S = 60.0
+"""How long the KV of a request may take from one replica to another; if it takes longer, the
+request stays."""
+
+_log = logging.getLogger(__name__)
+
+
+class OpenRequests:
+    """Dispatches requests to replicas, and hands their output to the clients.
+
+    Attributes:
+        page_size: of every replica; set it before the first request.
+        num_redispatched: requests dispatched again, of lost replicas.
+        num_moved: requests moved with their KV.
+        prefilled: set when a request has its first token in a replica that only prefills.
+    """
+
+    page_size: int
+
+    def __init__(self, replicas: SequenceOf[RoutedReplica], tasks: Tasks, seed: int) -> None:
+        """`replicas` may change."""
+        self.num_redispatched = 0
+        self.num_moved = 0
+        self.prefilled = asyncio.Event()
+        self._replicas = replicas
+        self._tasks = tasks
+        self._open: dict[str, OpenRequest] = {}
+        self._unrouted: list[OpenRequest] = []
+        self._dispatcher = OutputDispatcher()
+        self._seeds = random.Random(seed)
+        self._sends = itertools.count()
+
+    def admit(self, call: Call, added: SequenceOf[AddRequest]) -> None:
+        """Dispatch the requests of one call. One of them that is refused ends the others."""
+        for number, each in enumerate(added):
+            if each.request_id in self._open:
+                error = RequestError(
+                    f"request_id {each.request_id!r} is in use by an unfinished request."
+                )
+                self._refuse(call, error)
+                return
+            seed = each.params.seed
+            if seed is None:
+                seed = self._seeds.getrandbits(63)
+            params = dataclasses.replace(each.params, seed=seed)
+            each = dataclasses.replace(each, params=params, seed=seed)
+            request = OpenRequest(RoutedRequest(each, self._demand(each)), call, number)
+            self._open[each.request_id] = request
+            call.requests.append(request)
+            self._route(request)
+
+    def abort(self, request_id: str) -> None:
+        request = self._open.get(request_id)
+        if request is not None:
+            request.request.aborted = True
+            if request.replica is not None:
+                self._tasks.spawn(tried(request.replica.client.abort(request.sent_as)))
+
+    def abandon(self, call: Call) -> None:
+        """Abort the requests of a call whose output is not read."""
+        for request in call.requests:
+            if self._open.get(request.request.added.request_id) is not request:
+                continue  # It has ended.
+            replica, name = request.replica, request.sent_as
+            self._end(request)
+            request.request.aborted = True
+            if replica is not None:
+                self._tasks.spawn(tried(replica.client.abort(name)))
+
+    def route_waiting(self) -> None:
+        """Dispatch the requests that waited until a replica was ready."""
+        waiting, self._unrouted = self._unrouted, []
+        for request in waiting:
+            self._route(request)
+
+    def redispatch(self, lost: SequenceOf[OpenRequest]) -> None:
+        """Dispatch the requests of a lost replica to others, with the tokens that they have."""
+        for request in lost:
+            request.replica, request.stays = None, False
+            request.request.lose()
+            if request.request.num_losses >= MAX_LOSSES:
+                name = request.request.added.request_id
+                self._fail(
+                    request,
+                    EngineClosedError(
+                        f"request {name!r} was given up after {MAX_LOSSES} replicas were lost with "
+                        "it; see the server's log."
+                    ),
+                )
+            else:
+                self.num_redispatched += 1
+                self._route(request)
+        self._dispatcher.send()
+
+    def deliver(self, replica: RoutedReplica, updates: SequenceOf[tuple[str, Update]]) -> None:
+        """Hand the updates of a replica to the clients of its requests."""
+        for name, update in updates:
+            request = replica.requests.get(name)
+            if request is None:
+                if isinstance(update, RequestOutput) and name in replica.moved:
+                    replica.moved.pop(name).note(update)
+                continue
+            self._accept(request)
+            if isinstance(update, RequestOutput):
+                request.note(update)
+                self._end(request, update)
+                self._put(request, _as_asked(request, update))
+                continue
+            deltas = request.request.receive(update)
+            if not deltas:
+                continue
+            if replica.load.role == "prefill":
+                self.prefilled.set()
+            replica.load.grow(name, sum(len(delta.token_ids) for delta in deltas))
+            if request.call.queue.wants_deltas:
+                self._put(request, deltas)
+        self._dispatcher.send()
+
+    def move(self, request: OpenRequest, destination: RoutedReplica) -> asyncio.Task[None]:
+        """Begin to move a running request to another replica, with its KV; returns the task.
+
+        It runs on while its KV is copied. Then its tokens go to the destination, which computes the
+        KV of those that came meanwhile, all in one step, and goes on; so a failure before that
+        changes nothing.
+        """
+        assert request.replica is not None
+        name, load = self._next_name(request), destination.load
+        load.add(name, request.request.demand)  # Its pages are taken from now on.
+        request.moving = True
+        request.replica.num_moving += 1
+
+        async def move(source: RoutedReplica, sent_as: str) -> None:
+            copied = await self._copied(request, source, sent_as, destination, name)
+            load.remove(name)
+            request.moving = False
+            source.num_moving -= 1
+            is_here = source.requests.get(sent_as) is request and not request.request.aborted
+            if not copied or not is_here or destination.load is not load or load.draining:
+                await tried(destination.client.unstage_request(name))
+                return
+            self._leave(request)
+            request.request.rewind()
+            self.num_moved += 1
+            source.moved[sent_as] = request
+            self._send(request, destination, name, request.request.to_resume(name))
+            await tried(source.client.abort(sent_as))
+
+        return self._tasks.spawn(move(request.replica, request.sent_as))
+
+    async def _copied(
+        self,
+        request: OpenRequest,
+        source: RoutedReplica,
+        sent_as: str,
+        destination: RoutedReplica,
+        name: str,
+    ) -> bool:
+        """Copy the KV of a request to another replica; whether that worked."""
+        try:
+            async with asyncio.timeout(COPY_S):
+                await source.client.stage_in(destination.client, sent_as, name)
+        except (ReplicaLostError, EngineClosedError, RequestError):
+            return False  # A replica is lost, which it says itself, or the request has just ended.
+        except Exception as error:
+            request.stays = True
+            _log.warning("a request stays in replica %d: %r", source.index, error)
+            return False
+        return True
+
+    def close(self, error: EngineClosedError) -> None:
+        """End all requests with an error."""
+        for request in self._open.values():
+            self._dispatcher.put(request.call.queue, 0, error)
+        self._dispatcher.send()
+
+    def _demand(self, added: AddRequest) -> Demand:
+        hashes = self._page_hashes(added, added.token_ids)
+        num_tail = len(added.token_ids) - self.page_size * len(hashes)
+        return Demand(hashes, num_tail, added.params.n)
+
+    def _page_hashes(self, added: AddRequest, token_ids: SequenceOf[int]) -> tuple[bytes, ...]:
+        """Hashes of the pages of a request whose tokens are these."""
+        adapter = added.lora_request
+        return page_hashes(token_ids, self.page_size, added.tenant, added.cache_salt, adapter)
+
+    def _route(self, request: OpenRequest) -> None:
+        """Send a request to a replica, or have it wait until one is ready."""
+        place = dispatch([replica.load for replica in self._replicas], request.request.demand)
+        if place is None:
+            self._unrouted.append(request)
+            return
+        name = self._next_name(request)
+        self._send(request, self._replicas[place], name, request.request.to_send(name))
+
+    def _next_name(self, request: OpenRequest) -> str:
+        """An id for the replica that it is sent to next."""
+        return f"{request.request.added.request_id}~{next(self._sends)}"
+
+    def _send(
+        self,
+        request: OpenRequest,
+        replica: RoutedReplica,
+        name: str,
+        sent: AddRequest | RequestSnapshot,
+    ) -> None:
+        request.replica, request.sent_as = replica, name
+        replica.requests[name] = request
+        replica.load.add(name, request.request.demand)
+        self._tasks.spawn(self._submit(request, replica, name, sent))
+
+    def _leave(self, request: OpenRequest) -> None:
+        """A request is no longer with its replica."""
+        replica, request.replica = request.replica, None
+        assert replica is not None
+        del replica.requests[request.sent_as]
+        replica.load.remove(request.sent_as)
+
+    async def _submit(
+        self,
+        request: OpenRequest,
+        replica: RoutedReplica,
+        name: str,
+        sent: AddRequest | RequestSnapshot,
+    ) -> None:
+        ended = replica.ended
+        try:
+            await replica.client.submit(sent)
+        except (ReplicaLostError, EngineClosedError):  # Perhaps only this message was lost.
+            if not ended.done():
+                ended.set_result(ReplicaLostError("a request could not be sent to it"))
+            return
+        except OverloadedError as error:
+            if not request.accepted:
+                self._refuse(request.call, error)
+                return
+            await asyncio.sleep(RETRY_S)
+            if replica.requests.get(name) is request:
+                self._tasks.spawn(self._submit(request, replica, name, sent))
+            return
+        except Exception as error:
+            if request.sent_as == name:
+                self._refuse(request.call, error)
+            return
+        if request.request.aborted or request.sent_as != name:  # It runs elsewhere by now.
+            await tried(replica.client.abort(name))
+        self._accept(request)
+
+    def _accept(self, request: OpenRequest) -> None:
+        """A replica has taken a request: it says so, or sends an update, whichever comes first."""
+        if request.accepted:
+            return
+        request.accepted = True
+        call = request.call
+        call.num_waited_for -= 1
+        if not call.num_waited_for:
+            for number, update in [(0, []), *call.held]:
+                self._dispatcher.put(call.queue, number, update)
+            self._dispatcher.send()
+
+    def _put(self, request: OpenRequest, update: Update) -> None:
+        call = request.call
+        if call.num_waited_for:
+            call.held.append((request.number, update))
+        else:
+            self._dispatcher.put(call.queue, request.number, update)
+
+    def _end(self, request: OpenRequest, output: RequestOutput | None = None) -> None:
+        """A request ends; the pages of its output are cached."""
+        added = request.request.added
+        del self._open[added.request_id]
+        replica = request.replica
+        if replica is None:
+            with contextlib.suppress(ValueError):
+                self._unrouted.remove(request)
+            return
+        self._leave(request)
+        for choice in () if output is None else output.outputs:
+            token_ids = [*added.token_ids, *choice.token_ids[:-1]]  # The last has no KV.
+            replica.load.cached.add(self._page_hashes(added, token_ids))
+
+    def _fail(self, request: OpenRequest, error: JaxserveError) -> None:
+        self._end(request)
+        self._dispatcher.put(request.call.queue, request.number, error)
+
+    def _refuse(self, call: Call, error: Exception) -> None:
+        """None of a call's prompts is accepted."""
+        self.abandon(call)
+        self._dispatcher.put(call.queue, 0, error)
+        self._dispatcher.send()
+
+
+def _as_asked(request: OpenRequest, output: RequestOutput) -> RequestOutput:
+    """A replica's output as that of the request which the client has sent."""
+    cached_tokens = request.cached_tokens or 0
+    return dataclasses.replace(
+        output,
+        request_id=request.request.added.request_id,
+        metrics=dataclasses.replace(output.metrics, cached_tokens=cached_tokens),
+    )
+
+
+async def tried(work: Coroutine[Any, Any, object]) -> None:
+    """Does nothing about a lost replica, whose updates say so too."""
+    with contextlib.suppress(ReplicaLostError, EngineClosedError):
+        await work

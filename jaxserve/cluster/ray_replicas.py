@@ -1,0 +1,201 @@
+"""Replicas as actors of Ray, which starts here unless it runs already."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from jaxserve.cluster.replica import Replica
+from jaxserve.cluster.router import Router
+from jaxserve.core.commands import AddRequest
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.engine_info import EngineInfo
+from jaxserve.core.errors import ConfigError, DistributedError, ReplicaLostError
+from jaxserve.core.extras import extra
+from jaxserve.core.lora import LoRARequest
+from jaxserve.engine.output_queue import Update
+from jaxserve.engine.snapshot.requests import RequestSnapshot
+from jaxserve.metrics.metrics import Metric
+from jaxserve.text import Tokenizer
+
+with extra("cluster"):
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+
+_RESTART_S = 120.0
+"""How long Ray has to start a process in the place of one that has ended."""
+
+_RESOURCES: Mapping[str, Literal["CPU", "GPU", "TPU"]] = {
+    "cpu": "CPU",
+    "cuda": "GPU",
+    "gpu": "GPU",
+    "rocm": "GPU",
+    "tpu": "TPU",
+}
+
+
+def load_replicas(
+    config: EngineConfig,
+    num_replicas: int,
+    watchdog_timeout: float | None = None,
+    num_prefill: int = 0,
+) -> Router:
+    """Load replicas, each on its share of the devices, on CPUs its share of the cores. They run in
+    the Ray cluster that RAY_ADDRESS or `ray start` names, or else in one that starts here and ends
+    with the router. Blocks until all are ready. `num_prefill` as for Router.
+
+    Raises ConfigError when there are more replicas than devices, DistributedError when Ray does not
+    start, and as `AsyncEngine.load` does.
+    """
+    if config.devices is not None:
+        raise ConfigError(
+            f"devices is {config.devices}, but Ray divides the devices among the replicas; leave "
+            "it out."
+        )
+
+    def start() -> list[RayReplica]:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            ray.init(include_dashboard=False, logging_level=logging.ERROR)
+        except (RayError, OSError, RuntimeError, ValueError) as error:
+            raise DistributedError(f"Ray does not start: {error}") from error
+        free = dict.fromkeys(ray.cluster_resources(), 0.0) | ray.available_resources()
+        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        options, num_cores = share(config, num_replicas, free, machines)
+        actor = ray.remote(**options, max_restarts=-1)(Replica)
+        log_level = logging.getLogger("jaxserve").level
+        return [
+            RayReplica(actor.remote(index, num_cores, log_level)) for index in range(num_replicas)
+        ]
+
+    return Router(start, config, watchdog_timeout, on_end=ray.shutdown, num_prefill=num_prefill)
+
+
+def share(
+    config: EngineConfig,
+    num_replicas: int,
+    free: Mapping[str, float],
+    machines: Sequence[Mapping[str, float]],
+) -> tuple[dict[str, Any], int | None]:
+    """What Ray reserves for each replica, and on CPUs its number of cores. `free` is what Ray has
+    left in all, with 0 for what is in use; `machines` is what each machine has. Raises ConfigError
+    when there is less: Ray would wait for it."""
+    named = os.environ.get("JAX_PLATFORMS", "").partition(",")[0]
+    kind = _RESOURCES.get(named) or next((k for k in ("TPU", "GPU") if k in free), "CPU")
+    num_free = int(free.get(kind, 0))
+    needed = 1 if kind == "CPU" else config.num_devices  # CPU devices are virtual: cores are not.
+
+    def most(size: int) -> int:
+        """How many there are at most that take so much of one machine each."""
+        return min(num_free // size, sum(int(each.get(kind, 0)) // size for each in machines))
+
+    if num_replicas > most(needed):
+        what = {"CPU": "core", "GPU": "GPU", "TPU": "TPU chip"}[kind] + ("s" if needed > 1 else "")
+        where = f" on {len(machines)} machines" if len(machines) > 1 else ""
+        raise ConfigError(
+            f"{num_replicas} replicas take {needed} {what} each, but Ray has "
+            f"{num_free}{where}; start at most {most(needed)}, or add machines to the Ray "
+            "cluster."
+        )
+    if kind == "CPU":
+        cores = range(num_free // num_replicas, 0, -1)
+        num_cores = next(each for each in cores if most(each) >= num_replicas)
+        return {"num_cpus": num_cores}, num_cores
+    if kind == "GPU":
+        return {"num_cpus": 1, "num_gpus": needed}, None
+    return {"num_cpus": 1, "resources": {"TPU": needed}}, None
+
+
+class RayReplica:
+    """An actor's `Replica`, with the errors of jaxserve instead of Ray's."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._process = ""  # where the engine was loaded
+
+    async def plan(self, config: EngineConfig, num_replicas: int) -> EngineConfig:
+        return await self._call("plan", config, num_replicas)
+
+    async def load(self, config: EngineConfig, watchdog_timeout: float | None) -> EngineInfo:
+        self._process = await self._reached()
+        return await self._call("load", config, watchdog_timeout)
+
+    async def get_tokenizer(self) -> Tokenizer:
+        return await self._call("get_tokenizer")
+
+    async def get_process(self) -> str:
+        return await self._call("get_process")
+
+    async def submit(self, request: AddRequest | RequestSnapshot) -> None:
+        await self._call("submit", request)
+
+    async def updates(self) -> list[tuple[str, Update]]:
+        return await self._call("updates")
+
+    async def abort(self, request_id: str) -> None:
+        await self._call("abort", request_id)
+
+    async def stage_in(self, destination: RayReplica, request_id: str, name: str) -> None:
+        """As `Replica.stage_in`. What is exported goes from one process to the other."""
+        exported = self._actor.export_request.remote(request_id)
+        await destination.stage_request(exported, name)
+
+    async def stage_request(self, parts: ray.ObjectRef, name: str) -> None:
+        await self._call("stage_request", parts, name)
+
+    async def unstage_request(self, name: str) -> None:
+        await self._call("unstage_request", name)
+
+    async def reset_prefix_cache(self) -> None:
+        await self._call("reset_prefix_cache")
+
+    async def add_lora(self, lora_request: LoRARequest) -> None:
+        await self._call("add_lora", lora_request)
+
+    async def remove_lora(self, name: str) -> None:
+        await self._call("remove_lora", name)
+
+    async def get_metrics(self) -> Mapping[str, Metric]:
+        return await self._call("get_metrics")
+
+    async def restart(self) -> None:
+        """End the actor's process, stopped or not, and wait for the one that Ray starts in its
+        place."""
+        ray.kill(self._actor, no_restart=False)
+        await self._reached(self._process)
+
+    async def close(self) -> None:
+        """End the actor, whose process frees what it has."""
+        ray.kill(self._actor)
+
+    async def _reached(self, ended: str | None = None) -> str:
+        """Wait until the actor's process answers, and return where it runs: Ray may be starting
+        another one, in the place of `ended`, which may still answer a few calls. Raises
+        ReplicaLostError if there is none in time."""
+        error = ReplicaLostError(f"{ended} does not end")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_RESTART_S):
+                while True:
+                    try:
+                        if (process := await self.get_process()) != ended:
+                            return process
+                    except ReplicaLostError as lost:
+                        error = lost
+                    await asyncio.sleep(0.2)
+        raise error
+
+    async def _call(self, name: str, *arguments: Any) -> Any:
+        """The result of a method. Raises what it raises, and ReplicaLostError when the actor's
+        process has ended, or its machine, or the result was lost with either: Ray has an error for
+        each, such as one for a process that it ended because memory ran out."""
+        try:
+            return await getattr(self._actor, name).remote(*arguments)
+        except RayError as error:
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            if not isinstance(cause, RayError):
+                raise cause from None
+            raise ReplicaLostError(" ".join(str(error).split())[:300]) from error

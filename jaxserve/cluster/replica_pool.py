@@ -1,0 +1,280 @@
+"""The replicas of a router: loaded, watched, loaded again when one is lost, and restarted.
+
+One task a replica waits for that replica's updates, so that a step of the replica costs one message
+however many requests it has. While a replica is loaded again, its requests go on in the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+
+from jaxserve.cluster.mover import move_requests
+from jaxserve.cluster.open_requests import OpenRequests, tried
+from jaxserve.cluster.replica_client import ReplicaClient, ReplicaSilentError, silence
+from jaxserve.cluster.restart import RollingRestart
+from jaxserve.cluster.routed_replica import RoutedReplica
+from jaxserve.cluster.tasks import Tasks
+from jaxserve.core.cluster_status import ClusterStatus, Role
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.engine_info import EngineInfo
+from jaxserve.core.errors import (
+    ConfigError,
+    EngineClosedError,
+    JaxserveError,
+    ReplicaLostError,
+    RestartError,
+)
+from jaxserve.core.lora import LoRARequest
+from jaxserve.metrics.metrics import Metric
+from jaxserve.text import Tokenizer
+
+LOAD_ATTEMPTS = 3
+"""A lost replica that cannot be loaded again in so many attempts is given up."""
+
+METRICS_S = 2.0
+"""How long the metrics of a replica are waited for; one that is lost has none."""
+
+_log = logging.getLogger(__name__)
+
+
+class ReplicaPool:
+    """Replicas, and the requests dispatched to them.
+
+    Attributes:
+        info: what a replica says of itself, and the number of replicas.
+        tokenizer: the model's.
+        requests: those whose output is not complete.
+        failure: why no replica can be loaded any more.
+        stop: set it to end `run`.
+    """
+
+    info: EngineInfo
+    tokenizer: Tokenizer
+
+    def __init__(
+        self, config: EngineConfig, watchdog_timeout: float | None, num_prefill: int = 0
+    ) -> None:
+        """`num_prefill`: so many of the replicas, the first ones, only prefill, and the others
+        decode; by default all do both."""
+        self.failure: BaseException | None = None
+        self.stop = asyncio.Event()
+        self._clients: SequenceOf[ReplicaClient] = ()
+        self._config = config
+        self._watchdog_timeout = watchdog_timeout
+        self._num_prefill = num_prefill
+        self._replicas: list[RoutedReplica] = []
+        self._given_up: list[RoutedReplica] = []
+        self._restart: RollingRestart | None = None
+        self._tasks = Tasks(self._fail)
+        self.requests = OpenRequests(self._replicas, self._tasks, config.seed)
+
+    @property
+    def stalled(self) -> bool:
+        """Whether all replicas are being loaded again."""
+        return all(replica.load.draining for replica in self._replicas)
+
+    async def run(self) -> None:
+        """Serve until `stop` is set, or no replica is left. Call `load` before."""
+        for replica in self._replicas:
+            self._tasks.spawn(self._supervise(replica))
+        self._tasks.spawn(move_requests(self._replicas, self.requests))
+        await self.stop.wait()
+
+    async def close(self) -> None:
+        """End all requests and replicas."""
+        reason = f": {self.failure}" if self.failure else ""
+        self.requests.close(EngineClosedError(f"the engine was closed{reason}"))
+        await self._tasks.close()
+        closing = (client.close() for client in self._clients)
+        await asyncio.gather(*closing, return_exceptions=True)
+
+    async def load(self, clients: SequenceOf[ReplicaClient]) -> None:
+        """Load all replicas: the first alone, which compiles the programs that the others load.
+
+        Raises as `AsyncEngine.load` does, ConfigError when replicas differ, and ReplicaLostError.
+        """
+        self._clients = clients
+        first, *others = clients
+        self._config = await first.plan(self._config, len(self._clients))
+        self.info = await first.load(self._config, self._watchdog_timeout)
+        self.tokenizer = await first.get_tokenizer()
+        loading = (client.load(self._config, self._watchdog_timeout) for client in others)
+        infos = [self.info, *await asyncio.gather(*loading)]
+        for index, info in enumerate(infos):
+            self._check_alike(index, info)
+        self.info = dataclasses.replace(self.info, data_parallel_size=len(self._clients))
+        self.requests.page_size = self.info.config.page_size
+        for index, (client, info) in enumerate(zip(self._clients, infos)):
+            process = await client.get_process()
+            _log.info("replica %d is ready: %s", index, process)
+            self._replicas.append(RoutedReplica(index, self._role(index), client, info, process))
+
+    def _role(self, index: int) -> Role:
+        if not self._num_prefill:
+            return "any"
+        return "prefill" if index < self._num_prefill else "decode"
+
+    def _check_alike(self, index: int, info: EngineInfo) -> None:
+        """Raises ConfigError for a replica that would answer otherwise than the first one."""
+        for name in ("version", "fingerprint", "device_kind", "num_pages"):
+            ours, theirs = getattr(self.info, name), getattr(info, name)
+            if ours != theirs:
+                raise ConfigError(
+                    f"{name} is {theirs!r} in replica {index}, and {ours!r} in the one that was "
+                    "loaded first, but replicas must be alike; give them the same jaxserve, model "
+                    "and devices."
+                )
+
+    async def _supervise(self, replica: RoutedReplica) -> None:
+        """Deliver a replica's updates, and load it again whenever it has ended."""
+        while True:
+            error = await self._serve(replica)
+            if error is not None:
+                replica.num_losses += 1
+            has_process = error is not None and not isinstance(error, ReplicaSilentError)
+            lost = replica.clear()
+            if error is not None:
+                many = f"with {len(lost)} requests"
+                _log.error("replica %d was lost %s: %s", replica.index, many, error)
+            self.requests.redispatch(tuple(lost.values()))
+            if not await self._load_again(replica, has_process):
+                return
+
+    async def _serve(self, replica: RoutedReplica) -> JaxserveError | None:
+        """Deliver a replica's updates until it has ended: the error by which it was lost, or None
+        when its process is to be replaced."""
+        watch = None
+        if self._watchdog_timeout != 0:
+            watch = asyncio.create_task(silence(replica.client))
+            watch.add_done_callback(lambda task: task.cancelled() or replica.end(task.result()))
+        try:
+            while True:
+                updates = asyncio.ensure_future(replica.client.updates())
+                try:
+                    await asyncio.wait({updates, replica.ended}, return_when="FIRST_COMPLETED")
+                    if replica.ended.done():
+                        return replica.ended.result()
+                    self.requests.deliver(replica, updates.result())
+                except JaxserveError as error:
+                    return error
+                finally:
+                    updates.cancel()
+        finally:
+            if watch is not None:
+                watch.cancel()
+
+    async def _load_again(self, replica: RoutedReplica, has_process: bool) -> bool:
+        """Load a replica whose process is, or is not, there; False when it has been given up."""
+        error: Exception | None = None
+        for _ in range(LOAD_ATTEMPTS):
+            try:
+                if not has_process:
+                    await replica.client.restart()
+                    has_process = True
+                info = await self._loaded_anew(replica)
+                process = await replica.client.get_process()
+            except Exception as failed:  # Also of a device: the other replicas go on.
+                _log.error("replica %d cannot be loaded again: %s", replica.index, failed)
+                error = failed
+                continue
+            _log.info("replica %d is ready again: %s", replica.index, process)
+            replica.begin(info, process)
+            self.requests.route_waiting()
+            return True
+        _log.error("replica %d is given up", replica.index)
+        replica.enter("failed")
+        self._replicas.remove(replica)
+        self._given_up.append(replica)
+        if not self._replicas:
+            self.failure = error
+            self.stop.set()
+        return False
+
+    async def _loaded_anew(self, replica: RoutedReplica) -> EngineInfo:
+        client = replica.client
+        try:
+            info = await client.load(self._config, self._watchdog_timeout)
+        except ReplicaLostError:
+            raise
+        except Exception:  # The process is there, but its engine has failed, or does not load.
+            await client.restart()
+            info = await client.load(self._config, self._watchdog_timeout)
+        self._check_alike(replica.index, info)
+        return info
+
+    async def restart(self) -> None:
+        """Begin to restart all replicas, one after another; `status` tells how far it is. Raises
+        RestartError when that is going on already, or when one replica alone would be left."""
+        if self._restart is not None and self._restart.status.running:
+            raise RestartError(
+                "a rolling restart is going on; wait for its end, which /cluster/status tells."
+            )
+        if len(self._replicas) < 2:
+            raise RestartError(
+                "one replica is left, whose requests would have nowhere to go; restart the server."
+            )
+        self._restart = RollingRestart(self._replicas, self.requests.route_waiting)
+        self._tasks.spawn(self._restart.run())
+
+    async def status(self) -> ClusterStatus:
+        replicas = sorted([*self._replicas, *self._given_up], key=lambda each: each.index)
+        restart = None if self._restart is None else self._restart.status
+        return ClusterStatus(tuple(replica.status for replica in replicas), restart)
+
+    async def reset_prefix_cache(self) -> None:
+        for replica in tuple(self._replicas):
+            replica.load.cached.clear()
+            await tried(replica.client.reset_prefix_cache())
+
+    async def add_lora(self, lora_request: LoRARequest) -> None:
+        """Has every replica load an adapter; one that is lost loads it for its next request."""
+        for replica in tuple(self._replicas):
+            await tried(replica.client.add_lora(lora_request))
+
+    async def remove_lora(self, name: str) -> None:
+        for replica in tuple(self._replicas):
+            await tried(replica.client.remove_lora(name))
+
+    async def metrics(self) -> dict[str, dict[str, Metric]]:
+        replicas = tuple(self._replicas)  # One of them may be given up meanwhile.
+        of_engines = await asyncio.gather(*map(self._metrics_of, replicas))
+        by_replica = {
+            str(replica.index): {
+                "jaxserve:replica_up": Metric(
+                    "gauge", "Whether requests are dispatched to it", not replica.load.draining
+                ),
+                "jaxserve:replica_restarts_total": Metric(
+                    "counter", "Times that it was lost and loaded again", replica.num_losses
+                ),
+                **metrics,
+            }
+            for replica, metrics in zip(replicas, of_engines)
+        }
+        redispatched = Metric(
+            "counter", "Requests dispatched again, of lost replicas", self.requests.num_redispatched
+        )
+        moved = Metric(
+            "counter", "Requests moved to another replica, with their KV", self.requests.num_moved
+        )
+        return {
+            "": {
+                "jaxserve:redispatched_requests_total": redispatched,
+                "jaxserve:moved_requests_total": moved,
+            }
+        } | by_replica
+
+    async def _metrics_of(self, replica: RoutedReplica) -> Mapping[str, Metric]:
+        if replica.state == "loading":
+            return {}
+        with contextlib.suppress(JaxserveError, TimeoutError):
+            return await asyncio.wait_for(replica.client.get_metrics(), METRICS_S)
+        return {}
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = self.failure or error
+        self.stop.set()

@@ -1,0 +1,61 @@
+"""What each replica of an endpoint is, as its router tells it: plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+ReplicaState = Literal["ready", "draining", "loading", "failed"]
+"""Draining: it gets no more requests, and those it has move or end. Failed: it is given up."""
+
+Role = Literal["any", "prefill", "decode"]
+"""Whether a replica computes prompts and the first token of each, all tokens after it, or both."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaStatus:
+    """One replica.
+
+    Attributes:
+        since_s: when it came into this state, in seconds since the epoch.
+        process: where it runs, for people.
+        model: name or path of the model.
+        fingerprint: digest of the weights.
+        version: that of jaxserve.
+        num_used_pages: pages of its requests, as the router counts them, of its `num_pages`.
+        num_losses: how often it was lost.
+    """
+
+    index: int
+    role: Role
+    state: ReplicaState
+    since_s: float
+    process: str
+    model: str
+    fingerprint: str
+    version: str
+    num_requests: int
+    num_sequences: int
+    max_num_seqs: int
+    num_used_pages: int
+    num_pages: int
+    num_losses: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RestartStatus:
+    """A rolling restart: `num_restarted` of `num_replicas` serve in a new process. `error`: why it
+    ended before the last one."""
+
+    running: bool
+    num_restarted: int
+    num_replicas: int
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterStatus:
+    """All replicas, and the latest rolling restart, if there was one."""
+
+    replicas: tuple[ReplicaStatus, ...]
+    restart: RestartStatus | None

@@ -1,0 +1,139 @@
+"""Devices by their data sheets: memory, rates, links. One TOML file describes one device.
+
+The files here have public figures, each with its source. The engine chooses the programs of a mesh
+by them, and plans and simulations use them in place of devices that are not there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from jaxserve.core.errors import ConfigError
+
+_DIRECTORY = Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceSpec:
+    """One device and its links. Rates are peaks, per second; efficiencies are the shares of them
+    that programs are assumed to reach.
+
+    Attributes:
+        name: for people.
+        kind: how JAX's `device_kind` begins.
+        platform: JAX's name of the platform.
+        source: where the figures are from.
+        memory_bytes: of the device.
+        memory_bytes_per_s: reading it.
+        flops: dense floating-point operations per second, by dtype.
+        link_bytes_per_s: to a neighbouring device, one way.
+        both_ways: whether there is a separate link to each of two neighbours (a torus), and not one
+            link for all (a switch).
+        hop_latency_s: of an empty message between devices.
+        host_bytes_per_s: between host memory and the device, one way.
+        disk_bytes_per_s: between a disk and host memory, one way.
+        launch_s: host and launch time of a step, and of each of its layers, that nothing hides.
+        compute_efficiency: share of `flops` that matrix products reach.
+        memory_efficiency: share of `memory_bytes_per_s` that programs reach.
+        link_efficiency: share of the bandwidth of links that messages reach.
+    """
+
+    name: str
+    kind: str
+    platform: Literal["gpu", "tpu", "cpu"]
+    source: str
+    memory_bytes: int
+    memory_bytes_per_s: float
+    flops: Mapping[str, float]
+    link_bytes_per_s: float
+    both_ways: bool = False
+    hop_latency_s: float = 10e-6
+    host_bytes_per_s: float = 32e9
+    disk_bytes_per_s: float = 2e9
+    launch_s: float = 5e-6
+    compute_efficiency: float = 0.7
+    memory_efficiency: float = 0.8
+    link_efficiency: float = 0.8
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a field of a wrong type or out of range."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "str" and not isinstance(value, str):
+                raise ValueError(f"{field.name} is {value!r}; it must be a text")
+            if field.type in ("int", "float"):
+                _check_positive(field.name, value, most=1 if "efficiency" in field.name else None)
+        if self.platform not in ("gpu", "tpu", "cpu"):
+            raise ValueError(f"platform is {self.platform!r}; it must be gpu, tpu or cpu")
+        if type(self.both_ways) is not bool:
+            raise ValueError(f"both_ways is {self.both_ways!r}; it must be true or false")
+        if not isinstance(self.flops, dict) or not self.flops:
+            raise ValueError("flops must be a table, such as flops.bfloat16 = 989e12")
+        for dtype, rate in self.flops.items():
+            _check_positive(f"flops.{dtype}", rate)
+
+    def flops_of(self, dtype: str) -> float:
+        """Peak of one dtype. Raises ConfigError where the device has none."""
+        if dtype not in self.flops:
+            raise ConfigError(
+                f"dtype is {dtype!r}, of which {self.name} has no FLOP/s; use one of "
+                f"{', '.join(self.flops)}, or add flops.{dtype} to the file of the device."
+            )
+        return self.flops[dtype]
+
+    @classmethod
+    def of(cls, device: str) -> Self:
+        """The device of a name, such as "h200", or of a TOML file.
+
+        Raises ConfigError for an unknown name, or a file that is no device.
+        """
+        path = Path(device).expanduser()
+        if not path.suffix:
+            path = _DIRECTORY / f"{device.lower()}.toml"
+            if not path.is_file():
+                raise ConfigError(
+                    f"device is {device!r}; it must be one of {', '.join(device_names())}, or a "
+                    "TOML file with the fields of one of those."
+                )
+        try:
+            return cls._read(path)
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValueError) as error:
+            raise ConfigError(f"device {device!r} cannot be read: {error}.") from error
+
+    @classmethod
+    def _read(cls, path: Path) -> Self:
+        values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        fields = dataclasses.fields(cls)
+        if unknown := sorted(values.keys() - {field.name for field in fields}):
+            raise ValueError(f"unknown field {unknown[0]!r}")
+        needed = (field.name for field in fields if field.default is dataclasses.MISSING)
+        if missing := [name for name in needed if name not in values]:
+            raise ValueError(f"it has no field {missing[0]!r}")
+        return cls(**values)
+
+
+def device_names() -> list[str]:
+    """The devices that are described here."""
+    return sorted(path.stem for path in _DIRECTORY.glob("*.toml"))
+
+
+@functools.cache
+def device_of_kind(kind: str) -> DeviceSpec | None:
+    """The device that JAX calls `kind`; None if it is not described here."""
+    specs = (DeviceSpec.of(name) for name in device_names())
+    # "NVIDIA L40" is no "NVIDIA L4".
+    found = [spec for spec in specs if re.match(rf"{re.escape(spec.kind)}(?!\d)", kind)]
+    return max(found, key=lambda spec: len(spec.kind), default=None)
+
+
+def _check_positive(name: str, value: Any, most: float | None = None) -> None:
+    if type(value) not in (int, float) or not 0 < value < math.inf or value > (most or value):
+        limit = "" if most is None else f", at most {most}"
+        raise ValueError(f"{name} is {value!r}; it must be a number above 0{limit}")

@@ -1,0 +1,69 @@
+"""What a step asks of each device of an engine: weights, attention, messages. Pure sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class StepWork:
+    """The share of one device, of `tensor * stages * seq`, in every step.
+
+    Attributes:
+        dtype: of activations and products.
+        itemsize: bytes of one number of that dtype.
+        hidden_size: activations of a token between layers.
+        windows: how many layers a stage has of each attention window; None is full attention.
+        layer_weights: weights of the layers, each multiplied with every token.
+        layer_bytes: bytes that they take.
+        expert_weights: weights of the experts of mixtures.
+        expert_bytes: bytes that they take.
+        expert_share: the share of the experts that one token is multiplied with.
+        head_weights: weights of the output head, multiplied with every sampled token.
+        head_bytes: bytes that they take.
+        query_size: numbers of a token's queries in one layer, and of the results of attention: of
+            latents the mean of both.
+        kv_bytes: bytes of a token's keys and values in one layer, over all `seq` devices that
+            share a sequence.
+        tensor: devices that split each layer.
+        stages: pipeline stages.
+        seq: devices that split a sequence.
+    """
+
+    dtype: str
+    itemsize: int
+    hidden_size: int
+    windows: Mapping[int | None, int]
+    layer_weights: int
+    layer_bytes: int
+    head_weights: int
+    head_bytes: int
+    query_size: int
+    kv_bytes: int
+    expert_weights: int = 0
+    expert_bytes: int = 0
+    expert_share: float = 1.0
+    tensor: int = 1
+    stages: int = 1
+    seq: int = 1
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of a stage."""
+        return sum(self.windows.values())
+
+    @property
+    def weights_per_token(self) -> float:
+        """Weights of the layers that one token is multiplied with."""
+        return self.layer_weights + self.expert_weights * self.expert_share
+
+    def weight_bytes(self, num_tokens: float) -> float:
+        """Bytes of the layers that a step of so many tokens reads, if each token takes its experts
+        independently and all are equally likely."""
+        untouched = (1 - self.expert_share) ** num_tokens
+        return self.layer_bytes + self.expert_bytes * (1 - untouched)
+
+    @property
+    def num_devices(self) -> int:
+        return self.tensor * self.stages * self.seq

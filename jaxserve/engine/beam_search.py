@@ -1,0 +1,408 @@
+"""Beam search: the most likely continuations as whole sequences, not token by token.
+
+Each step of a beam is a request for one token that reports the most likely next ones. Beams of one
+prompt share their common prefix through the prefix cache, so such a request computes little more
+than one token; without the cache, the whole beam. Selection, scoring and termination are as in
+vLLM, except that an ignored end-of-sequence token counts towards the length like any other token.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Literal
+
+from jaxserve.core.errors import RequestError
+from jaxserve.core.lora import LoRARequest
+from jaxserve.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from jaxserve.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from jaxserve.engine.prompts import Prompt, TokenizedPrompt
+from jaxserve.text import Detokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from jaxserve.engine.engine import Engine
+    from jaxserve.engine.output_queue import OutputStream
+    from jaxserve.engine.request import Request
+
+MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
+MAX_LENGTH_PENALTY = 10.0
+
+_ABORTED = "the search was aborted"
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamSearchParams:
+    """Settings of a beam search; any field out of range raises RequestError.
+
+    A search returns the best `beam_width` sequences of up to `max_tokens` new tokens, within the
+    context limit. A larger `length_penalty` favours longer sequences; 0 ranks by probability alone
+    (see BeamSearchSequence.score). With `ignore_eos` no token ends a sequence.
+    """
+
+    beam_width: int
+    max_tokens: int
+    _: dataclasses.KW_ONLY
+    ignore_eos: bool = False
+    length_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        if type(self.beam_width) is not int or not 1 <= self.beam_width <= MAX_BEAM_WIDTH:
+            raise RequestError(
+                f"beam_width must be an integer in 1..{MAX_BEAM_WIDTH}, got {self.beam_width!r}: "
+                f"every beam is continued by the 2 * beam_width likeliest tokens, and a step "
+                f"reports at most {MAX_LOGPROBS}."
+            )
+        if type(self.max_tokens) is not int or self.max_tokens < 1:
+            raise RequestError(
+                f"max_tokens must be an integer of 1 or more, got {self.max_tokens!r}."
+            )
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos must be True or False, got {self.ignore_eos!r}.")
+        penalty, most = self.length_penalty, MAX_LENGTH_PENALTY
+        number = isinstance(penalty, int | float) and not isinstance(penalty, bool)
+        if not number or not -most <= penalty <= most:
+            raise RequestError(
+                f"length_penalty must be a number in [{-most:g}, {most:g}], got {penalty!r}."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamSearchSequence:
+    """One sequence that a search found.
+
+    Attributes:
+        tokens: prompt and generated tokens, including a final end-of-sequence token.
+        logprobs: for each generated token the candidates at its position, by token id.
+        cum_logprob: natural log probability of all generated tokens.
+        score: `cum_logprob / length ** length_penalty`, where `length` counts the prompt and the
+            generated tokens but not a final end-of-sequence token.
+        finish_reason: "stop" after an end-of-sequence token, else "length".
+        text: text of `tokens`, without special tokens and the final end-of-sequence token.
+            Empty in the outputs of `BeamSearch`.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: list[dict[int, Logprob]]
+    cum_logprob: float = 0.0
+    score: float = 0.0
+    finish_reason: Literal["stop", "length"] = "length"
+    text: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamSearchOutput:
+    """The best sequences of one prompt, at most `beam_width` of them, best first.
+
+    If there are none, `error` is the reason.
+    """
+
+    sequences: list[BeamSearchSequence]
+    error: str | None = None
+
+
+class BeamSearch:
+    """The search of one prompt: live beams, best first, and finished sequences.
+
+    A step requests one token after each of `prompts`, with `step_params`; `grow` takes the log
+    probabilities that were returned.
+    """
+
+    def __init__(
+        self,
+        params: BeamSearchParams,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+        num_logprobs: int = 0,
+    ) -> None:
+        """`num_logprobs`: candidates to report at each position, if those that continue a beam are
+        fewer."""
+        self.done = False
+        self._num_candidates = 2 * params.beam_width
+        self.step_params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            logprobs=max(self._num_candidates, num_logprobs),
+            detokenize=False,
+        )
+        self._params = params
+        self._ends = frozenset() if params.ignore_eos else eos_token_ids
+        self._max_model_len = max_model_len
+        self._live: list[BeamSearchSequence] = []
+        self._ended: list[BeamSearchSequence] = []
+        self._steps = 0
+
+    def prompts(self, prompt: Prompt | TokenizedPrompt) -> list[Prompt | TokenizedPrompt]:
+        """What the next step continues: the tokens of each live beam, at first `prompt` itself."""
+        return [beam.tokens for beam in self._live] or [prompt]
+
+    def grow(
+        self, prompt_token_ids: SequenceOf[int], entries: SequenceOf[dict[int, Logprob]]
+    ) -> None:
+        """Select the best candidates of all beams as live beams, and collect those that end.
+
+        `entries` has the likeliest next tokens of each of `prompts`.
+        """
+        if not self._live:
+            self._live = [BeamSearchSequence(tokens=tuple(prompt_token_ids), logprobs=[])]
+        candidates = []
+        for beam, entry in zip(self._live, entries, strict=True):
+            for token_id, scored in entry.items():
+                if scored.rank > self._num_candidates:
+                    continue
+                cum_logprob = beam.cum_logprob + scored.logprob
+                length = len(beam.tokens) + (token_id not in self._ends)
+                score = cum_logprob / length**self._params.length_penalty
+                candidates.append((score, cum_logprob, token_id, entry, beam))
+        candidates.sort(key=itemgetter(0), reverse=True)
+        self._live = []
+        for score, cum_logprob, token_id, entry, beam in candidates:
+            ends = token_id in self._ends
+            if not ends and len(self._live) == self._params.beam_width:
+                continue
+            (self._ended if ends else self._live).append(
+                BeamSearchSequence(
+                    tokens=(*beam.tokens, token_id),
+                    logprobs=[*beam.logprobs, entry],
+                    cum_logprob=cum_logprob,
+                    score=score,
+                    finish_reason="stop" if ends else "length",
+                )
+            )
+        self._steps += 1
+        self.done = (
+            not self._live
+            or self._steps == self._params.max_tokens
+            or len(self._live[0].tokens) == self._max_model_len
+        )
+
+    def best(self) -> list[BeamSearchSequence]:
+        """The best of all sequences, whether they ended or reached the limit."""
+        found = sorted(self._ended + self._live, key=attrgetter("score"), reverse=True)
+        return found[: self._params.beam_width]
+
+
+def search(
+    engine: Engine,
+    prompts: SequenceOf[Prompt],
+    params: BeamSearchParams,
+    request_ids: Iterator[str],
+    on_end: Callable[[int], None],
+    alone: bool,
+    tenant: str | None = None,
+    lora_request: LoRARequest | None = None,
+) -> list[BeamSearchOutput]:
+    """Search for each prompt; outputs are in the order of the prompts. Steps the engine until all
+    searches end.
+
+    No search waits for another one's tokens. `on_end` is called when one ends, with the number that
+    have ended. A rejected prompt has an output with an `error`, or raises RequestError if `alone`.
+    An interrupt aborts all requests.
+    """
+    if not isinstance(params, BeamSearchParams):
+        raise RequestError(f"params is {params!r:.80}; it must be a BeamSearchParams.")
+    searches = [_OfPrompt(engine, prompt, params, tenant, lora_request) for prompt in prompts]
+    waiting = collections.deque(searches)
+    # Enough to fill the running step and the one planned meanwhile. More would only alternate, and
+    # evict each other's pages from the prefix cache.
+    most_open = max(1, 2 * engine.plan.config.max_num_seqs // params.beam_width)
+    num_open = 0
+    asked: dict[str, _OfPrompt] = {}
+    try:
+        while waiting or num_open:
+            ready = [waiting.popleft() for _ in range(min(most_open - num_open, len(waiting)))]
+            num_open += len(ready)
+            for each in ready or _answered(engine, asked):
+                each.go_on(request_ids, asked, alone)
+                if each.done:
+                    num_open -= 1
+                    on_end(len(searches) - len(waiting) - num_open)
+    except BaseException:
+        for request_id in asked:
+            engine.abort(request_id)
+        raise
+    return [each.output() for each in searches]
+
+
+def _answered(engine: Engine, asked: dict[str, _OfPrompt]) -> list[_OfPrompt]:
+    """Run one engine step; returns the searches that now have all requested tokens."""
+    touched = [request.request_id for request in engine.step()]
+    owners = [asked.pop(request_id) for request_id in touched if request_id in asked]
+    return [owner for owner in dict.fromkeys(owners) if owner.answered]
+
+
+class _OfPrompt:
+    """The search of one prompt in an engine that the caller steps."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        tenant: str | None,
+        lora_request: LoRARequest | None,
+    ) -> None:
+        self._engine = engine
+        self._prompt = prompt
+        self._tenant = tenant
+        self._lora_request = lora_request
+        self._search = BeamSearch(params, engine.eos_token_ids, engine.plan.config.max_model_len)
+        self._requests: list[Request] = []
+        self._error: str | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._search.done or self._error is not None
+
+    @property
+    def answered(self) -> bool:
+        """Whether the next tokens of every live beam have arrived."""
+        return all(request.finished for request in self._requests)
+
+    def go_on(self, request_ids: Iterator[str], asked: dict[str, _OfPrompt], alone: bool) -> None:
+        """Extend the beams by the tokens that have arrived, then request the next ones.
+
+        New requests are added to `asked`. Raises RequestError if the engine rejects one and
+        `alone` is set.
+        """
+        if self._requests:
+            self._grow()
+        if not self.done:
+            self._ask(request_ids, asked, alone)
+
+    def output(self) -> BeamSearchOutput:
+        if self._error is not None:
+            return BeamSearchOutput([], self._error)
+        found = self._search.best()
+        return BeamSearchOutput(
+            [dataclasses.replace(sequence, text=self._text(sequence)) for sequence in found]
+        )
+
+    def _ask(self, request_ids: Iterator[str], asked: dict[str, _OfPrompt], alone: bool) -> None:
+        self._requests = []
+        try:
+            for prompt in self._search.prompts(self._prompt):
+                request_id = next(request_ids)
+                asked[request_id] = self  # First, so that an interrupt aborts it.
+                request = self._engine.add(
+                    request_id,
+                    prompt,
+                    self._search.step_params,
+                    tenant=self._tenant,
+                    lora_request=self._lora_request,
+                )
+                self._requests.append(request)
+        except RequestError as error:
+            if alone:
+                raise
+            for request in self._requests:
+                self._engine.abort(request.request_id)
+            self._error = str(error)
+
+    def _grow(self) -> None:
+        entries = []
+        for request in self._requests:
+            (delta,) = request.take_deltas()
+            if delta.logprobs is None:
+                self._error = request.error or _ABORTED
+                return
+            entries += delta.logprobs
+        self._search.grow(self._requests[0].prompt_token_ids, entries)
+
+    def _text(self, sequence: BeamSearchSequence) -> str:
+        ended = sequence.finish_reason == "stop"
+        return self._engine.tokenizer.decode(sequence.tokens[:-1] if ended else sequence.tokens)
+
+
+async def search_async(
+    submit: Callable[
+        [SequenceOf[Prompt | TokenizedPrompt], SamplingParams, SequenceOf[str]],
+        Awaitable[OutputStream],
+    ],
+    search: BeamSearch,
+    prompt: TokenizedPrompt,
+    request_id: str,
+) -> tuple[list[BeamSearchSequence], RequestMetrics]:
+    """The best sequences of one prompt, and the times of the whole search. `submit` is given the
+    prompts, parameters and ids of each step's requests. Cancelling the task aborts them.
+
+    Raises RequestError when the prompt is rejected or a step is aborted or fails.
+    """
+    metrics: RequestMetrics | None = None
+    step = 0
+    while not search.done:
+        prompts = search.prompts(prompt)
+        ids = [f"{request_id}-{step}-{place}" for place in range(len(prompts))]
+        outputs: dict[int, RequestOutput] = {}
+        async with await submit(prompts, search.step_params, ids) as updates:
+            async for place, update in updates:
+                if isinstance(update, RequestOutput):
+                    outputs[place] = update
+        answered = [outputs[place] for place in range(len(prompts))]
+        for output in answered:
+            if not output.outputs[0].logprobs:
+                raise RequestError(output.error or _ABORTED)
+        search.grow(prompt.token_ids, [output.outputs[0].logprobs[0] for output in answered])
+        finish_us = max(output.metrics.finish_us for output in answered)
+        metrics = dataclasses.replace(metrics or answered[0].metrics, finish_us=finish_us)
+        step += 1
+    assert metrics is not None
+    return search.best(), metrics
+
+
+def beam_output(
+    request_id: str,
+    prompt: TokenizedPrompt,
+    params: SamplingParams,
+    found: SequenceOf[BeamSearchSequence],
+    metrics: RequestMetrics,
+    tokenizer: Tokenizer,
+) -> RequestOutput:
+    """Sequences that a search found, as the outputs of a request with `params`, best first."""
+    return RequestOutput(
+        request_id=request_id,
+        prompt=prompt.text,
+        prompt_token_ids=tuple(prompt.token_ids),
+        outputs=[
+            _completion(index, sequence, prompt.token_ids, params, tokenizer)
+            for index, sequence in enumerate(found)
+        ],
+        finished=True,
+        metrics=metrics,
+    )
+
+
+def _completion(
+    index: int,
+    sequence: BeamSearchSequence,
+    prompt_token_ids: SequenceOf[int],
+    params: SamplingParams,
+    tokenizer: Tokenizer,
+) -> CompletionOutput:
+    token_ids, logprobs = sequence.tokens[len(prompt_token_ids) :], None
+    detokenizer = Detokenizer(
+        tokenizer,
+        prompt_token_ids=prompt_token_ids,
+        skip_special_tokens=params.skip_special_tokens,
+    )
+    ended = sequence.finish_reason == "stop"
+    text = detokenizer.push(token_ids[:-1] if ended else token_ids) + detokenizer.finish()
+    if params.logprobs is not None:
+        logprobs = [
+            {
+                token: scored
+                for token, scored in entry.items()
+                if token == token_id or scored.rank <= params.logprobs
+            }
+            for token_id, entry in zip(token_ids, sequence.logprobs, strict=True)
+        ]
+    return CompletionOutput(
+        index=index,
+        text=text,
+        token_ids=token_ids,
+        cumulative_logprob=sequence.cum_logprob,
+        logprobs=logprobs,
+        finish_reason=sequence.finish_reason,
+    )

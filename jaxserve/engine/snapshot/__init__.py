@@ -1,0 +1,1 @@
+"""Snapshots of requests and their KV: written, exported, and added to another engine."""

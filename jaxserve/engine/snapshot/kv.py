@@ -1,0 +1,257 @@
+"""The KV of a snapshot: saving and restoring prefixes.
+
+A saved prefix is its tokens and their KV. On restore it is written to pages and inserted into the
+prefix tree, where sequences find it at admission like any other cached prefix. So a prefix may be
+missing or truncated, for lack of time, disk or pages: then more is recomputed, and nothing else
+changes. Page sizes may differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import operator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxserve.core.errors import SnapshotError
+from jaxserve.core.sequence import Sequence as EngineSequence
+from jaxserve.engine.snapshot.files import RowsMissing
+from jaxserve.kv.manager import KVManager
+from jaxserve.kv.match import Match
+from jaxserve.kv.offload.tiers import Tier
+from jaxserve.kv.offload.transfers import MOVE_PAGES
+from jaxserve.kv.page_table import PageTable
+from jaxserve.kv.prefix_tree import unpack_tokens
+
+_FILE_BYTES = 64 << 20
+"""Size of one array of KV: the memory used at a time, and the most lost at a deadline."""
+
+Place = tuple[Tier, int]
+"""A page's tier and number."""
+
+
+class Pages(Protocol):
+    """KV [pages, page_tokens, layers, 2, kv_heads, head_dim] of up to MOVE_PAGES pages."""
+
+    page_tokens: int
+    page_bytes: int
+
+    def read(self, tier: Tier, pages: Sequence[int]) -> np.ndarray: ...
+
+    def write(self, pages: Sequence[int], tokens: np.ndarray) -> None: ...
+
+
+@dataclasses.dataclass
+class Prefix:
+    """Computed tokens and their pages, `places`, of which the last may be partially filled.
+
+    It belongs to a sequence, by `request_id` and `index`; or to the prefix cache, as `token_ids`
+    under a salt.
+    """
+
+    num_tokens: int
+    places: list[Place]
+    request_id: str | None = None
+    index: int = 0
+    salt: str = ""
+    token_ids: list[int] | None = None
+
+
+def prefixes_of(
+    kv: KVManager,
+    sequences: Iterable[EngineSequence],
+    tables: Mapping[int, PageTable],
+    *,
+    cache: bool,
+) -> Iterator[Prefix]:
+    """The computed prefix of each unfinished sequence and, if `cache`, of the prefix cache; none of
+    a model with attention windows, whose pages do not hold all layers."""
+    if kv.windowed:
+        return
+    for seq in sequences:
+        table = tables[seq.seq_id]
+        running = seq.slot is not None and not kv.is_fetching(table)
+        # Pages just fetched are not yet in num_written.
+        num_tokens = max(seq.num_written, table.num_cached) if running else 0
+        places = [(Tier.DEVICE, page) for page in table.pages[: kv.pool.pages_for(num_tokens)]]
+        if not running:
+            nodes, num_tokens = kv.known(table, seq.num_prompt + len(seq.output_token_ids))
+            places = [node.nearest for node in nodes]
+        if num_tokens:
+            yield Prefix(num_tokens, places, seq.request_id, seq.index)
+    if cache:
+        for path in kv.cached():
+            token_ids = [token for node in path for token in unpack_tokens(node.tokens)]
+            yield Prefix(
+                len(token_ids),
+                [node.nearest for node in path],
+                salt=path[0].parent.tokens.decode(),
+                token_ids=token_ids,
+            )
+
+
+def kv_entries(prefixes: Iterable[Prefix], pages: Pages) -> Iterator[tuple[str, Any]]:
+    """The KV of prefixes as named entries: an index of all, then arrays of _FILE_BYTES each.
+
+    Raises PageCorruptError or OSError for an unreadable page; what came before it counts.
+    """
+    prefixes = list(prefixes)
+    numbers: dict[Place, int] = {}
+    for prefix in prefixes:
+        for place in prefix.places:
+            numbers.setdefault(place, len(numbers))
+    places = list(numbers)
+    page_tokens, size = pages.page_tokens, max(1, _FILE_BYTES // pages.page_bytes)
+    batches = [places[first : first + size] for first in range(0, len(places), size)]
+    files, num_rows = [], 0
+    for batch in batches:
+        num_rows += len(batch) * page_tokens
+        files.append((f"kv-{len(files):05d}", num_rows))
+    listed = []
+    for prefix in prefixes:
+        fields = dataclasses.asdict(prefix)
+        rows = [numbers[place] * page_tokens for place in fields.pop("places")]
+        listed.append(fields | {"rows": rows})
+    yield "kv", {"page_tokens": page_tokens, "files": files, "prefixes": listed}
+    for (name, _), batch in zip(files, batches):
+        kv = np.concatenate(list(_read(batch, pages)))
+        yield name, kv.reshape(-1, *kv.shape[2:])
+
+
+def _read(places: Sequence[Place], pages: Pages) -> Iterator[np.ndarray]:
+    """The KV of these pages in order, up to MOVE_PAGES of one tier at a time."""
+    for tier, group in itertools.groupby(places, key=operator.itemgetter(0)):
+        numbers = [page for _, page in group]
+        for first in range(0, len(numbers), MOVE_PAGES):
+            yield pages.read(tier, numbers[first : first + MOVE_PAGES])
+
+
+class Reader(Protocol):
+    """A snapshot that is being read: a directory, or parts that come `in_order`."""
+
+    in_order: bool
+
+    def json(self, name: str) -> Any: ...
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray: ...
+
+    def forget(self, name: str) -> None: ...
+
+
+class SavedKV:
+    """The KV of a snapshot that is being restored."""
+
+    def __init__(self, reader: Reader) -> None:
+        """Raises SnapshotError when the snapshot is damaged."""
+        self._reader = reader
+        content = reader.json("kv")
+        self._page_tokens: int = content["page_tokens"]
+        self._files: list[tuple[str, int]] = content["files"]
+        self.prefixes: list[dict[str, Any]] = content["prefixes"]
+        self._last_use: dict[int, int] = {}
+        for number, prefix in enumerate(self.prefixes):
+            self._last_use |= {self._file_of(row): number for row in prefix["rows"]}
+        self._number = 0
+
+    def restore(
+        self,
+        kv: KVManager,
+        pages: Pages,
+        table_of: Callable[[dict[str, Any]], PageTable | None],
+        carry_out: Callable[[], None],
+    ) -> None:
+        """Inserts prefixes into the prefix tree; if they can be read in any order the first ones
+        last, so that they are evicted last. `table_of` returns the page table for a prefix, a
+        sequence's own where it has one; None to skip the prefix. `carry_out` dispatches the
+        manager's page operations.
+
+        Raises SnapshotError when rows cannot be read. What was inserted before stays.
+        """
+        if kv.windowed:
+            return
+        room = kv.pool.capacity + sum(tier.num_pages for tier in kv.tiers.values())
+        chosen, seen = [], set()
+        for number, prefix in enumerate(self.prefixes):
+            new = set(prefix["rows"]) - seen
+            room -= kv.pool.pages_for(len(new) * self._page_tokens)
+            if room < 0:
+                break
+            chosen.append((number, prefix))
+            seen |= new
+        for number, prefix in chosen if self._reader.in_order else reversed(chosen):
+            table = table_of(prefix)
+            if table is not None:
+                self._number = number
+                with contextlib.suppress(RowsMissing):
+                    self._put(prefix, table, kv, pages, carry_out)
+
+    def _put(
+        self,
+        prefix: dict[str, Any],
+        table: PageTable,
+        kv: KVManager,
+        pages: Pages,
+        carry_out: Callable[[], None],
+    ) -> None:
+        """Writes a prefix to pages, except those already cached, and releases them."""
+        num_tokens, page_size = prefix["num_tokens"], kv.pool.page_size
+        shared = kv.match(table, num_tokens).shared
+        match = Match(
+            shared=shared,
+            num_tokens=len(shared) * page_size,
+            num_in_use=sum(kv.pool.refs(node.device) > 0 for node in shared),
+        )
+        num_pages = kv.pool.pages_for(num_tokens)
+        if not kv.fits(match, num_tokens, 0):
+            return
+        kv.allocate(table, match, num_tokens)
+        carry_out()
+        put_tokens = match.num_tokens
+        try:
+            for first in range(len(shared), num_pages, MOVE_PAGES):
+                stop = min(first + MOVE_PAGES, num_pages)
+                rows = self._rows(prefix, first * page_size, min(stop * page_size, num_tokens))
+                whole = np.zeros(((stop - first) * page_size, *rows.shape[1:]), rows.dtype)
+                whole[: len(rows)] = rows
+                pages.write(
+                    table.pages[first:stop], whole.reshape(stop - first, page_size, *rows.shape[1:])
+                )
+                put_tokens = min(stop * page_size, num_tokens)
+        finally:
+            kv.release(table, put_tokens, pin=prefix["request_id"] is not None)
+
+    def _rows(self, prefix: dict[str, Any], start: int, stop: int) -> np.ndarray:
+        """KV [tokens, ...] of tokens start .. stop - 1 of a prefix."""
+        parts = []
+        while start < stop:
+            page, offset = divmod(start, self._page_tokens)
+            count = min(self._page_tokens - offset, stop - start)
+            row = prefix["rows"][page] + offset
+            parts.append(self._row_range(row, count))
+            start += count
+        return np.concatenate(parts)
+
+    def _row_range(self, row: int, count: int) -> np.ndarray:
+        """Consecutive rows of one page, and so of one file. Frees the files before it that no later
+        prefix has rows of."""
+        index = self._file_of(row)
+        for earlier in range(index):
+            if self._last_use.get(earlier, 0) <= self._number:
+                self._reader.forget(self._files[earlier][0])
+        before = self._files[index - 1][1] if index else 0
+        rows = self._reader.rows(self._files[index][0], row - before, row - before + count)
+        if len(rows) != count:
+            raise SnapshotError(f"the snapshot's {self._files[index][0]} has too few rows of KV.")
+        return rows
+
+    def _file_of(self, row: int) -> int:
+        """The index of the file with a row."""
+        index = bisect_right(self._files, row, key=operator.itemgetter(1))
+        if index == len(self._files):
+            raise SnapshotError(f"the snapshot has no file with row {row} of its KV.")
+        return index

@@ -1,0 +1,124 @@
+"""Multi-head latent attention (DeepSeek V2, 2405.04434).
+
+A token keeps one latent for all heads and one rotated key that they share. The keys of a head are a
+matrix times the latent, and so are its values. Neither is ever computed: the one matrix is applied
+to the queries, the other to the results, and in between all heads attend to the latents themselves,
+as to one KV head. So prefill chunks and decodes compute the same, whatever is in the cache.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.core.model_config import LayerKind, ModelConfig
+from jaxserve.models import layers, parallel, rope
+from jaxserve.models.family import Attention, Params, ParamSpec, Part, one_tensor
+
+_EPS = 1e-6
+"""Of the norms of latents, whatever `rms_norm_eps` is: so the models were trained."""
+
+
+def with_latents(specs: Params, config: ModelConfig) -> Params:
+    """A Llama's `specs` with latent attention in every layer."""
+    for index, layer in enumerate(specs["layers"]):
+        for name in ("qkv", "qkv_bias"):
+            layer.pop(name, None)
+        layer |= _attention_specs(config, f"model.layers.{index}.self_attn.")
+    return specs
+
+
+def _attention_specs(config: ModelConfig, prefix: str) -> dict[str, ParamSpec]:
+    mla, hidden, heads = config.mla, config.hidden_size, config.num_heads
+    of_query, of_latent = mla.nope_dim + mla.rope_dim, mla.kv_rank + mla.rope_dim
+    of_heads = ("kv_heads", "queries", "head_dim")
+    down = [("kv_a_proj_with_mqa", of_latent)]
+    if mla.q_rank is None:
+        up, query_inputs = "q_proj", hidden
+    else:
+        down.insert(0, ("q_a_proj", mla.q_rank))
+        up, query_inputs = "q_b_proj", mla.q_rank
+
+    def latents(suffix: str, inputs: tuple[int, ...], axes: tuple[str, ...]) -> ParamSpec:
+        return ParamSpec(
+            shape=(sum(size for _, size in down), *inputs),
+            axes=(None, *axes),
+            parts=tuple(Part(f"{prefix}{name}.{suffix}", (size, *inputs)) for name, size in down),
+            init="normal" if inputs else "zeros",
+            num_inputs=len(inputs),
+        )
+
+    def of_values_or_keys(first: int, dim: int) -> ParamSpec:
+        """Each head's rows of the one tensor that has those of both."""
+        rows, shape = mla.nope_dim + mla.value_dim, (1, heads, dim, mla.kv_rank)
+        part = Part(prefix + "kv_b_proj.weight", shape, first, rows, axis=2)
+        return ParamSpec(shape, (*of_heads, None), (part,))
+
+    specs = {
+        "latents": latents("weight", (hidden,), ("embed",)),
+        "queries": one_tensor(
+            f"{prefix}{up}.weight",
+            (1, heads, of_query, query_inputs),
+            (*of_heads, "embed" if mla.q_rank is None else None),
+            num_inputs=1,
+        ),
+        "kv_norm": one_tensor(
+            prefix + "kv_a_layernorm.weight", (mla.kv_rank,), (None,), init="ones"
+        ),
+        "keys": of_values_or_keys(0, mla.nope_dim),
+        "values": of_values_or_keys(mla.nope_dim, mla.value_dim),
+        "attn_out": one_tensor(
+            prefix + "o_proj.weight",
+            (hidden, 1, heads, mla.value_dim),
+            ("embed", *of_heads),
+            num_inputs=3,
+        ),
+    }
+    if mla.q_rank is not None:
+        specs["q_norm"] = one_tensor(
+            prefix + "q_a_layernorm.weight", (mla.q_rank,), (None,), init="ones"
+        )
+    if config.qkv_bias:
+        specs["latents_bias"] = latents("bias", (), ())
+    return specs
+
+
+def attend(
+    p: Params,
+    config: ModelConfig,
+    kind: LayerKind,
+    x: jax.Array,
+    rotations: tuple[jax.Array, jax.Array],
+    attention: Attention,
+) -> jax.Array:
+    """Attention of one layer of x [tokens, hidden], before the output projection: [tokens, heads *
+    value_dim]."""
+    mla, heads = config.mla, config.num_heads
+    latents = layers.replicated(p["latents"], x, p.get("latents_bias"))
+    latents = parallel.gather_tokens(latents)
+    q_latent, kv_latent, k_rotated = jnp.split(
+        latents, (mla.q_rank or 0, (mla.q_rank or 0) + mla.kv_rank), axis=-1
+    )
+    if mla.q_rank is None:
+        q = layers.column_parallel(p["queries"], x)
+    else:
+        q = layers.replicated(p["queries"], layers.rms_norm(q_latent, p["q_norm"], _EPS))
+    q = q.reshape(-1, heads, mla.nope_dim + mla.rope_dim)
+    q, q_rotated = jnp.split(q, (mla.nope_dim,), axis=-1)
+    k_rotated = k_rotated[:, None]
+    if mla.interleaved:
+        q_rotated, k_rotated = rope.halves(q_rotated), rope.halves(k_rotated)
+    q_rotated, k_rotated = (rope.rotate(each, *rotations) for each in (q_rotated, k_rotated))
+
+    v = layers.rms_norm(kv_latent, p["kv_norm"], _EPS)[:, None]
+    k = jnp.concatenate([v, k_rotated], axis=-1)
+    q = jnp.concatenate([_of_heads("thd,hdr->thr", q, p["keys"]), q_rotated], axis=-1)
+    attended = attention(q, k, v, window=kind.window)
+    return _of_heads("thr,hdr->thd", attended, p["values"]).reshape(len(attended), -1)
+
+
+def _of_heads(product: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [tokens, heads, features] times each head's part of `weight` [kv_heads, queries, dim,
+    kv_rank]."""
+    weight = weight.reshape(-1, *weight.shape[2:])
+    return jnp.einsum(product, x, weight, preferred_element_type=jnp.float32).astype(x.dtype)

@@ -1,0 +1,211 @@
+"""`/v1/embeddings` as in OpenAI's API, and `/v1/score` as in vLLM."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field, StrictBool, StrictInt, field_validator
+
+from jaxserve.core.errors import PromptTooLongError, RequestError
+from jaxserve.core.lora import LoRARequest
+from jaxserve.core.outputs import RequestOutput
+from jaxserve.core.pooling import Pooling, PoolingParams, pairs, similarity
+from jaxserve.engine.prompts import TokenizedPrompt
+from jaxserve.protocol.completions import MAX_PROMPTS
+from jaxserve.protocol.errors import FieldError, UnavailableError
+from jaxserve.protocol.fields import Fields, Ignored, ListOf, RequestId
+from jaxserve.protocol.model import Model
+
+Encoding = Literal["float", "base64"]
+
+
+class _PoolingFields(Fields):
+    """Fields of both endpoints."""
+
+    model: str | None = None
+    pooling: Pooling | None = Field(
+        None, description="The last token's hidden state, by default, or the mean over all tokens."
+    )
+    add_special_tokens: StrictBool | None = None
+    truncate_prompt_tokens: StrictInt | None = Field(
+        None, description="Longest text in tokens, cut off on the left; -1: the longest that fits."
+    )
+    priority: StrictInt | None = None
+    cache_salt: str | None = Field(
+        None, description="Only requests with the same salt share cached prefixes."
+    )
+    request_id: RequestId | None = None
+    user: Ignored = None
+
+    def _params(self, **fields: Any) -> PoolingParams:
+        given = {"pooling": self.pooling, "priority": self.priority} | fields
+        return PoolingParams(**{name: value for name, value in given.items() if value is not None})
+
+    def _tokenized(self, model: Model, field: str, texts: Sequence[Any]) -> list[TokenizedPrompt]:
+        """Raises FieldError for no texts, too many, or one that is empty or cannot be read,
+        PromptTooLongError."""
+        if not 1 <= len(texts) <= MAX_PROMPTS:
+            raise FieldError(field, f"must hold 1 to {MAX_PROMPTS} texts, got {len(texts)}.")
+        keep = self.truncate_prompt_tokens
+        if keep is not None and keep != -1 and keep < 1:
+            raise FieldError("truncate_prompt_tokens", f"is {keep}; it must be at least 1, or -1.")
+        most = model.max_model_len - 1
+        keep = most if keep == -1 else keep
+        special = self.add_special_tokens is not False
+        try:
+            prompts = [model.tokenize(text, special, keep is not None) for text in texts]
+        except PromptTooLongError:
+            raise
+        except RequestError as error:
+            raise FieldError(field, f"cannot be read: {error}") from None
+        if not all(prompt.token_ids for prompt in prompts):
+            raise FieldError(field, "is empty; it needs at least one token.")
+        if keep is None:
+            return prompts
+        return [TokenizedPrompt(None, prompt.token_ids[-keep:]) for prompt in prompts]
+
+
+class EmbeddingRequest(_PoolingFields):
+    """The request body: OpenAI's fields, and some of vLLM's."""
+
+    input: str | ListOf[str] | ListOf[StrictInt] | ListOf[ListOf[StrictInt]] = Field(
+        description="Text or token ids, or a list of either.", examples=["The sky is blue"]
+    )
+    encoding_format: Encoding | None = Field(
+        None, description="Numbers, by default, or the base64 of little-endian float32."
+    )
+    dimensions: StrictInt | None = Field(
+        None, description="Numbers to keep of each embedding, from the first on."
+    )
+    normalize: StrictBool | None = Field(
+        None, description="Whether to scale embeddings to length 1, which is the default."
+    )
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _of_one_kind(cls, given: Any) -> Any:
+        """One error message for a bad input, instead of one per branch of the union."""
+        kinds = {type(part) for part in given} if isinstance(given, list) else None
+        if not isinstance(given, str) and kinds not in (set(), {str}, {int}, {list}):
+            raise ValueError("must be text, token ids, or a list of either")
+        return given
+
+    def call(self, model: Model) -> ParsedEmbedding:
+        """Convert the body to a request for the engine. Raises RequestError."""
+        model = model.named(self.model)
+        params = self._params(dimensions=self.dimensions, normalize=self.normalize)
+        given = self.input
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            given = [given]
+        return ParsedEmbedding(
+            model=model,
+            prompts=tuple(self._tokenized(model, "input", given)),
+            params=params,
+            cache_salt=self.cache_salt or None,
+            encoding=self.encoding_format or "float",
+        )
+
+
+class ScoreRequest(_PoolingFields):
+    """The request body: texts to compare, one with all of `text_2`, or pair by pair."""
+
+    text_1: str | ListOf[str] = Field(examples=["The sky"])
+    text_2: str | ListOf[str] = Field(examples=[["The sea", "A train"]])
+
+    def call(self, model: Model) -> ParsedScore:
+        """Convert the body to a request for the engine. Raises RequestError."""
+        model = model.named(self.model)
+        first, second = ([t] if isinstance(t, str) else t for t in (self.text_1, self.text_2))
+        compared = pairs(first, second)
+        prompts = [*self._tokenized(model, "text_1", first)]
+        prompts += self._tokenized(model, "text_2", second)
+        return ParsedScore(
+            model=model,
+            prompts=tuple(prompts),
+            params=self._params(),
+            cache_salt=self.cache_salt or None,
+            compared=tuple((a, len(first) + b) for a, b in compared),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parsed:
+    """A request of one or more texts, whose embeddings the response is made of."""
+
+    model: Model
+    prompts: tuple[TokenizedPrompt, ...]
+    params: PoolingParams
+    cache_salt: str | None
+
+    beam: ClassVar[None] = None
+    stream: ClassVar[bool] = False
+    warning: ClassVar[str | None] = None
+    names: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+    @property
+    def lora_request(self) -> LoRARequest | None:
+        return self.model.lora_request
+
+    def _body(self, outputs: Sequence[RequestOutput], data: list[dict[str, Any]]) -> dict[str, Any]:
+        tokens = sum(len(output.prompt_token_ids) for output in outputs)
+        return {
+            "object": "list",
+            "model": self.model.name,
+            "data": data,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class ParsedEmbedding(_Parsed):
+    """A request for embeddings."""
+
+    encoding: Encoding
+
+    def response(
+        self, outputs: Sequence[RequestOutput], request_id: str, created: int
+    ) -> dict[str, Any]:
+        """The response body, from each prompt's output."""
+        data = [
+            {"object": "embedding", "index": index, "embedding": self._encoded(output)}
+            for index, output in enumerate(outputs)
+        ]
+        head = {"id": f"embd-{request_id}", "created": created}
+        return head | self._body(outputs, data)
+
+    def _encoded(self, output: RequestOutput) -> list[float] | str:
+        if output.embedding is None:
+            raise _aborted()
+        if self.encoding == "float":
+            return output.embedding
+        return base64.b64encode(np.asarray(output.embedding, "<f4").tobytes()).decode()
+
+
+@dataclasses.dataclass(frozen=True)
+class ParsedScore(_Parsed):
+    """A request for scores of pairs of `prompts`, by index."""
+
+    compared: tuple[tuple[int, int], ...]
+
+    def response(
+        self, outputs: Sequence[RequestOutput], request_id: str, created: int
+    ) -> dict[str, Any]:
+        """The response body, from each prompt's output."""
+        if any(output.embedding is None for output in outputs):
+            raise _aborted()
+        vectors = [output.embedding for output in outputs]
+        data = [
+            {"object": "score", "index": index, "score": similarity(vectors[a], vectors[b])}
+            for index, (a, b) in enumerate(self.compared)
+        ]
+        head = {"id": f"score-{request_id}", "created": created}
+        return head | self._body(outputs, data)
+
+
+def _aborted() -> UnavailableError:
+    return UnavailableError("the request was aborted; retry on another server.")

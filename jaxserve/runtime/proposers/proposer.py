@@ -1,0 +1,34 @@
+"""What a method of speculative decoding provides."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+from jaxserve.runtime.in_flight import PackedInputs
+from jaxserve.runtime.programs.device_state import DeviceState
+from jaxserve.runtime.programs.page_programs import SetTables
+from jaxserve.runtime.programs.program_kind import ProgramKind
+from jaxserve.runtime.programs.program_shapes import ProgramShapes
+
+
+class Proposer(abc.ABC):
+    """Makes the drafts of a step on the device, just before the step verifies them.
+
+    Drafts are verified exactly, so they decide how many steps an answer takes and none of its
+    tokens. What a method remembers is in the device state: the tokens of every sequence
+    (`speculation`), and the pages of its layers, which share their numbers with the target's
+    (`kv`), so that whatever moves or shares a page carries them too.
+    """
+
+    kinds: tuple[ProgramKind[Any], ...]
+    """Its programs, compiled with all others."""
+
+    @abc.abstractmethod
+    def __init__(self, shapes: ProgramShapes, set_tables: SetTables) -> None: ...
+
+    @abc.abstractmethod
+    def propose(self, state: DeviceState, step: PackedInputs) -> None:
+        """Writes drafts for the decodes of `step` to `state.speculation`, at least as many as it
+        verifies, NO_DRAFT where there is none. Called before every step, also those that verify
+        nothing; the host does not wait."""

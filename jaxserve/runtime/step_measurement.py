@@ -1,0 +1,159 @@
+"""Measures the steps of a runner: every forward program, at a few context lengths.
+
+Steps are dispatched and read as the engine does: one is dispatched before the previous is read.
+Page tables point to the same few pages, whose content does not matter. Tokens are random, so that a
+mixture of experts takes as many of them as it would in service.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.core.buckets import ProgramKey
+from jaxserve.core.errors import ProgramMissError
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sequence import Sequence
+from jaxserve.core.step_plan import ScheduledChunk, StepPlan
+from jaxserve.kv.offload.transfers import MOVE_SIZES
+from jaxserve.runtime.programs.program_shapes import ProgramShapes
+from jaxserve.runtime.runner import Runner
+from jaxserve.scheduler.step_time import StepLoad
+
+_LEAST_STEPS, _MOST_STEPS, _ENOUGH_S = 4, 20, 0.5
+"""Steps that are timed of each kind: at least so many, then until they took long enough."""
+_SHARES = ((0.0, 0.0), (0.25, 0.0), (0.0, 0.25), (0.125, 0.125), (0.5, 0.5))
+"""How far into the context decodes and prefill chunks begin."""
+_HELD_OUT = (0.125, 0.125)
+
+
+class Measurement(NamedTuple):
+    """The median time of a dispatch. `held_out`: not to be fitted to, but to judge a fit by."""
+
+    key: ProgramKey
+    load: StepLoad
+    seconds: float
+    held_out: bool
+
+
+class StepMeasurements:
+    """Drives a runner that serves nothing else."""
+
+    def __init__(self, shapes: ProgramShapes, runner: Runner) -> None:
+        self._shapes = shapes
+        self._runner = runner
+        self._ids = itertools.count()
+        self._random = np.random.default_rng(0)
+        config = shapes.config
+        params = SamplingParams(temperature=0.0, max_tokens=2)
+        self._sequences = [
+            Sequence(slot, str(slot), 0, self._tokens(config.max_model_len), params, arrival_us=0)
+            for slot in range(config.max_num_seqs)
+        ]
+        for seq in self._sequences:
+            runner.register(seq, 0, (), (), None)
+
+    def _tokens(self, count: int) -> list[int]:
+        return self._random.integers(self._shapes.model.vocab_size, size=count).tolist()
+
+    def run(self) -> Iterator[tuple[int, int, Measurement | None]]:
+        """Measures step after step. Yields how many are done, of how many, and the measurement;
+        None where a context is too short for the program or for another point."""
+        keys = [*self._shapes.buckets.keys(), *self._shapes.buckets.ring_keys()]
+        points = [(key, shares) for key in keys if key.width == 1 for shares in _SHARES]
+        seen = set()
+        for done, (key, shares) in enumerate(points, start=1):
+            plans = self._plans(key, *shares)
+            measured = None
+            if plans is not None:
+                load = StepLoad.of(plans[0])
+                found = self._shapes.buckets.program([plans[0].shape])
+                if found == key and (key, load) not in seen:
+                    seen.add((key, load))
+                    seconds = self._time(*plans)
+                    measured = Measurement(key, load, seconds, shares == _HELD_OUT)
+            yield done, len(points), measured
+        for seq in self._sequences:
+            self._runner.forget(seq)
+
+    def page_copy_s(self) -> float:
+        """Time of copying one page."""
+        count = min(MOVE_SIZES[-1], (self._shapes.num_pages - 1) // 2)
+        if not count:
+            return 0.0
+        pairs = [(page, page + count) for page in range(1, count + 1)]
+
+        def seconds(repeats: int) -> float:
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                self._runner.copy(pairs)
+            self._runner.read_pages([1])
+            return time.perf_counter() - begin
+
+        seconds(1)
+        few, many = (statistics.median(seconds(n) for _ in range(3)) for n in (1, 9))
+        return max(0.0, many - few) / (8 * count)
+
+    def _plans(
+        self, key: ProgramKey, decodes_at: float, prefills_at: float
+    ) -> tuple[StepPlan, StepPlan] | None:
+        """A step of a program, with page tables to upload, and the same once they are uploaded.
+        None where the context does not hold it."""
+        config, buckets = self._shapes.config, self._shapes.buckets
+        longest = config.max_model_len
+        rows = key.rows
+        if key.prefill_tokens and rows == config.max_num_seqs:
+            rows -= 1  # The last sequence prefills.
+        spans = [(int(decodes_at * (longest - 1)), 1)] * rows
+        left = key.prefill_tokens
+        while left and len(spans) < config.max_num_seqs:
+            size = min(left, longest)
+            spans.append((min(int(prefills_at * longest), longest - size), size))
+            left -= size
+        try:
+            plans = tuple(self._plan(spans, rows, uploaded) for uploaded in (False, True))
+            return plans if buckets.program([plans[0].shape]) else None
+        except ProgramMissError:
+            return None
+
+    def _plan(self, spans: list[tuple[int, int]], rows: int, uploaded: bool) -> StepPlan:
+        chunks = [self._chunk(slot, *span, uploaded) for slot, span in enumerate(spans)]
+        return StepPlan(tuple(chunks[:rows]), tuple(chunks[rows:]))
+
+    def _chunk(self, slot: int, start: int, num_tokens: int, uploaded: bool) -> ScheduledChunk:
+        count = -(-(start + num_tokens) // self._shapes.config.page_size)
+        pages = [1 + page % (self._shapes.num_pages - 1) for page in range(count)]
+        done = count if uploaded else 0
+        others = ((pages, done),) * (len(self._shapes.kv_layout.groups) - 1)
+        seq = self._sequences[slot]
+        return ScheduledChunk(seq, start, num_tokens, True, 0, slot, pages, done, others=others)
+
+    def _time(self, first: StepPlan, again: StepPlan) -> float:
+        """Seconds of one dispatch: with pipeline stages, all of which run such a step."""
+        runner, times = self._runner, []
+        ahead = self._shapes.stages
+        for _ in range(ahead):
+            self._dispatch(first)
+        runner.read(runner.in_flight.popleft())
+        last = time.perf_counter()
+        while len(times) < _LEAST_STEPS or (sum(times) < _ENOUGH_S and len(times) < _MOST_STEPS):
+            self._dispatch(again)
+            while len(runner.in_flight) > 1:
+                runner.read(runner.in_flight.popleft())
+            now = time.perf_counter()
+            times.append(now - last)
+            last = now
+        while runner.busy:
+            runner.advance()
+        while runner.in_flight:
+            runner.read(runner.in_flight.popleft())
+        return statistics.median(times[1:])  # The first is shorter: nothing was in flight.
+
+    def _dispatch(self, plan: StepPlan) -> None:
+        self._runner.set_last_tokens(self._tokens(self._shapes.config.max_num_seqs))
+        self._runner.dispatch(self._runner.pack(plan, next(self._ids)), None)

@@ -1,0 +1,169 @@
+"""How many tokens to draft, chosen for every step by goodput (SmartSpec, Liu et al. 2024).
+
+Goodput is tokens kept per second. If each draft of a sequence is kept with probability a, then k
+drafts yield (1 - a^(k+1)) / (1 - a) tokens on average; the step's time is predicted from those
+measured, for each number of drafts. Both are learned as the engine runs, so lengths that are not
+in use are tried now and then. There is no clock and nothing random: the same tokens and step times
+give the same lengths, on every host of a job.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+
+from jaxserve.core.sequence import Sequence
+from jaxserve.scheduler.step_time import StepLoad, StepTime
+
+START_ACCEPTANCE = 0.7
+"""Acceptance that is assumed before any draft was verified."""
+
+MEMORY = 48
+"""Forgetting horizon in tokens of a sequence: a draft this many tokens ago weighs 1/e of the
+latest. So the rare drafts of trials count for more."""
+
+MEMORY_OF_ALL = 128
+"""The same, in drafts of all sequences together: what new ones are assumed to accept."""
+
+LEAST_ACCEPTANCE = 0.1
+"""A sequence that accepts less is not drafted for, except in trials."""
+
+TRIAL_STEPS = 16
+"""Steps from one trial to the next at least, of sequences and of other lengths."""
+
+REMEASURE_STEPS = 16 * TRIAL_STEPS
+"""Steps after which the time of a length that is not in use is measured again."""
+
+TRIAL_SHARE = 0.01
+"""Share of the goodput that trials of other lengths may cost."""
+
+PREFERENCE = 1.03
+"""How much better another length must be than the one in use."""
+
+COST_OF_DRAFT = 0.1
+"""What a draft adds to a step without one, until it is measured: little, so that it is tried."""
+
+
+class FixedDrafts:
+    """As many drafts for every sequence as it may have."""
+
+    def choose(self, decodes: SequenceOf[Sequence]) -> None:
+        """Called before a step of these sequences is planned."""
+
+    def of(self, seq: Sequence) -> int:
+        """Drafts of a sequence in that step."""
+        return seq.num_speculative_tokens
+
+    def observe(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """Records that a step kept `num_accepted` of `num_drafts` drafts, 1 or more: those up to
+        the first that was wrong, or missing."""
+
+
+class ChosenDrafts(FixedDrafts):
+    """Chooses one of `lengths`, ascending from 0, for all sequences of a step that take drafts."""
+
+    def __init__(self, lengths: SequenceOf[int], step_time: StepTime) -> None:
+        self._lengths = lengths
+        self._step_time = step_time
+        self._acceptance = START_ACCEPTANCE
+        self._best = lengths[-1]
+        self._length = 0
+        self._num_steps = 0
+        self._saved = 1.0
+        """What trials may cost, in steps of the chosen length."""
+        self._last_used: dict[tuple[int, int], int] = {}
+        """The step that last ran a program, by its decode rows and number of drafts."""
+
+    def choose(self, decodes: SequenceOf[Sequence]) -> None:
+        seqs = [seq for seq in decodes if seq.num_speculative_tokens]
+        if not seqs:
+            return
+        self._num_steps += 1
+        context_tokens = sum(seq.num_computed + 1 for seq in decodes)
+        loads = {
+            length: StepLoad(len(decodes), context_tokens, width=1 + length)
+            for length in self._lengths
+        }
+        times = self._times_us(loads)
+        goodput = {
+            length: (len(decodes) - len(seqs) + self._tokens(seqs, length)) / times[length]
+            for length in self._lengths
+        }
+        usual = self._best
+        self._best = max(goodput, key=goodput.__getitem__)
+        if goodput[self._best] <= PREFERENCE * goodput[usual]:
+            self._best = usual
+        rows = self._step_time.program(loads[0]).rows
+        self._length = self._best
+        self._saved = min(self._saved + TRIAL_SHARE, 1.0)
+        for other in self._others(rows, loads) if self._tries else ():
+            lost = 1 - goodput[other] / goodput[self._best]
+            cost = lost * times[other] / times[self._best]
+            if cost <= self._saved:
+                self._saved -= max(cost, 0.0)
+                self._length = other
+                break
+        self._last_used[rows, self._length] = self._num_steps
+
+    def of(self, seq: Sequence) -> int:
+        accepts = seq.acceptance is None or seq.acceptance >= LEAST_ACCEPTANCE
+        if not seq.num_speculative_tokens or not (accepts or self._tries):
+            return 0
+        return self._length
+
+    @property
+    def _tries(self) -> bool:
+        """Whether the step is a trial."""
+        return self._num_steps % TRIAL_STEPS == 0
+
+    def observe(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
+        tried = min(num_accepted + 1, num_drafts)
+        share = num_accepted / tried
+        before = self._acceptance if seq.acceptance is None else seq.acceptance
+        num_tokens = len(seq.output_token_ids)
+        seq.acceptance = _moved(before, share, (num_tokens - seq.observed_at) / MEMORY)
+        seq.observed_at = num_tokens
+        self._acceptance = _moved(self._acceptance, share, tried / MEMORY_OF_ALL)
+
+    def _tokens(self, seqs: SequenceOf[Sequence], length: int) -> float:
+        """Tokens that a step is expected to yield for `seqs`, with so many drafts of each."""
+        total = 0.0
+        for seq in seqs:
+            accepted = self._acceptance if seq.acceptance is None else seq.acceptance
+            kept = 1.0
+            for _ in range(length):
+                total += kept
+                kept *= accepted
+            total += kept
+        return total
+
+    def _times_us(self, loads: dict[int, StepLoad]) -> dict[int, float]:
+        """The time of a step with each length: predicted where measured, else by the nearest that
+        was."""
+        known = {
+            length: self._step_time.predict(load) or 1.0
+            for length, load in loads.items()
+            if self._step_time.observed(load)
+        } or {0: 1.0}
+
+        def guessed(length: int) -> float:
+            nearest = min(known, key=lambda other: abs(other - length))
+            return known[nearest] * (1 + COST_OF_DRAFT * length) / (1 + COST_OF_DRAFT * nearest)
+
+        return {length: known.get(length) or guessed(length) for length in loads}
+
+    def _others(self, rows: int, loads: dict[int, StepLoad]) -> Iterator[int]:
+        """Lengths to try: one whose time is unknown or old, and a few drafts if none are chosen."""
+        others = [length for length in self._lengths if length != self._best]
+        oldest = min(others, key=lambda length: self._last_used.get((rows, length), 0))
+        age = self._num_steps - self._last_used.get((rows, oldest), 0)
+        if not self._step_time.observed(loads[oldest]) or age > REMEASURE_STEPS:
+            yield oldest
+        if not self._best:
+            yield self._lengths[1]
+
+
+def _moved(mean: float, value: float, age: float) -> float:
+    """An exponential mean with a new value, `age` horizons after the last."""
+    return value + (mean - value) * math.exp(-age)

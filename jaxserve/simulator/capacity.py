@@ -1,0 +1,231 @@
+"""The capacity of an engine: the highest rate of requests at which a load meets its SLO.
+
+Rates are those of a grid, `ratio ** step` times the load's own with whole steps, so that a capacity
+does not depend on where the search for it began.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from jaxserve.core.events import Admitted, Arrived, Record
+from jaxserve.metrics.statistics import percentile
+from jaxserve.metrics.summaries import SequenceSummary
+from jaxserve.simulator.bounds import LoadTokens, least_decode_s, least_seconds
+from jaxserve.simulator.deployment import Deployment
+from jaxserve.simulator.simulation import Arrival
+from jaxserve.simulator.slo import Slo
+from jaxserve.simulator.step_times import StepTimes
+
+_RATIO = 1.025
+_HALF = round(math.log(2) / math.log(_RATIO))
+"""Steps of the grid that halve the rate."""
+_TRIES = 4
+"""Rates that are tried downwards, at growing distances, before the SLO counts as out of reach: the
+last is about a thousandth of the highest."""
+
+
+def rate_at(step: int, own_rate: float) -> float:
+    """The rate of a step of the grid, whose step 0 is `own_rate`."""
+    return own_rate * _RATIO**step
+
+
+def last_step(rate: float, own_rate: float) -> int:
+    """The highest step whose rate is at most `rate`."""
+    return math.floor(math.log(rate / own_rate) / math.log(_RATIO))
+
+
+def nearest_step(value: float) -> int:
+    """The step of the grid from 1 on that is nearest to a value of 1 or more."""
+    return round(math.log(max(1, value)) / math.log(_RATIO))
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """The requests that one engine gets, with the times of arrival of the load's own rate.
+
+    Attributes:
+        arrivals: in order of time, one or more.
+        rate: requests per second of this engine.
+    """
+
+    arrivals: Sequence[Arrival]
+    rate: float
+
+    def at(self, step: int) -> list[Arrival]:
+        """The same requests at the rate of a step of the grid."""
+        return [
+            dataclasses.replace(arrival, time_us=round(arrival.time_us / _RATIO**step))
+            for arrival in self.arrivals
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """What is known of an engine under a load without simulating the load.
+
+    Attributes:
+        last_step: the highest step of the grid that the engine could keep up with.
+        latency_us: from the arrival to the last token of a request with the median lengths of the
+            load, alone.
+        alone: for each limit of the SLO, a value that its metric cannot be better than, at any
+            rate; None where there is no bound.
+    """
+
+    last_step: int
+    latency_us: int
+    alone: tuple[float | None, ...]
+
+    @classmethod
+    def of(cls, deployment: Deployment, times: StepTimes, load: Load, slo: Slo) -> Bounds:
+        """Raises RequestError when a request of the load can never run."""
+        config, buckets = deployment.config, deployment.buckets
+        tokens = LoadTokens.of(load.arrivals, config)
+        busy_s = least_seconds(times, buckets, tokens)
+        prompts = [len(arrival.token_ids) for arrival in load.arrivals]
+        outputs = [arrival.params.max_tokens for arrival in load.arrivals]
+        shares_prefixes = tokens.prefill < sum(prompts)
+
+        def alone_us(prompt_tokens: int, output_tokens: int) -> int:
+            output_tokens = min(output_tokens, config.max_model_len - prompt_tokens)
+            session = deployment.session(times, prompt_tokens, output_tokens)
+            return round((session.prefill_s + session.decode_s) * 1e6)
+
+        def bound(metric: str, percent: int) -> float | None:
+            if metric in ("itl", "tpot"):
+                return least_decode_s(times, buckets) * 1e6 if tokens.decode else None
+            if metric == "fluidity" or shares_prefixes:
+                return None
+            return alone_us(percentile(prompts, percent), 1)
+
+        return cls(
+            last_step(len(load.arrivals) / busy_s, load.rate),
+            alone_us(percentile(prompts, 50), percentile(outputs, 50)),
+            tuple(bound(limit.metric, limit.percent) for limit in slo.limits),
+        )
+
+    def rules_out(self, slo: Slo) -> bool:
+        """Whether no rate can meet the SLO."""
+        known = [pair for pair in zip(slo.limits, self.alone) if pair[1] is not None]
+        return any(limit.over(value) > 1 for limit, value in known)
+
+
+@dataclasses.dataclass(frozen=True)
+class Capacity:
+    """Where the search for a capacity ended.
+
+    Attributes:
+        step: of the grid, the highest that meets the SLO; None if none does, or none above the one
+            that the search was asked to exceed.
+        values: of the SLO's limits at that step; with None, at the lowest that was tried, or None.
+        simulations: how many it took.
+    """
+
+    step: int | None
+    values: tuple[float, ...] | None
+    simulations: int
+
+
+class CapacitySearch:
+    """The search for the capacity of one engine, which counts its simulations."""
+
+    def __init__(self, deployment: Deployment, times: StepTimes, load: Load, slo: Slo) -> None:
+        self._deployment = deployment
+        self._times = times
+        self._load = load
+        self._slo = slo
+        self._met: dict[int, tuple[float, ...] | None] = {}
+
+    def between(self, above: int | None, last: int) -> Capacity:
+        """The capacity, a step of at most `last`. If it is not more than the step `above`, where
+        that is given, it is None after one simulation.
+
+        Assumes that a rate meets the SLO where a higher one does. Raises RequestError when a
+        request can never run.
+        """
+        if above is not None:
+            if last <= above or not self._meets(above + 1):
+                return Capacity(None, None, len(self._met))
+            meets, misses = self._upwards(above + 1, last)
+        else:
+            meets, misses = self._downwards(last)
+            if meets is None:
+                values = self._slo.measured(self._serve(misses, to_the_end=True))
+                return Capacity(None, values, len(self._met) + 1)
+        while misses - meets > 1:
+            middle = (meets + misses) // 2
+            if self._meets(middle):
+                meets = middle
+            else:
+                misses = middle
+        return Capacity(meets, self._met[meets], len(self._met))
+
+    def _upwards(self, meets: int, last: int) -> tuple[int, int]:
+        """From a step that meets the SLO to two that enclose the capacity."""
+        width = 1
+        while meets < last:
+            step = min(meets + width, last)
+            if not self._meets(step):
+                return meets, step
+            meets, width = step, 2 * width
+        return meets, last + 1
+
+    def _downwards(self, last: int) -> tuple[int | None, int]:
+        """From the highest step to two that enclose the capacity; None and the lowest that was
+        tried if none meets the SLO."""
+        misses, width = last + 1, 2 * _HALF // 3
+        for _ in range(_TRIES):
+            step = misses - width
+            if self._meets(step):
+                return step, misses
+            misses, width = step, 2 * width
+        return None, misses
+
+    def _meets(self, step: int) -> bool:
+        if step not in self._met:
+            served = self._serve(step)
+            values = served and self._slo.measured(served)
+            self._met[step] = values if values and self._slo.met(values) else None
+        return self._met[step] is not None
+
+    def _serve(self, step: int, to_the_end: bool = False) -> list[SequenceSummary] | None:
+        """The requests at one rate, as the engine served them; None once too many of them have
+        waited too long, unless it is simulated `to_the_end`."""
+        arrivals = self._load.at(step)
+        late = _Late(self._slo, arrivals)
+        simulation = self._deployment.simulation(
+            self._times, self._slo.deadlines, sinks=() if to_the_end else (late.fold,)
+        )
+        for _ in simulation.serve(arrivals, stop=lambda: late.too_many):
+            pass
+        if late.too_many:
+            return None
+        served = sorted(simulation.metrics.finished(), key=lambda each: int(each.request_id))
+        # A request may arrive during a step, after which the engine takes it.
+        return [
+            summary._replace(arrival_us=arrival.time_us)
+            for summary, arrival in zip(served, arrivals)
+        ]
+
+
+class _Late:
+    """A sink of events that counts the requests whose first step began too late for the SLO."""
+
+    def __init__(self, slo: Slo, arrivals: Sequence[Arrival]) -> None:
+        self.too_many = False
+        self._arrivals = arrivals
+        self._arrived_us: dict[int, int] = {}
+        limits = slo.first_token_us
+        self._left = [[limit.limit, limit.may_miss(len(arrivals))] for limit in limits]
+
+    def fold(self, record: Record) -> None:
+        if type(record) is Arrived:
+            self._arrived_us[record.sequence] = self._arrivals[int(record.request_id)].time_us
+        elif type(record) is Admitted:
+            waited_us = record.time_us - self._arrived_us[record.sequence]
+            for limit in self._left:
+                if waited_us > limit[0]:
+                    limit[1] -= 1
+                    self.too_many |= limit[1] < 0

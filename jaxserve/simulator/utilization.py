@@ -1,0 +1,55 @@
+"""Utilization: the arithmetic and the memory traffic that steps need, over what devices could do.
+
+Padding, which is computed as well, is not counted. Attention is counted by causal pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxserve.core.buckets import ProgramKey
+from jaxserve.core.step_plan import StepPlan
+from jaxserve.core.step_work import StepWork
+from jaxserve.simulator.roofline import pairs_seen
+from jaxserve.simulator.step_times import StepTimes
+
+
+class CountedTimes:
+    """Step times that also count what steps need of one device, on average over the stages.
+
+    Attributes:
+        flops: floating-point operations.
+        num_bytes: weights and KV that are read.
+        num_tokens: tokens of all steps.
+        num_steps: steps.
+    """
+
+    def __init__(self, times: StepTimes, work: StepWork) -> None:
+        self.flops = self.num_bytes = 0.0
+        self.num_tokens = self.num_steps = 0
+        self._times = times
+        self._work = work
+        self._flops_per_token = 2 * work.weights_per_token / work.seq
+        self._kv_bytes = work.kv_bytes / work.seq
+
+    def step(self, key: ProgramKey, plans: Sequence[StepPlan]) -> float:
+        work = self._work
+        entering = plans[-1]  # It passes through every stage, so it is counted once.
+        if not entering.empty:
+            chunks = (*entering.decodes, *entering.prefills)
+            tokens = sum(chunk.num_tokens for chunk in chunks)
+            sampled = sum(chunk.samples for chunk in chunks)
+            self.num_steps += 1
+            self.num_tokens += tokens
+            self.flops += self._flops_per_token * tokens + 2 * work.head_weights * sampled
+            self.num_bytes += work.weight_bytes(tokens) + work.head_bytes
+            for window, num_layers in work.windows.items():
+                spans = [(chunk.start, chunk.start + chunk.num_tokens) for chunk in chunks]
+                pairs = sum(pairs_seen(start, stop, window) for start, stop in spans)
+                self.flops += 4 * work.query_size * num_layers * pairs / work.seq
+                read = sum(stop if window is None else min(stop, window) for _, stop in spans)
+                self.num_bytes += self._kv_bytes * num_layers * read
+        return self._times.step(key, plans)
+
+    def copy(self, num_pages: int) -> float:
+        return self._times.copy(num_pages)

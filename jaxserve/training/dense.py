@@ -1,0 +1,51 @@
+"""A model over whole sequences, without pages or batching of requests, as training computes it."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.core.model_config import ModelConfig
+from jaxserve.models.family import Family, Params
+
+
+def hidden_states(
+    family: Family, config: ModelConfig, params: Params, token_ids: jax.Array
+) -> jax.Array:
+    """Final hidden states [sequences, tokens, hidden] of int32 [sequences, tokens]."""
+    sequences, tokens = token_ids.shape
+    positions = jnp.tile(jnp.arange(tokens, dtype=jnp.int32), sequences)
+    attention = functools.partial(_attention, config, sequences)
+    hidden = family.forward(params, config, token_ids.reshape(-1), positions, attention)
+    return hidden.reshape(sequences, tokens, -1)
+
+
+def _attention(
+    config: ModelConfig,
+    sequences: int,
+    layer: int,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    window: int | None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """As LayeredAttention, causal within each of the sequences that follow one another."""
+    q, k, v = (x.reshape(sequences, -1, *x.shape[1:]) for x in (q, k, v))
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    scores = jnp.einsum("sqhgd,skhd->shgqk", grouped, k, preferred_element_type=jnp.float32)
+    scores *= config.attention_scale
+    if cap := config.attention_soft_cap:
+        scores = cap * jnp.tanh(scores / cap)
+    distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])
+    seen = (distance >= 0) & (distance < (window or q.shape[1]))
+    scores = jnp.where(seen, scores, -jnp.inf)
+    if sinks is not None:
+        own = sinks.reshape(1, *scores.shape[1:3], 1, 1).astype(jnp.float32)
+        scores = jnp.concatenate([scores, jnp.broadcast_to(own, (*scores.shape[:-1], 1))], -1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : q.shape[1]].astype(v.dtype)
+    out = jnp.einsum("shgqk,skhd->sqhgd", weights, v)
+    return out.reshape(-1, q.shape[2], v.shape[3])

@@ -1,0 +1,179 @@
+"""`jaxserve search`: the best deployment on devices that are not here."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from jaxserve.cli import parse
+from jaxserve.simulator.capacity import CapacitySearch
+
+SPACE = (
+    "--device=h200,h100",
+    "--devices=4,8",
+    "--tensor-parallel-size=2,4,8",
+    "--pipeline-parallel-size=1",
+    "--scheduler=sarathi",
+    "--max-num-seqs=64",
+    "--max-num-batched-tokens=576,1088",
+    "--processes=1",
+)
+LOAD = ("--request-rate=2", "--input-len=300", "--output-len=20", "--num-requests=16")
+SLO = "--slo=ttft_p90=2s,itl_p90=60ms"
+PRICES = "h200 = 3.5\nh100 = 2.5\n"
+
+
+@pytest.fixture
+def prices(tmp_path) -> Path:
+    path = tmp_path / "prices.toml"
+    path.write_text(PRICES)
+    return path
+
+
+@pytest.fixture
+def searches(monkeypatch) -> list[int]:
+    """Grows with every search for a capacity."""
+    begun = []
+    between = CapacitySearch.between
+
+    def watched(self: CapacitySearch, above: int | None, last: int):
+        begun.append(last)
+        return between(self, above, last)
+
+    monkeypatch.setattr(CapacitySearch, "between", watched)
+    return begun
+
+
+def test_the_best_deployment(run_here, config_70b, tmp_path, prices, searches):
+    options = (*SPACE, *LOAD, SLO, "--prices", prices)
+    out, report = tmp_path / "search.jsonl", tmp_path / "report.html"
+    run = run_here("search", config_70b, *options, "--json", "--out", out, "--report", report)
+    assert run.status == 0, run.stderr
+    found = json.loads(run.stdout)
+    # One H200 holds no Llama 70B, and two H100s hold no request beside it.
+    assert {row["device"] for row in found["dropped"]} == {"h100"}
+    assert all("may be used" in row["reason"] for row in found["dropped"])
+    deployments, best = found["deployments"], found["deployments"][found["winner"]]
+    assert len(deployments) + len(found["dropped"]) == 2 * 2 * 5
+    assert best["outcome"] == "met"
+    assert best["requests_per_s"] >= found["load_requests_per_s"] == 2
+    assert best["cost"] == (3.5 if best["device"] == "h200" else 2.5) * best["num_devices"]
+    serving = [row for row in deployments if (row["requests_per_s"] or 0) >= 2]
+    assert best["cost"] == min(row["cost"] for row in serving)
+    assert found["winner"] in found["front"]
+    met = [row for row in deployments if row["outcome"] == "met"]
+    assert all(row["requests_per_s"] <= row["most_requests_per_s"] for row in met)
+    assert all(row["values"]["itl_p90"] <= 60_000 for row in met)
+    assert "one request alone [s]" in report.read_text()
+    # The same command finds all of it in its file.
+    count, lines = len(searches), out.read_bytes().splitlines(keepends=True)
+    assert 1 <= count < len(lines) == len(deployments) + 1
+    again = run_here("search", config_70b, *options, "--json", "--out", out)
+    assert len(searches) == count
+    assert json.loads(again.stdout)["deployments"] == deployments
+    # One that was killed while it wrote a line continues there, to the same bytes.
+    whole = out.read_bytes()
+    out.write_bytes(b"".join(lines[:3]) + lines[3][:10])
+    run_here("search", config_70b, *options, "--out", out)
+    assert count <= len(searches) <= 2 * count
+    assert out.read_bytes() == whole
+    run = run_here("search", config_70b, *options[:-2], "--out", out)
+    run.assert_error("another space, load, SLO or prices")
+    out.write_text("{}\n")
+    run_here("search", config_70b, *options, "--out", out).assert_error("not the file of a search")
+    # The command that it prints is one.
+    run = run_here("search", config_70b, *options)
+    assert "cost/h" in run.stdout
+    (line,) = [line for line in run.stdout.splitlines() if line.startswith("best: ")]
+    words = shlex.split(line.removeprefix("best: jaxserve "))
+    serve = parse(words)
+    assert serve.engine.tensor_parallel_size == best["settings"]["tensor_parallel_size"]
+    assert serve.engine.max_num_batched_tokens == best["settings"]["max_num_batched_tokens"]
+    assert serve.data_parallel_size == best["replicas"]
+    assert str(serve.engine.model) == str(config_70b)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            (SLO, "--request-rate=5000"),
+            ["serves 5,000.00 requests/s", "the most is", "requests/s, by"],
+        ),
+        (("--slo=ttft=1ms",), ["meets ttft_p99 1 ms at any rate", "the best", "ttft_p99", "TP"]),
+        (
+            ("--slo=itl_p50=10us,ttft=1s",),
+            ["itl_p50 0.01 ms, ttft_p99 1,000 ms at any rate; the best"],
+        ),
+    ],
+)
+def test_an_slo_out_of_reach(run_here, config_70b, options, words):
+    load = [word for word in LOAD if not word.startswith("--request-rate")]
+    run = run_here(
+        "search", config_70b, *SPACE[2:], "--device=h200", "--devices=8", *load, *options
+    )
+    run.assert_error(*words)
+    assert "deployments" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((SLO,), ["--device", "h100, h200"]),
+        ((SLO, "--device=h20"), ["'h20'", "h100, h200"]),
+        (("--device=h200",), ["--slo", "ttft=2s"]),
+        (("--device=h200", "--slo=ttft=2"), ["--slo has 'ttft=2'", "unit"]),
+        (("--device=h200", "--slo=itl=20ms"), ["--slo is 'itl=20ms'", "queue"]),
+        ((SLO, "--device=h200", "--devices=0"), ["--devices is (0,)"]),
+        (
+            (SLO, "--device=h200", "--devices=8", "--tensor-parallel-size=3"),
+            ["--tensor-parallel-size 3", "divides devices 8"],
+        ),
+        ((SLO, "--device=h200", "--scheduler=fifo"), ["--scheduler is 'fifo'", "sarathi"]),
+        ((SLO, "--device=h200", "--max-num-seqs=0"), ["--max-num-seqs is 0"]),
+        ((SLO, "--device=h200", "--processes=0"), ["--processes is 0"]),
+        ((SLO, "--device=h200", "--report=x.pdf"), [".html"]),
+        ((SLO, "--device=h200", "--request-rate=inf"), ["all at once"]),
+        ((SLO, "--device=h200", "--prices=missing.toml"), ["missing.toml"]),
+        ((SLO, "--device=l4", "--devices=1"), ["none of", "needs", "may be used"]),
+        ((SLO, *SPACE, "--input-len=9000"), ["9000 tokens", "8192", "--max-input-tokens"]),
+        (
+            (
+                SLO,
+                "--device=h200",
+                "--devices=8",
+                "--max-num-seqs=64",
+                "--max-num-batched-tokens=64",
+            ),
+            ["must exceed the sequences"],
+        ),
+    ],
+)
+def test_bad_input(run_here, config_70b, capsys, options, words):
+    try:
+        run = run_here("search", config_70b, *options)
+    except SystemExit as stop:  # While arguments are parsed.
+        assert stop.code == 2
+        stderr = capsys.readouterr().err
+    else:
+        assert run.status == 1
+        stderr = run.stderr
+    (error,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert all(word in error for word in words), error
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("h200 = 3.5\n", ["no price of 'h100'", "3.50"]),
+        ("h200 = 3.5\nh100 = -1\n", ["the price -1 of 'h100'"]),
+        ("h200 = '3.5'\n", ["the price '3.5' of 'h200'"]),
+        ("h200: 3.5\n", ["cannot be read"]),
+    ],
+)
+def test_bad_prices(run_here, config_70b, prices, text, words):
+    prices.write_text(text)
+    run_here("search", config_70b, *SPACE, SLO, "--prices", prices).assert_error(*words)

@@ -1,0 +1,283 @@
+"""`simulate`, `profile`, and `plan` for devices that are not here."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+from cli_command import LLAMA_70B
+
+from jaxserve.cli.described import Described
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.devices import DeviceSpec
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.step_plan import StepPlan
+from jaxserve.simulator.simulation import Arrival
+
+ON_EIGHT = ("--device=h200", "--devices=8")
+TRACE = "arrived_at,num_prefill_tokens,num_decode_tokens\n0.0,400,20\n0.1,40,40\n0.3,80,1\n"
+BLOCKS = [
+    {"timestamp": 0, "input_length": 1024, "output_length": 4, "hash_ids": [7, 8]},
+    {"timestamp": 9000, "input_length": 1500, "output_length": 4, "hash_ids": [7, 8, 9]},
+]
+
+
+@pytest.fixture
+def trace(tmp_path) -> Path:
+    path = tmp_path / "trace.csv"
+    path.write_text(TRACE)
+    return path
+
+
+def rows(stdout: str) -> dict[str, str]:
+    found = (re.split(r"  +", line) for line in stdout.splitlines() if "  " in line)
+    return {parts[0]: parts[-1] for parts in found}
+
+
+def test_a_plan_of_devices_that_are_not_here(run_here, config_70b):
+    begin_s = time.monotonic()
+    run = run_here("plan", config_70b, *ON_EIGHT)
+    assert time.monotonic() - begin_s < 20  # Two, where the machine is not shared.
+    assert run.status == 0, run.stderr
+    told = rows(run.stdout)
+    assert "on 8 x H200 SXM 141 GB" in run.stdout
+    assert "ONE USER'S TURN, MODELLED (ROOFLINE)" in run.stdout
+    document = json.loads(run_here("plan", config_70b, *ON_EIGHT, "--json").stdout)
+    weights = 80 * (8192 * (8192 + 2 * 1024 + 8192) + 3 * 8192 * 28_672) + 2 * 128_256 * 8192
+    norms = (2 * 80 + 1) * 8192  # Which every device has.
+    assert document["memory_bytes"]["weights"] == 2 * (weights // 8 + norms)
+    assert document["num_devices"] == 8
+    at_once = document["requests_at_once"][0]
+    assert told["users of 8,192 tokens at once"] == f"{at_once['requests']:,}"
+    session = document["session"]
+    # No faster than arithmetic and memory allow.
+    assert session["prefill_s"] > 2 * weights * 7942 / (8 * 989e12)
+    assert session["decode_s"] > 249 * 2 * weights / (8 * 4.8e12)
+    assert session["switch_s"] > 2 * 8191 * 80 * 2 * 1024 * 2 / (8 * 64e9)
+    # As modelled, they are within a small factor of that.
+    assert session["prefill_s"] < 4 * 2 * weights * 7942 / (8 * 989e12)
+    assert session["decode_s"] < 4 * 249 * 2 * weights / (8 * 4.8e12)
+
+
+def test_a_plan_whose_pool_holds_no_request_as_long_as_the_context(run_here, config_70b):
+    run = run_here("plan", config_70b, *ON_EIGHT, "--kv-cache-memory-bytes=64MiB", "--json")
+    document = json.loads(run.stdout)
+    session, tokens = document["session"], document["kv_pool"]["tokens"]
+    assert tokens < 8192
+    # The KV of the last token is never needed.
+    assert (session["prompt_tokens"], session["output_tokens"]) == (tokens + 1 - 250, 250)
+    assert session["decode_s"] > 0
+
+
+@pytest.mark.parametrize("scheduler", ["sarathi", "orca"])
+def test_as_many_requests_run_as_a_plan_says(config_70b, scheduler):
+    """On two devices there is room for few. Steps are so large that all prefill before one ends."""
+    config = EngineConfig(
+        config_70b,
+        tensor_parallel_size=2,
+        max_num_seqs=64,
+        max_num_batched_tokens=64 + 65_536,
+        scheduler=scheduler,
+    )
+    described = Described.of(config, "h200", None)
+    promised = described.plan.admission.num_at_once(8192)
+    assert 1 < promised < 60
+    prompt = 127 * 64 + 1  # The last page has room for the output.
+    params = SamplingParams(temperature=0.0, max_tokens=63, ignore_eos=True)
+    simulation = described.deployment.simulation(described.times)
+    running = []
+    schedule = simulation.core.scheduler.schedule
+
+    def watched(now_us: int) -> StepPlan:
+        plan = schedule(now_us)
+        running.append(simulation.core.scheduler.num_running)
+        return plan
+
+    simulation.core.scheduler.schedule = watched
+    simulation.run([Arrival(0, [number] * prompt, params) for number in range(promised + 4)])
+    assert max(running) == promised
+
+
+def test_a_simulation_is_reproducible_to_the_byte(run_here, config_70b, trace, tmp_path):
+    files = [tmp_path / name for name in ("report.html", "steps.json")]
+    options = (*ON_EIGHT, "--trace", trace, "--json")
+    first = run_here(
+        "simulate", config_70b, *options, "--report", files[0], "--trace-file", files[1]
+    )
+    again = run_here("simulate", config_70b, *options)
+    assert first.status == again.status == 0, first.stderr
+    document, other = json.loads(first.stdout), json.loads(again.stdout)
+    for found in (document, other):
+        found["settings"]["report"] = found["settings"]["trace_file"] = None
+    assert document == other
+    summary, engines = document["summary"], document["engines"]
+    assert (summary["completed"], summary["prompt_tokens"], summary["output_tokens"]) == (
+        3,
+        520,
+        61,
+    )
+    assert engines["scheduled_tokens"] == 520 + 61 - 3
+    assert 0 < engines["mfu"] < 1
+    assert 0 < engines["mbu"] < 1
+    assert re.search(r"simulated 578 tokens in [\d.]+ s, [\d,]+ tokens/s", first.stderr)
+    page = files[0].read_text()
+    assert "KV pool in use" in page
+    assert "MFU" in page
+    assert json.loads(files[1].read_text())["traceEvents"]
+
+
+def test_what_is_printed(run_here, config_70b, trace):
+    run = run_here("simulate", config_70b, *ON_EIGHT, "--trace", trace, "--slo-ttft-ms=500")
+    told = rows(run.stdout)
+    assert {
+        "devices",
+        "step times",
+        "time to first token",
+        "between tokens",
+        "whole answer",
+        "goodput",
+        "fluidity index, mean",
+        "scheduling delay p50",
+        "preemptions",
+        "prefix cache hit rate",
+        "KV pool in use, peak",
+        "MFU",
+        "MBU",
+    } <= told.keys()
+    assert told["step times"] == "modelled (roofline)"
+    assert told["completed"] == "3"
+    assert "sent late by" not in told
+
+
+def test_prompts_share_the_blocks_of_a_trace(run_here, config_70b, tmp_path):
+    path = tmp_path / "blocks.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in BLOCKS))
+    options = (*ON_EIGHT, "--trace", path, "--json")
+    summary = json.loads(run_here("simulate", config_70b, *options).stdout)["summary"]
+    assert summary["cached_tokens"] == 1024
+    # Round robin sends the second elsewhere.
+    run = run_here("simulate", config_70b, *options, "--replicas=2")
+    assert json.loads(run.stdout)["summary"]["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize("scheduler", ["static", "orca", "vllm", "splitfuse", "medha"])
+def test_every_scheduler_and_drawn_loads(run_here, config_70b, scheduler):
+    load = ("--request-rate=inf", "--input-len=300", "--output-len=5", "--num-requests=6")
+    more = ("--random-range-ratio=0.5", f"--scheduler={scheduler}", "--json")
+    run = run_here("simulate", config_70b, *ON_EIGHT, *load, *more)
+    summary = json.loads(run.stdout)["summary"]
+    assert summary["completed"] == 6
+    assert summary["output_tokens"] == summary["asked_output_tokens"] != 30
+
+
+def test_a_plan_with_a_draft_model_that_is_not_here(run_here, config_70b, tmp_path):
+    small = tmp_path / "config.json"
+    sizes = {"num_hidden_layers": 2, "hidden_size": 1024, "num_attention_heads": 8}
+    small.write_text(json.dumps(LLAMA_70B | sizes | {"intermediate_size": 2048}))
+    drafts = json.dumps({"model": str(small), "num_speculative_tokens": 3})
+    plans = {}
+    for option in ((), (f"--speculative-config={drafts}",)):
+        run = run_here("plan", config_70b, *ON_EIGHT, "--json", *option)
+        assert run.status == 0, run.stderr
+        plans[bool(option)] = json.loads(run.stdout)
+    layers = 2 * (1024 * (1024 + 2 * 1024 + 1024) + 3 * 1024 * 2048) + 2 * 128_256 * 1024
+    weights = plans[True]["memory_bytes"]["weights"] - plans[False]["memory_bytes"]["weights"]
+    assert weights == 2 * (layers // 8 + (2 * 2 + 1) * 1024)
+    assert plans[True]["session"]["decode_s"] == plans[False]["session"]["decode_s"]
+    run = run_here("plan", config_70b, *ON_EIGHT, f"--speculative-config={drafts}")
+    assert "decode of 250 tokens, without drafts" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), ["--device", "--profile", "h200"]),
+        (("--device=h20",), ["'h20'", "h100, h200"]),
+        (("--device=h200", "--profile=x.json"), ["either --device"]),
+        (("--device=h200",), ["--tensor-parallel-size"]),
+        (("--device=h200", "--devices=8", "--input-len=9000"), ["9000 tokens", "8192"]),
+        (("--device=v5p", "--pipeline-parallel-size=7"), ["80 layers", "choose one of 1, 2, 4"]),
+        (("--device=v5p", "--devices=8", "--dtype=float32"), ["no FLOP/s", "bfloat16"]),
+        ((*ON_EIGHT, '--speculative-config={"num_speculative_tokens": 2}'), ["accepted"]),
+        (("--device=h200", "--devices=8,9"), ["--devices"]),
+        ((*ON_EIGHT, "--request-rate=0"), ["--request-rate is 0"]),
+        ((*ON_EIGHT, "--random-range-ratio=2"), ["from 0 to 1"]),
+        (("--profile=missing.json",), ["missing.json"]),
+        ((*ON_EIGHT, "--replicas=0"), ["--replicas is 0"]),
+        ((*ON_EIGHT, "--report=x.pdf"), [".html"]),
+    ],
+)
+def test_bad_input(run_here, config_70b, capsys, options, words):
+    try:
+        run = run_here("simulate", config_70b, *options)
+    except SystemExit as stop:  # While arguments are parsed.
+        assert stop.code == 2
+        stderr = capsys.readouterr().err
+    else:
+        assert run.status == 1
+        stderr = run.stderr
+    (error,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert all(word in error for word in words), error
+
+
+@pytest.mark.parametrize(
+    ("trace", "words"),
+    [
+        (TRACE.replace("0.1", "-0.1"), ["line 3", "-0.1 s", "0 or more"]),
+        (TRACE.replace("0.1", "nan"), ["line 3", "nan s"]),
+        (TRACE.replace("num_decode_tokens", "tokens"), ["no column 'num_decode_tokens'"]),
+        (TRACE.replace("400", "9000"), ["9000 tokens", "--max-input-tokens"]),
+    ],
+)
+def test_bad_traces(run_here, config_70b, tmp_path, trace, words):
+    path = tmp_path / "bad.csv"
+    path.write_text(trace)
+    run_here("simulate", config_70b, *ON_EIGHT, "--trace", path).assert_error(*words)
+
+
+def test_a_device_of_ones_own(run_here, config_70b, trace, tmp_path):
+    """Half the rates take twice the time, where nothing else does."""
+    spec = DeviceSpec.of("h200")
+    text = "\n".join(
+        f"{name} = {json.dumps(value)}" for name, value in vars(spec).items() if name != "flops"
+    )
+    decode_s = []
+    for factor in (1, 2):
+        own = tmp_path / f"own{factor}.toml"
+        slower = text.replace(
+            f"memory_bytes_per_s = {spec.memory_bytes_per_s}",
+            f"memory_bytes_per_s = {spec.memory_bytes_per_s / factor}",
+        ).replace(f"launch_s = {spec.launch_s}", "launch_s = 1e-12")
+        flops = f"flops = {{bfloat16 = {spec.flops_of('bfloat16') / factor}}}"
+        own.write_text(
+            f"{slower}\n{flops}\n".replace("hop_latency_s = 1e-05", "hop_latency_s = 1e-12")
+        )
+        run = run_here("plan", config_70b, "--device", own, "--devices=8", "--json")
+        decode_s.append(json.loads(run.stdout)["session"]["decode_s"])
+    assert decode_s[1] == pytest.approx(2 * decode_s[0], rel=0.05)
+
+
+def test_a_profile_of_this_machine_is_simulated(run_here, tiny_model, tmp_path):
+    out = tmp_path / "profile.json"
+    settings = ("--max-num-seqs=2", "--max-num-batched-tokens=34", "--max-model-len=256")
+    run = run_here("profile", tiny_model, *settings, "--out", out)
+    assert run.status == 0, run.stderr
+    assert re.search(r"\d+ held-out steps are predicted with a median error of [\d.]+%", run.stdout)
+    assert {"1-0", "2-0", "0-32", "2-32"} <= rows(run.stdout).keys()
+    load = ("--input-len=100", "--output-len=9", "--num-requests=5", "--request-rate=50")
+    config = tmp_path / "config.json"
+    config.write_text((tiny_model / "config.json").read_text())
+    run = run_here("simulate", config, *settings, "--profile", out, *load, "--json")
+    assert run.status == 0, run.stderr
+    document = json.loads(run.stdout)
+    assert document["step_times"] == "measured (profile)"
+    assert document["summary"]["completed"] == 5
+    assert document["summary"]["ttft_us"][0] > 0
+    # The pool is that of the machine, which is the same here.
+    planned = json.loads(run_here("plan", config, *settings, "--profile", out, "--json").stdout)
+    assert planned["session"]["decode_s"] > 0
+    run = run_here("simulate", config, "--profile", out, *load)
+    run.assert_error("but the profile was measured with")

@@ -1,0 +1,26 @@
+"""Two replicas in this process behind a router; and a server of two for the tests of Ray."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from mortal import Mortal
+
+from jaxserve.cluster.router import Router
+from jaxserve.core.config import EngineConfig
+
+
+@pytest.fixture(scope="module")
+def cluster(llama):
+    replicas = [Mortal(), Mortal()]
+    router = Router(lambda: replicas, EngineConfig.of(model=llama.path, **llama.settings()))
+    yield router, replicas
+    router.close()
+    router.close()
+    assert not router.stuck and router.failure is None and router.ended.done()

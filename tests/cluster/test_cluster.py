@@ -1,0 +1,283 @@
+"""Two replicas in processes of Ray behind one server, which the kernel kills."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_process import CONTEXT, ServerProcess, prompt_of, write_chat_model
+
+from jaxserve.cli import main
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ConfigError
+
+pytestmark = pytest.mark.cluster
+ray = pytest.importorskip("ray")
+openai = pytest.importorskip("openai")
+
+NUM_TOKENS = 160
+WISHES: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 1.0, "seed": 7},
+    {"temperature": 1.0, "seed": 8, "presence_penalty": 1.0},
+    {"temperature": 1.0, "seed": 9, "logprobs": 2},
+    {"temperature": 0, "n": 2, "max_tokens": NUM_TOKENS // 2},
+    {"temperature": 1.0, "seed": 10, "stop": ["qq"]},
+)
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_model(tmp_path_factory.mktemp("clustered"))
+
+
+@pytest.fixture(scope="module")
+def server(chat_model: Path, tmp_path_factory: pytest.TempPathFactory):
+    log = tmp_path_factory.mktemp("cluster") / "log"
+    server = ServerProcess(chat_model, log, "--served-model-name=tiny", "--data-parallel-size=2")
+    yield server.wait_ready()
+    processes = descendants(server.process.pid)
+    assert server.stop() == 0, server.text()
+    until(lambda: not any(map(alive, processes)))
+
+
+@pytest.fixture
+def client(server: ServerProcess):
+    url = f"http://127.0.0.1:{server.port}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def until(condition: Callable[[], bool], within_s: float = 90) -> None:
+    give_up = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.1)
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below a process, its children first."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    found = [pid]
+    for parent in found:
+        found += [child for child, of in parents.items() if of == parent]
+    return found[1:]
+
+
+def replicas(server: ServerProcess) -> list[int]:
+    """The process ids of the replicas, by their numbers."""
+    told = re.findall(r"replica (\d) is ready.*: process (\d+) ", server.text())
+    return [pid for _, pid in sorted({number: int(pid) for number, pid in told}.items())]
+
+
+def all_up(server: ServerProcess) -> bool:
+    metrics = server.metrics()
+    return all(metrics.get(("jaxserve:replica_up", number)) == 1 for number in "01")
+
+
+def ask(client, number: int, received: list[int], stream: bool = True) -> list[Any]:
+    """For each choice of request `number` its text, finish reason and logprobs; a token of a
+    stream is counted in `received`."""
+    wish = {"max_tokens": NUM_TOKENS} | WISHES[number % len(WISHES)]
+    prompt, more = prompt_of(10 + number, seed=number), {"ignore_eos": True}
+    if not stream:
+        answer = client.completions.create(model="tiny", prompt=prompt, extra_body=more, **wish)
+        choices = sorted(answer.choices, key=lambda choice: choice.index)
+        return [(c.text, c.finish_reason, tokens_of(c)) for c in choices]
+    count = wish.get("n", 1)
+    texts, reasons, tokens = [""] * count, [None] * count, [[] for _ in range(count)]
+    for chunk in client.completions.create(
+        model="tiny", prompt=prompt, extra_body=more, stream=True, **wish
+    ):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+            tokens[choice.index] += tokens_of(choice)
+        received.append(number)
+    return list(zip(texts, reasons, tokens))
+
+
+def tokens_of(choice) -> list[str]:
+    return list(choice.logprobs.tokens) if choice.logprobs is not None else []
+
+
+def ask_all(client, received: list[int]) -> list[list[Any]]:
+    """Twelve requests at once, each third of them not streamed."""
+    with ThreadPoolExecutor(12) as threads:
+        asked = [threads.submit(ask, client, n, received, n % 3 != 2) for n in range(12)]
+        return [each.result() for each in asked]
+
+
+def test_a_killed_replica_loses_no_request(server, client):
+    """One, the other, and both at once, at moments of the streams' own making."""
+    wanted = ask_all(client, [])
+    assert all(choices for choices in wanted)
+    for round_number, (kills, after) in enumerate([([0], 40), ([1], 300), ([0, 1], 150)], 1):
+        before = server.metrics()
+        victims, received = replicas(server), []
+        assert len(victims) == 2
+
+        def kill(victims=victims, kills=kills, after=after, received=received):
+            until(lambda: len(received) >= after)
+            for place in kills:
+                os.kill(victims[place], signal.SIGKILL)
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        begin = time.monotonic()
+        answers = ask_all(client, received)
+        killer.join()
+        assert answers == wanted
+        until(lambda: all_up(server))
+        print(f"round {round_number}: all up after {time.monotonic() - begin:.1f} s")
+        metrics = server.metrics()
+        name = ("jaxserve:redispatched_requests_total",)
+        assert metrics[name] > before[name]
+        restarts = sum(metrics["jaxserve:replica_restarts_total", n] for n in "01")
+        restarts -= sum(before["jaxserve:replica_restarts_total", n] for n in "01")
+        assert restarts == len(kills)
+        assert server.client.get("/health").status_code == 200
+
+
+def test_a_stopped_replica_is_killed_and_its_requests_go_on(server, client):
+    """By SIGSTOP: its process is there, and says nothing, not even that it is lost."""
+    wanted, received, before = ask_all(client, []), [], replicas(server)
+
+    def stop() -> None:
+        until(lambda: len(received) >= 100)
+        os.kill(before[1], signal.SIGSTOP)
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    begin = time.monotonic()
+    assert ask_all(client, received) == wanted
+    stopper.join()
+    until(lambda: "has not answered for" in server.text())
+    until(lambda: all_up(server) and replicas(server) != before)
+    print(f"all up after {time.monotonic() - begin:.1f} s")
+    assert not alive(before[1]) and replicas(server)[0] == before[0]
+
+
+def test_a_rolling_restart_under_load(server, client, capsys):
+    """By the command line; each process is another one then, and requests have moved."""
+    wanted, before, received, told = ask_all(client, []), replicas(server), [], []
+    url = f"--base-url=http://127.0.0.1:{server.port}"
+    moved = server.metrics()["jaxserve:moved_requests_total",]
+
+    def restart() -> None:
+        until(lambda: len(received) >= 100)
+        told.append(main(["cluster", "restart", url]))
+
+    restarter = threading.Thread(target=restart)
+    restarter.start()
+    answers = ask_all(client, received)
+    restarter.join()
+    assert answers == wanted and told == [0]
+    assert re.search(r"2 of 2 replicas were restarted in", capsys.readouterr().out)
+    assert not set(replicas(server)) & set(before)
+    assert server.metrics()["jaxserve:moved_requests_total",] > moved
+    assert main(["cluster", "status", url]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows[:3]] == ["replica", "0", "1"]
+    for row, process in zip(rows[1:], replicas(server)):
+        assert f"process {process} " in row and " ready " in row and "0 of 4" in row
+    assert rows[3] == "the latest rolling restart has ended, with 2 of 2 replicas restarted"
+
+
+def test_both_replicas_answer_and_no_page_is_left(server, client):
+    ask_all(client, [])
+    with client.completions.create(
+        model="tiny",
+        prompt="a",
+        max_tokens=1000,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    ) as stream:
+        next(iter(stream))  # and no more: leaving aborts it
+    metrics = server.metrics()
+    for number in "01":
+        assert metrics["vllm:generation_tokens_total", number] > 0
+
+    def idle() -> bool:
+        now = server.metrics()
+        held = [now["vllm:num_requests_running", number] for number in "01"]
+        held += [now["jaxserve:kv_pages", number, "used"] for number in "01"]
+        return not any(held) and not now["jaxserve:open_sequences",]
+
+    until(idle, 30)
+    assert server.client.get("/server_info").json()["settings"]["data_parallel_size"] == 2
+
+
+def test_a_refusal_of_a_replica_is_the_servers(server):
+    answer = server.post("/v1/completions", {"prompt": [5] * (CONTEXT + 1), "max_tokens": 1})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_replicas_end_with_a_killed_server(chat_model, tmp_path):
+    """Its clients lose their requests, as those of one engine; the device is free for the next."""
+    server = ServerProcess(chat_model, tmp_path / "log", "--data-parallel-size=2").wait_ready()
+    processes = replicas(server)
+    assert len(processes) == 2 and all(map(alive, processes))
+    server.stop(signal.SIGKILL)
+    until(lambda: not any(map(alive, processes)), 30)
+
+
+def test_more_replicas_than_devices_are_refused():
+    from jaxserve.cluster.ray_replicas import load_replicas, share
+
+    five, two = {"CPU": 5.0}, {"CPU": 2.0}
+    assert share(EngineConfig(), 2, five, [five]) == ({"num_cpus": 2}, 2)
+    assert share(EngineConfig(), 2, {"CPU": 8.0}, [five, {"CPU": 3.0}]) == ({"num_cpus": 3}, 3)
+    with pytest.raises(ConfigError, match=r"3 replicas take 1 core each, but Ray has 2;"):
+        share(EngineConfig(), 3, two, [two])
+    with pytest.raises(ConfigError, match="leave it out"):
+        load_replicas(EngineConfig(devices=(0,)), 2)
+
+
+def test_gpus_are_divided(monkeypatch):
+    from jaxserve.cluster.ray_replicas import share
+
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    config = EngineConfig(tensor_parallel_size=2)
+    four, three = {"CPU": 16.0, "GPU": 4.0}, {"CPU": 16.0, "GPU": 3.0}
+    assert share(config, 2, four, [four]) == ({"num_cpus": 1, "num_gpus": 2}, None)
+    with pytest.raises(ConfigError, match="take 2 GPUs each, but Ray has 4; start at most 2"):
+        share(config, 3, four, [four])
+    # Six, but of each three one is left over.
+    with pytest.raises(ConfigError, match="Ray has 6 on 2 machines; start at most 2"):
+        share(config, 3, {"CPU": 32.0, "GPU": 6.0}, [three, three])
+    with pytest.raises(ConfigError, match="Ray has 0"):  # and not on CPUs instead
+        share(config, 1, four | {"GPU": 0.0}, [four])
+
+
+def test_a_model_that_is_not_there(tmp_path):
+    command = [sys.executable, "-m", "jaxserve.cli", "serve", str(tmp_path / "no")]
+    run = subprocess.run(
+        [*command, "--port=0", "--data-parallel-size=2"], capture_output=True, text=True
+    )
+    assert run.returncode == 1
+    assert run.stderr.splitlines()[-1].startswith("error: ")

@@ -1,0 +1,110 @@
+"""Which requests move: away from the full and the draining, and never back and forth."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+from test_dispatch import demand_of, loads, prompt
+
+from jaxserve.cluster.dispatch import ReplicaLoad, dispatch
+from jaxserve.cluster.migration import HIGH_FREENESS, LOW_FREENESS, Move, plan_moves
+
+
+def carry_out(replicas: list[ReplicaLoad], moves: list[Move]) -> None:
+    for key, source, destination in moves:
+        demand = replicas[source].demands[key]
+        replicas[source].remove(key)
+        replicas[destination].add(key, demand)
+
+
+def test_nothing_moves_while_there_is_room():
+    replicas = loads(2)
+    for key in range(6):
+        replicas[0].add(key, demand_of(prompt(key)))
+    assert replicas[0].freeness() > LOW_FREENESS
+    assert plan_moves(replicas) == []
+
+
+def test_the_smallest_leaves_a_full_pool_for_the_freest():
+    replicas = loads(4, num_pages=30)
+    replicas[0].add("long", demand_of(prompt(1, 60)))
+    replicas[0].add("short", demand_of(prompt(2, 20)))
+    replicas[0].grow("short", 40)
+    replicas[1].add("other", demand_of(prompt(3, 40)))
+    replicas[3].draining = True
+    assert plan_moves(replicas) == [Move("short", 0, 2)]
+    assert plan_moves(replicas, lambda _, key: key != "short") == [Move("long", 0, 2)]
+    assert plan_moves(replicas, busy={0}) == []
+    replicas[2].add("much", demand_of(prompt(4, 60)))
+    assert replicas[2].has_room(replicas[0].demands["short"]) is False
+    assert plan_moves(replicas) == []  # The other would be left with little.
+
+
+def test_those_who_wait_for_a_slot_move_though_there_are_pages():
+    replicas = loads(2, num_pages=1000, max_num_seqs=2)
+    for key in range(3):
+        replicas[0].add(key, demand_of(prompt(key)))
+    assert plan_moves(replicas) == [Move(2, 0, 1)]  # the last that came
+    replicas[1].add("a", demand_of(prompt(7), num_sequences=2))
+    assert plan_moves(replicas) == []
+
+
+def test_all_leave_a_draining_replica_for_any_with_room():
+    replicas = loads(3, num_pages=30)
+    for key in range(3):
+        replicas[1].add(key, demand_of(prompt(key, 70)))
+    replicas[1].draining = True
+    while moves := plan_moves(replicas):
+        carry_out(replicas, moves)
+    assert [len(load.demands) for load in replicas] == [1, 1, 1]  # No other has room for the last.
+    assert replicas[0].freeness() >= HIGH_FREENESS
+
+
+def test_prompts_go_to_prefill_and_what_has_begun_to_decode():
+    replicas = [ReplicaLoad(30, 4, 4, role) for role in ("prefill", "decode", "decode")]
+    for key in "ab":
+        assert dispatch(replicas, demand_of(prompt(1))) == 0
+        replicas[0].add(key, demand_of(prompt(1)))
+    assert plan_moves(replicas) == []
+    replicas[0].grow("a", 1)
+    assert plan_moves(replicas) == [Move("a", 0, 1)]
+    replicas[1].add("full", demand_of(prompt(2, 116)))
+    assert plan_moves(replicas) == [Move("a", 0, 2)]
+    replicas[2].add("full", demand_of(prompt(3, 116)))
+    assert plan_moves(replicas) == []  # It decodes where it is, until there is room.
+    replicas[0].draining = True
+    assert dispatch(replicas, demand_of(prompt(1))) in (1, 2)
+
+
+requests = st.tuples(
+    st.integers(0, 2), st.integers(0, 9), st.integers(1, 90), st.integers(1, 3), st.integers(0, 60)
+)
+
+
+@given(st.lists(requests, max_size=25), st.integers(0, 2), st.booleans(), st.booleans())
+def test_on_a_static_load_moves_come_to_an_end(session, drained, drains, apart):
+    """No ping-pong: where none drains, no request moves twice among those of a role."""
+    roles = ("prefill", "decode", "decode") if apart else ("any",) * 3
+    replicas = [ReplicaLoad(40, 4, 6, role) for role in roles]
+    for key, (place, first, length, num_sequences, num_output) in enumerate(session):
+        replicas[place].add(key, demand_of(prompt(first, length), num_sequences))
+        replicas[place].grow(key, num_output)
+    replicas[drained].draining = drains
+    moved = Counter()
+    while moves := plan_moves(replicas):
+        assert len({move.source for move in moves}) == len(moves)
+        assert len({move.destination for move in moves}) == len(moves)
+        before = [load.has_room(demand_of([])) for load in replicas]
+        carry_out(replicas, moves)
+        for move in moves:
+            taker = replicas[move.destination]
+            assert before[move.destination] and not taker.draining
+            assert taker.virtual_usage() <= taker.num_pages
+            assert taker.num_sequences <= taker.max_num_seqs
+        moved.update(move.key for move in moves)
+        assert moved.total() <= 3 * len(session)
+    if not drains:
+        assert all(count <= 1 + apart for count in moved.values())
+    assert sum(len(load.demands) for load in replicas) == len(session)

@@ -1,0 +1,218 @@
+"""Running requests that move between replicas, with their KV: one by one, and by restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import httpx
+import pytest
+from mortal import SEEDED, Mortal, all_up, ask, held, metric, run
+
+from jaxserve.cluster import mover, open_requests
+from jaxserve.cluster.router import Router
+from jaxserve.core.cluster_status import RestartStatus
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import RestartError
+from jaxserve.core.outputs import RequestOutput
+from jaxserve.server.app import AppSettings, create_app
+from jaxserve.server.service import Service
+
+
+async def streamed(router, prompt, params, name):
+    """The tokens of each sample, delta by delta, and the output."""
+    tokens, output = [[] for _ in range(params.n)], None
+    async with await router.submit([prompt], params, [name]) as updates:
+        async for _, update in updates:
+            if isinstance(update, RequestOutput):
+                output = update
+            else:
+                for delta in update:
+                    tokens[delta.index] += delta.token_ids
+    return tokens, output
+
+
+async def moved(pool):
+    """Moves a request that has begun, if there is one, and returns how many have moved."""
+    before = pool.requests.num_moved
+    for request in pool.requests._open.values():
+        if request.request.begun and request.replica is not None:
+            (other,) = (each for each in pool._replicas if each is not request.replica)
+            await pool.requests.move(request, other)
+            break
+    return pool.requests.num_moved - before
+
+
+def test_a_move_takes_the_kv_along(llama, llm, cluster):
+    """Back and forth for as long as it runs: no prompt is computed twice, no token sent twice."""
+    router, _ = cluster
+    prompt, params = llama.prompts[7], dataclasses.replace(SEEDED, max_tokens=100)
+    (alone,) = llm.generate(prompt, params, use_tqdm=False)
+
+    async def computed():
+        return sum([await metric(router, "prefill_tokens_total", number) for number in "01"])
+
+    async def scenario():
+        await router.reset_prefix_cache()
+        before, num_moved = await computed(), 0
+        asking = asyncio.create_task(ask(router, prompt, params, "move"))
+        while not asking.done():
+            num_moved += await router._result_of(moved(router._pool))
+            await asyncio.sleep(0.002)
+        tokens, output = await asking
+        assert tokens == list(output.outputs[0].token_ids) == list(alone.outputs[0].token_ids)
+        assert output.metrics.cached_tokens == 0  # as where it was dispatched to
+        # Of a move, what came while KV was copied, and perhaps the last token before.
+        assert await computed() - before <= len(prompt) + len(tokens) + num_moved
+        assert num_moved * len(prompt) > 2 * len(tokens)  # Computing it again would be more.
+
+    run(scenario())
+
+
+FAULTS = (
+    "the source dies",
+    "the destination dies",
+    "the copy hangs",
+    "a part is damaged",
+    "the request ends",
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_move_that_fails_costs_no_token(llama, llm, cluster, fault, monkeypatch):
+    monkeypatch.setattr(open_requests, "COPY_S", 0.2)
+    router, replicas = cluster
+    pool, params = router._pool, dataclasses.replace(SEEDED, max_tokens=60)
+    (alone,) = llm.generate(llama.prompts[8], params, use_tqdm=False)
+
+    async def scenario():
+        await all_up(router)
+        asking = asyncio.create_task(ask(router, llama.prompts[8], params, "stays"))
+        while not (source := [place for place in (0, 1) if await held(router, place)]):
+            await asyncio.sleep(0)
+        for place, replica in enumerate(replicas):
+            replica.at_move = fault if (place in source) == ("source" in fault) else ""
+        while any(replica.at_move for replica in replicas) and not asking.done():
+            if fault == "the request ends":
+                await router.abort("stays")
+                replicas[0].at_move = replicas[1].at_move = ""
+            assert await router._result_of(moved(pool)) == 0
+        tokens, output = await asking
+        expected = list(alone.outputs[0].token_ids)
+        if fault == "the request ends":
+            assert output.outputs[0].finish_reason == "abort"
+            expected = expected[: len(tokens)]
+        assert tokens == list(output.outputs[0].token_ids) == expected
+        assert not any(replica.at_move for replica in replicas)
+        await all_up(router)
+        for replica, mortal in zip(pool._replicas, replicas):
+            assert (replica.load.num_used_pages, replica.num_moving) == (0, 0)
+            assert not replica.requests
+            tree = mortal._replica._engine._engine.kv.tree
+            assert not any(node.pins for node in tree)
+
+    run(scenario())
+
+
+def test_a_rolling_restart_loses_no_request(llama, llm, cluster, monkeypatch):
+    router, replicas = cluster
+    params = dataclasses.replace(SEEDED, max_tokens=60, n=2)
+    prompts = [llama.prompts[index] for index in (5, 6)]  # Each replica has room for both.
+    period_s = mover.PERIOD_S
+    monkeypatch.setattr(mover, "PERIOD_S", 0.002)
+    expected = [llm.generate(each, params, use_tqdm=False)[0] for each in prompts]
+
+    async def scenario():
+        await asyncio.sleep(period_s)  # From then on moves are planned more often.
+        starts = [replica.num_starts for replica in replicas]
+        moved = await metric(router, "moved_requests_total")
+        asking = [
+            asyncio.create_task(streamed(router, prompt, params, f"move-{place}"))
+            for place, prompt in enumerate(prompts)
+        ]
+        while sum([await held(router, place) for place in (0, 1)]) < 2:
+            await asyncio.sleep(0)
+        await router.restart_replicas()
+        with pytest.raises(RestartError, match="is going on"):
+            await router.restart_replicas()
+        for alone, (tokens, output) in zip(expected, await asyncio.gather(*asking)):
+            assert tokens == [list(each.token_ids) for each in output.outputs]
+            assert tokens == [list(each.token_ids) for each in alone.outputs]
+        while (status := await router.cluster_status()).restart.running:
+            await asyncio.sleep(0.02)
+        assert status.restart == RestartStatus(False, 2, 2)
+        assert [each.state for each in status.replicas] == ["ready", "ready"]
+        assert [replica.num_starts for replica in replicas] == [each + 1 for each in starts]
+        assert await metric(router, "moved_requests_total") > moved
+
+    run(scenario())
+
+
+def test_prefill_and_decode_apart(llama, llm):
+    """Each prompt is computed by one replica, and all tokens but its first by the other."""
+    replicas = [Mortal(), Mortal()]
+    config = EngineConfig.of(model=llama.path, **llama.settings())
+    router = Router(lambda: replicas, config, num_prefill=1)
+    params = dataclasses.replace(SEEDED, max_tokens=60)
+    prompts = [llama.prompts[index] for index in (7, 8, 9)]
+
+    async def scenario():
+        for place, prompt in enumerate(prompts):
+            (alone,) = llm.generate(prompt, params, use_tqdm=False)
+            tokens, _ = await ask(router, prompt, params, f"apart-{place}")
+            assert tokens == list(alone.outputs[0].token_ids)
+        of_prefill, of_decode = await numbers(0), await numbers(1)
+        assert await metric(router, "moved_requests_total") == len(prompts)
+        assert of_prefill["prefill"] == sum(map(len, prompts)) > of_decode["prefill"]
+        assert of_decode["generation"] > of_prefill["generation"]
+        replicas[1].ends_after = 2  # The other decodes alone until it is back.
+        tokens, _ = await ask(router, prompts[0], params, "alone")
+        assert len(tokens) == 60
+        roles = [each.role for each in (await router.cluster_status()).replicas]
+        assert roles == ["prefill", "decode"]
+
+    async def numbers(place):
+        metrics = (await router.metrics_by_replica())[str(place)]
+        generated = metrics["vllm:generation_tokens_total"].value
+        prefilled = await metric(router, "prefill_tokens_total", str(place))
+        return {"prefill": prefilled, "generation": generated}
+
+    try:
+        run(scenario())
+    finally:
+        router.close()
+
+
+def test_the_routes(cluster):
+    """A second restart is refused while the first goes on, and all of a server of several keys."""
+    router, _ = cluster
+
+    async def asked(keys, scenario):
+        service = Service(["tiny"], max_queued_requests=8)
+        app = create_app(service, AppSettings(keys, 1 << 20, False, has_replicas=True))
+        transport, headers = httpx.ASGITransport(app), {"X-Api-Key": "a"}
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://here", headers=headers
+        ) as client:
+            await scenario(client, service)
+
+    async def restarted(client, service):
+        for method, path in (("GET", "/cluster/status"), ("POST", "/cluster/restart")):
+            assert (await client.request(method, path)).status_code == 503
+        await service.begin(router, None)
+        answer = await client.post("/cluster/restart")
+        assert answer.status_code == 200 and answer.json()["restart"]["running"]
+        answer = await client.post("/cluster/restart")
+        assert answer.status_code == 409
+        assert "a rolling restart is going on" in answer.json()["error"]["message"]
+        while (found := (await client.get("/cluster/status")).json())["restart"]["running"]:
+            await asyncio.sleep(0.02)
+        assert [each["state"] for each in found["replicas"]] == ["ready", "ready"]
+
+    async def refused(client, service):
+        await service.begin(router, None)
+        assert (await client.post("/cluster/restart")).status_code == 403
+        assert (await client.get("/cluster/status")).status_code == 200
+
+    run(asked((), restarted))
+    run(asked(("a", "b"), refused))

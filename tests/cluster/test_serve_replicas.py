@@ -1,0 +1,38 @@
+"""What `jaxserve serve` refuses of several replicas before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.cli import main
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--data-parallel-size=0"], "--data-parallel-size is 0; it must be 1 or more"),
+        (["--data-parallel-size=two"], "'two' is not an integer"),
+        (["--data-parallel-size=2", "--snapshot-dir=here"], "--snapshot-dir is of one engine"),
+        (["--data-parallel-size=2", "--trace-file=t.json"], "--trace-file is of one engine"),
+        (
+            ["--decode-replicas=1"],
+            "--decode-replicas is 1, but --prefill-replicas is 0; prefill and",
+        ),
+        (["--prefill-replicas=2"], "take two replicas at least, one of each"),
+        (
+            ["--prefill-replicas=1", "--decode-replicas=1", "--data-parallel-size=2"],
+            "--data-parallel-size is 2, but --prefill-replicas and --decode-replicas say how many",
+        ),
+        (["--prefill-replicas=1", "--decode-replicas=2", "--dev-mode"], "but there are 3 replicas"),
+        (["--data-parallel-size=2", "--dev-mode"], "--dev-mode adds routes that change one"),
+    ],
+)
+def test_refusals(options, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = main(["serve", *options])
+    except SystemExit as stop:
+        status = stop.code
+    assert status != 0
+    assert says in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

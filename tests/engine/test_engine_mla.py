@@ -1,0 +1,132 @@
+"""Latents on pages: the oracle's tokens, and the bytes of the formula."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import pytest
+from kv_engines import Preempter, bytes_of, count, evict_all, prefilled
+from tiny_engines import LONGEST, PAGE_SIZE, Arrival, TinyModel, drive, generate
+
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.sampling_params import SamplingParams
+from pallas_kernels.quantized_matmul import QuantizedWeight
+
+GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
+SEEDED = dataclasses.replace(GREEDY, temperature=0.8, seed=5)
+LAYERS, LATENT = 3, 20 + 8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Of three layers, the first of which has a plain MLP."""
+    return TinyModel.write_member(tmp_path_factory.mktemp("mla"), "deepseek_v3")
+
+
+def load(model, **changes):
+    """An engine that swaps, checks its pages, and poisons what it frees."""
+    settings = {"preemption": "swap", "host_kv_bytes": bytes_of(model, 64), "debug_kv": True}
+    few_programs = {"max_num_seqs": 2, "max_num_batched_tokens": 2 + 16}
+    return model.load(**settings | few_programs | changes)
+
+
+@pytest.fixture(scope="module")
+def llm(model, tmp_path_factory):
+    with load(model, trace_file=tmp_path_factory.mktemp("trace") / "trace.json") as llm:
+        yield llm
+
+
+def check_crowd(model, llm):
+    """Chunks, hits, and pages that leave for the host and come back."""
+    prompts = [*model.prompts, model.prompts[-1], model.prompts[-2]]
+    arrivals = [Arrival(prompt, GREEDY, 2 * step) for step, prompt in enumerate(prompts)]
+    preempter = Preempter(llm.engine, seed=1, evicts=True, share=0.5)
+    for output in drive(llm.engine, arrivals, preempter):
+        model.check_greedy(output)
+    assert preempter.count > 10
+    assert count(llm.engine, "kv_fetched_pages_total", "host") > 0
+
+
+def test_prefill_chunks_beside_decodes(model, llm):
+    assert llm.engine.plan.config.scheduler == "sarathi"
+    check_crowd(model, llm)
+
+
+def test_prefill_steps_of_their_own(model):
+    with load(model, scheduler="vllm") as llm:
+        check_crowd(model, llm)
+
+
+def test_a_token_keeps_its_latent_alone(model, llm):
+    memory, page_bytes = llm.plan().memory, PAGE_SIZE * LAYERS * LATENT * 4
+    assert memory.page_bytes == page_bytes
+    held = jax.tree.leaves(llm.engine._runner._state.kv)
+    assert len(held) == LAYERS
+    assert sum(array.nbytes for array in held) == memory.kv_bytes == memory.num_pages * page_bytes
+    assert {array.shape[1:] for array in held} == {(1, LATENT, PAGE_SIZE)}
+
+
+def test_tokens_do_not_depend_on_the_batch_or_the_cache(model, llm):
+    prompt = model.prompts[-1]
+    alone = generate(llm, prompt, SEEDED).outputs[0].token_ids
+    arrivals = [Arrival(other, SEEDED, step) for step, other in enumerate(model.prompts[:-1])]
+    *_, together = drive(llm.engine, [*arrivals, Arrival(prompt, SEEDED, 4)])
+    llm.reset_prefix_cache()
+    generate(llm, prompt[:50], GREEDY)  # Another cut between chunks.
+    chunked = generate(llm, prompt, SEEDED)
+    evict_all(llm.engine)
+    fetched = generate(llm, prompt, SEEDED)
+    assert fetched.metrics.cached_tokens >= 96 > chunked.metrics.cached_tokens >= 48
+    for other in (together, chunked, fetched):
+        assert other.outputs[0].token_ids == alone
+
+
+def test_batch_invariance_is_exact(model):
+    """To the bit, with drafts of several tokens too."""
+    scored = dataclasses.replace(GREEDY, logprobs=1)
+    with model.load(
+        batch_invariant=True,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 2},
+        max_num_seqs=2,
+        max_num_batched_tokens=2 * 3 + 16,
+    ) as llm:
+        places = (3, 6, 9)
+        arrivals = [Arrival(model.prompts[place], scored) for place in places]
+        for place, crowded in zip(places, drive(llm.engine, arrivals), strict=True):
+            llm.reset_prefix_cache()
+            alone = generate(llm, model.prompts[place], scored)
+            assert alone.outputs[0].logprobs == crowded.outputs[0].logprobs
+            model.check_greedy(alone)
+
+
+def test_a_snapshot_holds_latents(model, llm, tmp_path):
+    prompt = model.prompts[-1]
+    expected = generate(llm, prompt, SEEDED).outputs[0].token_ids
+    stream = llm.stream({"prompt_token_ids": prompt}, SEEDED)
+    for _ in range(9):
+        llm.engine.step()
+    llm.snapshot(tmp_path)
+    stream.close()
+    llm.reset_prefix_cache()
+    (again,) = llm.restore(tmp_path)
+    computed, output = prefilled(llm.engine, again.result)
+    assert 0 < computed <= 2 and output.outputs[0].token_ids == expected
+
+
+def test_what_latents_do_not_do_is_refused_by_name(model):
+    with pytest.raises(ConfigError, match="is 'int8', but DeepseekV3ForCausalLM keeps latents"):
+        model.load(kv_cache_dtype="int8", kv_cache_memory_bytes=1 << 20)
+    with pytest.raises(ConfigError, match=r"'pallas'.* kernel of latent_attention cannot be used"):
+        model.load(attention_backend="pallas")
+
+
+def test_quantized_projections(model):
+    """Those of latents, queries and outputs; what is applied to queries and results stays."""
+    rounded = model.rounded("int8")
+    with model.load(quantization="int8", max_num_seqs=1, max_num_batched_tokens=1 + 16) as llm:
+        layer = llm.engine._runner._state.params["layers"][1]
+        packed = {name for name, p in layer.items() if isinstance(p, QuantizedWeight)}
+        assert {"latents", "queries", "attn_out", "shared_down"} < packed
+        assert not packed & {"keys", "values", "router"}
+        rounded.check_greedy(generate(llm, model.prompts[-1], GREEDY))

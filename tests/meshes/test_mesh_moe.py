@@ -1,0 +1,56 @@
+"""Mixtures of experts on meshes: the tokens of one device, whole experts on a rank or parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mesh_engines import load, on_mesh
+from mesh_workload import check_greedy
+from test_mesh_weights import bytes_by_device, geometry_of, tensors_of
+from tiny_engines import TinyModel
+
+pytestmark = pytest.mark.meshes
+
+MESHES = {
+    "mixtral": ("TP2", {"sequence_parallel": True}),
+    "qwen2_moe": ("TP2", {"enable_expert_parallel": True, "sequence_parallel": True}),
+    "qwen3_moe": ("CP2", {"program_scope": "layer"}),
+    "olmoe_normed": ("PP2", {}),
+    "deepseek_v2_groups": ("TP2 CP2", {"program_scope": "layer"}),
+    "deepseek_v3": ("TP2", {"enable_expert_parallel": True, "sequence_parallel": True}),
+    "gpt_oss": ("TP2", {"enable_expert_parallel": True}),
+    "gpt_oss_unbiased": ("TP2 CP2", {"program_scope": "layer"}),
+}
+"""Mixtral has five experts of 80, of which each rank has 40. Of gpt-oss, each has three experts or
+a part of every one, whose biases are added once. Of DeepSeek, every rank has all latents."""
+
+
+@pytest.mark.parametrize("member", MESHES)
+def test_a_mixture_on_a_mesh(tmp_path, member):
+    mesh, settings = MESHES[member]
+    on_mesh(mesh, check_mixture, tmp_path, member, **settings)
+
+
+def check_mixture(mesh: str, directory: Path, member: str, **settings: object) -> None:
+    model = TinyModel.write_member(directory, member)
+    with load(model, mesh, **settings) as llm:
+        check_greedy(model, llm.engine)
+
+
+def test_a_rank_reads_its_own_experts(tmp_path):
+    on_mesh("TP2", check_bytes, tmp_path)
+
+
+def check_bytes(mesh: str, directory: Path) -> None:
+    """Half of the experts each, and as many bytes in all as with a part of every expert."""
+    path = TinyModel.write_member(directory, "qwen2_moe").path
+    of_file = sum(part.nbytes for part in tensors_of(path))
+    for whole in (False, True):
+        shapes = geometry_of(mesh, path, enable_expert_parallel=whole)
+        read = bytes_by_device(shapes, path)
+        assert set(read.values()) == {shapes.weights_bytes}
+        assert shapes.weights_bytes < 0.56 * of_file
+        experts = shapes.abstract_params["layers"][1]["experts_gate_up"]
+        expected = (6, 24, 64) if whole else (12, 12, 64)
+        assert experts.sharding.shard_shape(experts.shape) == expected

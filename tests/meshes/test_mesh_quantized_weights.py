@@ -1,0 +1,72 @@
+"""Checkpoints with a `quantization_config` on a mesh: each device has its part of every format's
+values, packed where one device has them packed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import family_members
+import pytest
+from mesh_engines import load, on_mesh
+from mesh_workload import GREEDY
+from quantized_checkpoints import FORMATS, write
+from tiny_checkpoints import CONFIG, MOE, hf_shapes
+from tiny_engines import CONTEXT, EOS, Arrival, TinyModel, drive
+
+from pallas_kernels.quantized_matmul import QuantizedWeight
+
+pytestmark = pytest.mark.meshes
+
+PROMPTS = 2
+"""The last, which are the longest."""
+RAW = CONFIG | {
+    "intermediate_size": 192,  # three groups of 32 for each device, and one and a half of 64
+    "max_position_embeddings": CONTEXT,
+    "eos_token_id": EOS,
+}
+EXPERTS = MOE | {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 64}
+
+
+def test_every_format_gives_the_tokens_of_one_device(tmp_path):
+    on_mesh("TP2", check_formats, tmp_path)
+
+
+def check_formats(mesh: str, directory: Path) -> None:
+    for name in FORMATS:
+        model = written(directory / name, RAW, name)
+        dequantized = 14 if "activation order" in name else 0
+        check(model, mesh, (dequantized, 14))
+    # Random weights are rounded to the format that the config names.
+    drawn = written(directory / "drawn", RAW, "awq")
+    with load(drawn, mesh, max_num_seqs=1, load_format="dummy") as llm:
+        assert llm.plan().weights_dequantized == (0, 14)
+        assert len(drive(llm.engine, [Arrival(drawn.prompts[0], GREEDY)])) == 1
+
+
+def test_experts_are_split_or_whole(tmp_path):
+    on_mesh("TP2", check_experts, tmp_path)
+
+
+def check_experts(mesh: str, directory: Path) -> None:
+    model = written(directory, RAW | EXPERTS, "awq")
+    quantized = 2 * (4 + 4 * 3)
+    check(model, mesh, (0, quantized))
+    check(model, mesh, (2 * 4 * 3, quantized), enable_expert_parallel=True)
+
+
+def written(directory: Path, raw: dict[str, Any], name: str) -> TinyModel:
+    tensors = family_members.tensors(hf_shapes(raw))
+    return TinyModel.open(write(directory, raw, tensors, name)[0])
+
+
+def check(model: TinyModel, mesh: str, dequantized: tuple[int, int], **settings: Any) -> None:
+    with load(model, mesh, max_num_seqs=1, **settings) as llm:
+        assert llm.plan().weights_dequantized == dequantized
+        down = llm.engine._runner._state.params["layers"][0]["attn_out"]
+        if isinstance(down, QuantizedWeight):
+            shards = {shard.data.shape for shard in down.values.addressable_shards}
+            assert shards == {(down.values.shape[0], down.values.shape[1] // 2)}
+        arrivals = [Arrival(prompt, GREEDY) for prompt in model.prompts[-PROMPTS:]]
+        for output in drive(llm.engine, arrivals):
+            model.check_greedy(output)

@@ -1,0 +1,169 @@
+"""Write docs/models.md's tables, from the registry and from what tests compare.
+
+python tests/models/models_page.py
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import quantized_checkpoints
+
+from jaxserve.core.model_config import ModelConfig
+from jaxserve.models import quantization_config
+from jaxserve.models.loading import gguf_config
+from jaxserve.models.quantization_config import Scheme
+from jaxserve.models.registry import ARCHITECTURES, get_family
+from pallas_kernels.quantized_matmul import abstract_weight
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "models.md"
+GOLDEN = Path(__file__).parent / "golden" / "families.json"
+_TABLE = r"(<!-- {0} -->\n)(.*?)(<!-- end of {0} -->)"
+_HEAD = "| architecture | models | GGUF | compared with transformers | on meshes |\n"
+MODELS = {
+    "DeepseekV2ForCausalLM": "DeepSeek V2, V2-Lite, V2.5, Coder V2",
+    "DeepseekV3ForCausalLM": "DeepSeek V3, V3.1, R1 (converted from FP8), Moonlight",
+    "Gemma2ForCausalLM": "Gemma 2",
+    "Gemma3ForCausalLM": "Gemma 3 270M, 1B",
+    "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B, which answer text",
+    "GptOssForCausalLM": "gpt-oss-20b, gpt-oss-120b",
+    "LlamaForCausalLM": "Llama 2, 3 and later dense ones, SmolLM2",
+    "MistralForCausalLM": "Mistral 7B, Nemo, Small",
+    "MixtralForCausalLM": "Mixtral 8x7B, 8x22B",
+    "Olmo2ForCausalLM": "OLMo 2",
+    "OlmoeForCausalLM": "OLMoE",
+    "Phi3ForCausalLM": "Phi-3 mini and medium, Phi-3.5-mini, Phi-4, Phi-4-mini",
+    "Qwen2ForCausalLM": "Qwen2, Qwen2.5",
+    "Qwen2MoeForCausalLM": "Qwen1.5-MoE, Qwen2-57B-A14B",
+    "Qwen3ForCausalLM": "Qwen3, dense",
+    "Qwen3MoeForCausalLM": "Qwen3-30B-A3B, Qwen3-235B-A22B",
+    "SmolLM3ForCausalLM": "SmolLM3",
+}
+_OF_LLAMA = ("MistralForCausalLM", "MixtralForCausalLM")
+"""Whose GGUF files have the architecture of a Llama."""
+_AS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
+"""Compared by the members of another architecture, which computes the same."""
+_OPTIONS: dict[str, Callable[[ModelConfig], bool]] = {
+    "biases": lambda config: config.qkv_bias or config.output_bias or config.mlp_bias,
+    "tied head": lambda config: config.tie_word_embeddings,
+    "`head_dim`": lambda config: (
+        not config.mla and config.head_dim * config.num_heads != config.hidden_size
+    ),
+    "latent attention": lambda config: config.mla is not None,
+    "latent queries": lambda config: bool(config.mla and config.mla.q_rank),
+    "`rope_interleave`": lambda config: bool(config.mla and not config.mla.interleaved),
+    "normed queries and keys": lambda config: config.qk_norm,
+    "windows": lambda config: any(config.sliding_windows),
+    "attention sinks": lambda config: config.attention_sinks,
+    "soft caps": lambda config: bool(config.attention_soft_cap or config.logit_soft_cap),
+    "layers without rotation": lambda config: not all(config.rope_layers),
+    "two rotations": lambda config: config.window_rope is not None,
+    "experts": lambda config: config.moe is not None,
+    "a shared expert": lambda config: bool(config.moe and config.moe.shared_intermediate_size),
+    "normed weights of experts": lambda config: bool(config.moe and config.moe.norm_topk_prob),
+    "biases of routers and experts": lambda config: bool(config.moe and config.moe.biased),
+    "groups of experts": lambda config: bool(config.moe and config.moe.groups),
+    "corrected scores of experts": lambda config: bool(config.moe and config.moe.corrected),
+    "clamped SwiGLU": lambda config: bool(config.moe and config.moe.clamped),
+    "layers without experts": lambda config: bool(config.moe and not all(config.moe.sparse_layers)),
+    "partial rotation": lambda config: not config.mla and config.rope.rotary_dim < config.head_dim,
+}
+
+
+@functools.cache
+def _members() -> dict[str, dict[str, Any]]:
+    """The config.json of every tiny model whose logits are compared."""
+    members = json.loads(GOLDEN.read_text(encoding="utf-8"))["members"]
+    return {name: member["config"] for name, member in members.items()}
+
+
+@functools.cache
+def _on_meshes() -> dict[str, str]:
+    """Members to the mesh on which their tokens are compared."""
+    with_experts = _assigned("test_mesh_moe.py", "MESHES")
+    meshes = {member: mesh for member, (mesh, _) in with_experts.items()}
+    return _assigned("test_mesh_answers.py", "FAMILIES") | meshes
+
+
+def _assigned(file: str, name: str) -> Any:
+    """The literal that a file of tests on meshes assigns to `name`."""
+    path = ROOT / "tests" / "meshes" / file
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return ast.literal_eval(node.value)
+    raise LookupError(f"{path} has no {name}")
+
+
+def _row(architecture: str) -> str:
+    compared = _AS.get(architecture, architecture)
+    names = [name for name, raw in _members().items() if raw["architectures"] == [compared]]
+    configs = [get_family(compared).config_from_hf(_members()[name]) for name in names]
+    options = [option for option, has in _OPTIONS.items() if any(map(has, configs))]
+    kinds = sorted({config.rope.kind for config in configs} - {"default"})
+    options += [f"`{kind}` rotation" for kind in kinds]
+    meshes = sorted({_on_meshes()[name] for name in names if name in _on_meshes()})
+    files = sorted(k for k, v in gguf_config.ARCHITECTURES.items() if v == compared)
+    files += ["llama"] if architecture in _OF_LLAMA else []
+    cells = [
+        f"`{architecture}`",
+        MODELS[architecture],
+        ", ".join(f"`{name}`" for name in files),
+        ", ".join(options),
+        ", ".join(meshes),
+    ]
+    return "| " + " | ".join(cells) + " |\n"
+
+
+_INPUTS, _GROUP = 4096, 128
+
+
+def _held(scheme: Scheme) -> str:
+    """What a linear layer of a scheme is on one device, of groups of 128 inputs."""
+    if scheme.group is not None:
+        scheme = dataclasses.replace(scheme, group=_GROUP)
+    format = scheme.format(_INPUTS)
+    if format is None:
+        return "values of `dtype`"
+    planes = jax.tree.leaves(abstract_weight(_INPUTS, _INPUTS, format))
+    bits = 8 * sum(plane.size * plane.dtype.itemsize for plane in planes) / _INPUTS**2
+    kind = "float8" if scheme.storage == "fp8" else f"int{scheme.bits}"
+    of = "groups" if format.group else "outputs"
+    return f"{kind} with scales{' and minima' if format.minimum else ''} of {of}, {bits:.3g} bits"
+
+
+def _quantized_rows() -> str:
+    rows = []
+    for name, (fields, _) in quantized_checkpoints.FORMATS.items():
+        config = quantization_config.parse({"quantization_config": fields})
+        scheme = config.scheme("model.layers.0.mlp.down_proj")
+        rows.append(f"| {name} | {_held(scheme)} |\n")
+    return "".join(rows)
+
+
+def with_tables(page: str) -> str:
+    """The text of the page with its tables as they should be."""
+    tables = {
+        "architectures": _HEAD + "|---|---|---|---|---|\n" + "".join(map(_row, ARCHITECTURES)),
+        "quantized": "| stored as | a linear layer in memory |\n|---|---|\n" + _quantized_rows(),
+    }
+    for name, table in tables.items():
+        pattern = re.compile(_TABLE.format(name), re.DOTALL)
+        page = pattern.sub(functools.partial(_replaced, table), page)
+    return page
+
+
+def _replaced(table: str, match: re.Match[str]) -> str:
+    return match[1] + table + match[3]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

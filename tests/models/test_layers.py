@@ -1,0 +1,61 @@
+"""Linear layers, and the order of their operands on CPUs."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.models import layers
+
+OUTPUTS, INPUTS = 96, 32
+few_and_many = pytest.mark.parametrize("tokens", [1, 5, layers.FEW_TOKENS, layers.FEW_TOKENS + 1])
+
+
+def operands(tokens, dtype="float32"):
+    rng = np.random.default_rng(tokens)
+    weight, x = rng.normal(size=(OUTPUTS, INPUTS)), rng.normal(size=(tokens, INPUTS))
+    return jnp.asarray(weight, dtype), jnp.asarray(x, dtype)
+
+
+@few_and_many
+def test_a_row_of_activations_is_a_token(tokens):
+    weight, x = operands(tokens)
+    expected = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    np.testing.assert_allclose(jax.jit(layers.matmul)(weight, x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_heads_and_biases_are_those_of_the_weight():
+    weight, x = operands(3)
+    bias = jnp.arange(OUTPUTS, dtype=jnp.float32)
+    y = layers.column_parallel(weight.reshape(4, 24, 2, 16), x, bias.reshape(4, 24))
+    np.testing.assert_allclose(y, layers.matmul(weight, x) + bias, rtol=1e-6)
+
+
+@few_and_many
+def test_cpus_multiply_few_tokens_with_the_weight_on_the_left(tokens):
+    """As measured to be faster; without the barrier XLA turns the product around again."""
+    program = jax.jit(lambda weight, x: jnp.tanh(layers.matmul(weight, x)))
+    text = program.lower(*operands(tokens)).compile().as_text()
+    few = tokens <= layers.FEW_TOKENS
+    shape = (OUTPUTS, tokens) if few else (tokens, OUTPUTS)
+    assert re.findall(r"f32\[(\d+),(\d+)\]\S* dot\(", text) == [tuple(map(str, shape))]
+
+
+@pytest.mark.parametrize("tokens", [5, layers.FEW_TOKENS + 1])
+def test_logits_are_float32_sums_of_bfloat16(tokens):
+    head, hidden = operands(tokens, "bfloat16")
+    logits = layers.tied_or_own_logits(head, hidden, OUTPUTS)
+    assert logits.dtype == jnp.float32 and logits.shape == (tokens, OUTPUTS)
+    expected = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, layers.FEW_TOKENS + 1])
+def test_cpus_read_a_bfloat16_weight_as_it_is(tokens):
+    """Converted to float32 first, a decode step takes ten times as long."""
+    text = jax.jit(layers.matmul).lower(*operands(tokens, "bfloat16")).compile().as_text()
+    assert not re.search(rf"f32\[{OUTPUTS},{INPUTS}\]", text)

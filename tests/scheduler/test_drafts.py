@@ -1,0 +1,130 @@
+"""The number of drafts: that of the best goodput, in worlds whose best is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from jaxserve.core.buckets import Buckets
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sequence import Sequence
+from jaxserve.core.speculative import AUTO_LENGTHS
+from jaxserve.scheduler.drafts import TRIAL_STEPS, ChosenDrafts
+from jaxserve.scheduler.step_time import StepLoad, StepTime
+
+ROWS = 32
+WARM_UP = 8 * TRIAL_STEPS
+STEPS = 40 * TRIAL_STEPS
+
+
+@dataclasses.dataclass
+class World:
+    """Steps of `base_us` and `token_us` for each token of a padded row, and 5% of noise."""
+
+    base_us: float
+    token_us: float
+    random: random.Random = dataclasses.field(default_factory=lambda: random.Random(1))
+
+    def __post_init__(self) -> None:
+        budget = ROWS * (1 + AUTO_LENGTHS[-1]) + 32
+        self.buckets = Buckets.from_config(ROWS, budget, draft_lengths=AUTO_LENGTHS)
+        self.step_time = StepTime(self.buckets)
+        self.drafts = ChosenDrafts(AUTO_LENGTHS, self.step_time)
+
+    def us(self, num_decodes: int, width: int) -> float:
+        return self.base_us + self.token_us * self.buckets.pick(num_decodes, 0, width).num_tokens
+
+    def step(self, chances: dict[Sequence, float]) -> tuple[float, float]:
+        """Expected tokens and time of a step for sequences that accept with these chances."""
+        self.drafts.choose([*chances])
+        lengths = {seq: self.drafts.of(seq) for seq in chances}
+        width = 1 + max(lengths.values())
+        us = self.us(len(chances), width)
+        load = StepLoad(len(chances), width=width)
+        self.step_time.observe(load, round(us * self.random.uniform(0.95, 1.05)))
+        for seq, length in lengths.items():
+            accepted = 0
+            while accepted < length and self.random.random() < chances[seq]:
+                accepted += 1
+            if length:
+                self.drafts.observe(seq, length, accepted)
+            seq.output_token_ids += [0] * (1 + accepted)
+        return sum(expected(chances[seq], length) for seq, length in lengths.items()), us
+
+    def goodput(self, chances: dict[Sequence, float], num_steps: int) -> float:
+        tokens, us = map(sum, zip(*(self.step(chances) for _ in range(num_steps))))
+        return tokens / us
+
+    def best(self, chances: dict[Sequence, float]) -> float:
+        """The goodput of the best fixed length."""
+        return max(
+            sum(expected(chance, length) for chance in chances.values())
+            / self.us(len(chances), 1 + length)
+            for length in AUTO_LENGTHS
+        )
+
+
+def expected(chance: float, length: int) -> float:
+    return sum(chance**place for place in range(length + 1))
+
+
+def sequences(count: int) -> list[Sequence]:
+    return [
+        Sequence(i, str(i), 0, [1], SamplingParams(), 0, num_speculative_tokens=AUTO_LENGTHS[-1])
+        for i in range(count)
+    ]
+
+
+MEMORY_BOUND, COMPUTE_BOUND = (20_000, 100), (1_000, 1_000)
+
+
+@pytest.mark.parametrize(
+    ("world", "count", "chance", "length"),
+    [
+        (MEMORY_BOUND, 1, 1.0, 7),
+        (MEMORY_BOUND, 32, 1.0, 7),
+        (MEMORY_BOUND, 1, 0.0, 0),
+        (COMPUTE_BOUND, 32, 0.5, 0),
+        (COMPUTE_BOUND, 1, 1.0, 7),
+    ],
+)
+def test_the_length_is_that_of_the_best_goodput(world, count, chance, length):
+    world, seqs = World(*world), sequences(count)
+    for _ in range(WARM_UP + TRIAL_STEPS // 2):
+        world.step(dict.fromkeys(seqs, chance))
+    assert {world.drafts.of(seq) for seq in seqs} == {length}
+
+
+@pytest.mark.parametrize("world", [MEMORY_BOUND, COMPUTE_BOUND], ids=["memory", "compute"])
+def test_every_phase_of_a_load_is_served_about_as_well_as_by_its_best_length(world):
+    """From one stream to 32 and back, of text that is easy to guess or hard, one after another."""
+    world = World(*world)
+    for count, chance in [(1, 0.9), (32, 0.9), (32, 0.05), (1, 0.05), (1, 0.9), (8, 0.5)]:
+        chances = dict.fromkeys(sequences(count), chance)
+        world.goodput(chances, WARM_UP)
+        assert world.goodput(chances, STEPS) > 0.9 * world.best(chances), (count, chance)
+
+
+def test_a_sequence_that_accepts_nothing_is_drafted_for_only_in_trials():
+    world, seqs = World(*MEMORY_BOUND), sequences(4)
+    chances = dict(zip(seqs, (0.9, 0.9, 0.9, 0.0)))
+    world.goodput(chances, WARM_UP)
+    drafted = [0] * len(seqs)
+    for _ in range(STEPS):
+        world.step(chances)
+        for place, seq in enumerate(seqs):
+            drafted[place] += world.drafts.of(seq) > 0
+    assert min(drafted[:3]) > 0.9 * STEPS
+    assert 0 < drafted[3] <= 1.5 * STEPS / TRIAL_STEPS
+
+
+def test_the_same_tokens_and_times_give_the_same_lengths():
+    worlds = [World(*MEMORY_BOUND), World(*MEMORY_BOUND)]
+    seqs = [sequences(3), sequences(3)]
+    for _ in range(STEPS):
+        for world, own in zip(worlds, seqs):
+            world.step(dict(zip(own, (0.2, 0.6, 0.8))))
+        chosen = [[world.drafts.of(seq) for seq in own] for world, own in zip(worlds, seqs)]
+        assert chosen[0] == chosen[1]

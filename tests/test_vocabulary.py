@@ -1,0 +1,63 @@
+"""One word for one thing: names that were replaced, and words that newcomers stumble over."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("jaxserve", "pallas_kernels", "sharding_rules")
+FILES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "mkdocs.yml", "pyproject.toml")]
+FILES += [
+    path
+    for folder in (*PACKAGES, "docs", "colab", "tests", "benchmarks", "docker")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".py", ".md", ".ipynb", ".toml", ".Dockerfile") and path != Path(__file__)
+]
+
+REPLACED = {
+    "context_parallel_size": "sequence_parallel_size",
+    "sequence_parallel": "sequence_parallel_norms|tokens_apart",
+    "snapshot": r"checkpoint_dir\b|--checkpoint-dir",
+    "EngineCore, InputProcessor, OutputProcessor": r"class (Steps|Intake|Generation)\b",
+    "ReplicatedLog, rendezvous, Participant": "AgreedLog|roll_call|[Aa]ttendee",
+    "request_queue, in_flight": r"waiting\.py|under_way",
+    "OffloadManager, TransferWorker, TierPool": r"class (Mover|Copier|Ticket|Shelf)\b",
+    "ProgramShapes": r"\bGeometry\b|geometry\.py",
+    "QuantizedWeight, self_check": r"PackedWeight|\btrial_process|class Trial\b",
+    "OutputQueue": r"\b(Mailbox|Outbox)\b",
+    "kv_offload_pages, kv_transfers_in_flight": "kv_lower_pages|kv_moves_under_way",
+    "--shutdown-timeout, --independent, slo_itl": r"--?grace[-_]s\b|--separate\b|slo[-_]tbt",
+}
+"""Our name for a thing, and the pattern of the names that it had."""
+
+QUAINT = r"\b([Nn]obody|[Ww]hoever|in vain|for want of|who waits|means? harm)\b"
+
+
+def lines_with(pattern):
+    """Of all files, their own names among them."""
+    found = re.compile(pattern)
+    names = [str(path.relative_to(ROOT)) for path in FILES]
+    return [name for name in names if found.search(name)] + [
+        f"{name}:{number}: {line.strip()}"
+        for name, path in zip(names, FILES)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if found.search(line)
+    ]
+
+
+def test_every_folder_is_read():
+    read = {path.suffix for path in FILES}
+    assert {".py", ".md", ".ipynb", ".toml"} <= read and len(FILES) > 700
+
+
+@pytest.mark.parametrize("ours", REPLACED)
+def test_replaced_names_are_gone(ours):
+    """The changelog alone tells the old names."""
+    assert lines_with(REPLACED[ours]) == []
+
+
+def test_the_prose_is_plain():
+    assert lines_with(QUAINT) == []
