@@ -22,8 +22,9 @@ from jaxserve.loadgen.trace import TraceRequest, drawn
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.metrics.statistics import percentile
 from jaxserve.metrics.summaries import SequenceSummary
+from jaxserve.runtime.engine_plan import EnginePlan
 from jaxserve.runtime.progress import TerminalProgress
-from jaxserve.runtime.startup import EnginePlan, start
+from jaxserve.runtime.startup import start
 from jaxserve.simulator.profile import Profile
 from jaxserve.simulator.simulation import Arrival, Simulation
 

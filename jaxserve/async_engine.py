@@ -28,8 +28,9 @@ from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.engine.snapshot.snapshots import exported_params
 from jaxserve.metrics.metrics import Metric
 from jaxserve.metrics.trace import write_trace
+from jaxserve.runtime.engine_plan import EnginePlan
 from jaxserve.runtime.live_weights import WeightsSource
-from jaxserve.runtime.startup import EnginePlan, Progress, no_progress
+from jaxserve.runtime.startup import Progress, no_progress
 from jaxserve.text import Tokenizer
 
 

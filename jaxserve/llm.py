@@ -32,9 +32,10 @@ from jaxserve.engine.request import Request
 from jaxserve.metrics.metrics import Metric
 from jaxserve.metrics.trace import write_trace
 from jaxserve.prompt_batch import PromptBatch, is_single, warn_of_errors
+from jaxserve.runtime.engine_plan import EnginePlan
 from jaxserve.runtime.live_weights import WeightsSource
 from jaxserve.runtime.progress import TerminalProgress
-from jaxserve.runtime.startup import EnginePlan, Progress, no_progress
+from jaxserve.runtime.startup import Progress, no_progress
 from jaxserve.text import Tokenizer
 
 Messages = SequenceOf[Mapping[str, Any]]

@@ -21,7 +21,8 @@ class Compile(Common):
     engine: ModelSettings = dataclasses.field(default_factory=ModelSettings)
 
     def run(self) -> int:
-        from jaxserve.runtime import startup
+        from jaxserve.runtime import engine_plan
+        from jaxserve.runtime.startup import compile_programs
 
         if not self.engine.compilation_cache:
             raise ConfigError(
@@ -32,9 +33,9 @@ class Compile(Common):
             configs.append(dataclasses.replace(self.engine, max_num_seqs=1))
         for config in configs:
             begin = time.monotonic()
-            decided = startup.plan(config)
+            decided = engine_plan.plan(config)
             with TerminalProgress() as progress:
-                programs = decided.compile(progress).result()
+                programs = compile_programs(decided, progress).result()
             decided.with_programs(programs)
             found = sum(program.from_cache for program in programs.values())
             print(

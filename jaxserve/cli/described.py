@@ -17,8 +17,8 @@ from jaxserve.simulator.step_times import StepTimes
 from jaxserve.simulator.transfers import Link
 
 if TYPE_CHECKING:
+    from jaxserve.runtime.engine_plan import EnginePlan
     from jaxserve.runtime.programs.program_shapes import ProgramShapes
-    from jaxserve.runtime.startup import EnginePlan
 
 _LINK_LATENCY_S = 20e-6
 """Assumed of every transfer between the device, host memory and a disk."""
@@ -44,7 +44,7 @@ class Described:
     ) -> Described:
         """Raises ConfigError, ModelError or MemoryPlanError, with alternatives if `propose`."""
         from jaxserve.runtime.devices import DescribedDevice
-        from jaxserve.runtime.startup import plan_described
+        from jaxserve.runtime.engine_plan import plan_described
 
         if (device is None) == (profile is None):
             raise ConfigError(

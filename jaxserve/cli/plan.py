@@ -17,10 +17,10 @@ from jaxserve.runtime.weights.placement import WINDOW
 from jaxserve.simulator.deployment import SessionTimes
 
 if TYPE_CHECKING:
+    from jaxserve.runtime.engine_plan import EnginePlan
     from jaxserve.runtime.memory import MemoryPlan
     from jaxserve.runtime.programs.executables import Program, Programs
     from jaxserve.runtime.programs.program_shapes import ProgramShapes
-    from jaxserve.runtime.startup import EnginePlan
 
 _SCREEN_TOKENS = 250
 """What a user reads at once, of Fu's "Challenges in Deploying Long-Context Transformers"."""
@@ -54,14 +54,15 @@ class Plan(Common):
     def run(self) -> int:
         if self.device is not None or self.profile is not None:
             return self._run_described()
-        from jaxserve.runtime import startup
+        from jaxserve.runtime import engine_plan
+        from jaxserve.runtime.startup import compile_programs
 
-        decided = startup.decide(self.engine)
+        decided = engine_plan.decide(self.engine)
         if not decided.memory.fits and not self.json:
             print(_heading(decided), _memory(decided), sep="\n\n", flush=True)
-        decided = startup.accept(decided)
+        decided = engine_plan.accept(decided)
         with TerminalProgress() as progress:
-            programs = decided.compile(progress).result()
+            programs = compile_programs(decided, progress).result()
         decided = decided.with_programs(programs)
         if self.json:
             print(json.dumps(_document(decided, programs), default=str))

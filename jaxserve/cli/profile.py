@@ -18,8 +18,9 @@ from jaxserve.simulator.profile import Profile as MeasuredProfile
 from jaxserve.simulator.profile import StepSample, fitted
 
 if TYPE_CHECKING:
+    from jaxserve.runtime.engine_plan import EnginePlan
     from jaxserve.runtime.runner import Runner
-    from jaxserve.runtime.startup import EnginePlan, Progress
+    from jaxserve.runtime.startup import Progress
 
 
 @dataclasses.dataclass(frozen=True)

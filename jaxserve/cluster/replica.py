@@ -25,7 +25,7 @@ from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.metrics.metrics import Metric
 from jaxserve.runtime.cpu_threads import make_room_for_collectives
-from jaxserve.runtime.startup import plan
+from jaxserve.runtime.engine_plan import plan
 from jaxserve.text import Tokenizer
 
 

@@ -40,6 +40,7 @@ from jaxserve.metrics.metrics import Metric, Metrics
 from jaxserve.metrics.weight_metrics import weight_metrics
 from jaxserve.runtime.adapters import AdapterSlots
 from jaxserve.runtime.cpu_threads import make_room_for_collectives
+from jaxserve.runtime.engine_plan import EnginePlan
 from jaxserve.runtime.hosts import Hosts
 from jaxserve.runtime.live_weights import (
     LiveWeights,
@@ -51,7 +52,7 @@ from jaxserve.runtime.live_weights import (
 from jaxserve.runtime.memory import reserve_memory
 from jaxserve.runtime.paging import Paging
 from jaxserve.runtime.runner import Runner
-from jaxserve.runtime.startup import EnginePlan, Progress, no_progress, start
+from jaxserve.runtime.startup import Progress, no_progress, start
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.structured.grammar import Grammar
 from jaxserve.text import Tokenizer

@@ -12,8 +12,8 @@ from jaxserve.core.errors import EngineClosedError, OverloadedError, RequestErro
 from jaxserve.core.lora import LoadedAdapter, LoRARequest
 from jaxserve.models.loading.adapter import Adapter, read_adapter
 from jaxserve.models.registry import param_specs
+from jaxserve.runtime.engine_plan import EnginePlan
 from jaxserve.runtime.runner import Runner
-from jaxserve.runtime.startup import EnginePlan
 
 
 class StagedAdapter(NamedTuple):

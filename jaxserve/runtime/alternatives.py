@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import MemoryPlanError
 from jaxserve.runtime.memory import GIB, MemoryPlan
 
 Changes = dict[str, Any]
@@ -18,6 +20,31 @@ invalid for another reason."""
 QUANTIZATIONS = ("awq", "gptq", "compressed-tensors", "gguf", "mxfp4", "int8", "fp8", "int4")
 _SPARE = 1.02
 """Margin of an offered memory_utilization, since free memory changes."""
+
+
+def refusal(needs: str, config: EngineConfig, plan_of: PlanOf, num_devices: int) -> MemoryPlanError:
+    """The error for a resolved `config` that does not fit, with alternatives that do.
+
+    `needs` is a sentence about what it needs. `num_devices` are there for engines of this process;
+    0 if the devices belong to several processes, which cannot choose how many.
+    """
+    found = alternatives(config, plan_of, num_devices)
+    text = needs
+    if config.kv_cache_memory_bytes is None:
+        text += f" The KV pool must hold a request of max_model_len {config.max_model_len}."
+    if found:
+        text += f" What fits: {in_words(found)}."
+    else:
+        weights = weights_of(plan_of).items()
+        sizes = ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in weights)
+        text += " No other max_model_len, quantization or number of these devices fits"
+        text += f" (weights: {sizes})." if sizes else "."
+    size = devices_needed(config, plan_of)
+    if size is not None and num_devices:
+        more = dataclasses.replace(config, tensor_parallel_size=size, devices=None)
+        if more.num_devices > num_devices:
+            text += f" tensor_parallel_size {size} would fit {more.num_devices} such devices."
+    return MemoryPlanError(text, found)
 
 
 def alternatives(config: EngineConfig, plan_of: PlanOf, num_devices: int) -> list[Changes]:

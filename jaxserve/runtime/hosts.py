@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import itertools
 import json
@@ -15,8 +16,16 @@ from typing import Any
 
 import jax
 
+from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import DistributedError
+from jaxserve.core.version import __version__
 from jaxserve.runtime.jax_private import coordination_client
+
+VERSIONS = {
+    "the version of jaxserve": __version__,
+    "the version of JAX": jax.__version__,
+}
+"""What all hosts of an engine must have alike, by its name in an error."""
 
 _BEAT_S = 1.0
 _SILENCE_S = 12.0
@@ -227,3 +236,15 @@ def lost_one(heard: Mapping[int, tuple[str, float]], now: float, waited_s: float
         if beat == _LEFT and waited_s > _SILENCE_S:
             return f"host {host} has closed its engine"
     return None
+
+
+def common_settings(config: EngineConfig) -> dict[str, Any]:
+    """Settings that must be equal on all hosts. Paths may differ."""
+    settings = dataclasses.asdict(config)
+    settings["logits_processors"] = [
+        each if isinstance(each, str) else getattr(each, "__name__", "")
+        for each in config.logits_processors
+    ]
+    if config.speculative_config is not None:
+        del settings["speculative_config"]["model"]
+    return {name: settings[name] for name in settings if name not in ("model", "disk_kv_dir")}

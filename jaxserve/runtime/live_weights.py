@@ -13,8 +13,8 @@ from jaxserve.core.errors import ConfigError, OutOfMemoryError, WeightsError
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.live import check_params, check_same_model, moved
 from jaxserve.models.loading.params import load_params
+from jaxserve.runtime.engine_plan import EnginePlan
 from jaxserve.runtime.runner import Runner
-from jaxserve.runtime.startup import EnginePlan
 
 WeightsSource = Mapping[str, Any] | str | Path
 """A pytree of arrays with the structure of the model's parameters, or a checkpoint."""

@@ -17,10 +17,10 @@ from jaxserve.kv.offload.transfer_worker import TransferHandle, TransferWorker
 from jaxserve.kv.offload.transfers import MOVE_SIZES
 from jaxserve.kv.page_transfers import PageTransfers
 from jaxserve.kv.pages import TRASH_PAGE, PagePool
+from jaxserve.runtime.engine_plan import EnginePlan
 from jaxserve.runtime.memory import STAGING_BUFFERS
 from jaxserve.runtime.page_images import ImageLayout, PageImages
 from jaxserve.runtime.runner import Runner
-from jaxserve.runtime.startup import EnginePlan
 
 _CALIBRATIONS = 3
 _CALIBRATION_WAIT_US = 100_000

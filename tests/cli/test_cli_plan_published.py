@@ -13,7 +13,7 @@ from jaxserve.cli import main
 from jaxserve.cli.plan import _memory
 from jaxserve.core.config import EngineConfig
 from jaxserve.models.moe import active_parameters
-from jaxserve.runtime import startup
+from jaxserve.runtime import engine_plan
 
 MODELS_PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 PAGE, CHUNK, CONTEXT = 64, 1791, 32_768
@@ -43,7 +43,7 @@ def config_of(tmp_path):
 def test_windowed_layers_of_gemma_3_27b_cost_a_window(config_of, capsys):
     """Ten of its 62 layers have no window, and a page has the layers of one group: ten as well."""
     path = config_of(GEMMA_3_27B)
-    memory = startup.decide(EngineConfig(path, **SETTINGS)).memory
+    memory = engine_plan.decide(EngineConfig(path, **SETTINGS)).memory
     vocab, hidden, inner, heads, kv_heads, dim, layers = 262_208, 5376, 21_504, 32, 16, 128, 62
     attention = hidden * dim * (heads + 2 * kv_heads) + heads * dim * hidden
     of_layer = attention + 3 * hidden * inner + 4 * hidden + 2 * dim
@@ -67,7 +67,7 @@ def test_windowed_layers_of_gemma_3_27b_cost_a_window(config_of, capsys):
 
 def test_gpt_oss_120b(config_of):
     """Half of its layers have a window of 128 tokens: a group of 18 layers each."""
-    memory = startup.decide(EngineConfig(config_of(GPT_OSS_120B), **SETTINGS)).memory
+    memory = engine_plan.decide(EngineConfig(config_of(GPT_OSS_120B), **SETTINGS)).memory
     vocab, hidden, heads, kv_heads, dim, layers, experts = 201_088, 2880, 64, 8, 64, 36, 128
     attention = (hidden + 1) * dim * (heads + 2 * kv_heads) + (heads * dim + 1) * hidden + heads
     expert = 3 * hidden * hidden + 3 * hidden
@@ -86,7 +86,7 @@ def test_gpt_oss_120b(config_of):
 def test_phi_4_mini(config_of, context):
     """Its window is longer than its context, which is to have none."""
     path = config_of(PHI_4_MINI)
-    decided = startup.decide(EngineConfig(path, **SETTINGS | {"max_model_len": context}))
+    decided = engine_plan.decide(EngineConfig(path, **SETTINGS | {"max_model_len": context}))
     vocab, hidden, inner, heads, kv_heads, dim, layers = 200_064, 3072, 8192, 24, 8, 128, 32
     attention = hidden * dim * (heads + 2 * kv_heads) + heads * dim * hidden
     of_layer = attention + 3 * hidden * inner + 2 * hidden
@@ -100,7 +100,7 @@ def test_phi_4_mini(config_of, context):
 def test_deepseek_v3(config_of):
     """Its weights in bfloat16, not as published: a token keeps 576 numbers in each layer."""
     path = config_of(DEEPSEEK_V3 | {"quantization_config": None})
-    decided = startup.decide(EngineConfig(path, **SETTINGS))
+    decided = engine_plan.decide(EngineConfig(path, **SETTINGS))
     memory, (model, specs) = decided.memory, (decided.shapes.model, decided.shapes.specs)
     vocab, hidden, heads, layers, dense, experts = 129_280, 7168, 128, 61, 3, 256
     nope, rotated, value, latent, of_query = 128, 64, 128, 512, 1536

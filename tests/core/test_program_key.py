@@ -12,7 +12,7 @@ import pytest
 from tiny_engines import CONTEXT, TinyModel
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.runtime import startup
+from jaxserve.runtime import engine_plan
 from jaxserve.runtime.programs.kinds import ProgramKinds
 from jaxserve.runtime.programs.program_shapes import ProgramShapes
 from jaxserve.runtime.programs.program_sources import program_sources
@@ -27,7 +27,7 @@ def model(tmp_path_factory) -> TinyModel:
 
 def geometry_of(path: Path, **changes) -> ProgramShapes:
     settings = {"max_num_seqs": 2, "max_num_batched_tokens": 18, "page_size": 8}
-    return startup.plan(EngineConfig(model=path, **settings | changes)).shapes
+    return engine_plan.plan(EngineConfig(model=path, **settings | changes)).shapes
 
 
 def lowered(shapes: ProgramShapes) -> dict[str, str]:

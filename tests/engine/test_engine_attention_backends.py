@@ -12,8 +12,8 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.runtime.devices import DescribedDevice
+from jaxserve.runtime.engine_plan import plan_described
 from jaxserve.runtime.programs.kinds import check_attention
-from jaxserve.runtime.startup import plan_described
 from pallas_kernels import backends
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)

@@ -18,7 +18,7 @@ from jaxserve.core.model_config import ClampedSwiGLU, MoEConfig
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.models import moe
 from jaxserve.models.quantization import FORMATS, with_formats
-from jaxserve.runtime import startup
+from jaxserve.runtime import engine_plan
 from jaxserve.scheduler.policies import POLICIES
 from pallas_kernels.quantized_matmul import dequantize, quantize
 
@@ -184,4 +184,4 @@ def products(hlo):
 
 def test_experts_that_are_not_there(llama, model):
     with pytest.raises(ConfigError, match="LlamaForCausalLM has no experts; leave it out"):
-        startup.decide(EngineConfig(model=llama.path, enable_expert_parallel=True))
+        engine_plan.decide(EngineConfig(model=llama.path, enable_expert_parallel=True))

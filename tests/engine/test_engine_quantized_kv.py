@@ -15,7 +15,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, SnapshotError
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.runtime import startup
+from jaxserve.runtime import engine_plan
 from jaxserve.scheduler.policies import POLICIES
 from pallas_kernels import backends
 
@@ -104,7 +104,7 @@ def test_as_many_more_tokens_fit_as_the_formula_says(llama, dtype):
         config = EngineConfig(
             llama.path, dtype=dtype, kv_cache_dtype=kind, kv_cache_memory_bytes=1 << 20
         )
-        return startup.decide(config).memory.page_bytes
+        return engine_plan.decide(config).memory.page_bytes
 
     dim, itemsize = llama.config.head_dim, jnp.dtype(dtype).itemsize
     for kind in KINDS:

@@ -23,9 +23,9 @@ from jaxserve.core.errors import (
 )
 from jaxserve.core.outputs import WeightsRun
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.runtime.engine_plan import plan
 from jaxserve.runtime.live_weights import LiveWeights
 from jaxserve.runtime.runner import Runner
-from jaxserve.runtime.startup import plan
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 SCORED = dataclasses.replace(GREEDY, logprobs=0, prompt_logprobs=0, max_tokens=6)

@@ -11,7 +11,7 @@ import pytest
 from mesh_engines import PAGE_SIZE, SEQS, degrees, on_mesh, write_llama
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.runtime import startup
+from jaxserve.runtime import engine_plan
 from jaxserve.runtime.programs.kinds import ProgramKinds
 from jaxserve.runtime.programs.program_shapes import ProgramShapes
 
@@ -38,7 +38,7 @@ class Compiled:
             **degrees(mesh),
             **settings,
         )
-        self.shapes: ProgramShapes = startup.plan(config).shapes
+        self.shapes: ProgramShapes = engine_plan.plan(config).shapes
         self._specs = {spec.name: spec for spec in ProgramKinds(self.shapes).specs()}
 
     def kinds(self, name: str) -> dict[str, int]:

@@ -14,7 +14,7 @@ from jaxserve.core.errors import ConfigError, ModelError, UnsupportedModelError
 from jaxserve.models.moe import active_parameters
 from jaxserve.models.partition import partition
 from jaxserve.models.registry import get_family, param_specs
-from jaxserve.runtime import startup
+from jaxserve.runtime import engine_plan
 from jaxserve.runtime.step_work import step_work
 
 MODELS_PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -74,7 +74,7 @@ def test_known_models_to_the_byte(tmp_path, raw, parameters, active, kv_bytes_pe
     path = tmp_path / "config.json"
     path.write_text(json.dumps(raw))
     settings = {"model": path, "load_format": "dummy", "dtype": "bfloat16", "page_size": 64}
-    decided = startup.decide(EngineConfig(**settings))
+    decided = engine_plan.decide(EngineConfig(**settings))
     model, specs = decided.shapes.model, decided.shapes.specs
     assert sum(spec.size for spec in jax.tree.leaves(specs)) == parameters
     assert active_parameters(model, specs) == active
@@ -91,7 +91,7 @@ def test_gpt_oss_120b_in_mxfp4(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(GPT_OSS_120B))
     settings = {"model": path, "load_format": "dummy", "dtype": "bfloat16"}
-    decided = startup.decide(EngineConfig(**settings, quantization="mxfp4"))
+    decided = engine_plan.decide(EngineConfig(**settings, quantization="mxfp4"))
     experts = 36 * 128 * 3 * 2880 * 2880
     others = 116_829_156_672 - experts
     weights = decided.memory.weights_bytes
@@ -102,7 +102,7 @@ def test_gpt_oss_120b_in_mxfp4(tmp_path):
     plain.write_text(json.dumps(GPT_OSS_120B | {"quantization_config": None}))
     settings["model"] = plain
     with pytest.raises(ConfigError, match="'mxfp4', but the model has no weights in blocks of MXF"):
-        startup.decide(EngineConfig(**settings, quantization="mxfp4"))
+        engine_plan.decide(EngineConfig(**settings, quantization="mxfp4"))
 
 
 @pytest.mark.parametrize(

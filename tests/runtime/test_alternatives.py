@@ -15,7 +15,7 @@ from tiny_checkpoints import CONFIG
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, MemoryPlanError
 from jaxserve.models.loading.checkpoint import open_checkpoint
-from jaxserve.runtime import memory, startup
+from jaxserve.runtime import engine_plan, memory
 from jaxserve.runtime.alternatives import alternatives, devices_needed
 from jaxserve.runtime.devices import described_mesh
 
@@ -47,21 +47,21 @@ def config_of(raw: dict, directory: Path, **changes) -> EngineConfig:
 
 def refusal(config: EngineConfig) -> MemoryPlanError:
     with pytest.raises(MemoryPlanError) as error:
-        startup.plan(config)
+        engine_plan.plan(config)
     return error.value
 
 
 def assert_as_offered(config: EngineConfig, refused: MemoryPlanError) -> None:
     """Every alternative is accepted, and named; a page more than it offers is not."""
     for changes in refused.alternatives:
-        assert startup.plan(dataclasses.replace(config, **changes)).memory.fits
+        assert engine_plan.plan(dataclasses.replace(config, **changes)).memory.fits
         for name, value in changes.items():
             assert f"{name} {value}" in str(refused)
         if "max_model_len" in changes:
-            page_size = startup.decide(config).memory.page_size
+            page_size = engine_plan.decide(config).memory.page_size
             more = changes | {"max_model_len": changes["max_model_len"] + page_size}
             with pytest.raises((MemoryPlanError, ConfigError)):
-                startup.plan(dataclasses.replace(config, **more))
+                engine_plan.plan(dataclasses.replace(config, **more))
 
 
 def test_a_large_model_on_a_small_host(tmp_path, monkeypatch):
@@ -79,7 +79,7 @@ def test_a_model_that_nothing_makes_fit_is_told_its_sizes(tmp_path, monkeypatch)
     monkeypatch.setattr(memory, "host_memory", lambda: 24 * GIB)
     refused = refusal(config_of(LLAMA_70B, tmp_path))
     assert refused.alternatives == []
-    weights = startup.decide(config_of(LLAMA_70B, tmp_path, quantization="int4")).memory
+    weights = engine_plan.decide(config_of(LLAMA_70B, tmp_path, quantization="int4")).memory
     assert f"int4 {weights.weights_bytes / GIB:.2f} GiB" in str(refused)
 
 
@@ -101,7 +101,7 @@ def on_accelerators(config: EngineConfig, num_bytes: int):
         try:
             changed = dataclasses.replace(config, **changes)
             mesh = described_mesh(changed)
-            return startup.decide_on(device, mesh, changed, checkpoint).memory
+            return engine_plan.decide_on(device, mesh, changed, checkpoint).memory
         except (ConfigError, MemoryPlanError):
             return None
 
@@ -175,6 +175,6 @@ def test_whatever_is_offered_is_accepted(
         page_size=page_size,
     )
     try:
-        startup.plan(config)
+        engine_plan.plan(config)
     except MemoryPlanError as refused:
         assert_as_offered(config, refused)

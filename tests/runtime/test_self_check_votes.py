@@ -10,9 +10,9 @@ import threading
 import pytest
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.runtime import startup
+from jaxserve.runtime import engine_plan, startup
 from jaxserve.runtime.devices import DescribedDevice
-from jaxserve.runtime.startup import alike_on_all
+from jaxserve.runtime.startup import alike_on_all, compile_programs
 from pallas_kernels.self_check import Failure
 
 ATTENTION = Failure("paged_attention", "NVIDIA H200", "decode", "its self-check was wrong by 3")
@@ -98,9 +98,9 @@ def test_what_failed_on_one_host_is_used_on_none(monkeypatch):
 @pytest.mark.parametrize(("num_hosts", "platform"), [(1, "gpu"), (2, "gpu"), (2, "cpu")])
 def test_no_host_of_several_skips_its_self_checks(monkeypatch, llama, num_hosts, platform):
     """A program found by its name is not traced, so that nothing would be known of its kernels."""
-    plan = startup.plan(EngineConfig.of(model=llama.path, **llama.settings()))
+    plan = engine_plan.plan(EngineConfig.of(model=llama.path, **llama.settings()))
     plan = dataclasses.replace(plan, device=DescribedDevice(platform, "NVIDIA H200", 1 << 30))
     monkeypatch.setattr(startup.jax, "process_count", lambda: num_hosts)
     monkeypatch.setattr(startup, "Compilation", lambda specs, *_, **__: specs)
-    by_name = {spec.cached_by_name for spec in plan.compile()}
+    by_name = {spec.cached_by_name for spec in compile_programs(plan)}
     assert by_name == {num_hosts == 1 or platform == "cpu"}

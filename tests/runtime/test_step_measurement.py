@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.runtime import startup
+from jaxserve.runtime import engine_plan
 from jaxserve.runtime.step_measurement import StepMeasurements
 
 
@@ -34,7 +34,7 @@ class Recorder:
 
 
 def test_tokens_differ_so_that_they_take_different_experts(llama):
-    shapes = startup.plan(EngineConfig.of(model=llama.path, **llama.settings())).shapes
+    shapes = engine_plan.plan(EngineConfig.of(model=llama.path, **llama.settings())).shapes
     runner = Recorder()
     measured = [found for *_, found in StepMeasurements(shapes, runner).run() if found is not None]
     assert {found.key for found in measured} == {*shapes.buckets.keys()}

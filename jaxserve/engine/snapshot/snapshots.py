@@ -35,8 +35,8 @@ from jaxserve.text import Tokenizer
 
 if TYPE_CHECKING:
     from jaxserve.runtime.adapters import AdapterSlots
+    from jaxserve.runtime.engine_plan import EnginePlan
     from jaxserve.runtime.paging import Paging
-    from jaxserve.runtime.startup import EnginePlan
 
 
 _KV_FACTS = {"dtype": None, "kv_cache_dtype": "auto", "quantization": None, "rope_context": None}

@@ -10,6 +10,7 @@ import numpy as np
 from jaxserve.core.version import __version__
 from jaxserve.models.family import AnySpec, Params, Rearranged, Stacked
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.models.loading.medusa import MedusaCheckpoint
 from jaxserve.models.loading.params import load_params, params_bytes
 from jaxserve.runtime.programs.program_shapes import ProgramShapes
 from jaxserve.runtime.weights.layer_layout import LayerLayout
@@ -40,6 +41,24 @@ def load_weights(checkpoint: Checkpoint, shapes: ProgramShapes, progress: Progre
     config = shapes.config
     own = open_checkpoint(checkpoint.path, config.load_format, seed=config.seed)
     return _Loading(own, shapes, progress).load()
+
+
+def load_draft_params(
+    checkpoint: Checkpoint | MedusaCheckpoint | None, shapes: ProgramShapes, progress: Progress
+) -> Params | None:
+    """The parameters of a draft model or of heads; None without either.
+
+    `progress` and errors are those of `load_params`.
+    """
+    if checkpoint is None or shapes.draft_specs is None:
+        return None
+    return load_params(
+        checkpoint,
+        shapes.draft_specs,
+        dtype=shapes.config.dtype,
+        shardings=shapes.shardings_of(shapes.draft_specs),
+        progress=progress,
+    )
 
 
 def layer_file(checkpoint: Checkpoint, shapes: ProgramShapes) -> LayerFile:
