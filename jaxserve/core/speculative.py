@@ -90,7 +90,8 @@ class SpeculativeConfig:
         if self.method in _TRAINED and not self.model:
             raise ConfigError(
                 f'speculative_config has the method "{self.method}" and no model; give the '
-                f"directory of {_TRAINED[self.method]} that `jaxserve train-speculator` wrote."
+                f"directory of {_TRAINED[self.method]} that `jaxserve train-speculator --method "
+                f"{self.method}` wrote."
             )
         for field in dataclasses.fields(self):
             methods = [method for method, names in _OWN_KEYS.items() if field.name in names]
