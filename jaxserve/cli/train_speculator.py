@@ -1,4 +1,4 @@
-"""`jaxserve train-speculator`: train heads that draft for a model, on its own answers."""
+"""`jaxserve train-speculator`: train what drafts for a model, on its own answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MEASURED = 16
 
 @dataclasses.dataclass(frozen=True)
 class TrainSpeculator(Common):
-    """Train heads that draft for a model, for speculation without a draft model.
+    """Train heads or a layer that draft for a model, for speculation without a draft model.
 
     The model answers the prompts, the heads learn to guess its answers, and the drafts accepted
     before and after are printed, on prompts that were held out. Run again after it was stopped, it
@@ -38,21 +38,22 @@ class TrainSpeculator(Common):
         model: a directory, a .gguf file, a Hugging Face id, or the name of the default model.
         data: a JSONL file of prompts: {"prompt": text} or {"messages": [...]} on each line.
         out: a directory for the heads, the answers, checkpoints and the plot of the loss.
-        method: what is trained: "medusa", one head for each token ahead.
-        num_heads: tokens that are guessed beyond the next one.
+        method: what is trained: "medusa", one head for each token ahead, or "eagle", one layer.
+        num_heads: tokens that are guessed beyond the next one; a layer is only measured with so
+            many, and may draft more.
         max_tokens: maximum number of tokens of an answer.
         steps: batches to train on.
         batch_size: sequences of a batch.
         sequence_length: tokens of a sequence.
         learning_rate: the highest; it rises, and falls to 0 along a cosine.
         checkpoint_every: steps between checkpoints.
-        seed: of the order of the batches.
+        seed: of the order of the batches, and of all else that is random.
     """
 
     model: Annotated[Positional[str | None], arg(metavar="MODEL")] = None
     data: Path = Path("prompts.jsonl")
     out: Path = Path("heads")
-    method: Literal["medusa"] = "medusa"
+    method: Literal["medusa", "eagle"] = "medusa"
     num_heads: int = 3
     max_tokens: int = 128
     steps: int = 300
@@ -63,13 +64,18 @@ class TrainSpeculator(Common):
     seed: int = 0
 
     def run(self) -> int:
-        from jaxserve.models.loading.medusa import save_heads
+        from jaxserve.models.eagle import layer_for
+        from jaxserve.models.loading.checkpoint import open_checkpoint
+        from jaxserve.training import eagle, medusa
         from jaxserve.training.acceptance import acceptance
-        from jaxserve.training.medusa import TrainingConfig, train
+        from jaxserve.training.loop import TrainingConfig
         from jaxserve.training.targets import make_targets
 
+        train = eagle.train if self.method == "eagle" else medusa.train
         fields = [field.name for field in dataclasses.fields(TrainingConfig)]
         config = TrainingConfig(**{name: getattr(self, name) for name in fields})
+        if self.method == "eagle":
+            layer_for(open_checkpoint(self.model).config)  # Fail now, not after the answers.
         self._check_resumes()
         with TerminalProgress() as progress:
             targets = make_targets(
@@ -88,14 +94,16 @@ class TrainSpeculator(Common):
                 config,
                 functools.partial(progress, "training"),
             )
-        save_heads(self.out, trained.config, trained.blocks)
+        trained.save(self.out)
         self._plot(trained.losses)
         prompts = [target.prompt for target in held_out[:_MEASURED]]
         with tempfile.TemporaryDirectory() as untrained:
-            save_heads(Path(untrained), trained.config, trained.blocks * 0)
+            trained.save_untrained(Path(untrained))
             before, after = (
-                acceptance(self.model, heads, self.num_heads, prompts, self.max_tokens)
-                for heads in (Path(untrained), self.out)
+                acceptance(
+                    self.model, self.method, drafter, self.num_heads, prompts, self.max_tokens
+                )
+                for drafter in (Path(untrained), self.out)
             )
         print(_report(before, after))
         drafter = {
@@ -135,7 +143,7 @@ class TrainSpeculator(Common):
         figure = Figure(figsize=(6, 2.5), layout="constrained")
         axes = figure.subplots()
         axes.plot(range(1, len(losses) + 1), losses)
-        axes.set(xlabel="step", ylabel="loss", title=f"{self.num_heads} heads")
+        axes.set(xlabel="step", ylabel="loss", title=self.method)
         figure.savefig(self.out / "loss.svg")
 
 

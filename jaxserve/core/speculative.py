@@ -18,9 +18,12 @@ _OWN_KEYS = {
     "draft_model": ("model",),
     "layer_skip": ("num_layers",),
     "medusa": ("model",),
+    "eagle": ("model",),
 }
 """Keys of each method, besides the common ones."""
 METHODS = tuple(_OWN_KEYS)
+_TRAINED = {"medusa": "heads", "eagle": "a draft layer"}
+"""What is trained for the model, by method."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +36,10 @@ class SpeculativeConfig:
         method: "ngram" drafts what followed the last tokens where they occurred before, in the
             prompt or in the output (prompt lookup); "draft_model" a smaller model of the same
             vocabulary; "layer_skip" the first layers of the model and its head; "medusa" heads
-            trained for the model. By default "draft_model" if there is a `model`, else "ngram".
-        model: the draft model, as the engine's `model`, or for "medusa" the directory of the heads.
+            trained for the model; "eagle" a layer trained for it. By default "draft_model" if there
+            is a `model`, else "ngram".
+        model: the draft model, as the engine's `model`; for "medusa" and "eagle" the directory of
+            the heads or of the layer.
         num_layers: how many layers draft; for "layer_skip" only.
         prompt_lookup_max: most tokens that must occur before for a match; longer matches win.
         prompt_lookup_min: fewest.
@@ -82,10 +87,11 @@ class SpeculativeConfig:
                 'speculative_config has the method "draft_model" and no model; give the path or '
                 "name of a smaller model of the same vocabulary."
             )
-        if self.method == "medusa" and not self.model:
+        if self.method in _TRAINED and not self.model:
             raise ConfigError(
-                'speculative_config has the method "medusa" and no model; give the directory of '
-                "heads that `jaxserve train-speculator` wrote."
+                f'speculative_config has the method "{self.method}" and no model; give the '
+                f"directory of {_TRAINED[self.method]} that `jaxserve train-speculator --method "
+                f"{self.method}` wrote."
             )
         for field in dataclasses.fields(self):
             methods = [method for method, names in _OWN_KEYS.items() if field.name in names]

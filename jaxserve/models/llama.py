@@ -64,7 +64,7 @@ def param_specs(config: ModelConfig) -> Params:
             "model.embed_tokens.weight", (vocab, hidden), ("vocab", "embed"), num_inputs=1
         ),
         "final_norm": one_tensor("model.norm.weight", (hidden,), ("embed",), init="ones"),
-        "layers": [_layer_specs(config, f"model.layers.{i}.") for i in range(config.num_layers)],
+        "layers": [layer_specs(config, f"model.layers.{i}.") for i in range(config.num_layers)],
     }
     if not config.tie_word_embeddings:
         specs["lm_head"] = one_tensor(
@@ -73,7 +73,8 @@ def param_specs(config: ModelConfig) -> Params:
     return specs
 
 
-def _layer_specs(config: ModelConfig, prefix: str) -> dict[str, ParamSpec]:
+def layer_specs(config: ModelConfig, prefix: str) -> dict[str, ParamSpec]:
+    """Those of one layer, whose tensors have names that begin with `prefix`."""
     hidden, ff = config.hidden_size, config.intermediate_size
     kv_heads, group, dim = config.num_kv_heads, config.queries_per_kv, config.head_dim
     attn, mlp = prefix + "self_attn.", prefix + "mlp."
@@ -156,8 +157,9 @@ def layer(
     rotations: Rotations,
     attention: Attention,
 ) -> jax.Array:
-    """One pre-norm block: x [tokens, hidden] plus its attention, plus its MLP."""
-    normed = layers.rms_norm(x, p["attn_norm"], config.rms_norm_eps)
+    """One pre-norm block: x [tokens, hidden] plus its attention, plus its MLP. A layer that drafts
+    has no norm before its attention (models/eagle.py)."""
+    normed = layers.rms_norm(x, p["attn_norm"], config.rms_norm_eps) if "attn_norm" in p else x
     q, k, v = project_qkv(config, p, normed)
     if config.qk_norm:
         q = layers.rms_norm(q, p["q_norm"], config.rms_norm_eps)

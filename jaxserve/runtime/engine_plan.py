@@ -14,6 +14,7 @@ from jaxserve.core.model_config import ModelConfig
 from jaxserve.kv.offload.tiers import DiskStore
 from jaxserve.models.family import Family, Params
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.models.loading.eagle import EagleCheckpoint
 from jaxserve.models.loading.medusa import MedusaCheckpoint
 from jaxserve.models.lora import Adapters, adapter_specs
 from jaxserve.models.partition import partition
@@ -34,6 +35,7 @@ from jaxserve.runtime.programs.executables import Programs
 from jaxserve.runtime.programs.kinds import check_attention
 from jaxserve.runtime.programs.program_shapes import DraftModel, ProgramShapes
 from jaxserve.runtime.proposers.draft_model import check_draft_model
+from jaxserve.runtime.proposers.eagle import check_draft_layer
 from jaxserve.runtime.proposers.medusa import check_heads
 from jaxserve.runtime.weights.loading import layer_file
 from jaxserve.runtime.weights.stores import check_room
@@ -183,6 +185,10 @@ def _open_drafter(
         heads = MedusaCheckpoint.open(speculative.model)
         check_heads(heads.config, checkpoint.config, config.num_speculative_tokens)
         return heads
+    if speculative.method == "eagle":
+        layer = EagleCheckpoint.open(speculative.model)
+        check_draft_layer(layer.config, checkpoint.config)
+        return layer
     try:
         draft = open_checkpoint(speculative.model, load_format, seed=config.seed)
     except ModelError as error:
@@ -252,6 +258,9 @@ def decide_on(
     draft = medusa = None
     if isinstance(draft_checkpoint, MedusaCheckpoint):
         medusa = draft_checkpoint.config
+    elif isinstance(draft_checkpoint, EagleCheckpoint):
+        whole = draft_checkpoint.specs
+        draft = DraftModel(*_partitioned(config, draft_checkpoint, mesh, None, whole))
     elif draft_checkpoint is not None:
         stored = draft_checkpoint.quantization
         draft = DraftModel(*_partitioned(config, draft_checkpoint, mesh, stored))
@@ -297,13 +306,14 @@ def _partitioned(
     checkpoint: Checkpoint,
     mesh: Mesh | AbstractMesh | None,
     quantization: str | None,
+    specs: Params | None = None,
 ) -> tuple[ModelConfig, Family, Params]:
-    """A checkpoint's config, family and specs, partitioned for `mesh`."""
+    """A checkpoint's config, family and specs, by default the family's, partitioned for `mesh`."""
     # Context-dependent rotary frequencies are computed for the served context length.
     model = dataclasses.replace(checkpoint.config, max_position_embeddings=config.max_model_len)
     family = get_family(model.architecture)
     specs = with_formats(
-        family.param_specs(model),
+        specs or family.param_specs(model),
         quantization,
         checkpoint.stored_format,
         checkpoint.quantization,

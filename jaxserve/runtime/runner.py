@@ -165,6 +165,8 @@ class Runner:
         token_ids = acceptance = logprobs = None
         if any(chunk.seq.pooling is None for chunk in packed.sampled):
             token_ids, acceptance, logprobs = self._sample(packed, key.width, hidden)
+        if self._kinds.proposer is not None:
+            self._kinds.proposer.follow(self._state, packed, key, hidden, prefill_hidden)
         prompt_logprobs = self._score_prompts(packed, prefill_hidden)
         chunk_sums = self._sum_chunks(packed, prefill_hidden)
         results = token_ids, acceptance, logprobs, prompt_logprobs, chunk_sums

@@ -22,13 +22,16 @@ class SpeculationState(NamedTuple):
     `history` [slots + 1, context limit + width]: tokens by position, of which the first `lengths`
     [slots + 1] are valid. `drafts` [slots + 1, k]: guesses of the next ones, or NO_DRAFT; those of
     a step's decodes are made before it runs. `hidden` [slots + 1, hidden], for drafters that guess
-    from it: the hidden state that the newest token was sampled from.
+    from it: the hidden state that the newest token was sampled from, or the one that the drafter
+    expects after it. `gained` [slots + 1], for drafters that follow the model's hidden states: the
+    tokens that the last step added.
     """
 
     history: jax.Array
     lengths: jax.Array
     drafts: jax.Array
     hidden: jax.Array | None = None
+    gained: jax.Array | None = None
 
 
 class Acceptance(NamedTuple):
@@ -39,15 +42,23 @@ class Acceptance(NamedTuple):
 
 
 def abstract_speculation(
-    num_slots: int, max_len: int, num_drafts: int, hidden: jax.ShapeDtypeStruct | None = None
+    num_slots: int,
+    max_len: int,
+    num_drafts: int,
+    hidden: jax.ShapeDtypeStruct | None = None,
+    *,
+    gained: bool = False,
 ) -> SpeculationState:
     """Shapes of the state of `num_slots` slots and one for padding; `hidden` is the shape of one
-    slot's hidden state, if it is kept."""
+    slot's hidden state, if it is kept, and `gained` says whether those tokens are counted."""
     rows = num_slots + 1
     shapes = (rows, max_len + num_drafts + 1), (rows,), (rows, num_drafts)
     if hidden is not None:
         hidden = jax.ShapeDtypeStruct((rows, *hidden.shape), hidden.dtype)
-    return SpeculationState(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes), hidden)
+    arrays = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
+    return SpeculationState(
+        *arrays, hidden, jax.ShapeDtypeStruct((rows,), jnp.int32) if gained else None
+    )
 
 
 def set_history(
@@ -98,4 +109,6 @@ def verify(
     if hidden is not None:
         newest_hidden = hidden[jnp.arange(rows) * width + accepted]
         state = state._replace(hidden=state.hidden.at[slots].set(newest_hidden))
+    if state.gained is not None:
+        state = state._replace(gained=state.gained.at[slots].set(num_tokens))
     return state, last_tokens, Acceptance(num_tokens, jnp.sum(drafted, axis=1))

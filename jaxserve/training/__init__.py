@@ -1,1 +1,1 @@
-"""Trains heads that draft for a model: targets by the engine, flax, optax, grain and orbax."""
+"""Trains what drafts for a model: targets by the engine, flax, optax, grain and orbax."""

@@ -26,15 +26,16 @@ class Acceptance:
 
 def acceptance(
     model: str | Path | None,
-    heads: Path,
+    method: str,
+    drafter: Path,
     num_drafts: int,
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
 ) -> Acceptance:
-    """What the heads in a directory gain on prompts, in tokens, answered greedily."""
-    drafter = {"method": "medusa", "model": str(heads), "num_speculative_tokens": num_drafts}
+    """What the drafter in a directory gains on prompts, in tokens, answered greedily."""
+    drafts = {"method": method, "model": str(drafter), "num_speculative_tokens": num_drafts}
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    with LLM(model, max_num_seqs=NUM_STREAMS, speculative_config=drafter) as llm:
+    with LLM(model, max_num_seqs=NUM_STREAMS, speculative_config=drafts) as llm:
         llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)
         metrics = llm.get_metrics()
     counts = metrics["vllm:spec_decode_num_accepted_tokens_per_pos_total"].value

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.core.model_config import ModelConfig
+from jaxserve.models import eagle, llama
 from jaxserve.models.family import Family, Params
 
 
@@ -20,6 +21,20 @@ def hidden_states(
     attention = functools.partial(_attention, config, sequences)
     hidden = family.forward(params, config, token_ids.reshape(-1), positions, attention)
     return hidden.reshape(sequences, tokens, -1)
+
+
+def draft_states(
+    config: ModelConfig, params: Params, embedded: jax.Array, hidden: jax.Array
+) -> jax.Array:
+    """What an EAGLE layer expects after the states `hidden` [sequences, tokens, hidden], each
+    followed by a token that is `embedded` [sequences, tokens, hidden]: of that shape."""
+    sequences, tokens, size = hidden.shape
+    positions = jnp.tile(jnp.arange(tokens, dtype=jnp.int32), sequences)
+    embedded, flat = (x.reshape(-1, size) for x in (embedded, hidden))
+    x, rotations = eagle.fuse(params, config, embedded, flat, positions)
+    attention = functools.partial(_attention, config, sequences, 0)
+    (layer,), (kind,) = params["layers"], config.layer_kinds
+    return llama.layer(layer, config, kind, x, rotations, attention).reshape(hidden.shape)
 
 
 def _attention(

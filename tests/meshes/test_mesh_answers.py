@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from mesh_engines import load, on_mesh, write_llama
 from mesh_workload import check_answers, check_greedy
 from tiny_engines import TinyModel
 
+from jaxserve.models import eagle
+from jaxserve.models.loading.eagle import save_layer
 from jaxserve.scheduler.policies import POLICIES
 
 pytestmark = pytest.mark.meshes
@@ -36,13 +40,20 @@ def test_a_mesh_answers_as_one_device(answered, mesh):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "method"), [("TP2", "draft_model"), ("CP2", "layer_skip"), ("TP2 CP2", "ngram")]
+    ("mesh", "method"),
+    [
+        ("TP2", "draft_model"),
+        ("CP2", "layer_skip"),
+        ("TP2 CP2", "ngram"),
+        ("TP2 CP2", "eagle"),
+    ],
 )
-def test_speculation_on_a_mesh(answered, mesh, method):
+def test_speculation_on_a_mesh(answered, mesh, method, tmp_path):
     keys = {
         "ngram": {"prompt_lookup_min": 1},
         "draft_model": {"model": str(answered / "model")},
         "layer_skip": {"num_layers": 2},
+        "eagle": {"model": str(tmp_path)},
     }
     settings = {
         "speculative_config": {"method": method, "num_speculative_tokens": 2} | keys[method],
@@ -50,6 +61,12 @@ def test_speculation_on_a_mesh(answered, mesh, method):
     }
     if method == "draft_model":
         settings["pages"] = 2 * 18  # A page holds the draft model's layers too.
+    if method == "eagle":
+        settings["pages"] = 2 * 18
+        config = eagle.layer_for(TinyModel.open(answered / "model").config)
+        specs, rng = eagle.param_specs(config, biased=False), np.random.default_rng(3)
+        layer = jax.tree.map(lambda spec: np.float32(rng.normal(0, 0.2, spec.shape)), specs)
+        save_layer(tmp_path, config, layer)
     on_mesh(mesh, check_answers, answered, **settings)
 
 

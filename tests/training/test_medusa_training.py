@@ -13,7 +13,8 @@ from jaxserve.cli import main
 from jaxserve.core.errors import ConfigError
 from jaxserve.models.loading.medusa import MedusaCheckpoint
 from jaxserve.training.dense import hidden_states
-from jaxserve.training.medusa import TrainingConfig, train
+from jaxserve.training.loop import TrainingConfig
+from jaxserve.training.medusa import train
 from jaxserve.training.targets import Target, read_prompts, windows
 
 PROMPTS = [f"{word} and" for word in ("one", "two", "six", "ten", "red", "sky", "sea", "sun")]

@@ -140,6 +140,12 @@ class ProgramShapes:
         """The part of the model that one device computes."""
         return local(self.model, tensor=self.tensor, stages=self.stages)
 
+    @property
+    def eagle(self) -> bool:
+        """Whether the draft model is a layer that follows the model's hidden states."""
+        speculative = self.config.speculative_config
+        return speculative is not None and speculative.method == "eagle"
+
     @functools.cached_property
     def local_draft_model(self) -> ModelConfig | None:
         """The part of a draft model that one device computes; None without one."""
@@ -447,7 +453,8 @@ class ProgramShapes:
             self.trash_slot,
             self.config.max_model_len,
             num_drafts,
-            None if self.medusa is None else hidden,
+            hidden if self.medusa or self.eagle else None,
+            gained=self.eagle,
         )
         return jax.tree.map(lambda array: placed(array, self.sharding()), state)
 
@@ -525,7 +532,8 @@ class ProgramShapes:
         settings = self.config.of_programs() | {"logits_processors": self.processors.names}
         formats = [spec.format for spec in jax.tree.leaves(self.specs)]
         draft = self.draft_model and self.draft_model.model
-        return repr((settings, self.model, formats, draft, self.medusa, self.num_pages))
+        drafts = draft, jax.tree.structure(self.draft_specs), self.medusa
+        return repr((settings, self.model, formats, drafts, self.num_pages))
 
 
 def holding(sizes: Iterable[int], count: int) -> int:

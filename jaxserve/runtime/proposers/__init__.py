@@ -6,6 +6,7 @@ from __future__ import annotations
 from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_shapes import ProgramShapes
 from jaxserve.runtime.proposers.draft_model import DraftModelProposer
+from jaxserve.runtime.proposers.eagle import EagleProposer
 from jaxserve.runtime.proposers.layer_skip import LayerSkipProposer
 from jaxserve.runtime.proposers.medusa import MedusaProposer
 from jaxserve.runtime.proposers.ngram import NgramProposer
@@ -16,6 +17,7 @@ PROPOSERS: dict[str, type[Proposer]] = {
     "draft_model": DraftModelProposer,
     "layer_skip": LayerSkipProposer,
     "medusa": MedusaProposer,
+    "eagle": EagleProposer,
 }
 
 

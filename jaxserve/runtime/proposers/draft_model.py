@@ -28,7 +28,7 @@ class DraftModelProposer(Proposer):
     def __init__(self, shapes: ProgramShapes, set_tables: SetTables) -> None:
         draft, first = shapes.draft_model, shapes.kv_layout.layers_per_page
         # Its pages are those of the first KV group, of all tokens where any group keeps them.
-        config = _within(shapes.local_draft_model, shapes.kv_layout.groups[0])
+        config = within(shapes.local_draft_model, shapes.kv_layout.groups[0])
         places = tuple(KVPlace(0, first + layer) for layer in range(config.num_layers))
         drafter = Drafter(draft.family, config, places, _NUM_RECENT)
         self._draft = _DraftByModel(shapes, drafter, set_tables)
@@ -43,7 +43,7 @@ class DraftModelProposer(Proposer):
             self._draft(state, step)
 
 
-def _within(config: ModelConfig, group: KVGroup) -> ModelConfig:
+def within(config: ModelConfig, group: KVGroup) -> ModelConfig:
     """`config` with no attention window wider than that of `group`."""
     if group.window is None:
         return config

@@ -129,14 +129,15 @@ def _logits(
     token_ids = jnp.maximum(tokens, 0).reshape(-1)
     x, shared = family.embed(params, config, token_ids, inputs.positions)
     shared = step.TokenInputs(shared)
-    kv, x = _layers(drafter, layout, params, kv, x, shared, inputs.slot_mappings)
+    kv, x = run_layers(drafter, layout, params, kv, x, shared, inputs.slot_mappings)
     hidden = family.final_norm(params, config, x[width - 1 :: width])
     return kv, family.logits(params, config, hidden)
 
 
-def _layers(
+def run_layers(
     drafter: Drafter, layout: StepLayout, params: Params, kv: list[Pages], *arrays: Any
 ) -> tuple[list[Pages], jax.Array]:
+    """As `step.layers`, with the drafter's layers and what enters them in `arrays`."""
     config, own = drafter.config, params["layers"][: drafter.config.num_layers]
     kinds, places = config.layer_kinds, drafter.places
     return step.layers(drafter.family, config, layout, kinds, places, own, kv, *arrays)
@@ -175,7 +176,7 @@ def prefill(
     tables, x, shared, slot_mappings, _ = step.embed(
         drafter.family, drafter.config, layout, params, tables, last_tokens, None, vector
     )
-    kv, _ = _layers(drafter, layout, params, kv, x, shared, slot_mappings)
+    kv, _ = run_layers(drafter, layout, params, kv, x, shared, slot_mappings)
     return kv, tables
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import abc
 from typing import Any
 
+import jax
+
+from jaxserve.core.buckets import ProgramKey
 from jaxserve.runtime.in_flight import PackedInputs
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.page_programs import SetTables
@@ -32,3 +35,16 @@ class Proposer(abc.ABC):
         """Writes drafts for the decodes of `step` to `state.speculation`, at least as many as it
         verifies, NO_DRAFT where there is none. Called before every step, also those that verify
         nothing; the host does not wait."""
+
+    def follow(
+        self,
+        state: DeviceState,
+        step: PackedInputs,
+        key: ProgramKey,
+        hidden: jax.Array,
+        prefill_hidden: jax.Array,
+    ) -> None:
+        """Takes what a step computed by the program `key`, after its tokens are in `state`: the
+        hidden states that it sampled from [sample_width, hidden], and those of its prefill tokens
+        [prefill_tokens, hidden]. Most methods need nothing of it."""
+        return

@@ -1,0 +1,279 @@
+"""A layer that follows the target's hidden states drafts (models/eagle.py).
+
+Its entry at position p is of the hidden state of the token there and the embedding of the token
+after it, and gives the hidden state at p + 1, as it expects it. After every step it computes the
+tokens of the step, from what the target has computed of them: of a sequence that decodes, the last
+result gives its next draft. Later drafts follow from the layer's own results, whose entries the
+next step overwrites. A page's last entry is of a token of the next page: found again by a prompt
+that goes on otherwise, it is of another token, and the first drafts are a little worse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxserve.core.buckets import ProgramKey
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.step_plan import ScheduledChunk
+from jaxserve.kv.layout import KVPlace
+from jaxserve.models import eagle
+from jaxserve.models.family import Family, Params
+from jaxserve.runtime.in_flight import PackedInputs
+from jaxserve.runtime.programs.context_parallel import ShardedTokens
+from jaxserve.runtime.programs.device_state import DeviceState
+from jaxserve.runtime.programs.page_programs import SetTables
+from jaxserve.runtime.programs.program_kind import ProgramKind
+from jaxserve.runtime.programs.program_shapes import ProgramShapes
+from jaxserve.runtime.programs.step import TokenInputs
+from jaxserve.runtime.programs.step_layout import SlotMapping, StepLayout
+from jaxserve.runtime.proposers.draft_model import within
+from jaxserve.runtime.proposers.drafter import Draft, Drafter, run_layers, sample_drafts
+from jaxserve.runtime.proposers.proposer import Proposer
+from jaxserve.sampling import SamplingState
+from jaxserve.sampling.processors import Processors
+from jaxserve.sampling.rows import PLACE, POSITION
+from jaxserve.sampling.speculation import NO_DRAFT, SpeculationState
+from pallas_kernels.paged_attention import Pages
+
+_SAMPLED = -1
+"""In the place of the token after a chunk, where the step samples it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftLayer:
+    """The layer, as a Drafter, and the model whose embeddings and head it uses."""
+
+    drafter: Drafter
+    family: Family
+    config: ModelConfig
+
+    def __call__(
+        self,
+        layout: StepLayout,
+        params: Params,
+        outside: Params,
+        kv: list[Pages],
+        token_ids: jax.Array,
+        hidden: jax.Array,
+        positions: jax.Array,
+        slot_mappings: tuple[SlotMapping, ...],
+    ) -> tuple[list[Pages], jax.Array]:
+        """The pages with the entries at `positions` int32 [tokens], and the hidden states after
+        them [tokens, hidden], from the states there, `hidden` [tokens, hidden], and the next tokens
+        int32 [tokens]. `outside` are the model's parameters outside its layers."""
+        embedded, _ = self.family.embed(outside, self.config, token_ids, positions)
+        x, shared = eagle.fuse(params, self.drafter.config, embedded, hidden, positions)
+        inputs = TokenInputs(shared)
+        kv, x = run_layers(self.drafter, layout, params, kv, x, inputs, slot_mappings)
+        return kv, x.astype(hidden.dtype)
+
+
+def draft(
+    layer: DraftLayer,
+    layout: StepLayout,
+    processors: Processors,
+    params: Params,
+    outside: Params,
+    kv: list[Pages],
+    tables: jax.Array,
+    speculation: SpeculationState,
+    sampling: SamplingState,
+    vector: jax.Array,
+    rows: jax.Array,
+    num_drafts: jax.Array,
+) -> tuple[list[Pages], jax.Array, SpeculationState]:
+    """As `drafter.draft`. The first draft is of the hidden state that `follow` left: each of the
+    others takes a pass of the layer, and the last one none after it."""
+    decodes = layout.unpack_decodes(tables, vector)
+    lengths = speculation.lengths[decodes.slots]
+    rows = rows.at[:, POSITION].add(lengths)
+    layout = dataclasses.replace(layout, key=layout.key._replace(width=1))
+
+    def sampled(place: jax.Array | int, hidden: jax.Array, drafts: jax.Array) -> jax.Array:
+        logits = layer.family.logits(outside, layer.config, hidden)
+        own = rows.at[:, POSITION].add(place).at[:, PLACE].set(place)
+        drafted = sample_drafts(logits, sampling, own, processors, drafts)[:, None]
+        return lax.dynamic_update_slice_in_dim(drafts, drafted, place, axis=1)
+
+    def following(place: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        kv, hidden, drafts = carry
+        last = lax.dynamic_index_in_dim(drafts, place - 1, axis=1, keepdims=False)
+        inputs = layout.decodes_at(decodes, lengths + place - 2)
+        kv, hidden = layer(
+            layout,
+            params,
+            outside,
+            kv,
+            jnp.maximum(last, 0),
+            hidden,
+            inputs.positions,
+            inputs.slot_mappings,
+        )
+        return kv, hidden, sampled(place, hidden, drafts)
+
+    hidden = speculation.hidden[decodes.slots]
+    drafts = jnp.full((len(rows), speculation.drafts.shape[1]), NO_DRAFT)
+    carry = kv, hidden, sampled(0, hidden, drafts)
+    kv, _, drafts = lax.fori_loop(1, num_drafts, following, carry)
+    state = speculation._replace(drafts=speculation.drafts.at[decodes.slots].set(drafts))
+    return kv, decodes.tables, state
+
+
+def follow(
+    layer: DraftLayer,
+    layout: StepLayout,
+    params: Params,
+    outside: Params,
+    kv: list[Pages],
+    tables: jax.Array,
+    last_tokens: jax.Array,
+    speculation: SpeculationState,
+    hidden: jax.Array,
+    prefill_hidden: jax.Array,
+    vector: jax.Array,
+    chunks: jax.Array,
+) -> tuple[list[Pages], SpeculationState]:
+    """The layer's entries of all tokens of the step packed in `vector`, whose drafts are verified.
+
+    `hidden` and `prefill_hidden` are what the step returned (`step.forward`); `chunks` int32
+    [chunks, 2] are the slot of each prefill chunk, and the token after it or _SAMPLED. Returns the
+    pages, and the state with what the layer expects after each sequence's newest token.
+    """
+    before = speculation._replace(lengths=speculation.lengths - speculation.gained)
+    _, inputs = layout.unpack(tables, vector, before)
+    slots, count = inputs.slots, layout.key.decode_tokens
+    places = before.lengths[slots][:, None] + jnp.arange(layout.key.width)
+    after_decodes = jnp.take_along_axis(speculation.history[slots], places, axis=1)
+
+    batch, (of_chunks, following) = inputs.slot_mappings[0].batch, chunks.T
+    ends = (batch.starts + batch.lengths - 1)[count:]
+    real = batch.lengths[count:] > 0
+    following = jnp.where(following == _SAMPLED, last_tokens[of_chunks], following)
+    after_prefills = jnp.roll(inputs.prefill_ids, -1)
+    at_ends = jnp.where(real, ends - count, len(after_prefills))
+    after_prefills = after_prefills.at[at_ends].set(following, mode="drop")
+
+    token_ids = jnp.concatenate([jnp.maximum(after_decodes, 0).reshape(-1), after_prefills])
+    positions = inputs.positions
+    if layout.seq > 1:
+        own = ShardedTokens(layout).own
+        token_ids, positions = own(token_ids), own(positions)
+    features = jnp.concatenate([hidden[:count], prefill_hidden])
+    mappings = inputs.slot_mappings
+    kv, x = layer(layout, params, outside, kv, token_ids, features, positions, mappings)
+
+    newest = jnp.arange(len(slots)) * layout.key.width + speculation.gained[slots] - 1
+    newest = jnp.maximum(jnp.concatenate([newest, ends]), 0)
+    expected = x[newest] if layout.seq == 1 else ShardedTokens(layout).pick(x, newest)
+    written = jnp.concatenate([slots, of_chunks])
+    state = speculation._replace(hidden=speculation.hidden.at[written].set(expected))
+    return kv, state
+
+
+class _Draft(Draft):
+    pure = draft
+    reads = ("draft_params", "outside_layers", "kv", "tables", "speculation", "sampling")
+
+    def __init__(self, shapes: ProgramShapes, layer: DraftLayer, set_tables: SetTables) -> None:
+        super().__init__(shapes, layer.drafter, set_tables)
+        self._layer = layer
+
+    def static(self, key: int) -> tuple[Any, ...]:
+        return self._layer, self.layout(key), self.shapes.processors
+
+
+class Follow(ProgramKind[ProgramKey]):
+    """Keeps the layer up with the target."""
+
+    title = "follow"
+    pure = follow
+    reads = ("draft_params", "outside_layers", "kv", "tables", "last_tokens", "speculation")
+    replaces = ("kv", "speculation")
+
+    def __init__(self, shapes: ProgramShapes, layer: DraftLayer) -> None:
+        super().__init__(shapes)
+        self._layer = layer
+
+    def keys(self) -> Iterable[ProgramKey]:
+        return self.shapes.layouts
+
+    def layout(self, key: ProgramKey) -> StepLayout:
+        # As for drafts, rounding is of no consequence.
+        return dataclasses.replace(self.shapes.layouts[key], tile=None)
+
+    def static(self, key: ProgramKey) -> tuple[Any, ...]:
+        return self._layer, self.layout(key)
+
+    def uploads(self, key: ProgramKey) -> tuple[Any, ...]:
+        shapes, layout = self.shapes, self.layout(key)
+        prefill_hidden = shapes.hidden(key.prefill_tokens, sharded=True)
+        vectors = shapes.int32(layout.size), shapes.int32(layout.chunks, 2)
+        return shapes.sampled_hidden, prefill_hidden, *vectors
+
+    def __call__(
+        self,
+        state: DeviceState,
+        step: PackedInputs,
+        key: ProgramKey,
+        hidden: jax.Array,
+        prefill_hidden: jax.Array,
+    ) -> None:
+        layout = self.layout(key)
+        chunks = np.full((layout.chunks, 2), (self.shapes.trash_slot, 0), np.int32)
+        for row, chunk in enumerate(step.plan.prefills):
+            chunks[row] = chunk.slot, _token_after(chunk)
+        self.run(state, key, hidden, prefill_hidden, layout.pack(step.frozen), chunks)
+
+
+def _token_after(chunk: ScheduledChunk) -> int:
+    if chunk.samples:
+        return _SAMPLED
+    (token,) = chunk.seq.token_ids(chunk.stop, chunk.stop + 1)
+    return token
+
+
+class EagleProposer(Proposer):
+    """A layer with parameters and pages of its own, and the target's embeddings and head."""
+
+    def __init__(self, shapes: ProgramShapes, set_tables: SetTables) -> None:
+        draft = shapes.draft_model
+        config = within(shapes.local_draft_model, shapes.kv_layout.groups[0])
+        places = (KVPlace(0, shapes.kv_layout.layers_per_page),)
+        drafter = Drafter(draft.family, config, places, num_recent=1)
+        layer = DraftLayer(drafter, shapes.family, shapes.local_model)
+        self._draft = _Draft(shapes, layer, set_tables)
+        self._follow = Follow(shapes, layer)
+        self.kinds = (self._draft, self._follow)
+
+    def propose(self, state: DeviceState, step: PackedInputs) -> None:
+        if step.plan.width > 1:
+            self._draft(state, step)
+
+    def follow(
+        self,
+        state: DeviceState,
+        step: PackedInputs,
+        key: ProgramKey,
+        hidden: jax.Array,
+        prefill_hidden: jax.Array,
+    ) -> None:
+        self._follow(state, step, key, hidden, prefill_hidden)
+
+
+def check_draft_layer(layer: ModelConfig, target: ModelConfig) -> None:
+    """Raises ConfigError for a layer that does not fit the target."""
+    for name in ("hidden_size", "vocab_size"):
+        theirs, ours = getattr(layer, name), getattr(target, name)
+        if theirs != ours:
+            raise ConfigError(
+                f"the draft layer of speculative_config has a {name} of {theirs}, and the model "
+                f"of {ours}; train one for this model."
+            )

@@ -1,0 +1,213 @@
+"""The training of what drafts for a model whose weights stay as they are."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.model_config import ModelConfig
+from jaxserve.models.family import Family, Params
+from jaxserve.models.loading.checkpoint import open_checkpoint
+from jaxserve.models.loading.params import load_params
+from jaxserve.models.registry import get_family, param_specs
+from jaxserve.training.dense import hidden_states
+from jaxserve.training.targets import Target, Window, windows
+
+Progress = Callable[[int, int], None]
+_WARM_UP = 0.1
+"""Share of the steps in which the learning rate rises."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    """How a drafter is trained.
+
+    Attributes:
+        num_heads: tokens that are guessed beyond the next one: by Medusa each by a head of its own.
+        steps: batches to train on.
+        batch_size: sequences of a batch.
+        sequence_length: tokens of a sequence.
+        learning_rate: the highest; it rises, and falls to 0 along a cosine.
+        checkpoint_every: steps between checkpoints, from which training goes on when it is run
+            again.
+        seed: of the order of the batches, and of all else that is random.
+    """
+
+    num_heads: int = 3
+    steps: int = 300
+    batch_size: int = 4
+    sequence_length: int = 256
+    learning_rate: float = 1e-3
+    checkpoint_every: int = 50
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError, naming the field and its value."""
+        for field in ("num_heads", "steps", "batch_size", "checkpoint_every"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field} is {getattr(self, field)}; it must be 1 or more.")
+        if self.sequence_length < self.num_heads + 2:
+            raise ConfigError(
+                f"sequence_length is {self.sequence_length}; heads that guess {self.num_heads} "
+                f"tokens ahead need {self.num_heads + 2} or more."
+            )
+        if not 0 < self.learning_rate < math.inf:
+            raise ConfigError(f"learning_rate is {self.learning_rate}; it must be positive.")
+
+
+class Frozen:
+    """The model that a drafter is trained for."""
+
+    def __init__(self, model: str | Path | None) -> None:
+        checkpoint = open_checkpoint(model)
+        self.config: ModelConfig = checkpoint.config
+        self.family: Family = get_family(self.config.architecture)
+        self.params: Params = load_params(checkpoint, param_specs(self.config), dtype="float32")
+
+    def hidden_states(self, params: Params, token_ids: jax.Array) -> jax.Array:
+        """As `dense.hidden_states`, of these parameters, which are arguments of programs."""
+        return hidden_states(self.family, self.config, params, token_ids)
+
+
+Loss = Callable[[Any, Params, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+"""The loss float32 of a drafter, an nnx.Module, for the model's parameters, its hidden states
+[batch, tokens, hidden] of token ids int32 [batch, tokens], which of them the model generated bool
+[batch, tokens], and a random key of the step."""
+
+
+def fit(
+    frozen: Frozen,
+    drafter: nnx.Module,
+    loss: Loss,
+    transform: optax.GradientTransformation,
+    targets: list[Target],
+    directory: Path,
+    config: TrainingConfig,
+    progress: Progress,
+) -> list[float]:
+    """Train `drafter` in place on the model's own answers, and return the loss of every step.
+
+    A checkpoint in `directory` is gone on from, so that a run that was killed ends with the very
+    same drafter. Raises ConfigError when there are fewer windows of tokens than a batch has.
+    """
+    data = windows(targets, config.sequence_length)
+    if len(data) < config.batch_size:
+        raise ConfigError(
+            f"the answers fill {len(data)} sequences of {config.sequence_length} tokens, and "
+            f"batch_size is {config.batch_size}; give more prompts, or a smaller batch_size."
+        )
+    optimizer = nnx.Optimizer(drafter, transform, wrt=nnx.Param)
+    step = nnx.jit(functools.partial(_step, frozen, loss))
+    key = jax.random.key(config.seed)
+    batches, losses = iter(_batches(data, config)), []
+    with ocp.CheckpointManager(directory.absolute(), options=_options(config)) as manager:
+        if manager.latest_step() is not None:
+            losses = _restore(manager, drafter, optimizer, batches)
+        while len(losses) < config.steps:
+            own = jax.random.fold_in(key, len(losses))
+            losses.append(float(step(frozen.params, drafter, optimizer, own, *next(batches))))
+            progress(len(losses), config.steps)
+            _save(manager, drafter, optimizer, batches, losses)
+    return losses
+
+
+def _step(
+    frozen: Frozen,
+    loss: Loss,
+    params: Params,
+    drafter: nnx.Module,
+    optimizer: nnx.Optimizer,
+    key: jax.Array,
+    token_ids: jax.Array,
+    generated: jax.Array,
+) -> jax.Array:
+    """Updates the drafter by a batch, and returns its loss."""
+    hidden = frozen.hidden_states(params, token_ids)
+    value, gradients = nnx.value_and_grad(
+        lambda drafter: loss(drafter, params, hidden, token_ids, generated, key)
+    )(drafter)
+    optimizer.update(drafter, gradients)
+    return value
+
+
+def learning_rate(config: TrainingConfig) -> optax.Schedule:
+    """The rate of every step: it rises, and falls to 0 along a cosine."""
+    rising = max(1, round(_WARM_UP * config.steps))
+    return optax.warmup_cosine_decay_schedule(
+        0.0, config.learning_rate, rising, max(config.steps, rising + 1)
+    )
+
+
+def _batches(data: list[Window], config: TrainingConfig) -> grain.IterDataset:
+    """Token ids int32 and which the model generated bool, each [batch_size, sequence_length]."""
+    dataset = grain.MapDataset.source(data).seed(config.seed).shuffle().repeat()
+    dataset = dataset.map(lambda window: (window.token_ids, window.generated))
+    ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+    return dataset.batch(config.batch_size, drop_remainder=True).to_iter_dataset(ahead)
+
+
+def _options(config: TrainingConfig) -> ocp.CheckpointManagerOptions:
+    return ocp.CheckpointManagerOptions(
+        max_to_keep=1, save_interval_steps=config.checkpoint_every, create=True
+    )
+
+
+def _arrays(drafter: nnx.Module, optimizer: nnx.Optimizer) -> dict[str, Any]:
+    """All arrays that training changes, by their places as text."""
+    leaves = jax.tree.leaves((nnx.state(drafter), nnx.state(optimizer)))
+    return {str(place): leaf for place, leaf in enumerate(leaves)}
+
+
+def _save(
+    manager: ocp.CheckpointManager,
+    drafter: nnx.Module,
+    optimizer: nnx.Optimizer,
+    batches: Iterator[Any],
+    losses: list[float],
+) -> None:
+    if not manager.should_save(len(losses)):
+        return
+    # Written by a thread while training continues, which changes both.
+    rest = copy.deepcopy({"batches": batches.get_state(), "losses": losses})
+    manager.save(
+        len(losses),
+        args=ocp.args.Composite(
+            arrays=ocp.args.StandardSave(_arrays(drafter, optimizer)),
+            rest=ocp.args.JsonSave(rest),
+        ),
+    )
+
+
+def _restore(
+    manager: ocp.CheckpointManager,
+    drafter: nnx.Module,
+    optimizer: nnx.Optimizer,
+    batches: Iterator[Any],
+) -> list[float]:
+    """Puts the newest checkpoint in place, and returns the losses until then."""
+    restored = manager.restore(
+        manager.latest_step(),
+        args=ocp.args.Composite(
+            arrays=ocp.args.StandardRestore(_arrays(drafter, optimizer)),
+            rest=ocp.args.JsonRestore(),
+        ),
+    )
+    structure = jax.tree.structure((nnx.state(drafter), nnx.state(optimizer)))
+    leaves = [restored.arrays[str(place)] for place in range(structure.num_leaves)]
+    of_drafter, of_optimizer = structure.unflatten(leaves)
+    nnx.update(drafter, of_drafter)
+    nnx.update(optimizer, of_optimizer)
+    batches.set_state(restored.rest["batches"])
+    return restored.rest["losses"]

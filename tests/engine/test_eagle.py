@@ -1,0 +1,222 @@
+"""A draft layer that follows the model's hidden states changes no token, and keeps up with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_engines import Preempter, bytes_of
+from tiny_checkpoints import CONFIG, random_tensors, write_hf
+from tiny_engines import CONTEXT, LONGEST, Arrival, TinyModel, drive, generate
+
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.models import eagle
+from jaxserve.models.family import Params
+from jaxserve.models.loading.eagle import save_layer
+from jaxserve.sampling.speculation import NO_DRAFT
+from jaxserve.training.dense import draft_states, hidden_states
+
+DRAFTS = 3
+FEW_ROWS = {"max_num_seqs": 2, "max_num_batched_tokens": 2 * (1 + DRAFTS) + 16}
+PLAIN = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
+FEW = dataclasses.replace(
+    PLAIN, temperature=1.0, seed=3, allowed_token_ids=tuple(ord(letter) for letter in "abc")
+)
+"""Random tokens of which many are guessed right, and many wrong."""
+OPTIONS = {
+    "greedy": PLAIN,
+    "sampled": dataclasses.replace(PLAIN, temperature=0.8, top_p=0.9, seed=5),
+    "few tokens": FEW,
+    "eos": dataclasses.replace(FEW, allowed_token_ids=(97, 98, 2), ignore_eos=False),
+    "stop string": dataclasses.replace(FEW, stop=("abc", "bb")),
+    "logprobs": dataclasses.replace(FEW, logprobs=3, prompt_logprobs=1),
+    "samples": dataclasses.replace(FEW, n=4),
+    "penalties": dataclasses.replace(FEW, frequency_penalty=0.7, repetition_penalty=1.3),
+    "grammar": dataclasses.replace(PLAIN, structured_outputs={"regex": "(ab|c){3,9}"}),
+}
+
+
+@pytest.fixture(scope="module")
+def layer(llama) -> Params:
+    """A random layer, whose drafts are seldom right."""
+    rng = np.random.default_rng(6)
+    specs = eagle.param_specs(eagle.layer_for(llama.config), biased=True)
+    return jax.tree.map(lambda spec: rng.normal(0, 0.2, spec.shape).astype(np.float32), specs)
+
+
+@pytest.fixture(scope="module")
+def drafts(llama, layer, tmp_path_factory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("layer")
+    save_layer(directory, eagle.layer_for(llama.config), layer)
+    return {"method": "eagle", "model": str(directory), "num_speculative_tokens": DRAFTS}
+
+
+@pytest.fixture(scope="module")
+def drafting(kv_llm_for, llama, drafts):
+    pool = {"kv_cache_memory_bytes": bytes_of(llama, 54)}  # A page has room for three layers.
+    common = FEW_ROWS | pool | {"speculative_config": drafts, "preemption": "swap"}
+    return lambda: kv_llm_for(host=96, **common)
+
+
+@pytest.fixture(scope="module")
+def expected(llama):
+    """What a request answers without speculation, alone."""
+    known: dict[Any, Any] = {}
+    with llama.load(debug_kv=True, enable_prefix_caching=False) as llm:
+
+        def get(index: int, option: str, max_tokens: int = LONGEST):
+            key = index, option, max_tokens
+            if key not in known:
+                known[key] = generate(llm, llama.prompts[index], limited(option, max_tokens))
+            return known[key]
+
+        yield get
+
+
+def limited(option: str, max_tokens: int) -> SamplingParams:
+    return dataclasses.replace(OPTIONS[option], max_tokens=max_tokens)
+
+
+def check(found: Any, expected: Any) -> None:
+    for mine, theirs in zip(found.outputs, expected.outputs, strict=True):
+        assert mine.token_ids == theirs.token_ids
+        ends = [(one.text, one.finish_reason, one.stop_reason) for one in (mine, theirs)]
+        assert ends[0] == ends[1]
+        for entry, same in zip(mine.logprobs or (), theirs.logprobs or (), strict=True):
+            assert entry.keys() == same.keys()
+            for token in entry:
+                assert entry[token].logprob == pytest.approx(same[token].logprob, abs=1e-4)
+
+
+def counted(llm, name: str) -> int:
+    return int(llm.get_metrics()[f"vllm:spec_decode_num_{name}_total"].value)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    workload=st.lists(
+        st.tuples(
+            st.integers(0, 11),
+            st.sampled_from(list(OPTIONS)),
+            st.integers(1, LONGEST),
+            st.integers(0, 20),
+            st.integers(-1, 1),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    seed=st.integers(0, 999),
+    share=st.sampled_from([0.0, 0.3, 1.0]),
+)
+def test_any_workload(drafting, llama, expected, workload, seed, share):
+    """The layer's pages go where those of its target go."""
+    engine = drafting().engine
+    arrivals = [
+        Arrival(llama.prompts[index], limited(option, max_tokens), step, priority)
+        for index, option, max_tokens, step, priority in workload
+    ]
+    outputs = drive(engine, arrivals, Preempter(engine, seed, evicts=share > 0, share=share))
+    for (index, option, max_tokens, *_), output in zip(workload, outputs):
+        check(output, expected(index, option, max_tokens))
+
+
+class Reference:
+    """What the layer makes of a whole sequence, computed densely."""
+
+    def __init__(self, llama: TinyModel, layer: Params, tokens: list[int]) -> None:
+        self._llama, self._layer = llama, layer
+        self._tokens = np.zeros(CONTEXT, np.int32)  # One shape; what follows is not attended to.
+        self._tokens[: len(tokens)] = tokens
+        ids = jnp.asarray(self._tokens[None])
+        hidden = hidden_states(llama.family, llama.config, llama.params, ids)[0]
+        self._hidden = np.asarray(hidden)
+        self.states = self._after(self._tokens, self._hidden)
+
+    def _after(self, tokens: np.ndarray, hidden: np.ndarray) -> np.ndarray:
+        """What it expects after each position that a token follows, [CONTEXT - 1, hidden]."""
+        llama, positions = self._llama, jnp.arange(CONTEXT)
+        embedded, _ = llama.family.embed(llama.params, llama.config, tokens, positions)
+        config, states = eagle.layer_for(llama.config), jnp.asarray(hidden)[None, :-1]
+        return np.asarray(draft_states(config, self._layer, embedded[None, 1:], states)[0])
+
+    def drafts(self, length: int) -> list[int]:
+        """The likeliest after the first `length` tokens, from its own states."""
+        tokens, hidden, llama = self._tokens.copy(), self._hidden.copy(), self._llama
+        for place in range(length, length + DRAFTS):
+            own = hidden[place - 1] = self._after(tokens, hidden)[place - 2]
+            tokens[place] = llama.family.logits(llama.params, llama.config, own[None])[0].argmax()
+        return tokens[length : length + DRAFTS].tolist()
+
+
+@pytest.mark.parametrize("option", ["greedy", "few tokens"])
+@pytest.mark.parametrize("share", [0.0, 0.4], ids=["running on", "swapped"])
+def test_drafts_are_of_the_hidden_states_of_the_tokens_kept(
+    drafting, llama, layer, expected, option, share
+):
+    """With prompts of several chunks, whose drafts are kept in part, and their own cached pages."""
+    llm = drafting()
+    index = max(range(12), key=lambda place: len(llama.prompts[place]))
+    prompt, seen, before = llama.prompts[index], [], counted(llm, "draft_tokens")
+    preempt = Preempter(llm.engine, 2, share=share)
+
+    def look():
+        state = llm.engine._runner._state.speculation
+        seen.extend(zip(*map(np.asarray, state)))
+        preempt()
+
+    arrivals = [Arrival(prompt, limited(option, LONGEST), step) for step in (0, 30)]
+    for output in drive(llm.engine, arrivals, look):
+        check(output, expected(index, option))
+    assert counted(llm, "draft_tokens") > before
+    tokens = [*prompt, *output.outputs[0].token_ids]
+    reference, checked = Reference(llama, layer, tokens), set()
+    for history, length, drafts, own, gained in seen:
+        known = len(prompt) < length <= len(tokens)  # A step in flight may go beyond the last.
+        if length in checked or not known or not np.array_equal(history[:length], tokens[:length]):
+            continue
+        assert own == pytest.approx(reference.states[length - 2], abs=1e-3)
+        before, found = length - gained, drafts[drafts != NO_DRAFT].tolist()
+        if option == "greedy" and not share and len(checked) % 4 == 1 and before > len(prompt):
+            assert found == reference.drafts(before)[: len(found)]
+        checked.add(length)
+    assert len(checked) >= LONGEST // (1 + DRAFTS)
+
+
+@pytest.fixture(scope="module")
+def bigrams(tmp_path_factory):
+    """A model whose next token depends on the newest alone, and a layer that computes the same."""
+    raw = CONFIG | {"num_hidden_layers": 1, "max_position_embeddings": CONTEXT}
+    tensors = random_tensors(raw)
+    for name in ("model.layers.0.self_attn.o_proj.weight", "model.norm.weight"):
+        tensors[name] = np.full_like(tensors[name], float("norm" in name))
+    directory = tmp_path_factory.mktemp("bigrams")
+    model = TinyModel.open(write_hf(directory / "model", raw, tensors))
+    own = {name: np.asarray(array) for name, array in model.params["layers"][0].items()}
+    del own["attn_norm"]
+    size = raw["hidden_size"]
+    fc = np.concatenate([np.eye(size), np.zeros((size, size))], axis=1, dtype=np.float32)
+    layer = eagle.layer_for(model.config)
+    save_layer(directory / "layer", layer, {"fc": fc, "layers": [own]})
+    return model, str(directory / "layer")
+
+
+def test_a_perfect_layer_gains_every_draft_of_every_step(bigrams):
+    """Also where the model is one program, in tiles."""
+    model, directory = bigrams
+    whole = {"program_scope": "step", "batch_invariant": True, "scheduler": "medha"}
+    drafts = {"method": "eagle", "model": directory, "num_speculative_tokens": DRAFTS}
+    with model.load(speculative_config=drafts, **FEW_ROWS, **whole) as llm:
+        prompt, params = model.prompts[2], dataclasses.replace(PLAIN, max_tokens=41)
+        tokens = generate(llm, prompt, params).outputs[0].token_ids
+        assert counted(llm, "drafts") == 40 // (1 + DRAFTS)
+        assert counted(llm, "accepted_tokens") == counted(llm, "draft_tokens") == 30
+        # The prefill, ten of four tokens, and those dispatched before the last one was read.
+        assert llm.get_metrics()["jaxserve:steps_total"].value <= 1 + 10 + 2
+    with model.load() as llm:
+        assert tokens == generate(llm, prompt, params).outputs[0].token_ids
