@@ -49,6 +49,11 @@ class SamplingParams:
     Lists are stored as tuples, also `stop` given as one string; `structured_outputs`, the required
     output format, may be given as a mapping. `extra_args` applies those of the engine's logits
     processors that it names, each with its number.
+
+    `thinking_token_budget` bounds reasoning between `<think>`, at the end of the prompt or the
+    begin of the output, and `</think>`: after so many tokens, those of `</think>` are forced, and
+    the answer follows. Reasoning then comes before the format of `structured_outputs`, which
+    otherwise begins at once; -1 asks for that without a limit.
     """
 
     n: int = 1
@@ -75,6 +80,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     structured_outputs: StructuredOutputs | None = None
     extra_args: dict[str, float] | None = None
+    thinking_token_budget: int | None = None
     priority: int = 0
 
     def __post_init__(self) -> None:
@@ -107,6 +113,9 @@ class SamplingParams:
         for field in ("logprobs", "prompt_logprobs"):
             if getattr(self, field) is not None:
                 _check_int(field, getattr(self, field), 0, MAX_LOGPROBS)
+        if self.thinking_token_budget is not None:
+            note = "-1 sets no limit"
+            _check_int("thinking_token_budget", self.thinking_token_budget, -1, _INT32_MAX, note)
         _check_int("priority", self.priority, -_INT32_MAX, _INT32_MAX)
         for field in (
             "ignore_eos",
@@ -158,10 +167,16 @@ class SamplingParams:
         return self.temperature < GREEDY_TEMPERATURE
 
     @property
+    def masked(self) -> bool:
+        """Whether the host says which tokens are allowed next."""
+        budget = self.thinking_token_budget
+        return self.structured_outputs is not None or (budget is not None and budget >= 0)
+
+    @property
     def speculative(self) -> bool:
-        """Whether tokens may be sampled after drafts: the host makes the masks of a grammar from
-        the tokens before, which it needs one by one."""
-        return self.structured_outputs is None
+        """Whether tokens may be sampled after drafts: the host makes masks from the tokens before,
+        which it needs one by one."""
+        return not self.masked
 
     @classmethod
     def from_defaults(cls, defaults: Mapping[str, Any], **overrides: Any) -> SamplingParams:

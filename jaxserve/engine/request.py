@@ -21,7 +21,7 @@ from jaxserve.core.outputs import (
     WeightsRun,
 )
 from jaxserve.core.sequence import Sequence
-from jaxserve.structured.matcher import Matcher, advance
+from jaxserve.structured.matcher import TokenMatcher, advance
 from jaxserve.text import Detokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -73,9 +73,9 @@ class SequenceOutput:
         seq: Sequence,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
-        matcher: Matcher | None = None,
+        matcher: TokenMatcher | None = None,
     ) -> None:
-        """`matcher`: of the output's grammar, in its initial state."""
+        """`matcher`: what constrains the output, in its initial state."""
         self.seq = seq
         self.matcher = matcher
         self.delta: list[Delta] = []

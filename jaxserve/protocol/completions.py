@@ -23,6 +23,7 @@ from jaxserve.protocol.logprobs import (
     token_names,
 )
 from jaxserve.protocol.model import Model
+from jaxserve.protocol.reasoning import check_budget, reasoning_marks
 from jaxserve.protocol.usage import StreamUsage, usage
 from jaxserve.text.detokenizer import Detokenizer
 
@@ -90,6 +91,8 @@ class CompletionRequest(GenerationFields):
                 raise FieldError("max_tokens", "is 0, which needs echo; set echo to true.")
             more["max_tokens"] = 1  # The engine samples one token, which is dropped.
         params = self.sampling(model, {}, **more)
+        if params.thinking_token_budget is not None:
+            check_budget(reasoning_marks(model.chat.reasoning_parser, model.chat_template(False)))
         beam = self.beam_search(params)
         if beam is not None:
             self._check_beam_search(params, scores_only)

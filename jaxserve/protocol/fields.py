@@ -42,6 +42,7 @@ _NOT_OF_BEAMS = (
     "stop_token_ids",
     "min_tokens",
     "prompt_logprobs",
+    "thinking_token_budget",
 )
 """Fields of sampling parameters that a beam search cannot honor."""
 
@@ -238,6 +239,11 @@ class GenerationFields(Fields):
     include_stop_str_in_output: StrictBool | None = None
     ignore_eos: StrictBool | None = None
     skip_special_tokens: StrictBool | None = None
+    thinking_token_budget: StrictInt | None = Field(
+        None,
+        description="Most tokens of reasoning, after which its end is forced; -1: no limit. "
+        "Structured output then begins after the reasoning.",
+    )
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredFields | None = None

@@ -64,7 +64,7 @@ def row_constants(
         | FLAG_TRACK * (penalty or multi_token_bad_words)
         | FLAG_LOGPROBS * (params.logprobs is not None)
         | FLAG_TOP_LOGPROBS * bool(params.logprobs)
-        | FLAG_MASK * (params.structured_outputs is not None)
+        | FLAG_MASK * params.masked
         | FLAG_PROCESSORS * bool(params.extra_args)
     )
     row = np.zeros(NUM_FIELDS + len(processors), np.int32)
