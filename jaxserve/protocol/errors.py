@@ -61,6 +61,7 @@ ErrorCode = (
         "invalid_request",
         "context_length_exceeded",
         "model_not_found",
+        "response_not_found",
         "invalid_api_key",
         "host_not_allowed",
         "header_too_large",
@@ -109,6 +110,13 @@ class ModelNotFoundError(RequestError):
     """The request names a model that this server does not serve."""
 
 
+class ResponseNotFoundError(RequestError):
+    """A response is not stored, or not any more, or is another API key's."""
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(f"Response with id {response_id!r:.200} not found.")
+
+
 class GenerationFailedError(RequestError):
     """Generation failed for a valid request."""
 
@@ -143,6 +151,8 @@ def reply_to(error: BaseException) -> ErrorReply:
     match error:
         case ModelNotFoundError():
             return ErrorReply(404, message, "invalid_request_error", "model", "model_not_found")
+        case ResponseNotFoundError():
+            return ErrorReply(404, message, "invalid_request_error", None, "response_not_found")
         case PromptTooLongError():
             return _invalid(message, None, "context_length_exceeded")
         case GenerationFailedError():
