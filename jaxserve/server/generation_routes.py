@@ -9,6 +9,7 @@ from typing import TypeVar
 from fastapi import APIRouter, Request, Response
 from pydantic import ValidationError
 
+from jaxserve.protocol.batched_chats import BatchedChatsRequest
 from jaxserve.protocol.chat import ChatCompletionRequest
 from jaxserve.protocol.completions import CompletionRequest
 from jaxserve.protocol.embeddings import EmbeddingRequest, ScoreRequest
@@ -49,6 +50,12 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 )
 async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
     """Generate the next message of a conversation."""
+    return await _generated(body, request)
+
+
+@router.post("/v1/chat/completions/batch", responses=documented_responses(ChatCompletion) | ERRORS)
+async def batched_chats(body: BatchedChatsRequest, request: Request) -> Response:
+    """Generate the next message of each of several conversations, as vLLM does."""
     return await _generated(body, request)
 
 
