@@ -43,7 +43,9 @@ class SamplingParams:
     `n` outputs are then equal.
     `presence_penalty` and `frequency_penalty` apply to output tokens, `repetition_penalty` to
     prompt and output. `max_tokens=None` generates up to the context limit. `logprobs` and
-    `prompt_logprobs` are of the raw distribution, before any of these settings.
+    `prompt_logprobs` are of the raw distribution, before any of these settings. With
+    `logprob_token_ids`, at most 20, each position has their logprobs beside the sampled token's,
+    in the place of those of the `logprobs` most likely tokens.
     `include_stop_str_in_output` leaves the stop string, or the text of the token that ended the
     output, in its text. Without `detokenize` outputs have no text, and logprobs no decoded tokens.
     Lists are stored as tuples, also `stop` given as one string; `structured_outputs`, the required
@@ -72,6 +74,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -135,6 +138,11 @@ class SamplingParams:
         self._set(
             "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         )
+        if self.logprob_token_ids is not None:
+            given = _token_ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROBS)
+            self._set("logprob_token_ids", given or None)
+            if given and self.logprobs is None:
+                self._set("logprobs", 0)
         if self.allowed_token_ids is not None:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
             if not allowed:
@@ -165,6 +173,12 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def num_listed_logprobs(self) -> int:
+        """Tokens listed at each position, besides the sampled one."""
+        given = self.logprob_token_ids
+        return len(given) if given is not None else self.logprobs or 0
 
     @property
     def masked(self) -> bool:
@@ -201,7 +215,7 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises RequestError if a field names a token id outside 0..vocab_size-1."""
-        for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for field in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
             worst = max(getattr(self, field) or (), default=0)
             if worst >= vocab_size:
                 raise RequestError(

@@ -67,6 +67,8 @@ class ChatCompletionRequest(GenerationFields):
             )
         if self.top_logprobs is not None and not self.logprobs:
             raise FieldError("top_logprobs", "needs logprobs to be true.")
+        if self.logprob_token_ids is not None and not self.logprobs:
+            raise FieldError("logprob_token_ids", "needs logprobs to be true.")
         more: dict[str, Any] = {}
         if self.logprobs:
             more["logprobs"] = self.top_logprobs or 0

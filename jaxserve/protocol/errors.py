@@ -41,7 +41,6 @@ REMEDIES: Mapping[str, str] = {
     "documents": "write them into the messages",
     "n_predict": "use max_tokens",
     "typical_p": "leave it out: that sampler is not there",
-    "logprob_token_ids": "use logprobs, which has the most likely tokens",
 }
 """What to do instead of sending a field that other servers have."""
 

@@ -106,6 +106,7 @@ class MessagesRequest(GenerationFields):
     stop: Annotated[None, only(remedy="use stop_sequences")] = None
     response_format: Annotated[None, only(remedy="use output_config.format")] = None
     prompt_logprobs: Annotated[None, only(remedy="/v1/chat/completions has it")] = None
+    logprob_token_ids: Annotated[None, only(remedy="/v1/chat/completions has it")] = None
     return_token_ids: Annotated[None, only(remedy="/v1/chat/completions has it")] = None
 
     def call(self, model: Model) -> MessagesCall:
