@@ -12,11 +12,12 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class Logprob:
     """Natural log probability of one token under the raw (unprocessed) distribution.
 
-    `rank` is 1 for the most likely token; tokens of equal probability share the better rank.
+    `rank` is 1 for the most likely token; tokens of equal probability share the better rank. Those
+    of `logprob_token_ids` have none, unless they are sampled.
     """
 
     logprob: float
-    rank: int
+    rank: int | None
     decoded_token: str | None = None
 
 

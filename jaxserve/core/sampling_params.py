@@ -43,12 +43,19 @@ class SamplingParams:
     `n` outputs are then equal.
     `presence_penalty` and `frequency_penalty` apply to output tokens, `repetition_penalty` to
     prompt and output. `max_tokens=None` generates up to the context limit. `logprobs` and
-    `prompt_logprobs` are of the raw distribution, before any of these settings.
+    `prompt_logprobs` are of the raw distribution, before any of these settings. With
+    `logprob_token_ids`, at most 20, each position has their logprobs beside the sampled token's,
+    in the place of those of the `logprobs` most likely tokens.
     `include_stop_str_in_output` leaves the stop string, or the text of the token that ended the
     output, in its text. Without `detokenize` outputs have no text, and logprobs no decoded tokens.
     Lists are stored as tuples, also `stop` given as one string; `structured_outputs`, the required
     output format, may be given as a mapping. `extra_args` applies those of the engine's logits
     processors that it names, each with its number.
+
+    `thinking_token_budget` bounds reasoning between `<think>`, at the end of the prompt or the
+    begin of the output, and `</think>`: after so many tokens, those of `</think>` are forced, and
+    the answer follows. Reasoning then comes before the format of `structured_outputs`, which
+    otherwise begins at once; -1 asks for that without a limit.
     """
 
     n: int = 1
@@ -67,6 +74,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -75,6 +83,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     structured_outputs: StructuredOutputs | None = None
     extra_args: dict[str, float] | None = None
+    thinking_token_budget: int | None = None
     priority: int = 0
 
     def __post_init__(self) -> None:
@@ -107,6 +116,9 @@ class SamplingParams:
         for field in ("logprobs", "prompt_logprobs"):
             if getattr(self, field) is not None:
                 _check_int(field, getattr(self, field), 0, MAX_LOGPROBS)
+        if self.thinking_token_budget is not None:
+            note = "-1 sets no limit"
+            _check_int("thinking_token_budget", self.thinking_token_budget, -1, _INT32_MAX, note)
         _check_int("priority", self.priority, -_INT32_MAX, _INT32_MAX)
         for field in (
             "ignore_eos",
@@ -126,6 +138,11 @@ class SamplingParams:
         self._set(
             "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         )
+        if self.logprob_token_ids is not None:
+            given = _token_ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROBS)
+            self._set("logprob_token_ids", given or None)
+            if given and self.logprobs is None:
+                self._set("logprobs", 0)
         if self.allowed_token_ids is not None:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
             if not allowed:
@@ -158,10 +175,22 @@ class SamplingParams:
         return self.temperature < GREEDY_TEMPERATURE
 
     @property
+    def num_listed_logprobs(self) -> int:
+        """Tokens listed at each position, besides the sampled one."""
+        given = self.logprob_token_ids
+        return len(given) if given is not None else self.logprobs or 0
+
+    @property
+    def masked(self) -> bool:
+        """Whether the host says which tokens are allowed next."""
+        budget = self.thinking_token_budget
+        return self.structured_outputs is not None or (budget is not None and budget >= 0)
+
+    @property
     def speculative(self) -> bool:
-        """Whether tokens may be sampled after drafts: the host makes the masks of a grammar from
-        the tokens before, which it needs one by one."""
-        return self.structured_outputs is None
+        """Whether tokens may be sampled after drafts: the host makes masks from the tokens before,
+        which it needs one by one."""
+        return not self.masked
 
     @classmethod
     def from_defaults(cls, defaults: Mapping[str, Any], **overrides: Any) -> SamplingParams:
@@ -186,7 +215,7 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises RequestError if a field names a token id outside 0..vocab_size-1."""
-        for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for field in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
             worst = max(getattr(self, field) or (), default=0)
             if worst >= vocab_size:
                 raise RequestError(

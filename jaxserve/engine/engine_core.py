@@ -27,7 +27,7 @@ from jaxserve.kv.offload.rates import causal_pairs
 from jaxserve.kv.page_table import PageTable
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.structured.grammar import Grammar
-from jaxserve.structured.matcher import Matcher
+from jaxserve.structured.matcher import TokenMatcher
 
 
 class Executor(Protocol):
@@ -53,7 +53,7 @@ class Executor(Protocol):
         seed: int,
         bad_word_ids: SequenceOf[SequenceOf[int]],
         eos_token_ids: tuple[int, ...],
-        matcher: Matcher | None,
+        matcher: TokenMatcher | None,
     ) -> None:
         """Registers a sequence before its first step. Raises RequestError for bad `bad_words`."""
 

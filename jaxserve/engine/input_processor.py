@@ -20,6 +20,8 @@ from jaxserve.engine.prompts import Prompt, TokenizedPrompt, tokenize_prompt
 from jaxserve.engine.request import Request, SequenceOutput
 from jaxserve.structured.grammar import Grammar
 from jaxserve.structured.grammars import Grammars
+from jaxserve.structured.matcher import TokenMatcher
+from jaxserve.structured.thinking import ThinkingMarks, ThinkingMatcher
 from jaxserve.text import Tokenizer
 
 
@@ -50,6 +52,7 @@ class InputProcessor:
         self._hidden_size = hidden_size
         self._load_adapter = load_adapter
         self._grammars = Grammars(tokenizer, vocab_size, eos_token_ids)
+        self._marks = None if tokenizer is None else ThinkingMarks(tokenizer, vocab_size)
         self._seeds = random.Random(config.seed)
         self._next_seq_id = 0
         self._salts = itertools.count()
@@ -92,6 +95,7 @@ class InputProcessor:
             priority = pooling.priority if priority is None else priority
         params.check_vocabulary(self._vocab_size)
         self._check_processors(params)
+        self._check_thinking(params)
         if not isinstance(prompt, TokenizedPrompt):
             prompt = self.tokenize(prompt)
         return AddRequest(
@@ -147,7 +151,7 @@ class InputProcessor:
                 seq,
                 self._tokenizer,
                 self._eos,
-                grammar and grammar.matcher(ignore_eos=params.ignore_eos),
+                self._matcher(added, grammar),
             )
             for seq in sequences
         ]
@@ -161,6 +165,15 @@ class InputProcessor:
             added.seed,
             self._bad_word_ids(params),
         )
+
+    def _matcher(self, added: AddRequest, grammar: Grammar | None) -> TokenMatcher | None:
+        """What constrains the tokens of one sequence."""
+        params = added.params
+        answer = grammar and grammar.matcher(ignore_eos=params.ignore_eos)
+        if params.thinking_token_budget is None or not params.masked:
+            return answer
+        begins_open = self._marks.begins_open(added.token_ids)
+        return ThinkingMatcher(self._marks, params.thinking_token_budget, answer, begins_open)
 
     def rebuild(self, added: AddRequest) -> Request:
         """As `build`, for a request accepted by another engine, with sequence ids of this one.
@@ -194,6 +207,13 @@ class InputProcessor:
                 if token_ids and token_ids not in words:
                     words.append(token_ids)
         return words
+
+    def _check_thinking(self, params: SamplingParams) -> None:
+        if params.thinking_token_budget is None:
+            return
+        if self._marks is None:
+            raise RequestError("thinking_token_budget needs a tokenizer, and this engine has none.")
+        self._marks.check(params, self._bad_word_ids(params))
 
     def _check_processors(self, params: SamplingParams) -> None:
         if unknown := sorted(set(params.extra_args or ()) - set(self._processors)):

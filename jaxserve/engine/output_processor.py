@@ -53,7 +53,7 @@ class OutputProcessor:
         entry = None
         if results.logprobs is not None and seq.params.logprobs is not None:
             place += row * results.width
-            scores = _scores(results.logprobs, place, seq.params.logprobs)
+            scores = _scores(results.logprobs, place, seq.params.num_listed_logprobs)
             entry = output.entry(token_id, scores)
         stop = output.append(token_id, entry)
         if stop is None and output.error is None:

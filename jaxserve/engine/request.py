@@ -21,7 +21,7 @@ from jaxserve.core.outputs import (
     WeightsRun,
 )
 from jaxserve.core.sequence import Sequence
-from jaxserve.structured.matcher import Matcher, advance
+from jaxserve.structured.matcher import TokenMatcher, advance
 from jaxserve.text import Detokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -73,9 +73,9 @@ class SequenceOutput:
         seq: Sequence,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
-        matcher: Matcher | None = None,
+        matcher: TokenMatcher | None = None,
     ) -> None:
-        """`matcher`: of the output's grammar, in its initial state."""
+        """`matcher`: what constrains the output, in its initial state."""
         self.seq = seq
         self.matcher = matcher
         self.delta: list[Delta] = []
@@ -186,7 +186,9 @@ class SequenceOutput:
     def entry(self, token_id: int, scores: TokenScores) -> dict[int, Logprob]:
         """The log probabilities of a token, as many as the request asks for."""
         tokenizer = self._tokenizer if self.seq.params.detokenize else None
-        return logprob_entry(tokenizer, token_id, scores, self.seq.params.logprobs)
+        params = self.seq.params
+        ranked = params.logprob_token_ids is None
+        return logprob_entry(tokenizer, token_id, scores, params.num_listed_logprobs, ranked)
 
 
 class Request:
@@ -276,14 +278,19 @@ class Request:
 
 
 def logprob_entry(
-    tokenizer: Tokenizer | None, token_id: int, scores: TokenScores, count: int
+    tokenizer: Tokenizer | None,
+    token_id: int,
+    scores: TokenScores,
+    count: int,
+    ranked: bool = True,
 ) -> dict[int, Logprob]:
-    """The `count` most likely tokens and the sampled one, which may be one of them."""
+    """The first `count` tokens of `scores.top` and the sampled one, which may be one of them. The
+    most likely ones have their ranks, others, not `ranked`, have none."""
 
     def text(token: int) -> str | None:
         return None if tokenizer is None else tokenizer.token_text(token)
 
     entry = {token_id: Logprob(scores.logprob, scores.rank, text(token_id))}
     for rank, (token, logprob) in enumerate(scores.top[:count], 1):
-        entry.setdefault(token, Logprob(logprob, rank, text(token)))
+        entry.setdefault(token, Logprob(logprob, rank if ranked else None, text(token)))
     return entry

@@ -23,11 +23,6 @@ _TO = "to="
 _ANSWER = re.compile(r"<\|channel\|>\s*(?:final|commentary)|(?:^|<\|start\|>assistant)\s*to=")
 
 
-def has_channels(template: str | None) -> bool:
-    """Whether a chat template is of the harmony format."""
-    return "<|channel|>" in (template or "")
-
-
 def before_answer(text: str) -> str:
     """The part of an output that is reasoning, marks included."""
     found = _ANSWER.search(text)

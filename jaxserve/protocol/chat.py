@@ -13,9 +13,10 @@ from jaxserve.protocol.errors import FieldError
 from jaxserve.protocol.fields import GenerationFields, Ignored, JsonObject, ListOf
 from jaxserve.protocol.messages import Message
 from jaxserve.protocol.model import Model
-from jaxserve.protocol.reasoning import ends_in_reasoning, reasoning_marks
+from jaxserve.protocol.reasoning import check_budget, reasoning_marks
 from jaxserve.protocol.tool_calls import format_of, knows_tools
 from jaxserve.protocol.tools import ChosenTool, Tool, check_tools, forced_schema
+from jaxserve.text.thinking import opens_thinking
 
 Choice = Literal["none", "auto", "required"] | ChosenTool
 
@@ -66,6 +67,8 @@ class ChatCompletionRequest(GenerationFields):
             )
         if self.top_logprobs is not None and not self.logprobs:
             raise FieldError("top_logprobs", "needs logprobs to be true.")
+        if self.logprob_token_ids is not None and not self.logprobs:
+            raise FieldError("logprob_token_ids", "needs logprobs to be true.")
         more: dict[str, Any] = {}
         if self.logprobs:
             more["logprobs"] = self.top_logprobs or 0
@@ -91,11 +94,12 @@ class ChatCompletionRequest(GenerationFields):
         params = self.sampling(model, defaults, **more)
         prompt = self.prompt(model, self._shown_tools(model, tool_use))
         echoed = self.echo and self.messages[-1].role == "assistant"
-        # Structured output has its format from the first token on, and so no reasoning.
-        reasons = None
-        if params.structured_outputs is None:
-            template = self._template(model, tool_use is not None)
-            reasons = reasoning_marks(model.chat.reasoning_parser, template)
+        template = self._template(model, tool_use is not None)
+        reasons = reasoning_marks(model.chat.reasoning_parser, template)
+        if params.thinking_token_budget is not None:
+            check_budget(reasons)
+        elif params.structured_outputs is not None:
+            reasons = None  # The format begins with the first token.
         if reasons == "channels":
             params = dataclasses.replace(params, skip_special_tokens=False)
         return Chat(
@@ -109,7 +113,7 @@ class ChatCompletionRequest(GenerationFields):
             continuous_usage=self.continuous_usage,
             tool_use=tool_use,
             reasons=reasons,
-            begins_in_reasoning=ends_in_reasoning(prompt.text or ""),
+            begins_in_reasoning=opens_thinking(prompt.text or ""),
             include_reasoning=self.include_reasoning is not False,
             prompt_logprobs=self.prompt_logprobs is not None,
             token_ids=bool(self.return_token_ids),

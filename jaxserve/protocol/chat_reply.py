@@ -143,7 +143,7 @@ class Chat:
         return chat_logprobs(
             source.token_ids,
             source.logprobs,
-            self.params.logprobs,
+            None if self.params.logprob_token_ids else self.params.logprobs,
             tokenizer,
             token_names(tokenizer, self.tokens_as_ids),
         )

@@ -23,6 +23,7 @@ from jaxserve.protocol.logprobs import (
     token_names,
 )
 from jaxserve.protocol.model import Model
+from jaxserve.protocol.reasoning import check_budget, reasoning_marks
 from jaxserve.protocol.usage import StreamUsage, usage
 from jaxserve.text.detokenizer import Detokenizer
 
@@ -86,10 +87,14 @@ class CompletionRequest(GenerationFields):
             more["prompt_logprobs"] = self.logprobs
         scores_only = self.max_tokens == 0
         if scores_only:
+            if self.logprob_token_ids is not None:
+                raise FieldError("logprob_token_ids", "needs generated tokens; raise max_tokens.")
             if not self.echo:
                 raise FieldError("max_tokens", "is 0, which needs echo; set echo to true.")
             more["max_tokens"] = 1  # The engine samples one token, which is dropped.
         params = self.sampling(model, {}, **more)
+        if params.thinking_token_budget is not None:
+            check_budget(reasoning_marks(model.chat.reasoning_parser, model.chat_template(False)))
         beam = self.beam_search(params)
         if beam is not None:
             self._check_beam_search(params, scores_only)
@@ -107,7 +112,7 @@ class CompletionRequest(GenerationFields):
             prompt_logprobs=self.prompt_logprobs is not None,
             token_ids=bool(self.return_token_ids),
             tokens_as_ids=bool(self.return_tokens_as_token_ids),
-            logprobs=self.logprobs is not None,
+            logprobs=self.logprobs is not None or bool(self.logprob_token_ids),
             n=self.n or 1,
             names=self.names,
         )

@@ -41,7 +41,6 @@ REMEDIES: Mapping[str, str] = {
     "documents": "write them into the messages",
     "n_predict": "use max_tokens",
     "typical_p": "leave it out: that sampler is not there",
-    "logprob_token_ids": "use logprobs, which has the most likely tokens",
 }
 """What to do instead of sending a field that other servers have."""
 
@@ -61,6 +60,7 @@ ErrorCode = (
         "invalid_request",
         "context_length_exceeded",
         "model_not_found",
+        "response_not_found",
         "invalid_api_key",
         "host_not_allowed",
         "header_too_large",
@@ -109,6 +109,13 @@ class ModelNotFoundError(RequestError):
     """The request names a model that this server does not serve."""
 
 
+class ResponseNotFoundError(RequestError):
+    """A response is not stored, or not any more, or is another API key's."""
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(f"Response with id {response_id!r:.200} not found.")
+
+
 class GenerationFailedError(RequestError):
     """Generation failed for a valid request."""
 
@@ -143,6 +150,8 @@ def reply_to(error: BaseException) -> ErrorReply:
     match error:
         case ModelNotFoundError():
             return ErrorReply(404, message, "invalid_request_error", "model", "model_not_found")
+        case ResponseNotFoundError():
+            return ErrorReply(404, message, "invalid_request_error", None, "response_not_found")
         case PromptTooLongError():
             return _invalid(message, None, "context_length_exceeded")
         case GenerationFailedError():

@@ -42,6 +42,8 @@ _NOT_OF_BEAMS = (
     "stop_token_ids",
     "min_tokens",
     "prompt_logprobs",
+    "logprob_token_ids",
+    "thinking_token_budget",
 )
 """Fields of sampling parameters that a beam search cannot honor."""
 
@@ -238,6 +240,11 @@ class GenerationFields(Fields):
     include_stop_str_in_output: StrictBool | None = None
     ignore_eos: StrictBool | None = None
     skip_special_tokens: StrictBool | None = None
+    thinking_token_budget: StrictInt | None = Field(
+        None,
+        description="Most tokens of reasoning, after which its end is forced; -1: no limit. "
+        "Structured output then begins after the reasoning.",
+    )
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredFields | None = None
@@ -255,6 +262,11 @@ class GenerationFields(Fields):
         None, description="Numbers for the server's logits processors, by name."
     )
     prompt_logprobs: StrictInt | None = None
+    logprob_token_ids: ListOf[StrictInt] | None = Field(
+        None,
+        description="Tokens whose log probabilities each position has, instead of those of the "
+        "most likely ones.",
+    )
     return_token_ids: StrictBool | None = None
     return_tokens_as_token_ids: StrictBool | None = Field(
         None, description="Whether logprobs name a token token_id:ID, instead of by its text."
@@ -388,6 +400,9 @@ class GenerationFields(Fields):
             for name in ("logprobs", "prompt_logprobs"):
                 if (getattr(params, name) or 0) > model.max_logprobs:
                     raise FieldError(name, f"may be {model.max_logprobs} at most on this server.")
+            if len(params.logprob_token_ids or ()) > model.max_logprobs:
+                most = model.max_logprobs
+                raise FieldError("logprob_token_ids", f"may have {most} at most on this server.")
         except RequestError as error:
             raise renamed(error, self.names) from None
         return params

@@ -65,12 +65,12 @@ def completion_logprobs(
 def chat_logprobs(
     token_ids: Sequence[int],
     entries: Sequence[Entry],
-    top: int,
+    top: int | None,
     tokenizer: Tokenizer,
     name: Callable[[int], str],
 ) -> dict[str, Any]:
-    """The format of `/v1/chat/completions`: a list of tokens, each with its `top` most likely.
-    `name` is from `token_names`."""
+    """The format of `/v1/chat/completions`: a list of tokens, each with its `top` most likely;
+    None: with all of its entry. `name` is from `token_names`."""
 
     def token(token_id: int, logprob: Logprob) -> dict[str, Any]:
         return {
@@ -81,7 +81,7 @@ def chat_logprobs(
 
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
-        likeliest = sorted(entry.items(), key=_rank)[:top]
+        likeliest = sorted(entry.items(), key=_likeliest)[:top]
         content.append(
             token(token_id, entry[token_id])
             | {"top_logprobs": [token(i, logprob) for i, logprob in likeliest]}
@@ -108,13 +108,13 @@ def prompt_logprobs(entries: Sequence[Entry | None]) -> list[dict[str, Any] | No
 def _by_name(entry: Entry, name: Callable[[int], str]) -> dict[str, float]:
     """Most likely first; of tokens with equal text, such as parts of characters, the likelier."""
     texts: dict[str, float] = {}
-    for token_id, logprob in sorted(entry.items(), key=_rank):
+    for token_id, logprob in sorted(entry.items(), key=_likeliest):
         texts.setdefault(name(token_id), _number(logprob))
     return texts
 
 
-def _rank(item: tuple[int, Logprob]) -> tuple[int, int]:
-    return item[1].rank, item[0]
+def _likeliest(item: tuple[int, Logprob]) -> tuple[float, int]:
+    return -item[1].logprob, item[0]
 
 
 def _number(logprob: Logprob) -> float:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import Literal
 
 from jaxserve.core.chat_settings import ReasoningParser
-from jaxserve.protocol.channels import before_answer, has_channels
+from jaxserve.protocol.channels import before_answer
+from jaxserve.protocol.errors import FieldError
 from jaxserve.protocol.tool_calls import Piece, place_of
 from jaxserve.text import Tokenizer
-
-_OPEN, _CLOSE = "<think>", "</think>"
+from jaxserve.text.thinking import CLOSE as _CLOSE
+from jaxserve.text.thinking import OPEN as _OPEN
+from jaxserve.text.thinking import has_channels
 
 Marks = Literal["tags", "channels"]
 """How reasoning is marked: by `<think>` and `</think>`, or as gpt-oss does (channels.py)."""
@@ -30,9 +32,20 @@ def reasoning_marks(parser: ReasoningParser, template: str | None) -> Marks | No
     return "tags"
 
 
-def ends_in_reasoning(prompt: str) -> bool:
-    """Whether a prompt opens the reasoning, as that of many templates does."""
-    return prompt.rstrip().endswith(_OPEN)
+def check_budget(marks: Marks | None) -> None:
+    """Raises FieldError unless reasoning that is marked so can be ended by tokens."""
+    if marks is None:
+        raise FieldError(
+            "thinking_token_budget",
+            "needs a reasoning parser, and this model's chat template marks no reasoning; leave it "
+            "out, or start the server with --reasoning-parser.",
+        )
+    if marks == "channels":
+        raise FieldError(
+            "thinking_token_budget",
+            "is not supported with the reasoning parser openai_gptoss, whose reasoning is ended by "
+            "the header of another message and not by one tag; leave it out.",
+        )
 
 
 class ReasoningReader:

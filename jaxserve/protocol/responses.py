@@ -174,6 +174,22 @@ class Response(BaseModel):
     usage: ResponsesUsage
 
 
+class InputItems(BaseModel):
+    """One page of items, and whether there are more."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedResponse(BaseModel):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
 class InputTokens(BaseModel):
     input_tokens: int
 

@@ -15,7 +15,7 @@ from jaxserve.runtime.programs.step_layout import FrozenPlan
 from jaxserve.sampling.speculation import Acceptance
 
 if TYPE_CHECKING:  # Grammars and tokenizers determine no program (program_sources.py).
-    from jaxserve.structured.matcher import Matcher
+    from jaxserve.structured.matcher import TokenMatcher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class SamplingRow:
     plain: bool
     """Whether it only needs the most likely token, so that the greedy program suffices."""
     stateful: bool
-    matcher: Matcher | None
+    matcher: TokenMatcher | None
     bad_word_ids: tuple[tuple[int, ...], ...]
     eos_token_ids: tuple[int, ...]
 

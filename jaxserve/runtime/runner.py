@@ -35,7 +35,7 @@ from jaxserve.sampling import (
     row_constants,
 )
 from jaxserve.sampling.speculation import Acceptance
-from jaxserve.structured.matcher import Matcher, advance
+from jaxserve.structured.matcher import TokenMatcher, advance
 
 
 class Runner:
@@ -87,9 +87,9 @@ class Runner:
         seed: int,
         bad_word_ids: SequenceOf[SequenceOf[int]],
         eos_token_ids: tuple[int, ...],
-        matcher: Matcher | None,
+        matcher: TokenMatcher | None,
     ) -> None:
-        """Register a sequence before its first step. `matcher` is its grammar state.
+        """Register a sequence before its first step. `matcher` constrains its tokens.
 
         Raises RequestError when its bad words have too many or too long token sequences.
         """
@@ -363,19 +363,19 @@ class Runner:
         return output.token_ids, output.logprobs if wanted else None
 
     def _masks(self, packed: PackedInputs) -> dict[int, np.ndarray]:
-        """Grammar masks by row. A matcher needs all previous tokens of its row, so the host waits
-        for those while the devices run the forward pass."""
+        """Masks of tokens by row. A grammar's matcher needs all previous tokens of its row, so the
+        host waits for those while the devices run the forward pass."""
         matched = [
             (place, row.matcher, chunk)
             for place, (row, chunk) in enumerate(zip(packed.rows, packed.sampled))
             if row.matcher is not None
         ]
-        if any(matcher.num_tokens < chunk.output_index for _, matcher, chunk in matched):
+        if any(matcher.waits_for(chunk.output_index) for _, matcher, chunk in matched):
             for step in self.in_flight:
                 advance(self._matched_tokens(step))
         return {place: matcher.mask for place, matcher, _ in matched}
 
-    def _matched_tokens(self, step: DeviceStep) -> Iterator[tuple[Matcher, int, int]]:
+    def _matched_tokens(self, step: DeviceStep) -> Iterator[tuple[TokenMatcher, int, int]]:
         """Tokens that a step sampled for sequences with a matcher, as input to `advance`."""
         for chunk, (token_id, *_) in zip(step.sampled, step.tokens()):
             row = self._rows.get(chunk.seq.seq_id)

@@ -23,10 +23,15 @@ def no_logprobs(rows: int) -> TokenLogprobs[jax.Array]:
 
 
 def token_logprobs(
-    logits: jax.Array, token_ids: jax.Array, with_top: jax.Array
+    logits: jax.Array,
+    token_ids: jax.Array,
+    with_top: jax.Array,
+    listed_ids: jax.Array | None = None,
+    listed: jax.Array | None = None,
 ) -> TokenLogprobs[jax.Array]:
     """Logprobs of `token_ids` [rows] from raw `logits` [rows, vocab], this rank's part of the
-    vocabulary; also the top ones if the scalar `with_top` is set.
+    vocabulary; also the top ones if the scalar `with_top` is set. Rows with `listed` bool [rows]
+    have those of their `listed_ids` int32 [rows, 20] in the place of the top ones.
 
     With a vocabulary smaller than 20, the remaining top entries are -inf.
     """
@@ -56,6 +61,17 @@ def token_logprobs(
 
     empty = no_logprobs(rows)
     top_ids, top_values = lax.cond(with_top, top, lambda: (empty.top_ids, empty.top_logprobs))
+    if listed_ids is not None:
+
+        def with_listed() -> tuple[jax.Array, jax.Array]:
+            place = listed_ids - first
+            here = (place >= 0) & (place < count)
+            own = jnp.take_along_axis(logits, jnp.clip(place, 0, count - 1), axis=1)
+            values = parallel.sum_over_vocab(jnp.where(here, own, 0.0)) - normalizer[:, None]
+            rows = listed[:, None]
+            return jnp.where(rows, listed_ids, top_ids), jnp.where(rows, values, top_values)
+
+        top_ids, top_values = lax.cond(jnp.any(listed), with_listed, lambda: (top_ids, top_values))
     return TokenLogprobs(
         logprobs=chosen - normalizer,
         ranks=1 + parallel.sum_over_vocab(higher),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sampling_params import MAX_LOGPROBS, SamplingParams
 
 SLOT = 0  # row of the per-sequence state; padded rows use the trash slot, the last one
 POSITION = 1  # output tokens sampled before this one, read by the host or not
@@ -26,7 +26,8 @@ MIN_P = 10
 PRESENCE = 11
 FREQUENCY = 12
 REPETITION = 13
-NUM_FIELDS = 14  # and then a float for each of the engine's logits processors
+LISTED = 14  # token ids of FLAG_LISTED_LOGPROBS from here on, as integers again
+NUM_FIELDS = LISTED + MAX_LOGPROBS  # and then a float for each of the engine's logits processors
 
 FLAG_BIAS = 1  # adds its slot's bias row
 FLAG_PENALTY = 2
@@ -36,6 +37,7 @@ FLAG_LOGPROBS = 16  # needs the sampled token's logprob and rank
 FLAG_TOP_LOGPROBS = 32  # and the most likely tokens
 FLAG_MASK = 64  # samples only what its row of the step's masks allows
 FLAG_PROCESSORS = 128  # applies the logits processors whose fields are not NaN
+FLAG_LISTED_LOGPROBS = 256  # needs logprobs of its listed tokens, instead of the most likely ones
 
 
 def row_constants(
@@ -63,8 +65,9 @@ def row_constants(
         | FLAG_BAD_WORDS * multi_token_bad_words
         | FLAG_TRACK * (penalty or multi_token_bad_words)
         | FLAG_LOGPROBS * (params.logprobs is not None)
-        | FLAG_TOP_LOGPROBS * bool(params.logprobs)
-        | FLAG_MASK * (params.structured_outputs is not None)
+        | FLAG_TOP_LOGPROBS * bool(params.logprobs and params.logprob_token_ids is None)
+        | FLAG_LISTED_LOGPROBS * (params.logprob_token_ids is not None)
+        | FLAG_MASK * params.masked
         | FLAG_PROCESSORS * bool(params.extra_args)
     )
     row = np.zeros(NUM_FIELDS + len(processors), np.int32)
@@ -73,6 +76,8 @@ def row_constants(
     ).view(np.int32)
     row[FLAGS] = flags
     row[MIN_TOKENS] = params.min_tokens
+    listed = params.logprob_token_ids or ()
+    row[LISTED : LISTED + len(listed)] = listed
     floats = row.view(np.float32)
     floats[[PRESENCE, FREQUENCY, REPETITION]] = (
         params.presence_penalty,

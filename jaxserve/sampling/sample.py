@@ -83,7 +83,13 @@ def general(
 
     logprobs = lax.cond(
         _any(flags, row.FLAG_LOGPROBS),
-        lambda: token_logprobs(logits, token_ids, _any(flags, row.FLAG_TOP_LOGPROBS)),
+        lambda: token_logprobs(
+            logits,
+            token_ids,
+            _any(flags, row.FLAG_TOP_LOGPROBS),
+            meta[:, row.LISTED : row.NUM_FIELDS],
+            flags & row.FLAG_LISTED_LOGPROBS > 0,
+        ),
         lambda: no_logprobs(len(logits)),
     )
     state = record_sampled(state, meta, token_ids, count, drafts)

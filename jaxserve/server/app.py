@@ -22,6 +22,7 @@ from jaxserve.server import (
     generation_routes,
     model_routes,
     status_routes,
+    stored_routes,
 )
 from jaxserve.server.connections import ConnectionLimits
 from jaxserve.server.disconnect import ClientGoneError
@@ -35,6 +36,7 @@ from jaxserve.server.middleware import (
 )
 from jaxserve.server.request_log import CLIENT_GONE, RequestLog
 from jaxserve.server.request_state import state_of
+from jaxserve.server.response_store import ResponseStore
 from jaxserve.server.responses import JsonResponse, error_response
 from jaxserve.server.service import Service
 
@@ -84,7 +86,8 @@ def create_app(
     )
     app.state.service = service
     app.state.settings = settings
-    all_routes = [generation_routes, model_routes, status_routes, docs_routes]
+    app.state.stored = ResponseStore()
+    all_routes = [generation_routes, stored_routes, model_routes, status_routes, docs_routes]
     all_routes += [dev_routes] * settings.dev_mode + [cluster_routes] * settings.has_replicas
     for routes in all_routes:
         app.include_router(routes.router)
@@ -101,7 +104,7 @@ def create_app(
         guarded = CORSMiddleware(
             guarded,
             allow_origins=settings.allowed_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After", "Warning"],
         )

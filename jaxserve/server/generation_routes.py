@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 from pydantic import ValidationError
 
+from jaxserve.protocol.batched_chats import BatchedChatsRequest
 from jaxserve.protocol.chat import ChatCompletionRequest
 from jaxserve.protocol.completions import CompletionRequest
 from jaxserve.protocol.embeddings import EmbeddingRequest, ScoreRequest
-from jaxserve.protocol.errors import FieldError, field_error
-from jaxserve.protocol.fields import JsonObject
+from jaxserve.protocol.errors import FieldError, ResponseNotFoundError, field_error
+from jaxserve.protocol.fields import GenerationFields, JsonObject
 from jaxserve.protocol.messages_api.request import CountTokensRequest, MessagesRequest
+from jaxserve.protocol.model import Model
 from jaxserve.protocol.responses import ChatCompletion, Completion, Embeddings, InputTokens, Scores
 from jaxserve.protocol.responses import Message as MessageResponse
 from jaxserve.protocol.responses import Response as ResponsesResponse
@@ -23,6 +27,8 @@ from jaxserve.server.responses import GeneratedResponse, JsonResponse
 from jaxserve.server.workers import prepared
 
 router = APIRouter()
+
+T = TypeVar("T")
 
 _INVOCATIONS: Mapping[str, type[CompletionRequest | ChatCompletionRequest | EmbeddingRequest]] = {
     "messages": ChatCompletionRequest,
@@ -47,13 +53,34 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
     return await _generated(body, request)
 
 
+@router.post("/v1/chat/completions/batch", responses=documented_responses(ChatCompletion) | ERRORS)
+async def batched_chats(body: BatchedChatsRequest, request: Request) -> Response:
+    """Generate the next message of each of several conversations, as vLLM does."""
+    return await _generated(body, request)
+
+
 @router.post("/responses", include_in_schema=False)
 @router.post(
     "/v1/responses", responses=documented_responses(ResponsesResponse, stream=True) | ERRORS
 )
 async def responses(body: ResponsesRequest, request: Request) -> Response:
-    """Answer a conversation, in OpenAI's newer format. Nothing is stored."""
-    return await _generated(body, request)
+    """Answer a conversation, in OpenAI's newer format. The response is stored in memory, unless
+    `store` is false."""
+    store, tenant = request.app.state.stored, state_of(request.scope).tenant
+    earlier = None
+    if body.previous_response_id is not None:
+        try:
+            earlier = store.get(tenant, body.previous_response_id).conversation
+        except ResponseNotFoundError:
+            raise FieldError(
+                "previous_response_id",
+                f"is {body.previous_response_id!r:.200}, which is not stored, or not any more; "
+                "send the whole conversation as input.",
+            ) from None
+    call = await _parsed(body, functools.partial(body.call, earlier=earlier), request)
+    if body.store is not False:
+        call = call.kept_by(functools.partial(store.add, tenant))
+    return GeneratedResponse(request.app.state.service, call)
 
 
 @router.post(
@@ -101,14 +128,20 @@ async def invocations(body: JsonObject, request: Request) -> Response:
 async def _generated(
     body: CompletionRequest
     | ChatCompletionRequest
-    | ResponsesRequest
     | MessagesRequest
     | EmbeddingRequest
     | ScoreRequest,
     request: Request,
 ) -> Response:
-    service, state = request.app.state.service, state_of(request.scope)
+    call = await _parsed(body, body.call, request)
+    return GeneratedResponse(request.app.state.service, call)
+
+
+async def _parsed(
+    body: GenerationFields | EmbeddingRequest, parse: Callable[[Model], T], request: Request
+) -> T:
+    """A body converted by `parse` to a request for the engine, whose id it may give."""
+    state = state_of(request.scope)
     if body.request_id is not None and state.id_is_new:
         state.request_id = body.request_id
-    call = await prepared(request, body.call, has_tools=bool(getattr(body, "tools", None)))
-    return GeneratedResponse(service, call)
+    return await prepared(request, parse, has_tools=bool(getattr(body, "tools", None)))

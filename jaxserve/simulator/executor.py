@@ -13,7 +13,7 @@ from jaxserve.core.sequence import Sequence
 from jaxserve.core.step_plan import StepPlan
 from jaxserve.kv.offload.transfers import staged_pages
 from jaxserve.simulator.step_times import StepTimes
-from jaxserve.structured.matcher import Matcher
+from jaxserve.structured.matcher import TokenMatcher
 
 _BUBBLE = PackedStep(-1, StepPlan(), ProgramKey(0, 0))
 
@@ -76,7 +76,7 @@ class SimulatedExecutor:
         seed: int,
         bad_word_ids: SequenceOf[SequenceOf[int]],
         eos_token_ids: tuple[int, ...],
-        matcher: Matcher | None,
+        matcher: TokenMatcher | None,
     ) -> None:
         """Does nothing: `token_of` alone decides what a sequence samples."""
 

@@ -4,12 +4,44 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from typing import Protocol
 
 import llguidance
 import llguidance.numpy
 import numpy as np
 
 from jaxserve.structured.vocabulary import Vocabulary
+
+
+class TokenMatcher(Protocol):
+    """What an engine asks of the state of one sequence whose tokens are constrained."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens consumed so far."""
+        ...
+
+    @property
+    def mask(self) -> np.ndarray:
+        """int32 [words] with a bit set for each token allowed next."""
+        ...
+
+    def waits_for(self, place: int) -> bool:
+        """Whether the mask at a position of the output depends on tokens not yet consumed."""
+        ...
+
+    def complete(self, num_tokens: int) -> bool:
+        """Whether only an end-of-text token may follow the first `num_tokens`, all consumed."""
+        ...
+
+    def error(self, num_tokens: int) -> str | None:
+        """The error that prevents a mask after the first `num_tokens`, all consumed."""
+        ...
+
+    def take(self, place: int, token_id: int) -> Matcher | None:
+        """Consumes a token, unless that is done or the text has ended. Returns the grammar's
+        matcher that is still to consume it, which `advance` does."""
+        ...
 
 
 class Matcher:
@@ -44,12 +76,22 @@ class Matcher:
         has exceeded its limits."""
         return self._error if num_tokens == self.num_tokens else None
 
-    def _is_next(self, place: int, token_id: int) -> bool:
-        """Whether the token at this position is new and does not end the text."""
+    @property
+    def text_mask(self) -> np.ndarray:
+        """The mask of all tokens except those that end the text."""
+        return self._vocabulary.text_mask
+
+    def waits_for(self, place: int) -> bool:
+        """Whether the mask at a position of the output depends on tokens not yet consumed."""
+        return self.num_tokens < place
+
+    def take(self, place: int, token_id: int) -> Matcher | None:
+        """This matcher, if the token at this position is new and does not end the text: then
+        `advance` consumes it."""
         if place != self.num_tokens or self._ended:
-            return False
+            return None
         self._ended = token_id in self._vocabulary.eos_token_ids
-        return not self._ended
+        return None if self._ended else self
 
     def _consumed(self, mask: np.ndarray, text_mask: np.ndarray, goes_on: bool) -> None:
         self.num_tokens += 1
@@ -65,13 +107,14 @@ class Matcher:
         self._ended = self._error is not None or self._complete
 
 
-def advance(taken: Iterable[tuple[Matcher, int, int]]) -> None:
+def advance(taken: Iterable[tuple[TokenMatcher, int, int]]) -> None:
     """Advances matchers of one vocabulary by tokens: each a matcher, the token's position in the
     output, and its id. Matchers that have consumed it already, or have ended, are not changed.
 
     Masks are computed on several threads without the GIL.
     """
-    news = [(matcher, token) for matcher, place, token in taken if matcher._is_next(place, token)]
+    takers = ((matcher.take(place, token), token) for matcher, place, token in taken)
+    news = [(matcher, token) for matcher, token in takers if matcher is not None]
     if not news:
         return
     executor, vocabulary = _executor(), news[0][0]._vocabulary

@@ -61,6 +61,33 @@ def test_they_are_of_the_raw_distribution(llama, llm):
     check_outputs(llama, prompt, completion, 3)
 
 
+def test_those_of_given_tokens(llama, llm):
+    """In the place of the most likely ones, beside requests that have those."""
+    given = (7, 200, 0, 255)
+    wishes = [
+        SAMPLED,
+        dataclasses.replace(SAMPLED, logprobs=None, logprob_token_ids=given),
+        dataclasses.replace(SAMPLED, logprob_token_ids=given[:1], prompt_logprobs=2),
+        dataclasses.replace(SAMPLED, logprobs=None),
+    ]
+    prompt = llama.prompts[9]
+    outputs = drive(llm.engine, [Arrival(prompt, params) for params in wishes])
+    completions = [output.outputs[0] for output in outputs]
+    assert len({completion.token_ids for completion in completions}) == 1
+    check_outputs(llama, prompt, completions[0], 3)
+    check_prompt(llama, outputs[2], 2)
+    assert completions[3].logprobs is None
+    sampled = list(completions[0].token_ids)
+    expected = llama.logprobs([*prompt, *sampled])[len(prompt) - 1 : -1]
+    for completion, ids in ((completions[1], given), (completions[2], given[:1])):
+        for entry, token, row in zip(completion.logprobs, sampled, expected, strict=True):
+            assert list(entry) == list(dict.fromkeys([token, *ids]))
+            for each, logprob in entry.items():
+                assert logprob.logprob == pytest.approx(row[each], abs=1e-4)
+                rank = 1 + np.sum(row > row[token])
+                assert logprob.rank == (rank if each == token else None)
+
+
 def test_only_requests_that_ask_get_them(llama, llm):
     silent = dataclasses.replace(SAMPLED, logprobs=None)
     asked, other = drive(llm.engine, [Arrival(llama.prompts[4], p) for p in (SAMPLED, silent)])

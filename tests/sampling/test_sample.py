@@ -308,6 +308,18 @@ def test_logprobs_describe_the_raw_distribution(vocab):
         assert (output.logprobs.top_logprobs[row, count:] == -np.inf).all()
 
 
+def test_logprobs_of_listed_tokens():
+    ids = (1499, 0, 700)
+    params = [SamplingParams(logprob_token_ids=ids), SamplingParams(logprobs=3)]
+    logits = random_logits(2, 1500)
+    output, _ = sample(logits, params)
+    np.testing.assert_array_equal(output.logprobs.top_ids[0, :3], ids)
+    expected = reference.log_softmax(logits[0])[list(ids)]
+    np.testing.assert_allclose(output.logprobs.top_logprobs[0, :3], expected, atol=2e-5)
+    alone, _ = sample(logits, [SamplingParams(logprobs=3)] * 2)
+    np.testing.assert_array_equal(output.logprobs.top_ids[1], alone.logprobs.top_ids[1])
+
+
 def test_logprobs_are_zero_unless_asked_for():
     logits = random_logits(2)
     output, _ = sample(logits, [SamplingParams()] * 2)

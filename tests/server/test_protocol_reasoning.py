@@ -15,6 +15,7 @@ from jaxserve.offline.journal import Result
 from jaxserve.offline.requests import parse as batch_request
 from jaxserve.offline.totals import Totals
 from jaxserve.protocol.chat import ChatCompletionRequest
+from jaxserve.protocol.completions import CompletionRequest
 from jaxserve.protocol.errors import ErrorReply
 from jaxserve.protocol.messages_api.request import MessagesRequest
 from jaxserve.protocol.model import Model
@@ -212,3 +213,39 @@ def test_streams_that_fail_say_so_in_their_format(model):
     messages = parse(MessagesRequest, model, messages=MESSAGES, max_tokens=9, stream=True)
     (event,) = messages.chunks("r", 5).failed(reply)
     assert event["type"] == "error" and event["error"]["message"] == "no token"
+
+
+def test_budgets_need_reasoning_that_tokens_can_end(model):
+    fields = {"messages": MESSAGES, "thinking_token_budget": 7}
+    assert parse(ChatCompletionRequest, model, **fields).params.thinking_token_budget == 7
+    completion = parse(CompletionRequest, model, prompt="Hi", thinking_token_budget=7)
+    assert completion.params.thinking_token_budget == 7
+    for parser, reason in (("none", "--reasoning-parser"), ("openai_gptoss", "openai_gptoss")):
+        chatty = dataclasses.replace(model, chat=ChatSettings(parser))
+        for kind, body in (
+            (ChatCompletionRequest, fields),
+            (CompletionRequest, {"prompt": "Hi", "thinking_token_budget": 7}),
+        ):
+            with pytest.raises(RequestError, match=f"thinking_token_budget .*{reason}"):
+                parse(kind, chatty, **body)
+    with pytest.raises(RequestError, match="beam search"):
+        parse(ChatCompletionRequest, model, **fields, use_beam_search=True)
+
+
+def test_with_a_budget_the_format_comes_after_the_reasoning(model):
+    fields = {"messages": MESSAGES, "response_format": {"type": "json_object"}}
+    call = parse(ChatCompletionRequest, model, **fields, thinking_token_budget=-1)
+    body = call.response([output(model, "Because.</think>{}")], "r", 5)
+    message = body["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Because.", "{}")
+
+
+def test_messages_bring_their_budget(model):
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    fields = {"messages": MESSAGES, "max_tokens": 2000, "thinking": thinking}
+    assert parse(MessagesRequest, model, **fields).chat.params.thinking_token_budget == 1024
+    silent = dataclasses.replace(model, chat=ChatSettings("none"))
+    assert parse(MessagesRequest, silent, **fields).chat.params.thinking_token_budget is None
+    thinking["budget_tokens"] = -5
+    with pytest.raises(RequestError, match=r"^thinking\.budget_tokens must be an integer"):
+        parse(MessagesRequest, model, **fields)

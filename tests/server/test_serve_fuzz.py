@@ -23,7 +23,7 @@ CHECKS = [
     response_schema_conformance,
     status_code_conformance,
 ]
-ROUTES, BODIES = 19, 9
+ROUTES, BODIES = 19, 10
 EXAMPLES = 40
 
 

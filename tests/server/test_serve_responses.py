@@ -177,7 +177,22 @@ def test_what_does_no_harm_is_accepted(client):
         truncation="auto",
         **GREEDY,
     )
-    assert answer.metadata == {"run": "7"} and answer.model_extra["store"] is False
+    assert answer.metadata == {"run": "7"} and answer.model_extra["store"] is True
+
+
+def test_stored_responses_are_read_and_deleted(client):
+    import openai
+
+    options = {"max_output_tokens": 2, **GREEDY}
+    answer = client.responses.create(input="Hi", **options)
+    again = client.responses.create(input="And?", previous_response_id=answer.id, **options)
+    assert client.responses.retrieve(again.id).output == again.output
+    listed = client.responses.input_items.list(again.id, order="asc", limit=2)
+    roles = [item.role for item in listed]  # It asks for the second page.
+    assert roles == ["user", "assistant", "user"]
+    client.responses.delete(answer.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(answer.id)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from jaxserve.kv.manager import KVManager
 from jaxserve.scheduler.admission import kv_limit
 from jaxserve.text import Tokenizer
 
-Entry = list[tuple[int, float, int]]
+Entry = list[tuple[int, float, int | None]]
 """Token id, logprob and rank of the tokens listed for one position."""
 
 

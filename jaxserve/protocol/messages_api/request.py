@@ -22,6 +22,7 @@ from jaxserve.protocol.fields import (
 from jaxserve.protocol.messages_api.blocks import Text, Turn, messages_of
 from jaxserve.protocol.messages_api.reply import MessagesCall
 from jaxserve.protocol.model import Model
+from jaxserve.protocol.reasoning import reasoning_marks
 from jaxserve.protocol.tools import ChosenName, ChosenTool, Function, Name, Tool, tool_of_type
 
 _NAMES = {
@@ -52,11 +53,13 @@ class ToolChoice(Fields):
 
 
 class Thinking(Fields):
-    """Whether the model thinks, for chat templates with `enable_thinking`. Budgets are ignored."""
+    """Whether the model thinks, for chat templates with `enable_thinking`. `budget_tokens` is
+    `thinking_token_budget` for a model that marks its reasoning by tags, else ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
     type: str
+    budget_tokens: StrictInt | None = None
 
 
 class OutputFormat(Fields):
@@ -103,6 +106,7 @@ class MessagesRequest(GenerationFields):
     stop: Annotated[None, only(remedy="use stop_sequences")] = None
     response_format: Annotated[None, only(remedy="use output_config.format")] = None
     prompt_logprobs: Annotated[None, only(remedy="/v1/chat/completions has it")] = None
+    logprob_token_ids: Annotated[None, only(remedy="/v1/chat/completions has it")] = None
     return_token_ids: Annotated[None, only(remedy="/v1/chat/completions has it")] = None
 
     def call(self, model: Model) -> MessagesCall:
@@ -111,7 +115,10 @@ class MessagesRequest(GenerationFields):
         form = "output_format" if is_older else "output_config.format"
         names = _NAMES | {"response_format.json_schema": form, "response_format": form}
         try:
-            return MessagesCall(self._as_chat().call(model).with_names(names))
+            budget = self._budget(model)
+            names |= dict.fromkeys(budget, "thinking.budget_tokens")
+            chat = self._as_chat().model_copy(update=budget)
+            return MessagesCall(chat.call(model).with_names(names))
         except RequestError as error:
             raise renamed(error, names) from None
 
@@ -162,6 +169,17 @@ class MessagesRequest(GenerationFields):
             return None
         schema = JsonSchema(name="output", schema=given.schema_)
         return ResponseFormat(type="json_schema", json_schema=schema)
+
+    def _budget(self, model: Model) -> dict[str, int]:
+        """The budget of `thinking`, as a field of chats."""
+        thinking = self.thinking
+        if self.thinking_token_budget is not None or thinking is None:
+            return {}
+        template = model.chat_template(bool(self.tools), self.chat_template)
+        marks = reasoning_marks(model.chat.reasoning_parser, template)
+        if thinking.type != "enabled" or thinking.budget_tokens is None or marks != "tags":
+            return {}
+        return {"thinking_token_budget": thinking.budget_tokens}
 
     def _variables(self) -> dict[str, Any]:
         """Variables of the chat template; one that does not have them ignores them."""

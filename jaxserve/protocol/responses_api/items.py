@@ -40,15 +40,19 @@ class InputItem(Fields):
     summary: ListOf[Part] | None = None
 
 
-def messages_of(items: Sequence[InputItem], instructions: str | None) -> list[Message]:
-    """The conversation of a request. Calls and reasoning become parts of the assistant's message
-    that they belong to. Raises FieldError for an item without a field that it needs."""
+def messages_of(
+    items: Sequence[InputItem], instructions: str | None, earlier: Sequence[InputItem] = ()
+) -> list[Message]:
+    """The conversation of a request, after the items of `earlier` ones. Calls and reasoning become
+    parts of the assistant's message that they belong to. Raises FieldError for an item without a
+    field that it needs."""
+    for place, item in enumerate(items):
+        _check(item, f"input[{place}]")
     messages: list[dict[str, Any]] = []
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
     reasoning, answering = "", False  # `answering`: the last message is the assistant's, open.
-    for place, item in enumerate(items):
-        _check(item, f"input[{place}]")
+    for item in [*earlier, *items]:
         if item.type == "reasoning":
             reasoning += _text(item.content) or _text(item.summary)
             continue

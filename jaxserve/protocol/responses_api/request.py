@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, model_validator
@@ -24,6 +25,7 @@ from jaxserve.protocol.messages import Message
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.responses_api.items import InputItem, messages_of
 from jaxserve.protocol.responses_api.reply import ResponsesCall
+from jaxserve.protocol.responses_api.stored import Item
 from jaxserve.protocol.tools import ChosenName, ChosenTool, Function, Tool, tool_of_type
 
 LOGPROBS = "message.output_text.logprobs"
@@ -108,7 +110,12 @@ class ResponsesRequest(GenerationFields):
     max_tool_calls: Ignored = None
     prompt_cache_options: Ignored = None
     access_programs: Ignored = None
-    previous_response_id: str | None = Field(None, description="Not supported.")
+    store: StrictBool | None = Field(
+        None, description="Whether the server keeps the response in memory; true by default."
+    )
+    previous_response_id: str | None = Field(
+        None, description="A stored response, whose conversation this request goes on with."
+    )
     conversation: Any = Field(None, description="Not supported.")
     prompt: Any = Field(None, description="Not supported.")
     background: Annotated[
@@ -122,27 +129,35 @@ class ResponsesRequest(GenerationFields):
     prompt_logprobs: Annotated[None, only(remedy="/v1/chat/completions has it")] = None
     return_token_ids: Annotated[None, only(remedy="/v1/chat/completions has it")] = None
 
-    def call(self, model: Model) -> ResponsesCall:
-        """Convert the body to a request for the engine. Raises RequestError."""
-        for name in ("previous_response_id", "conversation", "prompt"):
+    def call(self, model: Model, earlier: Sequence[Item] | None = None) -> ResponsesCall:
+        """Convert the body to a request for the engine. `earlier`: the conversation of the previous
+        response. Raises RequestError."""
+        if self.previous_response_id is not None and earlier is None:
+            raise FieldError(
+                "previous_response_id",
+                "refers to a stored response, which only a server has; send the whole conversation "
+                "as input.",
+            )
+        for name in ("conversation", "prompt"):
             if getattr(self, name) is not None:
                 raise FieldError(
                     name,
-                    "refers to what an earlier request stored, and this server stores nothing; "
-                    "send the whole conversation as input.",
+                    "refers to what is stored at OpenAI; send the whole conversation as input, or "
+                    "a previous_response_id.",
                 )
         try:
-            chat = self._as_chat().call(model)
+            chat = self._as_chat(earlier or ()).call(model)
         except RequestError as error:
             raise renamed(error, _NAMES) from None
-        return ResponsesCall(chat.with_names(_NAMES), self._described(chat))
+        described = self._described(chat)
+        return ResponsesCall(chat.with_names(_NAMES), described, self._items(), earlier or ())
 
-    def _as_chat(self) -> ChatCompletionRequest:
+    def _as_chat(self, earlier: Sequence[Item]) -> ChatCompletionRequest:
         shared = {name: getattr(self, name) for name in GenerationFields.model_fields}
         tools, choice = self._chosen()
         logprobs = LOGPROBS in (self.include or ()) or None
         shared |= {
-            "messages": self._messages(),
+            "messages": self._messages(earlier),
             "max_completion_tokens": self.max_output_tokens,
             "response_format": self._format(),
             "reasoning_effort": self.reasoning and self.reasoning.effort,
@@ -159,11 +174,14 @@ class ResponsesRequest(GenerationFields):
             shared["truncate_prompt_tokens"] = -1
         return ChatCompletionRequest.model_construct(**shared)
 
-    def _messages(self) -> list[Message]:
-        items = self.input
-        if isinstance(items, str):
-            items = [InputItem(role="user", content=items)]
-        messages = messages_of(items, self.instructions)
+    def _items(self) -> list[InputItem]:
+        if isinstance(self.input, str):
+            return [InputItem(role="user", content=self.input)]
+        return self.input
+
+    def _messages(self, earlier: Sequence[Item]) -> list[Message]:
+        before = [InputItem.model_validate(item) for item in earlier]
+        messages = messages_of(self._items(), self.instructions, before)
         if not messages:
             raise FieldError("input", "is empty; it needs at least one message.")
         return messages
@@ -200,7 +218,7 @@ class ResponsesRequest(GenerationFields):
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata if isinstance(self.metadata, dict) else {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": self.previous_response_id,
             "reasoning": {"effort": self.reasoning and self.reasoning.effort, "summary": None},
             "max_tool_calls": self.max_tool_calls,
             "prompt_cache_key": self.prompt_cache_key,

@@ -1,0 +1,62 @@
+"""Responses kept in memory: the most recently used ones of each API key."""
+
+from __future__ import annotations
+
+import collections
+
+from jaxserve.protocol.errors import ResponseNotFoundError
+from jaxserve.protocol.responses_api.stored import StoredResponse
+
+MAX_RESPONSES = 1024
+MAX_BYTES = 64 << 20
+"""Total size of stored responses, as JSON with their input."""
+
+
+class ResponseStore:
+    """Stored responses by tenant and id. For one event loop.
+
+    When there are too many, the tenant with the most bytes loses its least recently used one, so
+    that no client can make those of the others forgotten.
+    """
+
+    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._stored: dict[str | None, collections.OrderedDict[str, bytes]] = {}
+
+    def add(self, tenant: str | None, stored: StoredResponse) -> None:
+        """Keep a response, in the place of an earlier one of its id."""
+        mine = self._stored.setdefault(tenant, collections.OrderedDict())
+        mine[stored.id] = stored.to_json()
+        mine.move_to_end(stored.id)
+        self._make_room()
+
+    def get(self, tenant: str | None, response_id: str) -> StoredResponse:
+        """Raises ResponseNotFoundError for one that is not stored, or is another tenant's."""
+        mine = self._stored.get(tenant, {})
+        if response_id not in mine:
+            raise ResponseNotFoundError(response_id)
+        mine.move_to_end(response_id)
+        return StoredResponse.from_json(mine[response_id])
+
+    def delete(self, tenant: str | None, response_id: str) -> None:
+        """Raises ResponseNotFoundError as `get` does."""
+        if self._stored.get(tenant, {}).pop(response_id, None) is None:
+            raise ResponseNotFoundError(response_id)
+        self._forget_if_empty(tenant)
+
+    def _make_room(self) -> None:
+        while True:
+            sizes = {
+                tenant: sum(map(len, stored.values())) for tenant, stored in self._stored.items()
+            }
+            count = sum(map(len, self._stored.values()))
+            if count <= self._max_responses and sum(sizes.values()) <= self._max_bytes:
+                return
+            largest = max(sizes, key=sizes.__getitem__)
+            self._stored[largest].popitem(last=False)
+            self._forget_if_empty(largest)
+
+    def _forget_if_empty(self, tenant: str | None) -> None:
+        if not self._stored[tenant]:
+            del self._stored[tenant]

@@ -1,0 +1,67 @@
+"""Routes of stored responses. Each API key has its own; others are not found."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Request
+
+from jaxserve.core.errors import RequestError
+from jaxserve.protocol.errors import FieldError
+from jaxserve.protocol.responses import DeletedResponse, InputItems
+from jaxserve.protocol.responses import Response as ResponsesResponse
+from jaxserve.protocol.responses_api.stored import StoredResponse
+from jaxserve.server.openapi import ERRORS, documented_responses
+from jaxserve.server.request_state import state_of
+from jaxserve.server.responses import JsonResponse
+
+router = APIRouter()
+
+
+@router.get("/responses/{response_id}", include_in_schema=False)
+@router.get(
+    "/v1/responses/{response_id}", responses=documented_responses(ResponsesResponse) | ERRORS
+)
+async def response(response_id: str, request: Request, stream: bool = False) -> JsonResponse:
+    """A stored response."""
+    stored = _stored(request, response_id)
+    if stream:
+        raise FieldError("stream", "is only for the request that generates; leave it out.")
+    return JsonResponse(stored.response)
+
+
+@router.delete("/responses/{response_id}", include_in_schema=False)
+@router.delete(
+    "/v1/responses/{response_id}", responses=documented_responses(DeletedResponse) | ERRORS
+)
+async def delete(response_id: str, request: Request) -> JsonResponse:
+    """Forget a stored response. Those that go on from it have its items still."""
+    request.app.state.stored.delete(state_of(request.scope).tenant, response_id)
+    return JsonResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+@router.get("/responses/{response_id}/input_items", include_in_schema=False)
+@router.get(
+    "/v1/responses/{response_id}/input_items", responses=documented_responses(InputItems) | ERRORS
+)
+async def input_items(
+    response_id: str,
+    request: Request,
+    order: Literal["asc", "desc"] = "desc",
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    after: str | None = None,
+) -> JsonResponse:
+    """All items that the model read for a stored response, those of earlier responses included."""
+    return JsonResponse(_stored(request, response_id).input_items(order, limit, after))
+
+
+@router.post("/responses/{response_id}/cancel", include_in_schema=False)
+@router.post("/v1/responses/{response_id}/cancel", responses=ERRORS)
+async def cancel(response_id: str, request: Request) -> JsonResponse:
+    """Always refused, as by OpenAI: what is stored is complete. To cancel a request, hang up."""
+    _stored(request, response_id)
+    raise RequestError("Cannot cancel a synchronous response.")
+
+
+def _stored(request: Request, response_id: str) -> StoredResponse:
+    return request.app.state.stored.get(state_of(request.scope).tenant, response_id)
