@@ -57,6 +57,7 @@ ELSEWHERE = {
     "batch in.jsonl out.jsonl --tensor-parallel-size": "compiles for minutes on every host; "
     "tests/batch/test_batch_command.py runs two hosts as one engine, on a tiny model",
     "jaxserve profile": "measures for minutes; tests/cli/test_cli_simulate.py has a tiny model",
+    "--find-capacity": "sends a dozen loads; tests/loadgen/test_find_capacity.py has its server",
     "train-speculator": "trains for minutes; tests/training has a tiny model",
     "simulate --profile": "reads what `jaxserve profile` writes; as above",
 }
@@ -323,7 +324,8 @@ def test_a_line_for_another_machine_is_accepted(line, tmp_path, monkeypatch, cap
         assert isinstance(inner.command, Batch)
         return
     command = line.command
-    if isinstance(command, Profile | Restart | Serve | Simulate | Status | TrainSpeculator):
+    others = BenchServe | Profile | Restart | Serve | Simulate | Status | TrainSpeculator
+    if isinstance(command, others):
         return
     assert isinstance(command, Launch)
     words = line.words[line.words.index("launch") :]

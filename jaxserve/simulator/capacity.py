@@ -1,14 +1,16 @@
 """The capacity of an engine: the highest rate of requests at which a load meets its SLO.
 
 Rates are those of a grid, `ratio ** step` times the load's own with whole steps, so that a capacity
-does not depend on where the search for it began.
+does not depend on where the search for it began. `raised`, `lowered` and `bisected` search that
+grid, for simulations here and for live servers in `jaxserve bench serve --find-capacity`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxserve.core.events import Admitted, Arrived, Record
 from jaxserve.metrics.statistics import percentile
@@ -20,7 +22,7 @@ from jaxserve.simulator.slo import Slo
 from jaxserve.simulator.step_times import StepTimes
 
 _RATIO = 1.025
-_HALF = round(math.log(2) / math.log(_RATIO))
+HALF = round(math.log(2) / math.log(_RATIO))
 """Steps of the grid that halve the rate."""
 _TRIES = 4
 """Rates that are tried downwards, at growing distances, before the SLO counts as out of reach: the
@@ -40,6 +42,40 @@ def last_step(rate: float, own_rate: float) -> int:
 def nearest_step(value: float) -> int:
     """The step of the grid from 1 on that is nearest to a value of 1 or more."""
     return round(math.log(max(1, value)) / math.log(_RATIO))
+
+
+def raised(meets: Callable[[int], bool], met: int, steps: Iterable[int]) -> tuple[int, int]:
+    """The two that enclose the capacity: of `met`, which meets the SLO, and ever higher `steps`.
+    Raises ValueError when all of these meet it."""
+    for step in steps:
+        if not meets(step):
+            return met, step
+        met = step
+    raise ValueError(f"step {met} meets the SLO, and there is no higher one to try")
+
+
+def lowered(
+    meets: Callable[[int], bool], missed: int, steps: Iterable[int]
+) -> tuple[int | None, int]:
+    """The two that enclose the capacity: of ever lower `steps`, and `missed`, which misses the
+    SLO. None and the lowest that was tried if none meets it."""
+    for step in steps:
+        if meets(step):
+            return step, missed
+        missed = step
+    return None, missed
+
+
+def bisected(meets: Callable[[int], bool], met: int, missed: int) -> int:
+    """The capacity, from a step that meets the SLO and a higher one that misses it. Assumes that a
+    rate meets the SLO where a higher one does."""
+    while missed - met > 1:
+        middle = (met + missed) // 2
+        if meets(middle):
+            met = middle
+        else:
+            missed = middle
+    return met
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,40 +184,20 @@ class CapacitySearch:
         if above is not None:
             if last <= above or not self._meets(above + 1):
                 return Capacity(None, None, len(self._met))
-            meets, misses = self._upwards(above + 1, last)
+            ever_higher = (above + 2**power for power in itertools.count(1))
+            steps = itertools.takewhile(lambda step: step < last, ever_higher)
+            met, missed = raised(
+                lambda step: step <= last and self._meets(step), above + 1, [*steps, last, last + 1]
+            )
         else:
-            meets, misses = self._downwards(last)
-            if meets is None:
-                values = self._slo.measured(self._serve(misses, to_the_end=True))
+            widths = (2 * HALF // 3 * (2**power - 1) for power in itertools.count(1))
+            steps = (last + 1 - width for width in itertools.islice(widths, _TRIES))
+            met, missed = lowered(self._meets, last + 1, steps)
+            if met is None:
+                values = self._slo.measured(self._serve(missed, to_the_end=True))
                 return Capacity(None, values, len(self._met) + 1)
-        while misses - meets > 1:
-            middle = (meets + misses) // 2
-            if self._meets(middle):
-                meets = middle
-            else:
-                misses = middle
-        return Capacity(meets, self._met[meets], len(self._met))
-
-    def _upwards(self, meets: int, last: int) -> tuple[int, int]:
-        """From a step that meets the SLO to two that enclose the capacity."""
-        width = 1
-        while meets < last:
-            step = min(meets + width, last)
-            if not self._meets(step):
-                return meets, step
-            meets, width = step, 2 * width
-        return meets, last + 1
-
-    def _downwards(self, last: int) -> tuple[int | None, int]:
-        """From the highest step to two that enclose the capacity; None and the lowest that was
-        tried if none meets the SLO."""
-        misses, width = last + 1, 2 * _HALF // 3
-        for _ in range(_TRIES):
-            step = misses - width
-            if self._meets(step):
-                return step, misses
-            misses, width = step, 2 * width
-        return None, misses
+        met = bisected(self._meets, met, missed)
+        return Capacity(met, self._met[met], len(self._met))
 
     def _meets(self, step: int) -> bool:
         if step not in self._met:

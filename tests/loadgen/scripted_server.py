@@ -13,6 +13,7 @@ import signal
 GAP_S = 0.02
 STRICT_FIELDS = {"model", "prompt", "stream", "max_tokens"}
 SLOW_S = 30.0
+TURN = asyncio.Lock()
 
 
 async def app(scope, receive, send):
@@ -174,6 +175,12 @@ async def one_token(send, asked):
     await (plain if asked["max_tokens"] == 1 else broken)(send, asked)
 
 
+async def one_by_one(send, asked):
+    """Answers one request at a time; the others wait."""
+    async with TURN:
+        await plain(send, asked)
+
+
 async def hangs(send, asked):
     """One token, and then nothing for a long time."""
     await begin(send)
@@ -211,6 +218,7 @@ SCRIPTS = {
         broken,
         odd_lengths,
         one_token,
+        one_by_one,
         hangs,
         interrupts,
         terminates,

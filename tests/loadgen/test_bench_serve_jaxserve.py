@@ -115,6 +115,21 @@ def test_more_than_the_server_can_do_at_once_is_sent_all_the_same(bench):
     assert sum(us < first_end for us in sent) > 4
 
 
+def test_its_capacity_is_found(bench):
+    """The server can do more than any rate that is tried before all requests are there at once, or
+    less: whichever it is, the search ends and says so."""
+    load = ("--request-rate=50", "--num-requests=10", "--input-len=50", "--output-len=8")
+    search = ("--find-capacity", "--slo=ttft_p90=200ms", "--json", "--seed=1")
+    done, run = bench(*load, *search, f"--api-key={KEY}")
+    assert json.loads(done.stdout) == run
+    probes = run["probes"]
+    assert probes[0]["requests_per_s"] == 50
+    met = [probe["requests_per_s"] for probe in probes if probe["met"]]
+    assert run["capacity_requests_per_s"] == max(met, default=None)
+    assert done.returncode == (0 if met else 1), done.stderr
+    assert KEY not in done.stdout
+
+
 def test_without_the_key_nothing_is_measured(bench):
     done, run = bench()
     assert done.returncode == 1

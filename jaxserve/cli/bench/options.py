@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxserve.core.errors import ConfigError
@@ -11,7 +12,12 @@ from jaxserve.loadgen.results import Objectives
 from jaxserve.loadgen.trace import Fit, TraceRequest, drawn, read_trace
 from jaxserve.metrics.fluidity import Deadlines, linear_prefill
 
+NOTABLE_LAG_US = 50_000
+"""With a 99th percentile of lag above this, the load that was sent is not the one asked for."""
+
 _NUM_REQUESTS = 32
+_NUM_TO_SEARCH = 100
+_FEWEST_TO_SEARCH = 10
 _TRACED = ("rate_scale", "length_scale")
 _DRAWN = ("request_rate", "burstiness", "input_len", "output_len", "random_range_ratio")
 
@@ -35,7 +41,8 @@ class Load:
             is 0.
         max_input_tokens: longer prompts are truncated.
         max_output_tokens: longer outputs are truncated.
-        num_requests: send at most this many; None is the whole trace, or 32 without one.
+        num_requests: send at most this many; None is the whole trace, or 32 without one (100 where
+            a rate is searched for).
         duration_s: send only requests that arrive within this many seconds.
     """
 
@@ -66,6 +73,33 @@ class Load:
         ratio = self.random_range_ratio
         if ratio is not None and not 0 <= ratio <= 1:
             raise ConfigError(f"random_range_ratio is {ratio}; it must be from 0 to 1.")
+
+    def requests_to_search(self, seed: int) -> list[TraceRequest]:
+        """As `requests`, by default more, so that a search for the rate sees the queue. Raises
+        ConfigError for too few."""
+        limited = self.trace is not None or self.num_requests or self.duration_s is not None
+        more = self if limited else dataclasses.replace(self, num_requests=_NUM_TO_SEARCH)
+        requests = more.requests(seed)
+        if len(requests) < _FEWEST_TO_SEARCH:
+            raise ConfigError(
+                f"the load has {len(requests)} requests, too few to see a queue grow; with "
+                f"find_capacity give {_FEWEST_TO_SEARCH} or more, better hundreds."
+            )
+        return requests
+
+    def rate_of(self, requests: Sequence[TraceRequest]) -> float:
+        """The own rate of a load, requests per second: that asked for, or a trace's mean. Raises
+        ConfigError for one that arrives all at once."""
+        span_s = requests[-1].arrival_us / 1e6
+        rate = (len(requests) - 1) / span_s if span_s else math.inf
+        if self.trace is None:
+            rate = self.request_rate or 1.0
+        if math.isinf(rate):
+            raise ConfigError(
+                "the load arrives all at once, so that its rate cannot be changed; leave "
+                "request_rate inf out, or give a trace of two requests or more with their times."
+            )
+        return rate
 
     def requests(self, seed: int) -> list[TraceRequest]:
         """One or more requests. Raises ConfigError for a trace that is unreadable or has none."""

@@ -10,11 +10,12 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tyro.conf import OmitArgPrefixes
 
-from jaxserve.cli.bench.options import Deadline, Load, Slo
+from jaxserve.cli.bench.find_capacity import CapacityFinder, Probe, Stopped
+from jaxserve.cli.bench.options import NOTABLE_LAG_US, Deadline, Load, Slo
 from jaxserve.cli.bench.report import report
 from jaxserve.cli.options import Common
 from jaxserve.cli.text import milliseconds
@@ -23,13 +24,12 @@ from jaxserve.core.output_file import check_output_file
 from jaxserve.loadgen.results import RequestResult, Summary
 from jaxserve.loadgen.trace import TraceRequest
 from jaxserve.runtime.progress import TerminalProgress
+from jaxserve.simulator import slo as limits
 
 if TYPE_CHECKING:
     from jaxserve.loadgen.endpoint import Endpoint
 
 _PLOT_SUFFIXES = (".html", ".svg", ".png")
-_NOTABLE_LAG_US = 50_000
-
 STOPPED = 130
 """The exit status of a load that Ctrl-C or SIGTERM ended."""
 
@@ -42,6 +42,9 @@ class Serve(Common):
     Outputs have the full length if the server supports ignore_eos. Ctrl-C or SIGTERM ends the load
     and prints what was measured.
 
+    With find_capacity the load is sent again and again, at other rates, until the highest is known
+    at which it meets the SLO.
+
     Attributes:
         base_url: URL of the server, including /v1.
         model_name: the server's name for the model; by default the one it serves.
@@ -51,7 +54,12 @@ class Serve(Common):
         timeout_s: a request that takes longer has failed.
         seed: for prompts and arrival times. None draws one, so that a second run does not hit the
             first run's prompts in the server's prefix cache.
-        output: write the summary, and the time of every token, to this JSON file.
+        find_capacity: search for the highest rate of requests that meets slo.
+        slo: with find_capacity, limits of percentiles, such as ttft=2s,itl_p90=50ms: of ttft, itl,
+            tpot, e2e, and at least of fluidity; without _pN of the 99th.
+        json: print one JSON object instead of tables.
+        output: write the summary, and the time of every token, to this JSON file; with
+            find_capacity, the object that json prints.
         plot: draw distributions and the run over time into this .html, .svg or .png file.
     """
 
@@ -62,10 +70,13 @@ class Serve(Common):
     prompt_format: Literal["auto", "text", "token_ids"] = "auto"
     timeout_s: float = 600.0
     seed: int | None = None
+    find_capacity: bool = False
+    slo: str = ""
+    json: bool = False
     output: Path | None = None
     plot: Path | None = None
     load: OmitArgPrefixes[Load] = dataclasses.field(default_factory=Load)
-    slo: Slo = dataclasses.field(default_factory=Slo)
+    objectives: OmitArgPrefixes[Slo] = dataclasses.field(default_factory=Slo)
     deadline: Deadline = dataclasses.field(default_factory=Deadline)
 
     def __post_init__(self) -> None:
@@ -77,32 +88,60 @@ class Serve(Common):
         if self.plot is not None and self.plot.suffix not in _PLOT_SUFFIXES:
             names = ", ".join(_PLOT_SUFFIXES)
             raise ConfigError(f"plot is {str(self.plot)!r}; its name must end in one of {names}.")
+        if self.find_capacity:
+            self._check_search()
+        elif self.slo:
+            raise ConfigError(
+                "slo has no effect without find_capacity; for goodput give slo_ttft_ms, "
+                "slo_itl_ms, slo_tpot_ms or slo_e2e_ms."
+            )
         for name in ("output", "plot"):
             if getattr(self, name) is not None:
                 check_output_file(name, getattr(self, name))
+
+    def _check_search(self) -> None:
+        """Raises ConfigError."""
+        if not self.slo:
+            raise ConfigError(
+                "find_capacity needs limits; give --slo, such as --slo ttft=2s,itl_p90=50ms."
+            )
+        limits.Slo.of(self.slo)
+        if any(vars(self.objectives).values()):
+            raise ConfigError(
+                "slo_ttft_ms, slo_itl_ms, slo_tpot_ms and slo_e2e_ms have no effect with "
+                "find_capacity; put the limits into --slo, such as --slo ttft=2s."
+            )
+        if self.plot is not None:
+            raise ConfigError("plot has no effect with find_capacity; leave it out.")
 
     def run(self) -> int:
         if self.plot is not None:
             from jaxserve.loadgen.plot import write_plot  # Fails now, and not after the load.
 
         seed = secrets.randbits(32) if self.seed is None else self.seed
+        if self.find_capacity:
+            return self._search(seed)
         requests = self.load.requests(seed)
         try:
-            with TerminalProgress() as progress:
-                endpoint, results = asyncio.run(self._measure(requests, seed, progress))
+            endpoint, results = self._served(requests, seed)
         except asyncio.CancelledError:  # SIGTERM, before anything was sent.
             return STOPPED
         if len(results) < len(requests):
             print(f"stopped after {len(results)} of {len(requests)} requests", file=sys.stderr)
             if not results:
                 return STOPPED
-        objectives, deadlines = self.slo.objectives(), self.deadline.deadlines()
+        objectives, deadlines = self.objectives.objectives(), self.deadline.deadlines()
         summary = Summary.of(results, objectives, deadlines)
         text = report(_facts(endpoint, seed), summary, objectives)
-        print(text)
+        document = self._settings(endpoint, seed) | {
+            "fields": endpoint.fields,
+            "summary": dataclasses.asdict(summary),
+        }
+        print(_as_text(document) if self.json else text)
         self._tell_troubles(results, summary)
         if self.output is not None:
-            self._write(self.output, endpoint, seed, summary, results)
+            document["requests"] = [result.as_json() for result in results]
+            self._write(document)
         if self.plot is not None:
             title = f"{endpoint.model} at {self.base_url}"
             write_plot(self.plot, results, objectives, deadlines, title, text)
@@ -110,8 +149,56 @@ class Serve(Common):
             return STOPPED
         return 0 if summary.completed else 1
 
+    def _search(self, seed: int) -> int:
+        """Find the capacity, and print each probe when it has ended."""
+        requests = self.load.requests_to_search(seed)
+        slo = limits.Slo.of(self.slo, self.deadline.deadlines())
+        endpoint: Endpoint | None = None
+
+        def serve(asked: Sequence[TraceRequest], number: int) -> Sequence[RequestResult]:
+            nonlocal endpoint
+            endpoint, results = self._served(asked, seed + number, endpoint)
+            return results
+
+        finder = CapacityFinder(serve, requests, self.load.rate_of(requests), slo, self._tell)
+        try:
+            found, stopped = finder.find(), False
+        except (Stopped, asyncio.CancelledError):
+            found, stopped = finder.so_far(), True
+        if endpoint is None:
+            return STOPPED
+        document = self._settings(endpoint, seed) | found.as_json()
+        if self.output is not None:
+            self._write(document)
+        if self.json:
+            print(_as_text(document))
+        elif found.rate is not None:
+            print(f"\n{found.text()}")
+        if stopped:
+            print(f"stopped after {len(found.probes)} probes", file=sys.stderr)
+            return STOPPED
+        if found.rate is None:
+            print(f"error: {found.text()}", file=sys.stderr)
+            return 1
+        return 0
+
+    def _tell(self, probe: Probe) -> None:
+        """One line; of --json to standard error, where progress goes."""
+        print(probe.text(), file=sys.stderr if self.json else sys.stdout, flush=True)
+
+    def _served(
+        self, requests: Sequence[TraceRequest], seed: int, endpoint: Endpoint | None = None
+    ) -> tuple[Endpoint, list[RequestResult]]:
+        """One load, until all of its requests have ended."""
+        with TerminalProgress() as progress:
+            return asyncio.run(self._measure(requests, seed, progress, endpoint))
+
     async def _measure(
-        self, requests: Sequence[TraceRequest], seed: int, progress: TerminalProgress
+        self,
+        requests: Sequence[TraceRequest],
+        seed: int,
+        progress: TerminalProgress,
+        endpoint: Endpoint | None,
     ) -> tuple[Endpoint, list[RequestResult]]:
         from jaxserve.loadgen.client import open_session, stream
         from jaxserve.loadgen.endpoint import find_out
@@ -122,13 +209,10 @@ class Serve(Common):
         stop = asyncio.current_task().cancel
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
         async with open_session(self.api_key, self.timeout_s) as http:
-            endpoint = await find_out(
-                http,
-                self.base_url,
-                self.endpoint,
-                self.model_name,
-                self.prompt_format,
-            )
+            if endpoint is None:
+                endpoint = await find_out(
+                    http, self.base_url, self.endpoint, self.model_name, self.prompt_format
+                )
             prompt = prompt_maker(seed, endpoint.token_ids, endpoint.text_length)
 
             def body(place: int, request: TraceRequest) -> bytes:
@@ -147,7 +231,7 @@ class Serve(Common):
             first = next(result for result in results if result.response.failure == reason)
             detail = " ".join((first.response.detail or "").split())
             print(f"failed, {reason}: {detail}", file=sys.stderr)
-        if summary.lag_us.p99 > _NOTABLE_LAG_US:
+        if summary.lag_us.p99 > NOTABLE_LAG_US:
             print(
                 f"warning: this load generator sent 1% of requests at least "
                 f"{milliseconds(summary.lag_us.p99)} late, so the server saw less than the "
@@ -155,23 +239,18 @@ class Serve(Common):
                 file=sys.stderr,
             )
 
-    def _write(
-        self,
-        path: Path,
-        endpoint: Endpoint,
-        seed: int,
-        summary: Summary,
-        results: Sequence[RequestResult],
-    ) -> None:
+    def _settings(self, endpoint: Endpoint, seed: int) -> dict[str, Any]:
+        """What was measured, without the key."""
         settings = dataclasses.asdict(self) | {"model_name": endpoint.model, "seed": seed}
         del settings["api_key"]
-        document = {
-            "settings": settings,
-            "fields": endpoint.fields,
-            "summary": dataclasses.asdict(summary),
-            "requests": [result.as_json() for result in results],
-        }
-        path.write_text(json.dumps(document, default=str) + "\n", encoding="utf-8")
+        return {"settings": settings}
+
+    def _write(self, document: dict[str, Any]) -> None:
+        self.output.write_text(_as_text(document) + "\n", encoding="utf-8")
+
+
+def _as_text(document: dict[str, Any]) -> str:
+    return json.dumps(document, default=str)
 
 
 def _facts(endpoint: Endpoint, seed: int) -> list[tuple[str, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,16 +50,7 @@ class SharedLoad:
         """Raises ConfigError for a trace that is unreadable, or a load that has no rate."""
         count = load.num_requests or SearchLoad.num_requests
         requests = dataclasses.replace(load, num_requests=count * most_engines).requests(seed)
-        span_s = requests[-1].arrival_us / 1e6
-        rate = (len(requests) - 1) / span_s if span_s else math.inf
-        if load.trace is None:
-            rate = load.request_rate or 1.0
-        if math.isinf(rate):
-            raise ConfigError(
-                "the load arrives all at once, so that its rate cannot be changed; leave "
-                "request_rate inf out, or give a trace of two requests or more with their times."
-            )
-        return cls(requests, rate, count)
+        return cls(requests, load.rate_of(requests), count)
 
     def share(self, engines: int) -> list[TraceRequest]:
         """The requests of the first of so many engines."""
