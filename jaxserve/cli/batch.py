@@ -17,10 +17,11 @@ from tyro.conf import Positional, arg
 from jaxserve.cli.batch_progress import BatchProgress
 from jaxserve.cli.follow import follow
 from jaxserve.cli.options import Common, EngineOptions, load
+from jaxserve.cli.replicas import check_replicas, platform_of_replicas
 from jaxserve.cli.text import size
 from jaxserve.cli.values import Texts
 from jaxserve.core.chat_settings import ChatSettings, ReasoningParser
-from jaxserve.core.errors import BatchError
+from jaxserve.core.errors import BatchError, ConfigError
 from jaxserve.core.output_file import check_output_file
 from jaxserve.core.signals import signals_handled
 from jaxserve.core.tables import table
@@ -39,6 +40,9 @@ class Batch(Common):
     `messages`. To resume an interrupted or killed job, run the same command again.
 
     Attributes:
+        data_parallel_size: replicas of the engine that share the lines, each on devices of its own,
+            on CPUs on its share of the cores; more than one needs jaxserve[cluster]
+            (docs/cluster.md).
         input: a .jsonl, .parquet or .array_record file.
         output: a .jsonl file; OUTPUT.job next to it identifies the job.
         report: an .html file for a report of the job, with plots; with several hosts, the last to
@@ -53,6 +57,7 @@ class Batch(Common):
 
     input: Annotated[Positional[Path], arg(metavar="INPUT")]
     output: Annotated[Positional[Path], arg(metavar="OUTPUT")]
+    data_parallel_size: int = 1
     report: Path | None = None
     shard: str = "0/1"
     served_model_name: Texts = ()
@@ -70,6 +75,10 @@ class Batch(Common):
     def run(self) -> int:
         if self.report is not None:
             self._check_report()
+        self._check_replicas()
+        if self.data_parallel_size > 1:
+            with self._job(platform_of_replicas()) as job:
+                return self._run(job)
         import jax
 
         if jax.process_count() > 1 and self.engine.num_devices < jax.device_count():
@@ -80,8 +89,18 @@ class Batch(Common):
             )
         if jax.process_index() > 0:  # Host 0 reads and writes for all hosts.
             return follow(self.engine)
-        with self._job() as job:
+        with self._job(jax.default_backend()) as job:
             return self._run(job, alone=jax.process_count() == 1)
+
+    def _check_replicas(self) -> None:
+        """Raises ConfigError for a number of replicas, or settings that are not for several, and
+        MissingDependencyError without Ray."""
+        if self.data_parallel_size < 1:
+            raise ConfigError(
+                f"data_parallel_size is {self.data_parallel_size}; it must be 1 or more."
+            )
+        if self.data_parallel_size > 1:
+            check_replicas(self.data_parallel_size, {"trace_file": self.trace_file})
 
     def _check_report(self) -> None:
         """Raises BatchError or ConfigError if the report would overwrite another file, and
@@ -95,17 +114,15 @@ class Batch(Common):
                 "the output."
             )
 
-    def _job(self) -> BatchJob:
+    def _job(self, platform: str) -> BatchJob:
         """Open the job. Raises all validation errors before the model is loaded."""
-        import jax
-
         from jaxserve.models.loading.checkpoint import open_checkpoint
         from jaxserve.offline.job import BatchJob, settings_of
         from jaxserve.offline.shards import Shard
 
         engine = self.engine
         checkpoint = open_checkpoint(engine.model, engine.load_format, seed=engine.seed)
-        config = engine.resolve(checkpoint.config, jax.default_backend())
+        config = engine.resolve(checkpoint.config, platform)
         settings = settings_of(
             config,
             checkpoint.fingerprint,
@@ -119,7 +136,7 @@ class Batch(Common):
     def _chat(self) -> ChatSettings:
         return ChatSettings(self.reasoning_parser, self.trust_request_chat_template)
 
-    def _run(self, job: BatchJob, alone: bool) -> int:
+    def _run(self, job: BatchJob, alone: bool = True) -> int:
         from jaxserve.offline.run import BatchRun
 
         run, reads = BatchRun(job), None
@@ -130,9 +147,12 @@ class Batch(Common):
         if run.num_left or not alone:
             with _stop_signals():
                 try:
-                    with load(self.engine, self.trace_file) as llm, BatchProgress() as progress:
-                        reads = llm.engine.weight_reads
-                        run.run(llm.engine, self.served_model_name, progress, self._chat)
+                    if self.data_parallel_size > 1:
+                        self._run_on_replicas(run)
+                    else:
+                        with load(self.engine, self.trace_file) as llm, BatchProgress() as progress:
+                            reads = llm.engine.weight_reads
+                            run.run(llm.engine, self.served_model_name, progress, self._chat)
                 except _Stopped as stopped:
                     status = 128 + stopped.number
         else:
@@ -147,6 +167,22 @@ class Batch(Common):
             write_report(self.report, run, shlex.join(["jaxserve", *sys.argv[1:]]))
         print(_summary(run, reads))
         return status
+
+    def _run_on_replicas(self, run: BatchRun) -> None:
+        """Raises BatchError when their answers would not be those of the job."""
+        from jaxserve.cluster.ray_replicas import load_replicas
+        from jaxserve.offline.workers import ReplicasWorker
+
+        _say(f"Loading {self.data_parallel_size} replicas.")
+        with contextlib.closing(load_replicas(self.engine, self.data_parallel_size)) as router:
+            theirs, ours = router.info.config.dtype, run.job.settings["dtype"]
+            if theirs != ours:
+                raise BatchError(
+                    f"dtype is {theirs} in the replicas, and {ours} on this machine, which has "
+                    f"other devices; add --dtype {theirs}."
+                )
+            with ReplicasWorker(router) as worker, BatchProgress() as progress:
+                run.run(worker, self.served_model_name, progress, self._chat)
 
 
 def _summary(run: BatchRun, reads: WeightReads | None) -> str:
@@ -168,6 +204,13 @@ def _summary(run: BatchRun, reads: WeightReads | None) -> str:
             ("tokens/s", f"{last.tokens / last.elapsed_s:,.1f}"),
             ("output tokens/s", f"{last.output_tokens / last.elapsed_s:,.1f}"),
             ("prompt tokens from the cache", f"{run.cached_share:.1%}"),
+        ]
+    if run.replicas:
+        finished = ", ".join(f"{each.num_finished:,}" for each in run.replicas)
+        losses = sum(each.num_losses for each in run.replicas)
+        rows += [
+            ("replicas", f"{len(run.replicas)}, lost {losses:,} times"),
+            ("requests of each", finished),
         ]
     if reads is not None:
         rows += [

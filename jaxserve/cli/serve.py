@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxserve.cli.follow import follow
 from jaxserve.cli.options import Common, ModelSettings
+from jaxserve.cli.replicas import check_replicas
 from jaxserve.cli.values import Size, Texts
 from jaxserve.core.chat_settings import ChatSettings, ReasoningParser
 from jaxserve.core.errors import ConfigError
@@ -221,25 +221,13 @@ class Serve(Common):
     def _check_replicas(self) -> None:
         """Raises ConfigError for settings that are of one engine, MissingDependencyError without
         Ray."""
-        import jax
-
-        for name in ("snapshot_dir", "trace_file"):
-            if getattr(self, name) is not None:
-                raise ConfigError(
-                    f"{name} is of one engine, but there are {self._num_replicas} replicas; leave "
-                    "one of them out."
-                )
         if self.dev_mode:
             raise ConfigError(
                 "dev_mode adds routes that change one engine, but there are "
                 f"{self._num_replicas} replicas; leave one of them out."
             )
-        if jax.distributed.is_initialized():
-            raise ConfigError(
-                "replicas are of one process, which starts them by Ray, and not of a launched job; "
-                "leave jaxserve launch out."
-            )
-        importlib.import_module("jaxserve.cluster.ray_replicas")
+        settings = {"snapshot_dir": self.snapshot_dir, "trace_file": self.trace_file}
+        check_replicas(self._num_replicas, settings)
 
     @property
     def _names(self) -> tuple[str, ...]:

@@ -122,7 +122,7 @@ class OpenRequests:
                     request,
                     EngineClosedError(
                         f"request {name!r} was given up after {MAX_LOSSES} replicas were lost with "
-                        "it; see the server's log."
+                        "it; see the log."
                     ),
                 )
             else:
@@ -312,7 +312,10 @@ class OpenRequests:
                 self._unrouted.remove(request)
             return
         self._leave(request)
-        for choice in () if output is None else output.outputs:
+        if output is None:
+            return
+        replica.num_finished += 1
+        for choice in output.outputs:
             token_ids = [*added.token_ids, *choice.token_ids[:-1]]  # The last has no KV.
             replica.load.cached.add(self._page_hashes(added, token_ids))
 

@@ -66,6 +66,7 @@ class RoutedReplica:
         ended: done once it is to be loaded again: with the error by which it was lost, or with None
             when its process is to be replaced.
         num_moving: those of its requests whose KV is being copied to others.
+        num_finished: requests that have ended here, with their output.
         num_losses: how often it was lost.
     """
 
@@ -78,6 +79,7 @@ class RoutedReplica:
         self.requests: dict[str, OpenRequest] = {}
         self.moved: dict[str, OpenRequest] = {}
         self.num_moving = 0
+        self.num_finished = 0
         self.num_losses = 0
         self.load = self._no_load(info)
         self.begin(info, process)
@@ -125,6 +127,7 @@ class RoutedReplica:
             max_num_seqs=load.max_num_seqs,
             num_used_pages=load.num_used_pages,
             num_pages=load.num_pages,
+            num_finished=self.num_finished,
             num_losses=self.num_losses,
         )
 

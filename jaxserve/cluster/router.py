@@ -46,10 +46,11 @@ class Router:
         on_end: Callable[[], object] = lambda: None,
         num_prefill: int = 0,
     ) -> None:
-        """Loads the replicas that `start` returns, and blocks until all are ready. `start` runs in
-        the router's thread, to which Ray ties the lives of the processes that it starts. `on_end`
-        runs when all replicas are closed, and when `start` fails. `num_prefill`: so many of the
-        replicas, the first ones, only prefill, and the others decode; by default all do both.
+        """Loads the replicas that `start` returns, and blocks until all are ready; an interrupt
+        ends them. `start` runs in the router's thread, to which Ray ties the lives of the processes
+        that it starts. `on_end` runs when all replicas are closed, and when `start` fails.
+        `num_prefill`: so many of the replicas, the first ones, only prefill, and the others decode;
+        by default all do both.
 
         Raises what `start` raises, as `AsyncEngine.load` does, and ReplicaLostError when a replica
         is lost meanwhile.
@@ -67,7 +68,11 @@ class Router:
             target=self._run, args=(ready,), name="jaxserve-router", daemon=True
         )
         self._thread.start()
-        ready.result()
+        try:
+            ready.result()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def info(self) -> EngineInfo:
@@ -235,25 +240,39 @@ class Router:
                 runner.run(self._serve(self._start(), ready))
         except BaseException as error:
             failure = self._pool.failure = error
+        with self._door:
+            self._shut = True  # Perhaps `start` has failed.
         try:
             self._on_end()
         finally:
             self.ended.set_result(None)
             if not ready.done():
-                ready.set_exception(failure)
+                ready.set_exception(failure or self._closed())
 
     async def _serve(
         self, clients: SequenceOf[ReplicaClient], ready: concurrent.futures.Future[None]
     ) -> None:
         try:
-            await self._pool.load(clients)
-            ready.set_result(None)
-            await self._pool.run()
+            if await self._loaded(clients):
+                ready.set_result(None)
+                await self._pool.run()
         finally:
             with self._door:
                 self._shut = True
             await asyncio.sleep(0)  # Requests that came before are admitted, and end as the others.
             await self._pool.close()
+
+    async def _loaded(self, clients: SequenceOf[ReplicaClient]) -> bool:
+        """Load the replicas; False when `close` was called meanwhile."""
+        loading = asyncio.ensure_future(self._pool.load(clients))
+        stopped = asyncio.ensure_future(self._pool.stop.wait())
+        await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if loading.cancel():
+            await asyncio.gather(loading, return_exceptions=True)
+            return False
+        loading.result()
+        return True
 
 
 def _refuse_live_changes() -> NoReturn:

@@ -23,6 +23,7 @@ class ReplicaStatus:
         fingerprint: digest of the weights.
         version: that of jaxserve.
         num_used_pages: pages of its requests, as the router counts them, of its `num_pages`.
+        num_finished: requests whose last token it has generated.
         num_losses: how often it was lost.
     """
 
@@ -39,6 +40,7 @@ class ReplicaStatus:
     max_num_seqs: int
     num_used_pages: int
     num_pages: int
+    num_finished: int
     num_losses: int
 
 

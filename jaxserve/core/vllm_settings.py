@@ -21,7 +21,7 @@ ANSWERS: Mapping[str, str] = MappingProxyType(
         "tokenizer": "leave it out; the tokenizer is always the model's",
         "chat_template": "leave it out; the chat template is always the model's",
         "calculate_kv_scales": "leave it out; scales are those of each token as it is written",
-        "data_parallel_size": "it is an option of jaxserve serve, for replicas of an engine",
+        "data_parallel_size": "it is an option of jaxserve serve and batch, for replicas",
         "distributed_executor_backend": "leave it out; use jaxserve launch for several hosts",
         "enable_sleep_mode": "leave it out; an engine can always sleep",
         "max_cpu_loras": "leave it out; an adapter that makes room is read from its path again",

@@ -34,7 +34,7 @@ def with_grammars(
 
 def _begin(engine: Engine, prompt: Prompt) -> Future[Grammar] | None:
     try:
-        return engine.preparation(prompt.request.params(prompt.place))
+        return engine.preparation(prompt.params)
     except RequestError as error:
         refusal: Future[Grammar] = Future()
         refusal.set_exception(error)

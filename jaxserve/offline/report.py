@@ -54,7 +54,7 @@ def write_report(path: Path, run: BatchRun, command: str | None = None) -> None:
 
 def report(run: BatchRun, command: str | None = None) -> str:
     """The report: when and how the job ran, progress, throughput, lengths of prompts and outputs,
-    latencies and errors."""
+    latencies, replicas and errors."""
     job, totals = run.job, run.totals
     title = f"{job.input.name} → {job.output.name}"
     left = len(job.lines) - totals.lines
@@ -73,6 +73,7 @@ def report(run: BatchRun, command: str | None = None) -> str:
             f'<h1>{html.escape(title)}</h1><p class="quiet">{html.escape(heading)}</p>',
             _numbers(run),
             *_plots(run),
+            *_replicas(run),
             *_errors(run),
             "<h2>Settings</h2>",
             _table([("input", job.input), ("output", job.output), *origin, *_settings(run)]),
@@ -122,6 +123,16 @@ def _plots(run: BatchRun) -> Iterable[str]:
     if figures:
         yield "<h2>Lengths and times</h2>"
         yield f'<div class="plots">{"".join(figures)}</div>'
+
+
+def _replicas(run: BatchRun) -> Iterable[str]:
+    if run.replicas:
+        yield "<h2>Replicas of this run</h2>"
+        rows = [
+            (each.index, f"{each.num_finished:,}", each.num_losses, each.state, each.process)
+            for each in run.replicas
+        ]
+        yield _table(rows, ("replica", "requests finished", "times lost", "state", "process"))
 
 
 def _errors(run: BatchRun) -> Iterable[str]:

@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxserve.core.chat_settings import ChatSettings
-from jaxserve.core.errors import RequestError
+from jaxserve.core.cluster_status import ReplicaStatus
+from jaxserve.core.errors import EngineClosedError, RequestError
 from jaxserve.core.outputs import RequestOutput
 from jaxserve.core.signals import interrupts_held
-from jaxserve.offline.grammars_ahead import with_grammars
 from jaxserve.offline.job import BatchJob, settings_of
 from jaxserve.offline.journal import Result
 from jaxserve.offline.requests import BatchRequest, refused
 from jaxserve.offline.timeline import Timeline
 from jaxserve.offline.totals import Totals
 from jaxserve.offline.windows import Prompt, Window, windows
+from jaxserve.offline.workers import EngineWorker, Progress, ReplicasWorker, Worker
 from jaxserve.protocol.errors import renamed
 from jaxserve.protocol.model import Model
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
-    from jaxserve.engine.request import Request
     from jaxserve.llm import LLM
     from jaxserve.structured.grammar import Grammar
+
+_log = logging.getLogger(__name__)
 
 
 class BatchRun:
@@ -36,8 +39,9 @@ class BatchRun:
 
     `totals` count the whole output as far as this host knows it, `done` and `cached_tokens` the
     lines of this run. For each request `latency_us` has the time from its first step to its last,
-    and `token_us`, if it has several tokens, the mean time between them. `complete` means that no
-    line is left, here or on another host. `started` and `ended` are Unix times, equal until `run`
+    and `token_us`, if it has several tokens, the mean time between them. `replicas` are those that
+    it ran on, at its end, if there were several. `complete` means that no line is left, here or on
+    another host. `started` and `ended` are Unix times, equal until `run`
     has ended.
     """
 
@@ -51,8 +55,9 @@ class BatchRun:
         self.latency_us = array("q")
         self.token_us = array("q")
         self.complete = False
+        self.replicas: tuple[ReplicaStatus, ...] = ()
         self._lines: dict[int, _Line] = {}
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, tuple[_Line, int]] = {}  # and the place of the prompt in it
         self._next: tuple[Prompt, Future[Grammar] | None] | None = None
 
     @property
@@ -74,32 +79,38 @@ class BatchRun:
 
     def run(
         self,
-        engine: Engine,
+        engine: Engine | ReplicasWorker,
         names: Sequence[str] = (),
         progress: Callable[[BatchRun], None] = lambda run: None,
         chat: ChatSettings | None = None,
     ) -> None:
-        """Run the remaining lines. `names` are the model's; `progress` is called after every step.
-        `chat` are the settings of chats, by default those of a server.
+        """Run the remaining lines, on one engine or on replicas. `names` are the model's;
+        `progress` is called after every step. `chat` are the settings of chats, by default those of
+        a server.
 
         On any exit, finished lines are in the output, and all requests have left the engine.
-        Raises BatchError if the output cannot be written, and what `Engine.step` raises.
+        Raises BatchError if the output cannot be written, and what `Engine.step` or
+        `ReplicasWorker.step` raises.
         """
-        model = Model.of(engine.plan.info, engine.tokenizer, names, chat)
+        worker = engine if isinstance(engine, ReplicasWorker) else EngineWorker(engine)
+        model = Model.of(worker.info, worker.tokenizer, names, chat)
         self.timeline = Timeline()
         try:
-            with windows(self.job, model, engine.plan.config.page_size) as read:
-                prompts = with_grammars(engine, self._prompts(read))
-                while self._feed(engine, prompts) or self._running:
+            with windows(self.job, model, worker.info.config.page_size) as read:
+                prompts = worker.prepared(self._prompts(read))
+                while self._feed(worker, prompts) or self._running:
+                    worker.wait()
                     with interrupts_held():  # Results of a finished step are always written.
-                        self._take(engine, engine.step())
+                        self._take(worker, worker.step())
                     self.job.sync_if_due()
                     progress(self)
         finally:
             self.timeline.sample()
             self.ended = time.time()
+            if isinstance(worker, ReplicasWorker) and (status := worker.status()) is not None:
+                self.replicas = status.replicas
             for request_id in self._running:
-                engine.abort(request_id)
+                worker.abort(request_id)
         self.complete = self.job.end()
 
     def _prompts(self, read: Iterator[Window]) -> Iterator[Prompt]:
@@ -108,11 +119,11 @@ class BatchRun:
             yield from window.prompts
 
     def _feed(
-        self, engine: Engine, prompts: Iterator[tuple[Prompt, Future[Grammar] | None]]
+        self, worker: Worker, prompts: Iterator[tuple[Prompt, Future[Grammar] | None]]
     ) -> bool:
         """Add prompts until as many sequences wait as can run at once, or until the next prompt's
         grammar is still compiling while others run. False once all are added."""
-        while engine.scheduler.num_waiting < engine.plan.config.max_num_seqs:
+        while worker.has_room:
             self._next = self._next or next(prompts, None)
             if self._next is None:
                 return False
@@ -120,65 +131,63 @@ class BatchRun:
             if grammar is not None and not grammar.done() and self._running:
                 return True
             self._next = None
-            self._add(engine, prompt, grammar)
+            self._add(worker, prompt, grammar)
         return True
 
-    def _add(self, engine: Engine, prompt: Prompt, grammar: Future[Grammar] | None) -> None:
+    def _add(self, worker: Worker, prompt: Prompt, grammar: Future[Grammar] | None) -> None:
         request = prompt.request
         line = self._lines.setdefault(request.number, _Line(request, len(request.prompts)))
         line.to_come -= 1
         if not line.refused:
-            self._submit(engine, prompt, line, grammar)
+            request_id = f"{request.number}.{prompt.place}"
+            self._running[request_id] = line, prompt.place
+            try:
+                worker.add(request_id, prompt, grammar)
+            except RequestError as error:
+                self._refuse(worker, line, error)
         if line.refused and not line.to_come:
+            self._lines.pop(request.number, None)
+
+    def _refuse(self, worker: Worker, line: _Line, error: Exception) -> None:
+        """A line ends with an error of one of its prompts."""
+        request = line.request
+        line.refused = True
+        for name in [name for name, (of, _) in self._running.items() if of is line]:
+            worker.abort(name)
+            del self._running[name]
+        if not line.to_come:
             del self._lines[request.number]
+        if isinstance(error, RequestError):
+            error = renamed(error, request.call.names)
+        elif not isinstance(error, EngineClosedError):
+            _log.error("line %d failed.", request.number, exc_info=error)
+        self._write([refused(request.number, request.custom_id, error)])
 
-    def _submit(
-        self, engine: Engine, prompt: Prompt, line: _Line, grammar: Future[Grammar] | None
-    ) -> None:
-        request, place = prompt.request, prompt.place
-        request_id = f"{request.number}.{place}"
-        try:
-            added = engine.add(
-                request_id,
-                request.prompts[place],
-                request.params(place),
-                shared_prefix=prompt.shared,
-                grammar=None if grammar is None else grammar.result(),
-            )
-        except RequestError as error:
-            line.refused = True
-            named = renamed(error, request.call.names)
-            for other in [name for name, running in self._running.items() if running.line is line]:
-                engine.abort(other)
-                del self._running[other]
-            self._write([refused(request.number, request.custom_id, named)])
-        else:
-            self._running[request_id] = _Running(line, place, added)
-
-    def _take(self, engine: Engine, touched: Sequence[Request]) -> None:
-        """Count the new tokens of requests, and write the lines that they finish."""
+    def _take(self, worker: Worker, steps: Iterable[Progress]) -> None:
+        """Count the new tokens of prompts, and write the lines that they finish."""
         results = []
-        for request in touched:
-            deltas = request.take_deltas()
-            running = self._running.get(request.request_id)
-            if running is None or running.request is not request:
-                continue  # Aborted, or not a request of this run.
-            prompt_tokens = 0 if running.started else len(request.prompt_token_ids)
-            running.started = True
-            self.timeline.add(prompt_tokens, sum(len(delta.token_ids) for delta in deltas))
-            if request.finished:
-                del self._running[request.request_id]
-                line = running.line
-                line.outputs[running.place] = self._counted(engine.output(request))
-                if len(line.outputs) == len(line.request.prompts):
-                    del self._lines[line.request.number]
-                    results.append(line.result(self.job.created))
+        for name, num_prompt_tokens, num_output_tokens, ended in steps:
+            if name not in self._running:
+                continue  # Its line was refused.
+            self.timeline.add(num_prompt_tokens, num_output_tokens)
+            if ended is None:
+                continue
+            line, place = self._running[name]
+            if isinstance(ended, Exception):
+                self._refuse(worker, line, ended)
+                continue
+            del self._running[name]
+            line.outputs[place] = self._counted(ended)
+            if len(line.outputs) == len(line.request.prompts):
+                del self._lines[line.request.number]
+                results.append(line.result(self.job.created))
         self._write(results)
 
     def _counted(self, output: RequestOutput) -> RequestOutput:
         times = output.metrics
         self.cached_tokens += times.cached_tokens
-        if times.finish_us is not None and times.first_token_us is not None:
+        measured = None not in (times.finish_us, times.first_token_us, times.queue_us)
+        if measured:  # Not of one that another replica has begun.
             self.latency_us.append(times.finish_us - times.arrival_us - times.queue_us)
             gaps = max(len(choice.token_ids) for choice in output.outputs) - 1
             if gaps:
@@ -194,7 +203,7 @@ class BatchRun:
 @dataclasses.dataclass
 class _Line:
     """A line in flight, with the outputs of its finished prompts by place. `to_come` counts its
-    prompts that are not yet in the engine."""
+    prompts that were not added yet."""
 
     request: BatchRequest
     to_come: int
@@ -203,16 +212,6 @@ class _Line:
 
     def result(self, created: int) -> Result:
         return self.request.result([output for _, output in sorted(self.outputs.items())], created)
-
-
-@dataclasses.dataclass
-class _Running:
-    """A prompt of a line in the engine; `started` once its first token is counted."""
-
-    line: _Line
-    place: int
-    request: Request
-    started: bool = False
 
 
 def run_batch(

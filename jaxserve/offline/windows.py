@@ -8,7 +8,9 @@ import logging
 from collections.abc import Iterator
 
 from jaxserve.core.errors import RequestError
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import SharedPrefix
+from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.offline.custom_ids import custom_id_of, implied_id
 from jaxserve.offline.job import BatchJob
 from jaxserve.offline.journal import Result
@@ -26,6 +28,14 @@ class Prompt:
     request: BatchRequest
     place: int
     shared: SharedPrefix | None
+
+    @property
+    def tokenized(self) -> TokenizedPrompt:
+        return self.request.prompts[self.place]
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params(self.place)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -291,6 +291,7 @@ class Replica(BaseModel):
     max_num_seqs: int
     num_used_pages: int
     num_pages: int
+    num_finished: int
     num_losses: int
 
 

@@ -25,6 +25,7 @@ REPLICA = {
     "max_num_seqs": 4,
     "num_used_pages": 5,
     "num_pages": 40,
+    "num_finished": 2,
     "num_losses": 1,
 }
 RESTART = {"running": False, "num_restarted": 1, "num_replicas": 2, "error": "it is lost."}

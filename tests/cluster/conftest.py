@@ -1,4 +1,4 @@
-"""Two replicas in this process behind a router; and a server of two for the tests of Ray."""
+"""Two replicas in this process behind a router; and what the tests of Ray have of others."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "batch"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 sys.path.insert(0, str(Path(__file__).parent))
 

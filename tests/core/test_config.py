@@ -56,7 +56,7 @@ from jaxserve.core.speculative import SpeculativeConfig
         ({"devices": [0, 1, 2], "tensor_parallel_size": 2}, r"\[0, 1, 2\], which has 3 entries"),
         (
             {"data_parallel_size": 2},
-            "data_parallel_size is a setting of vLLM.*option of jaxserve serve",
+            "data_parallel_size is a setting of vLLM.*option of jaxserve serve and batch",
         ),
         ({"gpu_memory_utilization": 0.9}, "of vLLM.*use memory_utilization"),
         ({"max_nm_seqs": 3}, "unknown setting 'max_nm_seqs'; did you mean max_num_seqs?"),
