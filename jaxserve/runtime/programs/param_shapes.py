@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ from jax.sharding import AbstractMesh, Mesh, Sharding
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.models.family import AnySpec, Family, Params, ParamSpec
-from jaxserve.models.loading.checkpoint import Checkpoint
 from jaxserve.models.lora import Adapters, adapter_specs
 from jaxserve.models.parallel import VOCAB
 from jaxserve.models.partition import partition
@@ -22,6 +21,9 @@ from jaxserve.models.registry import get_family
 from jaxserve.runtime.programs.array_shapes import ArrayShapes, placed, tree_bytes
 from pallas_kernels.quantized_matmul import QuantizedWeight
 from sharding_rules import EXPERT_PARALLEL, MEGATRON, Rules
+
+if TYPE_CHECKING:  # How files are read determines no program (program_sources.py).
+    from jaxserve.models.loading.checkpoint import Checkpoint
 
 _PARAMETERS = MEGATRON | {"vocab": VOCAB}
 """Rules for parameters: the vocabulary is split over stages too, to store no unused copies."""
