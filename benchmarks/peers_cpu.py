@@ -149,7 +149,7 @@ def best_time(call: Callable[[], object], rounds: int = 5) -> float:
 def limit_seconds(llm: LLM, prompts: list[list[int]], new_tokens: int) -> float:
     """Least time for a workload's weight products, all prompts first and then full batches."""
     rate, bandwidth = machine_limits()
-    params = llm.plan().shapes.abstract_params
+    params = llm.plan().shapes.params.abstract
     in_layers = sum(leaf.size for leaf in jax.tree.leaves(params["layers"]))
     head = params["embed"].size
     rows, tokens = len(prompts), sum(map(len, prompts))

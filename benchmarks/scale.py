@@ -184,7 +184,7 @@ def fixed_bytes(shapes: ProgramShapes) -> int:
 
 def page_bytes(shapes: ProgramShapes) -> int:
     """Bytes on one device of a page of all its layers."""
-    return shapes.pages.page_bytes * shapes.local_model.num_layers
+    return shapes.kv.pages.page_bytes * shapes.local_model.num_layers
 
 
 @dataclasses.dataclass(frozen=True)

@@ -97,7 +97,7 @@ class Step:
     @property
     def pool_bytes(self) -> int:
         """Keys, or values, of one layer's pool."""
-        return self.shapes.num_pages * self.shapes.pages.page_bytes // 2
+        return self.shapes.num_pages * self.shapes.kv.pages.page_bytes // 2
 
     def _kernels(self, kind, key):
         mesh = Mesh(np.array(self.shapes.devices), ("x",))

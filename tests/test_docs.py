@@ -64,6 +64,7 @@ def test_the_files_of_the_architecture_are_there():
     named = PATH.findall(read(ARCHITECTURE))
     beside = ("step.py", "step_layout.py", "kinds.py", "program_shapes.py", "device_state.py")
     beside += ("forward_programs.py", "sampling_programs.py", "page_programs.py")
+    beside += ("param_shapes.py", "kv_shapes.py")
     beside += ("executables.py", "executable_cache.py", "api.py")
     assert len(named) > 60
     missing = {path for path in named if not is_there(path)}

@@ -282,7 +282,7 @@ def _placement(shapes: ProgramShapes) -> str:
     import jax
 
     from jaxserve.models.family import AnySpec, ParamSpec
-    from jaxserve.runtime.programs.program_shapes import PAGE_NAMES, PAGES
+    from jaxserve.runtime.programs.kv_shapes import PAGE_NAMES, PAGES
     from sharding_rules import NamedArray, placement
 
     def named(spec: AnySpec) -> Any:
@@ -302,9 +302,9 @@ def _placement(shapes: ProgramShapes) -> str:
             for name, names in PAGE_NAMES.items()
             if (array := getattr(layer, name, None)) is not None
         }
-        for layer in shapes.abstract_kv
+        for layer in shapes.kv.abstract
     ]
-    return str(placement(params | {"kv": kv}, shapes.mesh, shapes.param_rules | PAGES))
+    return str(placement(params | {"kv": kv}, shapes.mesh, shapes.params.rules | PAGES))
 
 
 def _summary(programs: Programs) -> str:

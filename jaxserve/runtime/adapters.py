@@ -119,8 +119,8 @@ class AdapterSlots:
         if self._runner is None:
             raise EngineClosedError("the engine was closed; make a new one.")
         slot, shapes = self._free_slot(), self._plan.shapes
-        shardings = jax.tree.map(lambda array: array.sharding, shapes.abstract_adapter)
-        arrays = staged.adapter.placed(shapes.adapter, shardings, shapes.dtype)
+        shardings = jax.tree.map(lambda array: array.sharding, shapes.adapter.abstract)
+        arrays = staged.adapter.placed(shapes.adapter.specs, shardings, shapes.dtype)
         self._runner.set_adapter(slot, arrays)
         return LoadedAdapter(staged.request, slot, staged.adapter.digest)
 

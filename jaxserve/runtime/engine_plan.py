@@ -12,14 +12,10 @@ from jaxserve.core.engine_info import EngineInfo
 from jaxserve.core.errors import ConfigError, MemoryPlanError, ModelError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.kv.offload.tiers import DiskStore
-from jaxserve.models.family import Family, Params
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.eagle import EagleCheckpoint
 from jaxserve.models.loading.medusa import MedusaCheckpoint
-from jaxserve.models.lora import Adapters, adapter_specs
-from jaxserve.models.partition import partition
-from jaxserve.models.quantization import with_formats
-from jaxserve.models.registry import get_family, is_registered
+from jaxserve.models.registry import is_registered
 from jaxserve.runtime.alternatives import Changes, gib, refusal
 from jaxserve.runtime.cpu_threads import make_room_for_collectives
 from jaxserve.runtime.devices import (
@@ -33,6 +29,7 @@ from jaxserve.runtime.memory import MemoryPlan, plan_memory, reserve_memory
 from jaxserve.runtime.programs.executable_cache import ExecutableCache
 from jaxserve.runtime.programs.executables import Programs
 from jaxserve.runtime.programs.kinds import check_attention
+from jaxserve.runtime.programs.param_shapes import partitioned, partitioned_adapters
 from jaxserve.runtime.programs.program_shapes import DraftModel, ProgramShapes
 from jaxserve.runtime.proposers.draft_model import check_draft_model
 from jaxserve.runtime.proposers.eagle import check_draft_layer
@@ -254,16 +251,16 @@ def decide_on(
             f"enable_expert_parallel is True, but {checkpoint.config.architecture} has no experts; "
             "leave it out."
         )
-    model, family, specs = _partitioned(config, checkpoint, mesh, config.quantization)
+    model, family, specs = partitioned(config, checkpoint, mesh, config.quantization)
     draft = medusa = None
     if isinstance(draft_checkpoint, MedusaCheckpoint):
         medusa = draft_checkpoint.config
     elif isinstance(draft_checkpoint, EagleCheckpoint):
         whole = draft_checkpoint.specs
-        draft = DraftModel(*_partitioned(config, draft_checkpoint, mesh, None, whole))
+        draft = DraftModel(*partitioned(config, draft_checkpoint, mesh, None, whole))
     elif draft_checkpoint is not None:
         stored = draft_checkpoint.quantization
-        draft = DraftModel(*_partitioned(config, draft_checkpoint, mesh, stored))
+        draft = DraftModel(*partitioned(config, draft_checkpoint, mesh, stored))
     shapes = ProgramShapes(
         config,
         model,
@@ -274,7 +271,7 @@ def decide_on(
         mesh=mesh,
         draft_model=draft,
         medusa=medusa,
-        lora=_adapters(config, checkpoint, mesh) if config.enable_lora else None,
+        lora=partitioned_adapters(config, checkpoint.config, mesh) if config.enable_lora else None,
     )
     memory = plan_memory(
         config,
@@ -282,7 +279,7 @@ def decide_on(
         shapes.kv_layout,
         shapes.weights_bytes,
         shapes.state_bytes,
-        shapes.image_bytes,
+        shapes.kv.image_bytes,
         device,
         shapes.lora_bytes,
         shapes.placement.host_bytes,
@@ -299,54 +296,6 @@ def _check_quantizes(config: EngineConfig, model: ModelConfig) -> None:
             f"kv_cache_dtype is {config.kv_cache_dtype!r}, but {model.architecture} keeps latents, "
             "which are not quantized; leave kv_cache_dtype out."
         )
-
-
-def _partitioned(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    mesh: Mesh | AbstractMesh | None,
-    quantization: str | None,
-    specs: Params | None = None,
-) -> tuple[ModelConfig, Family, Params]:
-    """A checkpoint's config, family and specs, by default the family's, partitioned for `mesh`."""
-    # Context-dependent rotary frequencies are computed for the served context length.
-    model = dataclasses.replace(checkpoint.config, max_position_embeddings=config.max_model_len)
-    family = get_family(model.architecture)
-    specs = with_formats(
-        specs or family.param_specs(model),
-        quantization,
-        checkpoint.stored_format,
-        checkpoint.quantization,
-    )
-    if mesh is not None:
-        model, specs = partition(
-            model,
-            specs,
-            tensor=config.tensor_parallel_size,
-            stages=config.pipeline_parallel_size,
-            vocab=config.tensor_parallel_size * config.pipeline_parallel_size,
-            whole_experts=config.enable_expert_parallel,
-        )
-    return model, family, specs
-
-
-def _adapters(
-    config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh | AbstractMesh | None
-) -> list[dict[str, Adapters]]:
-    """Specs of the LoRA adapters of each layer, partitioned for `mesh`."""
-    model = checkpoint.config
-    specs = get_family(model.architecture).param_specs(model)
-    adapters = adapter_specs(specs, config.max_loras, config.max_lora_rank)
-    if mesh is None:
-        return adapters
-    _, partitioned = partition(
-        model,
-        {"layers": adapters},
-        tensor=config.tensor_parallel_size,
-        stages=config.pipeline_parallel_size,
-        vocab=config.tensor_parallel_size * config.pipeline_parallel_size,
-    )
-    return partitioned["layers"]
 
 
 def accept(decided: EnginePlan, hosts: Hosts | None = None) -> EnginePlan:

@@ -87,7 +87,7 @@ class LiveWeights:
         step may be in flight."""
         shapes = self._plan.shapes
         stated = shapes.family.param_specs(self._plan.checkpoint.config)
-        arrays = moved(staged.params, stated, shapes.specs, shapes.param_shardings)
+        arrays = moved(staged.params, stated, shapes.specs, shapes.params.shardings)
         self._runner.replace_params(arrays)
         self._checkpoint = staged.checkpoint
         self._dropped = False
@@ -133,7 +133,7 @@ class LiveWeights:
             self._checkpoint,
             shapes.specs,
             dtype=self._plan.config.dtype,
-            shardings=shapes.param_shardings,
+            shardings=shapes.params.shardings,
         )
         self._runner.replace_params(iter(jax.tree.leaves(params)))
         self._dropped = False

@@ -29,7 +29,7 @@ class ImageLayout:
 
     def __init__(self, shapes: ProgramShapes, model: ModelConfig) -> None:
         """`model` is the config of the checkpoint, not the partitioned one of `shapes`."""
-        pages = shapes.pages
+        pages = shapes.kv.pages
         self.dtype = np.dtype(np.uint8 if pages.scaled else pages.dtype)
         self.page_tokens = shapes.config.page_size
         self._scale_bytes = np.dtype(np.float32).itemsize if pages.scaled else 0

@@ -45,7 +45,7 @@ class Paging(PageTransfers):
             )
         worker, rates = None, Rates()
         if self._stores:
-            staging = Staging(plan.shapes.staging(1))
+            staging = Staging(plan.shapes.kv.staging(1))
             worker = TransferWorker(
                 self._stores,
                 download=staging.download,

@@ -237,11 +237,11 @@ class Runner:
             for array in jax.tree.leaves(state.params):
                 if isinstance(array, jax.Array):
                     array.delete()
-            state.weights = ResidentWeights(self.shapes.abstract_params)
+            state.weights = ResidentWeights(self.shapes.params.abstract)
 
     def restore_params(self) -> None:
         """Put the parameters in host memory back on the devices."""
-        params = _placed(self._state.params, self.shapes.abstract_params)
+        params = _placed(self._state.params, self.shapes.params.abstract)
         self._state.weights = ResidentWeights(params)
         self._restore_draft()
 
@@ -263,7 +263,7 @@ class Runner:
 
     def allocate_pages(self) -> None:
         """Allocate the KV pool again, empty."""
-        self._state.kv = jax.tree.map(lambda shape: filled(shape, 0), self.shapes.abstract_kv)
+        self._state.kv = jax.tree.map(lambda shape: filled(shape, 0), self.shapes.kv.abstract)
 
     def set_last_tokens(self, token_ids: SequenceOf[int]) -> None:
         """Make these the newest tokens of all slots, for steps that are only measured."""
@@ -294,7 +294,7 @@ class Runner:
     def write_pages(self, pages: SequenceOf[int], images: np.ndarray) -> None:
         """Write up to MOVE_PAGES pages, given as `read_pages` returns them."""
         self._drain()
-        kv, place = self._state.kv, self.shapes.staging(MOVE_PAGES, 1)
+        kv, place = self._state.kv, self.shapes.kv.staging(MOVE_PAGES, 1)
         parts = self._by_device(images.view(place.dtype))
         num_layers = self.shapes.kv_layout.layers_per_page
         parts = parts.reshape(*parts.shape[:2], num_layers, -1)
@@ -318,7 +318,7 @@ class Runner:
         """Fill pages, or their scales, with NaN, to expose reads before writes."""
         for first in range(0, len(pages), MOVE_SIZES[-1]):
             some = pages[first : first + MOVE_SIZES[-1]]
-            shape = self.shapes.staging(holding(MOVE_SIZES, len(some)))
+            shape = self.shapes.kv.staging(holding(MOVE_SIZES, len(some)))
             in_bytes = shape.dtype == np.uint8
             self.scatter(some, filled(shape, 0xFF if in_bytes else np.nan))
 

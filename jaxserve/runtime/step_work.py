@@ -12,7 +12,8 @@ from jax.sharding import Sharding
 
 from jaxserve.core.step_work import StepWork
 from jaxserve.models.family import AnySpec
-from jaxserve.runtime.programs.program_shapes import ProgramShapes, shard_bytes
+from jaxserve.runtime.programs.array_shapes import shard_bytes
+from jaxserve.runtime.programs.program_shapes import ProgramShapes
 from pallas_kernels.quantized_matmul import QuantizedWeight
 
 
@@ -22,8 +23,8 @@ def step_work(shapes: ProgramShapes) -> StepWork:
     def sizes(name: str) -> list[tuple[AnySpec, tuple[int, int]]]:
         """The specs of a part of the model, each with its weights and bytes on one device."""
         specs, structure = jax.tree.flatten(shapes.specs[name])
-        shardings = structure.flatten_up_to(shapes.param_shardings[name])
-        arrays = structure.flatten_up_to(shapes.abstract_params[name])
+        shardings = structure.flatten_up_to(shapes.params.shardings[name])
+        arrays = structure.flatten_up_to(shapes.params.abstract[name])
         return [(spec, _size(spec, *rest)) for spec, *rest in zip(specs, shardings, arrays)]
 
     names = [name for name in shapes.specs if name != "layers"]
@@ -34,7 +35,7 @@ def step_work(shapes: ProgramShapes) -> StepWork:
     layers, local = sizes("layers"), shapes.local_model
     expert_weights, expert_bytes = _total(size for spec, size in layers if _of_experts(spec))
     layer_weights, layer_bytes = _total(size for spec, size in layers if not _of_experts(spec))
-    for array in jax.tree.leaves(shapes.abstract_lora):
+    for array in jax.tree.leaves(shapes.adapters.abstract):
         num_bytes = shard_bytes(array)
         layer_weights += num_bytes // array.dtype.itemsize
         layer_bytes += num_bytes
@@ -52,7 +53,7 @@ def step_work(shapes: ProgramShapes) -> StepWork:
         head_weights=head_weights,
         head_bytes=head_bytes,
         query_size=local.num_heads * (local.head_dim + local.value_dim) // 2,
-        kv_bytes=shapes.pages.page_bytes // shapes.pages.page_size,
+        kv_bytes=shapes.kv.pages.page_bytes // shapes.kv.pages.page_size,
         tensor=shapes.tensor,
         stages=shapes.stages,
         seq=shapes.seq,

@@ -53,7 +53,7 @@ class Compiled:
         features = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         most = TOKENS * max(features, model.vocab_size)
         least_matrix = model.hidden_size * model.num_heads * model.head_dim
-        pool = math.prod(self.shapes.abstract_kv[0].k.shape)
+        pool = math.prod(self.shapes.kv.abstract[0].k.shape)
         assert most < min(least_matrix, pool)
         for shapes, kind in found:
             if kind == "all-gather":

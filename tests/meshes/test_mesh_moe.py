@@ -51,6 +51,6 @@ def check_bytes(mesh: str, directory: Path) -> None:
         read = bytes_by_device(shapes, path)
         assert set(read.values()) == {shapes.weights_bytes}
         assert shapes.weights_bytes < 0.56 * of_file
-        experts = shapes.abstract_params["layers"][1]["experts_gate_up"]
+        experts = shapes.params.abstract["layers"][1]["experts_gate_up"]
         expected = (6, 24, 64) if whole else (12, 12, 64)
         assert experts.sharding.shard_shape(experts.shape) == expected

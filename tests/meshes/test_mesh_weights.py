@@ -57,7 +57,7 @@ def bytes_by_device(shapes: ProgramShapes, path: Path) -> dict[jax.Device, int]:
     """Bytes read for the shards of each device, which may be a process by itself."""
     source, read = open_checkpoint(path), {}
     specs, structure = jax.tree.flatten(shapes.specs)
-    shardings = structure.flatten_up_to(shapes.param_shardings)
+    shardings = structure.flatten_up_to(shapes.params.shardings)
     for device in shapes.mesh.devices.flat:
         counted = Counted(source)
         for spec, sharding in zip(specs, shardings, strict=True):
@@ -122,13 +122,13 @@ def check_formats(mesh: str, path: Path, orbax: Path) -> None:
             return cut(lambda one, index: by_parts[one.parts][index], spec, everything)
 
         loaded = load_params(
-            checkpoint, shapes.specs, dtype="float32", shardings=shapes.param_shardings
+            checkpoint, shapes.specs, dtype="float32", shardings=shapes.params.shardings
         )
         jax.tree.map(
             lambda spec, array, sharding: check_array(array, wanted(spec), sharding),
             shapes.specs,
             loaded,
-            shapes.param_shardings,
+            shapes.params.shardings,
         )
 
 

@@ -39,7 +39,7 @@ class SetAdapter(ProgramKind[int]):
     @property
     def _firsts(self) -> list[int]:
         """For each layer, the first one with the same shapes."""
-        layers = self.shapes.abstract_lora or []
+        layers = self.shapes.adapters.abstract or []
         return [layers.index(layer) for layer in layers]
 
     def static(self, key: int) -> tuple[Any, ...]:
@@ -47,10 +47,10 @@ class SetAdapter(ProgramKind[int]):
         return (tuple(spec.axes.index(SLOTS) for spec in specs),)
 
     def uploads(self, key: int) -> tuple[Any, ...]:
-        return self.shapes.abstract_adapter[key], self.shapes.int32()
+        return self.shapes.adapter.abstract[key], self.shapes.int32()
 
     def spec(self, key: int) -> ProgramSpec:
-        adapters = self.shapes.abstract_lora[key]
+        adapters = self.shapes.adapters.abstract[key]
         return ProgramSpec(
             self.name(key),
             self.function(key),

@@ -17,10 +17,11 @@ from jaxserve.kv.layout import KVPlace
 from jaxserve.models.parallel import sequence_parallel
 from jaxserve.runtime.devices import device_rates
 from jaxserve.runtime.programs import step
+from jaxserve.runtime.programs.array_shapes import placed
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.executables import ProgramSpec
 from jaxserve.runtime.programs.program_kind import ProgramKind, partition_specs
-from jaxserve.runtime.programs.program_shapes import ProgramShapes, placed
+from jaxserve.runtime.programs.program_shapes import ProgramShapes
 from jaxserve.runtime.programs.step_layout import FrozenPlan
 from sharding_rules import SEQ, STAGE
 
@@ -117,7 +118,7 @@ class _Embed(_OfStep):
     def results(self, key: ProgramKey) -> Any:
         """Shapes of its results, which the other parts take."""
         if key not in self._results:
-            place = self.shapes.sharding(*BY_RANK)
+            place = self.shapes.arrays.sharding(*BY_RANK)
             results = self.spec(key).results()[len(self.replaces) :]
             self._results[key] = jax.tree.map(lambda array: placed(array, place), results)
         return self._results[key]

@@ -96,7 +96,7 @@ def check_attention(shapes: ProgramShapes) -> None:
     models = [(shapes.local_model, "")]
     if shapes.local_draft_model is not None:
         models.append((shapes.local_draft_model, "the model of speculative_config: "))
-    pools = [shapes.pages_of(model).shapes for model, _ in models]
+    pools = [shapes.kv.pages_of(model).shapes for model, _ in models]
 
     def all_of_it(model, q, pages, batch):
         attended = paged_attention(

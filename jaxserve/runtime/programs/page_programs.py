@@ -97,7 +97,7 @@ class _Move(ProgramKind[_MoveKey]):
     def keys(self) -> Iterable[_MoveKey]:
         keys = [_MoveKey(MOVE_PAGES, 1)]
         if self.shapes.moves_pages:
-            layers = len(self.shapes.abstract_kv)
+            layers = len(self.shapes.kv.abstract)
             keys += [_MoveKey(count, layers) for count in MOVE_SIZES]
         return dict.fromkeys(keys)
 
@@ -127,7 +127,7 @@ class GatherPages(_Move):
         return (self.shapes.int32(key.pages),)
 
     def results(self, key: _MoveKey) -> Any:
-        return self.shapes.staging(*key)
+        return self.shapes.kv.staging(*key)
 
     def __call__(self, layers: Sequence[Pages], pages: Sequence[int]) -> jax.Array:
         """A staging array [at least pages, elements] of up to MOVE_PAGES pages, all layers or
@@ -145,7 +145,7 @@ class ScatterPages(_Move):
     donated = (0,)
 
     def uploads(self, key: _MoveKey) -> tuple[Any, ...]:
-        return self.shapes.int32(key.pages), self.shapes.staging(*key)
+        return self.shapes.int32(key.pages), self.shapes.kv.staging(*key)
 
     def results(self, key: _MoveKey) -> Any:
         return self.shapes.abstract_state.kv[: key.layers]

@@ -1,31 +1,32 @@
-"""All sizes that determine a program, and the sharding of each array."""
+"""All sizes that determine a program, and the shapes of all that the devices hold."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDeviceSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, Mesh, Sharding
 
 from jaxserve.core.buckets import Buckets, ProgramKey
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.kv.layout import KVLayout
-from jaxserve.models.family import AnySpec, Family, Params, ParamSpec
+from jaxserve.models.family import Family, Params
 from jaxserve.models.lora import Adapters, of_one
 from jaxserve.models.medusa import MedusaConfig
 from jaxserve.models.medusa import param_specs as medusa_specs
 from jaxserve.models.parallel import VOCAB
 from jaxserve.models.partition import local
 from jaxserve.runtime.devices import device_rates
+from jaxserve.runtime.programs.array_shapes import ArrayShapes, placed, tree_bytes
+from jaxserve.runtime.programs.context_parallel import longest_ring_context
 from jaxserve.runtime.programs.device_state import DeviceState
+from jaxserve.runtime.programs.kv_shapes import KVShapes
+from jaxserve.runtime.programs.param_shapes import ParamShapes, param_rules
 from jaxserve.runtime.programs.step_layout import StepLayout
 from jaxserve.runtime.programs.tiles import DEFAULT_TILE_TOKENS, TILE_TOKENS
 from jaxserve.runtime.weights.placement import Placement, place
@@ -34,45 +35,14 @@ from jaxserve.sampling import BY_TOKEN, SamplingState, abstract_state
 from jaxserve.sampling.processors import Processors
 from jaxserve.sampling.speculation import SpeculationState, abstract_speculation
 from jaxserve.structured.bitmask import mask_words
-from pallas_kernels.page_copy import image_dtype, image_elements
-from pallas_kernels.paged_attention import PageLayout, Pages
-from pallas_kernels.quantized_matmul import QuantizedWeight
-from pallas_kernels.ring_attention import choose_scheme
 from sharding_rules import (
     ACTIVATIONS,
-    EXPERT_PARALLEL,
-    KV,
-    MEGATRON,
-    SEQ,
     STAGE,
-    TENSOR,
     Rules,
-    named_sharding,
 )
-
-RING_CHUNKS = 4
-"""Ring attention is for contexts of at most this many chunks: buffers for the longest are allocated
-and sent, whatever the context is."""
 
 DECODE_LAYERS = 6
 """Layers of a decode step compiled together on CPUs (docs/decisions/002-programs.md)."""
-
-
-_PARAMETERS = MEGATRON | {"vocab": VOCAB}
-"""Rules for parameters: the vocabulary is split over stages too, to store no unused copies."""
-
-_QUANTIZED_KV = {"int8": "int8", "fp8": "float8_e4m3fn"}
-"""Dtypes of the elements of quantized pages, by kv_cache_dtype."""
-
-PAGE_NAMES = {
-    "k": ("pages", "kv_heads", "head_dim", "page_tokens"),
-    "v": ("pages", "kv_heads", "page_tokens", "head_dim"),
-    "scales": ("pages", "kv_heads", "key_value", "page_tokens"),
-}
-"""Names of the dimensions of each array of a layer's pages."""
-
-PAGES = KV | {"pages": STAGE}
-"""Rules for pages: a stage holds the pages of its own layers, with the same page ids as others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,12 +95,6 @@ class ProgramShapes:
         return self.config.context_parallel_size
 
     @property
-    def param_rules(self) -> Rules:
-        """Rules for parameters."""
-        whole_experts = self.config.enable_expert_parallel
-        return _PARAMETERS | EXPERT_PARALLEL if whole_experts else _PARAMETERS
-
-    @property
     def vocab_ranks(self) -> int:
         """Ranks that the vocabulary is split over."""
         return self.stages * self.tensor
@@ -166,7 +130,9 @@ class ProgramShapes:
         for key in buckets.keys():  # noqa: SIM118
             # Full chunks only, since short sends wait for each other.
             if key.prefill_tokens == buckets.max_prefill_tokens and (
-                context := self._ring_context(key)
+                context := longest_ring_context(
+                    self.config, self.model, self.device, key.prefill_tokens
+                )
             ):
                 contexts[key] = -(-context // page_size) * page_size
         return dataclasses.replace(buckets, ring_contexts=contexts)
@@ -204,27 +170,6 @@ class ProgramShapes:
     def dtype(self) -> jnp.dtype:
         return jnp.dtype(self.config.dtype)
 
-    @property
-    def pages(self) -> PageLayout:
-        """One layer's pages on one device."""
-        return self.pages_of(self.local_model)
-
-    def pages_of(self, local_model: ModelConfig) -> PageLayout:
-        """`pages` of a layer of a model, or of one that drafts for it."""
-        return self._pages(local_model, self.num_pages, self.config.page_size // self.seq)
-
-    def _pages(self, model: ModelConfig, num_pages: int, page_size: int) -> PageLayout:
-        quantized = _QUANTIZED_KV.get(self.config.kv_cache_dtype)
-        return PageLayout(
-            num_pages,
-            page_size,
-            model.num_kv_heads,
-            model.head_dim,
-            jnp.dtype(quantized or self.dtype),
-            scaled=quantized is not None,
-            value_dim=model.value_dim if model.mla else None,
-        )
-
     @functools.cached_property
     def layouts(self) -> dict[ProgramKey, StepLayout]:
         return {key: self._layout(key) for key in (*self.buckets.keys(), *self.buckets.ring_keys())}
@@ -233,34 +178,6 @@ class ProgramShapes:
     def max_pages(self) -> int:
         """Pages of the longest sequence."""
         return -(-self.config.max_model_len // self.config.page_size)
-
-    def _ring_context(self, key: ProgramKey) -> int:
-        """Longest context, in tokens, with which a chunk that fills the step is faster by ring
-        attention than by passing its queries; 0 for none, as in a pipeline, whose stages work on
-        several chunks at once."""
-        if self.seq == 1 or self.stages > 1 or key.prefill_tokens % (2 * self.seq):
-            return 0
-        if self.model.mla:  # Latents are not sent around.
-            return 0
-        rates = device_rates(self.device)
-
-        def travels(context: int) -> bool:
-            scheme = choose_scheme(
-                new_tokens=key.prefill_tokens,
-                cached_tokens=context - key.prefill_tokens,
-                ranks=self.seq,
-                query_heads=self.model.num_heads,
-                kv_heads=self.model.num_kv_heads,
-                element_bytes=self.dtype.itemsize,
-                flops_per_s=rates.flops_per_s,
-                link_bytes_per_s=rates.link_bytes_per_s,
-            )
-            return scheme == "pass_kv"
-
-        most = min(self.max_pages * self.config.page_size, RING_CHUNKS * key.prefill_tokens)
-        contexts = range(key.prefill_tokens, most + 1)
-        count = bisect_left(contexts, True, key=lambda context: not travels(context))
-        return contexts[count - 1] if count else 0
 
     def _layout(self, key: ProgramKey) -> StepLayout:
         context = self.buckets.ring_contexts.get(key._replace(ring=False), 0)
@@ -291,91 +208,65 @@ class ProgramShapes:
     def _links_both_ways(self) -> bool:
         return self.mesh is not None and device_rates(self.device).both_ways
 
-    def sharding(self, *spec: str | tuple[str, ...] | None) -> Sharding:
-        """Sharding of an array whose dimensions are split over these mesh axes."""
-        if self.mesh is None:
-            return SingleDeviceSharding(self.device)
-        return NamedSharding(self.mesh, P(*spec))
+    @functools.cached_property
+    def arrays(self) -> ArrayShapes:
+        return ArrayShapes(self.device, self.mesh)
+
+    def int32(self, *shape: int, spec: tuple[str, ...] = ()) -> jax.ShapeDtypeStruct:
+        return self.arrays.int32(*shape, spec=spec)
 
     @functools.cached_property
-    def param_shardings(self) -> Params:
-        return self.shardings_of(self.specs)
-
-    def shardings_of(self, specs: Params) -> Params:
-        """A sharding for each parameter."""
-        return jax.tree.map(self._sharding_of, specs)
-
-    def _sharding_of(self, spec: AnySpec) -> Sharding | QuantizedWeight:
-        """The sharding of a parameter; of one that is packed and split, that of each plane."""
-        if not isinstance(spec, ParamSpec) or not spec.split:
-            return self._by_name(spec.axes, spec.shape, self.param_rules)
-        return jax.tree.map(
-            lambda plane: self._by_name(
-                spec.plane_axes(plane.shape[-1]), plane.shape, self.param_rules
-            ),
-            spec.abstract(self.dtype),
-        )
+    def params(self) -> ParamShapes:
+        """Shapes of the model's parameters."""
+        return self._params(self.specs)
 
     @functools.cached_property
-    def abstract_params(self) -> Params:
-        return self._abstract(self.specs)
-
-    @functools.cached_property
-    def _abstract_draft_params(self) -> Params | None:
-        return self._abstract(self.draft_specs) if self.draft_specs else None
-
-    @functools.cached_property
-    def draft_specs(self) -> Params | None:
-        """Specs of the parameters that draft beside the model's: of another model, or of heads."""
+    def draft_params(self) -> ParamShapes:
+        """Shapes of the parameters that draft beside the model's: of another model, of heads, or of
+        neither."""
         if self.medusa is not None:
-            return medusa_specs(self.medusa)
-        return self.draft_model and self.draft_model.specs
-
-    def _abstract(self, specs: Params) -> Params:
-        def all_placed(spec: AnySpec, sharding: Sharding | QuantizedWeight) -> Any:
-            arrays = spec.abstract(self.dtype)
-            if isinstance(sharding, Sharding):
-                sharding = jax.tree.map(lambda array: sharding, arrays)
-            return jax.tree.map(placed, arrays, sharding)
-
-        return jax.tree.map(all_placed, specs, self.shardings_of(specs))
+            return self._params(medusa_specs(self.medusa))
+        return self._params(self.draft_model and self.draft_model.specs)
 
     @functools.cached_property
-    def abstract_lora(self) -> list[dict[str, Adapters]] | None:
+    def adapters(self) -> ParamShapes:
         """Shapes of the buffers of all adapters."""
-        return self._abstract(self.lora)
+        return self._params(self.lora)
 
     @functools.cached_property
-    def adapter(self) -> list[dict[str, Adapters]] | None:
-        """As `lora`, of one adapter."""
-        return jax.tree.map(of_one, self.lora)
-
-    @functools.cached_property
-    def abstract_adapter(self) -> list[dict[str, Adapters]] | None:
+    def adapter(self) -> ParamShapes:
         """Shapes of one adapter, as it is written to a slot."""
-        return self._abstract(self.adapter)
+        return self._params(jax.tree.map(of_one, self.lora))
+
+    def _params(self, specs: Params | None) -> ParamShapes:
+        return ParamShapes(specs, self.arrays, param_rules(self.config), self.dtype)
+
+    @functools.cached_property
+    def kv(self) -> KVShapes:
+        """Shapes of the pool of pages."""
+        draft = self.draft_model and self.draft_model.model
+        return KVShapes(self.config, self.kv_layout, self.num_pages, self.arrays, self.model, draft)
 
     @property
     def lora_bytes(self) -> int:
         """Bytes on one device of the adapters' buffers, and of one that is being loaded."""
-        both = self.abstract_lora, self.abstract_adapter
-        return tree_bytes(both)
+        return self.adapters.num_bytes + self.adapter.num_bytes
 
     @property
     def weights_bytes(self) -> int:
         """Bytes on one device of the parameters that it holds at once, those of a draft model
         included."""
-        return self.placement.device_bytes + tree_bytes(self._abstract_draft_params)
+        return self.placement.device_bytes + self.draft_params.num_bytes
 
     @functools.cached_property
     def placement(self) -> Placement:
         """Which layers stay on the devices. Raises ConfigError when `resident_weight_bytes` cannot
         hold a window."""
-        outside = {name: own for name, own in self.abstract_params.items() if name != "layers"}
+        outside = {name: own for name, own in self.params.abstract.items() if name != "layers"}
         return place(
             self.config.weights_on,
             tree_bytes(outside),
-            [tree_bytes(layer) for layer in self.abstract_params["layers"]],
+            [tree_bytes(layer) for layer in self.params.abstract["layers"]],
             self.config.resident_weight_bytes,
         )
 
@@ -393,8 +284,8 @@ class ProgramShapes:
         """Shapes of everything that the devices hold across steps."""
         slots = self.trash_slot + 1
         return DeviceState(
-            weights=ResidentWeights(self.abstract_params),
-            kv=self.abstract_kv,
+            weights=ResidentWeights(self.params.abstract),
+            kv=self.kv.abstract,
             tables=self.int32(
                 self.stages * len(self.kv_layout.groups) * slots, self.max_pages, spec=(STAGE,)
             ),
@@ -402,43 +293,18 @@ class ProgramShapes:
             sampling=self._abstract_sampling,
             no_masks={rows: self._masks(rows) for rows in self.sample_rows},
             speculation=self._abstract_speculation,
-            draft_params=self._abstract_draft_params,
-            lora=self.abstract_lora,
+            draft_params=self.draft_params.abstract,
+            lora=self.adapters.abstract,
             carry=self._abstract_carry if self.stages > 1 else None,
         )
-
-    @property
-    def abstract_kv(self) -> list[Pages]:
-        """Shapes of the arrays of pages of a stage, each for a layer of every KV group,
-        concatenated over stages; then those of a draft model's layers, with the same page ids."""
-        pages = [self._abstract_pages(self.model)] * self.kv_layout.layers_per_page
-        if self.draft_model is not None:
-            draft = self.draft_model.model
-            pages += [self._abstract_pages(draft)] * draft.num_layers
-        return pages
-
-    def _abstract_pages(self, model: ModelConfig) -> Pages:
-        """Shapes of the pages of a layer of `model`."""
-        pages = self._pages(model, self.stages * self.num_pages, self.config.page_size)
-
-        def on_mesh(path: tuple[Any, ...], array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            names = PAGE_NAMES[path[0].name]
-            return placed(array, self._by_name(names, array.shape, PAGES))
-
-        return jax.tree_util.tree_map_with_path(on_mesh, pages.shapes)
-
-    @property
-    def image_bytes(self) -> int:
-        """Bytes of a whole page, of all stages."""
-        kv = self.abstract_kv
-        return self.stages * image_elements(kv) * image_dtype(kv).itemsize
 
     @property
     def _abstract_sampling(self) -> SamplingState:
         state = abstract_state(self.trash_slot, self.model.vocab_size, self.vocab_ranks)
 
         def of(name: str) -> Sharding:
-            return self.sharding(None, VOCAB) if name in BY_TOKEN else self.sharding()
+            spec = (None, VOCAB) if name in BY_TOKEN else ()
+            return self.arrays.sharding(*spec)
 
         fields = dataclasses.fields(state)
         return SamplingState(**{f.name: placed(getattr(state, f.name), of(f.name)) for f in fields})
@@ -456,7 +322,7 @@ class ProgramShapes:
             hidden if self.medusa or self.eagle else None,
             gained=self.eagle,
         )
-        return jax.tree.map(lambda array: placed(array, self.sharding()), state)
+        return jax.tree.map(lambda array: placed(array, self.arrays.sharding()), state)
 
     @functools.cached_property
     def sample_rows(self) -> tuple[int, ...]:
@@ -500,27 +366,9 @@ class ProgramShapes:
             rules, features = rules | {"features": STAGE}, self.stages * features
         return self._named((tokens, features), ("tokens", "features"), rules)
 
-    def int32(self, *shape: int, spec: tuple[str, ...] = ()) -> jax.ShapeDtypeStruct:
-        return placed(jax.ShapeDtypeStruct(shape, jnp.int32), self.sharding(*spec))
-
-    def staging(self, count: int, layers: int | None = None) -> jax.ShapeDtypeStruct:
-        """Shape of a staging array of `count` pages, each the parts of all devices in turn; of all
-        layers of a stage, or of `layers` of them."""
-        kv = self.abstract_kv[:layers]
-        shape = (count, self.stages * image_elements(kv))
-        array = jax.ShapeDtypeStruct(shape, image_dtype(kv))
-        return placed(array, self.sharding(None, (STAGE, SEQ, TENSOR)))
-
     def _named(self, shape: tuple[int, ...], names: tuple[str, ...], rules: Rules) -> Any:
         array = jax.ShapeDtypeStruct(shape, self.dtype)
-        return placed(array, self._by_name(names, shape, rules))
-
-    def _by_name(
-        self, names: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules
-    ) -> Sharding:
-        if self.mesh is None:
-            return self.sharding()
-        return named_sharding(self.mesh, names, shape, rules)
+        return placed(array, self.arrays.by_name(names, shape, rules))
 
     @functools.cached_property
     def processors(self) -> Processors:
@@ -539,18 +387,3 @@ class ProgramShapes:
 def holding(sizes: Iterable[int], count: int) -> int:
     """The smallest of `sizes` that holds `count`."""
     return min(size for size in sizes if size >= count)
-
-
-def placed(array: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
-    """The shape of an array, with its sharding."""
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-
-
-def shard_bytes(array: jax.ShapeDtypeStruct) -> int:
-    """Bytes of an array on one device."""
-    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
-
-
-def tree_bytes(tree: Any) -> int:
-    """Bytes on one device of the arrays of a tree."""
-    return sum(map(shard_bytes, jax.tree.leaves(tree)))

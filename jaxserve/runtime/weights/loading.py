@@ -33,7 +33,7 @@ def load_weights(checkpoint: Checkpoint, shapes: ProgramShapes, progress: Progre
             checkpoint,
             shapes.specs,
             dtype=shapes.config.dtype,
-            shardings=shapes.param_shardings,
+            shardings=shapes.params.shardings,
             progress=progress,
         )
         return ResidentWeights(params)
@@ -50,13 +50,13 @@ def load_draft_params(
 
     `progress` and errors are those of `load_params`.
     """
-    if checkpoint is None or shapes.draft_specs is None:
+    if checkpoint is None or shapes.draft_params.specs is None:
         return None
     return load_params(
         checkpoint,
-        shapes.draft_specs,
+        shapes.draft_params.specs,
         dtype=shapes.config.dtype,
-        shardings=shapes.shardings_of(shapes.draft_specs),
+        shardings=shapes.draft_params.shardings,
         progress=progress,
     )
 
@@ -71,7 +71,7 @@ def layer_file(checkpoint: Checkpoint, shapes: ProgramShapes) -> LayerFile:
 
 
 def _layouts(shapes: ProgramShapes) -> list[LayerLayout]:
-    return [LayerLayout(params) for params in shapes.abstract_params["layers"]]
+    return [LayerLayout(params) for params in shapes.params.abstract["layers"]]
 
 
 def _described(spec: AnySpec) -> str:
