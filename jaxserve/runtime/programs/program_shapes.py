@@ -523,7 +523,7 @@ class ProgramShapes:
     def describe(self) -> str:
         """Text that changes whenever any program would: the key of the executable cache."""
         settings = self.config.of_programs() | {"logits_processors": self.processors.names}
-        formats = [spec.format for spec in jax.tree.leaves(self.specs)]
+        formats = [spec.format for spec in jax.tree.leaves((self.specs, self.draft_specs))]
         draft = self.draft_model and self.draft_model.model
         return repr((settings, self.model, formats, draft, self.medusa, self.num_pages))
 
