@@ -49,11 +49,23 @@ def run(model, work, stop_at, *signals):
     )
 
 
+@pytest.fixture(scope="module")
+def undisturbed(llama, tmp_path_factory):
+    """What the script prints that no one stops."""
+    return run(llama, tmp_path_factory.mktemp("unused"), 0)
+
+
 @pytest.mark.parametrize(
     "stop_at, signals",
-    [(7, ["SIGTERM"]), (30, ["SIGTERM", "SIGTERM"]), (12, ["SIGINT", "SIGTERM"])],
+    [
+        (7, ["SIGTERM"]),
+        pytest.param(30, ["SIGTERM", "SIGTERM"], marks=pytest.mark.interfaces),
+        pytest.param(12, ["SIGINT", "SIGTERM"], marks=pytest.mark.interfaces),
+    ],
 )
-def test_a_list_of_prompts_is_finished_by_the_next_process(llama, tmp_path, stop_at, signals):
+def test_a_list_of_prompts_is_finished_by_the_next_process(
+    llama, undisturbed, tmp_path, stop_at, signals
+):
     """By step 30 some have ended, whose outputs no caller has read. However many signals come
     within a step, none cuts it in two."""
     first = run(llama, tmp_path, stop_at, *signals)
@@ -64,7 +76,6 @@ def test_a_list_of_prompts_is_finished_by_the_next_process(llama, tmp_path, stop
     (restored,), *outputs = json.loads(second.stdout)
     assert restored == len(llama.prompts)
     assert not list(tmp_path.iterdir())
-    undisturbed = run(llama, tmp_path / "unused", 0)
     (restored,), *expected = json.loads(undisturbed.stdout)
     assert restored == 0
     assert outputs == expected

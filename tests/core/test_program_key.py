@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from quantized_checkpoints import write
+from tiny_checkpoints import random_tensors
 from tiny_engines import CONTEXT, TinyModel
 
 from jaxserve.core.config import EngineConfig
@@ -83,6 +86,24 @@ def test_settings_outside_the_key_change_no_program(model, tmp_path):
 )
 def test_what_shapes_programs_changes_the_key(model, changes):
     assert geometry_of(model.path, **changes).describe() != geometry_of(model.path).describe()
+
+
+def test_the_formats_of_a_draft_models_weights_change_the_key(model, tmp_path):
+    """Of a directory whose model is quantized later, and has the same config otherwise."""
+    raw = json.loads((model.path / "config.json").read_text())
+    tensors = random_tensors(raw)
+    drafter, keys = tmp_path / "drafter", []
+    changes = {
+        "speculative_config": {"model": str(drafter), "num_speculative_tokens": 1},
+        "max_num_batched_tokens": 36,
+    }
+    for path in write(tmp_path, raw, tensors, "fp8"):
+        shutil.copytree(path, drafter, dirs_exist_ok=True)
+        shapes = geometry_of(model.path, **changes)
+        keys.append((shapes.describe(), str(shapes.abstract_state.draft_params)))
+    (key, params), (other_key, other_params) = keys
+    assert params != other_params
+    assert key != other_key
 
 
 def test_all_of_ours_that_runs_while_programs_are_traced_is_digested(model):

@@ -3,6 +3,8 @@ And what it plans to take of the memory."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,6 +13,8 @@ from tiny_engines import CONTEXT, LONGEST, NUM_PAGES, Arrival, drive, generate, 
 from jaxserve.core.errors import ConfigError, MemoryPlanError
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.runtime.programs.kinds import ProgramKinds
+from jaxserve.runtime.programs.page_programs import CopyPages
+from jaxserve.runtime.programs.program_shapes import DraftModel
 
 
 def mixture(llama):
@@ -77,6 +81,23 @@ def test_the_programs_are_the_enumerated_ones(llama, tmp_path, monkeypatch, comp
         llama.check_greedy(generate(larger, llama.prompts[5], SamplingParams(temperature=0)))
     with llama.load(**settings) as larger:
         assert compiled_programs(larger) == 0
+
+
+def test_layers_with_pages_of_one_shape_share_the_program_that_copies_them(llm):
+    shapes = llm.plan().shapes
+    draft = dataclasses.replace(shapes.model, num_kv_heads=1)
+    drafted = dataclasses.replace(shapes, draft_model=DraftModel(draft, shapes.family, {}))
+    one_program = dataclasses.replace(shapes.config, program_scope="step")
+    whole = dataclasses.replace(drafted, config=one_program)
+    assert copied_layers(shapes) == [1]
+    assert copied_layers(drafted) == [1, 1]
+    assert copied_layers(whole) == [2 * shapes.model.num_layers]
+
+
+def copied_layers(shapes):
+    """Layers of each program that copies pages."""
+    kind = CopyPages(shapes)
+    return [len(kind.spec(key).arguments[0]) for key in kind.keys()]  # noqa: SIM118
 
 
 def compiled_programs(llm):

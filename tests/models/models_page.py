@@ -31,7 +31,7 @@ _TABLE = r"(<!-- {0} -->\n)(.*?)(<!-- end of {0} -->)"
 _HEAD = "| architecture | models | GGUF | compared with transformers | on meshes |\n"
 MODELS = {
     "DeepseekV2ForCausalLM": "DeepSeek V2, V2-Lite, V2.5, Coder V2",
-    "DeepseekV3ForCausalLM": "DeepSeek V3, V3.1, R1 (converted from FP8), Moonlight",
+    "DeepseekV3ForCausalLM": "DeepSeek V3, V3.1, R1, Moonlight",
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3 270M, 1B",
     "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B, which answer text",

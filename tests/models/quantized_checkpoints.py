@@ -22,7 +22,7 @@ Tensors = dict[str, np.ndarray]
 FLOAT8 = ml_dtypes.float8_e4m3fn
 GROUP = 32
 BLOCK = [48, 64]
-_LINEAR = re.compile(r"model\.layers\.\d+\..*_proj\.weight")
+_LINEAR = re.compile(r"model\.layers\.\d+\..*_proj(_with_mqa)?\.weight")
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -31,16 +31,10 @@ def _channels(weight: np.ndarray, most: float) -> np.ndarray:
     return np.abs(weight).max(axis=1, keepdims=True) / np.float32(most)
 
 
-def fp8(weight: np.ndarray, scale: np.ndarray, name: str = "weight_scale") -> tuple[Tensors, Any]:
+def fp8(weight: np.ndarray, scale: np.ndarray) -> tuple[Tensors, Any]:
     """`scale` has a value for each weight, or for each of its rows, or one."""
     values = (weight / scale).astype(FLOAT8)
-    stored = scale if name == "weight_scale" else _corners(scale)
-    return {"weight": values, name: stored}, values.astype(np.float32) * scale
-
-
-def _corners(scale: np.ndarray) -> np.ndarray:
-    """One of each block's scales."""
-    return np.ascontiguousarray(scale[:: BLOCK[0], :: BLOCK[1]])
+    return {"weight": values, "weight_scale": scale}, values.astype(np.float32) * scale
 
 
 def _fp8_tensor(weight: np.ndarray) -> tuple[Tensors, Any]:
@@ -53,13 +47,15 @@ def _fp8_channel(weight: np.ndarray) -> tuple[Tensors, Any]:
     return tensors | {"weight_scale": scales.astype(ml_dtypes.bfloat16)}, plain
 
 
-def _fp8_block(weight: np.ndarray) -> tuple[Tensors, Any]:
+def _fp8_block(weight: np.ndarray, weight_block_size: list[int] = BLOCK) -> tuple[Tensors, Any]:
+    rows, columns = weight_block_size
     scale = np.empty_like(weight)
-    for row in range(0, weight.shape[0], BLOCK[0]):
-        for column in range(0, weight.shape[1], BLOCK[1]):
-            block = np.s_[row : row + BLOCK[0], column : column + BLOCK[1]]
+    for row in range(0, weight.shape[0], rows):
+        for column in range(0, weight.shape[1], columns):
+            block = np.s_[row : row + rows, column : column + columns]
             scale[block] = np.abs(weight[block]).max() / np.float32(448)
-    return fp8(weight, scale, "weight_scale_inv")
+    stored, plain = fp8(weight, scale)
+    return {"weight": stored["weight"], "weight_scale_inv": scale[::rows, ::columns]}, plain
 
 
 def _int8(weight: np.ndarray) -> tuple[Tensors, Any]:
@@ -174,7 +170,7 @@ def _gptq_config(bits: int, **fields: Any) -> dict[str, Any]:
 
 _W4A16 = {"num_bits": 4, "type": "int", "group_size": GROUP}
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": None}
-FORMATS: dict[str, tuple[dict[str, Any], Callable[[np.ndarray], tuple[Tensors, Any]]]] = {
+FORMATS: dict[str, tuple[dict[str, Any], Callable[..., tuple[Tensors, Any]]]] = {
     "fp8": (_FP8, _fp8_tensor),
     "fp8 in blocks": (_FP8 | {"weight_block_size": BLOCK, "fmt": "e4m3"}, _fp8_block),
     "compressed-tensors fp8": (
@@ -229,12 +225,13 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[np.ndarray], tuple[Tensors, A
 
 
 def quantized(
-    tensors: Tensors, name: str, linear: re.Pattern[str] = _LINEAR
+    tensors: Tensors, name: str, linear: re.Pattern[str] = _LINEAR, **sizes: Any
 ) -> tuple[Tensors, Tensors]:
-    """Tensors of a model as the format `name` stores them, and those that they stand for."""
+    """Tensors of a model as the format `name` stores them, of blocks of other `sizes`
+    (`weight_block_size`), and those that they stand for."""
     stored, plain = dict(tensors), dict(tensors)
     for weight in filter(linear.fullmatch, tensors):
-        parts, dequantized = FORMATS[name][1](tensors[weight].astype(np.float32))
+        parts, dequantized = FORMATS[name][1](tensors[weight].astype(np.float32), **sizes)
         del stored[weight]
         module = weight.removesuffix("weight")
         stored |= {module + last: np.ascontiguousarray(part) for last, part in parts.items()}
@@ -247,7 +244,8 @@ def write(
 ) -> tuple[Path, Path]:
     """The model in the format `name`, and one of the floats that its tensors stand for. `fields`
     are further ones of the `quantization_config`."""
-    stored, plain = quantized(tensors, name)
+    sizes = {field: fields[field] for field in fields if field == "weight_block_size"}
+    stored, plain = quantized(tensors, name, **sizes)
     own = {"quantization_config": FORMATS[name][0] | fields}
     return (
         write_hf(directory / "quantized", config | own, stored),

@@ -92,6 +92,7 @@ def greedy(llama, tmp_path):
     return directory
 
 
+@pytest.mark.interfaces
 def test_the_command_trains_heads_that_guess_the_answers(greedy, tmp_path, capsys):
     data, out = tmp_path / "prompts.jsonl", tmp_path / "heads"
     # Twice each, so that those held out have been seen: a random model has nothing to generalise.
@@ -107,6 +108,14 @@ def test_the_command_trains_heads_that_guess_the_answers(greedy, tmp_path, capsy
     assert MedusaCheckpoint.open(out).config.num_heads == 2
     assert (out / "loss.svg").exists()
     assert len((out / "targets.jsonl").read_text().splitlines()) == len(lines)
+
+
+def test_the_command_goes_on_with_the_same_settings_alone(tmp_path, capsys):
+    command = ["train-speculator", "model", "--data", str(tmp_path / "absent.jsonl")]
+    command += ["--out", str(tmp_path / "heads")]
+    for _ in range(2):
+        assert main([*command, *OPTIONS]) == 1
+        assert "absent.jsonl', which cannot be read" in capsys.readouterr().err
     assert main([*command, *OPTIONS[:-1], "30"]) == 1
     assert "--checkpoint-every is 30, but the run in" in capsys.readouterr().err
 

@@ -18,7 +18,7 @@ from jaxserve.runtime.programs.program_kind import (
     padded,
     partition_specs,
 )
-from jaxserve.runtime.programs.program_shapes import holding
+from jaxserve.runtime.programs.program_shapes import ProgramShapes, holding
 from jaxserve.runtime.programs.step_layout import FrozenPlan, set_tables
 from pallas_kernels.page_copy import copy_pages, gather_pages, scatter_pages
 from pallas_kernels.paged_attention import Pages
@@ -60,24 +60,44 @@ class SetTables(ProgramKind[int]):
 
 
 class CopyPages(ProgramKind[int]):
-    """Copies pages within the pool."""
+    """Copies pages within the pool: all layers in one program; or, with programs of layers, one
+    layer after another, each by the program of the first layer with such pages. A key is the first
+    layer of its program."""
 
     title = "copy"
     pure = copy_pages
-    reads = replaces = ("kv",)
+
+    def __init__(self, shapes: ProgramShapes) -> None:
+        super().__init__(shapes)
+        kv = shapes.abstract_kv
+        by_layer = shapes.config.program_scope == "layer"
+        self._keys = [kv.index(layer) for layer in kv] if by_layer else [0]
+        self._layers = 1 if by_layer else len(kv)
 
     def keys(self) -> Iterable[int]:
-        return (COPY_PAGES,)
+        return dict.fromkeys(self._keys)
 
     def uploads(self, key: int) -> tuple[Any, ...]:
-        return (self.shapes.int32(key),) * 2
+        return (self.shapes.int32(COPY_PAGES),) * 2
+
+    def spec(self, key: int) -> ProgramSpec:
+        layers = self.shapes.abstract_kv[key : key + self._layers]
+        return ProgramSpec(
+            self.name(key),
+            self.function(key),
+            (layers, *self.uploads(key)),
+            donated=(0,),
+            outputs=partition_specs(layers),
+        )
 
     def __call__(self, state: DeviceState, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies (source, target) pages; every source is read before a later pair overwrites it."""
         for first in range(0, len(pairs), COPY_PAGES):
             sides = zip(*pairs[first : first + COPY_PAGES])
-            pages = (padded(side, COPY_PAGES, _NO_PAGE) for side in sides)
-            self.run(state, COPY_PAGES, *pages)
+            pages = [padded(side, COPY_PAGES, _NO_PAGE) for side in sides]
+            for layer, key in enumerate(self._keys):
+                layers = slice(layer, layer + self._layers)
+                state.kv[layers] = self._executables[key](state.kv[layers], *pages)
 
 
 class _MoveKey(NamedTuple):
