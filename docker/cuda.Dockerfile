@@ -10,7 +10,7 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:3.12-slim
 COPY --from=build /wheels /wheels
-RUN pip install --no-cache-dir "$(echo /wheels/*.whl)[cuda]"
+RUN pip install --no-cache-dir "$(echo /wheels/*.whl)[cuda,cluster]"
 RUN useradd --uid 1000 --create-home jaxserve && install --directory --owner 1000 --mode 0700 /cache
 USER 1000
 ENV JAXSERVE_CACHE=/cache NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility

@@ -75,6 +75,7 @@ OTHERS = {
     "python tests/suites/": "needs a checkout of the other server",
     "pytest": "tests do not run themselves",
     "jupyter": "rewrites files of the repository",
+    "kubectl": "needs Kubernetes",
     "ruff": "rewrites files of the repository",
 }
 """Lines of other programs, which are not run here."""
@@ -249,6 +250,9 @@ def assert_as_documented(command: Any, run: Run) -> None:
         assert re.search(r"^best: jaxserve serve my-model ", run.stdout, re.MULTILINE)
         if command.report is not None:
             assert "<svg" in (run.directory / command.report).read_text()
+        if command.manifest is not None:
+            manifests = yaml.safe_load_all((run.directory / command.manifest).read_text())
+            assert "Deployment" in [manifest["kind"] for manifest in manifests]
     elif isinstance(command, Compile):
         assert re.search(r"\d+ programs compiled, \d+ already cached", run.stdout)
     elif isinstance(command, Offline):

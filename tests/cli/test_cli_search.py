@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from jaxserve.cli import parse
 from jaxserve.simulator.capacity import CapacitySearch
@@ -85,7 +86,8 @@ def test_the_best_deployment(run_here, config_70b, tmp_path, prices, searches):
     out.write_text("{}\n")
     run_here("search", config_70b, *options, "--out", out).assert_error("not the file of a search")
     # The command that it prints is one.
-    run = run_here("search", config_70b, *options)
+    manifest = tmp_path / "serving.yaml"
+    run = run_here("search", config_70b, *options, "--manifest", manifest, "--image", "here/j:1")
     assert "cost/h" in run.stdout
     (line,) = [line for line in run.stdout.splitlines() if line.startswith("best: ")]
     words = shlex.split(line.removeprefix("best: jaxserve "))
@@ -94,6 +96,13 @@ def test_the_best_deployment(run_here, config_70b, tmp_path, prices, searches):
     assert serve.engine.max_num_batched_tokens == best["settings"]["max_num_batched_tokens"]
     assert serve.data_parallel_size == best["replicas"]
     assert str(serve.engine.model) == str(config_70b)
+    # So is that of the pod, which has the devices of all replicas.
+    _, deployment, _ = yaml.safe_load_all(manifest.read_text())
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert parse(container["args"]).engine == serve.engine
+    assert parse(container["args"]).data_parallel_size == serve.data_parallel_size
+    assert container["image"] == "here/j:1"
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": best["num_devices"]}
 
 
 @pytest.mark.parametrize(
@@ -136,6 +145,8 @@ def test_an_slo_out_of_reach(run_here, config_70b, options, words):
         ((SLO, "--device=h200", "--max-num-seqs=0"), ["--max-num-seqs is 0"]),
         ((SLO, "--device=h200", "--processes=0"), ["--processes is 0"]),
         ((SLO, "--device=h200", "--report=x.pdf"), [".html"]),
+        ((SLO, "--device=h200", "--manifest=x.yaml"), ["--manifest and --image", "Dockerfile"]),
+        ((SLO, "--device=h200", "--image=x"), ["go together"]),
         ((SLO, "--device=h200", "--request-rate=inf"), ["all at once"]),
         ((SLO, "--device=h200", "--prices=missing.toml"), ["missing.toml"]),
         ((SLO, "--device=l4", "--devices=1"), ["none of", "needs", "may be used"]),

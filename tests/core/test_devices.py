@@ -55,6 +55,7 @@ def test_a_file_of_ones_own(tmp_path):
         (("memory_bytes =", "memory ="), "unknown field 'memory'"),
         (("link_bytes_per_s = 1.0", ""), "no field 'link_bytes_per_s'"),
         (("{float32 = 1e6}", "1e6"), "flops must be a table"),
+        (('"measured"', '"x"\ngke_topologies = 4'), "gke_topologies must be a table"),
         (("{float32 = 1e6}", '{float32 = "fast"}'), "flops.float32 is 'fast'"),
         (("link_bytes_per_s = 1.0", "link_bytes_per_s = nan"), "link_bytes_per_s is nan"),
         (('"own"', "own"), "cannot be read"),

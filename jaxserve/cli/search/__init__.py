@@ -48,6 +48,8 @@ class Search(Common):
         processes: simulations at once; by default one for each core.
         json: print one JSON object with every deployment instead of tables.
         report: write the tables with plots into this .html file.
+        manifest: write the best deployment as a Kubernetes manifest into this file.
+        image: of the manifest, a container image with jaxserve that the cluster can pull.
     """
 
     engine: FixedSettings = dataclasses.field(default_factory=FixedSettings)
@@ -62,6 +64,8 @@ class Search(Common):
     processes: int | None = None
     json: bool = False
     report: Path | None = None
+    manifest: Path | None = None
+    image: str | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError before anything is planned."""
@@ -78,7 +82,12 @@ class Search(Common):
             raise ConfigError(f"processes is {self.processes}; it must be 1 or more.")
         if self.report is not None and self.report.suffix != ".html":
             raise ConfigError(f"report is {str(self.report)!r}; its name must end in .html.")
-        for name in ("out", "report"):
+        if (self.manifest is None) != (self.image is None):
+            raise ConfigError(
+                "--manifest and --image go together; give --manifest serving.yaml --image NAME, "
+                "an image such as docker/cuda.Dockerfile builds."
+            )
+        for name in ("out", "report", "manifest"):
             if getattr(self, name) is not None:
                 check_output_file(name, getattr(self, name))
 
@@ -97,6 +106,8 @@ class Search(Common):
         if (shortfall := findings.shortfall()) is not None:
             print(f"error: {shortfall}", file=sys.stderr)
             return 1
+        if self.manifest is not None:
+            self.manifest.write_text(findings.manifest(self.image), encoding="utf-8")
         return 0
 
     def _searched(self) -> Findings:

@@ -11,14 +11,19 @@ from jaxserve.core.config import EngineConfig
 
 def serve_command(config: EngineConfig, replicas: int) -> str:
     """`jaxserve serve` with the settings of `config` that are not the defaults."""
-    words = ["jaxserve", "serve", str(config.model)]
+    return shlex.join(["jaxserve", *serve_words(config, replicas)])
+
+
+def serve_words(config: EngineConfig, replicas: int) -> list[str]:
+    """The arguments of `serve_command`, from `serve` on."""
+    words = ["serve", str(config.model)]
     for field in dataclasses.fields(EngineConfig):
         value = getattr(config, field.name)
         if field.name != "model" and value != field.default:
             words += _option(field.name, value)
     if replicas > 1:
         words += _option("data_parallel_size", replicas)
-    return shlex.join(words)
+    return words
 
 
 def _option(name: str, value: Any) -> list[str]:

@@ -8,9 +8,10 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxserve.cli.search.command import serve_command
+from jaxserve.cli.search.command import serve_command, serve_words
 from jaxserve.cli.search.deployments import Dropped, Planned, SharedLoad
 from jaxserve.core.tables import table
+from jaxserve.distributed.launch.serving import ServedDeployment
 from jaxserve.simulator.capacity import rate_at
 from jaxserve.simulator.search import Outcome, front, winner
 from jaxserve.simulator.slo import Slo
@@ -53,6 +54,23 @@ class Findings:
         """What starts a deployment."""
         planned = self.planned[number]
         return serve_command(planned.asked, planned.choice.replicas)
+
+    def manifest(self, image: str) -> str:
+        """The winner, for Kubernetes. Raises ConfigError as `ServedDeployment.manifest` does."""
+        planned = self.planned[self.winner]
+        memory, config = planned.described.plan.memory, planned.asked
+        # The files of a model that is quantized when it is loaded are up to four times as large.
+        larger = 1 if config.quantization is None else 4
+        weights_bytes = memory.weights_bytes * memory.num_devices + memory.host_weights_bytes
+        return ServedDeployment(
+            tuple(serve_words(config, replicas=1)),
+            planned.choice.replicas,
+            config.num_devices,
+            planned.described.spec,
+            larger * weights_bytes + memory.disk_weights_bytes,
+            memory.disk_bytes,
+            image,
+        ).manifest()
 
     def shortfall(self) -> str | None:
         """Why no deployment is good enough, and the best that there is; None if one is."""

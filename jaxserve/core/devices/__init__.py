@@ -43,6 +43,9 @@ class DeviceSpec:
         compute_efficiency: share of `flops` that matrix products reach.
         memory_efficiency: share of `memory_bytes_per_s` that programs reach.
         link_efficiency: share of the bandwidth of links that messages reach.
+        devices_per_host: of the usual machine.
+        gke_accelerator: of TPUs, GKE's name of their nodes.
+        gke_topologies: of TPUs, GKE's topologies of single hosts by their number of chips.
     """
 
     name: str
@@ -61,6 +64,9 @@ class DeviceSpec:
     compute_efficiency: float = 0.7
     memory_efficiency: float = 0.8
     link_efficiency: float = 0.8
+    devices_per_host: int = 8
+    gke_accelerator: str = ""
+    gke_topologies: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raises ValueError for a field of a wrong type or out of range."""
@@ -76,6 +82,8 @@ class DeviceSpec:
             raise ValueError(f"both_ways is {self.both_ways!r}; it must be true or false")
         if not isinstance(self.flops, dict) or not self.flops:
             raise ValueError("flops must be a table, such as flops.bfloat16 = 989e12")
+        if not isinstance(self.gke_topologies, dict):
+            raise ValueError('gke_topologies must be a table, such as {4 = "2x2"}')
         for dtype, rate in self.flops.items():
             _check_positive(f"flops.{dtype}", rate)
 
@@ -113,7 +121,11 @@ class DeviceSpec:
         fields = dataclasses.fields(cls)
         if unknown := sorted(values.keys() - {field.name for field in fields}):
             raise ValueError(f"unknown field {unknown[0]!r}")
-        needed = (field.name for field in fields if field.default is dataclasses.MISSING)
+        needed = (
+            field.name
+            for field in fields
+            if field.default is field.default_factory is dataclasses.MISSING
+        )
         if missing := [name for name in needed if name not in values]:
             raise ValueError(f"it has no field {missing[0]!r}")
         return cls(**values)

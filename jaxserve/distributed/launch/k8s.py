@@ -38,7 +38,7 @@ class Kubernetes:
     topology: str | None = None
 
     def dry_run(self, job: Job) -> str:
-        return yaml.safe_dump_all(self._manifests(job), sort_keys=False)
+        return yaml.safe_dump_all(self.manifests(job), sort_keys=False)
 
     def run(self, job: Job) -> int:
         manifest = self.dry_run(job)
@@ -55,7 +55,7 @@ class Kubernetes:
             )
         return applied.returncode
 
-    def _manifests(self, job: Job) -> list[dict[str, Any]]:
+    def manifests(self, job: Job) -> list[dict[str, Any]]:
         """The JobSet, after the secret of its hosts if they join each other."""
         job_set = self._job_set(job)
         if job.independent:
@@ -126,18 +126,11 @@ class Kubernetes:
             return pod
         if _is_tpu(job):
             self._check_slice(job)
-            pod["nodeSelector"] = {
-                "cloud.google.com/gke-tpu-accelerator": job.accelerator,
-                "cloud.google.com/gke-tpu-topology": self.topology,
-            }
-            container["resources"] = {"limits": {"google.com/tpu": job.devices_per_host}}
+            give_tpus(pod, job.accelerator, self.topology, job.devices_per_host)
             return pod
         if job.accelerator != "gpu":
             pod["nodeSelector"] = {"cloud.google.com/gke-accelerator": job.accelerator}
-        container["resources"] = {"limits": {"nvidia.com/gpu": job.required_devices("GPUs")}}
-        # NCCL uses shared memory, of which a container has little by default.
-        container["volumeMounts"] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
-        pod["volumes"] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+        give_gpus(pod, job.required_devices("GPUs"))
         return pod
 
     def _check_slice(self, job: Job) -> None:
@@ -157,8 +150,8 @@ class Kubernetes:
 
     def _command(self, job: Job) -> list[str]:
         """Kubernetes expands variables in arguments: allow only the pod's index, not the user's."""
-        command = tuple(map(_literal, job.command))
-        job = dataclasses.replace(job, command=command, python=_literal(job.python or _PYTHON))
+        command = tuple(map(literal, job.command))
+        job = dataclasses.replace(job, command=command, python=literal(job.python or _PYTHON))
         if _is_tpu(job):  # GKE sets all that JAX needs in every pod of a slice.
             return job.host_command(_PYTHON)
         first = f"{job.name}-{_GROUP}-0-0.{job.name}:{job.port or _PORT}"
@@ -173,5 +166,32 @@ def _is_tpu(job: Job) -> bool:
     return job.accelerator is not None and job.accelerator.startswith("tpu")
 
 
-def _literal(argument: str) -> str:
+def literal(argument: str) -> str:
+    """An argument in which Kubernetes expands no variable."""
     return argument.replace("$", "$$")
+
+
+def mount(pod: dict[str, Any], name: str, path: str, volume: dict[str, Any] | None) -> None:
+    """Give the one container of a pod a volume. None: one of that name is declared elsewhere."""
+    pod["containers"][0].setdefault("volumeMounts", []).append({"name": name, "mountPath": path})
+    if volume is not None:
+        pod.setdefault("volumes", []).append({"name": name} | volume)
+
+
+def share_memory(pod: dict[str, Any]) -> None:
+    """NCCL and Ray use shared memory, of which a container has little by default."""
+    mount(pod, "shared-memory", "/dev/shm", {"emptyDir": {"medium": "Memory"}})
+
+
+def give_gpus(pod: dict[str, Any], count: int) -> None:
+    pod["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": count}}
+    share_memory(pod)
+
+
+def give_tpus(pod: dict[str, Any], accelerator: str, topology: str, count: int) -> None:
+    """The chips that one host has of a slice, by GKE's labels."""
+    pod["nodeSelector"] = {
+        "cloud.google.com/gke-tpu-accelerator": accelerator,
+        "cloud.google.com/gke-tpu-topology": topology,
+    }
+    pod["containers"][0]["resources"] = {"limits": {"google.com/tpu": count}}
