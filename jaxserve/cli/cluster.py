@@ -158,6 +158,10 @@ def described(status: dict[str, Any], now_s: float) -> str:
         done = f"{restart['num_restarted']} of {restart['num_replicas']} replicas"
         why = f": {restart['error']}" if restart["error"] is not None else ""
         lines.append(f"the latest rolling restart {state}, with {done} restarted{why}")
+    if (scaling := status.get("scaling")) is not None:
+        bounds = f"{scaling['min_replicas']} to {scaling['max_replicas']} replicas"
+        done = f"{scaling['num_added']} were added and {scaling['num_removed']} removed"
+        lines.append(f"autoscaling of {bounds}: {done}")
     return "\n".join(lines)
 
 

@@ -39,6 +39,10 @@ class Serve(Common):
         prefill_replicas: replicas that only compute prompts and the first token of each, beside
             decode_replicas; instead of data_parallel_size.
         decode_replicas: replicas to which requests move, with their KV, once they have a token.
+        min_replicas: replicas from the start, of which none is removed, with max_replicas; by
+            default 1.
+        max_replicas: as many replicas as there may be when the load is high; the server adds and
+            removes them. Instead of data_parallel_size; there have to be devices for all.
         host: address to listen on; 0.0.0.0 is all interfaces.
         port: port to listen on.
         uds: listen on a Unix socket at this path instead.
@@ -87,6 +91,8 @@ class Serve(Common):
     data_parallel_size: int = 1
     prefill_replicas: int = 0
     decode_replicas: int = 0
+    min_replicas: int | None = None
+    max_replicas: int | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     uds: Path | None = None
@@ -157,7 +163,11 @@ class Serve(Common):
             from jaxserve.cluster.ray_replicas import load_replicas
 
             return load_replicas(
-                self.engine, self._num_replicas, self.watchdog_timeout, self.prefill_replicas
+                self.engine,
+                self._num_replicas,
+                self.watchdog_timeout,
+                self.prefill_replicas,
+                None if self.max_replicas is None else self.min_replicas or 1,
             )
         from jaxserve.async_engine import AsyncEngine
 
@@ -175,6 +185,8 @@ class Serve(Common):
             ("data_parallel_size", 1),
             ("prefill_replicas", 0),
             ("decode_replicas", 0),
+            ("min_replicas", 1),
+            ("max_replicas", 2),
             ("max_queued_requests", 0),
             ("max_logprobs", 0),
             ("max_body_bytes", 1),
@@ -194,6 +206,7 @@ class Serve(Common):
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path is {self.root_path!r}; start it with a slash.")
         self._check_disaggregation()
+        self._check_autoscaling()
         if self._num_replicas > 1:
             self._check_replicas()
         if self.trace_file is not None:
@@ -201,7 +214,8 @@ class Serve(Common):
 
     @property
     def _num_replicas(self) -> int:
-        return self.prefill_replicas + self.decode_replicas or self.data_parallel_size
+        apart = self.prefill_replicas + self.decode_replicas
+        return self.max_replicas or apart or self.data_parallel_size
 
     def _check_disaggregation(self) -> None:
         """Raises ConfigError for replicas of one of both kinds alone, or beside others."""
@@ -217,6 +231,27 @@ class Serve(Common):
                 f"data_parallel_size is {self.data_parallel_size}, but prefill_replicas and "
                 "decode_replicas say how many replicas there are; leave it out."
             )
+
+    def _check_autoscaling(self) -> None:
+        """Raises ConfigError for bounds without a range, or beside a fixed number."""
+        least, most = self.min_replicas, self.max_replicas
+        if most is None:
+            if least is not None:
+                raise ConfigError(
+                    f"min_replicas is {least}, but max_replicas is missing; add it, or use "
+                    "data_parallel_size for a fixed number."
+                )
+            return
+        if least is not None and least > most:
+            raise ConfigError(
+                f"min_replicas is {least}, but max_replicas is {most}; set it to at most {most}."
+            )
+        for name, default in (("data_parallel_size", 1), ("prefill_replicas", 0)):
+            if (value := getattr(self, name)) != default:
+                raise ConfigError(
+                    f"{name} is {value}, a fixed number of replicas, but max_replicas has it "
+                    "change with the load; leave one of them out."
+                )
 
     def _check_replicas(self) -> None:
         """Raises ConfigError for settings that are of one engine, MissingDependencyError without

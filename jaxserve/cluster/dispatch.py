@@ -96,6 +96,12 @@ class ReplicaLoad:
         """Pages of all its requests, shared ones once."""
         return len(self._shared) + self._own_pages
 
+    @property
+    def num_pages_to_move(self) -> int:
+        """Pages of all its requests where they share none."""
+        hashes = sum(len(demand.hashes) for demand in self.demands.values())
+        return hashes + self._own_pages
+
     def virtual_usage(self, more: Demand | None = None) -> float:
         """Used pages and those of `more`; infinite while it drains."""
         if self.draining:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from jaxserve.cluster.autoscale import Autoscaler
 from jaxserve.cluster.replica import Replica
 from jaxserve.cluster.router import Router
 from jaxserve.core.commands import AddRequest
@@ -43,10 +45,12 @@ def load_replicas(
     num_replicas: int,
     watchdog_timeout: float | None = None,
     num_prefill: int = 0,
+    min_replicas: int | None = None,
 ) -> Router:
     """Load replicas, each on its share of the devices, on CPUs its share of the cores. They run in
     the Ray cluster that RAY_ADDRESS or `ray start` names, or else in one that starts here and ends
-    with the router. Blocks until all are ready. `num_prefill` as for Router.
+    with the router. Blocks until all are ready. `num_prefill` as for Router. With `min_replicas`,
+    so many are loaded, and more, up to `num_replicas`, as the load asks for.
 
     Raises ConfigError when there are more replicas than devices, DistributedError when Ray does not
     start, and as `AsyncEngine.load` does.
@@ -68,11 +72,16 @@ def load_replicas(
         options, num_cores = share(config, num_replicas, free, machines)
         actor = ray.remote(**options, max_restarts=-1)(Replica)
         log_level = logging.getLogger("jaxserve").level
-        return [
-            RayReplica(actor.remote(index, num_cores, log_level)) for index in range(num_replicas)
+        replicas = [
+            RayReplica(functools.partial(actor.remote, index, num_cores, log_level))
+            for index in range(num_replicas)
         ]
+        for replica in replicas[:min_replicas]:
+            replica.begin()
+        return replicas
 
-    return Router(start, config, watchdog_timeout, on_end=ray.shutdown, num_prefill=num_prefill)
+    scaler = None if min_replicas is None else Autoscaler(min_replicas, num_replicas)
+    return Router(start, config, watchdog_timeout, ray.shutdown, num_prefill, scaler)
 
 
 def share(
@@ -113,14 +122,22 @@ def share(
 class RayReplica:
     """An actor's `Replica`, with the errors of jaxserve instead of Ray's."""
 
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
+    def __init__(self, start: Callable[[], Any]) -> None:
+        """`start` makes the actor, which `load` begins unless `begin` has."""
+        self._start = start
+        self._actor: Any = None
         self._process = ""  # where the engine was loaded
+
+    def begin(self) -> None:
+        """Have the actor's process start, unless it has."""
+        if self._actor is None:
+            self._actor = self._start()
 
     async def plan(self, config: EngineConfig, num_replicas: int) -> EngineConfig:
         return await self._call("plan", config, num_replicas)
 
     async def load(self, config: EngineConfig, watchdog_timeout: float | None) -> EngineInfo:
+        self.begin()
         self._process = await self._reached()
         return await self._call("load", config, watchdog_timeout)
 
@@ -169,8 +186,10 @@ class RayReplica:
         await self._reached(self._process)
 
     async def close(self) -> None:
-        """End the actor, whose process frees what it has."""
-        ray.kill(self._actor)
+        """End the actor, whose process frees what it has, until `load` is called again."""
+        actor, self._actor = self._actor, None
+        if actor is not None:
+            ray.kill(actor)
 
     async def _reached(self, ended: str | None = None) -> str:
         """Wait until the actor's process answers, and return where it runs: Ray may be starting
@@ -192,6 +211,8 @@ class RayReplica:
         """The result of a method. Raises what it raises, and ReplicaLostError when the actor's
         process has ended, or its machine, or the result was lost with either: Ray has an error for
         each, such as one for a process that it ended because memory ran out."""
+        if self._actor is None:
+            raise ReplicaLostError("its process has ended")
         try:
             return await getattr(self._actor, name).remote(*arguments)
         except RayError as error:

@@ -153,9 +153,10 @@ class Replica:
         return self._ready.get_metrics()
 
     async def close(self) -> None:
-        """Abort all requests and free the device."""
-        if self._engine is not None:
-            await asyncio.to_thread(self._engine.close)
+        """Abort all requests and free the device, until `load` is called again."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await asyncio.to_thread(engine.close)
 
     @property
     def _ready(self) -> AsyncEngine:

@@ -1,4 +1,4 @@
-"""The replicas of a router: loaded, watched, loaded again when one is lost, and restarted.
+"""The replicas of a router: loaded, watched, loaded again when one is lost, restarted, and removed.
 
 One task a replica waits for that replica's updates, so that a step of the replica costs one message
 however many requests it has. While a replica is loaded again, its requests go on in the others.
@@ -13,11 +13,13 @@ import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
+from jaxserve.cluster.autoscale import Autoscaler
 from jaxserve.cluster.mover import move_requests
 from jaxserve.cluster.open_requests import OpenRequests, tried
 from jaxserve.cluster.replica_client import ReplicaClient, ReplicaSilentError, silence
 from jaxserve.cluster.restart import RollingRestart
 from jaxserve.cluster.routed_replica import RoutedReplica
+from jaxserve.cluster.scaling import Scaling
 from jaxserve.cluster.tasks import Tasks
 from jaxserve.core.cluster_status import ClusterStatus, Role
 from jaxserve.core.config import EngineConfig
@@ -57,10 +59,14 @@ class ReplicaPool:
     tokenizer: Tokenizer
 
     def __init__(
-        self, config: EngineConfig, watchdog_timeout: float | None, num_prefill: int = 0
+        self,
+        config: EngineConfig,
+        watchdog_timeout: float | None,
+        num_prefill: int = 0,
+        scaler: Autoscaler | None = None,
     ) -> None:
         """`num_prefill`: so many of the replicas, the first ones, only prefill, and the others
-        decode; by default all do both."""
+        decode; by default all do both. `scaler` decides how many are loaded, by default all."""
         self.failure: BaseException | None = None
         self.stop = asyncio.Event()
         self._clients: SequenceOf[ReplicaClient] = ()
@@ -72,6 +78,15 @@ class ReplicaPool:
         self._restart: RollingRestart | None = None
         self._tasks = Tasks(self._fail)
         self.requests = OpenRequests(self._replicas, self._tasks, config.seed)
+        self._scaling: Scaling | None = None
+        if scaler is not None:
+            self._scaling = Scaling(
+                scaler,
+                self._replicas,
+                self._add,
+                lambda: not self._is_restarting,
+                self.requests.route_waiting,
+            )
 
     @property
     def stalled(self) -> bool:
@@ -83,6 +98,8 @@ class ReplicaPool:
         for replica in self._replicas:
             self._tasks.spawn(self._supervise(replica))
         self._tasks.spawn(move_requests(self._replicas, self.requests))
+        if self._scaling is not None:
+            self._tasks.spawn(self._scaling.run())
         await self.stop.wait()
 
     async def close(self) -> None:
@@ -94,25 +111,27 @@ class ReplicaPool:
         await asyncio.gather(*closing, return_exceptions=True)
 
     async def load(self, clients: SequenceOf[ReplicaClient]) -> None:
-        """Load all replicas: the first alone, which compiles the programs that the others load.
+        """Load the replicas that there are from the start: the first alone, which compiles the
+        programs that the others load.
 
         Raises as `AsyncEngine.load` does, ConfigError when replicas differ, and ReplicaLostError.
         """
         self._clients = clients
-        first, *others = clients
-        self._config = await first.plan(self._config, len(self._clients))
+        status = self._scaling and self._scaling.status
+        first, *others = clients if status is None else clients[: status.min_replicas]
+        self._config = await first.plan(self._config, len(clients))
         self.info = await first.load(self._config, self._watchdog_timeout)
         self.tokenizer = await first.get_tokenizer()
         loading = (client.load(self._config, self._watchdog_timeout) for client in others)
         infos = [self.info, *await asyncio.gather(*loading)]
         for index, info in enumerate(infos):
             self._check_alike(index, info)
-        self.info = dataclasses.replace(self.info, data_parallel_size=len(self._clients))
         self.requests.page_size = self.info.config.page_size
-        for index, (client, info) in enumerate(zip(self._clients, infos)):
+        for index, (client, info) in enumerate(zip(clients, infos)):
             process = await client.get_process()
             _log.info("replica %d is ready: %s", index, process)
             self._replicas.append(RoutedReplica(index, self._role(index), client, info, process))
+        self._count()
 
     def _role(self, index: int) -> Role:
         if not self._num_prefill:
@@ -130,8 +149,30 @@ class ReplicaPool:
                     "and devices."
                 )
 
+    def _count(self) -> None:
+        """There is another number of replicas."""
+        self.info = dataclasses.replace(self.info, data_parallel_size=max(1, len(self._replicas)))
+
+    def _add(self) -> bool:
+        """Begin to load one more replica; False when all others have been given up."""
+        known = {replica.index for replica in (*self._replicas, *self._given_up)}
+        index = next((each for each in range(len(self._clients)) if each not in known), None)
+        if index is None:
+            return False
+        _log.info("replica %d is added", index)
+        replica = RoutedReplica(index, self._role(index), self._clients[index], self.info, "")
+        replica.clear()
+        self._replicas.append(replica)
+        self._tasks.spawn(self._supervise_added(replica))
+        return True
+
+    async def _supervise_added(self, replica: RoutedReplica) -> None:
+        if await self._load_again(replica, has_process=True):
+            self._count()
+            await self._supervise(replica)
+
     async def _supervise(self, replica: RoutedReplica) -> None:
-        """Deliver a replica's updates, and load it again whenever it has ended."""
+        """Deliver a replica's updates, and load it again when it has ended, unless it leaves."""
         while True:
             error = await self._serve(replica)
             if error is not None:
@@ -141,7 +182,13 @@ class ReplicaPool:
             if error is not None:
                 many = f"with {len(lost)} requests"
                 _log.error("replica %d was lost %s: %s", replica.index, many, error)
+            if replica.leaves:
+                self._replicas.remove(replica)
+                self._count()
             self.requests.redispatch(tuple(lost.values()))
+            if replica.leaves:
+                await tried(replica.client.close())
+                return
             if not await self._load_again(replica, has_process):
                 return
 
@@ -190,6 +237,7 @@ class ReplicaPool:
         replica.enter("failed")
         self._replicas.remove(replica)
         self._given_up.append(replica)
+        self._count()
         if not self._replicas:
             self.failure = error
             self.stop.set()
@@ -210,10 +258,12 @@ class ReplicaPool:
     async def restart(self) -> None:
         """Begin to restart all replicas, one after another; `status` tells how far it is. Raises
         RestartError when that is going on already, or when one replica alone would be left."""
-        if self._restart is not None and self._restart.status.running:
+        if self._is_restarting:
             raise RestartError(
                 "a rolling restart is going on; wait for its end, which /cluster/status tells."
             )
+        if any(replica.leaves for replica in self._replicas):
+            raise RestartError("a replica is being removed; wait for its end, and try again.")
         if len(self._replicas) < 2:
             raise RestartError(
                 "one replica is left, whose requests would have nowhere to go; restart the server."
@@ -221,10 +271,15 @@ class ReplicaPool:
         self._restart = RollingRestart(self._replicas, self.requests.route_waiting)
         self._tasks.spawn(self._restart.run())
 
+    @property
+    def _is_restarting(self) -> bool:
+        return self._restart is not None and self._restart.status.running
+
     async def status(self) -> ClusterStatus:
         replicas = sorted([*self._replicas, *self._given_up], key=lambda each: each.index)
         restart = None if self._restart is None else self._restart.status
-        return ClusterStatus(tuple(replica.status for replica in replicas), restart)
+        scaling = None if self._scaling is None else self._scaling.status
+        return ClusterStatus(tuple(replica.status for replica in replicas), restart, scaling)
 
     async def reset_prefix_cache(self) -> None:
         for replica in tuple(self._replicas):
@@ -261,12 +316,27 @@ class ReplicaPool:
         moved = Metric(
             "counter", "Requests moved to another replica, with their KV", self.requests.num_moved
         )
+        own = {
+            "jaxserve:redispatched_requests_total": redispatched,
+            "jaxserve:moved_requests_total": moved,
+        }
+        return {"": own | self._scaling_metrics()} | by_replica
+
+    def _scaling_metrics(self) -> dict[str, Metric]:
+        if self._scaling is None:
+            return {}
+        status = self._scaling.status
         return {
-            "": {
-                "jaxserve:redispatched_requests_total": redispatched,
-                "jaxserve:moved_requests_total": moved,
-            }
-        } | by_replica
+            "jaxserve:replicas": Metric(
+                "gauge", "Replicas, those that load or drain among them", len(self._replicas)
+            ),
+            "jaxserve:replicas_added_total": Metric(
+                "counter", "Replicas that were added by autoscaling", status.num_added
+            ),
+            "jaxserve:replicas_removed_total": Metric(
+                "counter", "Replicas that were removed by autoscaling", status.num_removed
+            ),
+        }
 
     async def _metrics_of(self, replica: RoutedReplica) -> Mapping[str, Metric]:
         if replica.state == "loading":

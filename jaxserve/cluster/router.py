@@ -11,6 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from jaxserve.cluster.autoscale import Autoscaler
 from jaxserve.cluster.replica_client import ReplicaClient
 from jaxserve.cluster.replica_pool import ReplicaPool
 from jaxserve.cluster.routed_replica import Call
@@ -45,19 +46,21 @@ class Router:
         watchdog_timeout: float | None = None,
         on_end: Callable[[], object] = lambda: None,
         num_prefill: int = 0,
+        scaler: Autoscaler | None = None,
     ) -> None:
         """Loads the replicas that `start` returns, and blocks until all are ready; an interrupt
         ends them. `start` runs in the router's thread, to which Ray ties the lives of the processes
         that it starts. `on_end` runs when all replicas are closed, and when `start` fails.
         `num_prefill`: so many of the replicas, the first ones, only prefill, and the others decode;
-        by default all do both.
+        by default all do both. `scaler`: its least number of replicas is loaded, the first ones,
+        and others when it adds them; by default all are.
 
         Raises what `start` raises, as `AsyncEngine.load` does, and ReplicaLostError when a replica
         is lost meanwhile.
         """
         self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.ended.set_running_or_notify_cancel()
-        self._pool = ReplicaPool(config, watchdog_timeout, num_prefill)
+        self._pool = ReplicaPool(config, watchdog_timeout, num_prefill, scaler)
         self._start = start
         self._on_end = on_end
         self._loop = asyncio.new_event_loop()
@@ -168,7 +171,7 @@ class Router:
         return await self._result_of(self._pool.metrics())
 
     async def cluster_status(self) -> ClusterStatus:
-        """What each replica is, and how far a rolling restart."""
+        """What each replica is, how far a rolling restart, and what autoscaling has done."""
         return await self._result_of(self._pool.status())
 
     async def restart_replicas(self) -> None:

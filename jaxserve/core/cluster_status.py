@@ -56,8 +56,20 @@ class RestartStatus:
 
 
 @dataclasses.dataclass(frozen=True)
+class ScalingStatus:
+    """Bounds of the number of replicas, and how many were added and removed since the start."""
+
+    min_replicas: int
+    max_replicas: int
+    num_added: int
+    num_removed: int
+
+
+@dataclasses.dataclass(frozen=True)
 class ClusterStatus:
-    """All replicas, and the latest rolling restart, if there was one."""
+    """All replicas, the latest rolling restart, if there was one, and what autoscaling has done, if
+    their number changes."""
 
     replicas: tuple[ReplicaStatus, ...]
     restart: RestartStatus | None
+    scaling: ScalingStatus | None = None

@@ -304,11 +304,21 @@ class Restart(BaseModel):
     error: str | None
 
 
+class Scaling(BaseModel):
+    """Bounds of the number of replicas, and how many were added and removed since the start."""
+
+    min_replicas: int
+    max_replicas: int
+    num_added: int
+    num_removed: int
+
+
 class Cluster(BaseModel):
-    """All replicas, and the latest rolling restart."""
+    """All replicas, the latest rolling restart, and what autoscaling has done."""
 
     replicas: list[Replica]
     restart: Restart | None
+    scaling: Scaling | None
 
 
 class About(BaseModel):

@@ -256,6 +256,36 @@ def test_replicas_end_with_a_killed_server(chat_model, tmp_path):
     until(lambda: not any(map(alive, processes)), 30)
 
 
+def test_replicas_come_under_load_and_go_after_it(chat_model, tmp_path, capsys):
+    """One to two. All that is asked meanwhile is answered as ever."""
+    server = ServerProcess(
+        chat_model, tmp_path / "log", "--served-model-name=tiny", "--max-replicas=2"
+    ).wait_ready()
+    url = f"http://127.0.0.1:{server.port}"
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def number() -> float:
+        return server.metrics()["jaxserve:replicas",]
+
+    assert number() == 1
+    wanted = ask_all(client, [])
+    until(lambda: ask_all(client, []) == wanted and number() == 2)
+    while server.metrics().get(("jaxserve:replica_up", "1")) != 1:
+        assert ask_all(client, []) == wanted
+    assert ask_all(client, []) == wanted
+    processes = replicas(server)
+    assert len(processes) == 2 and all(map(alive, processes))
+    until(lambda: number() == 1)
+    until(lambda: sum(map(alive, processes)) == 1)
+    assert server.metrics()["jaxserve:replicas_removed_total",] == 1
+    assert main(["cluster", "status", f"--base-url={url}"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[-1] == "autoscaling of 1 to 2 replicas: 1 were added and 1 removed"
+    assert ask_all(client, []) == wanted
+    client.close()
+    assert server.stop() == 0, server.text()
+
+
 def test_more_replicas_than_devices_are_refused():
     from jaxserve.cluster.ray_replicas import load_replicas, share
 

@@ -24,6 +24,22 @@ from jaxserve.cli import main
             "--data-parallel-size is 2, but --prefill-replicas and --decode-replicas say how many",
         ),
         (["--prefill-replicas=1", "--decode-replicas=2", "--dev-mode"], "but there are 3 replicas"),
+        (["--min-replicas=2"], "--min-replicas is 2, but --max-replicas is missing; add it, or"),
+        (["--min-replicas=0", "--max-replicas=2"], "--min-replicas is 0; it must be 1 or more"),
+        (["--max-replicas=1"], "--max-replicas is 1; it must be 2 or more"),
+        (
+            ["--min-replicas=3", "--max-replicas=2"],
+            "--min-replicas is 3, but --max-replicas is 2; set it to at most 2",
+        ),
+        (
+            ["--max-replicas=2", "--data-parallel-size=2"],
+            "--data-parallel-size is 2, a fixed number of replicas, but --max-replicas has it",
+        ),
+        (
+            ["--max-replicas=2", "--prefill-replicas=1", "--decode-replicas=1"],
+            "--prefill-replicas is 1, a fixed number",
+        ),
+        (["--max-replicas=3", "--snapshot-dir=s"], "there are 3 replicas; leave one"),
         (["--data-parallel-size=2", "--dev-mode"], "--dev-mode adds routes that change one"),
     ],
 )

@@ -1,0 +1,100 @@
+"""Replicas of this process are added while much is asked, and removed later; nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from mortal import GREEDY, Mortal, ask, metric, run
+from tiny_engines import LONGEST
+
+from jaxserve.cluster.autoscale import Autoscaler
+from jaxserve.cluster.router import Router
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import RestartError
+
+
+@pytest.fixture(scope="module")
+def scaled(llama):
+    scaler = Autoscaler(1, 3, add_after_s=0.5, remove_after_s=1)
+    replicas = [Mortal() for _ in range(3)]
+    config = EngineConfig.of(model=llama.path, **llama.settings())
+    router = Router(lambda: replicas, config, scaler=scaler)
+    yield router, replicas
+    router.close()
+    assert not router.stuck and router.failure is None
+
+
+async def until(condition) -> None:
+    while not await condition():
+        await asyncio.sleep(0.05)
+
+
+def number_is(router, number):
+    async def holds():
+        replicas = (await router.cluster_status()).replicas
+        return [each.state for each in replicas] == ["ready"] * number
+
+    return holds
+
+
+async def ask_until(llama, router, condition, prefix):
+    """Requests without a pause, many at once, until a condition holds; all are answered well."""
+    met = asyncio.ensure_future(until(condition))
+
+    async def client(number):
+        count = 0
+        while not met.done():
+            index = number % len(llama.prompts)
+            name = f"{prefix}-{number}-{count}"
+            tokens, output = await ask(router, llama.prompts[index], GREEDY, name)
+            assert tokens == list(output.outputs[0].token_ids) and len(tokens) == LONGEST
+            assert tokens == llama.answers[index]
+            count += 1
+
+    await asyncio.gather(*(client(number) for number in range(40)), met)
+
+
+def test_replicas_come_under_load_and_go_after_it(llama, scaled):
+    router, _ = scaled
+
+    async def all_removed():
+        added = await metric(router, "replicas_added_total")
+        return added == await metric(router, "replicas_removed_total")
+
+    async def scenario():
+        assert await metric(router, "replicas") == router.info.data_parallel_size == 1
+        await ask_until(llama, router, number_is(router, 3), "up")
+        assert await metric(router, "replicas_added_total") >= 2
+        assert router.info.data_parallel_size == 3
+        await until(number_is(router, 1))
+        await until(all_removed)
+        scaling = (await router.cluster_status()).scaling
+        assert (scaling.min_replicas, scaling.max_replicas) == (1, 3)
+        assert router.info.data_parallel_size == 1
+        tokens, _ = await ask(router, llama.prompts[4], GREEDY, "after")
+        assert tokens == llama.answers[4]
+        with pytest.raises(RestartError, match="one replica is left"):
+            await router.restart_replicas()
+
+    run(scenario())
+
+
+def test_one_that_cannot_be_loaded_is_given_up_and_another_one_added(llama, scaled):
+    router, replicas = scaled
+
+    async def states():
+        return [each.state for each in (await router.cluster_status()).replicas]
+
+    async def another_came():
+        return await states() == ["ready", "failed", "ready"]
+
+    async def it_went():
+        return await states() == ["ready", "failed"]
+
+    async def scenario():
+        replicas[1].loads = ["failed"] * 6
+        await ask_until(llama, router, another_came, "again")
+        await until(it_went)
+
+    run(scenario())
