@@ -69,7 +69,7 @@ class CopyPages(ProgramKind[int]):
 
     def __init__(self, shapes: ProgramShapes) -> None:
         super().__init__(shapes)
-        kv = shapes.abstract_kv
+        kv = shapes.kv.abstract
         by_layer = shapes.config.program_scope == "layer"
         self._keys = [kv.index(layer) for layer in kv] if by_layer else [0]
         self._layers = 1 if by_layer else len(kv)
@@ -81,7 +81,7 @@ class CopyPages(ProgramKind[int]):
         return (self.shapes.int32(COPY_PAGES),) * 2
 
     def spec(self, key: int) -> ProgramSpec:
-        layers = self.shapes.abstract_kv[key : key + self._layers]
+        layers = self.shapes.kv.abstract[key : key + self._layers]
         return ProgramSpec(
             self.name(key),
             self.function(key),

@@ -378,9 +378,9 @@ class ProgramShapes:
     def describe(self) -> str:
         """Text that changes whenever any program would: the key of the executable cache."""
         settings = self.config.of_programs() | {"logits_processors": self.processors.names}
-        formats = [spec.format for spec in jax.tree.leaves((self.specs, self.draft_specs))]
+        formats = [spec.format for spec in jax.tree.leaves((self.specs, self.draft_params.specs))]
         draft = self.draft_model and self.draft_model.model
-        drafts = draft, jax.tree.structure(self.draft_specs), self.medusa
+        drafts = draft, jax.tree.structure(self.draft_params.specs), self.medusa
         return repr((settings, self.model, formats, drafts, self.num_pages))
 
 
