@@ -21,11 +21,20 @@ MESSAGE_ERRORS = _errors(MessageError)
 """In Anthropic's format."""
 
 
+_EVENT = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
+"""One server-sent event, with JSON as its data: before OpenAPI 3.2 the schema of a stream is taken
+for that of each event."""
+
+
 def documented_responses(
     model: type[BaseModel], stream: bool = False
 ) -> dict[int | str, dict[str, Any]]:
     """A successful response: JSON, and also server-sent events with `stream`."""
     answer: dict[str, Any] = {"model": model, "description": "The response."}
     if stream:
-        answer["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+        answer["content"] = {"text/event-stream": {"schema": _EVENT}}
     return {200: answer}

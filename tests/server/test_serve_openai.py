@@ -62,8 +62,8 @@ def test_embeddings_are_those_of_llm(client, llm):
 
 
 def test_chat_is_that_of_llm_streamed_or_not(client, llm):
-    (wanted,) = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
-    fields = {"messages": MESSAGES, "max_completion_tokens": 20, **GREEDY}
+    (wanted,) = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+    fields = {"messages": MESSAGES, "max_completion_tokens": 100, **GREEDY}
     whole = client.chat.completions.create(**fields)
     message = whole.choices[0].message
     assert (message.role, message.content) == ("assistant", wanted.outputs[0].text)
@@ -72,9 +72,9 @@ def test_chat_is_that_of_llm_streamed_or_not(client, llm):
     *told, counted = chunks
     assert told[0].choices[0].delta.role == "assistant"
     pieces = [chunk.choices[0].delta.content or "" for chunk in told]
-    assert "".join(pieces) == message.content and len(pieces) > 3
+    assert "".join(pieces) == message.content and len(pieces) > 1
     assert [c.choices[0].finish_reason for c in told if c.choices[0].finish_reason] == ["length"]
-    assert counted.choices == [] and counted.usage.completion_tokens == 20
+    assert counted.choices == [] and counted.usage.completion_tokens == 100
     assert counted.usage.prompt_tokens == whole.usage.prompt_tokens
     assert {chunk.usage for chunk in told} == {None}
 
@@ -274,7 +274,7 @@ def test_a_named_tool_is_called(client, stream):
             assert (delta.index, delta.id, delta.function.name) == (0, None, None)
             call.function.arguments += delta.function.arguments
         choice = choices[-1]
-        assert len(more) > 3
+        assert len(more) > 1
     else:
         choice = answer.choices[0]
         (call,) = choice.message.tool_calls
