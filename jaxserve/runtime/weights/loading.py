@@ -112,7 +112,7 @@ class _Loading:
     def load(self) -> StreamedWeights:
         placement = self._shapes.placement
         names = [name for name in self._shapes.specs if name != "layers"]
-        specs, places = self._shapes.specs, self._shapes.param_shardings
+        specs, places = self._shapes.specs, self._shapes.params.shardings
         outside = {name: _apart(self._params(specs[name], places[name])) for name in names}
         if placement.tier == "disk":
             file = layer_file(self._checkpoint, self._shapes)
@@ -133,7 +133,7 @@ class _Loading:
         return StreamedWeights(outside, staying, placement.streamed, store, placement.tier)
 
     def _layers(self) -> Iterator[tuple[int, Params]]:
-        specs, shardings = self._shapes.specs["layers"], self._shapes.param_shardings["layers"]
+        specs, shardings = self._shapes.specs["layers"], self._shapes.params.shardings["layers"]
         for layer, (spec, sharding) in enumerate(zip(specs, shardings, strict=True)):
             yield layer, self._params(spec, sharding)
 
