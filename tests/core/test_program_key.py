@@ -41,7 +41,7 @@ def lowered(shapes: ProgramShapes) -> dict[str, str]:
 def test_settings_outside_the_key_change_no_program(model, tmp_path):
     """Lists a value other than the default's for each: a setting is not left out unchecked."""
     plain = geometry_of(model.path)
-    pool = plain.num_pages * plain.pages.page_bytes * model.config.num_layers
+    pool = plain.num_pages * plain.kv.pages.page_bytes * model.config.num_layers
     changes = {
         "model": shutil.copytree(model.path, tmp_path / "copy"),
         "load_format": "dummy",
