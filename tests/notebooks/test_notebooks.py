@@ -16,6 +16,7 @@ PICTURES = {
     "batch_generation": 2,
     "bring_your_own_model": 2,
     "reinforcement_learning": 1,
+    "planning": 6,
 }
 
 pytestmark = [pytest.mark.notebooks, pytest.mark.timeout(1500)]
