@@ -52,6 +52,7 @@ ELSEWHERE = {
     "--backend ssh": "needs hosts to log in to",
     "srun": "needs Slurm",
     "--data-parallel-size": "needs [cluster]; tests/cluster/test_cluster.py has it",
+    "--max-replicas": "needs [cluster]; tests/cluster/test_cluster.py has it",
     "--prefill-replicas": "needs [cluster]; tests/cluster/test_moves.py has what it starts",
     "jaxserve cluster": "asks a server of [cluster]; tests/cluster/test_cluster.py has it",
     "batch in.jsonl out.jsonl --tensor-parallel-size": "compiles for minutes on every host; "
@@ -328,7 +329,7 @@ def test_a_line_for_another_machine_is_accepted(line, tmp_path, monkeypatch, cap
         assert isinstance(inner.command, Batch)
         return
     command = line.command
-    others = BenchServe | Profile | Restart | Serve | Simulate | Status | TrainSpeculator
+    others = Batch | BenchServe | Profile | Restart | Serve | Simulate | Status | TrainSpeculator
     if isinstance(command, others):
         return
     assert isinstance(command, Launch)
