@@ -65,15 +65,16 @@ class Scaling:
         _log.info("replica %d drains, to be removed", replica.index)
         replica.enter("draining")
         replica.leaves = True
-        while replica.state == "draining" and replica.requests:
-            others = [each for each in self._replicas if each is not replica]
-            is_ready = any(each.state == "ready" for each in others)
-            if not is_ready or self._policy.are_full([each.load for each in others]):
+        while replica.state == "draining":
+            others = [each for each in self._replicas if each.state == "ready"]
+            if self._policy.are_full([each.load for each in others]):
                 _log.info("replica %d serves again", replica.index)
                 replica.leaves = False
                 replica.enter("ready")
                 self._route_waiting()
                 return False
+            if not replica.requests:
+                break
             await asyncio.sleep(POLL_S)
         replica.end(None)
         while replica in self._replicas:
