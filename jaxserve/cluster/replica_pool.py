@@ -154,7 +154,7 @@ class ReplicaPool:
         self.info = dataclasses.replace(self.info, data_parallel_size=max(1, len(self._replicas)))
 
     def _add(self) -> bool:
-        """Begin to load one more replica; False when all others have been given up."""
+        """Begin to load one more replica; False when there is no other, or all were given up."""
         known = {replica.index for replica in (*self._replicas, *self._given_up)}
         index = next((each for each in range(len(self._clients)) if each not in known), None)
         if index is None:
@@ -237,10 +237,11 @@ class ReplicaPool:
         replica.enter("failed")
         self._replicas.remove(replica)
         self._given_up.append(replica)
-        self._count()
-        if not self._replicas:
+        if not self._replicas and not self._add():
             self.failure = error
             self.stop.set()
+        self._count()
+        await tried(replica.client.close())  # Its devices are free for others.
         return False
 
     async def _loaded_anew(self, replica: RoutedReplica) -> EngineInfo:

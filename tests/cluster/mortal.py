@@ -27,7 +27,7 @@ class Mortal:
         self.is_busy = 0  # how many requests of others it refuses, as those with new grammars
         self.loads: list[str] = []  # how it is loaded the next times: "failed", "other" weights
         self.is_stopped = False  # as by SIGSTOP: it answers nothing
-        self.num_starts = 0
+        self.num_starts = self.num_ends = 0
         self.at_move = ""  # what happens when a request is moved from it, or to it
 
     def __getattr__(self, name):
@@ -55,6 +55,7 @@ class Mortal:
         return call
 
     async def close(self):
+        self.num_ends += 1
         await asyncio.sleep(0.2)
         await self._replica.close()
 

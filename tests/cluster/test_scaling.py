@@ -94,11 +94,31 @@ def test_one_that_cannot_be_loaded_is_given_up_and_another_one_added(llama, scal
         return await states() == ["ready", "failed"]
 
     async def scenario():
-        replicas[1].loads = ["failed"] * 6
+        replicas[1].loads, num_ends = ["failed"] * 6, replicas[1].num_ends
         await ask_until(llama, router, another_came, "again")
+        assert replicas[1].num_ends == num_ends + 1
         await until(it_went)
 
     run(scenario())
+
+
+def test_when_the_last_one_is_given_up_another_one_is_loaded(llama):
+    """There are devices for more; its request goes on there."""
+    replicas = [Mortal(), Mortal()]
+    config = EngineConfig.of(model=llama.path, **llama.settings())
+    router = Router(lambda: replicas, config, scaler=Autoscaler(1, 2))
+
+    async def scenario():
+        replicas[0].ends_after, replicas[0].loads = 3, ["failed"] * 6
+        tokens, _ = await ask(router, llama.prompts[4], GREEDY, "it")
+        assert tokens == llama.answers[4]
+        states = [each.state for each in (await router.cluster_status()).replicas]
+        assert states == ["failed", "ready"] and router.failure is None
+
+    try:
+        run(scenario())
+    finally:
+        router.close()
 
 
 class Counted:
