@@ -171,16 +171,11 @@ class Batch(Common):
     def _run_on_replicas(self, run: BatchRun) -> None:
         """Raises BatchError when their answers would not be those of the job."""
         from jaxserve.cluster.ray_replicas import load_replicas
-        from jaxserve.offline.workers import ReplicasWorker
+        from jaxserve.offline.workers import ReplicasWorker, check_answers
 
         _say(f"Loading {self.data_parallel_size} replicas.")
         with contextlib.closing(load_replicas(self.engine, self.data_parallel_size)) as router:
-            theirs, ours = router.info.config.dtype, run.job.settings["dtype"]
-            if theirs != ours:
-                raise BatchError(
-                    f"dtype is {theirs} in the replicas, and {ours} on this machine, which has "
-                    f"other devices; add --dtype {theirs}."
-                )
+            check_answers(router, run.job.settings)
             with ReplicasWorker(router) as worker, BatchProgress() as progress:
                 run.run(worker, self.served_model_name, progress, self._chat)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from jaxserve.core.cluster_status import ClusterStatus
 from jaxserve.core.engine_info import EngineInfo
-from jaxserve.core.errors import EngineClosedError, OverloadedError
+from jaxserve.core.errors import BatchError, EngineClosedError, OverloadedError
 from jaxserve.core.outputs import RequestOutput
 from jaxserve.engine.client import ClusterClient
 from jaxserve.engine.output_queue import left_output
@@ -134,6 +134,23 @@ class EngineWorker:
     def abort(self, request_id: str) -> None:
         if self._running.pop(request_id, None) is not None:
             self._engine.abort(request_id)
+
+
+def check_answers(client: ClusterClient, settings: Mapping[str, object]) -> None:
+    """Raises BatchError when the answers of replicas, perhaps on other machines, would not be those
+    of a job with these `settings`."""
+    info = client.info
+    theirs, ours = info.config.dtype, settings["dtype"]
+    if theirs != ours:
+        raise BatchError(
+            f"dtype is {theirs} in the replicas, and {ours} on this machine, which has other "
+            f"devices; add --dtype {theirs}."
+        )
+    if info.fingerprint != settings["model"]:
+        raise BatchError(
+            f"the weights of {str(info.config.model)!r} in the replicas are not those on this "
+            "machine; copy the same files to every machine of the Ray cluster."
+        )
 
 
 class ReplicasWorker:

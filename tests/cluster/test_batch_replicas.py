@@ -14,13 +14,13 @@ from mortal import Mortal
 
 from jaxserve.cluster.router import Router
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import EngineClosedError
+from jaxserve.core.errors import BatchError, EngineClosedError
 from jaxserve.core.signals import signals_handled
 from jaxserve.offline import run_batch
 from jaxserve.offline.job import BatchJob, settings_of
 from jaxserve.offline.report import report
 from jaxserve.offline.run import BatchRun
-from jaxserve.offline.workers import ReplicasWorker
+from jaxserve.offline.workers import ReplicasWorker, check_answers
 
 SEVERAL = {"prompt": ["a", "b", "c"], "n": 2, "max_tokens": 5, "temperature": 1}
 REFUSED = {"prompt": ["a", "b"], "structured_outputs": {"regex": "("}}
@@ -64,9 +64,14 @@ def test_answers_are_those_of_one_engine(cluster, expected, tmp_path):
     assert "Replicas of this run" in report(finished)
 
 
-@pytest.mark.parametrize("ends_after", [1, 15])
+def replicas_lost(router: Router) -> int:
+    return sum(each.num_losses for each in asyncio.run(router.cluster_status()).replicas)
+
+
+@pytest.mark.parametrize("ends_after", [1, 14])
 def test_a_lost_replica_costs_no_line(cluster, expected, tmp_path, ends_after):
     router, replicas = cluster
+    losses = replicas_lost(router)
     replicas[ends_after % 2].ends_after = ends_after
     before = {}
 
@@ -75,7 +80,7 @@ def test_a_lost_replica_costs_no_line(cluster, expected, tmp_path, ends_after):
 
     finished = run(router, tmp_path, progress)
     assert finished.complete
-    assert sum(each.num_losses for each in finished.replicas)
+    assert replicas_lost(router) == losses + 1
     assert answers(tmp_path / "out.jsonl") == expected
     assert (tmp_path / "out.jsonl").read_bytes().startswith(before["text"])
 
@@ -126,6 +131,18 @@ def test_without_a_replica_the_job_ends_and_can_be_resumed(llama, cluster, expec
     finished = run(cluster[0], tmp_path)
     assert finished.complete
     assert answers(tmp_path / "out.jsonl") == expected
+
+
+def test_replicas_of_another_model_or_dtype_are_refused(cluster):
+    """As those of machines with other files, or other devices."""
+    router, _ = cluster
+    info = router.info
+    used = settings_of(info.config, info.fingerprint, router.get_tokenizer())
+    check_answers(router, used)
+    with pytest.raises(BatchError, match="copy the same files to every machine"):
+        check_answers(router, used | {"model": "another"})
+    with pytest.raises(BatchError, match=r"dtype is float32 in the replicas.*add --dtype float32"):
+        check_answers(router, used | {"dtype": "bfloat16"})
 
 
 def test_an_interrupt_while_replicas_load_ends_them(llama):
