@@ -122,7 +122,7 @@ class Cluster:
 
 
 def described(status: dict[str, Any], now_s: float) -> str:
-    """The status of a cluster as a table, and a line about a rolling restart."""
+    """The status of a cluster as a table, and lines about a rolling restart and autoscaling."""
     rows = [
         (
             "replica",
@@ -140,7 +140,7 @@ def described(status: dict[str, Any], now_s: float) -> str:
     for each in status["replicas"]:
         rows.append(
             (
-                f"{each['index']} ({each['process']})",
+                f"{each['index']} ({each['process'] or 'no process yet'})",
                 each["role"],
                 each["state"],
                 str(timedelta(seconds=round(now_s - each["since_s"]))),
@@ -160,7 +160,7 @@ def described(status: dict[str, Any], now_s: float) -> str:
         lines.append(f"the latest rolling restart {state}, with {done} restarted{why}")
     if (scaling := status.get("scaling")) is not None:
         bounds = f"{scaling['min_replicas']} to {scaling['max_replicas']} replicas"
-        done = f"{scaling['num_added']} were added and {scaling['num_removed']} removed"
+        done = f"{scaling['num_added']} added, {scaling['num_removed']} removed"
         lines.append(f"autoscaling of {bounds}: {done}")
     return "\n".join(lines)
 

@@ -99,5 +99,7 @@ def test_the_status_as_a_table_and_as_json(capsys, server):
         "the latest rolling restart has ended, with 1 of 2 replicas restarted: it is lost."
     )
     bounds = {"min_replicas": 1, "max_replicas": 4, "num_added": 3, "num_removed": 2}
-    told = described({"replicas": [REPLICA], "restart": None, "scaling": bounds}, 1075.2)
-    assert told.endswith("\nautoscaling of 1 to 4 replicas: 3 were added and 2 removed")
+    added = REPLICA | {"process": "", "state": "loading"}
+    told = described({"replicas": [added], "restart": None, "scaling": bounds}, 1075.2)
+    assert told.splitlines()[1].startswith(f"{REPLICA['index']} (no process yet)")
+    assert told.endswith("\nautoscaling of 1 to 4 replicas: 3 added, 2 removed")

@@ -277,10 +277,10 @@ def test_replicas_come_under_load_and_go_after_it(chat_model, tmp_path, capsys):
     assert len(processes) == 2 and all(map(alive, processes))
     until(lambda: number() == 1)
     until(lambda: sum(map(alive, processes)) == 1)
-    assert server.metrics()["jaxserve:replicas_removed_total",] == 1
+    until(lambda: server.metrics()["jaxserve:replicas_removed_total",] == 1)
     assert main(["cluster", "status", f"--base-url={url}"]) == 0
     rows = capsys.readouterr().out.splitlines()
-    assert rows[-1] == "autoscaling of 1 to 2 replicas: 1 were added and 1 removed"
+    assert rows[-1] == "autoscaling of 1 to 2 replicas: 1 added, 1 removed"
     assert ask_all(client, []) == wanted
     client.close()
     assert server.stop() == 0, server.text()
