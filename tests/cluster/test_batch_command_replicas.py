@@ -105,8 +105,11 @@ def test_killed_replicas_and_an_interrupt_cost_no_line(chat_model, tmp_path):
 
     running = start(chat_model, tmp_path, "out.jsonl", *two)
     until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 5)
-    for victim in replicas(running):
+    victims = replicas(running)
+    for victim in victims:
         os.kill(victim, signal.SIGKILL)
+    until(lambda: len(set(replicas(running)) - set(victims)) == 2)
+    # Lines after these are of the new processes, so that the losses are known by then.
     before = output.read_bytes().count(b"\n")
     until(lambda: output.read_bytes().count(b"\n") > before + 3)
     processes = replicas(running)

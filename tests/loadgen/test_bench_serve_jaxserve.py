@@ -117,8 +117,10 @@ def test_more_than_the_server_can_do_at_once_is_sent_all_the_same(bench):
 
 def test_its_capacity_is_found(bench):
     """The server can do more than any rate that is tried before all requests are there at once, or
-    less: whichever it is, the search ends and says so."""
-    load = ("--request-rate=50", "--num-requests=10", "--input-len=50", "--output-len=8")
+    less: whichever it is, the search ends and says so. With equal gaps it soon tries a rate at
+    which each request is alone, however slow the machine."""
+    load = ("--request-rate=50", "--burstiness=inf", "--num-requests=10")
+    load += ("--input-len=50", "--output-len=8")
     search = ("--find-capacity", "--slo=ttft_p90=200ms", "--json", "--seed=1")
     done, run = bench(*load, *search, f"--api-key={KEY}")
     assert json.loads(done.stdout) == run

@@ -162,8 +162,9 @@ def test_of_a_live_server(search, tmp_path):
 def test_what_is_printed_when_no_rate_will_do(search):
     status, out, err = search("--slo=ttft=1ms,itl_p90=9s")
     assert status == 1
-    lines = out.splitlines()
-    assert all("requests/s   ttft_p99 " in line and line.endswith("not met") for line in lines)
+    for line in out.splitlines():  # On a busy machine the generator may be late.
+        assert "requests/s   ttft_p99 " in line
+        assert line.endswith("not met") or "does not count: the load generator was" in line
     assert err.splitlines()[-1].startswith(
         "error: no rate that was tried meets ttft_p99 1 ms, itl_p90 9,000 ms; the best seen is "
     )
