@@ -82,8 +82,15 @@ class DeviceSpec:
             raise ValueError(f"both_ways is {self.both_ways!r}; it must be true or false")
         if not isinstance(self.flops, dict) or not self.flops:
             raise ValueError("flops must be a table, such as flops.bfloat16 = 989e12")
-        if not isinstance(self.gke_topologies, dict):
-            raise ValueError('gke_topologies must be a table, such as {4 = "2x2"}')
+        if type(self.devices_per_host) is not int:
+            raise ValueError(f"devices_per_host is {self.devices_per_host!r}; it must be whole")
+        topologies = self.gke_topologies
+        if not isinstance(topologies, dict) or not all(
+            isinstance(topology, str) for topology in topologies.values()
+        ):
+            raise ValueError('gke_topologies must be a table of texts, such as {4 = "2x2"}')
+        if topologies and not self.gke_accelerator:
+            raise ValueError("gke_topologies needs gke_accelerator, such as tpu-v6e-slice")
         for dtype, rate in self.flops.items():
             _check_positive(f"flops.{dtype}", rate)
 
