@@ -163,7 +163,7 @@ class Serve(Common):
         finder = CapacityFinder(serve, requests, self.load.rate_of(requests), slo, self._tell)
         try:
             found, stopped = finder.find(), False
-        except (Stopped, asyncio.CancelledError):
+        except (Stopped, asyncio.CancelledError, KeyboardInterrupt):  # The last between two loads.
             found, stopped = finder.so_far(), True
         if endpoint is None:
             return STOPPED
