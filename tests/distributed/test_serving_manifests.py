@@ -51,6 +51,7 @@ def mounts(pod: dict) -> dict[str, str]:
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_one_pod_has_all_engines_of_a_host(replicas):
     found = objects(served("h200", replicas, 2))
+    assert ("jaxserve[cluster]" in served("h200", replicas, 2).manifest()) == (replicas > 1)
     deployment = found["Deployment"]
     assert deployment["spec"]["replicas"] == 1
     # Without spare GPUs a second pod would wait for ever for those of the first.

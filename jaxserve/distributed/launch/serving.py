@@ -88,6 +88,8 @@ class ServedDeployment:
             "template": {"metadata": {"labels": dict(labels)}, "spec": pod},
         }
         needs = []
+        if engines > 1:
+            needs.append(f"{self.image} must have jaxserve[cluster], for {engines} replicas")
         if self.spec.platform == "gpu":
             needs.append(
                 f"where there are several kinds of GPUs, add a nodeSelector for {self.spec.name}"
