@@ -66,7 +66,7 @@ class RollingRestart:
             return False
         _log.info("replica %d drains, to be restarted", replica.index)
         replica.enter("draining")
-        while replica.state == "draining" and replica.requests:
+        while replica.state == "draining" and not replica.is_drained:
             if all(each.state != "ready" for each in self._serving):
                 replica.enter("ready")
                 self._route_waiting()

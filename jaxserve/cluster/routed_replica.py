@@ -113,6 +113,12 @@ class RoutedReplica:
         return left
 
     @property
+    def is_drained(self) -> bool:
+        """Whether it has no request, and has said what those that moved took here: the tokens of
+        their prompts that it had cached."""
+        return not self.requests and not self.moved
+
+    @property
     def status(self) -> ReplicaStatus:
         load, info = self.load, self._info
         return ReplicaStatus(

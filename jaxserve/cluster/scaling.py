@@ -73,7 +73,7 @@ class Scaling:
                 replica.enter("ready")
                 self._route_waiting()
                 return False
-            if not replica.requests:
+            if replica.is_drained:
                 break
             await asyncio.sleep(POLL_S)
         replica.end(None)

@@ -10,6 +10,7 @@ from tiny_engines import LONGEST
 
 from jaxserve.cluster.autoscale import Autoscaler
 from jaxserve.cluster.dispatch import Demand, ReplicaLoad
+from jaxserve.cluster.routed_replica import RoutedReplica
 from jaxserve.cluster.router import Router
 from jaxserve.cluster.scaling import Scaling
 from jaxserve.core.config import EngineConfig
@@ -124,10 +125,12 @@ def test_when_the_last_one_is_given_up_another_one_is_loaded(llama):
 class Counted:
     """A replica as `Scaling` sees it, with this many sequences."""
 
+    is_drained = RoutedReplica.is_drained
+
     def __init__(self, index: int, num_sequences: int) -> None:
         self.index, self.leaves = index, False
         self.load = ReplicaLoad(num_pages=60, page_size=4, max_num_seqs=8)
-        self.requests = dict.fromkeys(range(num_sequences))
+        self.requests, self.moved = dict.fromkeys(range(num_sequences)), {}
         for key in self.requests:
             self.load.add(key, Demand((), 4))
         self.enter("ready")
@@ -137,17 +140,38 @@ class Counted:
         self.load.draining = state != "ready"
 
 
+def scaling_of(replicas, routed):
+    return Scaling(
+        Autoscaler(1, 3),
+        replicas,
+        add=lambda: False,
+        may_change=lambda: True,
+        route_waiting=lambda: routed.append("all"),
+    )
+
+
 def test_one_that_drains_serves_again_when_another_one_is_lost():
     """The pages and slots of one that is being loaded again are of no use to its requests."""
     leaving, lost, full = (Counted(index, number) for index, number in enumerate((1, 0, 9)))
     lost.enter("loading")
     routed = []
-    scaling = Scaling(
-        Autoscaler(1, 3),
-        [leaving, lost, full],
-        add=lambda: False,
-        may_change=lambda: True,
-        route_waiting=lambda: routed.append("all"),
-    )
-    assert not asyncio.run(asyncio.wait_for(scaling._removed(leaving), 30))
+    removing = scaling_of([leaving, lost, full], routed)._removed(leaving)
+    assert not asyncio.run(asyncio.wait_for(removing, 30))
     assert (leaving.state, leaving.leaves, routed) == ("ready", False, ["all"])
+
+
+def test_one_ends_when_it_has_said_how_its_requests_ended():
+    """What of their prompts it had cached is in the `usage` of those that moved."""
+    leaving = Counted(0, 0)
+    leaving.moved["elsewhere"] = None
+    replicas = [leaving, Counted(1, 0)]
+    leaving.end = lambda error: replicas.remove(leaving)
+
+    async def scenario():
+        removing = asyncio.ensure_future(scaling_of(replicas, [])._removed(leaving))
+        await asyncio.sleep(0.2)
+        assert leaving in replicas
+        leaving.moved.clear()
+        assert await removing and leaving not in replicas
+
+    run(scenario())
