@@ -143,8 +143,8 @@ def check_answers(client: ClusterClient, settings: Mapping[str, object]) -> None
     theirs, ours = info.config.dtype, settings["dtype"]
     if theirs != ours:
         raise BatchError(
-            f"dtype is {theirs} in the replicas, and {ours} on this machine, which has other "
-            f"devices; add --dtype {theirs}."
+            f"dtype is {theirs} in the replicas, and {ours} in the job, by the devices of this "
+            f"machine; add --dtype {ours}, or --dtype {theirs} and give another output."
         )
     if info.fingerprint != settings["model"]:
         raise BatchError(

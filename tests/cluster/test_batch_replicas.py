@@ -141,7 +141,7 @@ def test_replicas_of_another_model_or_dtype_are_refused(cluster):
     check_answers(router, used)
     with pytest.raises(BatchError, match="copy the same files to every machine"):
         check_answers(router, used | {"model": "another"})
-    with pytest.raises(BatchError, match=r"dtype is float32 in the replicas.*add --dtype float32"):
+    with pytest.raises(BatchError, match=r"add --dtype bfloat16, or --dtype float32 and give"):
         check_answers(router, used | {"dtype": "bfloat16"})
 
 
