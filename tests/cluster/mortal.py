@@ -103,7 +103,7 @@ class Mortal:
 
 
 def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 120))
+    return asyncio.run(asyncio.wait_for(coroutine, 300))
 
 
 async def ask(router, prompt, params, name="it", **options):

@@ -52,7 +52,7 @@ def start(model: Path, directory: Path, output: str, *options: str) -> subproces
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    stdout, stderr = process.communicate(timeout=180)
+    stdout, stderr = process.communicate(timeout=300)
     return process.returncode, stdout, stderr
 
 
@@ -76,7 +76,7 @@ def named(pid: int) -> str:
         return ""
 
 
-def until(condition: Callable[[], object], within_s: float = 90) -> None:
+def until(condition: Callable[[], object], within_s: float = 240) -> None:
     give_up = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < give_up
