@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
 
 from jaxserve.core.errors import RequestError
 from jaxserve.protocol.errors import FieldError
@@ -14,6 +14,7 @@ from jaxserve.protocol.responses_api.stored import StoredResponse
 from jaxserve.server.openapi import ERRORS, documented_responses
 from jaxserve.server.request_state import state_of
 from jaxserve.server.responses import JsonResponse
+from jaxserve.server.workers import prepared
 
 router = APIRouter()
 
@@ -22,12 +23,12 @@ router = APIRouter()
 @router.get(
     "/v1/responses/{response_id}", responses=documented_responses(ResponsesResponse) | ERRORS
 )
-async def response(response_id: str, request: Request, stream: bool = False) -> JsonResponse:
+async def response(response_id: str, request: Request, stream: bool = False) -> Response:
     """A stored response."""
     stored = _stored(request, response_id)
     if stream:
         raise FieldError("stream", "is only for the request that generates; leave it out.")
-    return JsonResponse(stored.response)
+    return Response(stored.response, media_type="application/json")
 
 
 @router.delete("/responses/{response_id}", include_in_schema=False)
@@ -52,7 +53,13 @@ async def input_items(
     after: str | None = None,
 ) -> JsonResponse:
     """All items that the model read for a stored response, those of earlier responses included."""
-    return JsonResponse(_stored(request, response_id).input_items(order, limit, after))
+    stored = _stored(request, response_id)
+    page = await prepared(
+        request,
+        lambda _: stored.input_items(order, limit, after),
+        more_bytes=len(stored.conversation.text),
+    )
+    return JsonResponse(page)
 
 
 @router.post("/responses/{response_id}/cancel", include_in_schema=False)
