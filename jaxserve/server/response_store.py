@@ -18,8 +18,8 @@ MAX_RESPONSE_BYTES = 8 << 20
 class ResponseStore:
     """Stored responses by tenant and id. For one event loop.
 
-    When there are too many, the tenant with the most bytes loses its least recently used one, so
-    that no client can make those of the others forgotten.
+    When there are too many, or too many bytes, the tenant with the most of them loses its least
+    recently used one, so that no client can make those of the others forgotten.
     """
 
     def __init__(
@@ -58,14 +58,17 @@ class ResponseStore:
 
     def _make_room(self) -> None:
         while True:
+            counts = {tenant: len(stored) for tenant, stored in self._stored.items()}
             sizes = {
                 tenant: sum(each.num_bytes for each in stored.values())
                 for tenant, stored in self._stored.items()
             }
-            count = sum(map(len, self._stored.values()))
-            if count <= self._max_responses and sum(sizes.values()) <= self._max_bytes:
+            if sum(counts.values()) > self._max_responses:
+                largest = max(counts, key=counts.__getitem__)
+            elif sum(sizes.values()) > self._max_bytes:
+                largest = max(sizes, key=sizes.__getitem__)
+            else:
                 return
-            largest = max(sizes, key=sizes.__getitem__)
             self._stored[largest].popitem(last=False)
             self._forget_if_empty(largest)
 

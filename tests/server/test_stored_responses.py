@@ -233,3 +233,11 @@ def test_the_largest_tenant_loses_its_least_recently_used():
     assert store.get("a", "small")
     kept = [number for number in range(6) if f"large{number}" in store._stored["b"]]
     assert kept == [0, 4, 5]
+
+
+def test_many_small_ones_cost_no_other_its_large_one():
+    store = ResponseStore(max_responses=4)
+    store.add("a", stored("large", "x" * 5000))
+    for number in range(6):
+        store.add("b", stored(f"small{number}", ""))
+    assert store.get("a", "large") and store.get("b", "small5")
