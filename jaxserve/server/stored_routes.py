@@ -36,7 +36,7 @@ async def response(response_id: str, request: Request, stream: bool = False) -> 
     "/v1/responses/{response_id}", responses=documented_responses(DeletedResponse) | ERRORS
 )
 async def delete(response_id: str, request: Request) -> JsonResponse:
-    """Forget a stored response. Those that go on from it have its items still."""
+    """Forget a stored response. Responses that continued from it keep its items."""
     request.app.state.stored.delete(state_of(request.scope).tenant, response_id)
     return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
@@ -65,9 +65,12 @@ async def input_items(
 @router.post("/responses/{response_id}/cancel", include_in_schema=False)
 @router.post("/v1/responses/{response_id}/cancel", responses=ERRORS)
 async def cancel(response_id: str, request: Request) -> JsonResponse:
-    """Always refused, as by OpenAI: what is stored is complete. To cancel a request, hang up."""
+    """Always refused, as by OpenAI: what is stored is complete."""
     _stored(request, response_id)
-    raise RequestError("Cannot cancel a synchronous response.")
+    raise RequestError(
+        "Cannot cancel a synchronous response, which is complete; to cancel a request, close its "
+        "connection."
+    )
 
 
 def _stored(request: Request, response_id: str) -> StoredResponse:

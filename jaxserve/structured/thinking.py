@@ -149,11 +149,8 @@ class ThinkingMatcher:
         if not self._thinking:
             return self._grammar.mask | self._marks.mask(self._marks.open_ids[0])
         begun = _begun(self._tail)
-        return (
-            self._grammar.text_mask & self._marks.ends_cleanly(begun)
-            if begun
-            else (self._grammar.text_mask)
-        )
+        text_mask = self._grammar.text_mask
+        return text_mask & self._marks.ends_cleanly(begun) if begun else text_mask
 
     def waits_for(self, place: int) -> bool:
         """Whether the mask at a position of the output depends on tokens not yet consumed."""
