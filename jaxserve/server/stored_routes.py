@@ -13,7 +13,7 @@ from jaxserve.protocol.responses import Response as ResponsesResponse
 from jaxserve.protocol.responses_api.stored import StoredResponse
 from jaxserve.server.openapi import ERRORS, documented_responses
 from jaxserve.server.request_state import state_of
-from jaxserve.server.responses import JsonResponse
+from jaxserve.server.responses import JsonResponse, to_json
 from jaxserve.server.workers import prepared
 
 router = APIRouter()
@@ -51,15 +51,15 @@ async def input_items(
     order: Literal["asc", "desc"] = "desc",
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     after: str | None = None,
-) -> JsonResponse:
+) -> Response:
     """All items that the model read for a stored response, those of earlier responses included."""
     stored = _stored(request, response_id)
     page = await prepared(
         request,
-        lambda _: stored.input_items(order, limit, after),
+        lambda _: to_json(stored.input_items(order, limit, after)),
         more_bytes=len(stored.conversation.text),
     )
-    return JsonResponse(page)
+    return Response(page, media_type="application/json")
 
 
 @router.post("/responses/{response_id}/cancel", include_in_schema=False)
