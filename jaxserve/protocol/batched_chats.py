@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -23,6 +24,10 @@ from jaxserve.protocol.messages import Message
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.usage import usage
 
+MAX_REPEATED_CHARS = 8 << 20
+"""Characters of tools and template variables, counted for each conversation: each prompt has them,
+and so a short body could make prompts of any length."""
+
 
 class BatchedChatsRequest(ChatCompletionRequest):
     """The request body: a chat's, with a list of conversations."""
@@ -38,6 +43,7 @@ class BatchedChatsRequest(ChatCompletionRequest):
             raise FieldError(
                 "messages", f"must hold 1 to {MAX_PROMPTS} conversations, got {len(conversations)}."
             )
+        self._check_repeated()
         shared = {name: getattr(self, name) for name in ChatCompletionRequest.model_fields}
         chats = []
         for number, messages in enumerate(conversations):
@@ -47,6 +53,21 @@ class BatchedChatsRequest(ChatCompletionRequest):
             except RequestError as error:
                 raise renamed(error, {"messages": f"messages[{number}]"}) from None
         return BatchedChats(tuple(chats))
+
+    def _check_repeated(self) -> None:
+        functions = [tool.function for tool in self.tools or ()]
+        parts = [[each.description, each.parameters] for each in functions]
+        try:
+            size = len(json.dumps([parts, self.chat_template, self.chat_template_kwargs]))
+        except RecursionError:
+            raise FieldError("chat_template_kwargs", "or tools are nested too deeply.") from None
+        if size * len(self.messages) > MAX_REPEATED_CHARS:
+            raise FieldError(
+                "messages",
+                f"holds {len(self.messages)} conversations, each of which repeats {size} "
+                "characters of tools and template variables; at most "
+                f"{MAX_REPEATED_CHARS} are allowed in all, so send fewer conversations.",
+            )
 
 
 @dataclasses.dataclass(frozen=True)

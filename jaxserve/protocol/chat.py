@@ -93,6 +93,7 @@ class ChatCompletionRequest(GenerationFields):
         defaults = {} if model.default_sampling.get("max_new_tokens") else {"max_tokens": None}
         params = self.sampling(model, defaults, **more)
         prompt = self.prompt(model, self._shown_tools(model, tool_use))
+        prompt = self.truncated(prompt, model, params)
         echoed = self.echo and self.messages[-1].role == "assistant"
         template = self._template(model, tool_use is not None)
         reasons = reasoning_marks(model.chat.reasoning_parser, template)
@@ -104,7 +105,7 @@ class ChatCompletionRequest(GenerationFields):
             params = dataclasses.replace(params, skip_special_tokens=False)
         return Chat(
             model=model,
-            prompts=(self.truncated(prompt, model, params),),
+            prompts=(prompt,),
             params=params,
             beam=self.beam_search(params),
             cache_salt=self.cache_salt or None,
@@ -113,7 +114,7 @@ class ChatCompletionRequest(GenerationFields):
             continuous_usage=self.continuous_usage,
             tool_use=tool_use,
             reasons=reasons,
-            begins_in_reasoning=opens_thinking(prompt.text or ""),
+            begins_in_reasoning=opens_thinking(model.tokenizer, prompt.token_ids),
             include_reasoning=self.include_reasoning is not False,
             prompt_logprobs=self.prompt_logprobs is not None,
             token_ids=bool(self.return_token_ids),

@@ -78,13 +78,16 @@ class CompletionRequest(GenerationFields):
     def call(self, model: Model) -> ParsedCompletion:
         """Convert the body to a request for the engine. Raises RequestError."""
         model = self.check(model)
-        if self.echo and self.logprobs is not None and self.stream:
-            raise FieldError("logprobs", "of an echoed prompt cannot be streamed.")
-        more: dict[str, Any] = {"logprobs": self.logprobs} | self._sampled_for_best()
-        if self.echo and self.logprobs is not None:
-            if self.prompt_logprobs not in (None, self.logprobs):
+        logprobs = self._logprobs
+        if self.echo and logprobs is not None and self.stream:
+            name = "logprob_token_ids" if self.logprobs is None else "logprobs"
+            raise FieldError(name, "of an echoed prompt cannot be streamed; set stream to false.")
+        more: dict[str, Any] = {"logprobs": logprobs} | self._sampled_for_best()
+        if self.echo and logprobs is not None:
+            if self.logprobs is not None and self.prompt_logprobs not in (None, logprobs):
                 raise FieldError("prompt_logprobs", "must equal logprobs, since echo is true.")
-            more["prompt_logprobs"] = self.logprobs
+            if self.prompt_logprobs is None:
+                more["prompt_logprobs"] = logprobs
         scores_only = self.max_tokens == 0
         if scores_only:
             if self.logprob_token_ids is not None:
@@ -112,10 +115,17 @@ class CompletionRequest(GenerationFields):
             prompt_logprobs=self.prompt_logprobs is not None,
             token_ids=bool(self.return_token_ids),
             tokens_as_ids=bool(self.return_tokens_as_token_ids),
-            logprobs=self.logprobs is not None or bool(self.logprob_token_ids),
+            logprobs=logprobs is not None,
             n=self.n or 1,
             names=self.names,
         )
+
+    @property
+    def _logprobs(self) -> int | None:
+        """`logprobs`, which `logprob_token_ids` ask for too."""
+        if self.logprobs is None and self.logprob_token_ids:
+            return 0
+        return self.logprobs
 
     def _check_beam_search(self, params: SamplingParams, scores_only: bool) -> None:
         """Raises FieldError for what completions have and beam search has not."""

@@ -56,7 +56,10 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
 @router.post("/v1/chat/completions/batch", responses=documented_responses(ChatCompletion) | ERRORS)
 async def batched_chats(body: BatchedChatsRequest, request: Request) -> Response:
     """Generate the next message of each of several conversations, as vLLM does."""
-    return await _generated(body, request)
+    # Each prompt may have most of the body, its tools.
+    more = len(await request.body()) * len(body.messages)
+    call = await _parsed(body, body.call, request, more_bytes=more)
+    return GeneratedResponse(request.app.state.service, call)
 
 
 @router.post("/responses", include_in_schema=False)
@@ -67,20 +70,21 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation, in OpenAI's newer format. The response is stored in memory, unless
     `store` is false."""
     store, tenant = request.app.state.stored, state_of(request.scope).tenant
-    earlier = None
+    before = None
     if body.previous_response_id is not None:
         try:
-            earlier = store.get(tenant, body.previous_response_id).conversation
+            before = store.get(tenant, body.previous_response_id).conversation
         except ResponseNotFoundError:
             raise FieldError(
                 "previous_response_id",
                 f"is {body.previous_response_id!r:.200}, which is not stored, or not any more; "
                 "send the whole conversation as input.",
             ) from None
-    call = await _parsed(body, functools.partial(body.call, earlier=earlier), request)
-    if body.store is not False:
-        call = call.kept_by(functools.partial(store.add, tenant))
-    return GeneratedResponse(request.app.state.service, call)
+    parse = functools.partial(body.call, before=before, keep=functools.partial(store.add, tenant))
+    more = 0 if before is None else len(before.text)
+    return GeneratedResponse(
+        request.app.state.service, await _parsed(body, parse, request, more_bytes=more)
+    )
 
 
 @router.post(
@@ -138,10 +142,15 @@ async def _generated(
 
 
 async def _parsed(
-    body: GenerationFields | EmbeddingRequest, parse: Callable[[Model], T], request: Request
+    body: GenerationFields | EmbeddingRequest,
+    parse: Callable[[Model], T],
+    request: Request,
+    more_bytes: int = 0,
 ) -> T:
-    """A body converted by `parse` to a request for the engine, whose id it may give."""
+    """A body converted by `parse` to a request for the engine, whose id it may give. `more_bytes`
+    are converted too."""
     state = state_of(request.scope)
     if body.request_id is not None and state.id_is_new:
         state.request_id = body.request_id
-    return await prepared(request, parse, has_tools=bool(getattr(body, "tools", None)))
+    has_tools = bool(getattr(body, "tools", None))
+    return await prepared(request, parse, has_tools, more_bytes)

@@ -9,25 +9,36 @@ from jaxserve.protocol.responses_api.stored import StoredResponse
 
 MAX_RESPONSES = 1024
 MAX_BYTES = 64 << 20
-"""Total size of stored responses, as JSON with their input."""
+"""Total size of stored responses, as JSON with their conversations."""
+
+MAX_RESPONSE_BYTES = 8 << 20
+"""Size of one, which the next request of its conversation reads."""
 
 
 class ResponseStore:
     """Stored responses by tenant and id. For one event loop.
 
-    When there are too many, the tenant with the most bytes loses its least recently used one, so
-    that no client can make those of the others forgotten.
+    When there are too many, or too many bytes, the tenant with the most of them loses its least
+    recently used one, so that no client can make those of the others forgotten.
     """
 
-    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self,
+        max_responses: int = MAX_RESPONSES,
+        max_bytes: int = MAX_BYTES,
+        max_response_bytes: int = MAX_RESPONSE_BYTES,
+    ) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
-        self._stored: dict[str | None, collections.OrderedDict[str, bytes]] = {}
+        self._max_response_bytes = max_response_bytes
+        self._stored: dict[str | None, collections.OrderedDict[str, StoredResponse]] = {}
 
     def add(self, tenant: str | None, stored: StoredResponse) -> None:
-        """Keep a response, in the place of an earlier one of its id."""
+        """Keep a response, unless it is too large."""
+        if stored.num_bytes > self._max_response_bytes:
+            return
         mine = self._stored.setdefault(tenant, collections.OrderedDict())
-        mine[stored.id] = stored.to_json()
+        mine[stored.id] = stored
         mine.move_to_end(stored.id)
         self._make_room()
 
@@ -37,7 +48,7 @@ class ResponseStore:
         if response_id not in mine:
             raise ResponseNotFoundError(response_id)
         mine.move_to_end(response_id)
-        return StoredResponse.from_json(mine[response_id])
+        return mine[response_id]
 
     def delete(self, tenant: str | None, response_id: str) -> None:
         """Raises ResponseNotFoundError as `get` does."""
@@ -47,13 +58,17 @@ class ResponseStore:
 
     def _make_room(self) -> None:
         while True:
+            counts = {tenant: len(stored) for tenant, stored in self._stored.items()}
             sizes = {
-                tenant: sum(map(len, stored.values())) for tenant, stored in self._stored.items()
+                tenant: sum(each.num_bytes for each in stored.values())
+                for tenant, stored in self._stored.items()
             }
-            count = sum(map(len, self._stored.values()))
-            if count <= self._max_responses and sum(sizes.values()) <= self._max_bytes:
+            if sum(counts.values()) > self._max_responses:
+                largest = max(counts, key=counts.__getitem__)
+            elif sum(sizes.values()) > self._max_bytes:
+                largest = max(sizes, key=sizes.__getitem__)
+            else:
                 return
-            largest = max(sizes, key=sizes.__getitem__)
             self._stored[largest].popitem(last=False)
             self._forget_if_empty(largest)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
 
 from jaxserve.core.errors import RequestError
 from jaxserve.protocol.errors import FieldError
@@ -13,7 +13,8 @@ from jaxserve.protocol.responses import Response as ResponsesResponse
 from jaxserve.protocol.responses_api.stored import StoredResponse
 from jaxserve.server.openapi import ERRORS, documented_responses
 from jaxserve.server.request_state import state_of
-from jaxserve.server.responses import JsonResponse
+from jaxserve.server.responses import JsonResponse, to_json
+from jaxserve.server.workers import prepared
 
 router = APIRouter()
 
@@ -22,12 +23,12 @@ router = APIRouter()
 @router.get(
     "/v1/responses/{response_id}", responses=documented_responses(ResponsesResponse) | ERRORS
 )
-async def response(response_id: str, request: Request, stream: bool = False) -> JsonResponse:
+async def response(response_id: str, request: Request, stream: bool = False) -> Response:
     """A stored response."""
     stored = _stored(request, response_id)
     if stream:
         raise FieldError("stream", "is only for the request that generates; leave it out.")
-    return JsonResponse(stored.response)
+    return Response(stored.response, media_type="application/json")
 
 
 @router.delete("/responses/{response_id}", include_in_schema=False)
@@ -35,7 +36,7 @@ async def response(response_id: str, request: Request, stream: bool = False) -> 
     "/v1/responses/{response_id}", responses=documented_responses(DeletedResponse) | ERRORS
 )
 async def delete(response_id: str, request: Request) -> JsonResponse:
-    """Forget a stored response. Those that go on from it have its items still."""
+    """Forget a stored response. Responses that continued from it keep its items."""
     request.app.state.stored.delete(state_of(request.scope).tenant, response_id)
     return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
@@ -50,17 +51,26 @@ async def input_items(
     order: Literal["asc", "desc"] = "desc",
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     after: str | None = None,
-) -> JsonResponse:
+) -> Response:
     """All items that the model read for a stored response, those of earlier responses included."""
-    return JsonResponse(_stored(request, response_id).input_items(order, limit, after))
+    stored = _stored(request, response_id)
+    page = await prepared(
+        request,
+        lambda _: to_json(stored.input_items(order, limit, after)),
+        more_bytes=len(stored.conversation.text),
+    )
+    return Response(page, media_type="application/json")
 
 
 @router.post("/responses/{response_id}/cancel", include_in_schema=False)
 @router.post("/v1/responses/{response_id}/cancel", responses=ERRORS)
 async def cancel(response_id: str, request: Request) -> JsonResponse:
-    """Always refused, as by OpenAI: what is stored is complete. To cancel a request, hang up."""
+    """Always refused, as by OpenAI: what is stored is complete."""
     _stored(request, response_id)
-    raise RequestError("Cannot cancel a synchronous response.")
+    raise RequestError(
+        "Cannot cancel a synchronous response, which is complete; to cancel a request, close its "
+        "connection."
+    )
 
 
 def _stored(request: Request, response_id: str) -> StoredResponse:

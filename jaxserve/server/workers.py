@@ -85,18 +85,23 @@ def _stopping() -> UnavailableError:
     return UnavailableError("the server is stopping; retry on another server.")
 
 
-async def prepared(request: Request, work: Callable[[Model], T], has_tools: bool = False) -> T:
-    """The result of `work` on the served model, in a thread. If the client hangs up meanwhile, work
-    that has not begun is dropped.
+async def prepared(
+    request: Request,
+    work: Callable[[Model], T],
+    has_tools: bool = False,
+    more_bytes: int = 0,
+) -> T:
+    """The result of `work` on the served model, in a thread. It reads the body and `more_bytes`. If
+    the client hangs up meanwhile, work that has not begun is dropped.
 
     Raises ClientGoneError, and as `Service.prepare` does.
     """
-    kind = await kind_of(request, has_tools)
+    kind = kind_of(len(await request.body()) + more_bytes, has_tools)
     return await unless_hung_up(request.receive, request.app.state.service.prepare(work, kind))
 
 
-async def kind_of(request: Request, has_tools: bool) -> Kind:
-    """The kind of a request whose body has been read."""
-    if len(await request.body()) > LARGE_BYTES:
+def kind_of(num_bytes: int, has_tools: bool) -> Kind:
+    """The kind of a request that has so many bytes to prepare."""
+    if num_bytes > LARGE_BYTES:
         return "large"
     return "tools" if has_tools else "small"

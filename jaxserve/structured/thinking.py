@@ -12,7 +12,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.structured.bitmask import WORD_BITS, mask_words
 from jaxserve.structured.matcher import Matcher
 from jaxserve.text import Tokenizer
-from jaxserve.text.thinking import CLOSE, OPEN, has_channels, tokens_open_thinking
+from jaxserve.text.thinking import CLOSE, OPEN, has_channels, opens_thinking
 
 _OPEN, _CLOSE = OPEN.encode(), CLOSE.encode()
 
@@ -39,7 +39,7 @@ class ThinkingMarks:
 
     def begins_open(self, prompt_token_ids: Sequence[int]) -> bool:
         """Whether the reasoning begins in the prompt."""
-        return tokens_open_thinking(self._tokenizer, prompt_token_ids)
+        return opens_thinking(self._tokenizer, prompt_token_ids)
 
     def mask(self, *token_ids: int) -> np.ndarray:
         """The mask int32 [words] of these tokens."""
@@ -149,11 +149,8 @@ class ThinkingMatcher:
         if not self._thinking:
             return self._grammar.mask | self._marks.mask(self._marks.open_ids[0])
         begun = _begun(self._tail)
-        return (
-            self._grammar.text_mask & self._marks.ends_cleanly(begun)
-            if begun
-            else (self._grammar.text_mask)
-        )
+        text_mask = self._grammar.text_mask
+        return text_mask & self._marks.ends_cleanly(begun) if begun else text_mask
 
     def waits_for(self, place: int) -> bool:
         """Whether the mask at a position of the output depends on tokens not yet consumed."""

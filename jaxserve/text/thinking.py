@@ -17,12 +17,7 @@ def has_channels(template: str | None) -> bool:
     return "<|channel|>" in (template or "")
 
 
-def opens_thinking(prompt: str) -> bool:
+def opens_thinking(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> bool:
     """Whether a prompt opens the reasoning, as that of many templates does."""
-    return prompt.rstrip().endswith(OPEN)
-
-
-def tokens_open_thinking(tokenizer: Tokenizer, token_ids: Sequence[int]) -> bool:
-    """As `opens_thinking`, for a prompt of token ids."""
-    end = b"".join(tokenizer.token_bytes(token_id) for token_id in token_ids[-_END_TOKENS:])
-    return opens_thinking(end.decode("utf-8", "replace"))
+    end = b"".join(tokenizer.token_bytes(token_id) for token_id in prompt_token_ids[-_END_TOKENS:])
+    return end.decode("utf-8", "replace").rstrip().endswith(OPEN)

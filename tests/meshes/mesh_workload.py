@@ -21,6 +21,7 @@ SCORED = SamplingParams(
 )
 SEVERAL = SamplingParams(temperature=1.0, seed=7, n=2, max_tokens=12, ignore_eos=True)
 SCORED_FULL = dataclasses.replace(FULL, logprobs=3)
+LISTED = dataclasses.replace(GREEDY, logprob_token_ids=(255, 0, 130, 7))
 CROWD = 3
 """Requests that fit when they are admitted and no longer when they have grown."""
 CROWDED = PROMPT_LENGTHS.index(60)
@@ -49,7 +50,10 @@ def sampled(model: TinyModel) -> list[Arrival]:
     return [
         Arrival(model.prompts[index], params, step)
         for step, (index, params) in enumerate(
-            [(9, SCORED_FULL), (6, SEVERAL), (8, SCORED), (11, GREEDY), (10, SCORED_FULL)]
+            [
+                *((9, SCORED_FULL), (6, SEVERAL), (8, SCORED)),
+                *((11, GREEDY), (10, SCORED_FULL), (7, LISTED)),
+            ]
         )
     ]
 

@@ -19,6 +19,10 @@ def chatty(chat_model):
     return TinyModel.open(chat_model)
 
 
+def tool(description: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "description": description}}
+
+
 def same(one: Any, other: Any) -> bool:
     """Whether bodies are equal, up to the rounding of log probabilities in another batch."""
     if isinstance(one, dict):
@@ -73,6 +77,8 @@ def test_what_is_refused(chatty):
             ({"messages": [FIRST, [{"content": "x"}]]}, "messages[1][0].role"),
             ({"messages": [FIRST], "stream": True}, "stream"),
             ({"messages": [FIRST], "max_tokens": 0}, "max_tokens"),
+            ({"messages": [FIRST] * 2048, "chat_template_kwargs": {"a": "b" * 4096}}, "messages"),
+            ({"messages": [FIRST] * 2048, "tools": [tool("x" * 4096)]}, "messages"),
         ):
             answer = await client.post(f"{PATH}/batch", json=fields)
             assert answer.status_code == 400

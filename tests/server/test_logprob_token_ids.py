@@ -53,7 +53,14 @@ def test_responses_list_the_given_tokens_and_the_sampled_one(chat_model):
             scores = body["choices"][0]["logprobs"]
             for token, listed in zip(scores["tokens"], scores["top_logprobs"], strict=True):
                 assert set(listed) == NAMES | {token}
+        body = (await ask(COMPLETIONS, **MORE, prompt=[5, 6], echo=True)).json()
+        scores = body["choices"][0]["logprobs"]
+        assert scores["tokens"][:2] == ["token_id:5", "token_id:6"]
+        first, second, *others = scores["top_logprobs"]
+        assert first is None and set(second) == {"token_id:6"}
+        assert len(others) == 4 and all(set(listed) >= NAMES for listed in others)
         for path, fields, param in (
+            (COMPLETIONS, MORE | {"prompt": "a", "echo": True, "stream": True}, None),
             (CHATS, CHAT | {"logprobs": False}, "logprob_token_ids"),
             (CHATS, CHAT | {"logprob_token_ids": [256]}, "logprob_token_ids"),
             (CHATS, CHAT | {"logprob_token_ids": list(range(21))}, "logprob_token_ids"),

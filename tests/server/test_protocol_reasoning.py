@@ -232,6 +232,14 @@ def test_budgets_need_reasoning_that_tokens_can_end(model):
         parse(ChatCompletionRequest, model, **fields, use_beam_search=True)
 
 
+def test_a_prompt_that_is_cut_before_its_end_opens_no_reasoning(model):
+    whole = parse(ChatCompletionRequest, model, messages=MESSAGES)
+    cut = {"messages": MESSAGES, "truncate_prompt_tokens": 2, "truncation_side": "right"}
+    for call, reasoned in ((whole, True), (parse(ChatCompletionRequest, model, **cut), False)):
+        message = call.response([output(model, "Yes.")], "r", 5)["choices"][0]["message"]
+        assert message["content"] == ("" if reasoned else "Yes.")
+
+
 def test_with_a_budget_the_format_comes_after_the_reasoning(model):
     fields = {"messages": MESSAGES, "response_format": {"type": "json_object"}}
     call = parse(ChatCompletionRequest, model, **fields, thinking_token_budget=-1)

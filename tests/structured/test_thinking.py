@@ -1,4 +1,4 @@
-"""Bounded reasoning: what may be sampled, and through the whole engine, in any company."""
+"""Bounded reasoning: what may be sampled, and through the whole engine, in any batch."""
 
 from __future__ import annotations
 

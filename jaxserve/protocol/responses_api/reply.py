@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxserve.core.outputs import Delta, RequestMetrics, RequestOutput
 from jaxserve.protocol.chat_reply import InBlocks, call_id
 from jaxserve.protocol.errors import ErrorReply
-from jaxserve.protocol.responses_api.items import InputItem
-from jaxserve.protocol.responses_api.stored import Item, StoredResponse, stored_items
+from jaxserve.protocol.responses_api.stored import NOTHING, Conversation, StoredResponse
 from jaxserve.protocol.tool_calls import Piece
 
 Event = dict[str, Any]
@@ -18,18 +18,14 @@ Event = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class ResponsesCall(InBlocks):
-    """A chat request, answered in items. `described` are fields that repeat the request; `earlier`
-    are stored items that it goes on from, and `input` its own. `keep` stores the response, once
+    """A chat request, answered in items. `described` are fields that repeat the request; `before`
+    are the items that it goes on from, and `input` its own. `keep` stores the response, once
     complete."""
 
     described: dict[str, Any]
-    input: Sequence[InputItem] = ()
-    earlier: Sequence[Item] = ()
+    before: Conversation = NOTHING
+    input: Conversation = NOTHING
     keep: Callable[[StoredResponse], None] | None = None
-
-    def kept_by(self, keep: Callable[[StoredResponse], None]) -> ResponsesCall:
-        """This request, whose response is stored."""
-        return dataclasses.replace(self, keep=keep, described={**self.described, "store": True})
 
     def response(
         self, outputs: Sequence[RequestOutput], request_id: str, created: int
@@ -45,6 +41,8 @@ class ResponsesCall(InBlocks):
 
     def chunks(self, request_id: str, created: int) -> ResponsesChunks:
         """The response in streamed events."""
+        if self.keep is not None:  # A proxy may give one id to several requests.
+            request_id = f"{request_id}-{uuid.uuid4().hex[:8]}"
         return ResponsesChunks(self, request_id, created)
 
     def usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -107,8 +105,8 @@ class ResponsesChunks:
         completed_at = None if cut_off else self._created + _duration_s(outputs[0].metrics)
         response = self._response(status, self._call.usage(outputs), completed_at)
         if self._call.keep is not None:  # Before the client knows that there is one.
-            items = stored_items(self._call.input, self._request_id)
-            self._call.keep(StoredResponse(response, [*self._call.earlier, *items]))
+            read = self._call.before + self._call.input
+            self._call.keep(StoredResponse.of(response, read))
         yield self._event(f"response.{status}", response=response)
 
     def failed(self, reply: ErrorReply) -> Iterator[Event]:

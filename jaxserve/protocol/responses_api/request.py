@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, model_validator
@@ -25,7 +25,13 @@ from jaxserve.protocol.messages import Message
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.responses_api.items import InputItem, messages_of
 from jaxserve.protocol.responses_api.reply import ResponsesCall
-from jaxserve.protocol.responses_api.stored import Item
+from jaxserve.protocol.responses_api.stored import (
+    NOTHING,
+    Conversation,
+    Item,
+    StoredResponse,
+    input_of,
+)
 from jaxserve.protocol.tools import ChosenName, ChosenTool, Function, Tool, tool_of_type
 
 LOGPROBS = "message.output_text.logprobs"
@@ -129,10 +135,15 @@ class ResponsesRequest(GenerationFields):
     prompt_logprobs: Annotated[None, only(remedy="/v1/chat/completions has it")] = None
     return_token_ids: Annotated[None, only(remedy="/v1/chat/completions has it")] = None
 
-    def call(self, model: Model, earlier: Sequence[Item] | None = None) -> ResponsesCall:
-        """Convert the body to a request for the engine. `earlier`: the conversation of the previous
-        response. Raises RequestError."""
-        if self.previous_response_id is not None and earlier is None:
+    def call(
+        self,
+        model: Model,
+        before: Conversation | None = None,
+        keep: Callable[[StoredResponse], None] | None = None,
+    ) -> ResponsesCall:
+        """Convert the body to a request for the engine. `before`: the conversation of the previous
+        response; `keep` stores the response, if that is wanted. Raises RequestError."""
+        if self.previous_response_id is not None and before is None:
             raise FieldError(
                 "previous_response_id",
                 "refers to a stored response, which only a server has; send the whole conversation "
@@ -145,19 +156,26 @@ class ResponsesRequest(GenerationFields):
                     "refers to what is stored at OpenAI; send the whole conversation as input, or "
                     "a previous_response_id.",
                 )
+        if self.logprob_token_ids is not None and LOGPROBS not in (self.include or ()):
+            raise FieldError("logprob_token_ids", f"needs {LOGPROBS!r} in include.")
+        before = before or NOTHING
         try:
-            chat = self._as_chat(earlier or ()).call(model)
+            chat = self._as_chat(before.items).call(model)
         except RequestError as error:
             raise renamed(error, _NAMES) from None
-        described = self._described(chat)
-        return ResponsesCall(chat.with_names(_NAMES), described, self._items(), earlier or ())
+        chat, described = chat.with_names(_NAMES), self._described(chat)
+        if keep is None or self.store is False:
+            return ResponsesCall(chat, described)
+        return ResponsesCall(
+            chat, described | {"store": True}, before, input_of(self._items()), keep
+        )
 
-    def _as_chat(self, earlier: Sequence[Item]) -> ChatCompletionRequest:
+    def _as_chat(self, before: Sequence[Item]) -> ChatCompletionRequest:
         shared = {name: getattr(self, name) for name in GenerationFields.model_fields}
         tools, choice = self._chosen()
         logprobs = LOGPROBS in (self.include or ()) or None
         shared |= {
-            "messages": self._messages(earlier),
+            "messages": self._messages(before),
             "max_completion_tokens": self.max_output_tokens,
             "response_format": self._format(),
             "reasoning_effort": self.reasoning and self.reasoning.effort,
@@ -179,9 +197,9 @@ class ResponsesRequest(GenerationFields):
             return [InputItem(role="user", content=self.input)]
         return self.input
 
-    def _messages(self, earlier: Sequence[Item]) -> list[Message]:
-        before = [InputItem.model_validate(item) for item in earlier]
-        messages = messages_of(self._items(), self.instructions, before)
+    def _messages(self, before: Sequence[Item]) -> list[Message]:
+        earlier = [InputItem.model_validate(item) for item in before]
+        messages = messages_of(self._items(), self.instructions, earlier)
         if not messages:
             raise FieldError("input", "is empty; it needs at least one message.")
         return messages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import uuid
 from collections.abc import Sequence
 from typing import Any, Literal, Self
 
@@ -16,36 +17,58 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredResponse:
-    """A response's body, and all items that the model read for it: those of the responses before,
-    and its own input."""
+class Conversation:
+    """Items as the text of a JSON list, which takes less memory than objects, and can be shared by
+    requests that go on from it."""
 
-    response: dict[str, Any]
-    input: list[Item]
-
-    @property
-    def id(self) -> str:
-        return self.response["id"]
-
-    @property
-    def conversation(self) -> list[Item]:
-        """What a request that goes on from it continues."""
-        return [*self.input, *self.response["output"]]
-
-    def to_json(self) -> bytes:
-        # Text may have lone surrogates, which UTF-8 cannot encode: they become escapes.
-        return json.dumps([self.response, self.input], separators=(",", ":")).encode()
+    text: bytes
+    num_items: int
 
     @classmethod
-    def from_json(cls, text: bytes) -> Self:
-        return cls(*json.loads(text))
+    def of(cls, items: Sequence[Item]) -> Self:
+        return cls(_to_json(items), len(items))
+
+    def __add__(self, other: Conversation) -> Conversation:
+        parts = [each.text[1:-1] for each in (self, other) if each.num_items]
+        return Conversation(b"[%b]" % b",".join(parts), self.num_items + other.num_items)
+
+    @property
+    def items(self) -> list[Item]:
+        return json.loads(self.text)
+
+
+NOTHING = Conversation(b"[]", 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredResponse:
+    """A response's body as JSON, and the conversation that a request goes on with from it: the
+    items of the responses before, its own input, and its output. The model read the first
+    `num_input` of them."""
+
+    id: str
+    response: bytes
+    conversation: Conversation
+    num_input: int
+
+    @classmethod
+    def of(cls, response: dict[str, Any], read: Conversation) -> Self:
+        """`read`: all items that the model read."""
+        whole = read + Conversation.of(response["output"])
+        return cls(response["id"], _to_json(response), whole, read.num_items)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.response) + len(self.conversation.text)
 
     def input_items(
         self, order: Literal["asc", "desc"], limit: int, after: str | None
     ) -> dict[str, Any]:
         """OpenAI's list of at most `limit` items, from the one after `after` on. Raises
         FieldError."""
-        items = self.input if order == "asc" else self.input[::-1]
+        items = self.conversation.items[: self.num_input]
+        if order == "desc":
+            items.reverse()
         if after is not None:
             ids = [item["id"] for item in items]
             if after not in ids:
@@ -61,9 +84,15 @@ class StoredResponse:
         }
 
 
-def stored_items(items: Sequence[InputItem], request_id: str) -> list[Item]:
-    """Input items in the form of OpenAI's lists: with ids, and contents in parts."""
-    return [_stored(item, f"{request_id}_in{place}") for place, item in enumerate(items)]
+def input_of(items: Sequence[InputItem]) -> Conversation:
+    """A request's own items in the form of OpenAI's lists: with ids, and contents in parts."""
+    name = uuid.uuid4().hex
+    return Conversation.of([_stored(item, f"{name}_{place}") for place, item in enumerate(items)])
+
+
+def _to_json(value: Any) -> bytes:
+    # Text may have lone surrogates, which UTF-8 cannot encode: they become escapes.
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _stored(item: InputItem, name: str) -> Item:
