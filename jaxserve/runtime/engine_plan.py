@@ -184,7 +184,7 @@ def _open_drafter(
         return heads
     if speculative.method == "eagle":
         layer = EagleCheckpoint.open(speculative.model)
-        check_draft_layer(layer.config, checkpoint.config)
+        check_draft_layer(layer.config, checkpoint.config, config.max_model_len)
         return layer
     try:
         draft = open_checkpoint(speculative.model, load_format, seed=config.seed)
