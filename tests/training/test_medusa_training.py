@@ -136,6 +136,8 @@ def test_bad_input_is_refused(llama, tmp_path):
         ({"steps": 0}, "steps is 0; it must be 1 or more"),
         ({"sequence_length": 4}, "sequence_length is 4; heads that guess 3 tokens ahead need 5"),
         ({"learning_rate": 0.0}, "learning_rate is 0.0"),
+        ({"num_heads": 16}, "num_heads is 16; speculation drafts 15 tokens at most"),
+        ({"seed": -1}, "seed is -1; it must be from 0 to 4294967295"),
     ):
         with pytest.raises(ConfigError, match=message):
             TrainingConfig(**changes)
