@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import tempfile
 from importlib.util import find_spec
@@ -69,13 +70,15 @@ class TrainSpeculator(Common):
         from jaxserve.training import eagle, medusa
         from jaxserve.training.acceptance import acceptance
         from jaxserve.training.loop import TrainingConfig
-        from jaxserve.training.targets import make_targets
+        from jaxserve.training.targets import make_targets, read_prompts
 
         train = eagle.train if self.method == "eagle" else medusa.train
         fields = [field.name for field in dataclasses.fields(TrainingConfig)]
         config = TrainingConfig(**{name: getattr(self, name) for name in fields})
+        target = open_checkpoint(self.model).config
         if self.method == "eagle":
-            layer_for(open_checkpoint(self.model).config)  # Fail now, not after the answers.
+            layer_for(target)  # Fail now, not after the answers.
+        read_prompts(self.data)
         self._check_resumes()
         with TerminalProgress() as progress:
             targets = make_targets(
@@ -115,12 +118,15 @@ class TrainSpeculator(Common):
         return 0
 
     def _check_resumes(self) -> None:
-        """Raises ConfigError when `out` is of a run with other settings; notes those of this."""
+        """Raises ConfigError when `out` is of a run with other settings or prompts; notes those of
+        this."""
         settings = {
             field.name: str(getattr(self, field.name))
             for field in dataclasses.fields(self)
             if field.name not in ("out", "log_level")
         }
+        digest = hashlib.sha256(self.data.read_bytes()).hexdigest()
+        settings["data"] = f"a file of SHA-256 {digest}"  # Answers are of its prompts, in order.
         file = self.out / "settings.json"
         if file.exists():
             other = json.loads(file.read_text(encoding="utf-8"))

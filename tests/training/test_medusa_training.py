@@ -110,14 +110,28 @@ def test_the_command_trains_heads_that_guess_the_answers(greedy, tmp_path, capsy
     assert len((out / "targets.jsonl").read_text().splitlines()) == len(lines)
 
 
-def test_the_command_goes_on_with_the_same_settings_alone(tmp_path, capsys):
-    command = ["train-speculator", "model", "--data", str(tmp_path / "absent.jsonl")]
-    command += ["--out", str(tmp_path / "heads")]
+def test_the_command_goes_on_with_the_same_settings_alone(llama, tmp_path, capsys, monkeypatch):
+    def stops(*_):
+        raise ConfigError("stopped while the model answers.")
+
+    monkeypatch.setattr("jaxserve.training.targets.make_targets", stops)
+    data, out = tmp_path / "prompts.jsonl", tmp_path / "heads"
+
+    def error(model=llama.path, data=data, options=OPTIONS) -> str:
+        command = ["train-speculator", str(model), "--data", str(data), "--out", str(out)]
+        assert main([*command, *options]) == 1
+        return capsys.readouterr().err
+
+    data.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert "absent.jsonl', which cannot be read" in error(data=tmp_path / "absent.jsonl")
+    assert "absent" in error(model=tmp_path / "absent")
+    assert not out.exists(), "what never began does not stand in the way"
     for _ in range(2):
-        assert main([*command, *OPTIONS]) == 1
-        assert "absent.jsonl', which cannot be read" in capsys.readouterr().err
-    assert main([*command, *OPTIONS[:-1], "30"]) == 1
-    assert "--checkpoint-every is 30, but the run in" in capsys.readouterr().err
+        assert "stopped while the model answers" in error()
+    other = error(options=[*OPTIONS[:-1], "30"])
+    assert "--checkpoint-every is 30, but the run in" in other
+    data.write_text('{"prompt": "a"}\n{"prompt": "c"}\n')
+    assert "--data is a file of SHA-256" in error()
 
 
 def test_bad_input_is_refused(llama, tmp_path):
