@@ -111,7 +111,8 @@ def test_the_command_trains_heads_that_guess_the_answers(greedy, tmp_path, capsy
 
 
 def test_the_command_goes_on_with_the_same_settings_alone(llama, tmp_path, capsys, monkeypatch):
-    def stops(*_):
+    def stops(model, prompts, path, *_):
+        path.write_text("an answer")
         raise ConfigError("stopped while the model answers.")
 
     monkeypatch.setattr("jaxserve.training.targets.make_targets", stops)
@@ -131,7 +132,7 @@ def test_the_command_goes_on_with_the_same_settings_alone(llama, tmp_path, capsy
     other = error(options=[*OPTIONS[:-1], "30"])
     assert "--checkpoint-every is 30, but the run in" in other
     data.write_text('{"prompt": "a"}\n{"prompt": "c"}\n')
-    assert "--data is a file of SHA-256" in error()
+    assert "--data is a file of prompts of SHA-256" in error()
 
 
 def test_bad_input_is_refused(llama, tmp_path):
