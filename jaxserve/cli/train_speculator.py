@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import tempfile
 from importlib.util import find_spec
@@ -20,6 +21,7 @@ from jaxserve.runtime.progress import TerminalProgress
 if TYPE_CHECKING:
     from jaxserve.training.acceptance import Acceptance
 
+_TARGETS = "targets.jsonl"
 _HELD_OUT = 8
 """One prompt in so many is not trained on, and measures the heads."""
 _MEASURED = 16
@@ -69,19 +71,20 @@ class TrainSpeculator(Common):
         from jaxserve.training import eagle, medusa
         from jaxserve.training.acceptance import acceptance
         from jaxserve.training.loop import TrainingConfig
-        from jaxserve.training.targets import make_targets
+        from jaxserve.training.targets import make_targets, read_prompts
 
         train = eagle.train if self.method == "eagle" else medusa.train
         fields = [field.name for field in dataclasses.fields(TrainingConfig)]
         config = TrainingConfig(**{name: getattr(self, name) for name in fields})
+        prompts, model = read_prompts(self.data), open_checkpoint(self.model).config
         if self.method == "eagle":
-            layer_for(open_checkpoint(self.model).config)  # Fail now, not after the answers.
-        self._check_resumes()
+            layer_for(model)  # Fail now, not after the answers.
+        self._check_resumes(json.dumps(prompts))
         with TerminalProgress() as progress:
             targets = make_targets(
                 self.model,
-                self.data,
-                self.out / "targets.jsonl",
+                prompts,
+                self.out / _TARGETS,
                 self.max_tokens,
                 functools.partial(progress, "targets"),
             )
@@ -96,12 +99,12 @@ class TrainSpeculator(Common):
             )
         trained.save(self.out)
         self._plot(trained.losses)
-        prompts = [target.prompt for target in held_out[:_MEASURED]]
+        measured = [target.prompt for target in held_out[:_MEASURED]]
         with tempfile.TemporaryDirectory() as untrained:
             trained.save_untrained(Path(untrained))
             before, after = (
                 acceptance(
-                    self.model, self.method, drafter, self.num_heads, prompts, self.max_tokens
+                    self.model, self.method, drafter, self.num_heads, measured, self.max_tokens
                 )
                 for drafter in (Path(untrained), self.out)
             )
@@ -114,15 +117,18 @@ class TrainSpeculator(Common):
         print(f"\njaxserve serve {self.model or ''} --speculative-config '{json.dumps(drafter)}'")
         return 0
 
-    def _check_resumes(self) -> None:
-        """Raises ConfigError when `out` is of a run with other settings; notes those of this."""
+    def _check_resumes(self, prompts: str) -> None:
+        """Raises ConfigError when `out` has answers of a run with other settings or prompts; notes
+        those of this."""
         settings = {
             field.name: str(getattr(self, field.name))
             for field in dataclasses.fields(self)
             if field.name not in ("out", "log_level")
         }
-        file = self.out / "settings.json"
-        if file.exists():
+        digest = hashlib.sha256(prompts.encode()).hexdigest()
+        settings["data"] = f"a file of prompts of SHA-256 {digest}"
+        file, answers = self.out / "settings.json", self.out / _TARGETS
+        if file.exists() and answers.exists() and answers.stat().st_size:
             other = json.loads(file.read_text(encoding="utf-8"))
             for name, value in settings.items():
                 if other.get(name) != value:

@@ -50,7 +50,7 @@ class EnginePlan:
     memory: MemoryPlan
     device: jax.Device | DescribedDevice
     draft_checkpoint: Checkpoint | MedusaCheckpoint | None = None
-    """The model that drafts, or the heads, with speculation by one of them."""
+    """The model, the layer or the heads that draft, with speculation by one of them."""
 
     def __str__(self) -> str:
         """One line, for a log."""
@@ -171,7 +171,7 @@ def decide(config: EngineConfig) -> EnginePlan:
 def _open_drafter(
     config: EngineConfig, checkpoint: Checkpoint, load_format: str
 ) -> Checkpoint | MedusaCheckpoint | None:
-    """The model or the heads that draft for a resolved config, None without either.
+    """The model, the layer or the heads that draft for a resolved config; None without.
 
     Raises ModelError when they cannot be opened, ConfigError when they do not fit the target.
     """
@@ -184,7 +184,7 @@ def _open_drafter(
         return heads
     if speculative.method == "eagle":
         layer = EagleCheckpoint.open(speculative.model)
-        check_draft_layer(layer.config, checkpoint.config)
+        check_draft_layer(layer.config, checkpoint.config, config.max_model_len)
         return layer
     try:
         draft = open_checkpoint(speculative.model, load_format, seed=config.seed)

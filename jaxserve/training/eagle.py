@@ -23,7 +23,8 @@ from jaxserve.training.targets import Target
 _OF_TOKENS = 0.1
 """Weight of the cross entropy of tokens beside the distance of hidden states (section 4.2)."""
 _NOISE = 0.1
-"""Most that is added to a hidden state, so that the layer bears with its own (section 4.2)."""
+"""Most noise that is added to a hidden state, so that errors of its own mislead the layer less
+(section 4.2)."""
 _MOST_GRADIENT, _SECOND_MOMENT = 0.5, 0.95
 """Norm that gradients are clipped to, and the decay of their squares (section 4)."""
 

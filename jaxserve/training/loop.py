@@ -18,6 +18,7 @@ from flax import nnx
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.speculative import MAX_SPECULATIVE_TOKENS
 from jaxserve.models.family import Family, Params
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.params import load_params
@@ -58,6 +59,11 @@ class TrainingConfig:
         for field in ("num_heads", "steps", "batch_size", "checkpoint_every"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field} is {getattr(self, field)}; it must be 1 or more.")
+        if self.num_heads > MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"num_heads is {self.num_heads}; speculation drafts {MAX_SPECULATIVE_TOKENS} "
+                "tokens at most."
+            )
         if self.sequence_length < self.num_heads + 2:
             raise ConfigError(
                 f"sequence_length is {self.sequence_length}; heads that guess {self.num_heads} "
@@ -65,6 +71,8 @@ class TrainingConfig:
             )
         if not 0 < self.learning_rate < math.inf:
             raise ConfigError(f"learning_rate is {self.learning_rate}; it must be positive.")
+        if not 0 <= self.seed < 1 << 32:
+            raise ConfigError(f"seed is {self.seed}; it must be from 0 to {(1 << 32) - 1}.")
 
 
 class Frozen:

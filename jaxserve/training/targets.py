@@ -13,6 +13,7 @@ import numpy as np
 from jaxserve.core.errors import ConfigError
 from jaxserve.llm import LLM
 
+Prompt = str | list[dict[str, Any]]
 Progress = Callable[[int, int], None]
 NUM_STREAMS = 16
 """Prompts that are answered at once."""
@@ -28,13 +29,13 @@ class Target:
     output: tuple[int, ...]
 
 
-def read_prompts(path: Path) -> list[str | list[dict[str, Any]]]:
+def read_prompts(path: Path) -> list[Prompt]:
     """The prompts in a JSONL file: each line is `{"prompt": text}` or `{"messages": [...]}`, as
     in a request of OpenAI's.
 
     Raises ConfigError, with the line's number, for any other line, and for a file without prompts.
     """
-    prompts: list[str | list[dict[str, Any]]] = []
+    prompts: list[Prompt] = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -63,14 +64,17 @@ def read_prompts(path: Path) -> list[str | list[dict[str, Any]]]:
 
 
 def make_targets(
-    model: str | Path | None, data: Path, path: Path, max_tokens: int, progress: Progress
+    model: str | Path | None,
+    prompts: list[Prompt],
+    path: Path,
+    max_tokens: int,
+    progress: Progress,
 ) -> list[Target]:
-    """Answers every prompt of `data` with up to `max_tokens` tokens, as the model's files say it is
+    """Answers every prompt with up to `max_tokens` tokens, as the model's files say it is
     sampled. Those in `path`, which is written as they end, are not answered again.
 
-    Raises ConfigError as `read_prompts` does, and RequestError for a prompt that is too long.
+    Raises RequestError for a prompt that is too long.
     """
-    prompts = read_prompts(data)
     done = list(_read(path)) if path.exists() else []
     if len(done) < len(prompts):
         _write(path, done)  # Without a line that was cut off.

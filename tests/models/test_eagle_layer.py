@@ -104,6 +104,9 @@ def test_a_layer_of_another_model_is_refused(directory, llama):
     (directory / CONFIG).write_text(json.dumps(raw | {"vocab_size": 250}))
     with pytest.raises(ConfigError, match="vocab_size of 250, and the model of 256; train one"):
         llama.load(speculative_config=drafts)
+    (directory / CONFIG).write_text(json.dumps(raw | {"max_position_embeddings": 100}))
+    with pytest.raises(ConfigError, match=r"max_model_len is 128, but .* 100 tokens; set"):
+        llama.load(speculative_config=drafts)
     other = dataclasses.replace(eagle.layer_for(llama.config), hidden_size=32)
     specs = eagle.param_specs(other, biased=False)
     zeros = jax.tree.map(lambda spec: np.zeros(spec.shape, np.float32), specs)

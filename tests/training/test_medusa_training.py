@@ -110,14 +110,29 @@ def test_the_command_trains_heads_that_guess_the_answers(greedy, tmp_path, capsy
     assert len((out / "targets.jsonl").read_text().splitlines()) == len(lines)
 
 
-def test_the_command_goes_on_with_the_same_settings_alone(tmp_path, capsys):
-    command = ["train-speculator", "model", "--data", str(tmp_path / "absent.jsonl")]
-    command += ["--out", str(tmp_path / "heads")]
+def test_the_command_goes_on_with_the_same_settings_alone(llama, tmp_path, capsys, monkeypatch):
+    def stops(model, prompts, path, *_):
+        path.write_text("an answer")
+        raise ConfigError("stopped while the model answers.")
+
+    monkeypatch.setattr("jaxserve.training.targets.make_targets", stops)
+    data, out = tmp_path / "prompts.jsonl", tmp_path / "heads"
+
+    def error(model=llama.path, data=data, options=OPTIONS) -> str:
+        command = ["train-speculator", str(model), "--data", str(data), "--out", str(out)]
+        assert main([*command, *options]) == 1
+        return capsys.readouterr().err
+
+    data.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert "absent.jsonl', which cannot be read" in error(data=tmp_path / "absent.jsonl")
+    assert "absent" in error(model=tmp_path / "absent")
+    assert not out.exists(), "what never began does not stand in the way"
     for _ in range(2):
-        assert main([*command, *OPTIONS]) == 1
-        assert "absent.jsonl', which cannot be read" in capsys.readouterr().err
-    assert main([*command, *OPTIONS[:-1], "30"]) == 1
-    assert "--checkpoint-every is 30, but the run in" in capsys.readouterr().err
+        assert "stopped while the model answers" in error()
+    other = error(options=[*OPTIONS[:-1], "30"])
+    assert "--checkpoint-every is 30, but the run in" in other
+    data.write_text('{"prompt": "a"}\n{"prompt": "c"}\n')
+    assert "--data is a file of prompts of SHA-256" in error()
 
 
 def test_bad_input_is_refused(llama, tmp_path):
@@ -136,6 +151,8 @@ def test_bad_input_is_refused(llama, tmp_path):
         ({"steps": 0}, "steps is 0; it must be 1 or more"),
         ({"sequence_length": 4}, "sequence_length is 4; heads that guess 3 tokens ahead need 5"),
         ({"learning_rate": 0.0}, "learning_rate is 0.0"),
+        ({"num_heads": 16}, "num_heads is 16; speculation drafts 15 tokens at most"),
+        ({"seed": -1}, "seed is -1; it must be from 0 to 4294967295"),
     ):
         with pytest.raises(ConfigError, match=message):
             TrainingConfig(**changes)

@@ -59,10 +59,15 @@ def check_draft_model(draft: ModelConfig, target: ModelConfig, max_model_len: in
             f"the model that it drafts for of {target.vocab_size}; choose one of the same "
             "tokenizer."
         )
+    check_context(draft, max_model_len)
+
+
+def check_context(draft: ModelConfig, max_model_len: int) -> None:
+    """Raises ConfigError for a model, or a layer, that drafts in a shorter context."""
     context = draft.max_position_embeddings
     if context < max_model_len and draft.rope.kind != "dynamic":
         raise ConfigError(
             f"max_model_len is {max_model_len}, but the context of the model of "
             f"speculative_config is {context} tokens; set max_model_len to at most {context}, or "
-            "choose another draft model."
+            "choose another model to draft."
         )

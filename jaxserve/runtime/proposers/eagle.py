@@ -34,7 +34,7 @@ from jaxserve.runtime.programs.program_kind import ProgramKind
 from jaxserve.runtime.programs.program_shapes import ProgramShapes
 from jaxserve.runtime.programs.step import TokenInputs
 from jaxserve.runtime.programs.step_layout import SlotMapping, StepLayout
-from jaxserve.runtime.proposers.draft_model import within
+from jaxserve.runtime.proposers.draft_model import check_context, within
 from jaxserve.runtime.proposers.drafter import Draft, Drafter, run_layers, sample_drafts
 from jaxserve.runtime.proposers.proposer import Proposer
 from jaxserve.sampling import SamplingState
@@ -268,8 +268,8 @@ class EagleProposer(Proposer):
         self._follow(state, step, key, hidden, prefill_hidden)
 
 
-def check_draft_layer(layer: ModelConfig, target: ModelConfig) -> None:
-    """Raises ConfigError for a layer that does not fit the target."""
+def check_draft_layer(layer: ModelConfig, target: ModelConfig, max_model_len: int) -> None:
+    """Raises ConfigError for a layer that does not fit the target, or its context."""
     for name in ("hidden_size", "vocab_size"):
         theirs, ours = getattr(layer, name), getattr(target, name)
         if theirs != ours:
@@ -277,3 +277,4 @@ def check_draft_layer(layer: ModelConfig, target: ModelConfig) -> None:
                 f"the draft layer of speculative_config has a {name} of {theirs}, and the model "
                 f"of {ours}; train one for this model."
             )
+    check_context(layer, max_model_len)

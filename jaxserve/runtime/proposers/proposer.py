@@ -21,7 +21,7 @@ class Proposer(abc.ABC):
     Drafts are verified exactly, so they decide how many steps an answer takes and none of its
     tokens. What a method remembers is in the device state: the tokens of every sequence
     (`speculation`), and the pages of its layers, which share their numbers with the target's
-    (`kv`), so that whatever moves or shares a page carries them too.
+    (`kv`), so that whatever moves or shares a page within the engine carries them too.
     """
 
     kinds: tuple[ProgramKind[Any], ...]
