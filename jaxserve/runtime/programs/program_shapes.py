@@ -358,9 +358,9 @@ class ProgramShapes:
     def hidden(
         self, tokens: int, *, sharded: bool = False, staged: bool = False
     ) -> jax.ShapeDtypeStruct:
-        """Shape of activations [tokens, hidden]. `sharded`: tokens are split over `seq`;
+        """Shape of activations [tokens, hidden]. `sharded`: tokens, if any, are split over `seq`;
         `staged`: every stage has its own, concatenated."""
-        rules = ACTIVATIONS if sharded else {}
+        rules = ACTIVATIONS if sharded and tokens else {}
         features = self.model.hidden_size
         if staged and self.stages > 1:
             rules, features = rules | {"features": STAGE}, self.stages * features
