@@ -13,7 +13,7 @@ from simulated import linear_times, simulate
 from table import print_table
 from workloads import Job, backlog, from_arguments
 
-from jaxserve.core.buckets import Buckets
+from jaxserve.core.steps.buckets import Buckets
 from jaxserve.kv.pages import PagePool
 from jaxserve.scheduler.policies import POLICIES
 from jaxserve.scheduler.scheduler import SchedulerConfig

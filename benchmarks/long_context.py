@@ -30,7 +30,7 @@ from table import print_table
 from virtual_devices import make_devices
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.runtime.memory import MemoryPlan
+from jaxserve.runtime.planning.memory import MemoryPlan
 
 ANSWER_TOKENS = 8
 NEEDLES = 8

@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 from table import print_table
 from virtual_devices import make_devices
 
-from jaxserve.core.buckets import ProgramKey
+from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.kv.layout import KVLayout
 from jaxserve.runtime.programs import context_parallel
 from jaxserve.runtime.programs.step_layout import SlotMapping, StepLayout

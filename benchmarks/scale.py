@@ -20,13 +20,13 @@ import numpy as np
 from jax.experimental import topologies
 from table import print_table
 
-from jaxserve.core.buckets import ProgramKey
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.models.partition import partition
 from jaxserve.models.registry import get_family
 from jaxserve.runtime.devices import device_rates
 from jaxserve.runtime.programs.forward_programs import Forward, PipelineStep
-from jaxserve.runtime.programs.program_shapes import ProgramShapes
+from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from sharding_rules import make_mesh
 
 ROOT = Path(__file__).parents[1]

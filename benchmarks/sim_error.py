@@ -15,14 +15,14 @@ from table import print_table
 from jaxserve.cli.profile import measured_profile
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.events import EventLog, monotonic_us
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.loadgen.trace import TraceRequest, drawn
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.metrics.statistics import percentile
 from jaxserve.metrics.summaries import SequenceSummary
-from jaxserve.runtime.engine_plan import EnginePlan
+from jaxserve.runtime.planning.engine_plan import EnginePlan
 from jaxserve.runtime.progress import TerminalProgress
 from jaxserve.runtime.startup import start
 from jaxserve.simulator.profile import Profile

@@ -8,13 +8,13 @@ from itertools import pairwise
 
 from workloads import Job
 
-from jaxserve.core.buckets import Buckets, ProgramKey, StepShape
-from jaxserve.core.commands import Abort
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.events import EventLog
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.commands import Abort
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
-from jaxserve.core.step_plan import StepPlan
+from jaxserve.core.steps.buckets import Buckets, ProgramKey, StepShape
+from jaxserve.core.steps.plan import StepPlan
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.input_processor import InputProcessor
 from jaxserve.engine.prompts import TokenizedPrompt

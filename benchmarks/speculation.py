@@ -20,7 +20,7 @@ import jax
 from table import print_table
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.core.outputs import RequestOutput
+from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.core.speculative import SpeculativeConfig
 
 ROUNDS = 2

@@ -15,7 +15,7 @@ from simulated import linear_times, simulate
 from table import print_table
 from workloads import from_arguments
 
-from jaxserve.core.buckets import Buckets
+from jaxserve.core.steps.buckets import Buckets
 from jaxserve.kv.pages import PagePool
 from jaxserve.metrics.statistics import percentile
 from jaxserve.scheduler.policies import POLICIES

@@ -22,12 +22,12 @@ from jax.sharding import Mesh
 from scale import MODELS, described
 from table import print_table
 
-from jaxserve.core.buckets import ProgramKey
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.models.registry import get_family
 from jaxserve.runtime.programs.forward_programs import Forward
-from jaxserve.runtime.programs.program_shapes import ProgramShapes
 from jaxserve.runtime.programs.sampling_programs import General, Greedy
+from jaxserve.runtime.programs.shapes.program import ProgramShapes
 
 MODEL = "Llama-3.1-8B"
 DEPTHS = (2, 3)

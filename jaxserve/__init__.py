@@ -5,17 +5,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.core.logs import configure_logging, level_from_environment
+from jaxserve.core.process.logs import configure_logging, level_from_environment
 from jaxserve.core.version import __version__
 
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncEngine
     from jaxserve.core.config import EngineConfig
-    from jaxserve.core.lora import LoRARequest
-    from jaxserve.core.outputs import CompletionOutput, Delta, Logprob, RequestOutput
-    from jaxserve.core.pooling import PoolingParams
-    from jaxserve.core.sampling_params import SamplingParams
-    from jaxserve.core.structured_outputs import StructuredOutputs
+    from jaxserve.core.requests.lora import LoRARequest
+    from jaxserve.core.requests.outputs import CompletionOutput, Delta, Logprob, RequestOutput
+    from jaxserve.core.requests.pooling import PoolingParams
+    from jaxserve.core.requests.sampling_params import SamplingParams
+    from jaxserve.core.requests.structured_outputs import StructuredOutputs
     from jaxserve.engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from jaxserve.llm import LLM
     from jaxserve.models.loading.live import load_weights
@@ -51,15 +51,15 @@ _HOMES = {
     "BeamSearchOutput": "engine.beam_search",
     "BeamSearchParams": "engine.beam_search",
     "BeamSearchSequence": "engine.beam_search",
-    "CompletionOutput": "core.outputs",
-    "Delta": "core.outputs",
+    "CompletionOutput": "core.requests.outputs",
+    "Delta": "core.requests.outputs",
     "EngineConfig": "core.config",
-    "LoRARequest": "core.lora",
-    "Logprob": "core.outputs",
-    "PoolingParams": "core.pooling",
-    "RequestOutput": "core.outputs",
-    "SamplingParams": "core.sampling_params",
-    "StructuredOutputs": "core.structured_outputs",
+    "LoRARequest": "core.requests.lora",
+    "Logprob": "core.requests.outputs",
+    "PoolingParams": "core.requests.pooling",
+    "RequestOutput": "core.requests.outputs",
+    "SamplingParams": "core.requests.sampling_params",
+    "StructuredOutputs": "core.requests.structured_outputs",
     "from_flax": "models.loading.nnx",
     "load_weights": "models.loading.live",
     "register_family": "models.registry",

@@ -14,10 +14,10 @@ from typing import Any, Self, Unpack
 
 from jaxserve.core.config import EngineConfig, EngineSettings
 from jaxserve.core.engine_info import EngineInfo
-from jaxserve.core.lora import LoRARequest
-from jaxserve.core.outputs import Delta, RequestOutput
-from jaxserve.core.pooling import EmbeddingRequestOutput, PoolingParams
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.lora import LoRARequest
+from jaxserve.core.requests.outputs import Delta, RequestOutput
+from jaxserve.core.requests.pooling import EmbeddingRequestOutput, PoolingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.client import Restored
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.engine_thread import EngineThread
@@ -28,8 +28,8 @@ from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.engine.snapshot.snapshots import exported_params
 from jaxserve.metrics.metrics import Metric
 from jaxserve.metrics.trace import write_trace
-from jaxserve.runtime.engine_plan import EnginePlan
 from jaxserve.runtime.live_weights import WeightsSource
+from jaxserve.runtime.planning.engine_plan import EnginePlan
 from jaxserve.runtime.startup import Progress, no_progress
 from jaxserve.text import Tokenizer
 

@@ -11,19 +11,19 @@ from typing import Any, Self, Unpack
 
 from jaxserve.core.config import EngineConfig, EngineSettings
 from jaxserve.core.errors import RequestError
-from jaxserve.core.lora import LoRARequest
 from jaxserve.core.model_config import ModelConfig
-from jaxserve.core.output_file import check_output_file
-from jaxserve.core.outputs import RequestOutput
-from jaxserve.core.pooling import (
+from jaxserve.core.process.output_file import check_output_file
+from jaxserve.core.process.progress_bar import ProgressBar
+from jaxserve.core.process.signals import interrupts_held
+from jaxserve.core.requests.lora import LoRARequest
+from jaxserve.core.requests.outputs import RequestOutput
+from jaxserve.core.requests.pooling import (
     EmbeddingRequestOutput,
     PoolingParams,
     ScoringRequestOutput,
     pairs,
 )
-from jaxserve.core.progress_bar import ProgressBar
-from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.core.signals import interrupts_held
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.beam_search import BeamSearchOutput, BeamSearchParams, search
 from jaxserve.engine.delta_stream import DeltaStream
 from jaxserve.engine.engine import Engine
@@ -32,8 +32,8 @@ from jaxserve.engine.request import Request
 from jaxserve.metrics.metrics import Metric
 from jaxserve.metrics.trace import write_trace
 from jaxserve.prompt_batch import PromptBatch, is_single, warn_of_errors
-from jaxserve.runtime.engine_plan import EnginePlan
 from jaxserve.runtime.live_weights import WeightsSource
+from jaxserve.runtime.planning.engine_plan import EnginePlan
 from jaxserve.runtime.progress import TerminalProgress
 from jaxserve.runtime.startup import Progress, no_progress
 from jaxserve.text import Tokenizer

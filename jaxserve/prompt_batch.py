@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from jaxserve.core.errors import RequestError
-from jaxserve.core.lora import LoRARequest
-from jaxserve.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from jaxserve.core.pooling import PoolingParams
-from jaxserve.core.progress_bar import ProgressBar
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.process.progress_bar import ProgressBar
+from jaxserve.core.process.signals import interrupts_held
+from jaxserve.core.requests.lora import LoRARequest
+from jaxserve.core.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxserve.core.requests.pooling import PoolingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import SharedPrefix
-from jaxserve.core.signals import interrupts_held
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.request import Request

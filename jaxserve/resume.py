@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from jaxserve.core.signals import signals_handled
+from jaxserve.core.process.signals import signals_handled
 from jaxserve.engine.delta_stream import DeltaStream
 from jaxserve.engine.snapshot.files import discard, exists
 from jaxserve.llm import LLM

@@ -35,7 +35,7 @@ for helpers in (
 import tiny_engines  # noqa: E402  (found by the path above)
 from unoptimised import XLA_FLAGS  # noqa: E402
 
-from jaxserve.core.cache_dir import cache_directory  # noqa: E402
+from jaxserve.core.process.cache_dir import cache_directory  # noqa: E402
 from jaxserve.models.loading.fetch import default_model_path  # noqa: E402
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from tiny_engines import TinyModel
 
-from jaxserve.core.outputs import RequestOutput
+from jaxserve.core.requests.outputs import RequestOutput
 
 GOLDEN = Path(__file__).parent / "models" / "golden" / "smollm2_greedy.json"
 DECIDED = 1e-3

@@ -10,7 +10,7 @@ from typing import Any
 from tiny_engines import PAGE_SIZE, TinyModel, generate
 
 from jaxserve.core.events import Dispatched
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
 from jaxserve.engine.engine import Engine
 from jaxserve.llm import LLM

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from jaxserve.cluster.dispatch import Demand
+from jaxserve.cluster.policies.dispatch import Demand
 from jaxserve.cluster.routed_request import RoutedRequest
-from jaxserve.core.commands import AddRequest
-from jaxserve.core.outputs import Delta, RequestOutput
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.commands import AddRequest
+from jaxserve.core.requests.outputs import Delta, RequestOutput
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output_queue import merge
 from jaxserve.engine.snapshot.requests import RequestSnapshot

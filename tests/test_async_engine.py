@@ -12,7 +12,7 @@ from tiny_engines import LONGEST, assert_idle
 
 from jaxserve.async_engine import AsyncEngine
 from jaxserve.core.errors import EngineClosedError, RequestError, StepTimeoutError
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine import watchdog
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)

@@ -10,8 +10,8 @@ from tiny_engines import LONGEST, assert_idle
 
 from jaxserve.async_engine import AsyncEngine
 from jaxserve.core.errors import EngineClosedError, RequestError, SnapshotError
-from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.core.structured_outputs import StructuredOutputs
+from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.requests.structured_outputs import StructuredOutputs
 from jaxserve.engine.output_queue import output_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)

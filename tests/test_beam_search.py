@@ -10,7 +10,7 @@ from beam_reference import check_beams, dense_search
 from tiny_engines import CONTEXT, EOS, LONGEST, PROMPT_LENGTHS, assert_idle, generate
 
 from jaxserve.core.errors import PromptTooLongError, RequestError
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.beam_search import BeamSearchParams
 
 MAX_TOKENS = 8

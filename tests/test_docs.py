@@ -62,9 +62,9 @@ def is_there(path):
 def test_the_files_of_the_architecture_are_there():
     """Paths of the page are below jaxserve/, or its own; within a section also below its folder."""
     named = PATH.findall(read(ARCHITECTURE))
-    beside = ("step.py", "step_layout.py", "kinds.py", "program_shapes.py", "device_state.py")
+    beside = ("step.py", "step_layout.py", "kinds.py", "shapes/program.py", "device_state.py")
     beside += ("forward_programs.py", "sampling_programs.py", "page_programs.py")
-    beside += ("param_shapes.py", "kv_shapes.py")
+    beside += ("shapes/params.py", "shapes/kv.py")
     beside += ("executables.py", "executable_cache.py", "api.py")
     assert len(named) > 60
     missing = {path for path in named if not is_there(path)}

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 import jaxserve
-from jaxserve.cli.chosen import settings_of
-from jaxserve.cli.errors import in_flags
+from jaxserve.cli.arguments.chosen import settings_of
+from jaxserve.cli.arguments.errors import in_flags
 from jaxserve.cli.serve import Serve
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.vllm_settings import ANSWERS, SERVER_ANSWERS
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.pages import PagePool
 from jaxserve.metrics.kv_metrics import kv_metrics
 from jaxserve.metrics.metrics import Metrics
-from jaxserve.protocol.chat import ChatCompletionRequest
+from jaxserve.protocol.chat.request import ChatCompletionRequest
 from jaxserve.protocol.completions import CompletionRequest
 
 DOCS = Path(__file__).parents[1] / "docs"

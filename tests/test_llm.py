@@ -14,7 +14,7 @@ from golden_prompts import check_golden, golden_prompts
 from tiny_engines import LONGEST, assert_idle, generate
 
 from jaxserve.core.errors import PromptTooLongError, RequestError
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.llm import LLM
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)

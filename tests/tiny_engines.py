@@ -17,8 +17,8 @@ import oracle
 from tiny_checkpoints import CONFIG, hf_shapes, write_hf
 
 from jaxserve.core.model_config import ModelConfig
-from jaxserve.core.outputs import RequestOutput
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.outputs import RequestOutput
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.llm import LLM
 from jaxserve.models.family import Family, Params, ParamSpec

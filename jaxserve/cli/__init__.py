@@ -13,14 +13,15 @@ from typing import Annotated
 import tyro
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes
 
+from jaxserve.cli.arguments.config_file import with_config_file
+from jaxserve.cli.arguments.errors import in_a_line, in_flags, reason
+from jaxserve.cli.arguments.values import CONSTRUCTORS
 from jaxserve.cli.batch import Batch
 from jaxserve.cli.bench import Bench
 from jaxserve.cli.chat import Chat
 from jaxserve.cli.cluster import Cluster
 from jaxserve.cli.compile import Compile
-from jaxserve.cli.config_file import with_config_file
 from jaxserve.cli.convert import Convert
-from jaxserve.cli.errors import in_a_line, in_flags, reason
 from jaxserve.cli.generate import Generate
 from jaxserve.cli.launch import Launch
 from jaxserve.cli.plan import Plan
@@ -29,9 +30,8 @@ from jaxserve.cli.search import Search
 from jaxserve.cli.serve import Serve
 from jaxserve.cli.simulate import Simulate
 from jaxserve.cli.train_speculator import TrainSpeculator
-from jaxserve.cli.values import CONSTRUCTORS
 from jaxserve.core.errors import ConfigError, JaxserveError
-from jaxserve.core.logs import configure_logging, level_from_environment
+from jaxserve.core.process.logs import configure_logging, level_from_environment
 from jaxserve.core.version import __version__
 
 _DESCRIPTION = """\

@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from jaxserve.cli.batch_progress import BatchProgress
+from jaxserve.cli.arguments.options import Common, EngineOptions, load
+from jaxserve.cli.arguments.values import Texts
 from jaxserve.cli.follow import follow
-from jaxserve.cli.options import Common, EngineOptions, load
 from jaxserve.cli.replicas import check_replicas, platform_of_replicas
-from jaxserve.cli.text import size
-from jaxserve.cli.values import Texts
+from jaxserve.cli.terminal.batch_progress import BatchProgress
+from jaxserve.cli.terminal.text import size
 from jaxserve.core.chat_settings import ChatSettings, ReasoningParser
 from jaxserve.core.errors import BatchError, ConfigError
-from jaxserve.core.output_file import check_output_file
-from jaxserve.core.signals import signals_handled
-from jaxserve.core.tables import table
+from jaxserve.core.process.output_file import check_output_file
+from jaxserve.core.process.signals import signals_handled
+from jaxserve.core.process.tables import table
 
 if TYPE_CHECKING:
-    from jaxserve.core.weight_reads import WeightReads
+    from jaxserve.core.steps.weight_reads import WeightReads
     from jaxserve.offline.job import BatchJob
     from jaxserve.offline.run import BatchRun
 

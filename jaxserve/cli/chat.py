@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxserve.cli.options import Common, EngineOptions, Sampling, load, one_at_a_time
-from jaxserve.cli.streaming import receive
-from jaxserve.cli.text import device_name, summary
+from jaxserve.cli.arguments.options import Common, EngineOptions, Sampling, load, one_at_a_time
+from jaxserve.cli.terminal.streaming import receive
+from jaxserve.cli.terminal.text import device_name, summary
 from jaxserve.core.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
-    from jaxserve.core.sampling_params import SamplingParams
+    from jaxserve.core.requests.sampling_params import SamplingParams
     from jaxserve.llm import LLM
 
 _HELP = """\

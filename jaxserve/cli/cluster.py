@@ -14,9 +14,9 @@ from typing import Annotated, Any
 import tyro
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes
 
-from jaxserve.cli.options import Common
+from jaxserve.cli.arguments.options import Common
 from jaxserve.core.errors import ConfigError, EndpointError
-from jaxserve.core.tables import table
+from jaxserve.core.process.tables import table
 
 _POLL_S = 0.5
 _TIMEOUT_S = 30.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from jaxserve.cli.options import Common, ModelSettings
+from jaxserve.cli.arguments.options import Common, ModelSettings
 from jaxserve.core.errors import ConfigError
 from jaxserve.runtime.progress import TerminalProgress
 
@@ -21,7 +21,7 @@ class Compile(Common):
     engine: ModelSettings = dataclasses.field(default_factory=ModelSettings)
 
     def run(self) -> int:
-        from jaxserve.runtime import engine_plan
+        from jaxserve.runtime.planning import engine_plan
         from jaxserve.runtime.startup import compile_programs
 
         if not self.engine.compilation_cache:

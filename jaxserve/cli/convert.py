@@ -9,8 +9,8 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from jaxserve.cli.options import Common
-from jaxserve.cli.values import OptionalDtype
+from jaxserve.cli.arguments.options import Common
+from jaxserve.cli.arguments.values import OptionalDtype
 from jaxserve.runtime.progress import TerminalProgress
 
 

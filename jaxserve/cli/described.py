@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.devices import DeviceSpec, device_names, device_of_kind
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.step_work import StepWork
+from jaxserve.core.steps.work import StepWork
 from jaxserve.simulator.deployment import Deployment
 from jaxserve.simulator.profile import Profile
 from jaxserve.simulator.roofline import Roofline
@@ -17,8 +17,8 @@ from jaxserve.simulator.step_times import StepTimes
 from jaxserve.simulator.transfers import Link
 
 if TYPE_CHECKING:
-    from jaxserve.runtime.engine_plan import EnginePlan
-    from jaxserve.runtime.programs.program_shapes import ProgramShapes
+    from jaxserve.runtime.planning.engine_plan import EnginePlan
+    from jaxserve.runtime.programs.shapes.program import ProgramShapes
 
 _LINK_LATENCY_S = 20e-6
 """Assumed of every transfer between the device, host memory and a disk."""
@@ -44,7 +44,7 @@ class Described:
     ) -> Described:
         """Raises ConfigError, ModelError or MemoryPlanError, with alternatives if `propose`."""
         from jaxserve.runtime.devices import DescribedDevice
-        from jaxserve.runtime.engine_plan import plan_described
+        from jaxserve.runtime.planning.engine_plan import plan_described
 
         if (device is None) == (profile is None):
             raise ConfigError(
@@ -71,7 +71,7 @@ class Described:
     @property
     def work(self) -> StepWork:
         """What a step asks of each device."""
-        from jaxserve.runtime.step_work import step_work
+        from jaxserve.runtime.planning.step_work import step_work
 
         return step_work(self.plan.shapes)
 

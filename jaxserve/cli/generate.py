@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from jaxserve.cli.options import Common, EngineOptions, Sampling, load, one_at_a_time
-from jaxserve.cli.streaming import Response, receive
-from jaxserve.cli.text import device_name, summary
+from jaxserve.cli.arguments.options import Common, EngineOptions, Sampling, load, one_at_a_time
+from jaxserve.cli.terminal.streaming import Response, receive
+from jaxserve.cli.terminal.text import device_name, summary
 from jaxserve.core.errors import ModelError, RequestError, SnapshotError
 from jaxserve.metrics.summaries import RunSummary
 

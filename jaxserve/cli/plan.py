@@ -7,20 +7,20 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.cli.arguments.options import Common, ModelSettings
 from jaxserve.cli.described import Described
-from jaxserve.cli.options import Common, ModelSettings
-from jaxserve.cli.text import device_name, size
+from jaxserve.cli.terminal.text import device_name, size
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.tables import table
+from jaxserve.core.process.tables import table
 from jaxserve.runtime.progress import TerminalProgress
 from jaxserve.runtime.weights.placement import WINDOW
 from jaxserve.simulator.deployment import SessionTimes
 
 if TYPE_CHECKING:
-    from jaxserve.runtime.engine_plan import EnginePlan
-    from jaxserve.runtime.memory import MemoryPlan
+    from jaxserve.runtime.planning.engine_plan import EnginePlan
+    from jaxserve.runtime.planning.memory import MemoryPlan
     from jaxserve.runtime.programs.executables import Program, Programs
-    from jaxserve.runtime.programs.program_shapes import ProgramShapes
+    from jaxserve.runtime.programs.shapes.program import ProgramShapes
 
 _SCREEN_TOKENS = 250
 """What a user reads at once, of Fu's "Challenges in Deploying Long-Context Transformers"."""
@@ -54,7 +54,7 @@ class Plan(Common):
     def run(self) -> int:
         if self.device is not None or self.profile is not None:
             return self._run_described()
-        from jaxserve.runtime import engine_plan
+        from jaxserve.runtime.planning import engine_plan
         from jaxserve.runtime.startup import compile_programs
 
         decided = engine_plan.decide(self.engine)
@@ -282,7 +282,7 @@ def _placement(shapes: ProgramShapes) -> str:
     import jax
 
     from jaxserve.models.family import AnySpec, ParamSpec
-    from jaxserve.runtime.programs.kv_shapes import PAGE_NAMES, PAGES
+    from jaxserve.runtime.programs.shapes.kv import PAGE_NAMES, PAGES
     from sharding_rules import NamedArray, placement
 
     def named(spec: AnySpec) -> Any:

@@ -6,19 +6,19 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxserve.cli.arguments.options import Common, ModelSettings
 from jaxserve.cli.described import sizes
-from jaxserve.cli.options import Common, ModelSettings
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.events import EventLog
-from jaxserve.core.output_file import check_output_file
-from jaxserve.core.tables import table
+from jaxserve.core.process.output_file import check_output_file
+from jaxserve.core.process.tables import table
 from jaxserve.kv.offload.tiers import Tier
 from jaxserve.runtime.progress import TerminalProgress
 from jaxserve.simulator.profile import Profile as MeasuredProfile
 from jaxserve.simulator.profile import StepSample, fitted
 
 if TYPE_CHECKING:
-    from jaxserve.runtime.engine_plan import EnginePlan
+    from jaxserve.runtime.planning.engine_plan import EnginePlan
     from jaxserve.runtime.runner import Runner
     from jaxserve.runtime.startup import Progress
 
@@ -70,8 +70,8 @@ class Profile(Common):
 
 def measured_profile(plan: EnginePlan, runner: Runner, progress: Progress) -> MeasuredProfile:
     """Measures a runner that serves nothing else."""
-    from jaxserve.runtime.memory import device_memory
     from jaxserve.runtime.paging import Paging
+    from jaxserve.runtime.planning.memory import device_memory
     from jaxserve.runtime.step_measurement import StepMeasurements
 
     steps, samples = StepMeasurements(plan.shapes, runner), []

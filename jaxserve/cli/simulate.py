@@ -13,16 +13,16 @@ from typing import Any
 
 from tyro.conf import OmitArgPrefixes
 
+from jaxserve.cli.arguments.options import Common, ModelSettings
 from jaxserve.cli.bench.options import Deadline, Load, Slo
 from jaxserve.cli.bench.report import report
 from jaxserve.cli.described import Described
-from jaxserve.cli.options import Common, ModelSettings
 from jaxserve.cli.simulated_load import arrivals, check_lengths, result
-from jaxserve.cli.text import milliseconds
+from jaxserve.cli.terminal.text import milliseconds
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.output_file import check_output_file
-from jaxserve.core.progress_bar import ProgressBar
-from jaxserve.core.tables import table
+from jaxserve.core.process.output_file import check_output_file
+from jaxserve.core.process.progress_bar import ProgressBar
+from jaxserve.core.process.tables import table
 from jaxserve.loadgen.results import RequestResult, Summary
 from jaxserve.loadgen.trace import TraceRequest
 from jaxserve.metrics.statistics import percentile

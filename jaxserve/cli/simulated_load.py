@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.loadgen.prompts import plain_token_ids
 from jaxserve.loadgen.results import RequestResult
 from jaxserve.loadgen.timed_response import TimedResponse

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from jaxserve.cli.options import Common
+from jaxserve.cli.arguments.options import Common
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.tables import table
+from jaxserve.core.process.tables import table
 from jaxserve.runtime.progress import TerminalProgress
 
 if TYPE_CHECKING:

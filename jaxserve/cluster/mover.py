@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import Hashable, Sequence
 
-from jaxserve.cluster.migration import plan_moves
 from jaxserve.cluster.open_requests import OpenRequests
+from jaxserve.cluster.policies.migration import plan_moves
 from jaxserve.cluster.routed_replica import RoutedReplica
 
 PERIOD_S = 0.2

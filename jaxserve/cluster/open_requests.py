@@ -12,12 +12,11 @@ from collections.abc import Coroutine
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
-from jaxserve.cluster.dispatch import Demand, dispatch
-from jaxserve.cluster.prefixes import page_hashes
+from jaxserve.cluster.policies.dispatch import Demand, dispatch
+from jaxserve.cluster.policies.prefixes import page_hashes
 from jaxserve.cluster.routed_replica import Call, OpenRequest, RoutedReplica
 from jaxserve.cluster.routed_request import RoutedRequest
 from jaxserve.cluster.tasks import Tasks
-from jaxserve.core.commands import AddRequest
 from jaxserve.core.errors import (
     EngineClosedError,
     JaxserveError,
@@ -25,7 +24,8 @@ from jaxserve.core.errors import (
     ReplicaLostError,
     RequestError,
 )
-from jaxserve.core.outputs import RequestOutput
+from jaxserve.core.requests.commands import AddRequest
+from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.engine.output_queue import OutputDispatcher, Update
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 

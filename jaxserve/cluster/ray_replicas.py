@@ -10,15 +10,15 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from jaxserve.cluster.autoscale import Autoscaler
+from jaxserve.cluster.policies.autoscale import Autoscaler
 from jaxserve.cluster.replica import Replica
 from jaxserve.cluster.router import Router
-from jaxserve.core.commands import AddRequest
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.engine_info import EngineInfo
 from jaxserve.core.errors import ConfigError, DistributedError, ReplicaLostError
-from jaxserve.core.extras import extra
-from jaxserve.core.lora import LoRARequest
+from jaxserve.core.process.extras import extra
+from jaxserve.core.requests.commands import AddRequest
+from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.engine.output_queue import Update
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.metrics.metrics import Metric

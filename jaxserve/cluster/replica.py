@@ -14,18 +14,18 @@ from collections.abc import Mapping
 import jax
 
 from jaxserve.async_engine import AsyncEngine
-from jaxserve.core.commands import AddRequest
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.engine_info import EngineInfo
 from jaxserve.core.errors import EngineClosedError
-from jaxserve.core.logs import configure_logging
-from jaxserve.core.lora import LoRARequest
+from jaxserve.core.process.logs import configure_logging
+from jaxserve.core.requests.commands import AddRequest
+from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.engine.output_queue import OutputStream, Update
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.metrics.metrics import Metric
 from jaxserve.runtime.cpu_threads import make_room_for_collectives
-from jaxserve.runtime.engine_plan import plan
+from jaxserve.runtime.planning.engine_plan import plan
 from jaxserve.text import Tokenizer
 
 

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from jaxserve.core.commands import AddRequest
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.engine_info import EngineInfo
 from jaxserve.core.errors import JaxserveError, ReplicaLostError
-from jaxserve.core.lora import LoRARequest
+from jaxserve.core.requests.commands import AddRequest
+from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.engine.output_queue import Update
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.metrics.metrics import Metric

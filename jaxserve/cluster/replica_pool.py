@@ -13,9 +13,9 @@ import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
-from jaxserve.cluster.autoscale import Autoscaler
 from jaxserve.cluster.mover import move_requests
 from jaxserve.cluster.open_requests import OpenRequests, tried
+from jaxserve.cluster.policies.autoscale import Autoscaler
 from jaxserve.cluster.replica_client import ReplicaClient, ReplicaSilentError, silence
 from jaxserve.cluster.restart import RollingRestart
 from jaxserve.cluster.routed_replica import RoutedReplica
@@ -31,7 +31,7 @@ from jaxserve.core.errors import (
     ReplicaLostError,
     RestartError,
 )
-from jaxserve.core.lora import LoRARequest
+from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.metrics.metrics import Metric
 from jaxserve.text import Tokenizer
 

@@ -6,13 +6,13 @@ import asyncio
 import dataclasses
 import time
 
-from jaxserve.cluster.dispatch import ReplicaLoad
+from jaxserve.cluster.policies.dispatch import ReplicaLoad
 from jaxserve.cluster.replica_client import ReplicaClient
 from jaxserve.cluster.routed_request import RoutedRequest
 from jaxserve.core.cluster_status import ReplicaState, ReplicaStatus, Role
 from jaxserve.core.engine_info import EngineInfo
 from jaxserve.core.errors import JaxserveError
-from jaxserve.core.outputs import RequestOutput
+from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.engine.output_queue import OutputQueue, Update
 
 

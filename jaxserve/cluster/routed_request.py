@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from jaxserve.cluster.dispatch import Demand
-from jaxserve.core.commands import AddRequest
-from jaxserve.core.outputs import Delta, FinishReason
+from jaxserve.cluster.policies.dispatch import Demand
+from jaxserve.core.requests.commands import AddRequest
+from jaxserve.core.requests.outputs import Delta, FinishReason
 from jaxserve.engine.snapshot.requests import (
     Entry,
     RequestSnapshot,

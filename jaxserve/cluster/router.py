@@ -11,18 +11,18 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from jaxserve.cluster.autoscale import Autoscaler
+from jaxserve.cluster.policies.autoscale import Autoscaler
 from jaxserve.cluster.replica_client import ReplicaClient
 from jaxserve.cluster.replica_pool import ReplicaPool
 from jaxserve.cluster.routed_replica import Call
 from jaxserve.core.cluster_status import ClusterStatus
-from jaxserve.core.commands import AddRequest
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.engine_info import EngineInfo
 from jaxserve.core.errors import ConfigError, EngineClosedError, SnapshotError
-from jaxserve.core.lora import LoRARequest
-from jaxserve.core.pooling import PoolingParams
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.commands import AddRequest
+from jaxserve.core.requests.lora import LoRARequest
+from jaxserve.core.requests.pooling import PoolingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.client import Restored
 from jaxserve.engine.output_queue import OutputQueue, OutputStream
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt, tokenize_prompt

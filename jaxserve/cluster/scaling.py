@@ -8,8 +8,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from jaxserve.cluster.autoscale import Autoscaler
-from jaxserve.cluster.dispatch import ReplicaLoad
+from jaxserve.cluster.policies.autoscale import Autoscaler
+from jaxserve.cluster.policies.dispatch import ReplicaLoad
 from jaxserve.cluster.routed_replica import RoutedReplica
 from jaxserve.core.cluster_status import ScalingStatus
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.lora import DEFAULT_MAX_LORA_RANK, DEFAULT_MAX_LORAS
 from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.requests.lora import DEFAULT_MAX_LORA_RANK, DEFAULT_MAX_LORAS
 from jaxserve.core.speculative import SpeculativeConfig
 from jaxserve.core.vllm_settings import answer_to
 
@@ -364,7 +364,7 @@ class EngineConfig:
         }
 
     def resolve(self, model: ModelConfig, platform: str) -> EngineConfig:
-        """A copy with every None resolved except the sizes of the KV pools (runtime/memory.py).
+        """A copy with every None resolved but the sizes of KV pools (runtime/planning/memory.py).
 
         `platform` is JAX's platform name. Raises ConfigError when the context is longer than the
         model's and the model cannot extend it.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from jaxserve.core.lora import LoadedAdapter
-from jaxserve.core.pooling import PoolingParams
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.lora import LoadedAdapter
+from jaxserve.core.requests.pooling import PoolingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 
 
 class SequenceState(enum.Enum):

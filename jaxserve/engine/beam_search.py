@@ -16,9 +16,9 @@ from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Literal
 
 from jaxserve.core.errors import RequestError
-from jaxserve.core.lora import LoRARequest
-from jaxserve.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from jaxserve.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from jaxserve.core.requests.lora import LoRARequest
+from jaxserve.core.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from jaxserve.core.requests.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.text import Detokenizer, Tokenizer
 

@@ -11,10 +11,10 @@ from typing import NamedTuple, Protocol
 
 from jaxserve.core.cluster_status import ClusterStatus
 from jaxserve.core.engine_info import EngineInfo
-from jaxserve.core.lora import LoRARequest
-from jaxserve.core.outputs import RequestOutput
-from jaxserve.core.pooling import PoolingParams
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.lora import LoRARequest
+from jaxserve.core.requests.outputs import RequestOutput
+from jaxserve.core.requests.pooling import PoolingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.output_queue import OutputStream
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.metrics.metrics import Metric

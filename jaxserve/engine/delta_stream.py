@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterator
 
-from jaxserve.core.outputs import Delta, RequestOutput
+from jaxserve.core.requests.outputs import Delta, RequestOutput
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import Request
 

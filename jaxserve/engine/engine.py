@@ -12,7 +12,6 @@ from typing import Any, Self
 
 import jax
 
-from jaxserve.core.commands import Abort, ResetPrefixCache, SetPriority
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import (
     ConfigError,
@@ -21,13 +20,14 @@ from jaxserve.core.errors import (
     RequestError,
 )
 from jaxserve.core.events import EventLog, Record, monotonic_us
-from jaxserve.core.lora import LoadedAdapter, LoRARequest
-from jaxserve.core.outputs import RequestMetrics, RequestOutput
-from jaxserve.core.pooling import PoolingParams
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.process.signals import interrupts_held
+from jaxserve.core.requests.commands import Abort, ResetPrefixCache, SetPriority
+from jaxserve.core.requests.lora import LoadedAdapter, LoRARequest
+from jaxserve.core.requests.outputs import RequestMetrics, RequestOutput
+from jaxserve.core.requests.pooling import PoolingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import SharedPrefix
-from jaxserve.core.signals import interrupts_held
-from jaxserve.core.weight_reads import WeightReads
+from jaxserve.core.steps.weight_reads import WeightReads
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.input_processor import InputProcessor, check_priority
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
@@ -40,7 +40,6 @@ from jaxserve.metrics.metrics import Metric, Metrics
 from jaxserve.metrics.weight_metrics import weight_metrics
 from jaxserve.runtime.adapters import AdapterSlots
 from jaxserve.runtime.cpu_threads import make_room_for_collectives
-from jaxserve.runtime.engine_plan import EnginePlan
 from jaxserve.runtime.hosts import Hosts
 from jaxserve.runtime.live_weights import (
     LiveWeights,
@@ -49,8 +48,9 @@ from jaxserve.runtime.live_weights import (
     check_level,
     memory_tags,
 )
-from jaxserve.runtime.memory import reserve_memory
 from jaxserve.runtime.paging import Paging
+from jaxserve.runtime.planning.engine_plan import EnginePlan
+from jaxserve.runtime.planning.memory import reserve_memory
 from jaxserve.runtime.runner import Runner
 from jaxserve.runtime.startup import Progress, no_progress, start
 from jaxserve.scheduler.scheduler import Scheduler

@@ -13,12 +13,18 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
-from jaxserve.core.commands import Abort, AddRequest, Command, ResetPrefixCache, SetPriority
 from jaxserve.core.events import EventLog
-from jaxserve.core.in_flight import DispatchedStep, PackedStep, StepResults
-from jaxserve.core.sampling_params import sequence_seed
+from jaxserve.core.requests.commands import (
+    Abort,
+    AddRequest,
+    Command,
+    ResetPrefixCache,
+    SetPriority,
+)
+from jaxserve.core.requests.sampling_params import sequence_seed
 from jaxserve.core.sequence import Sequence
-from jaxserve.core.step_plan import StepPlan
+from jaxserve.core.steps.in_flight import DispatchedStep, PackedStep, StepResults
+from jaxserve.core.steps.plan import StepPlan
 from jaxserve.engine.input_processor import InputProcessor
 from jaxserve.engine.output_processor import Ended, OutputProcessor
 from jaxserve.engine.request import Request, SequenceOutput, Stop

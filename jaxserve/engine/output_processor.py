@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.core.in_flight import NO_TOKEN, StepResults, TokenLogprobs
 from jaxserve.core.sequence import Sequence
-from jaxserve.core.step_plan import ScheduledChunk, StepPlan
+from jaxserve.core.steps.in_flight import NO_TOKEN, StepResults, TokenLogprobs
+from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
 from jaxserve.engine.request import Request, SequenceOutput, Stop, TokenScores
 
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Self
 
 from jaxserve.core.errors import EngineClosedError
-from jaxserve.core.outputs import Delta, RequestOutput
+from jaxserve.core.requests.outputs import Delta, RequestOutput
 
 Update = list[Delta] | RequestOutput
 Message = tuple["OutputQueue", int, Update | BaseException]

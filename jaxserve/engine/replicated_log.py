@@ -19,16 +19,16 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from jaxserve.core.commands import (
+from jaxserve.core.errors import DistributedError
+from jaxserve.core.requests.commands import (
     Abort,
     AddRequest,
     Command,
     ResetPrefixCache,
     SetPriority,
 )
-from jaxserve.core.errors import DistributedError
 from jaxserve.core.sequence import SharedPrefix
-from jaxserve.core.step_plan import StepPlan
+from jaxserve.core.steps.plan import StepPlan
 
 _DIGEST_STEPS = 16
 """Steps between two digests."""

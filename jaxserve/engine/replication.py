@@ -5,10 +5,10 @@ from __future__ import annotations
 import collections
 from typing import Any
 
-from jaxserve.core.commands import AddRequest, Command
 from jaxserve.core.errors import JaxserveError
-from jaxserve.core.in_flight import DispatchedStep, StepResults
-from jaxserve.core.step_plan import StepPlan
+from jaxserve.core.requests.commands import AddRequest, Command
+from jaxserve.core.steps.in_flight import DispatchedStep, StepResults
+from jaxserve.core.steps.plan import StepPlan
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.replicated_log import ReplicatedLog
 from jaxserve.engine.request import Request

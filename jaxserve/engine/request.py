@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxserve.core.outputs import (
+from jaxserve.core.requests.outputs import (
     CompletionOutput,
     Delta,
     FinishReason,
@@ -25,7 +25,7 @@ from jaxserve.structured.matcher import TokenMatcher, advance
 from jaxserve.text import Detokenizer, Tokenizer
 
 if TYPE_CHECKING:
-    from jaxserve.core.sampling_params import SamplingParams
+    from jaxserve.core.requests.sampling_params import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)

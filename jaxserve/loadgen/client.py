@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxserve.core.extras import extra
+from jaxserve.core.process.extras import extra
 from jaxserve.loadgen.timed_response import TimedResponse, now_us
 
 with extra("loadgen"):

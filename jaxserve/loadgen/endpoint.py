@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxserve.core.errors import ConfigError, EndpointError
-from jaxserve.core.extras import extra
+from jaxserve.core.process.extras import extra
 from jaxserve.loadgen.client import stream
 from jaxserve.loadgen.prompts import WORDS, TextLength
 from jaxserve.loadgen.timed_response import TimedResponse

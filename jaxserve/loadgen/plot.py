@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxserve.core.extras import extra
+from jaxserve.core.process.extras import extra
 from jaxserve.loadgen.results import Objectives, RequestResult
 from jaxserve.loadgen.series import Curve, distribution, in_flight, thinned, token_rate
 from jaxserve.metrics.fluidity import Deadlines

@@ -30,7 +30,7 @@ from jaxserve.core.events import (
     Record,
     Resumed,
 )
-from jaxserve.core.outputs import RequestMetrics
+from jaxserve.core.requests.outputs import RequestMetrics
 from jaxserve.metrics.fluidity import INTERACTIVE, Deadlines
 from jaxserve.metrics.statistics import Histogram, HistogramValue
 from jaxserve.metrics.summaries import LiveSequence, SequenceSummary, request_metrics

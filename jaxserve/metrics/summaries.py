@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jaxserve.core.outputs import RequestMetrics
+from jaxserve.core.requests.outputs import RequestMetrics
 from jaxserve.metrics.fluidity import Deadlines, Fluidity, fluidity
 from jaxserve.metrics.statistics import percentile
 

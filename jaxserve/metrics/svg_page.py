@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import io
 
-from jaxserve.core.extras import extra
+from jaxserve.core.process.extras import extra
 
 with extra("plots"):
     from matplotlib import rc_context

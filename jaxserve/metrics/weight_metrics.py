@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxserve.core.weight_reads import WeightReads
+from jaxserve.core.steps.weight_reads import WeightReads
 from jaxserve.metrics.metrics import Metric
 
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ModelConfig, RopeConfig
-from jaxserve.models import layers, llama, rope
+from jaxserve.models import layers, rope
+from jaxserve.models.families import llama
 from jaxserve.models.family import Params, one_tensor
 
 EMBEDDINGS = "embed_tokens."

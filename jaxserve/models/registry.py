@@ -6,7 +6,7 @@ from __future__ import annotations
 from jaxserve.core.errors import ConfigError, UnsupportedModelError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.model_files import shown
-from jaxserve.models import (
+from jaxserve.models.families import (
     deepseek,
     gemma2,
     gemma3,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from jaxserve.core.chat_settings import ChatSettings
 from jaxserve.core.errors import BatchError
-from jaxserve.core.output_file import sync_directory
+from jaxserve.core.process.output_file import sync_directory
 from jaxserve.core.version import __version__
 from jaxserve.offline.custom_ids import duplicates
 from jaxserve.offline.journal import Journal, Result, lock, read_results

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxserve.core.errors import BatchError, RequestError
-from jaxserve.core.extras import extra
+from jaxserve.core.process.extras import extra
 
 MAX_LINE_BYTES = 8 << 20
 """Maximum size of a line or record, that of a request's body in the server by default."""

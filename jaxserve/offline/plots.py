@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxserve.core.extras import extra
+from jaxserve.core.process.extras import extra
 from jaxserve.metrics.svg_page import svg_element
 from jaxserve.offline.timeline import Sample
 

@@ -7,8 +7,8 @@ import logging
 from typing import Any, Literal
 
 from jaxserve.core.errors import RequestError
-from jaxserve.core.outputs import RequestMetrics, RequestOutput
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.outputs import RequestMetrics, RequestOutput
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.offline.custom_ids import custom_id_of, seed_of
 from jaxserve.offline.journal import Result

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from jaxserve.core.chat_settings import ChatSettings
 from jaxserve.core.cluster_status import ReplicaStatus
 from jaxserve.core.errors import EngineClosedError, RequestError
-from jaxserve.core.outputs import RequestOutput
-from jaxserve.core.signals import interrupts_held
+from jaxserve.core.process.signals import interrupts_held
+from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.offline.job import BatchJob, settings_of
 from jaxserve.offline.journal import Result
 from jaxserve.offline.requests import BatchRequest, refused

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 from jaxserve.core.cluster_status import ClusterStatus
 from jaxserve.core.engine_info import EngineInfo
 from jaxserve.core.errors import BatchError, EngineClosedError, OverloadedError
-from jaxserve.core.outputs import RequestOutput
+from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.engine.client import ClusterClient
 from jaxserve.engine.output_queue import left_output
 from jaxserve.offline.grammars_ahead import with_grammars

@@ -9,9 +9,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, StrictBool, StrictInt, field_validator
 
 from jaxserve.core.errors import PromptTooLongError, RequestError
-from jaxserve.core.lora import LoRARequest
-from jaxserve.core.outputs import CompletionOutput, Delta, RequestOutput
-from jaxserve.core.sampling_params import MAX_N, SamplingParams
+from jaxserve.core.requests.lora import LoRARequest
+from jaxserve.core.requests.outputs import CompletionOutput, Delta, RequestOutput
+from jaxserve.core.requests.sampling_params import MAX_N, SamplingParams
 from jaxserve.engine.beam_search import BeamSearchParams
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.errors import ErrorReply, FieldError
@@ -23,7 +23,7 @@ from jaxserve.protocol.logprobs import (
     token_names,
 )
 from jaxserve.protocol.model import Model
-from jaxserve.protocol.reasoning import check_budget, reasoning_marks
+from jaxserve.protocol.parsing.reasoning import check_budget, reasoning_marks
 from jaxserve.protocol.usage import StreamUsage, usage
 from jaxserve.text.detokenizer import Detokenizer
 

@@ -12,9 +12,9 @@ import numpy as np
 from pydantic import Field, StrictBool, StrictInt, field_validator
 
 from jaxserve.core.errors import PromptTooLongError, RequestError
-from jaxserve.core.lora import LoRARequest
-from jaxserve.core.outputs import RequestOutput
-from jaxserve.core.pooling import Pooling, PoolingParams, pairs, similarity
+from jaxserve.core.requests.lora import LoRARequest
+from jaxserve.core.requests.outputs import RequestOutput
+from jaxserve.core.requests.pooling import Pooling, PoolingParams, pairs, similarity
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.completions import MAX_PROMPTS
 from jaxserve.protocol.errors import FieldError, UnavailableError

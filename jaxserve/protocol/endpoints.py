@@ -7,13 +7,13 @@ from typing import Any, NamedTuple, Protocol
 
 from pydantic import BaseModel, ValidationError
 
-from jaxserve.core.lora import LoRARequest
-from jaxserve.core.outputs import Delta, RequestOutput
-from jaxserve.core.pooling import PoolingParams
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.lora import LoRARequest
+from jaxserve.core.requests.outputs import Delta, RequestOutput
+from jaxserve.core.requests.pooling import PoolingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.beam_search import BeamSearchParams
 from jaxserve.engine.prompts import TokenizedPrompt
-from jaxserve.protocol.chat import ChatCompletionRequest
+from jaxserve.protocol.chat.request import ChatCompletionRequest
 from jaxserve.protocol.completions import CompletionRequest
 from jaxserve.protocol.errors import ErrorReply, FieldError, field_error, shown
 from jaxserve.protocol.model import Model

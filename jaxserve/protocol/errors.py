@@ -20,8 +20,8 @@ from jaxserve.core.errors import (
     RequestError,
     RestartError,
 )
-from jaxserve.core.outputs import RequestOutput
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.outputs import RequestOutput
+from jaxserve.core.requests.sampling_params import SamplingParams
 
 _PARAM = re.compile(r"(?:a token id of )?([a-z_]+)")
 _PARAMS = {"prompt", "messages", *(field.name for field in dataclasses.fields(SamplingParams))}

@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from jaxserve.core.errors import RequestError
-from jaxserve.core.sampling_params import MAX_LOGIT_BIAS, SamplingParams
+from jaxserve.core.requests.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from jaxserve.engine.beam_search import MAX_BEAM_WIDTH, BeamSearchParams
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.errors import REFUSED, FieldError, renamed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxserve.core.outputs import Logprob
+from jaxserve.core.requests.outputs import Logprob
 from jaxserve.text import Tokenizer
 from jaxserve.text.detokenizer import Detokenizer
 

@@ -7,9 +7,9 @@ from typing import Any
 from pydantic import Field, StrictBool, StrictInt
 
 from jaxserve.core.errors import RequestError
+from jaxserve.protocol.chat.messages import Message
 from jaxserve.protocol.errors import FieldError
 from jaxserve.protocol.fields import Fields, JsonObject, ListOf
-from jaxserve.protocol.messages import Message
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.tools import Tool, check_tools
 

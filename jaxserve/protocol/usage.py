@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxserve.core.outputs import Delta, RequestOutput
+from jaxserve.core.requests.outputs import Delta, RequestOutput
 from jaxserve.engine.prompts import TokenizedPrompt
 
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import jax
 
 from jaxserve.core.errors import EngineClosedError, OverloadedError, RequestError
-from jaxserve.core.lora import LoadedAdapter, LoRARequest
+from jaxserve.core.requests.lora import LoadedAdapter, LoRARequest
 from jaxserve.models.loading.adapter import Adapter, read_adapter
 from jaxserve.models.registry import param_specs
-from jaxserve.runtime.engine_plan import EnginePlan
+from jaxserve.runtime.planning.engine_plan import EnginePlan
 from jaxserve.runtime.runner import Runner
 
 

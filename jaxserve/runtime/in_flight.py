@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from jaxserve.core.buckets import ProgramKey
-from jaxserve.core.in_flight import DispatchedStep, PackedStep, TokenLogprobs
-from jaxserve.core.step_plan import ScheduledChunk, StepPlan
+from jaxserve.core.steps.buckets import ProgramKey
+from jaxserve.core.steps.in_flight import DispatchedStep, PackedStep, TokenLogprobs
+from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
 from jaxserve.runtime.programs.step_layout import FrozenPlan
 from jaxserve.sampling.speculation import Acceptance
 

@@ -19,7 +19,7 @@ import numpy as np
 from jaxserve.core.errors import SnapshotError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.kv.offload.tiers import Store, Tier
-from jaxserve.runtime.programs.program_shapes import ProgramShapes
+from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.runner import Runner
 from sharding_rules import HeadLayout
 

@@ -17,7 +17,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from jaxserve.core.progress_bar import NotebookText, in_notebook
+from jaxserve.core.process.progress_bar import NotebookText, in_notebook
 
 _DRAW_S = 0.2
 _WIDTH = 40

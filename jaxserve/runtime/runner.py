@@ -15,18 +15,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.core.buckets import ProgramKey
-from jaxserve.core.in_flight import StepResults, TokenLogprobs
 from jaxserve.core.sequence import Sequence
-from jaxserve.core.step_plan import StepPlan
-from jaxserve.core.weight_reads import WeightReads
+from jaxserve.core.steps.buckets import ProgramKey
+from jaxserve.core.steps.in_flight import StepResults, TokenLogprobs
+from jaxserve.core.steps.plan import StepPlan
+from jaxserve.core.steps.weight_reads import WeightReads
 from jaxserve.kv.offload.transfers import MOVE_PAGES, MOVE_SIZES
 from jaxserve.models.family import Params
 from jaxserve.runtime.in_flight import BUBBLE, DeviceStep, PackedInputs, SamplingRow
 from jaxserve.runtime.programs.device_state import allocate, filled
 from jaxserve.runtime.programs.executables import Programs
 from jaxserve.runtime.programs.kinds import ProgramKinds
-from jaxserve.runtime.programs.program_shapes import ProgramShapes, holding
+from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
 from jaxserve.runtime.programs.step_layout import FrozenPlan
 from jaxserve.runtime.weights.source import ResidentWeights, WeightSource
 from jaxserve.sampling import (

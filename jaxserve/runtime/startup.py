@@ -14,8 +14,8 @@ import jax
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.events import EventLog
-from jaxserve.runtime.engine_plan import EnginePlan, plan
 from jaxserve.runtime.hosts import VERSIONS, Hosts, common_settings
+from jaxserve.runtime.planning.engine_plan import EnginePlan, plan
 from jaxserve.runtime.programs.executables import Compilation, Program, Programs
 from jaxserve.runtime.programs.kinds import ProgramKinds
 from jaxserve.runtime.runner import Runner

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.core.buckets import ProgramKey
 from jaxserve.core.errors import ProgramMissError
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
-from jaxserve.core.step_plan import ScheduledChunk, StepPlan
+from jaxserve.core.steps.buckets import ProgramKey
+from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
 from jaxserve.kv.offload.transfers import MOVE_SIZES
-from jaxserve.runtime.programs.program_shapes import ProgramShapes
+from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.runner import Runner
 from jaxserve.scheduler.step_time import StepLoad
 

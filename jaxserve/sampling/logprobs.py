@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.core.in_flight import TokenLogprobs
-from jaxserve.core.sampling_params import MAX_LOGPROBS as TOP_LOGPROBS
+from jaxserve.core.requests.sampling_params import MAX_LOGPROBS as TOP_LOGPROBS
+from jaxserve.core.steps.in_flight import TokenLogprobs
 from jaxserve.models import parallel
 from jaxserve.sampling.vocabulary import ordered_sum
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.sampling_params import MAX_EXTRA_ARGS
+from jaxserve.core.requests.sampling_params import MAX_EXTRA_ARGS
 from jaxserve.models import parallel
 
 LogitsProcessor = Callable[[jax.Array, jax.Array], jax.Array]

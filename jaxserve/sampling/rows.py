@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxserve.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from jaxserve.core.requests.sampling_params import MAX_LOGPROBS, SamplingParams
 
 SLOT = 0  # row of the per-sequence state; padded rows use the trash slot, the last one
 POSITION = 1  # output tokens sampled before this one, read by the host or not

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jaxserve.core.errors import RequestError
-from jaxserve.core.sampling_params import MAX_BAD_WORDS, MAX_STOP_TOKEN_IDS, SamplingParams
+from jaxserve.core.requests.sampling_params import MAX_BAD_WORDS, MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxserve.models import parallel
 from jaxserve.sampling.vocabulary import padded
 

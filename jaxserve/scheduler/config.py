@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxserve.core.buckets import Buckets
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.steps.buckets import Buckets
 from jaxserve.scheduler.policies import POLICIES
 
 

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from operator import attrgetter
 
 from jaxserve.core.sequence import Sequence, SequenceState
-from jaxserve.core.step_plan import ScheduledChunk
+from jaxserve.core.steps.plan import ScheduledChunk
 from jaxserve.kv.manager import KVManager, Match
 from jaxserve.kv.page_table import PageTable
 from jaxserve.scheduler.admission import kv_limit

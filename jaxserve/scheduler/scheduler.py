@@ -26,7 +26,7 @@ from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
 
 from jaxserve.core.sequence import Sequence, SequenceState
-from jaxserve.core.step_plan import ScheduledChunk, StepPlan
+from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
 from jaxserve.kv.manager import KVManager, Match
 from jaxserve.scheduler.admission import AdmissionRule
 from jaxserve.scheduler.config import SchedulerConfig

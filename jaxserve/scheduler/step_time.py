@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple, Self
 
-from jaxserve.core.buckets import Buckets, ProgramKey, StepShape
-from jaxserve.core.step_plan import StepPlan
+from jaxserve.core.steps.buckets import Buckets, ProgramKey, StepShape
+from jaxserve.core.steps.plan import StepPlan
 from jaxserve.kv.offload.rates import causal_pairs
 
 MEMORY = 32

@@ -15,15 +15,6 @@ from starlette.types import ASGIApp
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.version import __version__
 from jaxserve.protocol.errors import ErrorReply, field_error_of, reply_to
-from jaxserve.server import (
-    cluster_routes,
-    dev_routes,
-    docs_routes,
-    generation_routes,
-    model_routes,
-    status_routes,
-    stored_routes,
-)
 from jaxserve.server.connections import ConnectionLimits
 from jaxserve.server.disconnect import ClientGoneError
 from jaxserve.server.middleware import (
@@ -38,6 +29,13 @@ from jaxserve.server.request_log import CLIENT_GONE, RequestLog
 from jaxserve.server.request_state import state_of
 from jaxserve.server.response_store import ResponseStore
 from jaxserve.server.responses import JsonResponse, error_response
+from jaxserve.server.routes import cluster as cluster_routes
+from jaxserve.server.routes import dev as dev_routes
+from jaxserve.server.routes import docs as docs_routes
+from jaxserve.server.routes import generation as generation_routes
+from jaxserve.server.routes import model as model_routes
+from jaxserve.server.routes import status as status_routes
+from jaxserve.server.routes import stored as stored_routes
 from jaxserve.server.service import Service
 
 BODY_TIMEOUT_S = 60.0

@@ -6,7 +6,7 @@ import dataclasses
 
 from starlette.types import Scope
 
-from jaxserve.core.outputs import RequestOutput
+from jaxserve.core.requests.outputs import RequestOutput
 
 _KEY = "jaxserve.request_state"
 

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.core.errors import JaxserveError, RequestError
-from jaxserve.core.outputs import RequestOutput
+from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.protocol.endpoints import ParsedGeneration, ParsedRequest
 from jaxserve.protocol.errors import ErrorReply, check_generated, renamed, reply_to
 from jaxserve.protocol.messages_api.reply import error_body

@@ -12,10 +12,10 @@ from typing import TypeVar, cast
 
 from jaxserve.core.chat_settings import ChatSettings
 from jaxserve.core.errors import RequestError
-from jaxserve.core.lora import LoRARequest
-from jaxserve.core.outputs import CompletionOutput, Delta, RequestOutput
-from jaxserve.core.pooling import PoolingParams
-from jaxserve.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from jaxserve.core.requests.lora import LoRARequest
+from jaxserve.core.requests.outputs import CompletionOutput, Delta, RequestOutput
+from jaxserve.core.requests.pooling import PoolingParams
+from jaxserve.core.requests.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxserve.engine.beam_search import BeamSearch, BeamSearchParams, beam_output, search_async
 from jaxserve.engine.client import ClusterClient, EngineClient, Restored
 from jaxserve.engine.output_queue import OutputStream, Update

@@ -12,9 +12,9 @@ from typing import Self
 
 import numpy as np
 
-from jaxserve.core.buckets import Buckets, ProgramKey
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.step_plan import StepPlan
+from jaxserve.core.steps.buckets import Buckets, ProgramKey
+from jaxserve.core.steps.plan import StepPlan
 from jaxserve.simulator.simulation import Arrival
 from jaxserve.simulator.step_times import StepTimes
 

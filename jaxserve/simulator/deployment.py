@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from jaxserve.core.buckets import Buckets
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.events import Record
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.steps.buckets import Buckets
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.offload.tiers import Tier
 from jaxserve.metrics.fluidity import INTERACTIVE, Deadlines

@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
-from jaxserve.core.buckets import Buckets, ProgramKey
-from jaxserve.core.in_flight import DispatchedStep, PackedStep, StepResults
 from jaxserve.core.sequence import Sequence
-from jaxserve.core.step_plan import StepPlan
+from jaxserve.core.steps.buckets import Buckets, ProgramKey
+from jaxserve.core.steps.in_flight import DispatchedStep, PackedStep, StepResults
+from jaxserve.core.steps.plan import StepPlan
 from jaxserve.kv.offload.transfers import staged_pages
 from jaxserve.simulator.step_times import StepTimes
 from jaxserve.structured.matcher import TokenMatcher

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from jaxserve.core.buckets import ProgramKey
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.step_plan import StepPlan
+from jaxserve.core.steps.buckets import ProgramKey
+from jaxserve.core.steps.plan import StepPlan
 from jaxserve.metrics.statistics import percentile
 from jaxserve.scheduler.step_time import StepLoad
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from jaxserve.core.events import Finished, Record
-from jaxserve.core.step_work import StepWork
+from jaxserve.core.steps.work import StepWork
 from jaxserve.metrics.fluidity import Deadlines
 from jaxserve.metrics.summaries import SequenceSummary
 from jaxserve.simulator.deployment import Deployment

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxserve.core.buckets import ProgramKey
 from jaxserve.core.devices import DeviceSpec
-from jaxserve.core.step_plan import StepPlan
-from jaxserve.core.step_work import StepWork
+from jaxserve.core.steps.buckets import ProgramKey
+from jaxserve.core.steps.plan import StepPlan
+from jaxserve.core.steps.work import StepWork
 from jaxserve.kv.offload.rates import causal_pairs
 
 

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
-from jaxserve.core.buckets import ProgramKey
-from jaxserve.core.step_plan import StepPlan
+from jaxserve.core.steps.buckets import ProgramKey
+from jaxserve.core.steps.plan import StepPlan
 from jaxserve.kv.offload.rates import causal_pairs
 
 

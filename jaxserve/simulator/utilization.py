@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxserve.core.buckets import ProgramKey
-from jaxserve.core.step_plan import StepPlan
-from jaxserve.core.step_work import StepWork
+from jaxserve.core.steps.buckets import ProgramKey
+from jaxserve.core.steps.plan import StepPlan
+from jaxserve.core.steps.work import StepWork
 from jaxserve.simulator.roofline import pairs_seen
 from jaxserve.simulator.step_times import StepTimes
 

@@ -1,5 +1,5 @@
 """Structured outputs: JSON schema, regex, choice or grammar. Imports no JAX."""
 
-from jaxserve.core.structured_outputs import StructuredOutputs
+from jaxserve.core.requests.structured_outputs import StructuredOutputs
 
 __all__ = ["StructuredOutputs"]

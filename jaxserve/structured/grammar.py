@@ -12,7 +12,7 @@ import numpy as np
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from jaxserve.core.errors import RequestError
-from jaxserve.core.structured_outputs import StructuredOutputs
+from jaxserve.core.requests.structured_outputs import StructuredOutputs
 from jaxserve.structured.closed_schema import close_objects
 from jaxserve.structured.matcher import Matcher, error_of
 from jaxserve.structured.vocabulary import Vocabulary

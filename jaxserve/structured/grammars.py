@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future, InvalidStateError
 
 from jaxserve.core.errors import OverloadedError, RequestError
-from jaxserve.core.structured_outputs import StructuredOutputs
+from jaxserve.core.requests.structured_outputs import StructuredOutputs
 from jaxserve.structured.grammar import Grammar
 from jaxserve.structured.vocabulary import Vocabulary
 from jaxserve.text import Tokenizer

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxserve.core.errors import RequestError
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.structured.bitmask import WORD_BITS, mask_words
 from jaxserve.structured.matcher import Matcher
 from jaxserve.text import Tokenizer

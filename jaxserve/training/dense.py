@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.core.model_config import ModelConfig
-from jaxserve.models import eagle, llama
+from jaxserve.models import eagle
+from jaxserve.models.families import llama
 from jaxserve.models.family import Family, Params
 
 

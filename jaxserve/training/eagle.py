@@ -15,7 +15,7 @@ from flax import nnx
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.models import eagle
 from jaxserve.models.family import Family, Params, ParamSpec
-from jaxserve.models.loading.eagle import save_layer
+from jaxserve.models.loading.drafters.eagle import save_layer
 from jaxserve.training.dense import draft_states
 from jaxserve.training.loop import Frozen, Progress, TrainingConfig, fit, learning_rate
 from jaxserve.training.targets import Target

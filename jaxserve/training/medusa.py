@@ -15,7 +15,7 @@ from flax import nnx
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.models import medusa
 from jaxserve.models.family import Family, Params
-from jaxserve.models.loading.medusa import save_heads
+from jaxserve.models.loading.drafters.medusa import save_heads
 from jaxserve.models.medusa import MedusaConfig
 from jaxserve.training.loop import Frozen, Progress, TrainingConfig, fit, learning_rate
 from jaxserve.training.targets import Target

@@ -20,8 +20,8 @@ from tiny_checkpoints import CONFIG, random_tensors, write_gguf, write_hf
 from jaxserve.core.errors import JaxserveError, WeightsError
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.directory import config_from_files
-from jaxserve.models.loading.gguf_config import ARCHITECTURES as GGUF_ARCHITECTURES
-from jaxserve.models.loading.gguf_header import read_gguf
+from jaxserve.models.loading.gguf.config import ARCHITECTURES as GGUF_ARCHITECTURES
+from jaxserve.models.loading.gguf.header import read_gguf
 from jaxserve.models.quantization_config import METHODS, parse
 from jaxserve.models.registry import ARCHITECTURES, param_specs
 from jaxserve.text.chat import render_chat
@@ -313,7 +313,7 @@ def test_any_gguf_metadata(tmp_path, gguf_bytes, data, monkeypatch):
     metadata |= changes
     with monkeypatch.context() as patch:
         patch.setattr(
-            "jaxserve.models.loading.gguf.read_gguf",
+            "jaxserve.models.loading.gguf.checkpoint.read_gguf",
             lambda path: file.__class__(path, metadata, file.tensors, file.header),
         )
         with soon_or_refused():

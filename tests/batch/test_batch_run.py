@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxserve.core.chat_settings import ChatSettings
 from jaxserve.core.errors import BatchError
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.llm import LLM
 from jaxserve.offline import run_batch
 from jaxserve.offline.custom_ids import seed_of

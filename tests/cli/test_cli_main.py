@@ -15,7 +15,7 @@ import pytest
 
 import jaxserve
 from jaxserve.cli import main, parse
-from jaxserve.cli.errors import in_flags
+from jaxserve.cli.arguments.errors import in_flags
 from jaxserve.cli.plan import Plan
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError

@@ -11,7 +11,7 @@ import pytest
 from cli_command import CONTEXT, SETTINGS
 from tiny_checkpoints import hf_shapes
 
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.llm import LLM
 from jaxserve.models.loading.checkpoint import open_checkpoint
 

@@ -13,7 +13,7 @@ from jaxserve.cli import main
 from jaxserve.cli.plan import _memory
 from jaxserve.core.config import EngineConfig
 from jaxserve.models.moe import active_parameters
-from jaxserve.runtime import engine_plan
+from jaxserve.runtime.planning import engine_plan
 
 MODELS_PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 PAGE, CHUNK, CONTEXT = 64, 1791, 32_768

@@ -13,8 +13,8 @@ from cli_command import LLAMA_70B
 from jaxserve.cli.described import Described
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.devices import DeviceSpec
-from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.core.step_plan import StepPlan
+from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.steps.plan import StepPlan
 from jaxserve.simulator.simulation import Arrival
 
 ON_EIGHT = ("--device=h200", "--devices=8")

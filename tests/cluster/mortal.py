@@ -9,8 +9,8 @@ from tiny_engines import LONGEST
 
 from jaxserve.cluster.replica import Replica
 from jaxserve.core.errors import OverloadedError, ReplicaLostError
-from jaxserve.core.outputs import RequestOutput
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.outputs import RequestOutput
+from jaxserve.core.requests.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 SEEDED = dataclasses.replace(GREEDY, temperature=1.0, seed=3)

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from test_dispatch import PAGE, demand_of, loads, prompt
 from test_migration import carry_out
 
-from jaxserve.cluster.autoscale import ADD_AFTER_S, REMOVE_AFTER_S, Autoscaler, Removal
-from jaxserve.cluster.dispatch import Demand, ReplicaLoad, dispatch
-from jaxserve.cluster.migration import plan_moves
+from jaxserve.cluster.policies.autoscale import ADD_AFTER_S, REMOVE_AFTER_S, Autoscaler, Removal
+from jaxserve.cluster.policies.dispatch import Demand, ReplicaLoad, dispatch
+from jaxserve.cluster.policies.migration import plan_moves
 
 PAGES, SLOTS = 60, 8
 

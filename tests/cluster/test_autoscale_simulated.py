@@ -7,9 +7,9 @@ import random
 import pytest
 from simulations import PAGE_SIZE, simulation
 
-from jaxserve.cluster.autoscale import Autoscaler
-from jaxserve.cluster.dispatch import Demand, ReplicaLoad, dispatch
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.cluster.policies.autoscale import Autoscaler
+from jaxserve.cluster.policies.dispatch import Demand, ReplicaLoad, dispatch
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.request import Request
 from jaxserve.simulator.simulation import Arrival
 

@@ -15,7 +15,7 @@ from mortal import Mortal
 from jaxserve.cluster.router import Router
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import BatchError, EngineClosedError
-from jaxserve.core.signals import signals_handled
+from jaxserve.core.process.signals import signals_handled
 from jaxserve.offline import run_batch
 from jaxserve.offline.job import BatchJob, settings_of
 from jaxserve.offline.report import report

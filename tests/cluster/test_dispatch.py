@@ -7,8 +7,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.cluster.dispatch import Demand, ReplicaLoad, dispatch
-from jaxserve.cluster.prefixes import CachedPrefixes, page_hashes
+from jaxserve.cluster.policies.dispatch import Demand, ReplicaLoad, dispatch
+from jaxserve.cluster.policies.prefixes import CachedPrefixes, page_hashes
 
 PAGE = 4
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_dispatch import demand_of, loads, prompt
 
-from jaxserve.cluster.dispatch import ReplicaLoad, dispatch
-from jaxserve.cluster.migration import HIGH_FREENESS, LOW_FREENESS, Move, plan_moves
+from jaxserve.cluster.policies.dispatch import ReplicaLoad, dispatch
+from jaxserve.cluster.policies.migration import HIGH_FREENESS, LOW_FREENESS, Move, plan_moves
 
 
 def carry_out(replicas: list[ReplicaLoad], moves: list[Move]) -> None:

@@ -14,7 +14,7 @@ from jaxserve.cluster.router import Router
 from jaxserve.core.cluster_status import RestartStatus
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import RestartError
-from jaxserve.core.outputs import RequestOutput
+from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.server.app import AppSettings, create_app
 from jaxserve.server.service import Service
 

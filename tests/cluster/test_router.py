@@ -18,7 +18,7 @@ from jaxserve.core.errors import (
     RequestError,
     SnapshotError,
 )
-from jaxserve.core.outputs import RequestOutput
+from jaxserve.core.requests.outputs import RequestOutput
 
 UNSEEDED = dataclasses.replace(SEEDED, seed=None)
 

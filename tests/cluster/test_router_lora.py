@@ -12,8 +12,8 @@ from jaxserve.cluster.replica import Replica
 from jaxserve.cluster.router import Router
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import RequestError
-from jaxserve.core.lora import LoRARequest
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.lora import LoRARequest
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.output_queue import output_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)

@@ -8,8 +8,8 @@ import pytest
 from mortal import GREEDY, Mortal, ask, metric, run
 from tiny_engines import LONGEST
 
-from jaxserve.cluster.autoscale import Autoscaler
-from jaxserve.cluster.dispatch import Demand, ReplicaLoad
+from jaxserve.cluster.policies.autoscale import Autoscaler
+from jaxserve.cluster.policies.dispatch import Demand, ReplicaLoad
 from jaxserve.cluster.routed_replica import RoutedReplica
 from jaxserve.cluster.router import Router
 from jaxserve.cluster.scaling import Scaling

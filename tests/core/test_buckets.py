@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.core.buckets import Buckets, ProgramKey
 from jaxserve.core.errors import ConfigError, ProgramMissError
+from jaxserve.core.steps.buckets import Buckets, ProgramKey
 
 
 @st.composite

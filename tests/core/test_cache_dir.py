@@ -7,8 +7,8 @@ import stat
 
 import pytest
 
-from jaxserve.core.cache_dir import cache_directory
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.process.cache_dir import cache_directory
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.output_file import check_output_file
+from jaxserve.core.process.output_file import check_output_file
 
 
 def test_what_can_be_written(tmp_path, monkeypatch):

@@ -11,12 +11,12 @@ import threading
 
 import pytest
 
-from jaxserve.core.progress_bar import ProgressBar
+from jaxserve.core.process.progress_bar import ProgressBar
 
 SCRIPT = """
 import sys
 from types import SimpleNamespace as Fake
-from jaxserve.core.progress_bar import ProgressBar
+from jaxserve.core.process.progress_bar import ProgressBar
 if len(sys.argv) > 1:
     sys.modules["IPython"] = Fake(get_ipython=lambda: Fake(kernel=True))
 with ProgressBar("Answering", 1000) as bar:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.core.errors import RequestError
-from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.core.structured_outputs import StructuredOutputs
+from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.requests.structured_outputs import StructuredOutputs
 
 
 def test_defaults_match_the_contract():

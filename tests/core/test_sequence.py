@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import jaxserve
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence, SequenceState
 
 TRANSITIONS = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.core.signals import interrupts_held, signals_handled
+from jaxserve.core.process.signals import interrupts_held, signals_handled
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,4 +70,4 @@ def test_one_module_replaces_handlers():
         for path in (ROOT / "jaxserve").rglob("*.py")
         if re.search(r"signal\.signal\((?!.*SIG_IGN)", path.read_text())
     }
-    assert replacing == {"jaxserve/core/signals.py"}
+    assert replacing == {"jaxserve/core/process/signals.py"}

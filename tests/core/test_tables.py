@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from jaxserve.core.tables import table
+from jaxserve.core.process.tables import table
 
 
 def test_the_first_column_is_left_aligned_the_others_right():
@@ -24,7 +24,11 @@ def test_no_line_is_cut_or_coloured_in_a_pipe():
     """Whatever a terminal's width, and where colours are forced."""
     rows = [("name " * 60 + "end", "1"), ("b", "9" * 200)]
     run = subprocess.run(
-        [sys.executable, "-c", f"from jaxserve.core.tables import table; print(table({rows!r}))"],
+        [
+            sys.executable,
+            "-c",
+            f"from jaxserve.core.process.tables import table; print(table({rows!r}))",
+        ],
         env={"COLUMNS": "20", "FORCE_COLOR": "1"},
         capture_output=True,
         text=True,

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import scale
 
-from jaxserve.core.buckets import ProgramKey
+from jaxserve.core.steps.buckets import ProgramKey
 
 pytestmark = pytest.mark.deviceless
 

@@ -15,10 +15,10 @@ from kv_engines import Preempter, bytes_of
 from tiny_checkpoints import CONFIG, random_tensors, write_hf
 from tiny_engines import CONTEXT, LONGEST, Arrival, TinyModel, drive, generate
 
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.models import eagle
 from jaxserve.models.family import Params
-from jaxserve.models.loading.eagle import save_layer
+from jaxserve.models.loading.drafters.eagle import save_layer
 from jaxserve.sampling.speculation import NO_DRAFT
 from jaxserve.training.dense import draft_states, hidden_states
 

@@ -12,8 +12,8 @@ import pytest
 from tiny_engines import CONTEXT, LONGEST, PROMPT_LENGTHS, Arrival, assert_idle, drive, preemptions
 
 from jaxserve.core.errors import RequestError
-from jaxserve.core.pooling import PoolingParams
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.pooling import PoolingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.scheduler.policies import POLICIES
 
 LAST = PoolingParams(normalize=False)

@@ -13,8 +13,8 @@ from kv_engines import Preempter, count, preemptible, prefilled, token_ids
 from tiny_engines import LONGEST, PAGE_SIZE, PROMPT_LENGTHS, assert_idle
 
 from jaxserve.core.errors import RequestError, SnapshotError
-from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.core.structured_outputs import StructuredOutputs
+from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.requests.structured_outputs import StructuredOutputs
 from jaxserve.engine.snapshot import kv as snapshot_kv
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tiny_engines import CONTEXT, LONGEST, PROMPT_LENGTHS, Arrival, TinyModel, drive, preemptions
 
 from jaxserve.core.events import Dispatched
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.scheduler.policies import POLICIES
 
 FAMILIES = {

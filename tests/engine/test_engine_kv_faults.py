@@ -17,7 +17,7 @@ from kv_engines import Preempter, count, evict_all, settle, token_ids
 from tiny_engines import LONGEST, Arrival, assert_idle, drive, generate
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.kv.offload.tiers import Tier
 
 pytestmark = pytest.mark.timeout(60)

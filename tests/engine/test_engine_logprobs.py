@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_engines import LONGEST, PROMPT_LENGTHS, Arrival, drive, generate, preemptions
 
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 
 SAMPLED = SamplingParams(temperature=0.6, seed=5, max_tokens=LONGEST, ignore_eos=True, logprobs=3)
 

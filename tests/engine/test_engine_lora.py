@@ -15,10 +15,10 @@ from jaxserve.core.errors import (
     RequestError,
     SnapshotError,
 )
-from jaxserve.core.pooling import PoolingParams
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.pooling import PoolingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.beam_search import BeamSearchParams
-from jaxserve.runtime.engine_plan import plan
+from jaxserve.runtime.planning.engine_plan import plan
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}

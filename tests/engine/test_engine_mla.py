@@ -15,7 +15,7 @@ from quantized_checkpoints import write
 from tiny_engines import LONGEST, PAGE_SIZE, Arrival, TinyModel, drive, generate
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from pallas_kernels.quantized_matmul import QuantizedWeight
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)

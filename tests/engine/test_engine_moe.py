@@ -15,10 +15,10 @@ from tiny_engines import LONGEST, Arrival, TinyModel, drive
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ClampedSwiGLU, MoEConfig
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.models import moe
 from jaxserve.models.quantization import FORMATS, with_formats
-from jaxserve.runtime import engine_plan
+from jaxserve.runtime.planning import engine_plan
 from jaxserve.scheduler.policies import POLICIES
 from pallas_kernels.quantized_matmul import dequantize, quantize
 

@@ -22,7 +22,7 @@ from tiny_engines import (
 )
 
 from jaxserve.core.errors import RequestError
-from jaxserve.core.sampling_params import SamplingParams, sequence_seed
+from jaxserve.core.requests.sampling_params import SamplingParams, sequence_seed
 from jaxserve.engine.beam_search import BeamSearchParams
 from jaxserve.scheduler.policies import POLICIES
 

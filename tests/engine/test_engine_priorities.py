@@ -11,7 +11,7 @@ from tiny_engines import LONGEST, MAX_SEQS, PROMPT_LENGTHS, Arrival, assert_idle
 
 from jaxserve.core.errors import RequestError
 from jaxserve.core.events import Admitted, Finished, Preempted
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence, SequenceState
 from jaxserve.kv.invariants import check_invariants
 from jaxserve.kv.manager import KVManager

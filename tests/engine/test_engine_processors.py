@@ -8,7 +8,7 @@ import pytest
 from tiny_engines import LONGEST, Arrival, drive, generate
 
 from jaxserve.core.errors import ConfigError, RequestError
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 
 PROMPT = 9
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)

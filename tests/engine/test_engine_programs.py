@@ -11,10 +11,10 @@ import pytest
 from tiny_engines import CONTEXT, LONGEST, NUM_PAGES, Arrival, drive, generate, preemptions
 
 from jaxserve.core.errors import ConfigError, MemoryPlanError
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.runtime.programs.kinds import ProgramKinds
 from jaxserve.runtime.programs.page_programs import CopyPages
-from jaxserve.runtime.programs.program_shapes import DraftModel
+from jaxserve.runtime.programs.shapes.program import DraftModel
 
 
 def mixture(llama):

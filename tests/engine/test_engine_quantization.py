@@ -14,9 +14,9 @@ from tiny_engines import CONTEXT, EOS, LONGEST, Arrival, TinyModel, drive
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.runtime.devices import DescribedDevice
-from jaxserve.runtime.engine_plan import plan_described
+from jaxserve.runtime.planning.engine_plan import plan_described
 from pallas_kernels.quantized_matmul import QuantizedWeight, mosaic_tpu
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)

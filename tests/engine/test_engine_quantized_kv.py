@@ -13,9 +13,9 @@ from tiny_engines import LONGEST, NUM_PAGES, PAGE_SIZE, Arrival, TinyModel, driv
 from jaxserve.cli.plan import _memory
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, SnapshotError
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.runtime import engine_plan
+from jaxserve.runtime.planning import engine_plan
 from jaxserve.scheduler.policies import POLICIES
 from pallas_kernels import backends
 

@@ -17,7 +17,7 @@ from jaxserve.core.errors import (
     UnsupportedModelError,
     WeightsError,
 )
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.llm import LLM
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
@@ -193,7 +193,7 @@ def test_ctrl_c_at_any_moment(llama):
     script = f"""
         import os, signal, threading, time
         from jaxserve.llm import LLM
-        from jaxserve.core.sampling_params import SamplingParams
+        from jaxserve.core.requests.sampling_params import SamplingParams
 
         llm = LLM({str(llama.path)!r}, **{llama.settings()!r})
         prompts, greedy = {llama.prompts!r}, SamplingParams(temperature=0, max_tokens={LONGEST})

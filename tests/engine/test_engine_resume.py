@@ -14,7 +14,7 @@ from test_engine_export import KINDS
 from tiny_engines import PAGE_SIZE, assert_idle
 
 from jaxserve.core.errors import SnapshotError
-from jaxserve.core.outputs import Delta
+from jaxserve.core.requests.outputs import Delta
 from jaxserve.engine.output_queue import merge
 
 

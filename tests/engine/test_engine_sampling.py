@@ -9,7 +9,7 @@ import pytest
 from sampling_reference import processed
 from tiny_engines import FULL, LONGEST, Arrival, drive, generate, preemptions
 
-from jaxserve.core.sampling_params import SamplingParams, sequence_seed
+from jaxserve.core.requests.sampling_params import SamplingParams, sequence_seed
 from jaxserve.scheduler.policies import POLICIES
 
 PLAIN = SamplingParams(temperature=1.0, seed=7, max_tokens=LONGEST, ignore_eos=True)

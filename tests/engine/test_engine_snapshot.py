@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kv_engines import Preempter, bytes_of, count, preemptible, prefilled, token_ids
 from tiny_engines import LONGEST, PAGE_SIZE, PROMPT_LENGTHS, assert_idle, generate
 
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 SEEDED = dataclasses.replace(GREEDY, temperature=0.8, seed=5)

@@ -17,11 +17,11 @@ from tiny_checkpoints import CONFIG, hf_shapes, random_tensors, write_hf
 from tiny_engines import CONTEXT, LONGEST, MAX_SEQS, Arrival, drive, generate, preemptions
 
 from jaxserve.core.errors import ConfigError, ModelError, WeightsError
-from jaxserve.core.outputs import RequestOutput
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.outputs import RequestOutput
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.speculative import AUTO_LENGTHS
 from jaxserve.llm import LLM
-from jaxserve.models.loading.medusa import save_heads
+from jaxserve.models.loading.drafters.medusa import save_heads
 from jaxserve.models.medusa import MedusaConfig
 from jaxserve.training.dense import hidden_states
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from tiny_engines import EOS, LONGEST, Arrival, drive, generate
 
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST)
 

@@ -14,11 +14,11 @@ from tiny_checkpoints import CONFIG, hf_shapes, write_hf
 from tiny_engines import CONTEXT, EOS, LONGEST, Arrival, TinyModel, drive, generate, preemptions
 
 from jaxserve import LoRARequest
-from jaxserve.cli.text import summary
+from jaxserve.cli.terminal.text import summary
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, EngineClosedError, WeightsError
-from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.runtime import engine_plan, memory
+from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.runtime.planning import engine_plan, memory
 from jaxserve.runtime.weights.loading import layer_file
 from jaxserve.scheduler.policies import POLICIES
 

@@ -28,7 +28,7 @@ from tiny_engines import (
     generate,
 )
 
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.beam_search import BeamSearchParams
 from jaxserve.scheduler.policies import POLICIES
 

@@ -21,10 +21,10 @@ from jaxserve.core.errors import (
     SnapshotError,
     WeightsError,
 )
-from jaxserve.core.outputs import WeightsRun
-from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.runtime.engine_plan import plan
+from jaxserve.core.requests.outputs import WeightsRun
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.runtime.live_weights import LiveWeights
+from jaxserve.runtime.planning.engine_plan import plan
 from jaxserve.runtime.runner import Runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)

@@ -9,7 +9,7 @@ from kv_engines import Preempter, count, evict_all, settle
 from tiny_engines import LONGEST, NUM_PAGES, PROMPT_LENGTHS, Arrival, drive, generate
 
 from jaxserve.core.events import Moved
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.pages import PagePool

@@ -10,8 +10,8 @@ import pytest
 from mesh_engines import load
 from tiny_engines import FULL, LONGEST, PROMPT_LENGTHS, Arrival, TinyModel, drive, preemptions
 
-from jaxserve.core.outputs import RequestOutput
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.outputs import RequestOutput
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.scheduler.policies import POLICIES
 

@@ -12,7 +12,7 @@ from mesh_workload import check_answers, check_greedy
 from tiny_engines import TinyModel
 
 from jaxserve.models import eagle
-from jaxserve.models.loading.eagle import save_layer
+from jaxserve.models.loading.drafters.eagle import save_layer
 from jaxserve.scheduler.policies import POLICIES
 
 pytestmark = pytest.mark.meshes

@@ -10,7 +10,7 @@ import pytest
 from scripts import on_eight_devices
 from tiny_engines import TinyModel, generate
 
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.meshes
 

@@ -17,7 +17,7 @@ from jaxserve.async_engine import AsyncEngine
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.events import Dispatched
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.output_queue import output_of
 from jaxserve.llm import LLM
 from jaxserve.runtime.devices import engine_devices

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from mesh_engines import load, on_mesh, write_llama
 from tiny_engines import CONTEXT, TinyModel
 
-from jaxserve.core.pooling import PoolingParams
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.pooling import PoolingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.meshes
 

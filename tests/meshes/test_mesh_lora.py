@@ -11,7 +11,7 @@ from mesh_engines import load, on_mesh, write_llama
 from tiny_engines import TinyModel
 
 from jaxserve import LoRARequest
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.meshes
 

@@ -10,7 +10,7 @@ from mesh_engines import degrees, load, on_mesh
 from mesh_workload import GREEDY
 from tiny_engines import PROMPT_LENGTHS, Arrival, TinyModel, drive
 
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.runtime.in_flight import BUBBLE
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from mesh_engines import degrees, on_mesh, write_llama
 
-from jaxserve.cli.options import ModelSettings
+from jaxserve.cli.arguments.options import ModelSettings
 from jaxserve.cli.plan import Plan
-from jaxserve.cli.text import size
-from jaxserve.runtime import engine_plan
+from jaxserve.cli.terminal.text import size
+from jaxserve.runtime.planning import engine_plan
 
 pytestmark = pytest.mark.meshes
 

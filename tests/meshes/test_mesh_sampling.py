@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from mesh_engines import on_mesh
 
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.models import parallel
 from jaxserve.sampling import (
     BY_TOKEN,

@@ -14,7 +14,7 @@ import pytest
 from mesh_engines import load, on_mesh
 from tiny_engines import CONTEXT, Arrival, TinyModel, drive
 
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.meshes
 

@@ -15,8 +15,8 @@ from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.convert import convert
 from jaxserve.models.loading.params import load_params
 from jaxserve.models.registry import param_specs
-from jaxserve.runtime import engine_plan
-from jaxserve.runtime.programs.program_shapes import ProgramShapes
+from jaxserve.runtime.planning import engine_plan
+from jaxserve.runtime.programs.shapes.program import ProgramShapes
 
 pytestmark = pytest.mark.meshes
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.core.events import EventLog
-from jaxserve.core.outputs import RequestMetrics
+from jaxserve.core.requests.outputs import RequestMetrics
 from jaxserve.metrics.fluidity import Deadlines, Fluidity, linear_prefill
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.metrics.statistics import HistogramValue

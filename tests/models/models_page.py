@@ -19,7 +19,7 @@ import quantized_checkpoints
 
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.models import quantization_config
-from jaxserve.models.loading import gguf_config
+from jaxserve.models.loading.gguf import config as gguf_config
 from jaxserve.models.quantization_config import Scheme
 from jaxserve.models.registry import ARCHITECTURES, get_family
 from pallas_kernels.quantized_matmul import abstract_weight

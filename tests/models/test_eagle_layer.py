@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from jaxserve.core.errors import ConfigError, ModelError, UnsupportedModelError, WeightsError
 from jaxserve.models import eagle
 from jaxserve.models.loading.directory import CONFIG
-from jaxserve.models.loading.eagle import WEIGHTS, EagleCheckpoint, save_layer
+from jaxserve.models.loading.drafters.eagle import WEIGHTS, EagleCheckpoint, save_layer
 from jaxserve.models.loading.params import load_params
 from jaxserve.training.dense import draft_states
 

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve.core.errors import ConfigError, ModelError, UnsupportedModelError, WeightsError
 from jaxserve.models import medusa
-from jaxserve.models.loading.medusa import CONFIG, WEIGHTS, MedusaCheckpoint, save_heads
+from jaxserve.models.loading.drafters.medusa import CONFIG, WEIGHTS, MedusaCheckpoint, save_heads
 from jaxserve.models.loading.params import load_params
 from jaxserve.models.medusa import MedusaConfig
 

@@ -14,8 +14,8 @@ from jaxserve.core.errors import ConfigError, ModelError, UnsupportedModelError
 from jaxserve.models.moe import active_parameters
 from jaxserve.models.partition import partition
 from jaxserve.models.registry import get_family, param_specs
-from jaxserve.runtime import engine_plan
-from jaxserve.runtime.step_work import step_work
+from jaxserve.runtime.planning import engine_plan
+from jaxserve.runtime.planning.step_work import step_work
 
 MODELS_PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 MIXTRAL_8X7B = {

@@ -12,7 +12,7 @@ from tiny_checkpoints import CONFIG, random_tensors, write_gguf, write_hf
 from jaxserve.core.errors import ConfigError
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.convert import convert
-from jaxserve.models.loading.gguf_config import ARCHITECTURES
+from jaxserve.models.loading.gguf.config import ARCHITECTURES
 from jaxserve.models.loading.params import load_params, params_bytes
 from jaxserve.models.quantization import FORMATS, with_formats
 from jaxserve.models.registry import param_specs

@@ -13,7 +13,8 @@ from tiny_checkpoints import CONFIG, random_tensors, write_hf, write_tokenizer
 import jaxserve
 from jaxserve import LLM, SamplingParams
 from jaxserve.core.errors import ConfigError, UnsupportedModelError, WeightsError
-from jaxserve.models import llama, registry
+from jaxserve.models import registry
+from jaxserve.models.families import llama
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.convert import convert
 from jaxserve.models.loading.params import load_params

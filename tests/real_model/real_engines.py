@@ -11,8 +11,8 @@ from golden_prompts import golden_prompts
 from mesh_engines import load
 from tiny_engines import Arrival, drive
 
-from jaxserve.core.outputs import RequestOutput
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.outputs import RequestOutput
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.llm import LLM
 from jaxserve.models.loading.checkpoint import open_checkpoint
 

@@ -15,8 +15,8 @@ from mesh_engines import load, on_mesh
 from real_engines import load_alone
 from tiny_engines import Arrival, drive
 
-from jaxserve.core.outputs import RequestOutput
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.outputs import RequestOutput
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.llm import LLM
 from jaxserve.models.loading.checkpoint import open_checkpoint
 

@@ -27,7 +27,7 @@ from real_engines import GREEDY, MESH_PROMPTS, load_alone
 from tiny_engines import QUANTIZED_MARGIN, Arrival, drive, generate
 
 from jaxserve.core.errors import MemoryPlanError
-from jaxserve.core.sampling_params import SamplingParams, sequence_seed
+from jaxserve.core.requests.sampling_params import SamplingParams, sequence_seed
 from jaxserve.engine.beam_search import BeamSearchParams
 from jaxserve.offline import run_batch
 from jaxserve.offline.run import BatchRun

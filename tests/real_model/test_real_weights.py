@@ -9,7 +9,7 @@ from golden_prompts import golden_prompts
 from real_engines import GREEDY
 from tiny_engines import generate
 
-from jaxserve.core.pooling import PoolingParams
+from jaxserve.core.requests.pooling import PoolingParams
 
 pytestmark = pytest.mark.real_model
 

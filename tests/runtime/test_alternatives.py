@@ -15,9 +15,9 @@ from tiny_checkpoints import CONFIG
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, MemoryPlanError
 from jaxserve.models.loading.checkpoint import open_checkpoint
-from jaxserve.runtime import engine_plan, memory
-from jaxserve.runtime.alternatives import alternatives, devices_needed
 from jaxserve.runtime.devices import described_mesh
+from jaxserve.runtime.planning import engine_plan, memory
+from jaxserve.runtime.planning.alternatives import alternatives, devices_needed
 
 GIB = 1 << 30
 LLAMA_8B = CONFIG | {

@@ -16,9 +16,9 @@ from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.offload.transfers import MOVE_PAGES
 from jaxserve.models.loading.params import params_bytes
 from jaxserve.models.registry import param_specs
-from jaxserve.runtime import memory
 from jaxserve.runtime.devices import DescribedDevice
-from jaxserve.runtime.memory import STAGING_BUFFERS, host_memory, plan_memory
+from jaxserve.runtime.planning import memory
+from jaxserve.runtime.planning.memory import STAGING_BUFFERS, host_memory, plan_memory
 
 MODEL = ModelConfig("LlamaForCausalLM", 64, 32, 64, 2, 2, 2, 16, 128, RopeConfig())
 PAGE_SIZE = 4

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.core.sampling_params import SamplingParams, sequence_seed
+from jaxserve.core.requests.sampling_params import SamplingParams, sequence_seed
 from jaxserve.sampling import pack_rows, row_constants
 from jaxserve.sampling import rows as row
 

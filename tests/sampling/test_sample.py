@@ -12,7 +12,7 @@ import sampling_reference as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.sampling import (
     NO_TOKEN,
     admit,

@@ -6,7 +6,7 @@ import pytest
 from sampling_reference import empty_state
 
 from jaxserve.core.errors import RequestError
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.sampling import admit, needs_state, pack_admission
 from jaxserve.sampling.state import record
 

@@ -23,9 +23,9 @@ from simulated import Run, linear_times, simulate
 from tiny_engines import CONTEXT, LONGEST
 from workloads import Job
 
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import SharedPrefix
-from jaxserve.core.step_plan import StepPlan
+from jaxserve.core.steps.plan import StepPlan
 from jaxserve.kv.invariants import check_invariants
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.pages import PagePool

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from jaxserve.core.errors import ConfigError, PromptTooLongError, RequestError
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence, SequenceState
-from jaxserve.core.step_plan import ScheduledChunk
+from jaxserve.core.steps.plan import ScheduledChunk
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.pages import PagePool
 from jaxserve.scheduler.scheduler import Scheduler, SchedulerConfig

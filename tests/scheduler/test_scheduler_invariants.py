@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from simulated import linear_times, simulate
 from workloads import Job
 
-from jaxserve.core.buckets import Buckets
 from jaxserve.core.sequence import Sequence, SequenceState
-from jaxserve.core.step_plan import StepPlan
+from jaxserve.core.steps.buckets import Buckets
+from jaxserve.core.steps.plan import StepPlan
 from jaxserve.kv.pages import PagePool
 from jaxserve.scheduler.policies import POLICIES
 from jaxserve.scheduler.scheduler import Scheduler, SchedulerConfig

@@ -11,11 +11,11 @@ from simulated import Run, linear_times, simulate
 from tiny_engines import MAX_SEQS, Arrival, drive
 from workloads import Job
 
-from jaxserve.core.buckets import Buckets
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
-from jaxserve.core.step_plan import StepPlan
+from jaxserve.core.steps.buckets import Buckets
+from jaxserve.core.steps.plan import StepPlan
 from jaxserve.kv.pages import PagePool
 from jaxserve.metrics.statistics import percentile
 from jaxserve.scheduler.scheduler import Scheduler, SchedulerConfig

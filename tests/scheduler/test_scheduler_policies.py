@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from simulated import Run, linear_times, simulate
 from workloads import Job
 
-from jaxserve.core.step_plan import StepPlan
+from jaxserve.core.steps.plan import StepPlan
 from jaxserve.kv.pages import PagePool
 from jaxserve.scheduler.scheduler import Scheduler, SchedulerConfig
 

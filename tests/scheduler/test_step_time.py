@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.core.buckets import Buckets, ProgramKey
 from jaxserve.core.errors import ProgramMissError
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
-from jaxserve.core.step_plan import ScheduledChunk, StepPlan
+from jaxserve.core.steps.buckets import Buckets, ProgramKey
+from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
 from jaxserve.scheduler.step_time import StepLoad, StepTime
 
 BUCKETS = Buckets(rows=(1, 4, 8), mixed_rows=(0, 8), prefill_tokens=(32, 64, 128))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.protocol.chat import ChatCompletionRequest
+from jaxserve.protocol.chat.request import ChatCompletionRequest
 from jaxserve.protocol.completions import CompletionRequest
 from jaxserve.protocol.errors import REMEDIES
 

@@ -9,7 +9,7 @@ from test_service import run
 from tiny_engines import TinyModel
 
 from jaxserve.core.errors import RequestError
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 
 IDS = [7, 200, 31]
 NAMES = {f"token_id:{token}" for token in IDS}

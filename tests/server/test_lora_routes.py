@@ -12,7 +12,7 @@ from jaxserve.async_engine import AsyncEngine
 from jaxserve.cli.serve import Serve
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import AdapterError, ConfigError
-from jaxserve.core.lora import LoRARequest
+from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.server.app import AppSettings, create_app
 from jaxserve.server.service import Service
 

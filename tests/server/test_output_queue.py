@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.core.outputs import Delta, RequestMetrics, RequestOutput
+from jaxserve.core.requests.outputs import Delta, RequestMetrics, RequestOutput
 from jaxserve.engine import output_queue as output_queue_module
 from jaxserve.engine.output_queue import OutputDispatcher, OutputQueue, merge
 

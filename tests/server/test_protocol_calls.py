@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.core.errors import RequestError
-from jaxserve.core.outputs import CompletionOutput, Delta, Logprob, RequestMetrics, RequestOutput
+from jaxserve.core.requests.outputs import (
+    CompletionOutput,
+    Delta,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.offline.requests import parse as batch_request
 from jaxserve.protocol.endpoints import ENDPOINTS

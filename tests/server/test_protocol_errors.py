@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from jaxserve.core.errors import EngineClosedError, PromptTooLongError, RequestError
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.offline.requests import LineErrorCode
 from jaxserve.protocol.completions import CompletionRequest
 from jaxserve.protocol.endpoints import ENDPOINTS

@@ -9,12 +9,12 @@ import pytest
 
 from jaxserve.core.chat_settings import ChatSettings
 from jaxserve.core.errors import RequestError
-from jaxserve.core.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
+from jaxserve.core.requests.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.offline.journal import Result
 from jaxserve.offline.requests import parse as batch_request
 from jaxserve.offline.totals import Totals
-from jaxserve.protocol.chat import ChatCompletionRequest
+from jaxserve.protocol.chat.request import ChatCompletionRequest
 from jaxserve.protocol.completions import CompletionRequest
 from jaxserve.protocol.errors import ErrorReply
 from jaxserve.protocol.messages_api.request import MessagesRequest

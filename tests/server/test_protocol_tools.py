@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.protocol.answer import Answer, AnswerReader
-from jaxserve.protocol.channels import ChannelReader, before_answer
 from jaxserve.protocol.errors import FieldError
-from jaxserve.protocol.reasoning import ReasoningReader, reasoning_marks
-from jaxserve.protocol.tool_calls import Piece, ToolCall, ToolReader, format_of, knows_tools
+from jaxserve.protocol.parsing.answer import Answer, AnswerReader
+from jaxserve.protocol.parsing.channels import ChannelReader, before_answer
+from jaxserve.protocol.parsing.reasoning import ReasoningReader, reasoning_marks
+from jaxserve.protocol.parsing.tool_calls import Piece, ToolCall, ToolReader, format_of, knows_tools
 from jaxserve.protocol.tools import ChosenTool, Tool, check_tools, forced_schema
 
 WEATHER = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from jaxserve.core.buckets import Buckets
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.events import Admitted, Collected, Finished, Moved, Preempted
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.steps.buckets import Buckets
 from jaxserve.kv.offload.tiers import Tier
 from jaxserve.scheduler.policies import POLICIES
 from jaxserve.simulator.simulation import Arrival, LowerTier, Simulation

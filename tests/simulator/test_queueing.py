@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulations import of, simulation, tiny_config, tiny_trace
 
-from jaxserve.core.buckets import Buckets
 from jaxserve.core.events import Admitted, Arrived, Collected, Dispatched, Finished
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.steps.buckets import Buckets
 from jaxserve.scheduler.policies import POLICIES
 from jaxserve.simulator.simulation import Arrival, Simulation
 from jaxserve.simulator.step_times import LinearTimes

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from jaxserve.core.buckets import ProgramKey
 from jaxserve.core.devices import DeviceSpec
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
-from jaxserve.core.step_plan import ScheduledChunk, StepPlan
-from jaxserve.core.step_work import StepWork
+from jaxserve.core.steps.buckets import ProgramKey
+from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
+from jaxserve.core.steps.work import StepWork
 from jaxserve.simulator.roofline import Roofline, pairs_seen
 from jaxserve.simulator.utilization import CountedTimes
 

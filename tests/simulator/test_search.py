@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulations import tiny_config
 
-from jaxserve.core.buckets import Buckets
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.steps.buckets import Buckets
 from jaxserve.kv.layout import KVLayout
 from jaxserve.simulator.bounds import LoadTokens, least_seconds
 from jaxserve.simulator.capacity import CapacitySearch, Load, rate_at

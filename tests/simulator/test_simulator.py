@@ -13,9 +13,9 @@ from simulations import TIMES, simulation, tiny_trace
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.events import Collected, Dispatched, EventLog
-from jaxserve.core.in_flight import PackedStep, StepResults
-from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.core.step_plan import ScheduledChunk, StepPlan
+from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.steps.in_flight import PackedStep, StepResults
+from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.kv.offload.tiers import Tier

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.core.errors import RequestError
-from jaxserve.core.structured_outputs import StructuredOutputs
+from jaxserve.core.requests.structured_outputs import StructuredOutputs
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.structured.grammar import Grammar
 from jaxserve.structured.grammars import Grammars

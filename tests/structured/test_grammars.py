@@ -10,7 +10,7 @@ import time
 import pytest
 
 from jaxserve.core.errors import OverloadedError, RequestError
-from jaxserve.core.structured_outputs import MAX_GRAMMAR_BYTES, StructuredOutputs
+from jaxserve.core.requests.structured_outputs import MAX_GRAMMAR_BYTES, StructuredOutputs
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.structured import grammars as grammars_module
 from jaxserve.structured.grammar import Grammar
@@ -153,7 +153,7 @@ def test_a_compilation_does_not_hold_up_the_end_of_the_process(llama):
 import threading
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.structured import grammars
-from jaxserve.core.structured_outputs import StructuredOutputs
+from jaxserve.core.requests.structured_outputs import StructuredOutputs
 begun = threading.Event()
 def endless(vocabulary, spec):
     begun.set()

@@ -10,7 +10,7 @@ from tiny_engines import assert_idle
 
 from jaxserve.async_engine import AsyncEngine
 from jaxserve.core.errors import RequestError
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.structured import grammars as grammars_module
 from jaxserve.structured.grammar import Grammar
 

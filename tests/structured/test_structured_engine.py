@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiny_engines import EOS, Arrival, drive, generate, preemptions
 
 from jaxserve.core.errors import RequestError, SnapshotError
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.scheduler.policies import POLICIES
 from jaxserve.structured import grammars as grammars_module
 

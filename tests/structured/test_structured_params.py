@@ -9,10 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.core.commands import AddRequest
 from jaxserve.core.errors import RequestError
-from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.core.structured_outputs import MAX_CHOICES, MAX_GRAMMAR_BYTES, StructuredOutputs
+from jaxserve.core.requests.commands import AddRequest
+from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.requests.structured_outputs import (
+    MAX_CHOICES,
+    MAX_GRAMMAR_BYTES,
+    StructuredOutputs,
+)
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
 options = st.one_of(

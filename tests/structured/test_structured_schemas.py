@@ -8,7 +8,7 @@ import re
 import jsonschema
 import pytest
 
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.llm import LLM
 
 pytestmark = pytest.mark.interfaces

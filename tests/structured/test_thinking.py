@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tiny_engines import EOS, Arrival, drive, generate, preemptions
 
 from jaxserve.core.errors import RequestError
-from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.core.structured_outputs import StructuredOutputs
+from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.requests.structured_outputs import StructuredOutputs
 from jaxserve.structured.grammar import Grammar
 from jaxserve.structured.matcher import advance
 from jaxserve.structured.thinking import ThinkingMarks, ThinkingMatcher

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.core.errors import ModelError, RequestError
-from jaxserve.models.loading.gguf_header import read_gguf
+from jaxserve.models.loading.gguf.header import read_gguf
 from jaxserve.text import Tokenizer
 
 GOLDEN = json.loads((Path(__file__).parent / "golden/tokenizer_smollm2.json").read_text())

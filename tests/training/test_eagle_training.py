@@ -13,7 +13,7 @@ from test_medusa_training import OPTIONS, PROMPTS, greedy, random_targets
 from jaxserve.cli import main
 from jaxserve.core.errors import ConfigError
 from jaxserve.models import eagle
-from jaxserve.models.loading.eagle import EagleCheckpoint
+from jaxserve.models.loading.drafters.eagle import EagleCheckpoint
 from jaxserve.training.dense import draft_states, hidden_states
 from jaxserve.training.eagle import Layer, loss, train, untrained
 from jaxserve.training.loop import TrainingConfig

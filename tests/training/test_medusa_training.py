@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.cli import main
 from jaxserve.core.errors import ConfigError
-from jaxserve.models.loading.medusa import MedusaCheckpoint
+from jaxserve.models.loading.drafters.medusa import MedusaCheckpoint
 from jaxserve.training.dense import hidden_states
 from jaxserve.training.loop import TrainingConfig
 from jaxserve.training.medusa import train

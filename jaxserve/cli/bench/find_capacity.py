@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxserve.cli.bench.options import NOTABLE_LAG_US
-from jaxserve.cli.text import milliseconds
+from jaxserve.cli.terminal.text import milliseconds
 from jaxserve.core.errors import EndpointError
 from jaxserve.loadgen.results import RequestResult
 from jaxserve.loadgen.series import in_flight

@@ -8,13 +8,13 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.cli.options import Common, EngineOptions
-from jaxserve.cli.text import device_name, milliseconds, size
+from jaxserve.cli.arguments.options import Common, EngineOptions
+from jaxserve.cli.terminal.text import device_name, milliseconds, size
 from jaxserve.core.errors import ConfigError, ModelError
 from jaxserve.core.events import Dispatched
-from jaxserve.core.output_file import check_output_file
-from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.core.tables import table
+from jaxserve.core.process.output_file import check_output_file
+from jaxserve.core.process.tables import table
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.metrics.statistics import percentile
 from jaxserve.metrics.summaries import Percentiles, RunSummary

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jaxserve.cli.text import milliseconds
-from jaxserve.core.tables import table
+from jaxserve.cli.terminal.text import milliseconds
+from jaxserve.core.process.tables import table
 from jaxserve.loadgen.results import FLUID, Objectives, Summary
 
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tyro.conf import OmitArgPrefixes
 
+from jaxserve.cli.arguments.options import Common
 from jaxserve.cli.bench.find_capacity import CapacityFinder, Probe, Stopped
 from jaxserve.cli.bench.options import NOTABLE_LAG_US, Deadline, Load, Slo
 from jaxserve.cli.bench.report import report
-from jaxserve.cli.options import Common
-from jaxserve.cli.text import milliseconds
+from jaxserve.cli.terminal.text import milliseconds
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.output_file import check_output_file
+from jaxserve.core.process.output_file import check_output_file
 from jaxserve.loadgen.results import RequestResult, Summary
 from jaxserve.loadgen.trace import TraceRequest
 from jaxserve.runtime.progress import TerminalProgress

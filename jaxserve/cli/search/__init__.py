@@ -12,18 +12,18 @@ from typing import Any
 
 from tyro.conf import OmitArgPrefixes
 
+from jaxserve.cli.arguments.options import Common
+from jaxserve.cli.arguments.values import Names
 from jaxserve.cli.bench.options import Deadline
-from jaxserve.cli.options import Common
 from jaxserve.cli.search.deployments import Dropped, Planned, Planner, SearchLoad, SharedLoad
 from jaxserve.cli.search.journal import Journal
 from jaxserve.cli.search.prices import read_prices
 from jaxserve.cli.search.report import Findings
 from jaxserve.cli.search.space import FixedSettings, Space
-from jaxserve.cli.values import Names
 from jaxserve.core.devices import DeviceSpec, device_names
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.output_file import check_output_file
-from jaxserve.core.progress_bar import ProgressBar
+from jaxserve.core.process.output_file import check_output_file
+from jaxserve.core.process.progress_bar import ProgressBar
 from jaxserve.simulator.search import Outcome, Processes, outcomes
 from jaxserve.simulator.slo import Slo
 

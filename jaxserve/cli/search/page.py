@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxserve.cli.search.report import Findings
 from jaxserve.cli.simulated_load import arrivals, result
-from jaxserve.core.extras import extra
+from jaxserve.core.process.extras import extra
 from jaxserve.loadgen.plot import STYLE, draw
 from jaxserve.loadgen.results import Objectives, RequestResult
 from jaxserve.loadgen.series import Curve

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxserve.cli.search.command import serve_command, serve_words
 from jaxserve.cli.search.deployments import Dropped, Planned, SharedLoad
-from jaxserve.core.tables import table
+from jaxserve.core.process.tables import table
 from jaxserve.distributed.launch.serving import ServedDeployment
 from jaxserve.simulator.capacity import rate_at
 from jaxserve.simulator.search import Outcome, front, winner

@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-from jaxserve.cli.options import ModelSettings
-from jaxserve.cli.values import Names
+from jaxserve.cli.arguments.options import ModelSettings
+from jaxserve.cli.arguments.values import Names
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, NamedTuple
 
-from jaxserve.core.signals import signals_handled
+from jaxserve.core.process.signals import signals_handled
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Time to forward the last lines of processes that have exited.

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 
 from jaxserve.core.errors import SnapshotError
-from jaxserve.core.output_file import sync_directory
+from jaxserve.core.process.output_file import sync_directory
 
 VERSION = 1
 """Format version. Readers support all versions up to their own."""

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxserve.core.errors import AdapterError, OverloadedError, RequestError, SnapshotError
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.process.signals import interrupts_held
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence, SharedPrefix
-from jaxserve.core.signals import interrupts_held
 from jaxserve.core.version import __version__
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.input_processor import InputProcessor
@@ -35,8 +35,8 @@ from jaxserve.text import Tokenizer
 
 if TYPE_CHECKING:
     from jaxserve.runtime.adapters import AdapterSlots
-    from jaxserve.runtime.engine_plan import EnginePlan
     from jaxserve.runtime.paging import Paging
+    from jaxserve.runtime.planning.engine_plan import EnginePlan
 
 
 _KV_FACTS = {"dtype": None, "kv_cache_dtype": "auto", "quantization": None, "rope_context": None}

@@ -16,7 +16,7 @@ from jaxserve.models.loading.assemble import check_tensors
 from jaxserve.models.loading.directory import CONFIG, ModelDirectory
 from jaxserve.models.loading.dummy import DummyCheckpoint
 from jaxserve.models.loading.fetch import DEFAULT_MODEL, default_model_path
-from jaxserve.models.loading.gguf import GgufCheckpoint
+from jaxserve.models.loading.gguf.checkpoint import GgufCheckpoint
 from jaxserve.models.loading.safetensors import SafetensorsCheckpoint
 from jaxserve.models.registry import get_family, param_specs
 from jaxserve.text.tokenizer import Tokenizer

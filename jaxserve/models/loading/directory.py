@@ -12,7 +12,7 @@ from typing import Any, Self
 from jaxserve.core.errors import ModelError, RequestError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.model_files import read_json, shown
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.models.hf_config import boolean, eos_token_ids, malformed
 from jaxserve.models.registry import get_family
 from jaxserve.text.tokenizer import Tokenizer

@@ -19,7 +19,7 @@ from jaxserve.core.model_config import ModelConfig
 from jaxserve.models import quantization_config
 from jaxserve.models.family import AnySpec, Params, Rearranged, Stacked
 from jaxserve.models.loading.directory import CONFIG, ModelDirectory
-from jaxserve.models.loading.gguf import GgufCheckpoint
+from jaxserve.models.loading.gguf.checkpoint import GgufCheckpoint
 from jaxserve.models.quantization_config import QuantizationConfig
 from jaxserve.text.tokenizer import Tokenizer
 from pallas_kernels.quantized_matmul import MXFP4, Format

@@ -22,9 +22,9 @@ from pathlib import Path
 
 from rich.progress import DownloadColumn, TransferSpeedColumn
 
-from jaxserve.core.cache_dir import cache_directory
 from jaxserve.core.errors import ModelError, WeightsError
-from jaxserve.core.progress_bar import ProgressBar
+from jaxserve.core.process.cache_dir import cache_directory
+from jaxserve.core.process.progress_bar import ProgressBar
 
 
 @dataclasses.dataclass(frozen=True)

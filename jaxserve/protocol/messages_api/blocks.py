@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict
 
+from jaxserve.protocol.chat.messages import Message, TextPart
 from jaxserve.protocol.errors import FieldError
 from jaxserve.protocol.fields import Fields, JsonObject, ListOf
-from jaxserve.protocol.messages import Message, TextPart
 
 Text = str | ListOf[TextPart]
 

@@ -7,10 +7,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxserve.core.outputs import Delta, RequestOutput
-from jaxserve.protocol.chat_reply import InBlocks, call_id
+from jaxserve.core.requests.outputs import Delta, RequestOutput
+from jaxserve.protocol.chat.reply import InBlocks, call_id
 from jaxserve.protocol.errors import ErrorReply
-from jaxserve.protocol.tool_calls import Piece
+from jaxserve.protocol.parsing.tool_calls import Piece
 
 Event = dict[str, Any]
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, model_validator
 
 from jaxserve.core.errors import RequestError
-from jaxserve.protocol.chat import ChatCompletionRequest
+from jaxserve.protocol.chat.request import ChatCompletionRequest
 from jaxserve.protocol.errors import FieldError, renamed
 from jaxserve.protocol.fields import (
     Fields,
@@ -22,7 +22,7 @@ from jaxserve.protocol.fields import (
 from jaxserve.protocol.messages_api.blocks import Text, Turn, messages_of
 from jaxserve.protocol.messages_api.reply import MessagesCall
 from jaxserve.protocol.model import Model
-from jaxserve.protocol.reasoning import reasoning_marks
+from jaxserve.protocol.parsing.reasoning import reasoning_marks
 from jaxserve.protocol.tools import ChosenName, ChosenTool, Function, Name, Tool, tool_of_type
 
 _NAMES = {

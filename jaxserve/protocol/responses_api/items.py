@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict
 
+from jaxserve.protocol.chat.messages import Message
 from jaxserve.protocol.errors import FieldError
 from jaxserve.protocol.fields import Fields, ListOf
-from jaxserve.protocol.messages import Message
 
 _ROLES = {"developer": "system"}  # Chat templates do not know the newer name.
 

@@ -7,11 +7,11 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxserve.core.outputs import Delta, RequestMetrics, RequestOutput
-from jaxserve.protocol.chat_reply import InBlocks, call_id
+from jaxserve.core.requests.outputs import Delta, RequestMetrics, RequestOutput
+from jaxserve.protocol.chat.reply import InBlocks, call_id
 from jaxserve.protocol.errors import ErrorReply
+from jaxserve.protocol.parsing.tool_calls import Piece
 from jaxserve.protocol.responses_api.stored import NOTHING, Conversation, StoredResponse
-from jaxserve.protocol.tool_calls import Piece
 
 Event = dict[str, Any]
 

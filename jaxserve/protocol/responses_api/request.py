@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, model_validator
 
 from jaxserve.core.errors import RequestError
-from jaxserve.protocol.chat import ChatCompletionRequest
-from jaxserve.protocol.chat_reply import Chat
+from jaxserve.protocol.chat.messages import Message
+from jaxserve.protocol.chat.reply import Chat
+from jaxserve.protocol.chat.request import ChatCompletionRequest
 from jaxserve.protocol.errors import FieldError, renamed
 from jaxserve.protocol.fields import (
     Fields,
@@ -21,7 +22,6 @@ from jaxserve.protocol.fields import (
     ResponseFormat,
     only,
 )
-from jaxserve.protocol.messages import Message
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.responses_api.items import InputItem, messages_of
 from jaxserve.protocol.responses_api.reply import ResponsesCall

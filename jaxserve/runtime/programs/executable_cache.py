@@ -4,7 +4,7 @@ An entry is a serialized executable, keyed by a digest of everything it depends 
 (program_sources.py), JAX, the devices, the host's instruction set, and the caller's description of
 model and shapes. A program not found that way is lowered and looked up by its StableHLO: changed
 settings often leave most programs unchanged, and only the rest is compiled. Loading an entry runs
-code, so the cache directory is private (core/cache_dir.py).
+code, so the cache directory is private (core/process/cache_dir.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import jax
 import jaxlib
 from jax.experimental import serialize_executable
 
-from jaxserve.core.cache_dir import cache_directory
+from jaxserve.core.process.cache_dir import cache_directory
 from jaxserve.runtime.programs.program_sources import program_sources
 
 

@@ -11,17 +11,17 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.core.buckets import ProgramKey
 from jaxserve.core.model_config import LayerKind
+from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.kv.layout import KVPlace
 from jaxserve.models.parallel import sequence_parallel
 from jaxserve.runtime.devices import device_rates
 from jaxserve.runtime.programs import step
-from jaxserve.runtime.programs.array_shapes import placed
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.executables import ProgramSpec
 from jaxserve.runtime.programs.program_kind import ProgramKind, partition_specs
-from jaxserve.runtime.programs.program_shapes import ProgramShapes
+from jaxserve.runtime.programs.shapes.arrays import placed
+from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.programs.step_layout import FrozenPlan
 from sharding_rules import SEQ, STAGE
 

@@ -20,7 +20,6 @@ from jaxserve.runtime.programs.page_programs import (
     SetTables,
 )
 from jaxserve.runtime.programs.program_kind import ProgramKind
-from jaxserve.runtime.programs.program_shapes import ProgramShapes
 from jaxserve.runtime.programs.sampling_programs import (
     Admit,
     General,
@@ -30,6 +29,7 @@ from jaxserve.runtime.programs.sampling_programs import (
     SumChunks,
     Verify,
 )
+from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.proposers import Proposer, proposer_of
 from pallas_kernels import backends
 from pallas_kernels.page_copy import copy_pages

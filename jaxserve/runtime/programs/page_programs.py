@@ -18,7 +18,7 @@ from jaxserve.runtime.programs.program_kind import (
     padded,
     partition_specs,
 )
-from jaxserve.runtime.programs.program_shapes import ProgramShapes, holding
+from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
 from jaxserve.runtime.programs.step_layout import FrozenPlan, set_tables
 from pallas_kernels.page_copy import copy_pages, gather_pages, scatter_pages
 from pallas_kernels.paged_attention import Pages

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.executables import Programs, ProgramSpec
-from jaxserve.runtime.programs.program_shapes import ProgramShapes
+from jaxserve.runtime.programs.shapes.program import ProgramShapes
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.sequence import Sequence
-from jaxserve.core.step_plan import ScheduledChunk
+from jaxserve.core.steps.plan import ScheduledChunk
 from jaxserve.models import parallel
 from jaxserve.models.family import Family, Params
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.executables import ProgramSpec
 from jaxserve.runtime.programs.program_kind import ProgramKind, padded
-from jaxserve.runtime.programs.program_shapes import holding
+from jaxserve.runtime.programs.shapes.program import holding
 from jaxserve.runtime.programs.tiles import scan_tiles
 from jaxserve.sampling import (
     SampleOutput,

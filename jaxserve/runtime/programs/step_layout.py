@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxserve.core.buckets import ProgramKey
-from jaxserve.core.step_plan import ScheduledChunk, StepPlan
+from jaxserve.core.steps.buckets import ProgramKey
+from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.pages import TRASH_PAGE
 from jaxserve.sampling.speculation import SpeculationState

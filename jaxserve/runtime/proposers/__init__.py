@@ -4,7 +4,7 @@ keys in core/speculative.py."""
 from __future__ import annotations
 
 from jaxserve.runtime.programs.page_programs import SetTables
-from jaxserve.runtime.programs.program_shapes import ProgramShapes
+from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.proposers.draft_model import DraftModelProposer
 from jaxserve.runtime.proposers.eagle import EagleProposer
 from jaxserve.runtime.proposers.layer_skip import LayerSkipProposer

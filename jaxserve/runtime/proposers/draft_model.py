@@ -10,7 +10,7 @@ from jaxserve.kv.layout import KVGroup, KVPlace
 from jaxserve.runtime.in_flight import PackedInputs
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.page_programs import SetTables
-from jaxserve.runtime.programs.program_shapes import ProgramShapes
+from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.proposers.drafter import Draft, Drafter, DraftPrefill
 from jaxserve.runtime.proposers.proposer import Proposer
 

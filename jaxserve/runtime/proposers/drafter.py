@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jaxserve.core.model_config import ModelConfig
-from jaxserve.core.step_plan import StepPlan
+from jaxserve.core.steps.plan import StepPlan
 from jaxserve.kv.layout import KVPlace
 from jaxserve.models.family import Family, Params
 from jaxserve.runtime.in_flight import PackedInputs
@@ -26,7 +26,7 @@ from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.executables import ProgramSpec
 from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_kind import ProgramKind
-from jaxserve.runtime.programs.program_shapes import ProgramShapes, holding
+from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
 from jaxserve.runtime.programs.step_layout import DecodeRows, FrozenPlan, StepLayout
 from jaxserve.sampling import SamplingState, pack_rows
 from jaxserve.sampling import general as sample_general

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxserve.core.buckets import ProgramKey
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ModelConfig
-from jaxserve.core.step_plan import ScheduledChunk
+from jaxserve.core.steps.buckets import ProgramKey
+from jaxserve.core.steps.plan import ScheduledChunk
 from jaxserve.kv.layout import KVPlace
 from jaxserve.models import eagle
 from jaxserve.models.family import Family, Params
@@ -31,7 +31,7 @@ from jaxserve.runtime.programs.context_parallel import ShardedTokens
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_kind import ProgramKind
-from jaxserve.runtime.programs.program_shapes import ProgramShapes
+from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.programs.step import TokenInputs
 from jaxserve.runtime.programs.step_layout import SlotMapping, StepLayout
 from jaxserve.runtime.proposers.draft_model import check_context, within

@@ -21,7 +21,7 @@ from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.executables import ProgramSpec
 from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_kind import ProgramKind
-from jaxserve.runtime.programs.program_shapes import ProgramShapes, holding
+from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
 from jaxserve.runtime.proposers.drafter import draft_rows, sample_drafts
 from jaxserve.runtime.proposers.proposer import Proposer
 from jaxserve.sampling import SamplingState

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.core.speculative import SpeculativeConfig
-from jaxserve.core.step_plan import ScheduledChunk
+from jaxserve.core.steps.plan import ScheduledChunk
 from jaxserve.runtime.in_flight import PackedInputs
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_kind import ProgramKind, padded
-from jaxserve.runtime.programs.program_shapes import ProgramShapes, holding
+from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
 from jaxserve.runtime.proposers.proposer import Proposer
 from jaxserve.sampling.speculation import NO_DRAFT, SpeculationState
 

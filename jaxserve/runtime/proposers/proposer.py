@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 
-from jaxserve.core.buckets import ProgramKey
+from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.runtime.in_flight import PackedInputs
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_kind import ProgramKind
-from jaxserve.runtime.programs.program_shapes import ProgramShapes
+from jaxserve.runtime.programs.shapes.program import ProgramShapes
 
 
 class Proposer(abc.ABC):

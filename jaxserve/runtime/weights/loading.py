@@ -10,9 +10,9 @@ import numpy as np
 from jaxserve.core.version import __version__
 from jaxserve.models.family import AnySpec, Params, Rearranged, Stacked
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
-from jaxserve.models.loading.medusa import MedusaCheckpoint
+from jaxserve.models.loading.drafters.medusa import MedusaCheckpoint
 from jaxserve.models.loading.params import load_params, params_bytes
-from jaxserve.runtime.programs.program_shapes import ProgramShapes
+from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.weights.layer_layout import LayerLayout
 from jaxserve.runtime.weights.placement import WINDOW
 from jaxserve.runtime.weights.source import ResidentWeights, WeightSource

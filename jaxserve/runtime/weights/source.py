@@ -7,7 +7,7 @@ from typing import Protocol
 
 import jax
 
-from jaxserve.core.weight_reads import WeightReads
+from jaxserve.core.steps.weight_reads import WeightReads
 from jaxserve.models.family import Params
 
 

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxserve.core.cache_dir import cache_directory
 from jaxserve.core.errors import ConfigError, WeightsError
+from jaxserve.core.process.cache_dir import cache_directory
 from jaxserve.models.family import Params
 from jaxserve.models.loading.assemble import aligned_empty
 from jaxserve.runtime.weights.layer_layout import LayerLayout

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from jaxserve.core.weight_reads import WeightReads
+from jaxserve.core.steps.weight_reads import WeightReads
 from jaxserve.models.family import Params
 from jaxserve.runtime.weights.placement import WINDOW, Tier
 from jaxserve.runtime.weights.stores import LayerStore

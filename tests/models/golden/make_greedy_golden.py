@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from jaxserve.models.loading.fetch import default_model_path
-from jaxserve.models.loading.gguf_header import read_gguf
+from jaxserve.models.loading.gguf.header import read_gguf
 from jaxserve.text.tokenizer import Tokenizer
 
 MAX_TOKENS = 48

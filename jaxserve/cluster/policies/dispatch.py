@@ -1,0 +1,149 @@
+"""Which replica a request is dispatched to: by the prefixes it has cached, and by its freeness.
+
+Virtual usage and freeness are those of Llumnix (Sun et al., OSDI 2024): a replica's freeness is the
+number of steps until its pool is full, if each sequence grows by a token a step, here in pages. It
+counts all waiting requests and not only the first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+
+from jaxserve.cluster.policies.prefixes import CachedPrefixes
+from jaxserve.core.cluster_status import Role
+
+
+@dataclasses.dataclass(frozen=True)
+class Demand:
+    """What a request takes of a replica.
+
+    Attributes:
+        hashes: of the full pages of its prompt, see `page_hashes`.
+        num_tail: tokens of its prompt after those pages.
+        num_sequences: its samples, each of which has its own pages after those of the prompt.
+        num_output: tokens that it has generated, of all samples.
+    """
+
+    hashes: tuple[bytes, ...]
+    num_tail: int
+    num_sequences: int = 1
+    num_output: int = 0
+
+    def grown(self, num_tokens: int) -> Demand:
+        """The demand after `num_tokens` more tokens."""
+        return dataclasses.replace(self, num_output=self.num_output + num_tokens)
+
+    def own_pages(self, page_size: int) -> int:
+        """Pages beyond those of `hashes`."""
+        length = self.num_tail + math.ceil(self.num_output / self.num_sequences)
+        return self.num_sequences * max(1, math.ceil(length / page_size))
+
+
+class ReplicaLoad:
+    """The requests of one replica, as its router counts them.
+
+    Attributes:
+        role: what it is for; where there is no other, it serves requests from first to last.
+        draining: no request is dispatched to it; it ends, or has not begun yet.
+        cached: the prefixes that it has cached.
+        demands: of its requests, in the order in which they came.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, max_num_seqs: int, role: Role = "any"
+    ) -> None:
+        """`num_pages` are those of its pool, `max_num_seqs` its maximum of running sequences."""
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.max_num_seqs = max_num_seqs
+        self.role = role
+        self.draining = False
+        self.cached = CachedPrefixes(num_pages)
+        self.num_sequences = 0
+        self.demands: dict[Hashable, Demand] = {}
+        self._shared: Counter[bytes] = Counter()
+        self._own_pages = 0
+
+    def add(self, key: Hashable, demand: Demand) -> None:
+        """A request is dispatched to it."""
+        self.demands[key] = demand
+        self._shared.update(demand.hashes)
+        self._own_pages += demand.own_pages(self.page_size)
+        self.num_sequences += demand.num_sequences
+        self.cached.add(demand.hashes)
+
+    def grow(self, key: Hashable, num_tokens: int) -> None:
+        """Its request has generated more tokens."""
+        before = self.demands[key]
+        after = self.demands[key] = before.grown(num_tokens)
+        self._own_pages += after.own_pages(self.page_size) - before.own_pages(self.page_size)
+
+    def remove(self, key: Hashable) -> None:
+        """Its request has ended."""
+        demand = self.demands.pop(key)
+        self._shared.subtract(demand.hashes)
+        for page in demand.hashes:
+            if not self._shared[page]:
+                del self._shared[page]
+        self._own_pages -= demand.own_pages(self.page_size)
+        self.num_sequences -= demand.num_sequences
+
+    @property
+    def num_used_pages(self) -> int:
+        """Pages of all its requests, shared ones once."""
+        return len(self._shared) + self._own_pages
+
+    @property
+    def num_pages_to_move(self) -> int:
+        """Pages of all its requests where they share none."""
+        hashes = sum(len(demand.hashes) for demand in self.demands.values())
+        return hashes + self._own_pages
+
+    def virtual_usage(self, more: Demand | None = None) -> float:
+        """Used pages and those of `more`; infinite while it drains."""
+        if self.draining:
+            return math.inf
+        usage = self.num_used_pages
+        if more is not None:
+            usage += sum(page not in self._shared for page in more.hashes)
+            usage += more.own_pages(self.page_size)
+        return usage
+
+    def freeness(self, more: Demand | None = None) -> float:
+        """Pages that each of its sequences, and those of `more`, may grow by; negative when more
+        are needed than there are."""
+        num_sequences = self.num_sequences + (0 if more is None else more.num_sequences)
+        return (self.num_pages - self.virtual_usage(more)) / max(1, num_sequences)
+
+    def has_room(self, more: Demand) -> bool:
+        """Whether it runs a request at once, and does not have it wait."""
+        num_sequences = self.num_sequences + more.num_sequences
+        return num_sequences <= self.max_num_seqs and self.virtual_usage(more) <= self.num_pages
+
+    def uncached_pages(self, demand: Demand) -> int:
+        """Full pages of a prompt that it has to compute."""
+        return len(demand.hashes) - self.cached.match(demand.hashes)
+
+
+def dispatch(loads: Sequence[ReplicaLoad], demand: Demand) -> int | None:
+    """The index of the replica that should get a request; None while all of them drain.
+
+    Of those with room for it, the one with the fewest pages in use and to compute: a cached prefix
+    attracts requests until the pages of those it attracted outweigh it. When none has room, the one
+    with the highest freeness. Equal ones by their sequences, then by index. One that only decodes
+    gets it where no other is ready.
+    """
+
+    def rank(index: int) -> Iterable[float]:
+        load = loads[index]
+        if load.has_room(demand):
+            cost = load.virtual_usage(demand) + load.uncached_pages(demand)
+            return False, cost, load.num_sequences, index
+        return True, -load.freeness(demand), load.num_sequences, index
+
+    ready = [index for index, load in enumerate(loads) if not load.draining]
+    prefilling = [index for index in ready if loads[index].role != "decode"]
+    return min(prefilling or ready, key=rank, default=None)

@@ -1,0 +1,1 @@
+"""What a process shares with its surroundings: files, signals, logs, the terminal."""

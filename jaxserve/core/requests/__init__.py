@@ -1,0 +1,1 @@
+"""A request as its user states it and as it is answered."""

@@ -1,0 +1,1 @@
+"""A step as plain data: its shape, its plan, what it asks of a device."""

@@ -1,0 +1,1 @@
+"""Checkpoints of what drafts for a model: heads and layers."""

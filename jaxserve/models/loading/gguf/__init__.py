@@ -1,0 +1,1 @@
+"""GGUF files: their header, their metadata as a config, their tensors."""

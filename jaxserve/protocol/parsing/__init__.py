@@ -1,0 +1,1 @@
+"""Takes generated text apart: reasoning, content, tool calls."""

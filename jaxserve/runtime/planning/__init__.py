@@ -1,0 +1,1 @@
+"""What an engine will be: decided before a weight is read."""

@@ -1,0 +1,367 @@
+"""What an engine will be, decided before a weight is read: sizes, memory, programs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.engine_info import EngineInfo
+from jaxserve.core.errors import ConfigError, MemoryPlanError, ModelError
+from jaxserve.core.model_config import ModelConfig
+from jaxserve.kv.offload.tiers import DiskStore
+from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.models.loading.drafters.eagle import EagleCheckpoint
+from jaxserve.models.loading.drafters.medusa import MedusaCheckpoint
+from jaxserve.models.registry import is_registered
+from jaxserve.runtime.cpu_threads import make_room_for_collectives
+from jaxserve.runtime.devices import (
+    DescribedDevice,
+    described_mesh,
+    engine_devices,
+    engine_mesh,
+)
+from jaxserve.runtime.hosts import Hosts
+from jaxserve.runtime.planning.alternatives import Changes, gib, refusal
+from jaxserve.runtime.planning.memory import MemoryPlan, plan_memory, reserve_memory
+from jaxserve.runtime.programs.executable_cache import ExecutableCache
+from jaxserve.runtime.programs.executables import Programs
+from jaxserve.runtime.programs.kinds import check_attention
+from jaxserve.runtime.programs.shapes.params import partitioned, partitioned_adapters
+from jaxserve.runtime.programs.shapes.program import DraftModel, ProgramShapes
+from jaxserve.runtime.proposers.draft_model import check_draft_model
+from jaxserve.runtime.proposers.eagle import check_draft_layer
+from jaxserve.runtime.proposers.medusa import check_heads
+from jaxserve.runtime.weights.loading import layer_file
+from jaxserve.runtime.weights.stores import check_room
+from jaxserve.scheduler.admission import AdmissionRule
+from jaxserve.scheduler.config import SchedulerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class EnginePlan:
+    """Everything decided before a weight is read: sizes, memory, programs."""
+
+    config: EngineConfig
+    checkpoint: Checkpoint
+    shapes: ProgramShapes
+    memory: MemoryPlan
+    device: jax.Device | DescribedDevice
+    draft_checkpoint: Checkpoint | MedusaCheckpoint | None = None
+    """The model, the layer or the heads that draft, with speculation by one of them."""
+
+    def __str__(self) -> str:
+        """One line, for a log."""
+        config, memory = self.config, self.memory
+        streamed = f" (layers on {config.weights_on})" if self.shapes.placement.streamed else ""
+        return (
+            f"{self.checkpoint.path.name} ({self.shapes.model.architecture}, {config.dtype}) on "
+            f"{memory.num_devices} x {self.device.device_kind}: weights "
+            f"{gib(memory.weights_bytes)}{streamed}, KV pool {gib(memory.kv_bytes)} for "
+            f"{memory.kv_tokens:,} tokens, up to {config.max_num_seqs} sequences of "
+            f"{config.max_model_len:,} tokens"
+        )
+
+    @property
+    def weights_dequantized(self) -> tuple[int, int]:
+        """Of the weights that the checkpoint's `quantization_config` has quantized, the number that
+        become values of `dtype`, and the number of all."""
+        if self.checkpoint.quantization is None:
+            return 0, 0
+        stored = {
+            part.tensor
+            for spec in jax.tree.leaves(self.shapes.family.param_specs(self.checkpoint.config))
+            for part in spec.parts
+            if spec.num_inputs and self.checkpoint.is_quantized(part.tensor)
+        }
+        packed = {
+            part.tensor
+            for spec in jax.tree.leaves(self.shapes.specs)
+            for part in spec.parts
+            if spec.format is not None
+        }
+        return len(stored - packed), len(stored)
+
+    @property
+    def cache(self) -> ExecutableCache | None:
+        """Cache of this plan's executables; None when disabled, or for a registered model family:
+        the cache notices changes of jaxserve's own sources only."""
+        draft = self.shapes.draft_model
+        models = [self.shapes.model, *([draft.model] if draft else [])]
+        if not self.config.compilation_cache or any(
+            is_registered(model.architecture) for model in models
+        ):
+            return None
+        return ExecutableCache(self.shapes.describe(), self.shapes.devices)
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """What must be equal on all hosts of the weights, by its name in an error."""
+        digests = {"the digest of the weights": self.checkpoint.fingerprint}
+        if self.draft_checkpoint is not None:
+            digests["the digest of the draft model's weights"] = self.draft_checkpoint.fingerprint
+        return digests
+
+    @property
+    def info(self) -> EngineInfo:
+        """What others need to know of this engine."""
+        return EngineInfo(
+            self.config,
+            self.shapes.model,
+            self.checkpoint.fingerprint,
+            self.device.device_kind,
+            tuple(self.shapes.processors.names),
+            self.memory.num_pages - 1,
+        )
+
+    @property
+    def scheduler(self) -> SchedulerConfig:
+        """The limits of the engine's scheduler."""
+        return SchedulerConfig.of(self.config, self.shapes.buckets)
+
+    @property
+    def admission(self) -> AdmissionRule:
+        """The scheduler's admission rule for the planned pool."""
+        return AdmissionRule.of(self.scheduler, self.memory.num_pages - 1, self.memory.layout)
+
+    def with_programs(self, programs: Programs) -> EnginePlan:
+        """The plan with the scratch memory that the compiled programs report.
+
+        Raises MemoryPlanError when the plan no longer fits.
+        """
+        memory = dataclasses.replace(self.memory, scratch_bytes=programs.temp_bytes)
+        memory.check()
+        return dataclasses.replace(self, memory=memory)
+
+
+def plan(config: EngineConfig, hosts: Hosts | None = None) -> EnginePlan:
+    """Plan an engine of `config`. Reads the model's header, no weights.
+
+    Of several `hosts` the one with the least memory determines the pool. Raises ModelError,
+    ConfigError, or, when it does not fit, MemoryPlanError with alternatives that do.
+    """
+    return accept(decide(config), hosts)
+
+
+def decide(config: EngineConfig) -> EnginePlan:
+    """A plan that may exceed the available memory (`memory.fits`), e.g. to print its memory use.
+
+    Raises ModelError, ConfigError, or MemoryPlanError for contradictory pool settings.
+    """
+    make_room_for_collectives()
+    reserve_memory(config.memory_utilization)
+    devices = engine_devices(config)
+    device = next(device for device in devices if device.process_index == jax.process_index())
+    checkpoint = open_checkpoint(config.model, config.load_format, seed=config.seed)
+    config = config.resolve(checkpoint.config, device.platform)
+    if jax.process_count() > 1:
+        alone = {"enable_lora": config.enable_lora, "weights_on": config.weights_on != "device"}
+        for name in [name for name, used in alone.items() if used]:
+            raise ConfigError(
+                f"{name} is for a single process, and this job has {jax.process_count()}; "
+                f"give all devices to one process, or leave {name} out."
+            )
+        config = _without_lower_tiers(config)
+    draft = _open_drafter(config, checkpoint, config.load_format)
+    return decide_on(device, engine_mesh(config, devices), config, checkpoint, draft)
+
+
+def _open_drafter(
+    config: EngineConfig, checkpoint: Checkpoint, load_format: str
+) -> Checkpoint | MedusaCheckpoint | None:
+    """The model, the layer or the heads that draft for a resolved config; None without.
+
+    Raises ModelError when they cannot be opened, ConfigError when they do not fit the target.
+    """
+    speculative = config.speculative_config
+    if speculative is None or speculative.model is None:
+        return None
+    if speculative.method == "medusa":
+        heads = MedusaCheckpoint.open(speculative.model)
+        check_heads(heads.config, checkpoint.config, config.num_speculative_tokens)
+        return heads
+    if speculative.method == "eagle":
+        layer = EagleCheckpoint.open(speculative.model)
+        check_draft_layer(layer.config, checkpoint.config, config.max_model_len)
+        return layer
+    try:
+        draft = open_checkpoint(speculative.model, load_format, seed=config.seed)
+    except ModelError as error:
+        raise type(error)(f"the model of speculative_config: {error}") from error
+    check_draft_model(draft.config, checkpoint.config, config.max_model_len)
+    return draft
+
+
+def plan_described(
+    config: EngineConfig, device: DescribedDevice, *, propose: bool = True
+) -> EnginePlan:
+    """The plan of an engine on devices like `device`, of which there need not be any here. Reads
+    the model's config only; scratch memory stays an estimate.
+
+    Raises as `plan` does; the alternatives take as long as dozens of plans, and are left out
+    unless `propose`.
+    """
+    if config.weights_on != "device":
+        raise ConfigError(
+            f"weights_on is {config.weights_on!r}, and the reads of devices that are not here are "
+            "unknown; leave it out, or plan on the devices themselves."
+        )
+    kept = config.quantization
+    in_file = kept == "gguf" or (kept == "mxfp4" and str(config.model).endswith(".gguf"))
+    load_format = "auto" if in_file else "dummy"  # Which tensors are in blocks, the file says.
+    checkpoint = open_checkpoint(config.model, load_format)
+    config = config.resolve(checkpoint.config, device.platform)
+    draft = _open_drafter(config, checkpoint, load_format)
+    decided = decide_on(device, described_mesh(config), config, checkpoint, draft)
+    if not decided.memory.fits and propose:
+        raise _refusal(decided)
+    decided.memory.check()
+    return decided
+
+
+def decide_on(
+    device: jax.Device | DescribedDevice,
+    mesh: Mesh | AbstractMesh | None,
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    draft_checkpoint: Checkpoint | MedusaCheckpoint | None = None,
+) -> EnginePlan:
+    """Like `decide`, for a resolved config on a mesh of devices like `device`, or on `device`."""
+    if config.quantization is None:
+        config = dataclasses.replace(config, quantization=checkpoint.quantization)
+    if config.quantization != checkpoint.quantization and config.num_devices > 1:
+        raise ConfigError(
+            f"quantization is {config.quantization!r}, but weights that are quantized on loading, "
+            f"or in GGUF's blocks, run on one device only, and the config asks for "
+            f"{config.num_devices}; leave quantization out."
+        )
+    if config.kv_cache_dtype != "auto":
+        _check_quantizes(config, checkpoint.config)
+        if draft_checkpoint is not None and not isinstance(draft_checkpoint, MedusaCheckpoint):
+            _check_quantizes(config, draft_checkpoint.config)
+    if config.weights_on != "device" and checkpoint.format == "orbax":
+        raise ConfigError(
+            f"weights_on is {config.weights_on!r}, but {checkpoint.path} is an Orbax checkpoint, "
+            "which is read whole; give the model as safetensors or GGUF."
+        )
+    if config.enable_expert_parallel and checkpoint.config.moe is None:
+        raise ConfigError(
+            f"enable_expert_parallel is True, but {checkpoint.config.architecture} has no experts; "
+            "leave it out."
+        )
+    model, family, specs = partitioned(config, checkpoint, mesh, config.quantization)
+    draft = medusa = None
+    if isinstance(draft_checkpoint, MedusaCheckpoint):
+        medusa = draft_checkpoint.config
+    elif isinstance(draft_checkpoint, EagleCheckpoint):
+        whole = draft_checkpoint.specs
+        draft = DraftModel(*partitioned(config, draft_checkpoint, mesh, None, whole))
+    elif draft_checkpoint is not None:
+        stored = draft_checkpoint.quantization
+        draft = DraftModel(*partitioned(config, draft_checkpoint, mesh, stored))
+    shapes = ProgramShapes(
+        config,
+        model,
+        family,
+        specs,
+        num_pages=0,
+        device=device,
+        mesh=mesh,
+        draft_model=draft,
+        medusa=medusa,
+        lora=partitioned_adapters(config, checkpoint.config, mesh) if config.enable_lora else None,
+    )
+    memory = plan_memory(
+        config,
+        model,
+        shapes.kv_layout,
+        shapes.weights_bytes,
+        shapes.state_bytes,
+        shapes.kv.image_bytes,
+        device,
+        shapes.lora_bytes,
+        shapes.placement.host_bytes,
+        shapes.placement.disk_bytes,
+    )
+    shapes = _with_pool(shapes, memory)
+    return EnginePlan(config, checkpoint, shapes, memory, device, draft_checkpoint)
+
+
+def _check_quantizes(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ConfigError for a model whose KV is never quantized."""
+    if model.mla:
+        raise ConfigError(
+            f"kv_cache_dtype is {config.kv_cache_dtype!r}, but {model.architecture} keeps latents, "
+            "which are not quantized; leave kv_cache_dtype out."
+        )
+
+
+def accept(decided: EnginePlan, hosts: Hosts | None = None) -> EnginePlan:
+    """The plan, agreed on with all `hosts`, if it is feasible.
+
+    Raises MemoryPlanError when it does not fit, ConfigError when its disk tier or its attention
+    backend cannot be used.
+    """
+    config, memory = decided.config, decided.memory
+    if not memory.fits:
+        raise _refusal(decided)
+    if hosts is not None:
+        memory = dataclasses.replace(memory, num_pages=hosts.least("pages", memory.num_pages))
+    if memory.disk_pages:  # Fail now, not after loading.
+        DiskStore(config.disk_kv_dir, memory.disk_pages, memory.image_bytes).close()
+    if memory.disk_weights_bytes:
+        layer_file(decided.checkpoint, decided.shapes).check_room()
+    shapes = _with_pool(decided.shapes, memory)
+    _check_backend(shapes)
+    _ = shapes.processors  # Fail now, not while programs compile.
+    return dataclasses.replace(decided, shapes=shapes, memory=memory)
+
+
+def _with_pool(shapes: ProgramShapes, memory: MemoryPlan) -> ProgramShapes:
+    moves_pages = bool(memory.host_pages or memory.disk_pages or shapes.config.debug_kv)
+    return dataclasses.replace(shapes, num_pages=memory.num_pages, moves_pages=moves_pages)
+
+
+def _check_backend(shapes: ProgramShapes) -> None:
+    """Raises ConfigError for an explicit backend without support; "auto" only warns."""
+    if shapes.config.attention_backend == "pallas":
+        check_attention(shapes)
+
+
+def _refusal(decided: EnginePlan) -> MemoryPlanError:
+    """The error for a plan that does not fit, with alternatives that do."""
+    config, device, checkpoint = decided.config, decided.device, decided.checkpoint
+
+    def plan_of(changes: Changes) -> MemoryPlan | None:
+        """The plan on as many devices like this one as it needs, whether they exist or not."""
+        try:
+            changed = dataclasses.replace(config, **changes)
+            if changed.weights_on != "device" and isinstance(device, DescribedDevice):
+                return None
+            mesh = described_mesh(changed)
+            other = decide_on(device, mesh, changed, checkpoint, decided.draft_checkpoint)
+            _check_backend(other.shapes)
+            if config.weights_on == "device":
+                check_room(other.memory.disk_weights_bytes * other.memory.num_devices)
+        except (ConfigError, MemoryPlanError):
+            return None
+        return other.memory
+
+    num_devices = len(jax.devices()) if jax.process_count() == 1 else 0
+    needs = f"{checkpoint.path.name} {decided.memory.needs()}."
+    return refusal(needs, config, plan_of, num_devices)
+
+
+def _without_lower_tiers(config: EngineConfig) -> EngineConfig:
+    """The config without lower tiers, whose transfers finish at different times on each host.
+
+    Raises ConfigError when lower tiers are configured.
+    """
+    if config.host_kv_bytes or config.disk_kv_bytes:
+        raise ConfigError(
+            f"host_kv_bytes is {config.host_kv_bytes} and disk_kv_bytes {config.disk_kv_bytes}, "
+            f"but {jax.process_count()} hosts cannot offload KV pages; leave both out."
+        )
+    return dataclasses.replace(config, host_kv_bytes=0)

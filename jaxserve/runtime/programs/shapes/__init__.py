@@ -1,0 +1,1 @@
+"""The shapes and shardings of all that programs take and give."""

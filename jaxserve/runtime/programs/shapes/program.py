@@ -1,0 +1,389 @@
+"""All sizes that determine a program, and the shapes of all that the devices hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, Sharding
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.steps.buckets import Buckets, ProgramKey
+from jaxserve.kv.layout import KVLayout
+from jaxserve.models.family import Family, Params
+from jaxserve.models.lora import Adapters, of_one
+from jaxserve.models.medusa import MedusaConfig
+from jaxserve.models.medusa import param_specs as medusa_specs
+from jaxserve.models.parallel import VOCAB
+from jaxserve.models.partition import local
+from jaxserve.runtime.devices import device_rates
+from jaxserve.runtime.programs.context_parallel import longest_ring_context
+from jaxserve.runtime.programs.device_state import DeviceState
+from jaxserve.runtime.programs.shapes.arrays import ArrayShapes, placed, tree_bytes
+from jaxserve.runtime.programs.shapes.kv import KVShapes
+from jaxserve.runtime.programs.shapes.params import ParamShapes, param_rules
+from jaxserve.runtime.programs.step_layout import StepLayout
+from jaxserve.runtime.programs.tiles import DEFAULT_TILE_TOKENS, TILE_TOKENS
+from jaxserve.runtime.weights.placement import Placement, place
+from jaxserve.runtime.weights.source import ResidentWeights
+from jaxserve.sampling import BY_TOKEN, SamplingState, abstract_state
+from jaxserve.sampling.processors import Processors
+from jaxserve.sampling.speculation import SpeculationState, abstract_speculation
+from jaxserve.structured.bitmask import mask_words
+from sharding_rules import (
+    ACTIVATIONS,
+    STAGE,
+    Rules,
+)
+
+DECODE_LAYERS = 6
+"""Layers of a decode step compiled together on CPUs (docs/decisions/002-programs.md)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftModel:
+    """A smaller model that drafts: its config and specs, partitioned as the target's."""
+
+    model: ModelConfig
+    family: Family
+    specs: Params
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramShapes:
+    """All sizes that determine a program, for one resolved config and pool.
+
+    `model` and `specs` are partitioned for the `mesh` (models/partition.py), which is None for a
+    single `device`, and abstract when only planning. All devices are of the kind of `device`.
+    Shapes are global; each device holds its shard.
+    """
+
+    config: EngineConfig
+    model: ModelConfig
+    family: Family
+    specs: Params
+    num_pages: int
+    device: jax.Device
+    moves_pages: bool = False
+    """Whether pages are ever gathered and scattered, not just copied."""
+    mesh: Mesh | AbstractMesh | None = None
+    draft_model: DraftModel | None = None
+    medusa: MedusaConfig | None = None
+    lora: list[dict[str, Adapters]] | None = None
+    """Specs of the adapters of each layer, partitioned; None without adapters."""
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        """The engine's devices, in the order of the mesh."""
+        return [self.device] if self.mesh is None else list(self.mesh.devices.flat)
+
+    @property
+    def tensor(self) -> int:
+        return self.config.tensor_parallel_size
+
+    @property
+    def stages(self) -> int:
+        return self.config.pipeline_parallel_size
+
+    @property
+    def seq(self) -> int:
+        return self.config.context_parallel_size
+
+    @property
+    def vocab_ranks(self) -> int:
+        """Ranks that the vocabulary is split over."""
+        return self.stages * self.tensor
+
+    @functools.cached_property
+    def local_model(self) -> ModelConfig:
+        """The part of the model that one device computes."""
+        return local(self.model, tensor=self.tensor, stages=self.stages)
+
+    @property
+    def eagle(self) -> bool:
+        """Whether the draft model is a layer that follows the model's hidden states."""
+        speculative = self.config.speculative_config
+        return speculative is not None and speculative.method == "eagle"
+
+    @functools.cached_property
+    def local_draft_model(self) -> ModelConfig | None:
+        """The part of a draft model that one device computes; None without one."""
+        draft = self.draft_model
+        return draft and local(draft.model, tensor=self.tensor, stages=1)
+
+    @functools.cached_property
+    def buckets(self) -> Buckets:
+        buckets = Buckets.from_config(
+            self.config.max_num_seqs,
+            self.config.max_num_batched_tokens,
+            pipelined=self.stages > 1,
+            seq=self.seq,
+            tiled=self.config.batch_invariant,
+            draft_lengths=self.config.draft_lengths,
+        )
+        page_size, contexts = self.config.page_size, {}
+        for key in buckets.keys():  # noqa: SIM118
+            # Full chunks only, since short sends wait for each other.
+            if key.prefill_tokens == buckets.max_prefill_tokens and (
+                context := longest_ring_context(
+                    self.config, self.model, self.device, key.prefill_tokens
+                )
+            ):
+                contexts[key] = -(-context // page_size) * page_size
+        return dataclasses.replace(buckets, ring_contexts=contexts)
+
+    @functools.cached_property
+    def kv_layout(self) -> KVLayout:
+        """The KV groups of a stage's layers."""
+        # A decode writes its drafts' KV, after that of the drafts of the step in flight.
+        largest_decode = 1 + 2 * self.config.num_speculative_tokens
+        return KVLayout.of(
+            self.local_model.kv_specs,
+            self.config.page_size,
+            self.config.max_model_len,
+            max(self.buckets.max_prefill_tokens, largest_decode),
+        )
+
+    @property
+    def tile(self) -> int | None:
+        """Tokens per tile with `batch_invariant`; None for no tiling."""
+        if not self.config.batch_invariant:
+            return None
+        return TILE_TOKENS.get(self.device.platform, DEFAULT_TILE_TOKENS)
+
+    @property
+    def max_width(self) -> int:
+        """Most tokens of a decode: the newest and its drafts."""
+        return 1 + self.config.num_speculative_tokens
+
+    @property
+    def trash_slot(self) -> int:
+        """The row of per-sequence device state that padding uses; real slots come before it."""
+        return self.config.max_num_seqs
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.config.dtype)
+
+    @functools.cached_property
+    def layouts(self) -> dict[ProgramKey, StepLayout]:
+        return {key: self._layout(key) for key in (*self.buckets.keys(), *self.buckets.ring_keys())}
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.config.max_model_len // self.config.page_size)
+
+    def _layout(self, key: ProgramKey) -> StepLayout:
+        context = self.buckets.ring_contexts.get(key._replace(ring=False), 0)
+        return StepLayout(
+            key=key,
+            max_seqs=self.config.max_num_seqs,
+            max_pages=self.max_pages,
+            kv=self.kv_layout,
+            seq=self.seq,
+            ring_pages=context // self.config.page_size if key.ring else 0,
+            ring_scheme="pass_kv_both_ways" if self._links_both_ways else "pass_kv",
+            max_width=self.max_width,
+            tile=self.tile,
+            lora=self.lora is not None,
+        )
+
+    def groups(self, key: ProgramKey) -> list[slice]:
+        """Consecutive layers that run in one program, where the model is not one program.
+
+        Decode steps are short, so they use larger groups and fewer calls, unless layers are
+        streamed one by one.
+        """
+        one = bool(key.prefill_tokens or self.placement.streamed)
+        size, count = 1 if one else DECODE_LAYERS, self.local_model.num_layers
+        return [slice(first, min(first + size, count)) for first in range(0, count, size)]
+
+    @property
+    def _links_both_ways(self) -> bool:
+        return self.mesh is not None and device_rates(self.device).both_ways
+
+    @functools.cached_property
+    def arrays(self) -> ArrayShapes:
+        return ArrayShapes(self.device, self.mesh)
+
+    def int32(self, *shape: int, spec: tuple[str, ...] = ()) -> jax.ShapeDtypeStruct:
+        return self.arrays.int32(*shape, spec=spec)
+
+    @functools.cached_property
+    def params(self) -> ParamShapes:
+        """Shapes of the model's parameters."""
+        return self._params(self.specs)
+
+    @functools.cached_property
+    def draft_params(self) -> ParamShapes:
+        """Shapes of the parameters that draft beside the model's: of another model, of heads, or of
+        neither."""
+        if self.medusa is not None:
+            return self._params(medusa_specs(self.medusa))
+        return self._params(self.draft_model and self.draft_model.specs)
+
+    @functools.cached_property
+    def adapters(self) -> ParamShapes:
+        """Shapes of the buffers of all adapters."""
+        return self._params(self.lora)
+
+    @functools.cached_property
+    def adapter(self) -> ParamShapes:
+        """Shapes of one adapter, as it is written to a slot."""
+        return self._params(jax.tree.map(of_one, self.lora))
+
+    def _params(self, specs: Params | None) -> ParamShapes:
+        return ParamShapes(specs, self.arrays, param_rules(self.config), self.dtype)
+
+    @functools.cached_property
+    def kv(self) -> KVShapes:
+        """Shapes of the pool of pages."""
+        draft = self.draft_model and self.draft_model.model
+        return KVShapes(self.config, self.kv_layout, self.num_pages, self.arrays, self.model, draft)
+
+    @property
+    def lora_bytes(self) -> int:
+        """Bytes on one device of the adapters' buffers, and of one that is being loaded."""
+        return self.adapters.num_bytes + self.adapter.num_bytes
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes on one device of the parameters that it holds at once, those of a draft model
+        included."""
+        return self.placement.device_bytes + self.draft_params.num_bytes
+
+    @functools.cached_property
+    def placement(self) -> Placement:
+        """Which layers stay on the devices. Raises ConfigError when `resident_weight_bytes` cannot
+        hold a window."""
+        outside = {name: own for name, own in self.params.abstract.items() if name != "layers"}
+        return place(
+            self.config.weights_on,
+            tree_bytes(outside),
+            [tree_bytes(layer) for layer in self.params.abstract["layers"]],
+            self.config.resident_weight_bytes,
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes on one device of the state kept across steps, without parameters, adapters and
+        pages."""
+        large = {"weights": ResidentWeights({}), "draft_params": None, "lora": None, "kv": []}
+        kept = dataclasses.replace(self.abstract_state, **large)
+        masks = [self._masks(self.sample_rows[-1])] * 2  # Of the step in flight, and the next.
+        return tree_bytes((kept, masks))
+
+    @functools.cached_property
+    def abstract_state(self) -> DeviceState:
+        """Shapes of everything that the devices hold across steps."""
+        slots = self.trash_slot + 1
+        return DeviceState(
+            weights=ResidentWeights(self.params.abstract),
+            kv=self.kv.abstract,
+            tables=self.int32(
+                self.stages * len(self.kv_layout.groups) * slots, self.max_pages, spec=(STAGE,)
+            ),
+            last_tokens=self.int32(slots),
+            sampling=self._abstract_sampling,
+            no_masks={rows: self._masks(rows) for rows in self.sample_rows},
+            speculation=self._abstract_speculation,
+            draft_params=self.draft_params.abstract,
+            lora=self.adapters.abstract,
+            carry=self._abstract_carry if self.stages > 1 else None,
+        )
+
+    @property
+    def _abstract_sampling(self) -> SamplingState:
+        state = abstract_state(self.trash_slot, self.model.vocab_size, self.vocab_ranks)
+
+        def of(name: str) -> Sharding:
+            spec = (None, VOCAB) if name in BY_TOKEN else ()
+            return self.arrays.sharding(*spec)
+
+        fields = dataclasses.fields(state)
+        return SamplingState(**{f.name: placed(getattr(state, f.name), of(f.name)) for f in fields})
+
+    @property
+    def _abstract_speculation(self) -> SpeculationState | None:
+        num_drafts = self.config.num_speculative_tokens
+        if not num_drafts:
+            return None
+        hidden = jax.ShapeDtypeStruct((self.model.hidden_size,), self.dtype)
+        state = abstract_speculation(
+            self.trash_slot,
+            self.config.max_model_len,
+            num_drafts,
+            hidden if self.medusa or self.eagle else None,
+            gained=self.eagle,
+        )
+        return jax.tree.map(lambda array: placed(array, self.arrays.sharding()), state)
+
+    @functools.cached_property
+    def sample_rows(self) -> tuple[int, ...]:
+        """Rows that sampling programs are compiled for, ascending: a step uses the smallest that
+        fits, whichever program computed its hidden states."""
+        sizes = {rows * width for rows in self.buckets.rows for width in self.buckets.widths}
+        return tuple(sorted({self._tiled(size) for size in sizes}))
+
+    def sampled(self, num_rows: int, width: int) -> int:
+        """Rows of the sampling program for `num_rows` sequences with `width` tokens each."""
+        return self._tiled(holding(self.buckets.rows, num_rows) * width)
+
+    def _tiled(self, count: int) -> int:
+        """`count` rounded up to whole tiles."""
+        return count + (-count % self.tile if self.tile else 0)
+
+    def _masks(self, rows: int) -> jax.ShapeDtypeStruct:
+        """Shape of the masks of a step that samples `rows`: one bit per token."""
+        return self.int32(rows, mask_words(self.model.vocab_size))
+
+    @property
+    def _abstract_carry(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Shapes of the activations that a stage passes to the next: of decodes and of prefill
+        tokens, at the largest sizes of a step."""
+        rows, tokens = self.buckets.rows[-1], self.buckets.max_prefill_tokens
+        return self.hidden(rows, staged=True), self.hidden(tokens, sharded=True, staged=True)
+
+    @property
+    def sampled_hidden(self) -> jax.ShapeDtypeStruct:
+        """Shape of the hidden states that every step hands to sampling."""
+        return self.hidden(self.sample_rows[-1])
+
+    def hidden(
+        self, tokens: int, *, sharded: bool = False, staged: bool = False
+    ) -> jax.ShapeDtypeStruct:
+        """Shape of activations [tokens, hidden]. `sharded`: tokens, if any, are split over `seq`;
+        `staged`: every stage has its own, concatenated."""
+        rules = ACTIVATIONS if sharded and tokens else {}
+        features = self.model.hidden_size
+        if staged and self.stages > 1:
+            rules, features = rules | {"features": STAGE}, self.stages * features
+        return self._named((tokens, features), ("tokens", "features"), rules)
+
+    def _named(self, shape: tuple[int, ...], names: tuple[str, ...], rules: Rules) -> Any:
+        array = jax.ShapeDtypeStruct(shape, self.dtype)
+        return placed(array, self.arrays.by_name(names, shape, rules))
+
+    @functools.cached_property
+    def processors(self) -> Processors:
+        """The logits processors. Raises ConfigError for one that cannot be compiled."""
+        return Processors.of(self.config.logits_processors, self.model.vocab_size)
+
+    def describe(self) -> str:
+        """Text that changes whenever any program would: the key of the executable cache."""
+        settings = self.config.of_programs() | {"logits_processors": self.processors.names}
+        formats = [spec.format for spec in jax.tree.leaves((self.specs, self.draft_params.specs))]
+        draft = self.draft_model and self.draft_model.model
+        drafts = draft, jax.tree.structure(self.draft_params.specs), self.medusa
+        return repr((settings, self.model, formats, drafts, self.num_pages))
+
+
+def holding(sizes: Iterable[int], count: int) -> int:
+    """The smallest of `sizes` that holds `count`."""
+    return min(size for size in sizes if size >= count)
