@@ -73,6 +73,12 @@ def test_the_files_of_the_architecture_are_there():
         assert (ROOT / "jaxserve" / "runtime" / "programs" / name).exists()
 
 
+def test_the_files_of_the_papers_are_there():
+    named = PATH.findall(read(ROOT / "docs" / "papers.md"))
+    assert len(named) > 30
+    assert {path for path in named if not is_there(path)} == set()
+
+
 def test_each_change_takes_three_files_at_most():
     table = read(ARCHITECTURE).split("## Where to change what")[1].split("\n## ")[0]
     rows = [line.split("|") for line in table.splitlines() if line.startswith("|")][2:]
