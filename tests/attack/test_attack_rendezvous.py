@@ -75,7 +75,7 @@ def test_hosts_meet_among_strangers_of_every_kind(address):
 
         hostile()
         begin = time.monotonic()
-        rendezvous.join_host_0(address, host(1), 20, SECRET)
-        assert time.monotonic() - begin < 2
+        rendezvous.join_host_0(address, host(1), 60, SECRET)
+        assert time.monotonic() - begin < 30  # sooner than strangers could make it wait
     thread.join(20)
     assert ended == [None]

@@ -160,7 +160,7 @@ def test_a_fetch_slower_than_computing_is_given_up(llama, alone, llm, copies_of)
     hang = threading.Event()
 
     def wait(copy, *given):
-        hang.wait(10)
+        hang.wait(60)
         return copy(*given)
 
     copies = copies_of(llm)
@@ -169,7 +169,7 @@ def test_a_fetch_slower_than_computing_is_given_up(llama, alone, llm, copies_of)
     begin = time.monotonic()
     try:
         output = generate(llm, prompt, SEEDED)
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 40
     finally:
         hang.set()
     assert token_ids(output) == alone.tokens(prompt, SEEDED)
@@ -187,7 +187,7 @@ def test_others_run_while_a_fetch_hangs(llama, alone, llm, copies_of):
     hang = threading.Event()
 
     def wait(copy, *given):
-        hang.wait(10)
+        hang.wait(60)
         return copy(*given)
 
     copies_of(llm).wrap("upload", wait)
@@ -221,7 +221,7 @@ def test_a_save_that_hangs_does_not_stop_decoding(llama, alone, llm, copies_of, 
     hang = threading.Event()
 
     def wait(copy, *given):
-        hang.wait(20)
+        hang.wait(60)
         return copy(*given)
 
     copies_of(llm).wrap(name, wait)
@@ -231,7 +231,7 @@ def test_a_save_that_hangs_does_not_stop_decoding(llama, alone, llm, copies_of, 
         elapsed = time.monotonic() - begin
     finally:
         hang.set()
-    assert elapsed < 6
+    assert elapsed < 40
 
 
 # Disks

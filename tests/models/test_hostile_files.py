@@ -16,7 +16,7 @@ from jaxserve.core.errors import ModelError, WeightsError
 from jaxserve.core.model_files import MAX_TEXT_BYTES
 from jaxserve.models.loading.checkpoint import open_checkpoint
 
-BOUND_S = 5.0
+BOUND_S = 20.0
 """For any one file; most take milliseconds."""
 
 DEEP = "[" * 100_000
