@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from tiny_engines import PAGE_SIZE, TinyModel, generate
 
 from jaxserve.core.events import Dispatched
@@ -14,6 +15,7 @@ from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
 from jaxserve.engine.engine import Engine
 from jaxserve.llm import LLM
+from jaxserve.sampling.speculation import NO_DRAFT
 
 STEPS_TO_SETTLE = 500
 
@@ -82,6 +84,19 @@ class Preempter:
             self.count += 1
         if self._evicts:
             self._engine.kv.evict(self._random.randint(0, 6))
+
+
+def first_path(drafts: np.ndarray, parents: np.ndarray | None = None) -> list[int]:
+    """Of a sequence's drafts on the device the best guess, the best after that, and so on;
+    `parents` are those of a tree."""
+    path, node = [], 0
+    while True:
+        follow = np.arange(len(drafts)) == node if parents is None else parents == node
+        after = np.flatnonzero(follow & (drafts != NO_DRAFT))
+        if not len(after):
+            return path
+        path.append(int(drafts[after[0]]))
+        node = after[0] + 1
 
 
 class Alone:

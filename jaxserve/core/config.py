@@ -219,6 +219,7 @@ class EngineConfig:
                     f"left the pipeline; pipeline_parallel_size is {self.pipeline_parallel_size}, "
                     "set it to 1, or leave speculative_config out."
                 )
+            self._check_tree(speculative)
         self._check_lora()
         self._check_streaming()
         if self.target_step_us is not None and self.scheduler != "medha":
@@ -253,6 +254,19 @@ class EngineConfig:
         share = self.memory_utilization
         if not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"memory_utilization is {share!r}; it must be in (0, 1].")
+
+    def _check_tree(self, speculative: SpeculativeConfig) -> None:
+        """Raises ConfigError for a tree of drafts with what does not combine with it."""
+        alone = {
+            "context_parallel_size": self.context_parallel_size > 1,
+            "batch_invariant": self.batch_invariant,
+        }
+        for name in [name for name, used in alone.items() if used and speculative.tree_depth]:
+            tree = "top_k" if speculative.top_k else "speculative_token_tree"
+            raise ConfigError(
+                f"{name} is {getattr(self, name)}, which would cut the trees of drafts of "
+                f"speculative_config; leave out {name}, or {tree}."
+            )
 
     def _check_lora(self) -> None:
         """Raises ConfigError for settings of adapters without `enable_lora`, or with what does not

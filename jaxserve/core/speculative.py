@@ -7,18 +7,22 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from jaxserve.core.draft_tree import MAX_TREE_TOKENS, Path, parse_tree
 from jaxserve.core.errors import ConfigError
 
 MAX_SPECULATIVE_TOKENS = 15
 AUTO_LENGTHS = (0, 1, 3, 7)
 """Drafts of a sequence and step that "auto" chooses from."""
+MAX_TOP_K = 10
+"""Most guesses of a token in a tree that a layer grows, EAGLE-2's own number."""
+_DEPTH = 5
 
 _OWN_KEYS = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "draft_model": ("model",),
     "layer_skip": ("num_layers",),
-    "medusa": ("model",),
-    "eagle": ("model",),
+    "medusa": ("model", "speculative_token_tree"),
+    "eagle": ("model", "top_k", "depth"),
 }
 """Keys of each method, besides the common ones."""
 METHODS = tuple(_OWN_KEYS)
@@ -32,7 +36,8 @@ class SpeculativeConfig:
 
     Attributes:
         num_speculative_tokens: tokens drafted for each sequence and step; "auto" chooses from
-            AUTO_LENGTHS by measured step times and acceptance.
+            AUTO_LENGTHS by measured step times and acceptance. With a tree, its drafts, which is
+            the default.
         method: "ngram" drafts what followed the last tokens where they occurred before, in the
             prompt or in the output (prompt lookup); "draft_model" a smaller model of the same
             vocabulary; "layer_skip" the first layers of the model and its head; "medusa" heads
@@ -43,14 +48,22 @@ class SpeculativeConfig:
         num_layers: how many layers draft; for "layer_skip" only.
         prompt_lookup_max: most tokens that must occur before for a match; longer matches win.
         prompt_lookup_min: fewest.
+        speculative_token_tree: several guesses of the same token, as the paths of a tree
+            (`draft_tree.parse_tree`); for "medusa". None: one guess after another.
+        top_k: for "eagle": how many guesses of each token a tree may have, whose shape follows from
+            how sure the layer is. None: one guess after another.
+        depth: drafts of its longest paths; 5 by default, or as many as there are drafts.
     """
 
-    num_speculative_tokens: int | Literal["auto"]
+    num_speculative_tokens: int | Literal["auto"] | None = None
     method: str | None = None
     model: str | None = None
     num_layers: int | None = None
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
+    speculative_token_tree: tuple[Path, ...] | None = None
+    top_k: int | None = None
+    depth: int | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError, naming the field, its value and the range."""
@@ -65,9 +78,17 @@ class SpeculativeConfig:
         self._check_keys()
         if self.model is not None:
             object.__setattr__(self, "model", str(self.model))
-        auto = self.num_speculative_tokens == "auto"
+        if self.speculative_token_tree is not None:
+            self._resolve_tree()
+        elif self.num_speculative_tokens is None:
+            raise ConfigError(
+                'speculative_config has no num_speculative_tokens; give a number, or "auto".'
+            )
+        if self.top_k is not None or self.depth is not None:
+            self._resolve_grown_tree()
+        free = self.num_speculative_tokens == "auto" or self.tree_depth
         for name, most in (
-            *(() if auto else (("num_speculative_tokens", MAX_SPECULATIVE_TOKENS),)),
+            *(() if free else (("num_speculative_tokens", MAX_SPECULATIVE_TOKENS),)),
             *((("num_layers", None),) if self.method == "layer_skip" else ()),
             ("prompt_lookup_max", MAX_SPECULATIVE_TOKENS),
             ("prompt_lookup_min", self.prompt_lookup_max),
@@ -102,6 +123,48 @@ class SpeculativeConfig:
                     f"{self.method!r}; it is a key of {' and '.join(map(repr, methods))} only."
                 )
 
+    def _resolve_tree(self) -> None:
+        """Raises ConfigError for what is no tree, and for another number of drafts than it has."""
+        tree = parse_tree(self.speculative_token_tree)
+        object.__setattr__(self, "speculative_token_tree", tree)
+        if self.num_speculative_tokens not in (None, len(tree)):
+            raise ConfigError(
+                f"num_speculative_tokens of speculative_config is "
+                f"{self.num_speculative_tokens!r}, but speculative_token_tree has {len(tree)} "
+                f"drafts; set it to {len(tree)}, or leave it out."
+            )
+        object.__setattr__(self, "num_speculative_tokens", len(tree))
+
+    def _resolve_grown_tree(self) -> None:
+        """Raises ConfigError for sizes out of range, or that do not go together."""
+        count = self.num_speculative_tokens
+        if self.depth is None and type(count) is int:
+            object.__setattr__(self, "depth", min(_DEPTH, count))
+        for name, most in (
+            ("num_speculative_tokens", MAX_TREE_TOKENS),
+            ("top_k", MAX_TOP_K),
+            ("depth", MAX_SPECULATIVE_TOKENS),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= most:
+                raise ConfigError(
+                    f"{name} of speculative_config is {value!r}; with a tree of drafts (top_k) it "
+                    f"must be an integer in 1..{most}."
+                )
+        guesses = self.top_k + (self.depth - 1) * self.top_k**2
+        if not self.depth <= count <= guesses:
+            raise ConfigError(
+                f"num_speculative_tokens of speculative_config is {count}; a tree with a top_k of "
+                f"{self.top_k} and a depth of {self.depth} has {self.depth} to {guesses} drafts."
+            )
+
+    @property
+    def tree_depth(self) -> int:
+        """Drafts of the longest path of a tree; 0 where each draft follows the one before."""
+        if self.speculative_token_tree is not None:
+            return len(self.speculative_token_tree[-1])
+        return self.depth or 0
+
     @property
     def lengths(self) -> tuple[int, ...]:
         """The numbers of drafts that a step may verify of each sequence, ascending from 0."""
@@ -129,8 +192,4 @@ class SpeculativeConfig:
                 raise ConfigError(
                     f"speculative_config has {name!r}; its keys are {', '.join(known)}."
                 )
-        if "num_speculative_tokens" not in value:
-            raise ConfigError(
-                'speculative_config has no num_speculative_tokens; give a number, or "auto".'
-            )
         return cls(**value)

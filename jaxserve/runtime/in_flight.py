@@ -72,12 +72,29 @@ class DeviceStep(DispatchedStep):
         if self.token_ids is None:
             return []
         count = len(self.sampled)
-        token_ids = np.asarray(self.token_ids)[: count * self.width]
+        token_ids = np.asarray(self.token_ids)[self._order()]
         rows = token_ids.reshape(count, self.width).tolist()
         if self.acceptance is None:
             return rows
         kept = np.asarray(self.acceptance.num_tokens).tolist()
         return [row[:num_tokens] for row, num_tokens in zip(rows, kept)]
+
+    def sampled_logprobs(self) -> TokenLogprobs[np.ndarray] | None:
+        """`logprobs` on the host, those of kept tokens in their order. Waits for them."""
+        if self.logprobs is None:
+            return None
+        order = self._order()
+        return jax.tree.map(lambda array: np.asarray(array)[order], self.logprobs)
+
+    def _order(self) -> np.ndarray:
+        """Indices of the `width` tokens of each of `sampled`: of a tree those of the nodes that
+        were kept come first, in their order."""
+        count = len(self.sampled)
+        order = np.arange(count * self.width).reshape(count, self.width)
+        if self.acceptance is not None and self.acceptance.path is not None:
+            path = np.asarray(self.acceptance.path)[:count]
+            order[:, : path.shape[1]] = order[:, :1] + path
+        return order.reshape(-1)
 
 
 BUBBLE = PackedInputs(-1, StepPlan(), ProgramKey(0, 0), FrozenPlan(), (), ())

@@ -199,7 +199,7 @@ class Runner:
             token_ids=step.tokens(),
             num_drafts=num_drafts,
             width=step.width,
-            logprobs=jax.tree.map(np.asarray, step.logprobs),
+            logprobs=step.sampled_logprobs(),
             prompt_logprobs=jax.tree.map(np.asarray, step.prompt_logprobs),
             last_hidden=np.asarray(step.hidden) if step.pools else None,
             chunk_sums=None if step.chunk_sums is None else np.asarray(step.chunk_sums),
@@ -345,7 +345,10 @@ class Runner:
             if chunk.samples:
                 self._kinds.set_history(state, chunk)
         token_ids, logprobs = self._draw(packed, width, hidden)
-        return token_ids, self._kinds.verify(state, token_ids, sampled, width, hidden), logprobs
+        acceptance = self._kinds.verify(state, token_ids, sampled, width, hidden)
+        if acceptance.path is not None:
+            self._kinds.compact(state, sampled, acceptance)
+        return token_ids, acceptance, logprobs
 
     def _draw(
         self, packed: PackedInputs, width: int, hidden: jax.Array

@@ -8,7 +8,14 @@ per-sequence history (counts, bans), one row per slot.
 from jaxserve.core.steps.in_flight import NO_TOKEN, TokenLogprobs
 from jaxserve.sampling.logprobs import TOP_LOGPROBS, token_logprobs
 from jaxserve.sampling.rows import pack_rows, row_constants
-from jaxserve.sampling.sample import SampleOutput, general, greedy, record_sampled
+from jaxserve.sampling.sample import (
+    SampleOutput,
+    candidates,
+    general,
+    greedy,
+    most_likely,
+    record_sampled,
+)
 from jaxserve.sampling.state import (
     BY_TOKEN,
     SamplingState,
@@ -28,8 +35,10 @@ __all__ = [
     "TokenLogprobs",
     "abstract_state",
     "admit",
+    "candidates",
     "general",
     "greedy",
+    "most_likely",
     "needs_state",
     "pack_admission",
     "pack_rows",

@@ -19,6 +19,10 @@ from jaxserve.sampling.processors import NO_PROCESSORS, Processors, apply_proces
 from jaxserve.sampling.state import SamplingState, record
 from jaxserve.sampling.threshold import weight_floor
 from jaxserve.sampling.vocabulary import largest, padded
+from jaxserve.structured.bitmask import mask_words
+
+_BEHIND = 1e3
+"""How far tokens that filters leave out are behind those in a race, as logarithms."""
 
 
 @flax.struct.dataclass
@@ -69,15 +73,11 @@ def general(
     count = logits.shape[1]
     floats = lax.bitcast_convert_type(meta, jnp.float32)
     flags = meta[:, row.FLAGS]
-    temperature = floats[:, row.TEMPERATURE]
 
     pending = _pending(meta, drafts)
     scores = _processed(logits, state, meta, floats, masks, processors, pending)
     best = parallel.max_over_vocab(jnp.max(scores, axis=1))
-    weights = _weights(scores, best, temperature)
-    floor = weight_floor(weights, meta[:, row.TOP_K], floats[:, row.TOP_P], floats[:, row.MIN_P])
-    kept = jnp.where(weights >= floor[:, None], weights, 0.0)
-    chance, place = largest(kept / _noise(meta, temperature, count, kept.shape[1]))
+    chance, place = largest(_chances(scores, best, meta, floats, count))
     place = jnp.where((best > -jnp.inf) & (chance > 0), place, NO_TOKEN)
     token_ids = parallel.vocab_parallel_argmax(place, chance, count)
 
@@ -96,19 +96,72 @@ def general(
     return SampleOutput(token_ids=token_ids, logprobs=logprobs), state
 
 
+def candidates(
+    logits: jax.Array,
+    state: SamplingState,
+    meta: jax.Array,
+    processors: Processors,
+    num: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The `num` tokens most likely to be what `general` samples, likeliest first, and how likely as
+    logarithms: int32 and float32 [rows, num]; NO_TOKEN and -inf where there are fewer. `num` is at
+    most CELL. Arguments as in `general`, without masks.
+
+    Those that the race of `general` would let win, one after another; then, where a row is greedy
+    or its filters leave fewer, the others by their scores.
+    """
+    count = logits.shape[1]
+    floats = lax.bitcast_convert_type(meta, jnp.float32)
+    masks = jnp.zeros((len(meta), mask_words(processors.vocab_size)), jnp.int32)
+    scores = _processed(logits, state, meta, floats, masks, processors, None)
+    best = parallel.max_over_vocab(jnp.max(scores, axis=1))
+    chances, distance = _chances(scores, best, meta, floats, count), scores - best[:, None]
+    sampled = floats[:, row.TEMPERATURE, None] > 0
+    after_all = distance - _BEHIND
+    values = jnp.where(chances > 0, jnp.log(chances), after_all)
+    return _largest_few(jnp.where(sampled, values, distance), num, count)
+
+
+def most_likely(logits: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
+    """As `candidates`, of greedy rows with raw logits."""
+    return _largest_few(_whole_cells(logits), num, logits.shape[1])
+
+
+def _largest_few(values: jax.Array, num: int, count: int) -> tuple[jax.Array, jax.Array]:
+    """Ids int32 [rows, num] of the largest values [rows, padded vocab] of all ranks, each of which
+    has `count` tokens, and their log-softmax; NO_TOKEN and -inf for -inf and NaN."""
+    peak = parallel.max_over_vocab(jnp.max(values, axis=1))
+    total = parallel.sum_over_vocab(jnp.sum(jnp.exp(values - peak[:, None]), axis=1))
+    values, ids = lax.top_k(values, num)
+    if parallel.num_vocab_ranks() > 1:
+        values = parallel.gather_over_vocab(values)
+        ids = parallel.gather_over_vocab(parallel.first_of_vocab(count) + ids)
+        values, places = lax.top_k(values, num)
+        ids = jnp.take_along_axis(ids, places, axis=1)
+    found = values > -jnp.inf
+    logs = jnp.minimum(values - (peak + jnp.log(total))[:, None], 0.0)
+    return jnp.where(found, ids, NO_TOKEN), jnp.where(found, logs, -jnp.inf)
+
+
 def record_sampled(
     state: SamplingState,
     meta: jax.Array,
     token_ids: jax.Array,
     count: int,
     drafts: jax.Array | None,
+    kept: jax.Array | None = None,
 ) -> SamplingState:
     """State with the `token_ids` int32 [rows] that are kept, where they are needed; the arguments
-    are those of `general`, and each rank has `count` tokens of the vocabulary."""
+    are those of `general`, and each rank has `count` tokens of the vocabulary. `kept` bool [rows]
+    says which those are where drafts are trees."""
     tracked = meta[:, row.FLAGS] & row.FLAG_TRACK > 0
-    if drafts is not None:
+    if kept is not None:
+        tracked &= kept
+    elif drafts is not None:
         tracked &= _kept(meta[:, row.PLACE], drafts, token_ids)
-    return record(state, meta[:, row.SLOT], token_ids, count, tracked, _pending(meta, drafts))
+    depths = None if kept is None else meta[:, row.PLACE]
+    pending = _pending(meta, drafts)
+    return record(state, meta[:, row.SLOT], token_ids, count, tracked, pending, depths)
 
 
 def _pending(meta: jax.Array, drafts: jax.Array | None) -> jax.Array | None:
@@ -179,6 +232,18 @@ def _processed(
         penalize, state=state, penalties=penalties, pending=pending, vocab=count
     )
     return when(_any(flags, row.FLAG_PENALTY), stage, scores, slots)
+
+
+def _chances(
+    scores: jax.Array, best: jax.Array, meta: jax.Array, floats: jax.Array, count: int
+) -> jax.Array:
+    """How each token does in the race of a row [rows, padded vocab], 0 where filters leave it out;
+    the largest is sampled."""
+    temperature = floats[:, row.TEMPERATURE]
+    weights = _weights(scores, best, temperature)
+    floor = weight_floor(weights, meta[:, row.TOP_K], floats[:, row.TOP_P], floats[:, row.MIN_P])
+    kept = jnp.where(weights >= floor[:, None], weights, 0.0)
+    return kept / _noise(meta, temperature, count, kept.shape[1])
 
 
 def _weights(scores: jax.Array, best: jax.Array, temperature: jax.Array) -> jax.Array:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxserve.sampling.trees import accepted_path, trees_of
+
 NO_DRAFT = -1
 
 
@@ -24,7 +26,9 @@ class SpeculationState(NamedTuple):
     a step's decodes are made before it runs. `hidden` [slots + 1, hidden], for drafters that guess
     from it: the hidden state that the newest token was sampled from, or the one that the drafter
     expects after it. `gained` [slots + 1], for drafters that follow the model's hidden states: the
-    tokens that the last step added.
+    tokens that the last step added. `parents` [slots + 1, k], where drafts are a tree: the node
+    that each follows (sampling/trees.py); `path` [slots + 1, 1 + depth], for drafters of trees that
+    follow the model's hidden states: the nodes after which the last step sampled what it added.
     """
 
     history: jax.Array
@@ -32,13 +36,17 @@ class SpeculationState(NamedTuple):
     drafts: jax.Array
     hidden: jax.Array | None = None
     gained: jax.Array | None = None
+    parents: jax.Array | None = None
+    path: jax.Array | None = None
 
 
 class Acceptance(NamedTuple):
-    """For each row of a step int32 [rows]: tokens that it gained, and drafts that it verified."""
+    """For each row of a step int32 [rows]: tokens that it gained, and drafts that it verified. Of
+    trees also the nodes [rows, 1 + depth] after which those tokens were sampled, one by one."""
 
     num_tokens: jax.Array
     num_drafts: jax.Array
+    path: jax.Array | None = None
 
 
 def abstract_speculation(
@@ -48,17 +56,22 @@ def abstract_speculation(
     hidden: jax.ShapeDtypeStruct | None = None,
     *,
     gained: bool = False,
+    tree_depth: int = 0,
 ) -> SpeculationState:
     """Shapes of the state of `num_slots` slots and one for padding; `hidden` is the shape of one
-    slot's hidden state, if it is kept, and `gained` says whether those tokens are counted."""
+    slot's hidden state, if it is kept, `gained` says whether those tokens are counted, and drafts
+    are trees of at most `tree_depth`, or for 0 chains."""
     rows = num_slots + 1
     shapes = (rows, max_len + num_drafts + 1), (rows,), (rows, num_drafts)
     if hidden is not None:
         hidden = jax.ShapeDtypeStruct((rows, *hidden.shape), hidden.dtype)
-    arrays = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
-    return SpeculationState(
-        *arrays, hidden, jax.ShapeDtypeStruct((rows,), jnp.int32) if gained else None
+    shapes += (
+        (rows,) if gained else None,
+        (rows, num_drafts) if tree_depth else None,
+        (rows, 1 + tree_depth) if tree_depth and gained else None,
     )
+    arrays = [shape and jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+    return SpeculationState(*arrays[:3], hidden, *arrays[3:])
 
 
 def set_history(
@@ -72,6 +85,7 @@ def set_history(
 
 def verify(
     width: int,
+    tree_depth: int,
     state: SpeculationState,
     last_tokens: jax.Array,
     token_ids: jax.Array,
@@ -84,21 +98,29 @@ def verify(
     The rows are of the sequences in `slots` int32 [rows]. `token_ids` int32 [at least rows * width]
     are the tokens sampled after each row's newest token and its drafts, of which `counts` int32
     [rows] were computed; `hidden` [at least rows * width, hidden] is what they were sampled from,
-    where the state keeps it. Returns the state, `last_tokens` int32 [slots + 1] with the newest
-    token of each row, and what each row gained.
+    where the state keeps it. The drafts are trees of at most `tree_depth`, or for 0 chains. Returns
+    the state, `last_tokens` int32 [slots + 1] with the newest token of each row, and what each row
+    gained.
     """
     rows, trash = len(slots), len(last_tokens) - 1
     sampled = token_ids[: rows * width].reshape(rows, width)
-    place = jnp.arange(width)
     drafts = state.drafts[slots, : width - 1]
-    drafted = (drafts != NO_DRAFT) & (place[1:] < counts[:, None])
-    equal = drafted & (drafts == sampled[:, :-1])
-    accepted = jnp.sum(jnp.cumprod(equal.astype(jnp.int32), axis=1), axis=1)
+    drafted = (drafts != NO_DRAFT) & (jnp.arange(1, width) < counts[:, None])
+    path = None
+    if tree_depth:
+        parents = state.parents[slots, : width - 1]
+        equal = drafted & (drafts == jnp.take_along_axis(sampled, parents, axis=1))
+        equal = jnp.pad(equal, ((0, 0), (1, 0)))
+        path, accepted = accepted_path(trees_of(parents, tree_depth), equal)
+        sampled = jnp.take_along_axis(sampled, path, axis=1)
+    else:
+        equal = drafted & (drafts == sampled[:, :-1])
+        accepted = jnp.sum(jnp.cumprod(equal.astype(jnp.int32), axis=1), axis=1)
     num_tokens = jnp.where(slots == trash, 0, accepted + 1)
 
     newest = jnp.take_along_axis(sampled, accepted[:, None], axis=1)[:, 0]
     last_tokens = last_tokens.at[slots].set(jnp.maximum(newest, 0))
-    before = state.lengths[slots]
+    before, place = state.lengths[slots], jnp.arange(sampled.shape[1])
     kept = place < num_tokens[:, None]
     width_of_history = state.history.shape[1]
     where = jnp.where(kept, before[:, None] + place, width_of_history)
@@ -107,8 +129,39 @@ def verify(
         lengths=state.lengths.at[slots].set(before + num_tokens),
     )
     if hidden is not None:
-        newest_hidden = hidden[jnp.arange(rows) * width + accepted]
+        node = accepted if path is None else jnp.take_along_axis(path, accepted[:, None], 1)[:, 0]
+        newest_hidden = hidden[jnp.arange(rows) * width + node]
         state = state._replace(hidden=state.hidden.at[slots].set(newest_hidden))
     if state.gained is not None:
         state = state._replace(gained=state.gained.at[slots].set(num_tokens))
-    return state, last_tokens, Acceptance(num_tokens, jnp.sum(drafted, axis=1))
+    if state.path is not None and path is not None:
+        state = state._replace(path=state.path.at[slots].set(path))
+    return state, last_tokens, Acceptance(num_tokens, jnp.sum(drafted, axis=1), path)
+
+
+def path_tokens(
+    state: SpeculationState, tree_depth: int, slots: jax.Array, nodes: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """For `nodes` int32 [rows] of the trees in `slots` int32 [rows]: the nodes on the way there
+    int32 [rows, 1 + tree_depth], as `Trees.paths` has them, their drafts [rows, tree_depth], and
+    the depths of `nodes` [rows]."""
+    trees = trees_of(state.parents, tree_depth)
+    paths = trees.paths[slots, nodes]
+    drafts = jnp.take_along_axis(state.drafts[slots], jnp.maximum(paths[:, 1:] - 1, 0), axis=1)
+    return paths, drafts, trees.depths[slots, nodes]
+
+
+def kept_nodes(
+    paths: jax.Array,
+    drafts: jax.Array,
+    depths: jax.Array,
+    nodes: jax.Array,
+    token_ids: jax.Array,
+) -> jax.Array:
+    """Whether all drafts on the way to each of `nodes` int32 [rows] are kept, bool [rows]. The rows
+    of a sequence are its nodes in order, and `token_ids` int32 [rows] are sampled after them; the
+    others as `path_tokens` returns them."""
+    first = jnp.arange(len(nodes)) - nodes
+    sampled = token_ids[jnp.clip(first[:, None] + paths[:, :-1], 0, len(nodes) - 1)]
+    on_way = jnp.arange(drafts.shape[1]) < depths[:, None]
+    return jnp.all(((drafts == sampled) & (drafts != NO_DRAFT)) | ~on_way, axis=1)

@@ -207,13 +207,14 @@ def record(
     count: int,
     tracked: jax.Array,
     pending: jax.Array | None = None,
+    depths: jax.Array | None = None,
 ) -> SamplingState:
     """State after the rows with `tracked` bool [rows] appended `token_ids` int32 [rows]; each rank
     has `count` tokens of the vocabulary.
 
     The other rows write to the trash slot, and so do rows that sampled no token (a negative id).
-    Rows of one slot are neighbours; `pending` as in `recent_tokens` has for each the tokens of
-    those before it.
+    Rows of one slot are neighbours, in order or with `depths` int32 [rows] that order them;
+    `pending` as in `recent_tokens` has for each the tokens of those before it.
     """
     real = tracked & (token_ids >= 0)
     tokens = jnp.maximum(token_ids, 0)
@@ -221,7 +222,11 @@ def record(
     shifted = jnp.concatenate([shifted[:, 1:], tokens[:, None]], axis=1)
     place = tokens - parallel.first_of_vocab(count)
     place = jnp.where((place >= 0) & (place < count), place, state.seen.shape[1])
-    followed = jnp.append(real[1:] & (slots[1:] == slots[:-1]), False)
+    if depths is None:
+        followed = jnp.append(real[1:] & (slots[1:] == slots[:-1]), False)
+    else:
+        deepest = jnp.zeros(len(state.seen), jnp.int32).at[slots].max(jnp.where(real, depths, 0))
+        followed = depths < deepest[slots]
     seen = jnp.where(real, slots, state.trash_slot)
     newest = jnp.where(real & ~followed, slots, state.trash_slot)
     return state.replace(

@@ -1,6 +1,12 @@
 """Ragged attention over paged keys and values (PagedAttention, 2309.06180)."""
 
-from pallas_kernels.paged_attention.api import attend, paged_attention, write_kv
+from pallas_kernels.paged_attention.api import (
+    attend,
+    move_kv,
+    paged_attention,
+    tree_attention,
+    write_kv,
+)
 from pallas_kernels.paged_attention.layout import (
     KVPages,
     LatentPages,
@@ -9,6 +15,7 @@ from pallas_kernels.paged_attention.layout import (
     RaggedBatch,
     Visible,
 )
+from pallas_kernels.paged_attention.tree import attend_densely
 
 __all__ = [
     "KVPages",
@@ -18,6 +25,9 @@ __all__ = [
     "RaggedBatch",
     "Visible",
     "attend",
+    "attend_densely",
+    "move_kv",
     "paged_attention",
+    "tree_attention",
     "write_kv",
 ]

@@ -149,6 +149,41 @@ def paged_attention(
     return out.astype(dtype), lse
 
 
+def tree_attention(
+    q: jax.Array,
+    pages: Pages,
+    batch: RaggedBatch,
+    trees: RaggedBatch,
+    tree_mask: jax.Array,
+    *,
+    positions: jax.Array,
+    until: jax.Array,
+    num_decodes: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    backend: backends.Backend = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """As `paged_attention`, of a batch whose decodes are the tokens of small trees.
+
+    Each of these tokens is a decode of `batch`, and sees the committed context of its row; their
+    trees are the rows of `trees`, with at most `width` tokens each, and see themselves by
+    `tree_mask` bool [tokens, width] as there. The other rows of `batch` are prefill chunks. A token
+    at `positions` int32 [tokens] sees no positions of `until` int32 [tokens] or after, but for
+    those of its tree. Many short rows as decodes do not pay for blocks of a chunk's queries.
+    """
+    since = jnp.zeros_like(until) if window is None else jnp.maximum(positions + 1 - window, 0)
+    visible = Visible(jnp.minimum(since, until), until)
+    options = {"scale": scale, "soft_cap": soft_cap}
+    context = attend(q, pages, batch, visible, num_decodes=num_decodes, backend=backend, **options)
+    own = attend_within_trees(q, pages, trees, tree_mask, num_decodes=0, window=window, **options)
+    out, lse = merge_two(*context, *own)
+    if sinks is not None:
+        out, lse = merge_sinks(out, lse, sinks.astype(jnp.float32))
+    return out.astype(q.dtype), lse
+
+
 def attend(
     q: jax.Array,
     pages: Pages,
@@ -238,6 +273,37 @@ def write_kv(
         scales = xla.write_scales(scales, new, page_ids, offsets)
     k = xla.to_elements(k, k_scale, pages.k.dtype)
     v = xla.to_elements(v, v_scale, pages.v.dtype)
+    written = _WRITE.run(backend, pages.elements, k, v, page_ids, offsets)
+    return written._replace(scales=scales)
+
+
+def move_kv(
+    pages: Pages,
+    sources: tuple[jax.Array, jax.Array],
+    targets: tuple[jax.Array, jax.Array],
+    *,
+    backend: backends.Backend = "auto",
+) -> Pages:
+    """The pages with the keys and values of n tokens, and their scales, moved from `sources` to
+    `targets`: page ids and offsets, int32 [n] each.
+
+    All are read before any is written. In place when the pages are donated. A target outside the
+    pool or the page, negative ids included, moves nothing; a source must be inside. backend: see
+    `backends.Backend`.
+    """
+    _check_pages(pages)
+    from_pages, from_offsets = sources
+    page_ids, offsets = targets
+    page_ids = jnp.where((offsets >= 0) & (offsets < pages.k.shape[3]), page_ids, -1)
+    # Indices around slices: [n, kv_heads, head_dim] of both.
+    k = pages.k[from_pages, :, :, from_offsets]
+    if isinstance(pages, LatentPages):
+        return _WRITE_LATENTS.run(backend, pages, k, None, page_ids, offsets)
+    v = pages.v[from_pages, :, from_offsets]
+    scales = pages.scales
+    if scales is not None:
+        moved = scales[from_pages, :, :, from_offsets]
+        scales = xla.write_scales(scales, moved, page_ids, offsets)
     written = _WRITE.run(backend, pages.elements, k, v, page_ids, offsets)
     return written._replace(scales=scales)
 

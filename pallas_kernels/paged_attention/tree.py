@@ -32,8 +32,7 @@ def attend_within_trees(
 
     Arguments as in `api.paged_attention`. Returns out of q's dtype and lse float32.
     """
-    tokens, heads, dim = q.shape
-    kv_heads, page_size = pages.k.shape[1], pages.k.shape[3]
+    tokens, page_size = len(q), pages.k.shape[3]
     trees = jax.tree.map(lambda field: field[num_decodes:], batch)
     width = tree_mask.shape[1]
     place = jnp.arange(width)
@@ -42,7 +41,7 @@ def attend_within_trees(
     ]
 
     token = jnp.clip(trees.starts[:, None] + place, 0, tokens - 1)
-    queries = q[token].reshape(*token.shape, kv_heads, heads // kv_heads, dim)
+    queries = q[token]
     position = (trees.context - trees.lengths)[:, None] + place
     position = jnp.where(present, position, 0)
     page = jnp.take_along_axis(trees.tables, position // page_size, axis=1)
@@ -62,7 +61,36 @@ def attend_within_trees(
     if window is not None:
         depth = depths(tree_mask)[token]
         mask &= depth[:, :, None] - depth[:, None, :] < window
-    scores = jnp.einsum("rqhgd,rkhd->rhgqk", queries, k, preferred_element_type=jnp.float32)
+    out, lse = attend_densely(queries, k, v, mask, scale=scale, soft_cap=soft_cap)
+
+    row, index, owned = owners(batch, tokens)
+    tree, index = jnp.maximum(row - num_decodes, 0), jnp.clip(index, 0, width - 1)
+    seen = jnp.any(mask, axis=-1)[tree, index] & owned & (row >= num_decodes)
+    out = out[tree, index]
+    lse = lse[tree, index]
+    out = lax.select(jnp.broadcast_to(seen[:, None, None], out.shape), out, jnp.zeros_like(out))
+    return out.astype(q.dtype), jnp.where(seen[:, None], lse, -jnp.inf)
+
+
+def attend_densely(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Partial attention of q [rows, queries, heads, dim] to k, v [rows, keys, kv_heads, dim], of
+    those in `mask` bool [rows, queries, keys].
+
+    Returns out float32 [rows, queries, heads, dim] and lse float32 [rows, queries, heads], neither
+    of any meaning for a query that sees no key.
+    """
+    rows, width, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    q = q.reshape(rows, width, kv_heads, heads // kv_heads, dim)
+    scores = jnp.einsum("rqhgd,rkhd->rhgqk", q, k, preferred_element_type=jnp.float32)
     scores *= scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
@@ -73,11 +101,4 @@ def attend_within_trees(
     weights = (weights / total).astype(v.dtype)
     out = jnp.einsum("rhgqk,rkhd->rqhgd", weights, v, preferred_element_type=jnp.float32)
     lse = jnp.moveaxis((peak + jnp.log(total))[..., 0], 3, 1)
-
-    row, index, owned = owners(batch, tokens)
-    tree, index = jnp.maximum(row - num_decodes, 0), jnp.clip(index, 0, width - 1)
-    seen = jnp.any(mask, axis=-1)[tree, index] & owned & (row >= num_decodes)
-    out = out[tree, index].reshape(tokens, heads, -1)
-    lse = lse[tree, index].reshape(tokens, heads)
-    out = lax.select(jnp.broadcast_to(seen[:, None, None], out.shape), out, jnp.zeros_like(out))
-    return out.astype(q.dtype), jnp.where(seen[:, None], lse, -jnp.inf)
+    return out.reshape(rows, width, heads, -1), lse.reshape(rows, width, heads)

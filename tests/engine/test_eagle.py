@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_engines import Preempter, bytes_of
+from kv_engines import Preempter, bytes_of, first_path
 from tiny_checkpoints import CONFIG, random_tensors, write_hf
 from tiny_engines import CONTEXT, LONGEST, Arrival, TinyModel, drive, generate
 
+from jaxserve.core.errors import ConfigError
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.models import eagle
 from jaxserve.models.family import Params
 from jaxserve.models.loading.drafters.eagle import save_layer
-from jaxserve.sampling.speculation import NO_DRAFT
 from jaxserve.training.dense import draft_states, hidden_states
 
 DRAFTS = 3
@@ -57,11 +57,16 @@ def drafts(llama, layer, tmp_path_factory) -> dict[str, Any]:
     return {"method": "eagle", "model": str(directory), "num_speculative_tokens": DRAFTS}
 
 
-@pytest.fixture(scope="module")
-def drafting(kv_llm_for, llama, drafts):
+TREE = {"num_speculative_tokens": 8, "top_k": 3, "depth": DRAFTS}
+SHAPES: dict[str, dict[str, int]] = {"chain": {}, "tree": TREE}
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def drafting(request, kv_llm_for, llama, drafts):
     pool = {"kv_cache_memory_bytes": bytes_of(llama, 54)}  # A page has room for three layers.
-    common = FEW_ROWS | pool | {"speculative_config": drafts, "preemption": "swap"}
-    return lambda: kv_llm_for(host=96, **common)
+    common = FEW_ROWS | pool | {"preemption": "swap", "max_num_batched_tokens": 2 * 9 + 16}
+    shape = drafts | SHAPES[request.param]
+    return lambda: kv_llm_for(host=96, **common, speculative_config=shape)
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +172,8 @@ def test_drafts_are_of_the_hidden_states_of_the_tokens_kept(
 
     def look():
         state = llm.engine._runner._state.speculation
-        seen.extend(zip(*map(np.asarray, state)))
+        arrays = [array for array in state if array is not None]
+        seen.extend(zip(*map(np.asarray, arrays)))
         preempt()
 
     arrivals = [Arrival(prompt, limited(option, LONGEST), step) for step in (0, 30)]
@@ -176,12 +182,12 @@ def test_drafts_are_of_the_hidden_states_of_the_tokens_kept(
     assert counted(llm, "draft_tokens") > before
     tokens = [*prompt, *output.outputs[0].token_ids]
     reference, checked = Reference(llama, layer, tokens), set()
-    for history, length, drafts, own, gained in seen:
+    for history, length, drafts, own, gained, *tree in seen:
         known = len(prompt) < length <= len(tokens)  # A step in flight may go beyond the last.
         if length in checked or not known or not np.array_equal(history[:length], tokens[:length]):
             continue
         assert own == pytest.approx(reference.states[length - 2], abs=1e-3)
-        before, found = length - gained, drafts[drafts != NO_DRAFT].tolist()
+        before, found = length - gained, first_path(drafts, *tree[:1])
         if option == "greedy" and not share and len(checked) % 4 == 1 and before > len(prompt):
             assert found == reference.drafts(before)[: len(found)]
         checked.add(length)
@@ -218,5 +224,32 @@ def test_a_perfect_layer_gains_every_draft_of_every_step(bigrams):
         assert counted(llm, "accepted_tokens") == counted(llm, "draft_tokens") == 30
         # The prefill, ten of four tokens, and those dispatched before the last one was read.
         assert llm.get_metrics()["jaxserve:steps_total"].value <= 1 + 10 + 2
+    # A tree of all guesses keeps a path of its depth in each of nine steps. Then there is room for
+    # three of its ten drafts, and for none.
+    drafts |= {"num_speculative_tokens": 10, "top_k": 2, "depth": DRAFTS}
+    with model.load(speculative_config=drafts, **FEW_ROWS | {"max_num_batched_tokens": 64}) as llm:
+        assert tokens == generate(llm, prompt, params).outputs[0].token_ids
+        assert counted(llm, "drafts") == 9 + 1
+        assert counted(llm, "accepted_tokens") == 9 * DRAFTS + 2
     with model.load() as llm:
         assert tokens == generate(llm, prompt, params).outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"top_k": 0}, "top_k .* is 0; with a tree of drafts .* in 1..10"),
+        ({"top_k": 11}, "is 11; .* in 1..10"),
+        ({"depth": 3}, "top_k .* is None"),
+        ({"top_k": 2, "depth": 16}, "depth .* is 16; .* in 1..15"),
+        ({"top_k": 2, "num_speculative_tokens": "auto"}, "is 'auto'; with a tree"),
+        ({"top_k": 2, "num_speculative_tokens": 64}, "is 64; with a tree .* in 1..63"),
+        ({"top_k": 2, "depth": 2, "num_speculative_tokens": 7}, "is 7; .* has 2 to 6 drafts"),
+        ({"top_k": 2, "depth": 4, "num_speculative_tokens": 3}, "is 3; .* has 4 to 14 drafts"),
+        ({"speculative_token_tree": [2]}, "it is a key of 'medusa' only"),
+    ],
+    ids=str,
+)
+def test_what_is_no_tree_is_refused(llama, drafts, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        llama.load(speculative_config=drafts | keys)

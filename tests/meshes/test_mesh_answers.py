@@ -13,6 +13,8 @@ from tiny_engines import TinyModel
 
 from jaxserve.models import eagle
 from jaxserve.models.loading.drafters.eagle import save_layer
+from jaxserve.models.loading.drafters.medusa import save_heads
+from jaxserve.models.medusa import MedusaConfig
 from jaxserve.scheduler.policies import POLICIES
 
 pytestmark = pytest.mark.meshes
@@ -46,6 +48,7 @@ def test_a_mesh_answers_as_one_device(answered, mesh):
         ("CP2", "layer_skip"),
         ("TP2 CP2", "ngram"),
         ("TP2 CP2", "eagle"),
+        ("TP2", "medusa"),
     ],
 )
 def test_speculation_on_a_mesh(answered, mesh, method, tmp_path):
@@ -54,11 +57,22 @@ def test_speculation_on_a_mesh(answered, mesh, method, tmp_path):
         "draft_model": {"model": str(answered / "model")},
         "layer_skip": {"num_layers": 2},
         "eagle": {"model": str(tmp_path)},
+        "medusa": {
+            "model": str(tmp_path),
+            "num_speculative_tokens": 4,
+            "speculative_token_tree": [2, 1],
+        },
     }
     settings = {
         "speculative_config": {"method": method, "num_speculative_tokens": 2} | keys[method],
         "max_num_batched_tokens": 2 * 3 + 16,
     }
+    if method == "medusa":
+        settings["max_num_batched_tokens"] = 2 * 5 + 16
+        model = TinyModel.open(answered / "model").config
+        heads = MedusaConfig(2, 1, model.hidden_size, model.vocab_size)
+        blocks = np.random.default_rng(3).normal(0, 0.2, (2, *[model.hidden_size] * 2))
+        save_heads(tmp_path, heads, np.float32(blocks))
     if method == "draft_model":
         settings["pages"] = 2 * 18  # A page holds the draft model's layers too.
     if method == "eagle":

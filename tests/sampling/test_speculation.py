@@ -75,6 +75,7 @@ def test_tokens_are_kept_up_to_the_first_wrong_draft(width):
     kept = [4, 2, 2, 0] if width > 1 else [1, 1, 1, 0]
     after, last_tokens, acceptance = verify(
         width,
+        0,
         state,
         jnp.zeros(SLOTS + 1, jnp.int32),
         sampled[:, :width].reshape(-1),
@@ -97,6 +98,7 @@ def test_no_draft_is_verified_that_was_not_computed():
     state = jax.tree.map(lambda shape: jnp.ones(shape.shape, jnp.int32), shapes)
     *_, acceptance = verify(
         1 + DRAFTS,
+        0,
         state,
         jnp.zeros(2, jnp.int32),
         jnp.ones(1 + DRAFTS, jnp.int32),

@@ -180,7 +180,7 @@ def _open_drafter(
         return None
     if speculative.method == "medusa":
         heads = MedusaCheckpoint.open(speculative.model)
-        check_heads(heads.config, checkpoint.config, config.num_speculative_tokens)
+        check_heads(heads.config, checkpoint.config, speculative)
         return heads
     if speculative.method == "eagle":
         layer = EagleCheckpoint.open(speculative.model)

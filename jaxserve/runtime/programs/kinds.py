@@ -14,6 +14,7 @@ from jaxserve.runtime.programs.adapter_programs import SetAdapter
 from jaxserve.runtime.programs.executables import Programs, ProgramSpec
 from jaxserve.runtime.programs.forward_programs import Forward, ForwardByLayer, PipelineStep
 from jaxserve.runtime.programs.page_programs import (
+    Compact,
     CopyPages,
     GatherPages,
     ScatterPages,
@@ -59,6 +60,7 @@ class ProgramKinds:
         self.set_tables = SetTables(shapes)
         self.proposer: Proposer | None = proposer_of(shapes, self.set_tables)
         self.set_adapter = SetAdapter(shapes)
+        self.compact = Compact(shapes)
         self.copy = CopyPages(shapes)
         self.gather = GatherPages(shapes)
         self.scatter = ScatterPages(shapes)
@@ -68,7 +70,8 @@ class ProgramKinds:
             *(self.greedy, self.general, self.prompt_logprobs, self.sum_chunks, self.admit),
             *(self.verify, self.set_history),
             *(self.proposer.kinds if self.proposer else ()),
-            *(self.set_tables, self.set_adapter, self.copy, self.gather, self.scatter),
+            *(self.set_tables, self.set_adapter),
+            *(self.compact, self.copy, self.gather, self.scatter),
         )
 
     def specs(self) -> list[ProgramSpec]:

@@ -8,8 +8,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.core.steps.plan import ScheduledChunk
+from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.offload.transfers import MOVE_PAGES, MOVE_SIZES
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.executables import ProgramSpec
@@ -20,8 +23,9 @@ from jaxserve.runtime.programs.program_kind import (
 )
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
 from jaxserve.runtime.programs.step_layout import FrozenPlan, set_tables
+from jaxserve.sampling.speculation import Acceptance, SpeculationState
 from pallas_kernels.page_copy import copy_pages, gather_pages, scatter_pages
-from pallas_kernels.paged_attention import Pages
+from pallas_kernels.paged_attention import Pages, move_kv
 
 COPY_PAGES = 8
 """Pages per call of the copy program."""
@@ -57,6 +61,69 @@ class SetTables(ProgramKind[int]):
                     slots[stage], pages = table
                     rows[stage, : len(pages)] = pages
             self.run(state, width, slots, rows)
+
+
+def compact(
+    layout: KVLayout,
+    kv: list[Pages],
+    tables: jax.Array,
+    speculation: SpeculationState,
+    slots: jax.Array,
+    acceptance: Acceptance,
+) -> list[Pages]:
+    """The pages with the kept tokens of trees at consecutive positions: a step writes the KV of a
+    tree in the order of its nodes, and most of them are not kept.
+
+    The rows of `acceptance` are of the sequences in `slots` int32 [rows], whose lengths count what
+    they gained."""
+    gained, path = acceptance.num_tokens[:, None], acceptance.path
+    first = speculation.lengths[slots][:, None] - gained - 1
+    place = jnp.arange(path.shape[1])
+    moves = (place < gained) & (path != place)
+    num_slots, size = len(speculation.lengths), layout.page_size
+    sides = []
+    for position in (first + path, first + place):
+        position = jnp.where(moves, position, 0)
+        page_ids = [
+            jnp.take_along_axis(tables[group * num_slots + slots], position // size, axis=1)
+            for group in range(len(layout.groups))
+        ]
+        offsets = jnp.broadcast_to(position % size, (len(page_ids), *position.shape))
+        sides.append((jnp.stack(page_ids), offsets))
+    (sources, from_offsets), (targets, offsets) = sides
+    targets = jnp.where(moves, targets, _NO_PAGE)
+    flat = [array.reshape(-1) for array in (sources, from_offsets, targets, offsets)]
+    count = layout.layers_per_page
+    moved = [move_kv(pages, (flat[0], flat[1]), (flat[2], flat[3])) for pages in kv[:count]]
+    return [*moved, *kv[count:]]
+
+
+class Compact(ProgramKind[int]):
+    """Moves the KV of what trees of drafts gained; none where drafts are no trees."""
+
+    title = "compact"
+    pure = compact
+    reads = ("kv", "tables", "speculation")
+    replaces = ("kv",)
+
+    def keys(self) -> Iterable[int]:
+        return self.shapes.buckets.rows if self.shapes.tree_depth else ()
+
+    def static(self, key: int) -> tuple[Any, ...]:
+        return (self.shapes.kv_layout,)
+
+    def uploads(self, key: int) -> tuple[Any, ...]:
+        int32 = self.shapes.int32
+        path = int32(key, 1 + self.shapes.tree_depth)
+        return int32(key), Acceptance(int32(key), int32(key), path)
+
+    def __call__(
+        self, state: DeviceState, chunks: Sequence[ScheduledChunk], acceptance: Acceptance
+    ) -> None:
+        """`acceptance` is what `chunks` gained in the step that was verified last."""
+        key = holding(self.shapes.buckets.rows, len(chunks))
+        slots = padded([chunk.slot for chunk in chunks], key, self.shapes.trash_slot)
+        self.run(state, key, slots, acceptance)
 
 
 class CopyPages(ProgramKind[int]):

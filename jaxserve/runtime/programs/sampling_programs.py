@@ -38,7 +38,14 @@ from jaxserve.sampling import general as sample_general
 from jaxserve.sampling import greedy as sample_greedy
 from jaxserve.sampling.processors import Processors
 from jaxserve.sampling.rows import FLAG_TRACK, FLAGS, NUM_FIELDS, PLACE, POSITION, SLOT
-from jaxserve.sampling.speculation import Acceptance, SpeculationState, set_history, verify
+from jaxserve.sampling.speculation import (
+    Acceptance,
+    SpeculationState,
+    kept_nodes,
+    path_tokens,
+    set_history,
+    verify,
+)
 from sharding_rules import SEQ
 
 PROMPT_TILE = 32
@@ -73,6 +80,7 @@ def general(
     config: ModelConfig,
     tile: int | None,
     processors: Processors,
+    tree_depth: int,
     head: Params,
     last_tokens: jax.Array,
     state: SamplingState,
@@ -83,7 +91,8 @@ def general(
 ) -> tuple[jax.Array, SamplingState, SampleOutput]:
     """Sample one token per row with all sampling parameters. `rows` come from `pack_rows`; `masks`
     int32 [rows, mask_words] are the masks of rows with a grammar. With `speculation`, positions
-    count from the length of the sequence. `tile` as in StepLayout."""
+    count from the length of the sequence. `tile` and `tree_depth` as in StepLayout: of trees
+    PLACE is the node."""
 
     def sample(carry, arrays):
         hidden, rows, masks, *drafts = arrays
@@ -91,16 +100,22 @@ def general(
         output, _ = sample_general(logits, state, rows, masks, processors, *drafts)
         return carry, output
 
-    slots, drafts = rows[:, SLOT], None
+    slots, drafts, kept = rows[:, SLOT], None, None
     arrays = (hidden[: len(rows)], rows, masks)
     if speculation is not None:
         rows = rows.at[:, POSITION].add(speculation.lengths[slots])
         drafts = speculation.drafts[slots]
+        if tree_depth:
+            nodes = rows[:, PLACE]
+            paths, drafts, depths = path_tokens(speculation, tree_depth, slots, nodes)
+            rows = rows.at[:, POSITION].add(depths - nodes).at[:, PLACE].set(depths)
         arrays = (arrays[0], rows, masks, drafts)
     _, output = scan_tiles(sample, (), arrays, tile, _num_real(last_tokens, slots))
     # After all tiles, since a tile may begin between the tokens of a sequence.
     count = tokens_per_rank(config.vocab_size, parallel.num_vocab_ranks())
-    state = record_sampled(state, rows, output.token_ids, count, drafts)
+    if speculation is not None and tree_depth:
+        kept = kept_nodes(paths, drafts, depths, nodes, output.token_ids)
+    state = record_sampled(state, rows, output.token_ids, count, drafts, kept)
     return last_tokens.at[slots].set(jnp.maximum(output.token_ids, 0)), state, output
 
 
@@ -197,7 +212,7 @@ class General(_OnHead):
         return len(self.shapes.processors.names)
 
     def static(self, key: int) -> tuple[Any, ...]:
-        return (*super().static(key), self.shapes.processors)
+        return (*super().static(key), self.shapes.processors, self.shapes.tree_depth)
 
     def spec(self, key: int) -> ProgramSpec:
         by_name = not self.shapes.processors.names
@@ -370,7 +385,7 @@ class Verify(ProgramKind[VerifyKey]):
         return [VerifyKey(rows, width) for rows in buckets.rows for width in buckets.widths]
 
     def static(self, key: VerifyKey) -> tuple[Any, ...]:
-        return (key.width,)
+        return key.width, self.shapes.tree_depth if key.width > 1 else 0
 
     def uploads(self, key: VerifyKey) -> tuple[Any, ...]:
         int32 = self.shapes.int32

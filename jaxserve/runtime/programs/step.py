@@ -25,7 +25,7 @@ from jaxserve.runtime.programs.context_parallel import ShardedTokens
 from jaxserve.runtime.programs.step_layout import SlotMapping, StepLayout
 from jaxserve.runtime.programs.tiles import batch_of_tile, num_real_tokens, scan_tiles
 from jaxserve.sampling.speculation import SpeculationState
-from pallas_kernels.paged_attention import Pages, paged_attention, write_kv
+from pallas_kernels.paged_attention import Pages, paged_attention, tree_attention, write_kv
 from sharding_rules import STAGE
 
 
@@ -125,7 +125,7 @@ def layers(
         def layer(pages, arrays, kind=kind, p=p, slot_mapping=slot_mapping):
             x, shared, page_ids, offsets, tokens = arrays
             p = lora.adapted(p, p.get("lora"), shared.adapters)
-            own = SlotMapping(page_ids, offsets, slot_mapping.batch)
+            own = slot_mapping._replace(page_ids=page_ids, offsets=offsets)
             if layout.tile is not None:
                 own = own._replace(batch=batch_of_tile(own.batch, tokens[0], layout.tile))
 
@@ -178,6 +178,23 @@ def _attend(
     """Write k and v to the pages, then attend, on a device that holds whole pages."""
     pages = write_kv(pages, k, v, slot_mapping.page_ids, slot_mapping.offsets)
     decodes = layout.key.decode_tokens if layout.tile is None else 0
+    trees = slot_mapping.trees
+    if trees is not None:
+        out, _ = tree_attention(
+            q,
+            pages,
+            slot_mapping.batch,
+            trees.rows,
+            trees.mask,
+            positions=trees.positions,
+            until=trees.until,
+            num_decodes=decodes,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+        )
+        return out, pages
     out, _ = paged_attention(
         q,
         pages,

@@ -29,18 +29,31 @@ from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.pages import TRASH_PAGE
 from jaxserve.sampling.speculation import SpeculationState
+from jaxserve.sampling.trees import Trees, trees_of
 from pallas_kernels.paged_attention import RaggedBatch
 from sharding_rules import STAGE
+
+
+class VisibleTrees(NamedTuple):
+    """What the tokens of a step with trees see: each the positions before `until` of its row, and
+    before its own, int32 [tokens] each, and those of its tree in `mask` bool [tokens, width].
+    `rows` are the trees, with their pages."""
+
+    positions: jax.Array
+    until: jax.Array
+    mask: jax.Array
+    rows: RaggedBatch
 
 
 class SlotMapping(NamedTuple):
     """Where a step's keys and values are written and read, in the layers of one KV group: token t
     is written to page `page_ids[t]` at `offsets[t]`, int32 [tokens] each; `batch` has each row's
-    pages."""
+    pages, and `trees` what its decodes see where they are trees."""
 
     page_ids: jax.Array
     offsets: jax.Array
     batch: RaggedBatch
+    trees: VisibleTrees | None = None
 
 
 class StepInputs(NamedTuple):
@@ -164,6 +177,8 @@ class StepLayout:
     ring_scheme: str = "pass_kv"
     max_width: int = 1
     """Most tokens of a decode in any program."""
+    tree_depth: int = 0
+    """Most drafts on a path of a decode's tree; 0 where each follows the one before."""
     tile: int | None = None
     """Tokens per tile with `batch_invariant` (tiles.py); None for no tiling."""
     lora: bool = False
@@ -286,9 +301,49 @@ class StepLayout:
         raw = self._views(vector)
         tables = _updated(tables, raw)
         slots = raw["slots"][: self.key.rows]
-        if speculation is not None:
-            raw = self._by_token(raw, speculation.lengths[slots] - 1)
-        return tables, self._inputs(tables, raw, slots)
+        if speculation is None:
+            return tables, self._inputs(tables, raw, slots)
+        first = speculation.lengths[slots] - 1
+        inputs = self._inputs(tables, self._by_token(raw, first), slots)
+        if self.tree_depth:
+            parents = speculation.parents[slots, : self.key.width - 1]
+            trees = trees_of(parents, self.tree_depth)
+            inputs = self._as_trees(tables, raw, first, trees, inputs)
+        return tables, inputs
+
+    def _as_trees(
+        self,
+        tables: jax.Array,
+        raw: dict[str, Any],
+        first: jax.Array,
+        trees: Trees,
+        inputs: StepInputs,
+    ) -> StepInputs:
+        """`inputs` of decodes that are trees. KV is written in the order of nodes, from the
+        positions `first` int32 [decode rows] on, and a token's position is that of its depth."""
+        rows, decodes = self.key.rows, self.key.decode_tokens
+        room = raw["context"][:rows] - first
+        count = jnp.where(first < 0, 0, jnp.clip(room, 0, raw["lengths"][:rows]))
+        until = jnp.where(count > 0, first, 0)
+        own = {"context": until + count, "lengths": count}
+        own = {name: raw[name][:rows] for name in ("starts", "slots")} | own
+        depths = jnp.where(count[:, None] > 0, first[:, None] + trees.depths, 0)
+        positions = inputs.positions.at[:decodes].set(depths.reshape(-1))
+        mask = trees.mask.reshape(decodes, self.key.width)
+        mask = jnp.pad(mask, ((0, len(positions) - decodes), (0, 0)))
+        mappings = []
+        for group, mapping in enumerate(inputs.slot_mappings):
+            batch = self._batch(tables, own, group)
+            # The first token of a row sees the earliest positions, whatever its place.
+            of_tokens = jnp.repeat(batch.tables, self.key.width, axis=0)
+            by_token = mapping.batch._replace(
+                tables=mapping.batch.tables.at[:decodes].set(of_tokens)
+            )
+            sees = jnp.where(mapping.page_ids != TRASH_PAGE, positions + 1, 0)
+            sees = sees.at[:decodes].set(jnp.repeat(until, self.key.width))
+            visible = VisibleTrees(positions, sees, mask, batch)
+            mappings.append(mapping._replace(batch=by_token, trees=visible))
+        return inputs._replace(positions=positions, slot_mappings=tuple(mappings))
 
     def unpack_decodes(self, tables: jax.Array, vector: jax.Array) -> DecodeRows:
         """The decodes of `vector`, a step without prefill, and `tables` with its changes."""

@@ -28,7 +28,7 @@ from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_kind import ProgramKind
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
 from jaxserve.runtime.programs.step_layout import DecodeRows, FrozenPlan, StepLayout
-from jaxserve.sampling import SamplingState, pack_rows
+from jaxserve.sampling import SamplingState, candidates, most_likely, pack_rows
 from jaxserve.sampling import general as sample_general
 from jaxserve.sampling import greedy as sample_greedy
 from jaxserve.sampling.processors import Processors
@@ -152,13 +152,33 @@ def sample_drafts(
 ) -> jax.Array:
     """Tokens int32 [rows] with the noise of the rows' positions, NO_DRAFT where all are NaN."""
     masks = jnp.zeros((len(rows), mask_words(processors.vocab_size)), jnp.int32)
-    floats = lax.bitcast_convert_type(rows, jnp.float32)
-    plain = (floats[:, TEMPERATURE] == 0) & (rows[:, FLAGS] == 0)
-    plain &= rows[:, POSITION] >= rows[:, MIN_TOKENS]
     return lax.cond(
-        jnp.all(plain),
+        _all_plain(rows),
         lambda: sample_greedy(logits),
         lambda: sample_general(logits, sampling, rows, masks, processors, drafts)[0].token_ids,
+    )
+
+
+def _all_plain(rows: jax.Array) -> jax.Array:
+    """Whether all rows take the most likely token."""
+    floats = lax.bitcast_convert_type(rows, jnp.float32)
+    plain = (floats[:, TEMPERATURE] == 0) & (rows[:, FLAGS] == 0)
+    return jnp.all(plain & (rows[:, POSITION] >= rows[:, MIN_TOKENS]))
+
+
+def best_drafts(
+    logits: jax.Array,
+    sampling: SamplingState,
+    rows: jax.Array,
+    processors: Processors,
+    num: int,
+) -> tuple[jax.Array, jax.Array]:
+    """As `sample_drafts`, the `num` best tokens of each row, int32 [rows, num], different ones, and
+    how likely they are (`sampling.candidates`). They are chosen as if no drafts came before."""
+    return lax.cond(
+        _all_plain(rows),
+        lambda: most_likely(logits, num),
+        lambda: candidates(logits, sampling, rows, processors, num),
     )
 
 

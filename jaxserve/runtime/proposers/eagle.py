@@ -22,20 +22,25 @@ from jax import lax
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.steps.buckets import ProgramKey
-from jaxserve.core.steps.plan import ScheduledChunk
+from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
 from jaxserve.kv.layout import KVPlace
-from jaxserve.models import eagle
-from jaxserve.models.family import Family, Params
+from jaxserve.models.family import Params
 from jaxserve.runtime.in_flight import PackedInputs
 from jaxserve.runtime.programs.context_parallel import ShardedTokens
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_kind import ProgramKind
-from jaxserve.runtime.programs.shapes.program import ProgramShapes
-from jaxserve.runtime.programs.step import TokenInputs
-from jaxserve.runtime.programs.step_layout import SlotMapping, StepLayout
+from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
+from jaxserve.runtime.programs.step_layout import StepLayout
+from jaxserve.runtime.proposers.draft_layer import DraftLayer
 from jaxserve.runtime.proposers.draft_model import check_context, within
-from jaxserve.runtime.proposers.drafter import Draft, Drafter, run_layers, sample_drafts
+from jaxserve.runtime.proposers.drafter import (
+    Draft,
+    Drafter,
+    draft_rows,
+    sample_drafts,
+)
+from jaxserve.runtime.proposers.eagle_tree import TreeShape, draft_tree
 from jaxserve.runtime.proposers.proposer import Proposer
 from jaxserve.sampling import SamplingState
 from jaxserve.sampling.processors import Processors
@@ -45,35 +50,6 @@ from pallas_kernels.paged_attention import Pages
 
 _SAMPLED = -1
 """In the place of the token after a chunk, where the step samples it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DraftLayer:
-    """The layer, as a Drafter, and the model whose embeddings and head it uses."""
-
-    drafter: Drafter
-    family: Family
-    config: ModelConfig
-
-    def __call__(
-        self,
-        layout: StepLayout,
-        params: Params,
-        outside: Params,
-        kv: list[Pages],
-        token_ids: jax.Array,
-        hidden: jax.Array,
-        positions: jax.Array,
-        slot_mappings: tuple[SlotMapping, ...],
-    ) -> tuple[list[Pages], jax.Array]:
-        """The pages with the entries at `positions` int32 [tokens], and the hidden states after
-        them [tokens, hidden], from the states there, `hidden` [tokens, hidden], and the next tokens
-        int32 [tokens]. `outside` are the model's parameters outside its layers."""
-        embedded, _ = self.family.embed(outside, self.config, token_ids, positions)
-        x, shared = eagle.fuse(params, self.drafter.config, embedded, hidden, positions)
-        inputs = TokenInputs(shared)
-        kv, x = run_layers(self.drafter, layout, params, kv, x, inputs, slot_mappings)
-        return kv, x.astype(hidden.dtype)
 
 
 def draft(
@@ -130,6 +106,7 @@ def draft(
 def follow(
     layer: DraftLayer,
     layout: StepLayout,
+    tree_width: int,
     params: Params,
     outside: Params,
     kv: list[Pages],
@@ -166,6 +143,9 @@ def follow(
     if layout.seq > 1:
         own = ShardedTokens(layout).own
         token_ids, positions = own(token_ids), own(positions)
+    if tree_width:
+        nodes = jnp.arange(len(slots))[:, None] * tree_width + speculation.path[slots]
+        hidden = hidden[nodes.reshape(-1)]
     features = jnp.concatenate([hidden[:count], prefill_hidden])
     mappings = inputs.slot_mappings
     kv, x = layer(layout, params, outside, kv, token_ids, features, positions, mappings)
@@ -190,6 +170,29 @@ class _Draft(Draft):
         return self._layer, self.layout(key), self.shapes.processors
 
 
+class _DraftTree(_Draft):
+    """A tree of drafts for each decode."""
+
+    title = "draft-tree"
+    pure = draft_tree
+    replaces = ("tables", "speculation")
+
+    def static(self, key: int) -> tuple[Any, ...]:
+        speculative = self.shapes.config.speculative_config
+        size = speculative.num_speculative_tokens
+        shape = TreeShape(speculative.top_k, speculative.tree_depth, size)
+        return *super().static(key), shape
+
+    def uploads(self, key: int) -> tuple[Any, ...]:
+        return super().uploads(key)[:2]
+
+    def __call__(self, state: DeviceState, step: PackedInputs) -> None:
+        decodes = step.plan.decodes
+        key = holding(self.shapes.buckets.rows, len(decodes))
+        vector = self.packed(state, key, StepPlan(decodes))
+        self.run(state, key, vector, draft_rows(self.shapes, step, key))
+
+
 class Follow(ProgramKind[ProgramKey]):
     """Keeps the layer up with the target."""
 
@@ -206,11 +209,15 @@ class Follow(ProgramKind[ProgramKey]):
         return self.shapes.layouts
 
     def layout(self, key: ProgramKey) -> StepLayout:
+        layout = self.shapes.layouts[key]
+        if layout.tree_depth:
+            key = key._replace(width=1 + layout.tree_depth)
         # As for drafts, rounding is of no consequence.
-        return dataclasses.replace(self.shapes.layouts[key], tile=None)
+        return dataclasses.replace(layout, key=key, tree_depth=0, tile=None)
 
     def static(self, key: ProgramKey) -> tuple[Any, ...]:
-        return self._layer, self.layout(key)
+        tree_width = key.width if self.shapes.layouts[key].tree_depth else 0
+        return self._layer, self.layout(key), tree_width
 
     def uploads(self, key: ProgramKey) -> tuple[Any, ...]:
         shapes, layout = self.shapes, self.layout(key)
@@ -249,7 +256,7 @@ class EagleProposer(Proposer):
         places = (KVPlace(0, shapes.kv_layout.layers_per_page),)
         drafter = Drafter(draft.family, config, places, num_recent=1)
         layer = DraftLayer(drafter, shapes.family, shapes.local_model)
-        self._draft = _Draft(shapes, layer, set_tables)
+        self._draft = (_DraftTree if shapes.tree_depth else _Draft)(shapes, layer, set_tables)
         self._follow = Follow(shapes, layer)
         self.kinds = (self._draft, self._follow)
 

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxserve.core.draft_tree import Path, parents, ways
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.speculative import SpeculativeConfig
 from jaxserve.models import medusa
 from jaxserve.models.family import Family, Params
 from jaxserve.models.medusa import MedusaConfig
@@ -20,9 +22,9 @@ from jaxserve.runtime.in_flight import PackedInputs
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.executables import ProgramSpec
 from jaxserve.runtime.programs.page_programs import SetTables
-from jaxserve.runtime.programs.program_kind import ProgramKind
+from jaxserve.runtime.programs.program_kind import ProgramKind, padded
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
-from jaxserve.runtime.proposers.drafter import draft_rows, sample_drafts
+from jaxserve.runtime.proposers.drafter import best_drafts, draft_rows, sample_drafts
 from jaxserve.runtime.proposers.proposer import Proposer
 from jaxserve.sampling import SamplingState
 from jaxserve.sampling.processors import Processors
@@ -60,6 +62,46 @@ def guess(
     return speculation._replace(drafts=speculation.drafts.at[slots].set(drafts))
 
 
+def guess_tree(
+    family: Family,
+    config: ModelConfig,
+    heads: MedusaConfig,
+    processors: Processors,
+    tree: tuple[Path, ...],
+    head: Params,
+    params: Params,
+    speculation: SpeculationState,
+    sampling: SamplingState,
+    rows: jax.Array,
+    stops: jax.Array,
+) -> SpeculationState:
+    """As `guess`, with the drafts of a `tree`: those at a depth are the best guesses of its head,
+    whatever comes before them. A draft whose KV would not be before `stops` int32 [rows] is left
+    out, and so are those after what is no draft."""
+    slots = rows[:, SLOT]
+    lengths, hidden = speculation.lengths[slots], speculation.hidden[slots]
+    rows = rows.at[:, POSITION].add(lengths)
+    ranks = np.array([path[-1] for path in tree])
+    places = np.array([len(path) - 1 for path in tree])
+
+    def best(place: jax.Array) -> jax.Array:
+        logits = family.logits(head, config, medusa.head(params, heads, place, hidden))
+        own = rows.at[:, POSITION].add(place)
+        return best_drafts(logits, sampling, own, processors, int(ranks.max()) + 1)[0]
+
+    guesses = lax.map(best, jnp.arange(places.max() + 1))
+    drafts = guesses[places, :, ranks].T
+    last = lengths[:, None] + np.arange(len(tree))
+    drafts = jnp.where(last < stops[:, None], drafts, NO_DRAFT)
+    whole = jnp.all(drafts[:, np.array(ways(tree))] != NO_DRAFT, axis=2)
+    drafts = jnp.where(whole, drafts, NO_DRAFT)
+    follows = jnp.broadcast_to(jnp.asarray(parents(tree), jnp.int32), drafts.shape)
+    return speculation._replace(
+        drafts=speculation.drafts.at[slots].set(drafts),
+        parents=speculation.parents.at[slots].set(follows),
+    )
+
+
 class Guess(ProgramKind[int]):
     """Drafts for each decode, each by a head of its own."""
 
@@ -89,12 +131,30 @@ class Guess(ProgramKind[int]):
         self.run(state, key, rows, np.int32(step.plan.width - 1))
 
 
+class GuessTree(Guess):
+    """A tree of drafts for each decode, each depth by a head of its own."""
+
+    title = "guess-tree"
+    pure = guess_tree
+
+    def static(self, key: int) -> tuple[Any, ...]:
+        return *super().static(key), self.shapes.config.speculative_config.speculative_token_tree
+
+    def uploads(self, key: int) -> tuple[Any, ...]:
+        return super().uploads(key)[0], self.shapes.int32(key)
+
+    def __call__(self, state: DeviceState, step: PackedInputs) -> None:
+        key = holding(self.shapes.buckets.rows, len(step.plan.decodes))
+        stops = padded([chunk.stop for chunk in step.plan.decodes], key, 0)
+        self.run(state, key, draft_rows(self.shapes, step, key), stops)
+
+
 class MedusaProposer(Proposer):
     """Heads with parameters of their own and no KV: the hidden state that a step sampled a
     sequence's newest token from stays on the device for the next step."""
 
     def __init__(self, shapes: ProgramShapes, set_tables: SetTables) -> None:
-        self._guess = Guess(shapes)
+        self._guess = (GuessTree if shapes.tree_depth else Guess)(shapes)
         self.kinds = (self._guess,)
 
     def propose(self, state: DeviceState, step: PackedInputs) -> None:
@@ -102,7 +162,7 @@ class MedusaProposer(Proposer):
             self._guess(state, step)
 
 
-def check_heads(heads: MedusaConfig, target: ModelConfig, num_drafts: int) -> None:
+def check_heads(heads: MedusaConfig, target: ModelConfig, speculative: SpeculativeConfig) -> None:
     """Raises ConfigError for heads that do not fit the target, or guess fewer tokens ahead."""
     for name in ("hidden_size", "vocab_size"):
         theirs, ours = getattr(heads, name), getattr(target, name)
@@ -111,7 +171,14 @@ def check_heads(heads: MedusaConfig, target: ModelConfig, num_drafts: int) -> No
                 f"the heads of speculative_config have a {name} of {theirs}, and the model of "
                 f"{ours}; train them for this model."
             )
-    if num_drafts > heads.num_heads:
+    depth, num_drafts = speculative.tree_depth, speculative.lengths[-1]
+    if depth > heads.num_heads:
+        raise ConfigError(
+            f"speculative_token_tree of speculative_config has paths of {depth} drafts, but there "
+            f"are {heads.num_heads} heads, one for each depth; leave out paths longer than "
+            f"{heads.num_heads}."
+        )
+    if not depth and num_drafts > heads.num_heads:
         raise ConfigError(
             f"num_speculative_tokens of speculative_config is {num_drafts}, but there are "
             f"{heads.num_heads} heads, one for each token; set it to at most {heads.num_heads}."

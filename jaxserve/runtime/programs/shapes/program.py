@@ -162,6 +162,12 @@ class ProgramShapes:
         return 1 + self.config.num_speculative_tokens
 
     @property
+    def tree_depth(self) -> int:
+        """Most drafts on a path of a decode's tree; 0 where drafts follow one after another."""
+        speculative = self.config.speculative_config
+        return 0 if speculative is None else speculative.tree_depth
+
+    @property
     def trash_slot(self) -> int:
         """The row of per-sequence device state that padding uses; real slots come before it."""
         return self.config.max_num_seqs
@@ -190,6 +196,7 @@ class ProgramShapes:
             ring_pages=context // self.config.page_size if key.ring else 0,
             ring_scheme="pass_kv_both_ways" if self._links_both_ways else "pass_kv",
             max_width=self.max_width,
+            tree_depth=self.tree_depth if key.width > 1 else 0,
             tile=self.tile,
             lora=self.lora is not None,
         )
@@ -321,6 +328,7 @@ class ProgramShapes:
             num_drafts,
             hidden if self.medusa or self.eagle else None,
             gained=self.eagle,
+            tree_depth=self.tree_depth,
         )
         return jax.tree.map(lambda array: placed(array, self.arrays.sharding()), state)
 
