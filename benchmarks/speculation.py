@@ -1,12 +1,12 @@
-"""Tokens a second with speculation and without, and whether the tokens are the same.
+"""Steps and tokens a second with speculation and without, and whether the tokens are the same.
 
     python benchmarks/speculation.py [MODEL] [--drafter JSON ...] [--streams 1 4] [--tokens 48]
 
 An engine without speculation and one for each drafter (a `speculative_config`; by default prompt
 lookup and the first 24 layers of the model) serve the same requests: prompts to copy from, tables
-to continue and questions, greedy, and seeded with one stream. Rounds of all engines alternate, and
-the best of each is reported. A pass is one step of one stream: without speculation it gives one
-token.
+to continue, questions and chats, greedy, and seeded with one stream. Rounds of all engines
+alternate, and the best speed of each is reported, beside the steps in which a stream decoded its
+tokens after the first: without speculation there is one for each.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ PROMPTS = {
     "continue a table": f"| name | place | shelf | state |\n|---|---|---|---|\n{ROWS}",
     "questions": "Q: Why is the sky blue, and why are sunsets red?\nA:",
 }
+CHATS = {
+    "chat: advice": "Give me three tips for a good night's sleep.",
+    "chat: a poem": "Write a short poem about the sea.",
+}
 
 
 def main() -> None:
@@ -67,20 +71,21 @@ def main() -> None:
             measure(engines, kind, heat, streams, options.tokens)
             for streams in options.streams
             for heat in ((0.0, 0.7) if streams == 1 else (0.0,))
-            for kind in PROMPTS
+            for kind in (*PROMPTS, *CHATS)
         ]
     columns = ["prompts", "sampling", "streams", "none, tok/s"]
     for config in options.drafter:
-        columns += [f"{SpeculativeConfig.of(config).method}, tok/s", "ratio", "tok/pass"]
+        columns += [f"{SpeculativeConfig.of(config).method}, tok/s", "ratio", "steps"]
     device = jax.devices()[0].device_kind
-    print_table(f"{options.tokens} tokens a request, equal tokens, {device}", columns, rows)
+    title = f"{options.tokens} tokens a request, {options.tokens - 1} steps without speculation"
+    print_table(f"{title}, equal tokens, {device}", columns, rows)
 
 
 def measure(
     engines: list[LLM], kind: str, heat: float, streams: int, tokens: int
 ) -> tuple[object, ...]:
     """A row of the table. Raises AssertionError when speculation changed a token."""
-    prompts = [PROMPTS[kind]] * streams
+    prompts = [prompt_of(engines[0], kind)] * streams
     params = [
         SamplingParams(temperature=heat, seed=i, max_tokens=tokens, ignore_eos=True)
         for i in range(streams)
@@ -97,9 +102,15 @@ def measure(
             assert len({tuple(one.outputs[0].token_ids) for one in others}) == 1, kind
     row: list[object] = [kind, f"temperature {heat}" if heat else "greedy", streams, best[0]]
     for place, llm in enumerate(engines[1:], 1):
-        share = (accepted(llm) - before[place]) / (ROUNDS * streams * tokens)
-        row += [best[place], best[place] / best[0], 1 / (1 - share)]
+        gained = (accepted(llm) - before[place]) / (ROUNDS * streams)
+        row += [best[place], best[place] / best[0], round(tokens - 1 - gained)]
     return tuple(row)
+
+
+def prompt_of(llm: LLM, kind: str) -> str | list[int]:
+    if kind in PROMPTS:
+        return PROMPTS[kind]
+    return llm.chat_prompt([{"role": "user", "content": CHATS[kind]}])
 
 
 def accepted(llm: LLM) -> int:

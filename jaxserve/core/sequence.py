@@ -87,7 +87,8 @@ class Sequence:
     num_in_flight: int = 0
     num_computed: int = 0
     num_speculative_tokens: int = 0
-    """Most drafts that each of its decodes verifies, set when it is added to a scheduler."""
+    """Most drafts that each of its decodes verifies, set when it is added to a scheduler; 0 once
+    its drafter has failed."""
     acceptance: float | None = None
     """How likely a draft of its next token is kept, where the scheduler chooses by that; None
     before any was verified."""

@@ -11,6 +11,7 @@ from jaxserve.core.draft_tree import MAX_TREE_TOKENS, Path, parse_tree
 from jaxserve.core.errors import ConfigError
 
 MAX_SPECULATIVE_TOKENS = 15
+DEFAULT_NGRAM_SIZE = 4
 AUTO_LENGTHS = (0, 1, 3, 7)
 """Drafts of a sequence and step that "auto" chooses from."""
 MAX_TOP_K = 10
@@ -23,6 +24,8 @@ _OWN_KEYS = {
     "layer_skip": ("num_layers",),
     "medusa": ("model", "speculative_token_tree"),
     "eagle": ("model", "top_k", "depth"),
+    "jacobi": (),
+    "lookahead": ("max_ngram_size",),
 }
 """Keys of each method, besides the common ones."""
 METHODS = tuple(_OWN_KEYS)
@@ -41,8 +44,9 @@ class SpeculativeConfig:
         method: "ngram" drafts what followed the last tokens where they occurred before, in the
             prompt or in the output (prompt lookup); "draft_model" a smaller model of the same
             vocabulary; "layer_skip" the first layers of the model and its head; "medusa" heads
-            trained for the model; "eagle" a layer trained for it. By default "draft_model" if there
-            is a `model`, else "ngram".
+            trained for the model; "eagle" a layer trained for it; "jacobi" what the model itself
+            sampled after the last step's drafts; "lookahead" n-grams of what it sampled there. By
+            default "draft_model" if there is a `model`, else "ngram".
         model: the draft model, as the engine's `model`; for "medusa" and "eagle" the directory of
             the heads or of the layer.
         num_layers: how many layers draft; for "layer_skip" only.
@@ -53,6 +57,8 @@ class SpeculativeConfig:
         top_k: for "eagle": how many guesses of each token a tree may have, whose shape follows from
             how sure the layer is. None: one guess after another.
         depth: drafts of its longest paths; 5 by default, or as many as there are drafts.
+        max_ngram_size: tokens of an n-gram, the one that it is found by included; for "lookahead"
+            only, where it is DEFAULT_NGRAM_SIZE by default, or one more than the most drafts.
     """
 
     num_speculative_tokens: int | Literal["auto"] | None = None
@@ -64,6 +70,7 @@ class SpeculativeConfig:
     speculative_token_tree: tuple[Path, ...] | None = None
     top_k: int | None = None
     depth: int | None = None
+    max_ngram_size: int | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError, naming the field, its value and the range."""
@@ -100,6 +107,20 @@ class SpeculativeConfig:
                 raise ConfigError(
                     f"{name} of speculative_config is {value!r}; it must be an integer {must}."
                 )
+        if self.method == "lookahead":
+            self._check_ngram_size()
+
+    def _check_ngram_size(self) -> None:
+        """Sets its default. Raises ConfigError for n-grams that no draft, or not all, could be."""
+        most, size = 1 + self.lengths[-1], self.max_ngram_size
+        if size is None:
+            object.__setattr__(self, "max_ngram_size", min(DEFAULT_NGRAM_SIZE, most))
+        elif type(size) is not int or not 2 <= size <= most:
+            raise ConfigError(
+                f"max_ngram_size of speculative_config is {size!r}; it must be an integer in "
+                f"2..{most}, the token that an n-gram is found by and at most "
+                f"num_speculative_tokens drafts."
+            )
 
     def _check_keys(self) -> None:
         """Raises ConfigError for a key of another method, or without one that the method needs."""
@@ -164,6 +185,11 @@ class SpeculativeConfig:
         if self.speculative_token_tree is not None:
             return len(self.speculative_token_tree[-1])
         return self.depth or 0
+
+    @property
+    def computed(self) -> bool:
+        """Whether drafts come from logits, so that one is missing only where those are NaN."""
+        return self.method in ("draft_model", "layer_skip", *_TRAINED)
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from jaxserve.core.requests.commands import (
 )
 from jaxserve.core.requests.sampling_params import sequence_seed
 from jaxserve.core.sequence import Sequence
-from jaxserve.core.steps.in_flight import DispatchedStep, PackedStep, StepResults
+from jaxserve.core.steps.in_flight import NO_TOKEN, DispatchedStep, PackedStep, StepResults
 from jaxserve.core.steps.plan import StepPlan
 from jaxserve.engine.input_processor import InputProcessor
 from jaxserve.engine.output_processor import Ended, OutputProcessor
@@ -326,8 +326,9 @@ class EngineCore:
             if seq.pooling is not None:
                 continue
             token_ids = results.token_ids[row]
-            if chunk.num_drafts:
-                self.scheduler.observe_drafts(chunk, len(token_ids) - 1)
+            if chunk.num_drafts and token_ids[0] != NO_TOKEN:
+                num_drafts = results.num_drafts[row]
+                self.scheduler.observe_drafts(chunk, num_drafts, len(token_ids) - 1)
             count = 0
             for place, token_id in enumerate(token_ids):
                 if not self.scheduler.collect(chunk, token_id, place):

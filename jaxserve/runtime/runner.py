@@ -348,6 +348,7 @@ class Runner:
         acceptance = self._kinds.verify(state, token_ids, sampled, width, hidden)
         if acceptance.path is not None:
             self._kinds.compact(state, sampled, acceptance)
+        self._kinds.proposer.verified(state, packed, width, token_ids, acceptance)
         return token_ids, acceptance, logprobs
 
     def _draw(

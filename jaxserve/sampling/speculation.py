@@ -16,6 +16,20 @@ import jax.numpy as jnp
 from jaxserve.sampling.trees import accepted_path, trees_of
 
 NO_DRAFT = -1
+POOL_SIZE = 256
+"""N-grams that lookahead decoding keeps of a sequence."""
+
+
+class Trajectories(NamedTuple):
+    """Per-slot arrays int32 of lookahead decoding with n-grams of n tokens.
+
+    `paths` [slots + 1, k, n - 1]: for each draft the tokens that it followed, step after step, and
+    the draft itself; NO_DRAFT before the first. `pool` [slots + 1, n-grams, n]: the newest first,
+    NO_DRAFT where there is none.
+    """
+
+    paths: jax.Array
+    pool: jax.Array
 
 
 class SpeculationState(NamedTuple):
@@ -29,6 +43,7 @@ class SpeculationState(NamedTuple):
     tokens that the last step added. `parents` [slots + 1, k], where drafts are a tree: the node
     that each follows (sampling/trees.py); `path` [slots + 1, 1 + depth], for drafters of trees that
     follow the model's hidden states: the nodes after which the last step sampled what it added.
+    `trajectories`: for lookahead decoding.
     """
 
     history: jax.Array
@@ -38,6 +53,7 @@ class SpeculationState(NamedTuple):
     gained: jax.Array | None = None
     parents: jax.Array | None = None
     path: jax.Array | None = None
+    trajectories: Trajectories | None = None
 
 
 class Acceptance(NamedTuple):
@@ -57,10 +73,12 @@ def abstract_speculation(
     *,
     gained: bool = False,
     tree_depth: int = 0,
+    ngram_size: int | None = None,
 ) -> SpeculationState:
     """Shapes of the state of `num_slots` slots and one for padding; `hidden` is the shape of one
     slot's hidden state, if it is kept, `gained` says whether those tokens are counted, and drafts
-    are trees of at most `tree_depth`, or for 0 chains."""
+    are trees of at most `tree_depth`, or for 0 chains. With an `ngram_size` there are
+    trajectories."""
     rows = num_slots + 1
     shapes = (rows, max_len + num_drafts + 1), (rows,), (rows, num_drafts)
     if hidden is not None:
@@ -71,7 +89,11 @@ def abstract_speculation(
         (rows, 1 + tree_depth) if tree_depth and gained else None,
     )
     arrays = [shape and jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
-    return SpeculationState(*arrays[:3], hidden, *arrays[3:])
+    trajectories = None
+    if ngram_size is not None:
+        paths, pool = (rows, num_drafts, ngram_size - 1), (rows, POOL_SIZE, ngram_size)
+        trajectories = Trajectories(*(jax.ShapeDtypeStruct(x, jnp.int32) for x in (paths, pool)))
+    return SpeculationState(*arrays[:3], hidden, *arrays[3:], trajectories)
 
 
 def set_history(

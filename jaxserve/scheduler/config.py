@@ -26,6 +26,7 @@ class SchedulerConfig:
     target_step_us: target for the predicted step time with prefills, for "timed" chunks only.
     draft_lengths: numbers of drafts that a decode may have, ascending from 0; of more than two the
         scheduler chooses.
+    drafter: the method of speculation, if it computes its drafts and can fail to.
     buckets: sizes that steps are padded to, which determine the step time.
     """
 
@@ -41,12 +42,13 @@ class SchedulerConfig:
     num_stages: int = 1
     target_step_us: int | None = None
     draft_lengths: tuple[int, ...] = (0,)
+    drafter: str | None = None
     buckets: Buckets | None = None
 
     @classmethod
     def of(cls, config: EngineConfig, buckets: Buckets) -> SchedulerConfig:
         """The limits of an engine's scheduler, for a resolved config."""
-        ageing_s = config.priority_ageing_s
+        ageing_s, speculative = config.priority_ageing_s, config.speculative_config
         return cls(
             policy=config.scheduler,
             max_num_seqs=config.max_num_seqs,
@@ -58,6 +60,7 @@ class SchedulerConfig:
             num_stages=config.pipeline_parallel_size,
             target_step_us=config.target_step_us,
             draft_lengths=config.draft_lengths,
+            drafter=speculative.method if speculative and speculative.computed else None,
             buckets=buckets,
         )
 

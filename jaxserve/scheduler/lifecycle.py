@@ -45,6 +45,7 @@ class SequenceLifecycle:
         self._preempted: list[Sequence] = []
         self._prefixes = SharedPrefixes(kv)
         self._num_steps = 0
+        self._most_drafts = config.draft_lengths[-1]
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
 
     @property
@@ -71,7 +72,7 @@ class SequenceLifecycle:
         seq.priority_ageing_us = self.config.priority_ageing_us
         seq.set_priority(seq.priority)
         if seq.params.speculative:
-            seq.num_speculative_tokens = self.config.draft_lengths[-1]
+            seq.num_speculative_tokens = self._most_drafts
         self.waiting.add(seq)
         self._unfinished[seq.seq_id] = seq
         self.tables[seq.seq_id] = self.kv.new_table(seq.token_ids, seq.salt)

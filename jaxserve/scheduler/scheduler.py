@@ -20,6 +20,7 @@ levels use the whole capacity, by definition.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator
@@ -38,6 +39,7 @@ from jaxserve.scheduler.slack import RelativeSlack
 from jaxserve.scheduler.step_time import StepLoad, StepTime
 from jaxserve.scheduler.token_budget import TimedTokenBudget, TokenBudget
 
+_log = logging.getLogger(__name__)
 _start = attrgetter("start")
 
 
@@ -58,6 +60,7 @@ class Scheduler(SequenceLifecycle):
             waiting = SlackQueue(self._slack.urgency)
         if config.fair_share:
             waiting = FairQueue()
+        self._drafter_works = self._warned_of_drafter = False
         super().__init__(config, kv, waiting)
         self._admission = AdmissionRule.of(config, self.pool.capacity, kv.layout)
 
@@ -94,10 +97,36 @@ class Scheduler(SequenceLifecycle):
         if self.step_time is not None:
             self.step_time.observe(StepLoad.together(map(StepLoad.of, plans)), us)
 
-    def observe_drafts(self, chunk: ScheduledChunk, num_accepted: int) -> None:
-        """Updates what is known of drafts with those of a decode that were kept."""
-        if chunk.num_drafts:
-            self._drafts.observe(chunk.seq, chunk.num_drafts, num_accepted)
+    def observe_drafts(self, chunk: ScheduledChunk, num_drafts: int, num_accepted: int) -> None:
+        """Updates what is known of drafts with those of a decode: of the `num_drafts` that there
+        were, `num_accepted` were kept. A drafter that should have computed some has computed NaN:
+        it is switched off for the sequence, and for all if it has never computed any."""
+        if not chunk.num_drafts:
+            return
+        self._drafts.observe(chunk.seq, chunk.num_drafts, num_accepted)
+        if self.config.drafter is None:
+            return
+        if num_drafts:
+            self._drafter_works = True
+        elif chunk.seq.num_speculative_tokens:
+            self._stop_drafts(chunk.seq)
+
+    def _stop_drafts(self, seq: Sequence) -> None:
+        whose = f"request {seq.request_id} and others like it go"
+        if not self._drafter_works:
+            whose, self._most_drafts = "all requests go", 0
+            for other in self._unfinished.values():
+                other.num_speculative_tokens = 0
+        seq.num_speculative_tokens = 0
+        if not self._warned_of_drafter:
+            self._warned_of_drafter = True
+            _log.warning(
+                "the drafter of speculative_config (%s) computes NaN; %s on without drafts, and "
+                "with the same tokens. Check its weights; where float16 overflows, set dtype to "
+                "'bfloat16' or 'float32'.",
+                self.config.drafter,
+                whose,
+            )
 
     def collect(self, chunk: ScheduledChunk, token_id: int, place: int = 0) -> bool:
         """Appends a token that `chunk` sampled, in dispatch order; False if it was dropped. `place`
@@ -184,7 +213,7 @@ class Scheduler(SequenceLifecycle):
             table = self.tables[seq.seq_id]
             end = seq.num_computed + 1
             num_drafts = lookahead = 0
-            if seq.num_speculative_tokens:
+            if seq.num_speculative_tokens or seq.num_drafts_in_flight:
                 num_drafts = min(self._drafts.of(seq), seq.kv_limit - end)
                 lookahead = min(num_drafts + seq.num_drafts_in_flight, seq.kv_limit - end)
             needs_pages = end + lookahead > len(table.pages) * page_size

@@ -49,6 +49,7 @@ def test_a_mesh_answers_as_one_device(answered, mesh):
         ("TP2 CP2", "ngram"),
         ("TP2 CP2", "eagle"),
         ("TP2", "medusa"),
+        ("TP2 CP2", "lookahead"),
     ],
 )
 def test_speculation_on_a_mesh(answered, mesh, method, tmp_path):
@@ -62,6 +63,7 @@ def test_speculation_on_a_mesh(answered, mesh, method, tmp_path):
             "num_speculative_tokens": 4,
             "speculative_token_tree": [2, 1],
         },
+        "lookahead": {},
     }
     settings = {
         "speculative_config": {"method": method, "num_speculative_tokens": 2} | keys[method],

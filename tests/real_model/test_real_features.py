@@ -76,7 +76,7 @@ def test_every_scheduler(smollm2_path, scheduler):
 
 @pytest.mark.parametrize(
     "drafts",
-    [{"method": "ngram"}, {"method": "layer_skip", "num_layers": 24}],
+    [{"method": "ngram"}, {"method": "layer_skip", "num_layers": 24}, {"method": "lookahead"}],
     ids=lambda drafts: drafts["method"],
 )
 def test_speculation(smollm2_path, drafts):

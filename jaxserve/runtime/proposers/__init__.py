@@ -1,4 +1,4 @@
-"""Methods of speculative decoding, one file each. A new one is a Proposer and a line here, and its
+"""Methods of speculative decoding: each is a Proposer in a file of its own, a line here, and its
 keys in core/speculative.py."""
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.proposers.draft_model import DraftModelProposer
 from jaxserve.runtime.proposers.eagle import EagleProposer
+from jaxserve.runtime.proposers.jacobi import JacobiProposer
 from jaxserve.runtime.proposers.layer_skip import LayerSkipProposer
 from jaxserve.runtime.proposers.medusa import MedusaProposer
 from jaxserve.runtime.proposers.ngram import NgramProposer
@@ -18,6 +19,8 @@ PROPOSERS: dict[str, type[Proposer]] = {
     "layer_skip": LayerSkipProposer,
     "medusa": MedusaProposer,
     "eagle": EagleProposer,
+    "jacobi": JacobiProposer,
+    "lookahead": JacobiProposer,
 }
 
 

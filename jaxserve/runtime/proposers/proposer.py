@@ -13,6 +13,7 @@ from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_kind import ProgramKind
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
+from jaxserve.sampling.speculation import Acceptance
 
 
 class Proposer(abc.ABC):
@@ -36,6 +37,18 @@ class Proposer(abc.ABC):
         verifies, NO_DRAFT where there is none. Called before every step, also those that verify
         nothing; the host does not wait."""
 
+    def verified(
+        self,
+        state: DeviceState,
+        step: PackedInputs,
+        width: int,
+        token_ids: jax.Array,
+        acceptance: Acceptance,
+    ) -> None:
+        """Takes what a step sampled, `width` tokens for each of `step.sampled`, int32 [at least as
+        many], and how many of them are kept, as `state.speculation` has them already."""
+        return
+
     def follow(
         self,
         state: DeviceState,
@@ -46,5 +59,5 @@ class Proposer(abc.ABC):
     ) -> None:
         """Takes what a step computed by the program `key`, after its tokens are in `state`: the
         hidden states that it sampled from [sample_width, hidden], and those of its prefill tokens
-        [prefill_tokens, hidden]. Most methods need nothing of it."""
+        [prefill_tokens, hidden]. Most methods need nothing of either."""
         return

@@ -329,6 +329,7 @@ class ProgramShapes:
             hidden if self.medusa or self.eagle else None,
             gained=self.eagle,
             tree_depth=self.tree_depth,
+            ngram_size=self.config.speculative_config.max_ngram_size,
         )
         return jax.tree.map(lambda array: placed(array, self.arrays.sharding()), state)
 
