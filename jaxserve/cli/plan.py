@@ -218,7 +218,13 @@ def _lower_tiers(memory: MemoryPlan) -> list[tuple[str, str]]:
         rows.append(("layers on the host", host if memory.host_is_device else f"({host})"))
     if memory.disk_weights_bytes:
         rows.append(("layers on disk", f"({size(memory.disk_weights_bytes)})"))
-    if memory.staging_bytes:
+    if memory.host_kv is not None:
+        from jaxserve.runtime.planning.memory import KV_WINDOW, group_pages
+
+        group = group_pages(memory.host_kv)
+        label = f"window of KV from the host, {KV_WINDOW} x {group:,} pages of a layer"
+        rows.append((label, size(memory.kv_window_bytes)))
+    elif memory.staging_bytes:
         rows.append(("transfer buffers", size(memory.staging_bytes)))
     if memory.host_pages:
         host = size(memory.host_bytes)
@@ -242,6 +248,16 @@ def _capacity(decided: EnginePlan) -> str:
         for group in layout.groups
         if layout.windowed
     ]
+    if memory.host_kv is not None:
+        rows.append(
+            (
+                f"most of one request, {memory.host_kv.resident_pages:,} pages of it in the pool",
+                f"{memory.longest_tokens:,}",
+            )
+        )
+        pages = memory.host_kv.on_host(layout.pages_for(config.max_model_len))
+        label = f"KV that a decode after {config.max_model_len:,} tokens reads from the host"
+        rows.append((label, size(pages * memory.image_bytes)))
     rows += [
         (f"requests of {length:,} tokens at once", f"{number:,}") for length, number in at_once
     ]
@@ -364,6 +380,7 @@ def _document(decided: EnginePlan, programs: Programs) -> dict[str, Any]:
             "page_size": memory.page_size,
             "tokens": memory.kv_tokens,
             "groups": [dataclasses.asdict(group) for group in memory.layout.groups],
+            "longest_tokens": memory.longest_tokens,
             "most_bytes": _pages_that_fit(memory) * memory.page_bytes,
         },
         "requests_at_once": [

@@ -65,6 +65,9 @@ class EngineConfig:
         resident_weight_bytes: memory on each device for weights with `weights_on` host or disk:
             embeddings and head, the window, and as many layers to keep there as fit; by default
             none of those.
+        kv_on: where the KV of sequences longer than the pool is: "device", which refuses them, or
+            "host", whose memory has their older pages, which every step reads through a window in
+            device memory (docs/offload.md).
         max_model_len: context limit in tokens, prompt and output; by default the model's.
         max_num_seqs: maximum number of running sequences.
         max_num_batched_tokens: token budget of a step.
@@ -92,7 +95,9 @@ class EngineConfig:
         enable_prefix_caching: cache computed KV for prompts with a common prefix.
         host_kv_bytes: host memory for KV pages evicted from the device; by default the size of the
             pool, at most a quarter of free memory, and none on CPUs, whose pool is in host memory
-            already.
+            already. With `kv_on` host it is for the older pages of sequences longer than the pool
+            instead; by default as much as one of max_model_len needs, at most a quarter of free
+            memory.
         disk_kv_dir: directory for KV pages evicted from host memory.
         disk_kv_bytes: disk space for these pages.
         preemption: KV of a preempted sequence: "swap" offloads it to a lower tier, "recompute"
@@ -128,6 +133,7 @@ class EngineConfig:
     quantization: Quantization | None = None
     weights_on: Literal["device", "host", "disk"] = "device"
     resident_weight_bytes: int | None = None
+    kv_on: Literal["device", "host"] = "device"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -222,6 +228,7 @@ class EngineConfig:
             self._check_tree(speculative)
         self._check_lora()
         self._check_streaming()
+        self._check_host_kv()
         if self.target_step_us is not None and self.scheduler != "medha":
             raise ConfigError(
                 f"target_step_us is {self.target_step_us}, but scheduler {self.scheduler!r} has "
@@ -310,6 +317,36 @@ class EngineConfig:
                 "layers that are not on the device; use 'ngram' or 'draft_model', whose model is."
             )
 
+    def _check_host_kv(self) -> None:
+        """Raises ConfigError for what does not combine with KV on the host."""
+        if self.kv_on == "device":
+            return
+        refused = {
+            "program_scope": (self.program_scope == "step", "it runs layer after layer"),
+            "speculative_config": (
+                self.speculative_config is not None,
+                "drafts would write to pages that have left the device",
+            ),
+            "batch_invariant": (
+                self.batch_invariant,
+                "parts of the attention are merged in an order that depends on the context",
+            ),
+            "disk_kv_dir": (self.disk_kv_dir is not None, "there are no pages on disk"),
+            "preemption": (
+                self.preemption == "swap",
+                "a preempted sequence is computed again, for the host's memory is for others",
+            ),
+        }
+        for name in ("tensor", "pipeline", "context"):
+            size = f"{name}_parallel_size"
+            refused[size] = getattr(self, size) > 1, "it is for one device"
+        for name, (used, why) in refused.items():
+            if used:
+                raise ConfigError(
+                    f"kv_on is 'host', but {name} is {getattr(self, name)!r}, and {why}; leave "
+                    f"{name} out, or kv_on."
+                )
+
     def _check_devices(self) -> None:
         """Converts `devices` to a tuple. Raises ConfigError for invalid or duplicate device ids,
         and if their number is not the product of the parallel sizes."""
@@ -349,6 +386,11 @@ class EngineConfig:
     def num_devices(self) -> int:
         """Number of devices of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+
+    @property
+    def _runs_by_layer(self) -> bool:
+        """Whether layers, or what they read, pass through a window."""
+        return self.weights_on != "device" or self.kv_on != "device"
 
     @property
     def sizes(self) -> str:
@@ -414,7 +456,7 @@ class EngineConfig:
             max_lora_rank=self.max_lora_rank
             or (DEFAULT_MAX_LORA_RANK if self.enable_lora else None),
             program_scope=self.program_scope
-            or ("layer" if on_cpu or self.weights_on != "device" else "step"),
+            or ("layer" if on_cpu or self._runs_by_layer else "step"),
         )
 
 
@@ -442,6 +484,7 @@ class EngineSettings(TypedDict, total=False):
     quantization: Quantization | None
     weights_on: Literal["device", "host", "disk"]
     resident_weight_bytes: int | None
+    kv_on: Literal["device", "host"]
     max_model_len: int | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None

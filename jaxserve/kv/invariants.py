@@ -21,6 +21,7 @@ def check_invariants(manager: KVManager, tables: Iterable[PageTable]) -> None:
     _check_references(manager, tables)
     nodes = _all_nodes(manager, tables)
     _check_device(manager, nodes)
+    _check_host_pages(manager, tables)
     for tier in manager.tiers:
         _check_lower(manager, nodes, tier)
     for table in tables:
@@ -39,6 +40,28 @@ def _check_references(manager: KVManager, tables: list[PageTable]) -> None:
         _require(len(set(table.held)) == len(table.held), "a table has a page twice")
         released = table.pages[: table.num_released]
         _require(set(released) <= {TRASH_PAGE}, "a table names a page that it has released")
+
+
+def _check_host_pages(manager: KVManager, tables: list[PageTable]) -> None:
+    """Host pages of sequences longer than the pool are reserved while these run."""
+    held = [page for table in tables for page in table.host_pages]
+    _require(len(set(held)) == len(held), "a host page is in two tables")
+    num_used = 0 if manager.host_pages is None else manager.host_pages.num_used
+    _require(num_used == len(held), f"{num_used} host pages are taken, and {len(held)} in tables")
+    for table in tables:
+        if not table.num_host_pages:
+            continue
+        _require(not table.nodes, "a table longer than the pool has nodes")
+        expected = table.num_host_pages if table.pages else 0
+        _require(
+            len(table.host_pages) == expected and table.num_released <= expected,
+            f"a table has {len(table.host_pages)} host pages of {expected}, and uses "
+            f"{table.num_released}",
+        )
+        _require(
+            len(table.held) <= manager.host_limits.resident_pages,
+            f"a table longer than the pool holds {len(table.held)} device pages",
+        )
 
 
 def _all_nodes(manager: KVManager, tables: list[PageTable]) -> list[Node]:

@@ -106,6 +106,11 @@ class KVLayout:
         return len(self.groups) > 1 or self.groups[0].window is not None
 
     @property
+    def chunk_pages(self) -> int:
+        """The most pages that a step's tokens of one sequence lie on."""
+        return -(-(self.max_chunk - 1) // self.page_size) + 1
+
+    @property
     def layers_per_page(self) -> int:
         """Layers that a page has room for."""
         return max(len(group.layers) for group in self.groups)

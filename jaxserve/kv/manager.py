@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxserve.kv.group_match import GroupMatcher
+from jaxserve.kv.host_pages import HostKV, HostPages
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.match import Match, Preemption, PrefixMatcher
 from jaxserve.kv.node import Node, NodeState
@@ -68,14 +69,17 @@ class KVManager:
         page_bytes: int = 0,
         transfer_worker: TransferQueue | None = None,
         rates: Rates | None = None,
+        host_pages: HostPages | None = None,
     ) -> None:
         """`layout` has the KV groups, one without a window by default. `tiers` gives the number of
         pages of each tier below the device, from the top down; with any, `transfer_worker` copies
         pages of `page_bytes` bytes and `rates` learns their cost. Without `prefix_caching`, only
-        pinned pages stay cached when no sequence uses them."""
+        pinned pages stay cached when no sequence uses them. `host_pages` are for sequences longer
+        than the pool; these neither find nor leave cached pages."""
         self.pool = pool
         self.layout = layout or KVLayout(pool.page_size)
         self.windowed = self.layout.windowed
+        self.host_pages = host_pages
         self.tree = PrefixTree(pool.page_size)
         self.rates = rates or Rates()
         self.counters = KVCounters()
@@ -87,6 +91,7 @@ class KVManager:
         )
         self._preemption = preemption
         self._copies: list[tuple[int, int]] = []
+        self._to_host: list[tuple[int, int]] = []
         common = self.tree, pool, self.rates, page_bytes, preemption
         self._matcher = (
             GroupMatcher(*common, self.layout) if self.windowed else PrefixMatcher(*common)
@@ -97,6 +102,21 @@ class KVManager:
         """The tiers below the device, from the top down, and how full they are."""
         pools = self._states.tier_pools.items()
         return {tier: TierUsage(pool.num_used, pool.num_pages) for tier, pool in pools}
+
+    @property
+    def host_limits(self) -> HostKV | None:
+        """What sequences longer than the pool may take; None if there can be none."""
+        return None if self.host_pages is None else self.host_pages.limits
+
+    @property
+    def num_free_host_pages(self) -> int:
+        """Host pages that no sequence longer than the pool has."""
+        return 0 if self.host_pages is None else self.host_pages.num_free
+
+    @property
+    def releases_pages(self) -> bool:
+        """Whether sequences may give back pages while they run, and so take them as they go."""
+        return self.windowed or self.host_pages is not None
 
     @property
     def num_in_flight_transfers(self) -> int:
@@ -114,20 +134,40 @@ class KVManager:
 
     # Admission
 
-    def new_table(self, token_ids: Callable[[int, int], list[int]], salt: bytes) -> PageTable:
-        """An empty page table of a sequence, arguments as for PageTable."""
+    def new_table(
+        self, token_ids: Callable[[int, int], list[int]], salt: bytes, most_tokens: int = 0
+    ) -> PageTable:
+        """An empty page table of a sequence, arguments as for PageTable; `most_tokens` is how many
+        it can have KV of, if that may be more than the pool holds."""
         # No salt is other than UTF-8, so that groups share nothing.
         numbers = range(1, len(self.layout.groups))
         others = tuple(PageTable(token_ids, b"\xff%d" % number + salt) for number in numbers)
-        return PageTable(token_ids, salt, others)
+        num_host_pages = 0
+        if self.host_limits is not None:
+            num_host_pages = self.host_limits.on_host(self.layout.pages_for(most_tokens))
+        return PageTable(token_ids, salt, others, num_host_pages)
+
+    def pages_for(self, table: PageTable | None, num_tokens: int) -> int:
+        """The most device pages that a sequence of `num_tokens` tokens holds at a time."""
+        num_pages = self.layout.pages_for(num_tokens)
+        if table is not None and table.num_host_pages:
+            return min(num_pages, self.host_limits.resident_pages)
+        return num_pages
 
     def match(self, table: PageTable, num_tokens: int) -> Match:
         """Matches the first `num_tokens` tokens of a sequence without pages against the cache."""
+        if table.num_host_pages:
+            return Match()
         return self._matcher.match(table, num_tokens)
 
-    def fits(self, match: Match, num_tokens: int, margin: int) -> bool:
-        """Whether `margin` pages stay available after `allocate`."""
-        num_pages = self.layout.pages_for(num_tokens)
+    def fits(
+        self, match: Match, num_tokens: int, margin: int, table: PageTable | None = None
+    ) -> bool:
+        """Whether `margin` pages stay available after `allocate`, and the host has its pages for
+        a table that needs some."""
+        num_pages = self.pages_for(table, num_tokens)
+        if table is not None and table.num_host_pages > self.num_free_host_pages:
+            return False
         return self.pool.num_available - (num_pages - match.num_in_use) >= margin
 
     def allocate(self, table: PageTable, match: Match, num_tokens: int) -> None:
@@ -139,7 +179,9 @@ class KVManager:
         """
         if self.windowed:
             return self._allocate_groups(table, match, num_tokens)
-        num_pages = self.pool.pages_for(num_tokens)
+        num_pages = self.pages_for(table, num_tokens)
+        if table.num_host_pages:
+            table.host_pages = self.host_pages.allocate(table.num_host_pages)
         for node in match.shared:
             self._share(table, node)
         fetched, partial = list(match.fetched), match.partial
@@ -167,9 +209,11 @@ class KVManager:
 
     def extend(self, table: PageTable, start: int, stop: int) -> bool:
         """Prepares a table to compute the tokens start .. stop - 1: gives back the pages that have
-        left a window, and adds those that are missing; adds none and returns False when there are
-        too few."""
+        left a window, moves those to the host that are more than may stay, and adds those that are
+        missing; adds none and returns False when there are too few."""
         page_size, num_pages = self.pool.page_size, self.pool.pages_for(stop)
+        if table.num_host_pages:
+            self._move_to_host(table, num_pages)
         for group, own in zip(self.layout.groups, table.tables):
             for index in range(own.num_released, group.first_held(start, page_size)):
                 node = own.nodes[index] if index < len(own.nodes) else None
@@ -217,8 +261,11 @@ class KVManager:
         """Inserts the full pages of a sequence's first `num_tokens` tokens into the tree; with
         `partial` also the partly filled page after them.
 
-        The tokens must be known, and their KV written by steps already dispatched.
+        The tokens must be known, and their KV written by steps already dispatched. Those of a table
+        longer than the pool are not inserted.
         """
+        if table.num_host_pages:
+            return
         page_size = self.pool.page_size
         full = num_tokens // page_size
         if self.windowed:
@@ -256,6 +303,9 @@ class KVManager:
                 node = own.nodes[index] if index < len(own.nodes) else None
                 self._states.release(own.pages[index], node, keep=keep)
             own.clear()
+        if table.host_pages:
+            self.host_pages.free(table.host_pages)
+            table.host_pages = []
 
     def unpin_table(self, table: PageTable) -> None:
         """Unpins the nodes that a preempted sequence left pinned."""
@@ -316,8 +366,10 @@ class KVManager:
     def operations(self) -> Operations:
         """The device operations to run before the step just planned."""
         copies, self._copies = self._copies, []
+        to_host, self._to_host = self._to_host, []
         copied = {target for _, target in copies}
         return Operations(
+            to_host=to_host,
             loads=self._offload.take_loads(),
             saves=self._offload.take_saves(),
             copies=copies,
@@ -332,6 +384,16 @@ class KVManager:
             self._offload.begin_save(save, staging)
 
     # Internals
+
+    def _move_to_host(self, table: PageTable, num_pages: int) -> None:
+        """Moves the oldest device pages of a table that is to have `num_pages` pages to its host
+        pages, as many as are more than may stay. Steps already dispatched have written them."""
+        stop = num_pages - self.host_limits.resident_pages
+        for index in range(table.num_released, stop):
+            self._to_host.append((table.pages[index], table.host_pages[index]))
+            self._states.release(table.pages[index], None)
+            table.pages[index] = TRASH_PAGE
+            table.num_released = index + 1
 
     def _allocate_groups(self, table: PageTable, match: Match, num_tokens: int) -> None:
         """`allocate`, for tables with windows."""

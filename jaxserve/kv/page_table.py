@@ -15,16 +15,19 @@ class PageTable:
     `nodes[i]` describes `pages[i]`, for the leading pages that are in the tree; only the last node
     may cover just part of its page. The sequence writes to no page before the first page that is
     private to it. The first `num_released` pages have left the group's window: TRASH_PAGE stands
-    for them, and their nodes only say what comes before the others.
+    for them, and their nodes only say what comes before the others. A table longer than the pool
+    has no nodes, and its released pages are the first of `host_pages`.
     """
 
     __slots__ = (
         "_keys",
         "_packed",
         "_token_ids",
+        "host_pages",
         "may_fetch",
         "nodes",
         "num_cached",
+        "num_host_pages",
         "num_matched",
         "num_released",
         "num_uploaded",
@@ -39,9 +42,11 @@ class PageTable:
         token_ids: Callable[[int, int], list[int]],
         salt: bytes,
         others: tuple[PageTable, ...] = (),
+        num_host_pages: int = 0,
     ) -> None:
         """`token_ids(start, stop)` returns the sequence's tokens at positions start .. stop - 1.
-        Only tables with the same `salt` share pages."""
+        Only tables with the same `salt` share pages. `num_host_pages`: host pages that a sequence
+        longer than the pool holds while it runs."""
         self.others = others
         self.pages: list[int] = []
         self.nodes: list[Node] = []
@@ -52,6 +57,9 @@ class PageTable:
         self.num_matched = 0
         """Tokens with cached KV when it last took its pages, for tables with a window."""
         self.num_released = 0
+        self.num_host_pages = num_host_pages
+        self.host_pages: list[int] = []
+        """Those it holds, in order; it uses the first `num_released`."""
         self.may_fetch = True
         """Whether to try to fetch its KV from lower tiers: not again after a failure."""
         self.num_uploaded = 0

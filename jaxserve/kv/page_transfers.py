@@ -30,6 +30,9 @@ class PageDevice(Protocol):
     def gather(self, pages: Sequence[int]) -> Any:
         """A staging array with up to MOVE_PAGES pages."""
 
+    def to_host(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies pages, given as (device, host), for sequences longer than the pool."""
+
     def scatter(self, pages: Sequence[int], staging: Any) -> None:
         """Writes the first rows of a staging array to pages."""
 
@@ -78,6 +81,8 @@ class PageTransfers:
     def carry_out(self) -> None:
         """Dispatches the device operations needed before the step just planned."""
         operations = self.manager.operations()
+        if operations.to_host:
+            self._device.to_host(operations.to_host)
         for load in operations.loads:
             self._device.scatter(load.target_pages, load.handle.consume())
         for save in operations.saves:

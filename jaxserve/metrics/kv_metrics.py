@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxserve.kv.manager import KVManager
+from jaxserve.kv.manager import KVManager, TierUsage
 from jaxserve.kv.offload.tiers import Tier
 from jaxserve.metrics.metrics import Metric
 
@@ -42,6 +42,8 @@ def _vllm_metrics(kv: KVManager, max_model_len: int) -> dict[str, Metric]:
 
 def _pages(kv: KVManager) -> dict[str, Metric]:
     pool, tiers = kv.pool, kv.tiers
+    if kv.host_pages is not None:
+        tiers[Tier.HOST] = TierUsage(kv.host_pages.num_used, kv.host_limits.num_pages)
     device = {"free": pool.num_free, "used": pool.num_used, "cached": pool.num_cached}
     return {
         "kv_pages": Metric(

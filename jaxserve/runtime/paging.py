@@ -10,6 +10,7 @@ import numpy as np
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.events import EventLog
 from jaxserve.core.model_config import ModelConfig
+from jaxserve.kv.host_pages import HostPages
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.offload.rates import Rates
 from jaxserve.kv.offload.tiers import DiskStore, HostStore, Store, Tier
@@ -37,7 +38,7 @@ class Paging(PageTransfers):
         config, memory = plan.config, plan.memory
         self._runner = runner
         self._stores: dict[Tier, Store] = {}
-        if memory.host_pages:
+        if memory.host_pages and not memory.kv_on_host:
             self._stores[Tier.HOST] = HostStore(memory.host_pages, memory.image_bytes)
         if memory.disk_pages:
             self._stores[Tier.DISK] = DiskStore(
@@ -63,6 +64,7 @@ class Paging(PageTransfers):
             page_bytes=memory.image_bytes,
             transfer_worker=worker,
             rates=rates,
+            host_pages=memory.host_kv and HostPages(memory.host_kv),
         )
         super().__init__(manager, worker, runner, log, debug=config.debug_kv)
         if worker is not None:

@@ -25,6 +25,7 @@ from jaxserve.models.family import Params
 from jaxserve.runtime.in_flight import BUBBLE, DeviceStep, PackedInputs, SamplingRow
 from jaxserve.runtime.programs.device_state import allocate, filled
 from jaxserve.runtime.programs.executables import Programs
+from jaxserve.runtime.programs.host_kv_programs import ForwardWithHostKV
 from jaxserve.runtime.programs.kinds import ProgramKinds
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
 from jaxserve.runtime.programs.step_layout import FrozenPlan
@@ -56,6 +57,8 @@ class Runner:
         self._kinds = ProgramKinds(shapes)
         self._kinds.bind(programs)
         self._state = allocate(shapes.abstract_state, weights, draft_params)
+        if isinstance(self._kinds.forward, ForwardWithHostKV):
+            _ = self._kinds.forward.store  # Fail now, not in a step.
         self._rows: dict[int, SamplingRow] = {}
         self._stages = collections.deque([BUBBLE] * (shapes.stages - 1))
         self.num_dispatches = 0
@@ -63,9 +66,10 @@ class Runner:
 
     @property
     def steps_ahead(self) -> int:
-        """As Executor. A dispatch with streamed layers ends with its step, and a step whose tokens
-        are dropped would read all of them."""
-        return 0 if self.shapes.placement.streamed else 1
+        """As Executor. A dispatch with streamed layers or pages ends with its step, and a step
+        whose tokens are dropped would read all of them."""
+        streams = self.shapes.placement.streamed or self.shapes.config.kv_on == "host"
+        return 0 if streams else 1
 
     @property
     def weight_reads(self) -> WeightReads | None:
@@ -275,6 +279,13 @@ class Runner:
         """A staging array [at least pages, elements] with up to MOVE_PAGES pages."""
         self._drain()
         return self._kinds.gather(self._state.kv, pages)
+
+    def to_host(self, pairs: SequenceOf[tuple[int, int]]) -> None:
+        """Copy pages of sequences longer than the pool, given as (device, host); waits for the
+        device."""
+        forward = self._kinds.forward
+        assert isinstance(forward, ForwardWithHostKV)
+        forward.to_host(self._state, pairs)
 
     def scatter(self, pages: SequenceOf[int], staging: jax.Array) -> None:
         """Write the first rows of a staging array to pages."""

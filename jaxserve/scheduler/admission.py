@@ -7,6 +7,7 @@ import math
 
 from jaxserve.core.errors import PromptTooLongError, RequestError
 from jaxserve.core.sequence import Sequence
+from jaxserve.kv.host_pages import HostKV
 from jaxserve.kv.layout import KVLayout
 from jaxserve.scheduler.config import SchedulerConfig
 from jaxserve.scheduler.policies import POLICIES
@@ -24,9 +25,17 @@ class AdmissionRule:
     max_num_seqs: int
     reserves: bool
     watermark_pages: int
+    host: HostKV | None = None
+    """For sequences longer than the pool; None refuses these."""
 
     @classmethod
-    def of(cls, config: SchedulerConfig, capacity: int, layout: KVLayout) -> AdmissionRule:
+    def of(
+        cls,
+        config: SchedulerConfig,
+        capacity: int,
+        layout: KVLayout,
+        host: HostKV | None = None,
+    ) -> AdmissionRule:
         return cls(
             capacity=capacity,
             layout=layout,
@@ -34,6 +43,7 @@ class AdmissionRule:
             reserves=POLICIES[config.policy].pages == "reserve",
             # At least one page, so that a preempted sequence does not resume into a full pool.
             watermark_pages=max(1, math.ceil(config.watermark * capacity)),
+            host=host,
         )
 
     def margin(self, num_running: int) -> int:
@@ -52,18 +62,28 @@ class AdmissionRule:
         with shorter prompts and longer outputs are admitted in greater number, and some of them
         preempted as they grow.
         """
-        pages = self.layout.pages_for(num_tokens - 1)
+        pages, most = self.layout.pages_for(num_tokens - 1), self.max_num_seqs
         if pages > self.capacity:
-            return 0
+            if self.host is None or pages > self.host.longest:
+                return 0
+            most = min(most, self.host.num_pages // self.host.on_host(pages))
+            pages = self.host.resident_pages
         others = max(0, self.capacity - pages - self.margin(1)) // pages
-        return min(1 + others, self.max_num_seqs)
+        return min(1 + others, most)
 
 
-def kv_limit(seq: Sequence, max_model_len: int, capacity: int, layout: KVLayout) -> int:
+def kv_limit(
+    seq: Sequence,
+    max_model_len: int,
+    capacity: int,
+    layout: KVLayout,
+    host: HostKV | None = None,
+) -> int:
     """Maximum number of tokens whose KV a sequence needs, as in `Sequence.kv_limit`.
 
     Raises RequestError for an empty prompt, PromptTooLongError for one that leaves no room in the
-    context or that, with its `max_tokens`, can never fit a pool of `capacity` pages.
+    context or that, with its `max_tokens`, can never fit a pool of `capacity` pages, nor the `host`
+    beside it.
     """
     length = seq.num_prompt
     if not length:
@@ -74,17 +94,26 @@ def kv_limit(seq: Sequence, max_model_len: int, capacity: int, layout: KVLayout)
             f"shorten it to at most {max_model_len - 1}"
         )
     room = max_model_len - length
-    pool_tokens = layout.longest(capacity, max_model_len)
+    pool_tokens = most_tokens = layout.longest(capacity, max_model_len)
+    if host is not None:
+        most_tokens = layout.longest(host.longest, max_model_len)
     wanted = seq.params.max_tokens
     if wanted is None:  # Up to the context limit, or to the pool's capacity if that is smaller.
-        wanted = max(1, pool_tokens + 1 - length)
+        within = pool_tokens if length <= pool_tokens else most_tokens
+        wanted = max(1, within + 1 - length)
     max_tokens = min(wanted, room)
     limit = length + max_tokens - 1
     pages = layout.pages_for(limit)
-    if pages > capacity:
+    if pages > (capacity if host is None else host.longest):
+        beside = ""
+        if host is not None:
+            beside = (
+                f", of which a longer request has {host.resident_pages}, beside up to "
+                f"{host.num_pages} on the host (host_kv_bytes)"
+            )
         raise PromptTooLongError(
             f"a prompt of {length} tokens with max_tokens {max_tokens} needs {pages} KV pages "
-            f"and the pool has {capacity}; prompt and max_tokens may add up to "
-            f"{pool_tokens + 1} tokens"
+            f"and the pool has {capacity}{beside}; prompt and max_tokens may add up to "
+            f"{most_tokens + 1} tokens"
         )
     return limit

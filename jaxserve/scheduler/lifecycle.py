@@ -67,7 +67,8 @@ class SequenceLifecycle:
         Raises RequestError for an empty prompt, PromptTooLongError for one that leaves no room in
         the context or that, with its `max_tokens`, can never fit the pool.
         """
-        limit = kv_limit(seq, self.config.max_model_len, self.pool.capacity, self.kv.layout)
+        capacity, host = self.pool.capacity, self.kv.host_limits
+        limit = kv_limit(seq, self.config.max_model_len, capacity, self.kv.layout, host)
         seq.kv_limit = min(seq.kv_limit or limit, limit)  # A restored one has its own.
         seq.priority_ageing_us = self.config.priority_ageing_us
         seq.set_priority(seq.priority)
@@ -75,7 +76,7 @@ class SequenceLifecycle:
             seq.num_speculative_tokens = self._most_drafts
         self.waiting.add(seq)
         self._unfinished[seq.seq_id] = seq
-        self.tables[seq.seq_id] = self.kv.new_table(seq.token_ids, seq.salt)
+        self.tables[seq.seq_id] = self.kv.new_table(seq.token_ids, seq.salt, seq.kv_limit)
         self._prefixes.join(seq)
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
@@ -220,6 +221,8 @@ class SequenceLifecycle:
         )
         if table.others:
             chunk = chunk._replace(others=tuple((own.pages, own.upload()) for own in table.others))
+        if table.host_pages:
+            chunk = chunk._replace(host_pages=table.host_pages[: table.num_released])
         seq.num_computed = end
         if seq.state is SequenceState.ADMITTED:
             if seq.started:

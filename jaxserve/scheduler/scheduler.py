@@ -62,7 +62,7 @@ class Scheduler(SequenceLifecycle):
             waiting = FairQueue()
         self._drafter_works = self._warned_of_drafter = False
         super().__init__(config, kv, waiting)
-        self._admission = AdmissionRule.of(config, self.pool.capacity, kv.layout)
+        self._admission = AdmissionRule.of(config, self.pool.capacity, kv.layout, kv.host_limits)
 
     def schedule(self, now_us: int = 0) -> StepPlan:
         """Plans the next step and advances its sequences as if it had run.
@@ -173,10 +173,14 @@ class Scheduler(SequenceLifecycle):
         )
         theirs = sum(self.pool.refs(page) == count for page, count in held.items())
         room = self.pool.num_available + theirs
-        wanted = self.kv.layout.pages_for(self._admission_tokens(first))
+        table = self.tables[first.seq_id]
+        host_pages = sum(len(self.tables[seq.seq_id].host_pages) for seq in displaced)
+        if table.num_host_pages > self.kv.num_free_host_pages + host_pages:
+            return
+        wanted = self.kv.pages_for(table, self._admission_tokens(first))
         if room < wanted + self._admission.watermark_pages:
             return
-        if self.kv.match(self.tables[first.seq_id], first.num_reusable).arriving:
+        if self.kv.match(table, first.num_reusable).arriving:
             return
         for seq in sorted(displaced, key=by_order, reverse=True):
             if self._fit(first) is not None:
@@ -237,15 +241,16 @@ class Scheduler(SequenceLifecycle):
         else:
             budget = TokenBudget(self.policy.chunk, room, config.min_chunk_tokens)
             self._share_by_order(budget)
-        if self.kv.windowed:
+        if self.kv.releases_pages:
             return self._extended(budget.taken, {chunk.seq for chunk in decodes})
         return [self._advance(seq, share, self.tables[seq.seq_id]) for seq, share in budget.taken]
 
     def _extended(
         self, shares: Iterable[tuple[Sequence, int]], planned: set[Sequence]
     ) -> list[ScheduledChunk]:
-        """Chunks of those prefills that get the pages for them: of a group with a window, pages are
-        taken as a prefill goes on. Sequences `planned` for this step keep theirs."""
+        """Chunks of those prefills that get the pages for them: of a group with a window, and of a
+        sequence longer than the pool, pages are taken as a prefill goes on. Sequences `planned` for
+        this step keep theirs."""
         chunks = []
         for seq, share in shares:
             if seq.slot is not None and self._extend(seq, share, planned):
@@ -340,9 +345,10 @@ class Scheduler(SequenceLifecycle):
         """A waiting sequence's prefix match, if it can be admitted now or is `arriving`."""
         if not self._free_slots or seq.num_in_flight:
             return None  # The host must know every token to recompute.
-        match = self.kv.match(self.tables[seq.seq_id], seq.num_reusable)
+        table = self.tables[seq.seq_id]
+        match = self.kv.match(table, seq.num_reusable)
         margin = self._admission.margin(len(self.running))
-        if match.arriving or self.kv.fits(match, self._admission_tokens(seq), margin):
+        if match.arriving or self.kv.fits(match, self._admission_tokens(seq), margin, table):
             return match
         return None
 

@@ -96,6 +96,11 @@ class Simulation:
                 "speculative_config: the simulator does not know which drafts are accepted; leave "
                 "it out."
             )
+        if config.kv_on != "device":
+            raise ConfigError(
+                f"kv_on is {config.kv_on!r}: the simulator does not know how long steps read from "
+                "there; leave it out."
+            )
         tiers = tiers or {}
         self._ids = itertools.count()
         self.clock = VirtualClock()

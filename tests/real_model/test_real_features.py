@@ -23,7 +23,7 @@ from golden_prompts import (
     shortfalls,
 )
 from kv_engines import count, evict_all
-from real_engines import GREEDY, MESH_PROMPTS, load_alone
+from real_engines import GREEDY, MESH_PROMPTS, load_alone, page_bytes
 from tiny_engines import QUANTIZED_MARGIN, Arrival, drive, generate
 
 from jaxserve.core.errors import MemoryPlanError
@@ -141,6 +141,21 @@ def test_streamed_weights(smollm2_path):
         placement, reads = llm.plan().shapes.placement, llm.engine.weight_reads
         assert placement.streamed == (*range(30),)
         assert reads.num_bytes >= reads.num_steps * placement.streamed_bytes
+
+
+def test_kv_on_the_host(smollm2_path):
+    """A context of ten times the pool, with the same tokens as in a pool that holds it."""
+    golden = golden_prompts("chat_sky")[0].prompt_token_ids
+    prompt = (golden * 40)[:620]
+    common = {"max_model_len": 656, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 32}
+    common |= {"page_size": 16, "host_pages": 40}
+    with load_alone(smollm2_path, **common | {"host_pages": 0}) as llm:
+        whole = generate(llm, prompt, GREEDY)
+    pool = {"kv_cache_memory_bytes": 5 * page_bytes(smollm2_path)}
+    with load_alone(smollm2_path, kv_on="host", **common | pool) as llm:
+        parts = generate(llm, prompt, GREEDY)
+        assert len(prompt) > 9 * llm.plan().memory.kv_tokens
+    assert parts.outputs[0].token_ids == whole.outputs[0].token_ids
 
 
 def test_quantized_kv(smollm2):

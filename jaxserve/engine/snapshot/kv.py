@@ -69,12 +69,14 @@ def prefixes_of(
     *,
     cache: bool,
 ) -> Iterator[Prefix]:
-    """The computed prefix of each unfinished sequence and, if `cache`, of the prefix cache; none of
-    a model with attention windows, whose pages do not hold all layers."""
+    """The computed prefix of each unfinished sequence that fits the pool and, if `cache`, of the
+    prefix cache; none of a model with attention windows, whose pages do not hold all layers."""
     if kv.windowed:
         return
     for seq in sequences:
         table = tables[seq.seq_id]
+        if table.num_host_pages:
+            continue
         running = seq.slot is not None and not kv.is_fetching(table)
         # Pages just fetched are not yet in num_written.
         num_tokens = max(seq.num_written, table.num_cached) if running else 0
@@ -199,6 +201,8 @@ class SavedKV:
         carry_out: Callable[[], None],
     ) -> None:
         """Writes a prefix to pages, except those already cached, and releases them."""
+        if table.num_host_pages:
+            return
         num_tokens, page_size = prefix["num_tokens"], kv.pool.page_size
         shared = kv.match(table, num_tokens).shared
         match = Match(

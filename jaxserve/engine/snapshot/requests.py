@@ -142,7 +142,7 @@ class RequestSnapshot:
     def _limit(self, seq: Sequence, max_model_len: int, kv: KVManager) -> int:
         """Its `kv_limit` in this engine. Raises SnapshotError when its prompt does not fit."""
         try:
-            return kv_limit(seq, max_model_len, kv.pool.capacity, kv.layout)
+            return kv_limit(seq, max_model_len, kv.pool.capacity, kv.layout, kv.host_limits)
         except RequestError as error:
             raise SnapshotError(
                 f"request {seq.request_id!r} of the snapshot does not fit this engine: {error}."

@@ -48,12 +48,14 @@ class Transfer:
 class Operations:
     """Device operations to run before a step, in this order.
 
+    to_host: (device, host) pages to copy, of sequences longer than the pool.
     loads: landed transfers, whose staged pages are scattered to their target pages.
     saves: transfers whose source pages are to be gathered.
     copies: (source, target) pages; all sources are read before any target is written.
     freed: pages that must not be read again before they are written.
     """
 
+    to_host: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     loads: list[Transfer] = dataclasses.field(default_factory=list)
     saves: list[Transfer] = dataclasses.field(default_factory=list)
     copies: list[tuple[int, int]] = dataclasses.field(default_factory=list)

@@ -68,7 +68,7 @@ def alternatives(config: EngineConfig, plan_of: PlanOf, num_devices: int) -> lis
     others.append(_parallel(config, plan_of, num_devices))
     if config.max_num_seqs > 1:
         others.append(_fitted(config, {"max_num_seqs": 1}, plan_of))
-    if as_it_is.host_pages:
+    if as_it_is.host_pages and not as_it_is.kv_on_host:
         others.append(_fitted(config, {"host_kv_bytes": 0}, plan_of))
     for changes in _more_memory(config, as_it_is):
         memory = plan_of(changes)

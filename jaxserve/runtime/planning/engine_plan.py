@@ -124,7 +124,8 @@ class EnginePlan:
     @property
     def admission(self) -> AdmissionRule:
         """The scheduler's admission rule for the planned pool."""
-        return AdmissionRule.of(self.scheduler, self.memory.num_pages - 1, self.memory.layout)
+        memory = self.memory
+        return AdmissionRule.of(self.scheduler, memory.num_pages - 1, memory.layout, memory.host_kv)
 
     def with_programs(self, programs: Programs) -> EnginePlan:
         """The plan with the scratch memory that the compiled programs report.
@@ -158,6 +159,7 @@ def decide(config: EngineConfig) -> EnginePlan:
     config = config.resolve(checkpoint.config, device.platform)
     if jax.process_count() > 1:
         alone = {"enable_lora": config.enable_lora, "weights_on": config.weights_on != "device"}
+        alone["kv_on"] = config.kv_on != "device"
         for name in [name for name, used in alone.items() if used]:
             raise ConfigError(
                 f"{name} is for a single process, and this job has {jax.process_count()}; "
@@ -203,11 +205,12 @@ def plan_described(
     Raises as `plan` does; the alternatives take as long as dozens of plans, and are left out
     unless `propose`.
     """
-    if config.weights_on != "device":
-        raise ConfigError(
-            f"weights_on is {config.weights_on!r}, and the reads of devices that are not here are "
-            "unknown; leave it out, or plan on the devices themselves."
-        )
+    for name in ("weights_on", "kv_on"):
+        if getattr(config, name) != "device":
+            raise ConfigError(
+                f"{name} is {getattr(config, name)!r}, and the reads of devices that are not here "
+                "are unknown; leave it out, or plan on the devices themselves."
+            )
     kept = config.quantization
     in_file = kept == "gguf" or (kept == "mxfp4" and str(config.model).endswith(".gguf"))
     load_format = "auto" if in_file else "dummy"  # Which tensors are in blocks, the file says.
@@ -273,6 +276,7 @@ def decide_on(
         medusa=medusa,
         lora=partitioned_adapters(config, checkpoint.config, mesh) if config.enable_lora else None,
     )
+    _check_host_kv(config, checkpoint.config)
     memory = plan_memory(
         config,
         model,
@@ -298,6 +302,17 @@ def _check_quantizes(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
+def _check_host_kv(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ConfigError for KV on the host of a model that does not have it yet."""
+    windowed = any(spec.window and spec.window < config.max_model_len for spec in model.kv_specs)
+    if config.kv_on == "host" and (model.mla or windowed):
+        which = "keeps latents" if model.mla else "has layers with a sliding window"
+        raise ConfigError(
+            f"kv_on is 'host', but {model.architecture} {which}; it is for models all of whose "
+            "layers attend to the whole context. Leave kv_on out."
+        )
+
+
 def accept(decided: EnginePlan, hosts: Hosts | None = None) -> EnginePlan:
     """The plan, agreed on with all `hosts`, if it is feasible.
 
@@ -320,8 +335,13 @@ def accept(decided: EnginePlan, hosts: Hosts | None = None) -> EnginePlan:
 
 
 def _with_pool(shapes: ProgramShapes, memory: MemoryPlan) -> ProgramShapes:
-    moves_pages = bool(memory.host_pages or memory.disk_pages or shapes.config.debug_kv)
-    return dataclasses.replace(shapes, num_pages=memory.num_pages, moves_pages=moves_pages)
+    tiers = bool(memory.host_pages or memory.disk_pages) and not memory.kv_on_host
+    return dataclasses.replace(
+        shapes,
+        num_pages=memory.num_pages,
+        num_host_pages=memory.host_pages if memory.kv_on_host else 0,
+        moves_pages=tiers or shapes.config.debug_kv,
+    )
 
 
 def _check_backend(shapes: ProgramShapes) -> None:

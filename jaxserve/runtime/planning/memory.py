@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import MemoryPlanError
 from jaxserve.core.model_config import ModelConfig
+from jaxserve.kv.host_pages import HostKV
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.offload.transfers import MOVE_PAGES
 from jaxserve.runtime.devices import DescribedDevice
@@ -24,6 +25,11 @@ _JAX_FRACTION = 0.75
 _UNUSABLE_SHARE = 0.03
 _HOST_SHARE = 4
 """By default, lower KV tiers take at most 1 / _HOST_SHARE of the host's free memory."""
+KV_WINDOW = 2
+"""Groups of host pages of a layer on the device at once, with `kv_on` host: one is attended to
+while the next is copied."""
+KV_GROUP_PAGES = 64
+"""Most pages of such a group; it is never larger than what a sequence keeps in the pool."""
 STAGING_BUFFERS = 2
 """Concurrent transfers that may hold device memory, in each direction."""
 GIB = 1 << 30
@@ -36,7 +42,8 @@ class MemoryPlan:
 
     A page, of any KV group of `layout`, is split over `num_devices` into equal parts of
     `page_bytes` each. `host_pages` and `disk_pages` are whole pages of the lower tiers; on CPUs the
-    host tier uses the same memory as everything else. `pool_limit_bytes` limits the pool, 0 for no
+    host tier uses the same memory as everything else. With `kv_on_host` the host's pages are those
+    of sequences longer than the pool. `pool_limit_bytes` limits the pool, 0 for no
     limit. `host_weights_bytes` and `disk_weights_bytes` are layers that steps read from there, each
     device its part. The plan may exceed the available memory: check `fits`.
     """
@@ -56,6 +63,7 @@ class MemoryPlan:
     lora_bytes: int = 0
     host_weights_bytes: int = 0
     disk_weights_bytes: int = 0
+    kv_on_host: bool = False
 
     @property
     def page_size(self) -> int:
@@ -80,8 +88,31 @@ class MemoryPlan:
         return self.disk_pages * self.image_bytes
 
     @property
+    def host_kv(self) -> HostKV | None:
+        """What sequences longer than the pool may take; None if these are refused."""
+        return host_kv(self.layout, self.num_pages, self.host_pages) if self.kv_on_host else None
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest sequence that the pool, and the host beside it, have pages for,
+        whatever max_model_len is."""
+        if self.host_kv is None:
+            return self.kv_tokens
+        return self.host_kv.longest * self.page_size
+
+    @property
+    def kv_window_bytes(self) -> int:
+        """The window of such sequences' pages, as copied and as attended to: of one layer."""
+        if self.host_kv is None:
+            return 0
+        group = group_pages(self.host_kv) if self.num_pages else KV_GROUP_PAGES
+        return 2 * KV_WINDOW * group * -(-self.page_bytes // self.layout.layers_per_page)
+
+    @property
     def staging_bytes(self) -> int:
         """Buffers for page transfers between the device and other tiers."""
+        if self.kv_on_host:
+            return self.kv_window_bytes
         if not self.host_pages and not self.disk_pages:
             return 0
         return 2 * STAGING_BUFFERS * MOVE_PAGES * self.page_bytes
@@ -154,6 +185,18 @@ class MemoryPlan:
         raise MemoryPlanError(f"The engine {self.needs()}; {way}.")
 
 
+def host_kv(layout: KVLayout, num_pages: int, host_pages: int) -> HostKV:
+    """What sequences longer than a pool of `num_pages` may take: a third of the pool each, so that
+    others run beside one, but at least the pages of a step's tokens."""
+    capacity = num_pages - 1
+    return HostKV(capacity, max(layout.chunk_pages, capacity // 3), host_pages)
+
+
+def group_pages(host: HostKV) -> int:
+    """Host pages that are copied and attended to together."""
+    return min(KV_GROUP_PAGES, host.resident_pages)
+
+
 def plan_memory(
     config: EngineConfig,
     model: ModelConfig,
@@ -176,14 +219,17 @@ def plan_memory(
     itemsize = jnp.dtype(config.dtype).itemsize
     num_devices = config.num_devices
     page_bytes = image_bytes // num_devices
-    pages_of_one = layout.pages_for(config.max_model_len)
+    on_host = config.kv_on == "host"
+    pages_of_longest = layout.pages_for(config.max_model_len)
+    pages_of_one = min(pages_of_longest, layout.chunk_pages) if on_host else pages_of_longest
     limit = usable_memory(device, config.memory_utilization)
     on_cpu = device.platform == "cpu"
     if on_cpu:  # All devices of a host share its memory.
         limit //= max(num_devices // jax.process_count(), 1)
     scratch = _scratch_guess(config, model, itemsize)
     host_pages = _lower_pages("host_kv_bytes", config.host_kv_bytes or 0, image_bytes)
-    if config.host_kv_bytes is None and not on_cpu:  # Its buffers are taken before the pool.
+    if config.host_kv_bytes is None and (on_host or not on_cpu):
+        # Its buffers are taken before the pool.
         host_pages = _free_on_host(device) // _HOST_SHARE // image_bytes
     plan = MemoryPlan(
         limit_bytes=limit,
@@ -200,7 +246,10 @@ def plan_memory(
         lora_bytes=lora_bytes,
         host_weights_bytes=host_weights_bytes,
         disk_weights_bytes=disk_weights_bytes,
+        kv_on_host=on_host,
     )
+    if on_host and config.host_kv_bytes is None:
+        plan = dataclasses.replace(plan, host_pages=min(host_pages, pages_of_longest))
     if host_weights_bytes * num_devices > _free_on_host(device):
         raise MemoryPlanError(
             f"weights_on is 'host', and the layers take {host_weights_bytes * num_devices} bytes, "
@@ -213,16 +262,18 @@ def plan_memory(
             raise MemoryPlanError(
                 f"kv_cache_memory_bytes {config.kv_cache_memory_bytes} holds {num_pages} pages of "
                 f"{page_bytes} bytes; at least 2 are needed ({2 * page_bytes} bytes), and "
-                f"{(pages_of_one + 1) * page_bytes} bytes for one request of max_model_len "
+                f"{(pages_of_longest + 1) * page_bytes} bytes for one request of max_model_len "
                 f"{config.max_model_len} tokens."
             )
     else:
         if on_cpu:
             plan = dataclasses.replace(plan, pool_limit_bytes=_CPU_KV_BYTES // num_devices)
-        most = config.max_num_seqs * pages_of_one + 1
+        most = config.max_num_seqs * pages_of_longest + 1
         num_pages = min(most, max(plan.room_bytes // page_bytes, pages_of_one + 1))
     plan = dataclasses.replace(plan, num_pages=num_pages)
-    if config.host_kv_bytes is None:
+    if on_host:
+        plan = _with_host_kv(plan, config, pages_of_longest)
+    elif config.host_kv_bytes is None:
         plan = dataclasses.replace(plan, host_pages=min(host_pages, num_pages))
     if config.preemption == "swap" and not plan.host_pages and not plan.disk_pages:
         raise MemoryPlanError(
@@ -234,6 +285,23 @@ def plan_memory(
             f"host_kv_bytes is {config.host_kv_bytes}, but {_free_on_host(device)} bytes of the "
             "host's memory are free; set it to less than that."
         )
+    return plan
+
+
+def _with_host_kv(plan: MemoryPlan, config: EngineConfig, pages_of_longest: int) -> MemoryPlan:
+    """The plan with no more host pages than one sequence needs, unless there is a budget. Raises
+    MemoryPlanError for a pool that cannot hold a step's tokens of one sequence."""
+    least, host = plan.layout.chunk_pages, plan.host_kv
+    if host.capacity < min(least, pages_of_longest):
+        raise MemoryPlanError(
+            f"kv_on is 'host', and the pool has {host.capacity} pages, but a step's "
+            f"{plan.layout.max_chunk} tokens of one sequence may lie on {least}; set "
+            f"kv_cache_memory_bytes to at least {(least + 1) * plan.page_bytes}, or "
+            "max_num_batched_tokens to less."
+        )
+    if config.host_kv_bytes is None:
+        needed = host.on_host(pages_of_longest)
+        plan = dataclasses.replace(plan, host_pages=min(plan.host_pages, needed))
     return plan
 
 

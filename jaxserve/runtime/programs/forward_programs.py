@@ -81,9 +81,9 @@ class ForwardByLayer:
 
     def __init__(self, shapes: ProgramShapes) -> None:
         staged = shapes.stages > 1
-        self._first = (_EnterStage if staged else _Embed)(shapes)
+        self._first = (_EnterStage if staged else Embed)(shapes)
         self._layers = (_StageLayers if staged else _Layers)(shapes, self._first)
-        self._last = (_LeaveStage if staged else _FinalNorm)(shapes, self._first)
+        self._last = (_LeaveStage if staged else FinalNorm)(shapes, self._first)
 
     @property
     def kinds(self) -> tuple[ProgramKind[Any], ...]:
@@ -101,7 +101,9 @@ BY_RANK = P((STAGE, SEQ))
 it is: each program takes them apart as the last one put them together."""
 
 
-class _Embed(_OfStep):
+class Embed(_OfStep):
+    """The first part of the model."""
+
     title = "embed"
     reads = ("outside_layers", "tables", "last_tokens", "speculation")
     replaces = ("tables",)
@@ -124,7 +126,7 @@ class _Embed(_OfStep):
         return self._results[key]
 
 
-class _EnterStage(_Embed):
+class _EnterStage(Embed):
     title = "enter-stage"
     reads = ("outside_layers", "tables", "carry", "last_tokens")
     pure = step.enter_stage
@@ -167,7 +169,7 @@ class _Layers(ProgramKind[_LayersKey]):
     title = "layers"
     pure = functools.partial(step.layers, apart=True)
 
-    def __init__(self, shapes: ProgramShapes, first: _Embed) -> None:
+    def __init__(self, shapes: ProgramShapes, first: Embed) -> None:
         super().__init__(shapes)
         self._first = first
         self._slices = {
@@ -226,13 +228,15 @@ class _StageLayers(_Layers):
     pure = step.stage_layers
 
 
-class _FinalNorm(_OfStep):
+class FinalNorm(_OfStep):
+    """The last part of the model."""
+
     title = "final-norm"
     reads = ("outside_layers",)
     outputs = (P(), P(SEQ))
     pure = step.final_norm
 
-    def __init__(self, shapes: ProgramShapes, first: _Embed) -> None:
+    def __init__(self, shapes: ProgramShapes, first: Embed) -> None:
         super().__init__(shapes)
         self._first = first
 
@@ -241,7 +245,7 @@ class _FinalNorm(_OfStep):
         return x, sampled
 
 
-class _LeaveStage(_FinalNorm):
+class _LeaveStage(FinalNorm):
     title = "leave-stage"
     reads = ("outside_layers", "carry")
     replaces = ("carry",)

@@ -13,6 +13,7 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.runtime.programs.adapter_programs import SetAdapter
 from jaxserve.runtime.programs.executables import Programs, ProgramSpec
 from jaxserve.runtime.programs.forward_programs import Forward, ForwardByLayer, PipelineStep
+from jaxserve.runtime.programs.host_kv_programs import ForwardWithHostKV
 from jaxserve.runtime.programs.page_programs import (
     Compact,
     CopyPages,
@@ -42,9 +43,13 @@ class ProgramKinds:
     callable."""
 
     def __init__(self, shapes: ProgramShapes) -> None:
-        self.forward: Forward | ForwardByLayer
+        self.gather = GatherPages(shapes)
+        self.forward: Forward | ForwardByLayer | ForwardWithHostKV
         forward: tuple[ProgramKind[Any], ...]
-        if shapes.config.program_scope == "layer":
+        if shapes.config.kv_on == "host":
+            self.forward = with_host = ForwardWithHostKV(shapes, self.gather)
+            forward = with_host.kinds
+        elif shapes.config.program_scope == "layer":
             self.forward = by_layer = ForwardByLayer(shapes)
             forward = by_layer.kinds
         else:
@@ -62,7 +67,6 @@ class ProgramKinds:
         self.set_adapter = SetAdapter(shapes)
         self.compact = Compact(shapes)
         self.copy = CopyPages(shapes)
-        self.gather = GatherPages(shapes)
         self.scatter = ScatterPages(shapes)
         self._backend = shapes.config.attention_backend
         self._all = (

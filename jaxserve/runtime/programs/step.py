@@ -31,10 +31,12 @@ from sharding_rules import STAGE
 
 class TokenInputs(NamedTuple):
     """What all layers read of a step's tokens, arrays [tokens, ...]: what the family shares among
-    them, and the slots of adapters, None for a model without."""
+    them, the slots of adapters, None for a model without, and with KV on the host the position from
+    which on theirs is in the pool."""
 
     of_family: Any
     adapters: jax.Array | None = None
+    since: jax.Array | None = None
 
 
 def forward(
@@ -93,7 +95,7 @@ def embed(
 
     count = num_real_tokens(step.slot_mappings[0].batch)
     _, (x, shared) = scan_tiles(embed, (), (token_ids, positions), layout.tile, count)
-    return tables, x, TokenInputs(shared, adapters), step.slot_mappings, step.sampled
+    return tables, x, TokenInputs(shared, adapters, step.since), step.slot_mappings, step.sampled
 
 
 def layers(

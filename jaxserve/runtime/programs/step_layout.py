@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
@@ -62,7 +63,8 @@ class StepInputs(NamedTuple):
     The first tokens are those of decodes, whose ids are on the device in `slots`, `width` of each;
     the ids of the others are `prefill_ids`. `sampled [sample_rows * width]` are indices of the
     tokens to sample from. There is a slot mapping for each KV group. `adapters` are the slots of
-    the tokens' LoRA adapters, 0 for none; None without adapters.
+    the tokens' LoRA adapters, 0 for none; None without adapters. `since` are the positions from
+    which on their sequences' KV is in the pool; None where that is always from the first.
     """
 
     slots: jax.Array
@@ -71,6 +73,7 @@ class StepInputs(NamedTuple):
     sampled: jax.Array
     slot_mappings: tuple[SlotMapping, ...]
     adapters: jax.Array | None
+    since: jax.Array | None
 
 
 class DecodeRows(NamedTuple):
@@ -101,7 +104,8 @@ class FrozenPlan:
     each may write, its number of tokens, and the slot of its LoRA adapter. `updates` are page table
     entries to change, as (row, index, page); `tables` are rows with too many changes for that. The
     row of a slot is below those of all slots of the KV groups before. Both already count as
-    uploaded, so the step must be dispatched.
+    uploaded, so the step must be dispatched. `host_pages` have the first pages of each decode, then
+    of each prefill, whose sequence is longer than the pool.
     """
 
     stops: SequenceOf[int] = ()
@@ -111,6 +115,7 @@ class FrozenPlan:
     prefills: SequenceOf[Prefill] = ()
     updates: SequenceOf[tuple[int, int, int]] = ()
     tables: SequenceOf[tuple[int, list[int]]] = ()
+    host_pages: SequenceOf[SequenceOf[int]] = ()
 
     @classmethod
     def of(cls, plan: StepPlan, kv: KVLayout, max_seqs: int) -> FrozenPlan:
@@ -143,6 +148,7 @@ class FrozenPlan:
             [_prefill(chunk) for chunk in plan.prefills],
             updates,
             tables,
+            [chunk.host_pages for chunk in (*plan.decodes, *plan.prefills)],
         )
 
 
@@ -183,6 +189,8 @@ class StepLayout:
     """Tokens per tile with `batch_invariant` (tiles.py); None for no tiling."""
     lora: bool = False
     """Whether rows have LoRA adapters."""
+    host_kv: bool = False
+    """Whether the first pages of rows may be on the host."""
 
     @property
     def page_size(self) -> int:
@@ -232,6 +240,7 @@ class StepLayout:
             "prefill_ids": (self.key.prefill_tokens,),
             "sampled": (self.sample_rows, self.key.width),
             **({"adapters": (self.rows,)} if self.lora else {}),
+            **({"since": (self.rows,)} if self.host_kv else {}),
         }
         places, start = {}, 0
         for name, shape in shapes.items():
@@ -274,6 +283,9 @@ class StepLayout:
             adapters = [prefill.adapter for prefill in step.prefills]
             views["adapters"][:num_decodes] = step.adapters
             views["adapters"][self.key.rows : self.key.rows + len(adapters)] = adapters
+        if self.host_kv:
+            for row, pages in self.rows_on_host(step):
+                views["since"][row] = len(pages) * self.page_size
         places = np.arange(self.key.width)
         decodes = np.arange(num_decodes)[:, None] * self.key.width + places
         views["sampled"][:num_decodes] = decodes
@@ -292,6 +304,14 @@ class StepLayout:
                 num_sampled += 1
         views["starts"][self.key.rows + len(step.prefills) :] = start
         return vector
+
+    def rows_on_host(self, step: FrozenPlan) -> Iterator[tuple[int, SequenceOf[int]]]:
+        """The rows of `step` whose first pages are on the host, with these pages."""
+        num_decodes = len(step.slots)
+        for place, pages in enumerate(step.host_pages):
+            if pages:
+                row = place if place < num_decodes else self.key.rows + place - num_decodes
+                yield row, pages
 
     def unpack(
         self, tables: jax.Array, vector: jax.Array, speculation: SpeculationState | None = None
@@ -390,6 +410,7 @@ class StepLayout:
                 for batch in batches
             ),
             adapters=raw["adapters"][row] if "adapters" in raw else None,
+            since=raw["since"][row] if "since" in raw else None,
         )
 
     def _batch(self, tables: jax.Array, raw: dict[str, jax.Array], group: int) -> RaggedBatch:

@@ -56,10 +56,10 @@ class KVShapes:
         size = self.config.tensor_parallel_size
         return self.pages_of(local(self.model, tensor=size, stages=self._stages))
 
-    def pages_of(self, local_model: ModelConfig) -> PageLayout:
-        """`pages` of a layer of a model, or of one that drafts for it."""
+    def pages_of(self, local_model: ModelConfig, num_pages: int | None = None) -> PageLayout:
+        """`pages` of a layer of a model, or of one that drafts for it; or so many such pages."""
         page_size = self.config.page_size // self.config.context_parallel_size
-        return self._pages(local_model, self.num_pages, page_size)
+        return self._pages(local_model, num_pages or self.num_pages, page_size)
 
     def _pages(self, model: ModelConfig, num_pages: int, page_size: int) -> PageLayout:
         quantized = _QUANTIZED_KV.get(self.config.kv_cache_dtype)

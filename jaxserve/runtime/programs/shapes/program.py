@@ -22,6 +22,7 @@ from jaxserve.models.medusa import param_specs as medusa_specs
 from jaxserve.models.parallel import VOCAB
 from jaxserve.models.partition import local
 from jaxserve.runtime.devices import device_rates
+from jaxserve.runtime.planning.memory import group_pages, host_kv
 from jaxserve.runtime.programs.context_parallel import longest_ring_context
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.shapes.arrays import ArrayShapes, placed, tree_bytes
@@ -76,6 +77,8 @@ class ProgramShapes:
     medusa: MedusaConfig | None = None
     lora: list[dict[str, Adapters]] | None = None
     """Specs of the adapters of each layer, partitioned; None without adapters."""
+    num_host_pages: int = 0
+    """Pages of sequences longer than the pool, with `kv_on` host."""
 
     @property
     def devices(self) -> list[jax.Device]:
@@ -199,6 +202,7 @@ class ProgramShapes:
             tree_depth=self.tree_depth if key.width > 1 else 0,
             tile=self.tile,
             lora=self.lora is not None,
+            host_kv=self.config.kv_on == "host",
         )
 
     def groups(self, key: ProgramKey) -> list[slice]:
@@ -247,6 +251,11 @@ class ProgramShapes:
 
     def _params(self, specs: Params | None) -> ParamShapes:
         return ParamShapes(specs, self.arrays, param_rules(self.config), self.dtype)
+
+    @property
+    def host_group_pages(self) -> int:
+        """Host pages of a layer that are attended to together, with `kv_on` host."""
+        return group_pages(host_kv(self.kv_layout, self.num_pages, self.num_host_pages))
 
     @functools.cached_property
     def kv(self) -> KVShapes:

@@ -1,0 +1,245 @@
+"""Programs of an engine whose long sequences have their older pages on the host."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.model_config import LayerKind
+from jaxserve.core.steps.buckets import ProgramKey
+from jaxserve.kv.offload.transfers import MOVE_PAGES
+from jaxserve.runtime.planning.memory import KV_WINDOW
+from jaxserve.runtime.programs import host_kv_step
+from jaxserve.runtime.programs.device_state import DeviceState
+from jaxserve.runtime.programs.executables import ProgramSpec
+from jaxserve.runtime.programs.forward_programs import Embed, FinalNorm, Hidden
+from jaxserve.runtime.programs.page_programs import GatherPages
+from jaxserve.runtime.programs.program_kind import ProgramKind
+from jaxserve.runtime.programs.shapes.program import ProgramShapes
+from jaxserve.runtime.programs.step_layout import FrozenPlan, StepLayout
+
+
+class HostKVStore:
+    """The host's pages, layer by layer, in host memory. All calls are between steps' programs."""
+
+    def __init__(self, shapes: ProgramShapes) -> None:
+        """Raises ConfigError when the host has no memory for them."""
+        image = shapes.kv.staging(1, 1)
+        shape = (len(shapes.kv.abstract), shapes.num_host_pages, image.shape[1])
+        try:
+            self._pages = np.empty(shape, image.dtype)
+        except MemoryError:
+            raise ConfigError(
+                f"kv_on is 'host', but the host has no memory for {shapes.num_host_pages} pages of "
+                f"{shapes.kv.image_bytes} bytes; set host_kv_bytes to less."
+            ) from None
+        self._place = image.sharding
+        self._group = shapes.host_group_pages
+
+    def write(self, layer: int, pages: Sequence[int], images: jax.Array) -> None:
+        """Copies the first rows of gathered pages; waits for the device."""
+        self._pages[layer, list(pages)] = np.asarray(images)[: len(pages)]
+
+    def read(self, layer: int, pages: Sequence[int]) -> jax.Array:
+        """A group on the device, or on its way there, padded."""
+        group = np.zeros((self._group, self._pages.shape[2]), self._pages.dtype)
+        np.take(self._pages[layer], pages, axis=0, out=group[: len(pages)])
+        return jax.device_put(group, self._place)
+
+
+class _Group(NamedTuple):
+    """Host pages that are attended to together, and which of them each row of a step has: int32
+    [rows, group pages + 1], the places of its pages in the group, then their number."""
+
+    pages: list[int]
+    tables: np.ndarray
+
+
+def groups_of(layout: StepLayout, step: FrozenPlan, size: int) -> Iterator[_Group]:
+    """The host pages of all rows of a step, in groups of `size`."""
+    owned = [(row, page) for row, pages in layout.rows_on_host(step) for page in pages]
+    for first in range(0, len(owned), size):
+        some = owned[first : first + size]
+        tables = np.zeros((layout.rows, size + 1), np.int32)
+        for place, (row, _) in enumerate(some):
+            tables[row, tables[row, size]] = place
+            tables[row, size] += 1
+        yield _Group([page for _, page in some], tables)
+
+
+class _Key(NamedTuple):
+    step: ProgramKey
+    kind: LayerKind
+
+    def __str__(self) -> str:
+        sparse = "-moe" if self.kind.sparse else ""
+        return f"{self.step}{'' if self.kind.rotates else '-unrotated'}{sparse}"
+
+
+class ForwardWithHostKV:
+    """The model layer by layer, and each layer in parts: up to its attention and over the pages in
+    the pool, over each group of pages from the host, and from there on."""
+
+    def __init__(self, shapes: ProgramShapes, gather: GatherPages) -> None:
+        self._shapes, self._gather = shapes, gather
+        self._first = Embed(shapes)
+        self._enter = _EnterLayer(shapes, self._first)
+        self._attend = _AttendGroup(shapes, self._enter)
+        self._leave = _LeaveLayer(shapes, self._enter)
+        self._last = FinalNorm(shapes, self._first)
+
+    @property
+    def kinds(self) -> tuple[ProgramKind[Any], ...]:
+        return self._first, self._enter, self._attend, self._leave, self._last
+
+    @functools.cached_property
+    def store(self) -> HostKVStore:
+        """Allocated at first use."""
+        return HostKVStore(self._shapes)
+
+    def __call__(self, state: DeviceState, key: ProgramKey, steps: Sequence[FrozenPlan]) -> Hidden:
+        """Hidden states of the only one of `steps`. At most a window of groups is on the device."""
+        (step,) = steps
+        x, shared, (slot_mapping,), sampled = self._first(state, key, steps)
+        layout = self._shapes.layouts[key]
+        groups = [*groups_of(layout, step, self._shapes.host_group_pages)]
+        window = collections.deque[jax.Array]()
+        for layer, kind in enumerate(self._shapes.local_model.layer_kinds):
+            own = _Key(key, kind)
+            (params,) = state.take_layers(slice(layer, layer + 1), x)
+            partial = self._enter(state, own, layer, params, x, shared, slot_mapping)
+            for group in groups:
+                if len(window) == KV_WINDOW:
+                    window.popleft().block_until_ready()
+                images = self.store.read(layer, group.pages)
+                partial = self._attend(key, partial, slot_mapping.batch, images, group.tables)
+                window.append(partial.lse)
+                del images
+            x = self._leave(own, params, x, shared, partial)
+        state.weights.end_step(x)
+        return self._last.run(state, key, x, sampled)
+
+    def to_host(self, state: DeviceState, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies pages, given as (device, host), once the steps dispatched so far have run."""
+        for first in range(0, len(pairs), MOVE_PAGES):
+            device, host = zip(*pairs[first : first + MOVE_PAGES])
+            for layer, pages in enumerate(state.kv):
+                self.store.write(layer, host, self._gather([pages], device))
+
+
+class _OfLayer(ProgramKind[_Key]):
+    """A kind with one program for each shape of a step and kind of layer."""
+
+    def keys(self) -> Iterable[_Key]:
+        kinds = dict.fromkeys(self.shapes.local_model.layer_kinds)
+        return [_Key(key, kind) for key in self.shapes.layouts for kind in kinds]
+
+    def params(self, key: _Key) -> Any:
+        """Shapes of the parameters of a layer of this kind."""
+        layer = self.shapes.local_model.layer_kinds.index(key.kind)
+        return self.shapes.abstract_state.adapted_params["layers"][layer]
+
+
+class _EnterLayer(_OfLayer):
+    title = "enter-layer"
+    pure = host_kv_step.enter_layer
+
+    def __init__(self, shapes: ProgramShapes, first: Embed) -> None:
+        super().__init__(shapes)
+        self.first = first
+        self._results: dict[ProgramKey, Any] = {}
+
+    def static(self, key: _Key) -> tuple[Any, ...]:
+        shapes = self.shapes
+        return shapes.family, shapes.local_model, shapes.layouts[key.step], key.kind
+
+    def uploads(self, key: _Key) -> tuple[Any, ...]:
+        x, shared, (slot_mapping,), _ = self.first.results(key.step)
+        return x, shared, slot_mapping
+
+    def spec(self, key: _Key) -> ProgramSpec:
+        arguments = (self.params(key), self.shapes.kv.abstract[0], *self.uploads(key))
+        return ProgramSpec(self.name(key), self.function(key), arguments, donated=(1,))
+
+    def partial(self, step: ProgramKey) -> host_kv_step.Partial:
+        """Shapes of its partial attention."""
+        if step not in self._results:
+            key = next(key for key in self.keys() if key.step == step)
+            place = self.shapes.arrays.sharding()
+            _, partial = self.spec(key).results()
+            self._results[step] = jax.tree.map(
+                lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place),
+                partial,
+            )
+        return self._results[step]
+
+    def __call__(
+        self, state: DeviceState, key: _Key, layer: int, params: Any, *uploads: Any
+    ) -> host_kv_step.Partial:
+        """The layer's partial attention; replaces its pages."""
+        pages, partial = self._executables[key](params, state.kv[layer], *uploads)
+        state.kv[layer] = pages
+        return partial
+
+
+class _AttendGroup(ProgramKind[ProgramKey]):
+    title = "attend-group"
+    outputs = (P(),)
+    pure = host_kv_step.attend_group
+
+    def __init__(self, shapes: ProgramShapes, enter: _EnterLayer) -> None:
+        super().__init__(shapes)
+        self._enter = enter
+
+    def keys(self) -> Iterable[ProgramKey]:
+        return self.shapes.layouts
+
+    def static(self, key: ProgramKey) -> tuple[Any, ...]:
+        shapes = self.shapes
+        pages = shapes.kv.pages_of(shapes.local_model, 1 + shapes.host_group_pages)
+        return shapes.local_model, shapes.layouts[key], pages
+
+    def uploads(self, key: ProgramKey) -> tuple[Any, ...]:
+        shapes, size = self.shapes, self.shapes.host_group_pages
+        _, _, (slot_mapping,), _ = self._enter.first.results(key)
+        tables = shapes.int32(shapes.layouts[key].rows, size + 1)
+        return (
+            self._enter.partial(key),
+            slot_mapping.batch,
+            shapes.kv.staging(size, 1),
+            tables,
+        )
+
+    def __call__(self, key: ProgramKey, *uploads: Any) -> host_kv_step.Partial:
+        return self._executables[key](*uploads)
+
+
+class _LeaveLayer(_OfLayer):
+    title = "leave-layer"
+    pure = host_kv_step.leave_layer
+
+    def __init__(self, shapes: ProgramShapes, enter: _EnterLayer) -> None:
+        super().__init__(shapes)
+        self._enter = enter
+
+    def static(self, key: _Key) -> tuple[Any, ...]:
+        return self.shapes.family, self.shapes.local_model, key.kind
+
+    def uploads(self, key: _Key) -> tuple[Any, ...]:
+        x, shared, _ = self._enter.uploads(key)
+        return x, shared, self._enter.partial(key.step)
+
+    def spec(self, key: _Key) -> ProgramSpec:
+        arguments = (self.params(key), *self.uploads(key))
+        return ProgramSpec(self.name(key), self.function(key), arguments, donated=(1,))
+
+    def __call__(self, key: _Key, *arguments: Any) -> jax.Array:
+        """The activations after the layer, in place of those before it."""
+        return self._executables[key](*arguments)

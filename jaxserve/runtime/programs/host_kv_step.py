@@ -1,0 +1,131 @@
+"""A layer in parts, for sequences whose older pages are on the host.
+
+Attention is an algebra of partial results: over the pages in the pool by `enter_layer`, over groups
+of pages from the host by `attend_group`, one after another, merged by their log-sum-exps. What
+follows the attention is `leave_layer`. A family's layer is one function with the attention within;
+the first part has no use for what comes after it, nor the last for what comes before, and the
+compiler drops both.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.core.model_config import LayerKind, ModelConfig
+from jaxserve.models import lora
+from jaxserve.models.family import Family, Params
+from jaxserve.runtime.programs.step import TokenInputs
+from jaxserve.runtime.programs.step_layout import SlotMapping, StepLayout
+from pallas_kernels.merge import merge_sinks, merge_two
+from pallas_kernels.page_copy import scatter_pages
+from pallas_kernels.paged_attention import (
+    PageLayout,
+    Pages,
+    RaggedBatch,
+    Visible,
+    attend,
+    write_kv,
+)
+from pallas_kernels.paged_attention.masks import causal, owners
+
+
+class Partial(NamedTuple):
+    """Attention of queries [tokens, heads, head_dim] over some of their context: out in their
+    shape, and lse [tokens, heads], both float32, so that merging rounds no further."""
+
+    q: jax.Array
+    out: jax.Array
+    lse: jax.Array
+
+
+def enter_layer(
+    family: Family,
+    config: ModelConfig,
+    layout: StepLayout,
+    kind: LayerKind,
+    params: Params,
+    pages: Pages,
+    x: jax.Array,
+    shared: TokenInputs,
+    slot_mapping: SlotMapping,
+) -> tuple[Pages, Partial]:
+    """The layer up to its attention: writes the step's keys and values to `pages`, and attends to
+    the tokens whose KV is there."""
+    batch, partial = slot_mapping.batch, None
+
+    def attention(q, k, v, *, window, sinks=None):
+        nonlocal pages, partial
+        pages = write_kv(pages, k, v, slot_mapping.page_ids, slot_mapping.offsets)
+        _, until = causal(batch, len(q), layout.key.decode_tokens, None, None)
+        out, lse = attend(
+            q,
+            pages,
+            batch,
+            Visible(jnp.minimum(shared.since, until), until),
+            num_decodes=layout.key.decode_tokens,
+            scale=config.attention_scale,
+            soft_cap=config.attention_soft_cap,
+        )
+        partial = Partial(q, out.astype(jnp.float32), lse)
+        return out
+
+    family.layer(_adapted(params, shared), config, kind, x, shared.of_family, attention)
+    return pages, partial
+
+
+def attend_group(
+    config: ModelConfig,
+    layout: StepLayout,
+    pages: PageLayout,
+    partial: Partial,
+    batch: RaggedBatch,
+    images: jax.Array,
+    tables: jax.Array,
+) -> Partial:
+    """Merges attention over a group of host pages into `partial`.
+
+    images [group pages, elements]: the group; tables int32 [rows, group pages + 1]: which of these
+    each row has, in order, and how many. All of their tokens come before the step's.
+    """
+    empty = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), pages.shapes)
+    ids = 1 + jnp.arange(len(images))  # No row reads page 0.
+    (group,) = scatter_pages([empty], ids, images)
+    row, _, owned = owners(batch, len(partial.q))
+    until = jnp.where(owned, tables[row, -1] * layout.page_size, 0)
+    out, lse = attend(
+        partial.q,
+        group,
+        batch._replace(tables=1 + tables[:, :-1]),
+        Visible(jnp.zeros_like(until), until),
+        num_decodes=layout.key.decode_tokens,
+        scale=config.attention_scale,
+        soft_cap=config.attention_soft_cap,
+    )
+    return Partial(partial.q, *merge_two(partial.out, partial.lse, out, lse))
+
+
+def leave_layer(
+    family: Family,
+    config: ModelConfig,
+    kind: LayerKind,
+    params: Params,
+    x: jax.Array,
+    shared: TokenInputs,
+    partial: Partial,
+) -> jax.Array:
+    """The layer from its attention on."""
+
+    def attention(q, k, v, *, window, sinks=None):
+        out = partial.out
+        if sinks is not None:
+            out, _ = merge_sinks(out, partial.lse, sinks.astype(jnp.float32))
+        return out.astype(q.dtype)
+
+    return family.layer(_adapted(params, shared), config, kind, x, shared.of_family, attention)
+
+
+def _adapted(params: Params, shared: TokenInputs) -> Params:
+    return lora.adapted(params, params.get("lora"), shared.adapters)

@@ -1,0 +1,259 @@
+"""Sequences longer than the pool, whose older pages are on the host: tokens, books, refusals."""
+
+from __future__ import annotations
+
+import numpy as np
+import oracle
+import pytest
+from family_members import tensors
+from lora_adapters import merged, write_adapter
+from tiny_checkpoints import CONFIG, hf_shapes, write_hf
+from tiny_engines import EOS, LEAST_MARGIN, QUANTIZED_MARGIN, TinyModel, assert_idle, generate
+
+from jaxserve import LoRARequest
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ConfigError, MemoryPlanError, PromptTooLongError
+from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.runtime.planning import engine_plan
+
+PAGE = 16
+POOL = 5
+"""Pages that sequences can have at once on the device."""
+RESIDENT = 2
+"""Those that one longer than the pool keeps."""
+LENGTH = 10 * POOL * PAGE
+HOST = LENGTH // PAGE - RESIDENT
+"""Pages on the host of a sequence of LENGTH tokens."""
+OUTPUT = 20
+GREEDY = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    raw = CONFIG | {
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": LENGTH + PAGE,
+        "eos_token_id": EOS,
+    }
+    return TinyModel.open(write_hf(tmp_path_factory.mktemp("long"), raw, tensors(hf_shapes(raw))))
+
+
+def settings_of(model, host_pages=2 * HOST, pool=POOL, **changes):
+    page_bytes = PAGE * model.token_bytes // (2 if changes.get("dtype") == "bfloat16" else 1)
+    return model.settings() | {
+        "kv_on": "host",
+        "max_model_len": LENGTH + PAGE,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 2 + 16,
+        "page_size": PAGE,
+        "kv_cache_memory_bytes": (1 + pool) * page_bytes,
+        "host_kv_bytes": host_pages * page_bytes,
+        "debug_kv": True,
+        **changes,
+    }
+
+
+def load(model, **changes):
+    return model.load(**settings_of(model, **changes))
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    with load(model) as llm:
+        yield llm
+
+
+def prompt_of(length, seed=5):
+    return np.random.RandomState(seed).randint(3, 250, length).tolist()
+
+
+def check(model, output):
+    """Each token must be the likeliest after all before it, by a dense pass over all of them."""
+    prompt, (answer,) = list(output.prompt_token_ids), output.outputs
+    tokens = prompt + list(answer.token_ids)
+    padded = np.zeros(LENGTH + PAGE, np.int32)
+    padded[: len(tokens)] = tokens
+    logits = oracle.dense_logits(
+        model.family, model.params, model.config, padded, model.kv_cache_dtype
+    )[len(prompt) - 1 : len(tokens) - 1]
+    chosen = logits[np.arange(len(logits)), answer.token_ids]
+    margin = QUANTIZED_MARGIN if model.is_quantized else LEAST_MARGIN
+    assert (logits.max(axis=1) - chosen < margin).all()
+    assert len(answer.token_ids) == OUTPUT
+
+
+def check_books(llm):
+    assert_idle(llm.engine)
+    assert llm.engine.kv.host_pages.num_used == 0
+
+
+# The same tokens
+
+
+def test_ten_times_the_pool(model, llm, compiled):
+    limits = llm.engine.kv.host_limits
+    assert (limits.capacity, limits.resident_pages, limits.num_pages) == (POOL, RESIDENT, 2 * HOST)
+    compiled.clear()
+    output = generate(llm, prompt_of(LENGTH - OUTPUT + 1), GREEDY)
+    assert compiled == []
+    check(model, output)
+    check_books(llm)
+
+
+def test_two_at_once_and_short_ones(model, llm):
+    """Both have pages in the groups that a step reads from the host."""
+    engine, rows_on_host = llm.engine, 0
+    lengths = (150, POOL * PAGE + 1, 7, POOL * PAGE - OUTPUT + 1, POOL * PAGE)
+    prompts = [prompt_of(length, seed) for seed, length in enumerate(lengths)]
+    ids = [engine.add(f"two-{place}", each, GREEDY) for place, each in enumerate(prompts)]
+    while engine.has_work:
+        engine.step()
+        tables = engine.scheduler.tables.values()
+        rows_on_host = max(rows_on_host, sum(table.num_released > 0 for table in tables))
+    assert rows_on_host == 2
+    for each in ids:
+        check(model, engine.output(each))
+    check_books(llm)
+
+
+def test_log_probabilities_are_those_of_a_pool_that_holds_all(model, llm):
+    """Up to the order of the sums."""
+    prompt = prompt_of(10 * PAGE + 3)
+    scored = SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=1, logprobs=1)
+    parts = generate(llm, prompt, scored)
+    with load(model, kv_on="device", pool=12, host_pages=0) as whole_llm:
+        whole = generate(whole_llm, prompt, scored)
+    assert parts.outputs[0].token_ids == whole.outputs[0].token_ids
+    ours, theirs = parts.outputs[0].cumulative_logprob, whole.outputs[0].cumulative_logprob
+    assert abs(ours - theirs) < 1e-4
+    for ours, theirs in list(zip(parts.prompt_logprobs, whole.prompt_logprobs))[1:]:
+        for token_id in ours.keys() & theirs.keys():
+            assert abs(ours[token_id].logprob - theirs[token_id].logprob) < 1e-4
+
+
+def test_an_abort_and_a_preemption_free_the_host(model, llm):
+    engine = llm.engine
+    first = engine.add("stays", prompt_of(90, 1), GREEDY)
+    engine.add("goes", prompt_of(140, 2), GREEDY)
+    for _ in range(16):
+        engine.step()
+    assert engine.kv.host_pages.num_used > 0
+    engine.abort("goes")
+    (seq,) = engine.scheduler.running
+    engine.scheduler.preempt(seq)
+    assert engine.kv.host_pages.num_used == 0
+    while engine.has_work:
+        engine.step()
+    check(model, engine.output(first))
+    check_books(llm)
+
+
+def test_a_snapshot_and_a_sleep(model, llm, tmp_path):
+    """What was on the host is computed again."""
+    stream = llm.stream({"prompt_token_ids": prompt_of(6 * PAGE)}, GREEDY)
+    for _ in range(10):
+        llm.engine.step()
+    llm.snapshot(tmp_path)
+    stream.close()
+    check_books(llm)
+    (again,) = llm.restore(tmp_path)
+    llm.sleep()
+    llm.wake_up()
+    check(model, again.result())
+    check_books(llm)
+
+
+def test_bfloat16_is_as_exact_in_parts(model):
+    """Parts of an attention are rounded as a whole one is, and merged in float32."""
+    prompt = prompt_of(10 * PAGE)
+    scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+    few = {"dtype": "bfloat16", "max_num_seqs": 1, "max_num_batched_tokens": 1 + 16}
+    padded = np.zeros(LENGTH + PAGE, np.int32)
+    padded[: len(prompt)] = prompt
+    logits = oracle.dense_logits(model.family, model.params, model.config, padded)
+    exact = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    errors = []
+    for place in ({}, {"kv_on": "device", "pool": 12, "host_pages": 0}):
+        with load(model, **few, **place) as llm:
+            scores = generate(llm, prompt, scored).prompt_logprobs
+        found = [entry[token].logprob for entry, token in zip(scores[1:], prompt[1:])]
+        errors.append(np.abs(found - exact[np.arange(len(found)), prompt[1:]]).mean())
+    in_parts, whole = errors
+    assert in_parts < 1.5 * whole < 0.1
+
+
+def test_quantized_pages_adapters_and_streamed_weights(model, tmp_path):
+    path = write_adapter(tmp_path / "a", model)
+    adapted = merged(model, path, tmp_path / "merged").with_kv("int8")
+    features = {
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 1 + 16,
+        "enable_lora": True,
+        "max_loras": 1,
+        "weights_on": "disk",
+    }
+    with load(model.with_kv("int8"), **features) as llm:
+        (output,) = llm.generate(
+            prompt_of(100), GREEDY, use_tqdm=False, lora_request=LoRARequest("a", path)
+        )
+        check(adapted, output)
+        check_books(llm)
+
+
+# What is planned, and refused
+
+
+def test_a_request_that_needs_a_page_more_than_the_host_has_is_refused_alone(model, llm):
+    at_most = (RESIDENT + 2 * HOST) * PAGE
+    assert llm.plan().memory.longest_tokens == at_most
+    with load(model, host_pages=HOST - 1) as smaller:
+        with pytest.raises(PromptTooLongError, match=rf"needs 50 KV pages .* {HOST - 1} on the"):
+            smaller.generate(prompt_of(LENGTH - OUTPUT + 1), GREEDY, use_tqdm=False)
+        short = SamplingParams(temperature=0, max_tokens=1)
+        assert generate(smaller, prompt_of(LENGTH - PAGE), short).outputs[0].token_ids
+        check_books(smaller)
+
+
+def test_the_plan_counts_the_window_and_the_host(model):
+    planned = engine_plan.plan(EngineConfig(model.path, **settings_of(model))).memory
+    assert planned.host_pages == 2 * HOST
+    group = 2 * RESIDENT * planned.page_bytes // 3  # of one of three layers, two groups
+    assert planned.staging_bytes == planned.kv_window_bytes == 2 * group
+    default = settings_of(model) | {"host_kv_bytes": None}
+    planned = engine_plan.plan(EngineConfig(model.path, **default)).memory
+    assert planned.host_pages == (LENGTH + PAGE) // PAGE - RESIDENT
+
+
+def test_a_pool_without_room_for_a_steps_tokens_is_refused(model):
+    settings = settings_of(model, pool=3, max_num_batched_tokens=2 + 48)
+    with pytest.raises(MemoryPlanError, match=r"48 tokens of one sequence may lie on 4; set kv_ca"):
+        engine_plan.plan(EngineConfig(model.path, **settings))
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        {"program_scope": "step"},
+        {"batch_invariant": True},
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"context_parallel_size": 2},
+        {"preemption": "swap"},
+        {"disk_kv_dir": "pages", "disk_kv_bytes": 1 << 20},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+    ],
+)
+def test_what_it_does_not_combine_with_is_refused_by_name(refused):
+    with pytest.raises(ConfigError, match=rf"kv_on is 'host', but {next(iter(refused))} is"):
+        EngineConfig(kv_on="host", **refused)
+
+
+@pytest.mark.parametrize(
+    ("member", "why"), [("gemma2", "a sliding window"), ("deepseek_v3", "keeps latents")]
+)
+def test_models_without_full_attention_are_refused(tmp_path, member, why):
+    path = TinyModel.write_member(tmp_path, member).path
+    with pytest.raises(ConfigError, match=rf"kv_on is 'host', but .*{why}"):
+        engine_plan.plan(EngineConfig(path, kv_on="host"))
