@@ -1,11 +1,13 @@
 """What an engine cannot do better than, known without a simulation.
 
-Attention is left out, so no schedule of the programs reaches these bounds.
+Holds for step times that are those of a program and, on top, of attention: of the keys that decodes
+see together, and of whole prompts at least, however these are cut into chunks.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Self
@@ -14,7 +16,7 @@ import numpy as np
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.steps.buckets import Buckets, ProgramKey
-from jaxserve.core.steps.plan import StepPlan
+from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
 from jaxserve.simulator.simulation import Arrival
 from jaxserve.simulator.step_times import StepTimes
 
@@ -25,10 +27,14 @@ _PRICES = 129
 @dataclasses.dataclass(frozen=True)
 class LoadTokens:
     """Tokens that steps must compute for a load: of prompts, those once that requests share if
-    prefixes are cached; and of outputs, which decodes compute, all but the first of each."""
+    prefixes are cached; and of outputs, which decodes compute, all but the first of each.
+
+    `attention` is one plan whose attention costs no more than that of all steps together.
+    """
 
     prefill: int
     decode: int
+    attention: StepPlan = dataclasses.field(default_factory=StepPlan)
 
     @classmethod
     def of(cls, arrivals: Sequence[Arrival], config: EngineConfig) -> Self:
@@ -37,16 +43,31 @@ class LoadTokens:
         prefill = sum(map(len, prompts))
         if config.enable_prefix_caching:
             prefill -= sum(_common(*pair) for pair in pairwise(sorted(prompts)))
-        outputs = (
-            min(arrival.params.max_tokens, config.max_model_len - len(prompt))
-            for arrival, prompt in zip(arrivals, prompts)
+        decodes = num_decodes(arrivals, config)
+        # A prompt that begins like another may have a part of its attention left out.
+        whole = prompts if prefill == sum(map(len, prompts)) else []
+        # The n-th decode of a sequence sees its prompt and n tokens.
+        seen = sum(len(p) * n + n * (n + 1) // 2 for p, n in zip(prompts, decodes))
+        attention = StepPlan(
+            (_chunk(seen - 1, 1),) if seen else (), tuple(_chunk(0, len(p)) for p in whole)
         )
-        return cls(max(prefill, len(prompts)), sum(max(0, length - 1) for length in outputs))
+        return cls(max(prefill, len(prompts)), sum(decodes), attention)
 
 
-def least_seconds(times: StepTimes, buckets: Buckets, tokens: LoadTokens) -> float:
-    """The time that so many tokens take at least, in the best mix of programs: the linear program
-    of how often each program runs, bounded by its dual.
+def num_decodes(arrivals: Sequence[Arrival], config: EngineConfig) -> list[int]:
+    """Decodes of each request, and so times between its tokens."""
+    lengths = (
+        min(arrival.params.max_tokens, config.max_model_len - len(arrival.token_ids))
+        for arrival in arrivals
+    )
+    return [max(0, length - 1) for length in lengths]
+
+
+def least_seconds(
+    times: StepTimes, buckets: Buckets, tokens: LoadTokens, config: EngineConfig
+) -> float:
+    """The time that so many tokens take at least: that of attention, and of the best mix of
+    programs. The latter is the linear program of how often each program runs, bounded by its dual.
 
     Any prices of a prefilled and of a decoded token that no program exceeds in its time are a
     bound. Those tried are evenly apart, so that it is not quite the largest.
@@ -58,22 +79,30 @@ def least_seconds(times: StepTimes, buckets: Buckets, tokens: LoadTokens) -> flo
             *((_step_s(times, key), key.decode_tokens, key.prefill_tokens) for key in keys)
         )
     )
+    # Each dispatch takes its share of the sequences: the others are in the stages of the pipeline.
+    rows = np.minimum(rows, math.ceil(config.max_num_seqs / config.pipeline_parallel_size))
     decodes, prefills = rows > 0, prefill > 0
     dearest = (seconds[decodes] / rows[decodes]).min()
     of_decode = np.linspace(0, dearest, _PRICES)
     left = seconds[prefills, None] - rows[prefills, None] * of_decode
     of_prefill = (left / prefill[prefills, None]).min(axis=0)
     bounds = of_prefill * tokens.prefill + of_decode * tokens.decode
-    return float(bounds[of_prefill >= 0].max())
+    attention_s = times.step(keys[0], (tokens.attention,)) - _step_s(times, keys[0])
+    return float(bounds[of_prefill >= 0].max()) + attention_s
 
 
-def least_decode_s(times: StepTimes, buckets: Buckets) -> float:
-    """The time between two tokens of a sequence at least."""
-    return min(_step_s(times, ProgramKey(rows, 0)) for rows in buckets.rows)
+def least_decode_s(times: StepTimes, buckets: Buckets, stages: int) -> float:
+    """The time between two tokens of a sequence at least: a dispatch for each stage."""
+    return stages * min(_step_s(times, ProgramKey(rows, 0)) for rows in buckets.rows)
 
 
 def _step_s(times: StepTimes, key: ProgramKey) -> float:
     return times.step(key, (StepPlan(),))
+
+
+def _chunk(start: int, num_tokens: int) -> ScheduledChunk:
+    """Of no sequence: step times depend on its positions only."""
+    return ScheduledChunk(None, start, num_tokens, samples=True, output_index=0, slot=0)
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:

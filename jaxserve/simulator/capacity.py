@@ -12,10 +12,11 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from jaxserve.core.events import Admitted, Arrived, Record
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.events import Admitted, Arrived, Collected, Record
 from jaxserve.metrics.statistics import percentile
 from jaxserve.metrics.summaries import SequenceSummary
-from jaxserve.simulator.bounds import LoadTokens, least_decode_s, least_seconds
+from jaxserve.simulator.bounds import LoadTokens, least_decode_s, least_seconds, num_decodes
 from jaxserve.simulator.deployment import Deployment
 from jaxserve.simulator.simulation import Arrival
 from jaxserve.simulator.slo import Slo
@@ -24,6 +25,8 @@ from jaxserve.simulator.step_times import StepTimes
 _RATIO = 1.025
 HALF = round(math.log(2) / math.log(_RATIO))
 """Steps of the grid that halve the rate."""
+FEWEST_ROUNDS = 4
+"""A load of fewer requests than so many times those at once ends before its queue is seen."""
 _TRIES = 4
 """Rates that are tried downwards, at growing distances, before the SLO counts as out of reach: the
 last is about a thousandth of the highest."""
@@ -119,7 +122,7 @@ class Bounds:
         """Raises RequestError when a request of the load can never run."""
         config, buckets = deployment.config, deployment.buckets
         tokens = LoadTokens.of(load.arrivals, config)
-        busy_s = least_seconds(times, buckets, tokens)
+        busy_s = least_seconds(times, buckets, tokens, config)
         prompts = [len(arrival.token_ids) for arrival in load.arrivals]
         outputs = [arrival.params.max_tokens for arrival in load.arrivals]
         shares_prefixes = tokens.prefill < sum(prompts)
@@ -131,7 +134,8 @@ class Bounds:
 
         def bound(metric: str, percent: int) -> float | None:
             if metric in ("itl", "tpot"):
-                return least_decode_s(times, buckets) * 1e6 if tokens.decode else None
+                least_s = least_decode_s(times, buckets, config.pipeline_parallel_size)
+                return least_s * 1e6 if tokens.decode else None
             if metric == "fluidity" or shares_prefixes:
                 return None
             return alone_us(percentile(prompts, percent), 1)
@@ -199,6 +203,12 @@ class CapacitySearch:
         met = bisected(self._meets, met, missed)
         return Capacity(met, self._met[met], len(self._met))
 
+    def at_once(self, step: int) -> float:
+        """Requests that are waiting or running at a rate, on average while they arrive: by Little's
+        law, if the load is much longer than a request."""
+        served = self._serve(step, to_the_end=True)
+        return rate_at(step, self._load.rate) * sum(r.e2e_us for r in served) / 1e6 / len(served)
+
     def _meets(self, step: int) -> bool:
         if step not in self._met:
             served = self._serve(step)
@@ -208,9 +218,9 @@ class CapacitySearch:
 
     def _serve(self, step: int, to_the_end: bool = False) -> list[SequenceSummary] | None:
         """The requests at one rate, as the engine served them; None once too many of them have
-        waited too long, unless it is simulated `to_the_end`."""
+        waited too long, or too many tokens, unless it is simulated `to_the_end`."""
         arrivals = self._load.at(step)
-        late = _Late(self._slo, arrivals)
+        late = _Late(self._slo, arrivals, self._deployment.config)
         simulation = self._deployment.simulation(
             self._times, self._slo.deadlines, sinks=() if to_the_end else (late.fold,)
         )
@@ -227,21 +237,60 @@ class CapacitySearch:
 
 
 class _Late:
-    """A sink of events that counts the requests whose first step began too late for the SLO."""
+    """A sink of events that counts what was late for the SLO: requests, by their first steps and
+    first tokens, and times between tokens.
 
-    def __init__(self, slo: Slo, arrivals: Sequence[Arrival]) -> None:
+    Attributes:
+        too_many: whether the SLO is missed, whatever comes.
+    """
+
+    def __init__(self, slo: Slo, arrivals: Sequence[Arrival], config: EngineConfig) -> None:
         self.too_many = False
         self._arrivals = arrivals
         self._arrived_us: dict[int, int] = {}
-        limits = slo.first_token_us
-        self._left = [[limit.limit, limit.may_miss(len(arrivals))] for limit in limits]
+        """Of sequences without a token."""
+        self._last_us: dict[int, int] = {}
+        """The last tokens of the others."""
+        self._requests = [
+            _Allowed(limit.limit, limit.may_miss(len(arrivals))) for limit in slo.first_token_us
+        ]
+        num_gaps = sum(num_decodes(arrivals, config))
+        self._gaps = [_Allowed(limit.limit, limit.may_miss(num_gaps)) for limit in slo.gaps_us]
 
     def fold(self, record: Record) -> None:
         if type(record) is Arrived:
             self._arrived_us[record.sequence] = self._arrivals[int(record.request_id)].time_us
         elif type(record) is Admitted:
-            waited_us = record.time_us - self._arrived_us[record.sequence]
-            for limit in self._left:
-                if waited_us > limit[0]:
-                    limit[1] -= 1
-                    self.too_many |= limit[1] < 0
+            self._waited(record.sequence, record.time_us)
+        elif type(record) is Collected:
+            self._collected(record)
+
+    def _collected(self, record: Collected) -> None:
+        now_us, last_us = record.time_us, self._last_us
+        for seq in record.sequences:
+            if seq not in last_us:
+                self._waited(seq, now_us)
+                last_us[seq] = now_us
+        for limit in self._gaps:
+            since_us = now_us - limit.us
+            limit.left -= sum(last_us[seq] < since_us for seq in record.sequences)
+            self.too_many |= limit.left < 0
+        last_us.update(dict.fromkeys(record.sequences, now_us))
+
+    def _waited(self, seq: int, now_us: int) -> None:
+        """Of a sequence that got its first step or its first token now."""
+        waited_us = now_us - self._arrived_us[seq]
+        for limit in self._requests:
+            if waited_us > limit.us and seq not in limit.late:
+                limit.late.add(seq)
+                limit.left -= 1
+                self.too_many |= limit.left < 0
+
+
+@dataclasses.dataclass
+class _Allowed:
+    """How many may still take longer than a limit; `late` are those that are counted once."""
+
+    us: float
+    left: int
+    late: set[int] = dataclasses.field(default_factory=set)

@@ -42,6 +42,10 @@ class Engine:
         """As `CapacitySearch.between`."""
         return CapacitySearch(self.deployment, self.times, self.load, slo).between(above, last)
 
+    def at_once(self, slo: Slo, step: int) -> float:
+        """As `CapacitySearch.at_once`."""
+        return CapacitySearch(self.deployment, self.times, self.load, slo).at_once(step)
+
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
@@ -96,7 +100,7 @@ def outcomes(
     prune: bool = True,
     ahead: int = _AHEAD,
 ) -> Iterator[tuple[int, Outcome]]:
-    """The outcome of each candidate with its number, the most promising first. Those that are
+    """The outcome of each candidate with its number, `in_order`. Those that are
     `known` from an earlier search of the same candidates are not evaluated again. A
     candidate is judged by all before it but the last `ahead`, which may be running: so the number
     of processes changes no result. Without `prune` every capacity is searched for."""
@@ -143,12 +147,13 @@ def outcomes(
 
 
 def in_order(candidates: Sequence[Candidate]) -> list[int]:
-    """The numbers of candidates by the most capacity that their cost can buy, most first."""
+    """The numbers of candidates, the cheapest first, then the fastest alone, then those that may
+    have the most capacity: none is better than one before it in both cost and latency, so that the
+    capacity of each is searched for only above those that it has to exceed."""
     ranks = [
-        (candidate.bounds.last_step, -candidate.cost, -candidate.latency)
-        for candidate in candidates
+        (candidate.cost, candidate.latency, -candidate.bounds.last_step) for candidate in candidates
     ]
-    return sorted(range(len(candidates)), key=lambda number: ranks[number], reverse=True)
+    return sorted(range(len(candidates)), key=lambda number: ranks[number])
 
 
 def front(candidates: Sequence[Candidate], found: Mapping[int, Outcome]) -> list[int]:

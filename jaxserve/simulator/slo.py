@@ -49,6 +49,11 @@ class Limit:
             return self.limit / value if value else float("inf")
         return value / self.limit
 
+    @property
+    def fewest_requests(self) -> int:
+        """With fewer the percentile is the worst value, except that the 100th always is."""
+        return 1 if self.percent == 100 else -(-100 // (100 - self.percent))
+
     def may_miss(self, requests: int) -> int:
         """How many of so many requests may be over the limit."""
         return requests - -(-self.percent * requests // 100)
@@ -83,6 +88,11 @@ class Slo:
     def first_token_us(self) -> tuple[Limit, ...]:
         """The limits that a request is over when its first token takes longer than they."""
         return tuple(limit for limit in self.limits if limit.metric in ("ttft", "e2e"))
+
+    @property
+    def gaps_us(self) -> tuple[Limit, ...]:
+        """The limits of times between tokens."""
+        return tuple(limit for limit in self.limits if limit.metric == "itl")
 
     def measured(self, requests: Sequence[SequenceSummary]) -> tuple[float, ...]:
         """The value of each limit's metric over requests, one or more, with their token times."""

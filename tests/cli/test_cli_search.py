@@ -53,6 +53,7 @@ def test_the_best_deployment(run_here, config_70b, tmp_path, prices, searches):
     out, report = tmp_path / "search.jsonl", tmp_path / "report.html"
     run = run_here("search", config_70b, *options, "--json", "--out", out, "--report", report)
     assert run.status == 0, run.stderr
+    assert "warning: the best deployment has" in run.stderr and "--num-requests" in run.stderr
     found = json.loads(run.stdout)
     # One H200 holds no Llama 70B, and two H100s hold no request beside it.
     assert {row["device"] for row in found["dropped"]} == {"h100"}
@@ -125,6 +126,8 @@ def test_an_slo_out_of_reach(run_here, config_70b, options, words):
         "search", config_70b, *SPACE[2:], "--device=h200", "--devices=8", *load, *options
     )
     run.assert_error(*words)
+    worst_of_16 = "ttft_p99 of 16 requests is that of the worst of them; add --num-requests 100"
+    assert (worst_of_16 in run.stderr) == ("ttft_p90" not in options[0])
     assert "deployments" in run.stdout
 
 
@@ -147,6 +150,14 @@ def test_an_slo_out_of_reach(run_here, config_70b, options, words):
         ((SLO, "--device=h200", "--report=x.pdf"), [".html"]),
         ((SLO, "--device=h200", "--manifest=x.yaml"), ["--manifest and --image", "Dockerfile"]),
         ((SLO, "--device=h200", "--image=x"), ["go together"]),
+        (
+            (
+                *("--device=h200", "--devices=32", "--tensor-parallel-size=16", SLO, *LOAD),
+                *("--pipeline-parallel-size=1", "--scheduler=sarathi", "--max-num-seqs=64"),
+                *("--max-num-batched-tokens=576", "--manifest=x.yaml", "--image=x"),
+            ),
+            ["none of 1 deployments", "spans 2 hosts", "search with devices for one engine"],
+        ),
         ((SLO, "--device=h200", "--request-rate=inf"), ["all at once"]),
         ((SLO, "--device=h200", "--prices=missing.toml"), ["missing.toml"]),
         ((SLO, "--device=l4", "--devices=1"), ["none of", "needs", "may be used"]),

@@ -48,7 +48,8 @@ class Search(Common):
         processes: simulations at once; by default one for each core.
         json: print one JSON object with every deployment instead of tables.
         report: write the tables with plots into this .html file.
-        manifest: write the best deployment as a Kubernetes manifest into this file.
+        manifest: write the best deployment as a Kubernetes manifest into this file; only those that
+            have one are searched.
         image: of the manifest, a container image with jaxserve that the cluster can pull.
     """
 
@@ -97,6 +98,8 @@ class Search(Common):
 
         begin_s = time.monotonic()
         findings = self._searched()
+        for warning in findings.warnings():
+            print(f"warning: {warning}", file=sys.stderr)
         print(json.dumps(self._document(findings), default=str) if self.json else findings.tables())
         spent_s = time.monotonic() - begin_s
         print(f"searched {len(findings.found):,} deployments in {spent_s:,.1f} s", file=sys.stderr)
@@ -114,7 +117,7 @@ class Search(Common):
         slo = Slo.of(self.slo, self.deadline.deadlines())
         prices = None if self.prices is None else read_prices(self.prices, self.device)
         load = SharedLoad.of(self.load, max(self.devices), self.engine.seed)
-        planned, dropped = self._planned(Planner(self.engine, load, slo, prices))
+        planned, dropped = self._planned(Planner(self.engine, load, slo, prices, self.image))
         candidates = [each.candidate for each in planned]
         found: dict[int, Outcome] = {}
         searched = self._document_of_search(load, planned[0])

@@ -8,10 +8,12 @@ from typing import Any
 
 from jaxserve.cli.bench.options import Load
 from jaxserve.cli.described import Described
+from jaxserve.cli.search.command import serve_words
 from jaxserve.cli.search.space import Choice, FixedSettings
 from jaxserve.cli.simulated_load import arrivals, check_lengths
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, MemoryPlanError, RequestError
+from jaxserve.distributed.launch.serving import ServedDeployment
 from jaxserve.loadgen.trace import TraceRequest
 from jaxserve.simulator import capacity
 from jaxserve.simulator.search import Candidate, Engine
@@ -77,6 +79,22 @@ class Planned:
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self.choice) | {"cost": self.candidate.cost}
 
+    def manifest(self, image: str) -> str:
+        """For Kubernetes. Raises ConfigError as `ServedDeployment.manifest` does."""
+        memory, config = self.described.plan.memory, self.asked
+        # The files of a model that is quantized when it is loaded are up to four times as large.
+        larger = 1 if config.quantization is None else 4
+        weights_bytes = memory.weights_bytes * memory.num_devices + memory.host_weights_bytes
+        return ServedDeployment(
+            tuple(serve_words(config, replicas=1)),
+            self.choice.replicas,
+            config.num_devices,
+            self.described.spec,
+            larger * weights_bytes + memory.disk_weights_bytes,
+            memory.disk_bytes,
+            image,
+        ).manifest()
+
 
 @dataclasses.dataclass(frozen=True)
 class Dropped:
@@ -90,12 +108,13 @@ class Dropped:
 @dataclasses.dataclass(frozen=True)
 class Planner:
     """Plans deployments. `prices` are those of devices for an hour; without them the cost is the
-    number of devices."""
+    number of devices. With `image`, only those that have a manifest with it can be."""
 
     fixed: FixedSettings
     load: SharedLoad
     slo: Slo
     prices: Mapping[str, float] | None
+    image: str | None = None
     _loads: dict[int, capacity.Load] = dataclasses.field(default_factory=dict, init=False)
 
     def plan(self, choice: Choice) -> Planned | Dropped:
@@ -106,12 +125,14 @@ class Planner:
             load = self._load_of(choice.replicas)
             check_lengths(self.load.requests, described.plan.config.max_model_len)
             engine = Engine(described.deployment, described.times, load)
-            bounds = engine.bounds(self.slo)
+            price = 1.0 if self.prices is None else self.prices[choice.device]
+            candidate = Candidate(price * choice.num_devices, engine.bounds(self.slo))
+            planned = Planned(choice, asked, described, engine, candidate)
+            if self.image is not None:
+                planned.manifest(self.image)
         except (ConfigError, MemoryPlanError, RequestError) as error:
             return Dropped(choice, str(error), isinstance(error, MemoryPlanError))
-        price = 1.0 if self.prices is None else self.prices[choice.device]
-        candidate = Candidate(price * choice.num_devices, bounds)
-        return Planned(choice, asked, described, engine, candidate)
+        return planned
 
     def _load_of(self, engines: int) -> capacity.Load:
         """The load of the first of so many engines."""

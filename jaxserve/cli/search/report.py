@@ -5,14 +5,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxserve.cli.search.command import serve_command, serve_words
+from jaxserve.cli.search.command import serve_command
 from jaxserve.cli.search.deployments import Dropped, Planned, SharedLoad
 from jaxserve.core.process.tables import table
-from jaxserve.distributed.launch.serving import ServedDeployment
-from jaxserve.simulator.capacity import rate_at
+from jaxserve.simulator.capacity import FEWEST_ROUNDS, rate_at
 from jaxserve.simulator.search import Outcome, front, winner
 from jaxserve.simulator.slo import Slo
 
@@ -56,21 +56,8 @@ class Findings:
         return serve_command(planned.asked, planned.choice.replicas)
 
     def manifest(self, image: str) -> str:
-        """The winner, for Kubernetes. Raises ConfigError as `ServedDeployment.manifest` does."""
-        planned = self.planned[self.winner]
-        memory, config = planned.described.plan.memory, planned.asked
-        # The files of a model that is quantized when it is loaded are up to four times as large.
-        larger = 1 if config.quantization is None else 4
-        weights_bytes = memory.weights_bytes * memory.num_devices + memory.host_weights_bytes
-        return ServedDeployment(
-            tuple(serve_words(config, replicas=1)),
-            planned.choice.replicas,
-            config.num_devices,
-            planned.described.spec,
-            larger * weights_bytes + memory.disk_weights_bytes,
-            memory.disk_bytes,
-            image,
-        ).manifest()
+        """The winner, for Kubernetes."""
+        return self.planned[self.winner].manifest(image)
 
     def shortfall(self) -> str | None:
         """Why no deployment is good enough, and the best that there is; None if one is."""
@@ -95,6 +82,26 @@ class Findings:
             f"no deployment meets {within} at any rate; the best that can be had is {reached}, by "
             f"{self._named(best)}."
         )
+
+    def warnings(self) -> list[str]:
+        """Why the load has too few requests to trust the outcome."""
+        warnings, count = [], self.load.count
+        for limit in self.slo.limits:
+            if limit.metric != "itl" and count < limit.fewest_requests:
+                warnings.append(
+                    f"{limit} of {count:,} requests is that of the worst of them; add "
+                    f"--num-requests {limit.fewest_requests:,} or more."
+                )
+        if self.winner is not None:
+            step = self.found[self.winner].step
+            at_once = self.planned[self.winner].engine.at_once(self.slo, step)
+            if count < FEWEST_ROUNDS * at_once:
+                warnings.append(
+                    f"the best deployment has {at_once:,.0f} requests at once, and a load of "
+                    f"{count:,} ends before their queue is seen, so that its capacity may be less; "
+                    f"add --num-requests {math.ceil(FEWEST_ROUNDS * at_once):,} or more."
+                )
+        return warnings
 
     def tables(self) -> str:
         """The front, what became of the others, and the command of the winner."""
