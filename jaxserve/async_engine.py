@@ -266,10 +266,14 @@ class AsyncEngine:
         """Drop every cached prefix."""
         self._thread.call(self._engine.reset_prefix_cache)
 
-    async def add_lora(self, lora_request: LoRARequest) -> None:
+    async def add_lora(self, lora_request: LoRARequest, load_inplace: bool = False) -> None:
         """Load a LoRA adapter, as `LLM.add_lora`; it is read while requests run."""
-        staged = await asyncio.to_thread(self._engine.adapters.staged, lora_request)
-        await self._thread.result_of(lambda: self._engine.adapters.add(staged or lora_request))
+        adapters = self._engine.adapters
+        staged = await asyncio.to_thread(adapters.staged, lora_request, load_inplace)
+        if load_inplace:
+            await self._thread.result_of(lambda: adapters.replace(staged))
+        else:
+            await self._thread.result_of(lambda: adapters.add(staged or lora_request))
 
     async def remove_lora(self, name: str) -> None:
         """Unload a LoRA adapter, as `LLM.remove_lora`."""

@@ -323,15 +323,19 @@ class LLM:
         """Drop every cached prefix."""
         self.engine.reset_prefix_cache()
 
-    def add_lora(self, lora_request: LoRARequest) -> None:
+    def add_lora(self, lora_request: LoRARequest, load_inplace: bool = False) -> None:
         """Load a LoRA adapter ahead of its first request. It then stays until `remove_lora`; those
         that requests load make room for the next when no request uses them. Compiles nothing.
+        With `load_inplace` it takes the place of one with its name, which unfinished requests keep.
 
         Raises AdapterError when it does not fit, RequestError without `enable_lora` or when another
         adapter has its name, OverloadedError when no slot is free and none can be freed.
         """
         with interrupts_held():
-            self.engine.adapters.add(lora_request)
+            if load_inplace:
+                self.engine.adapters.replace(lora_request)
+            else:
+                self.engine.adapters.add(lora_request)
 
     def remove_lora(self, name: str) -> None:
         """Unload a LoRA adapter, whose slot is free once the requests that use it have finished.

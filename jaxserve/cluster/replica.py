@@ -141,9 +141,9 @@ class Replica:
         """Drop every cached prefix."""
         await self._ready.reset_prefix_cache()
 
-    async def add_lora(self, lora_request: LoRARequest) -> None:
+    async def add_lora(self, lora_request: LoRARequest, load_inplace: bool = False) -> None:
         """Load an adapter. Raises as `AsyncEngine.add_lora`."""
-        await self._ready.add_lora(lora_request)
+        await self._ready.add_lora(lora_request, load_inplace)
 
     async def remove_lora(self, name: str) -> None:
         """Unload an adapter. Raises as `AsyncEngine.remove_lora`."""

@@ -158,9 +158,9 @@ class Router:
         """Drop every cached prefix, of all replicas."""
         await self._result_of(self._pool.reset_prefix_cache())
 
-    async def add_lora(self, lora_request: LoRARequest) -> None:
+    async def add_lora(self, lora_request: LoRARequest, load_inplace: bool = False) -> None:
         """Load an adapter on all replicas."""
-        await self._result_of(self._pool.add_lora(lora_request))
+        await self._result_of(self._pool.add_lora(lora_request, load_inplace))
 
     async def remove_lora(self, name: str) -> None:
         """Unload an adapter on all replicas."""

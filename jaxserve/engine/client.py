@@ -78,9 +78,10 @@ class EngineClient(Protocol):
     async def reset_prefix_cache(self) -> None:
         """Drop every cached prefix."""
 
-    async def add_lora(self, lora_request: LoRARequest) -> None:
-        """Load a LoRA adapter, to stay until it is removed. Raises AdapterError when it does not
-        fit, RequestError when its name is taken or no slot is free."""
+    async def add_lora(self, lora_request: LoRARequest, load_inplace: bool = False) -> None:
+        """Load a LoRA adapter, to stay until it is removed; with `load_inplace` in the place of one
+        with its name. Raises AdapterError when it does not fit, RequestError when its name is
+        taken, OverloadedError when no slot is free."""
 
     async def remove_lora(self, name: str) -> None:
         """Unload an adapter; unfinished requests keep it. Raises RequestError when it is not

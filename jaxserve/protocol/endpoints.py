@@ -85,7 +85,7 @@ class Endpoint(NamedTuple):
         try:
             request = self.request.model_validate(body)
         except ValidationError as error:
-            raise field_error(error) from None
+            raise field_error(error, self.request) from None
         return request.call(model)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from jaxserve.core.errors import (
     EngineAsleepError,
@@ -189,12 +190,12 @@ def _invalid(message: str, param: str | None, code: ErrorCode) -> ErrorReply:
     return ErrorReply(400, message, "invalid_request_error", param, code)
 
 
-def field_error(error: ValidationError) -> FieldError:
-    """The error of the first invalid field of a body."""
-    return field_error_of(error.errors(include_url=False, include_context=False))
+def field_error(error: ValidationError, body: type[BaseModel] | None = None) -> FieldError:
+    """The error of the first invalid field of a body, whose type knows the names of others."""
+    return field_error_of(error.errors(include_url=False, include_context=False), body)
 
 
-def field_error_of(errors: Sequence[dict[str, Any]]) -> FieldError:
+def field_error_of(errors: Sequence[dict[str, Any]], body: Any = None) -> FieldError:
     """Like `field_error`, from pydantic's list of errors."""
     first = errors[0]
     name = first["loc"][0] if first["loc"] else "body"
@@ -202,8 +203,9 @@ def field_error_of(errors: Sequence[dict[str, Any]]) -> FieldError:
     found = max((e for e in errors if (e["loc"] or ("body",))[0] == name), key=_depth)
     path = _path(found["loc"])
     if found["type"] == "extra_forbidden":
-        remedy = REMEDIES.get(path, "leave it out")
-        return FieldError(path, f"is not a field of this request; {remedy}.", "unknown_parameter")
+        remedy = REMEDIES.get(path) or "leave it out"
+        hint = _meant(path, body) or f"{remedy}."
+        return FieldError(path, f"is not a field of this request; {hint}", "unknown_parameter")
     if found["type"] == REFUSED:
         return FieldError(path, found["msg"])
     if found["type"] == "missing":
@@ -220,6 +222,15 @@ def shown(value: Any) -> str:
     """A value from the client, truncated for an error message."""
     text = _JSON_WORDS.get(repr(value)) if isinstance(value, bool | None) else _SHORT.repr(value)
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
+
+
+def _meant(path: str, body: Any) -> str | None:
+    """A field of the body whose name is almost this, if it is of a type with fields."""
+    if path in REMEDIES:
+        return None
+    names = [field.alias or name for name, field in getattr(body, "model_fields", {}).items()]
+    close = difflib.get_close_matches(path, names, n=1, cutoff=0.8)
+    return f"did you mean {close[0]}?" if close else None
 
 
 def _depth(error: dict[str, Any]) -> int:

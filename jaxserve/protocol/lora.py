@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, StrictBool
 
 from jaxserve.protocol.fields import Fields, Ignored
 
@@ -15,6 +15,9 @@ class LoadAdapterRequest(Fields):
     )
     lora_path: str = Field(
         description="A directory that PEFT wrote.", min_length=1, max_length=4096
+    )
+    load_inplace: StrictBool | None = Field(
+        None, description="Whether it takes the place of an adapter that has its name."
     )
 
 

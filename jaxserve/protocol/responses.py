@@ -109,6 +109,7 @@ class AssistantMessage(BaseModel):
     annotations: list[None]
     audio: None
     function_call: None
+    reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[MessageToolCall] = []
 
@@ -166,7 +167,7 @@ class Response(BaseModel):
     object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: Literal["completed", "incomplete", "failed"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     error: dict[str, str] | None
     incomplete_details: dict[str, str] | None
     model: str

@@ -44,13 +44,16 @@ class AdapterSlots:
         """Names of the adapters that are loaded, the one used longest ago first."""
         return list(self._loaded)
 
-    def staged(self, request: LoRARequest) -> StagedAdapter | None:
-        """The adapter that a request names, read and checked; None if it is loaded already. Changes
-        nothing, in any thread.
+    def staged(self, request: LoRARequest, again: bool = False) -> StagedAdapter | None:
+        """The adapter that a request names, read and checked; None if it is loaded already, unless
+        it is to be read `again`, from any path. Changes nothing, in any thread.
 
         Raises RequestError without `enable_lora`, or when another adapter has its name, and
         AdapterError when it does not fit.
         """
+        if again:
+            self._check_request(request)
+            return self._read(request)
         return None if self._found(request) is not None else self._read(request)
 
     def add(self, wanted: LoRARequest | StagedAdapter, *, pinned: bool = True) -> LoadedAdapter:
@@ -59,14 +62,27 @@ class AdapterSlots:
         Raises as `staged` does, and OverloadedError when no slot is free and none can be freed.
         """
         request = wanted.request if isinstance(wanted, StagedAdapter) else wanted
-        found = self._found(request)
-        if found is None:
-            found = self._load(wanted if isinstance(wanted, StagedAdapter) else self._read(wanted))
+        found = self._found(request) or self._load(self._staged(wanted))
         if pinned:
             found = dataclasses.replace(found, pinned=True)
         self._loaded.pop(request.name, None)
         self._loaded[request.name] = found
         return found
+
+    def replace(self, wanted: LoRARequest | StagedAdapter) -> LoadedAdapter:
+        """Loads an adapter, in the place of the one with its name if there is one, whose slot is
+        free once the requests that use it have finished. Raises as `add` does; the one before then
+        stays."""
+        request = wanted.request if isinstance(wanted, StagedAdapter) else wanted
+        self._check_request(request)
+        staged = self._staged(wanted)
+        before = self._loaded.pop(request.name, None)
+        try:
+            return self.add(staged)
+        except BaseException:
+            if before is not None:
+                self._loaded[request.name] = before
+            raise
 
     def use(self, request: LoRARequest) -> LoadedAdapter:
         """The adapter of a request, loaded if it was not. Raises as `add` does."""
@@ -94,6 +110,16 @@ class AdapterSlots:
 
     def _found(self, request: LoRARequest) -> LoadedAdapter | None:
         """The loaded adapter with a request's name. Raises RequestError for another path."""
+        self._check_request(request)
+        found = self._loaded.get(request.name)
+        if found is not None and found.request.path != request.path:
+            raise RequestError(
+                f"adapter {request.name!r:.200} is loaded from {found.request.path!r}, not from "
+                f"{request.path!r}; unload it first, load it in place, or use another name."
+            )
+        return found
+
+    def _check_request(self, request: LoRARequest) -> None:
         if not isinstance(request, LoRARequest):
             raise RequestError(f"lora_request is {request!r:.80}; it must be a LoRARequest.")
         if not self._plan.config.enable_lora:
@@ -101,13 +127,9 @@ class AdapterSlots:
                 f"adapter {request.name!r:.200} is asked for, and enable_lora is False; load the "
                 "engine with enable_lora=True."
             )
-        found = self._loaded.get(request.name)
-        if found is not None and found.request.path != request.path:
-            raise RequestError(
-                f"adapter {request.name!r:.200} is loaded from {found.request.path!r}, not from "
-                f"{request.path!r}; unload it first, or use another name."
-            )
-        return found
+
+    def _staged(self, wanted: LoRARequest | StagedAdapter) -> StagedAdapter:
+        return wanted if isinstance(wanted, StagedAdapter) else self._read(wanted)
 
     def _read(self, request: LoRARequest) -> StagedAdapter:
         plan = self._plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_type_hints
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.version import __version__
 from jaxserve.protocol.errors import ErrorReply, field_error_of, reply_to
+from jaxserve.server.background import BackgroundResponses
 from jaxserve.server.connections import ConnectionLimits
 from jaxserve.server.disconnect import ClientGoneError
 from jaxserve.server.middleware import (
@@ -85,6 +87,7 @@ def create_app(
     app.state.service = service
     app.state.settings = settings
     app.state.stored = ResponseStore()
+    app.state.background = BackgroundResponses(service, app.state.stored)
     all_routes = [generation_routes, stored_routes, model_routes, status_routes, docs_routes]
     all_routes += [dev_routes] * settings.dev_mode + [cluster_routes] * settings.has_replicas
     for routes in all_routes:
@@ -123,7 +126,8 @@ async def _bad_body(request: Request, error: RequestValidationError) -> JsonResp
     if isinstance(found[0]["input"], bytes):
         message = "the body must be JSON, and the header Content-Type application/json."
         return error_response(ErrorReply(400, message, "invalid_request_error"), path)
-    return error_response(reply_to(field_error_of(found)), path)
+    body = get_type_hints(request.scope["endpoint"]).get("body")
+    return error_response(reply_to(field_error_of(found, body)), path)
 
 
 async def _bad_route(request: Request, error: HTTPException) -> JsonResponse:

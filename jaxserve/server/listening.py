@@ -13,11 +13,14 @@ from typing import Any
 
 from jaxserve.core.errors import ConfigError
 
+_MAX_PORT = (1 << 16) - 1
 _BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises ConfigError if the address does not exist or is in use."""
+    if not 0 <= port <= _MAX_PORT:
+        raise ConfigError(f"port is {port}; it must be in 0..{_MAX_PORT}, 0 for a free one.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Only if the protocol is named, asyncio turns off the delay of small packets (TCP_NODELAY).
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -25,9 +28,12 @@ def listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(_BACKLOG)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         listener.close()
-        raise ConfigError(f"host {host!r} and port {port}: {error}; give others.") from None
+        raise ConfigError(
+            f"host {host!r} and port {port} cannot be listened on "
+            f"({error.strerror or error}); give others, or port 0 for a free one."
+        ) from None
     return listener
 
 

@@ -33,14 +33,18 @@ class ResponseStore:
         self._max_response_bytes = max_response_bytes
         self._stored: dict[str | None, collections.OrderedDict[str, StoredResponse]] = {}
 
-    def add(self, tenant: str | None, stored: StoredResponse) -> None:
-        """Keep a response, unless it is too large."""
+    def add(self, tenant: str | None, stored: StoredResponse) -> bool:
+        """Keep a response, in the place of one with its id. False if it is too large; then that
+        one is forgotten too."""
         if stored.num_bytes > self._max_response_bytes:
-            return
+            if self._stored.get(tenant, {}).pop(stored.id, None) is not None:
+                self._forget_if_empty(tenant)
+            return False
         mine = self._stored.setdefault(tenant, collections.OrderedDict())
         mine[stored.id] = stored
         mine.move_to_end(stored.id)
         self._make_room()
+        return True
 
     def get(self, tenant: str | None, response_id: str) -> StoredResponse:
         """Raises ResponseNotFoundError for one that is not stored, or is another tenant's."""

@@ -53,6 +53,11 @@ def error_response(reply: ErrorReply, path: str) -> JsonResponse:
     return JsonResponse(body, reply.status, headers)
 
 
+def warning_of(call: ParsedRequest) -> dict[str, str]:
+    """The header that says what the response leaves out. 199 is a warning of any kind."""
+    return {} if call.warning is None else {"warning": f'199 jaxserve "{call.warning}"'}
+
+
 class GeneratedResponse(Response):
     """The response to a request that runs the model, sent while the engine runs it.
 
@@ -140,9 +145,8 @@ class GeneratedResponse(Response):
         return [(b"endpoint-load-metrics", form + b" " + said)]
 
     def _warning(self) -> list[tuple[bytes, bytes]]:
-        """The header that says what the response leaves out. 199 is a warning of any kind."""
-        warning = self._call.warning
-        return [] if warning is None else [(b"warning", f'199 jaxserve "{warning}"'.encode())]
+        named = warning_of(self._call).items()
+        return [(name.encode(), value.encode()) for name, value in named]
 
 
 async def _send_events(send: Send, chunks: Iterable[dict[str, Any]], named: bool) -> None:

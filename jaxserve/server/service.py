@@ -167,10 +167,11 @@ class Service:
         self._model = None  # Its fingerprint is of the weights.
         return version
 
-    async def add_lora(self, adapter: LoRARequest) -> None:
-        """Load an adapter, whose name is then one of a model. Raises UnavailableError,
-        RequestError for a name that is taken, and as `AsyncEngine.add_lora`."""
-        await self._add_lora(self.engine, adapter)
+    async def add_lora(self, adapter: LoRARequest, load_inplace: bool = False) -> None:
+        """Load an adapter, whose name is then one of a model; with `load_inplace` in the place of
+        one with its name. Raises UnavailableError, RequestError for a name that is taken, and as
+        `AsyncEngine.add_lora`."""
+        await self._add_lora(self.engine, adapter, load_inplace)
 
     async def remove_lora(self, name: str) -> None:
         """Unload an adapter, whose name is then free; unfinished requests keep it. Raises
@@ -179,12 +180,16 @@ class Service:
         self._adapters.pop(name, None)
         self._model = None
 
-    async def _add_lora(self, engine: EngineClient, adapter: LoRARequest) -> None:
-        if adapter.name in (*self.model_names, *self._adapters):
+    async def _add_lora(
+        self, engine: EngineClient, adapter: LoRARequest, load_inplace: bool = False
+    ) -> None:
+        is_loaded = adapter.name in self._adapters and not load_inplace
+        if is_loaded or adapter.name in self.model_names:
+            inplace = ", or load_inplace" if is_loaded else ""
             raise RequestError(
-                f"a model {adapter.name!r:.200} is served already; use another name."
+                f"a model {adapter.name!r:.200} is served already; use another name{inplace}."
             )
-        await engine.add_lora(adapter)
+        await engine.add_lora(adapter, load_inplace)
         self._adapters[adapter.name] = adapter
         self._model = None
 

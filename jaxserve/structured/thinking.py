@@ -12,7 +12,7 @@ from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.structured.bitmask import WORD_BITS, mask_words
 from jaxserve.structured.matcher import Matcher
 from jaxserve.text import Tokenizer
-from jaxserve.text.thinking import CLOSE, OPEN, has_channels, opens_thinking
+from jaxserve.text.thinking import CLOSE, OPEN, begun_thinking, has_channels
 
 _OPEN, _CLOSE = OPEN.encode(), CLOSE.encode()
 
@@ -39,7 +39,7 @@ class ThinkingMarks:
 
     def begins_open(self, prompt_token_ids: Sequence[int]) -> bool:
         """Whether the reasoning begins in the prompt."""
-        return opens_thinking(self._tokenizer, prompt_token_ids)
+        return begun_thinking(self._tokenizer, prompt_token_ids) is not None
 
     def mask(self, *token_ids: int) -> np.ndarray:
         """The mask int32 [words] of these tokens."""

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from jaxserve.text.tokenizer import Tokenizer
 
 OPEN, CLOSE = "<think>", "</think>"
-
-_END_TOKENS = 32
-"""Tokens at the end of a prompt that surely hold its last tag and the space after it."""
+_TAGS = (OPEN.encode(), CLOSE.encode())
 
 
 def has_channels(template: str | None) -> bool:
@@ -17,7 +15,18 @@ def has_channels(template: str | None) -> bool:
     return "<|channel|>" in (template or "")
 
 
-def opens_thinking(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> bool:
-    """Whether a prompt opens the reasoning, as that of many templates does."""
-    end = b"".join(tokenizer.token_bytes(token_id) for token_id in prompt_token_ids[-_END_TOKENS:])
-    return end.decode("utf-8", "replace").rstrip().endswith(OPEN)
+def begun_thinking(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> str | None:
+    """The reasoning that a prompt ends within: "" after a template that opens it, more of it in a
+    message to be continued. None if it does not.
+
+    Looks at the text after the last added token, such as that of a turn: a tag before may be part
+    of what a user says.
+    """
+    end: list[bytes] = []
+    for token_id in reversed(prompt_token_ids):
+        text = tokenizer.token_bytes(token_id)
+        if token_id in tokenizer.added_token_ids and text.strip() and text not in _TAGS:
+            break
+        end.append(text)
+    _, tag, after = b"".join(reversed(end)).decode("utf-8", "replace").rpartition(OPEN)
+    return after if tag and CLOSE not in after else None

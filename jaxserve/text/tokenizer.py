@@ -33,7 +33,8 @@ class Tokenizer:
 
     Attributes:
         eos_token_ids: tokens that end an answer.
-        special_token_ids: tokens omitted from decoded text unless requested.
+        added_token_ids: tokens outside of the vocabulary of subwords: the special ones and others.
+        special_token_ids: those of them that are omitted from decoded text unless requested.
         tokenizer_class: the class in transformers that the model names.
         strips_leading_space: whether decoding drops the first space, as SentencePiece models do.
     """
@@ -72,6 +73,7 @@ class Tokenizer:
         self.eos_token_ids = tuple(eos_token_ids)
         self.tokenizer_class = tokenizer_class
         added = backend.get_added_tokens_decoder()
+        self.added_token_ids = frozenset(added)
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         self.strips_leading_space = self._spelling.strips_leading_space
         if self.vocab_size > _MAX_VOCABULARY:

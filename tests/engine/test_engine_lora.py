@@ -117,6 +117,26 @@ def test_adapters_in_use_stay_and_others_make_room(llm, llama, adapters, compile
     llama.check_greedy(generate(llm, llama.prompts[5], GREEDY))
 
 
+def test_an_adapter_takes_the_place_of_another_whose_requests_keep_it(llm, llama, adapters):
+    (a, of_a), (b, of_b) = adapters["a"], adapters["b"]
+    inplace = LoRARequest("a", b.path)
+    llm.add_lora(a)
+    stream = llm.stream(llama.prompts[5], GREEDY, lora_request=a)
+    with pytest.raises(RequestError, match="load it in place"):
+        llm.add_lora(inplace)
+    llm.add_lora(inplace, load_inplace=True)
+    assert llm.list_loras().count("a") == 1
+    (output,) = llm.generate(llama.prompts[5], GREEDY, use_tqdm=False, lora_request=inplace)
+    of_b.check_greedy(output)
+    tokens = [token for delta in stream for token in delta.token_ids]
+    assert tokens == generate_merged(of_a, llama.prompts[5])
+    with pytest.raises(AdapterError):
+        llm.add_lora(LoRARequest("a", "/nowhere"), load_inplace=True)
+    (output,) = llm.generate(llama.prompts[5], GREEDY, use_tqdm=False, lora_request=inplace)
+    of_b.check_greedy(output)
+    llm.add_lora(a, load_inplace=True)
+
+
 def test_a_removed_adapter_serves_its_requests_to_their_end(llm, llama, adapters):
     *three, d = requests(adapters, "abcd")
     streams = [llm.stream(llama.prompts[5], GREEDY, lora_request=lora) for lora in three]

@@ -81,6 +81,16 @@ def test_adapters_are_models_that_come_and_go(llama, adapters):
             assert status == 400 and says in text
         status, text = await change("load", lora_name="third", lora_path=str(first))
         assert status == 429 and "max_loras" in text
+        inplace = {"lora_name": "second", "load_inplace": True}
+        status, text = await change("load", lora_path="/nowhere", **inplace)
+        assert status == 400 and await completed("second") == answers[2]
+        status, text = await change("load", lora_path=str(first), **inplace)
+        assert status == 200 and (await completed("second"))[1] == greedy(of_first)
+        assert (await models())["second"] == listed
+        status, text = await change(
+            "load", lora_path=str(second), **inplace | {"lora_name": "tiny"}
+        )
+        assert status == 400 and "served already" in text
         status, text = await change("unload", lora_name="second")
         assert status == 200 and "removed" in text
         assert "second" not in await models()

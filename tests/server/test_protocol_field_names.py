@@ -60,7 +60,9 @@ def call_of(path: str, fields: dict, model: Model):
         ("completions", {"prompt": "a" * 99_999, "truncate_prompt_tokens": 5}, "within this limit"),
         ("chat/completions", {"logit_bias": 3}, "logit_bias must be an object"),
         ("responses", {"max_tokens": 5}, "max_tokens is not a field of this request; use max"),
-        ("responses", {"background": True}, "background must be false; wait"),
+        ("responses", {"background": True}, "background needs a server"),
+        ("responses", {"max_output_tokns": 5}, "request; did you mean max_output_tokens?"),
+        ("chat/completions", {"max_tokns": 5}, "request; did you mean max_tokens?"),
         ("responses", {"max_output_tokens": 0}, "max_output_tokens must be"),
         (
             "responses",

@@ -67,10 +67,58 @@ def test_chats_have_it_beside_the_content(model):
     body = call.response([output(model, TEXT)], "r", 5)
     message = body["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Because.", "Yes.")
+    assert message["reasoning"] == message["reasoning_content"]
     assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": NUM_TOKENS}
     deltas = [chunk["choices"][0]["delta"] for chunk in streamed(call, TEXT)]
-    for name in ("reasoning_content", "content"):
+    for name in ("reasoning", "reasoning_content", "content"):
         assert "".join(delta.get(name, "") for delta in deltas) == message[name]
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_the_template_gets_it_by_either_name(model, name):
+    turn = {"role": "assistant", "content": "Yes.", name: "Because."}
+    call = parse(ChatCompletionRequest, model, messages=[*MESSAGES, turn, *MESSAGES])
+    assert call.prompts[0].text == "Hi|<think>Because.</think>Yes.|Hi|<think>\n"
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_message_is_continued_within_it(model, echo):
+    turn = {"role": "assistant", "content": "Well. <think>\nBecause it"}
+    fields = {"continue_final_message": True, "echo": echo, "stream": True}
+    call = parse(ChatCompletionRequest, model, messages=[*MESSAGES, turn], **fields)
+    assert call.prompts[0].text == "Hi|Well. <think>\nBecause it"
+    text = " is.</think>Yes."
+    body = call.response([output(model, text)], "r", 5)
+    message = body["choices"][0]["message"]
+    before, begun = ("Well. ", "Because it") if echo else ("", "")
+    assert (message["reasoning"], message["content"]) == (f"{begun} is.", f"{before}Yes.")
+    reasoned = len(" is.</think>")
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": reasoned}
+    deltas = [chunk["choices"][0]["delta"] for chunk in streamed(call, text)]
+    for part in ("reasoning", "content"):
+        assert "".join(delta.get(part, "") for delta in deltas) == message[part]
+
+
+@pytest.mark.parametrize("ended", ["Because.</think>", "What is it?"])
+def test_a_message_is_continued_after_it(model, ended):
+    turn = {"role": "assistant", "content": ended}
+    fields = {"continue_final_message": True, "messages": [*MESSAGES, turn]}
+    call = parse(ChatCompletionRequest, model, **fields)
+    message = call.response([output(model, " Yes.")], "r", 5)["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == (None, " Yes.")
+
+
+def test_the_template_that_is_rendered_decides_on_thinking(model):
+    """That of tools only where the model gets them."""
+    other = copy.copy(model.tokenizer)
+    other._chat_templates = {"default": TEMPLATE, "tool_use": "{{ tools }}{{ messages }}"}
+    tools = [{"name": "f", "input_schema": {"type": "object"}}]
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    fields = {"messages": MESSAGES, "max_tokens": 99, "thinking": thinking, "tools": tools}
+    chosen = dataclasses.replace(model, tokenizer=other)
+    for choice, budget in (("none", 1024), ("any", None)):
+        call = parse(MessagesRequest, chosen, tool_choice={"type": choice}, **fields)
+        assert call.params.thinking_token_budget == budget, choice
 
 
 def test_responses_have_it_as_an_item(model):

@@ -303,7 +303,9 @@ def test_reasoning_in_pieces(data):
         ("" if is_open else "\n<think>") + "\nSo <b> or\n\n</b>?\n</think>\n\nYes. " + hermes(WAIT)
     )
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
-    reader = AnswerReader(ReasoningReader(is_open), ToolReader(TOOLS, "hermes", True))
+    reader = AnswerReader(
+        ReasoningReader("" if is_open else None), ToolReader(TOOLS, "hermes", True)
+    )
     answer = Answer.of(InPieces(reader, cuts), text)
     assert answer.reasoning == "So <b> or\n\n</b>?" and answer.content == "Yes. "
     assert [call.name for call in answer.calls] == ["wait"]
@@ -311,10 +313,10 @@ def test_reasoning_in_pieces(data):
 
 @pytest.mark.parametrize("text", ["", " ", "<thin", "<", "a <think>b</think>", "</think>c"])
 def test_text_without_reasoning_is_content(text):
-    answer = Answer.of(AnswerReader(ReasoningReader(False), None), text)
+    answer = Answer.of(AnswerReader(ReasoningReader(None), None), text)
     assert answer == Answer("", text, ())
 
 
 def test_reasoning_that_was_cut_off():
-    answer = Answer.of(AnswerReader(ReasoningReader(True), None), " because </thi")
+    answer = Answer.of(AnswerReader(ReasoningReader(""), None), " because </thi")
     assert answer == Answer("because </thi", "", ())

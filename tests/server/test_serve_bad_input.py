@@ -74,6 +74,7 @@ BAD = [
     (*completion(bad_words=["a"] * 99), "bad_words"),
     (*completion(seed=2**70), "seed"),
     (*completion(unknown=1), "unknown is not a field"),
+    (*completion(temprature=1), "did you mean temperature?"),
     (*completion(stream_options={"include_usage": True}), "stream_options"),
     (*completion(stream=True, prompt_logprobs=1), "prompt_logprobs"),
     (*completion(stream=True, echo=True, logprobs=1), "logprobs"),

@@ -109,7 +109,7 @@ def test_items_are_listed_in_pages(chatty):
     run(chatty, scenario)
 
 
-def test_responses_are_deleted_and_are_never_cancelled(chatty):
+def test_responses_are_deleted_and_not_cancelled(chatty):
     async def scenario(client, service, engine):
         first = await ask(client, "Hi")
         path = f"{PATH}/{first['id']}"
@@ -178,7 +178,8 @@ def test_a_batch_job_stores_nothing(llama):
 
 def stored(name, said):
     read = Conversation.of([{"text": said}])
-    return StoredResponse.of({"id": name, "output": [{"text": "b"}]}, read)
+    response = {"id": name, "output": [{"text": "b"}], "status": "completed", "background": False}
+    return StoredResponse.of(response, read)
 
 
 def test_a_response_has_what_was_read_and_the_conversation():
@@ -204,9 +205,14 @@ def test_the_store_is_bounded(added):
     store, known = ResponseStore(max_responses=6, max_bytes=1000, max_response_bytes=500), {}
     for tenant, number, size in added:
         response = stored(f"r{number}", "ä" * size)
-        store.add(tenant, response)
-        if response.num_bytes <= 500:
+        known.pop((tenant, response.id), None)
+        fits = response.num_bytes <= 500
+        assert store.add(tenant, response) is fits
+        if fits:
             known[tenant, response.id] = response
+        else:  # Nor is an older one with its id left.
+            with pytest.raises(ResponseNotFoundError):
+                store.get(tenant, response.id)
         for key in list(known):
             try:
                 assert store.get(*key) is known[key]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jaxserve.core.errors import ModelError, RequestError
 from jaxserve.models.loading.gguf.header import read_gguf
 from jaxserve.text import Tokenizer
+from jaxserve.text.thinking import begun_thinking
 
 GOLDEN = json.loads((Path(__file__).parent / "golden/tokenizer_smollm2.json").read_text())
 
@@ -26,6 +27,19 @@ def test_smollm2_ids_are_those_of_the_original_tokenizer(
 ) -> None:
     assert smollm2.encode(case["text"]) == case["ids"]
     assert smollm2.decode(case["ids"], skip_special_tokens=False) == case["text"]
+
+
+def test_a_tag_of_reasoning_counts_in_the_last_turn_only(smollm2: Tokenizer) -> None:
+    def begun(said: str, answer: str | None = None) -> str | None:
+        turns = [{"role": "user", "content": said}]
+        turns += [] if answer is None else [{"role": "assistant", "content": answer}]
+        prompt = smollm2.apply_chat_template(turns, continue_final_message=answer is not None)
+        return begun_thinking(smollm2, smollm2.encode(prompt, add_special_tokens=False))
+
+    assert begun("Hi", "<think>\nSo") == "\nSo"
+    assert begun("Hi", "<think>") == ""
+    for said, answer in (("<think> is a tag", None), ("Hi", "<think>So</think> Yes")):
+        assert begun(said, answer) is None
 
 
 def test_smollm2_facts(smollm2: Tokenizer) -> None:

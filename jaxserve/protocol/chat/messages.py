@@ -31,6 +31,7 @@ class Message(Fields):
     tool_calls: ListOf[CalledTool] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="Newer name of reasoning_content.")
 
     # Clients send a response message back with all its fields; these are always empty here.
     refusal: None = None
@@ -53,8 +54,11 @@ class Message(Fields):
             message.pop(name, None)
         if self.content is not None:
             message["content"] = self.text
+        reasoning = self.reasoning_content or self.reasoning
+        if reasoning:  # Templates have either name.
+            message["reasoning_content"] = message["reasoning"] = reasoning
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
-            if self.reasoning_content and not self.text:  # By the name in gpt-oss's template.
-                message.setdefault("thinking", self.reasoning_content)
+            if reasoning and not self.text:  # By the name in gpt-oss's template.
+                message.setdefault("thinking", reasoning)
         return message

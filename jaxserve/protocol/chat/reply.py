@@ -20,6 +20,7 @@ from jaxserve.protocol.parsing.reasoning import Marks, ReasoningReader, num_reas
 from jaxserve.protocol.parsing.tool_calls import Format, Piece, ToolReader
 from jaxserve.protocol.tools import Tool
 from jaxserve.protocol.usage import StreamUsage, usage
+from jaxserve.text.thinking import OPEN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +43,10 @@ class ToolUse:
 class Chat:
     """A chat request, with one prompt; choice i is its sequence i.
 
-    `reasons`: how outputs mark reasoning, None if they do not; they begin in it if
-    `begins_in_reasoning`. `tokens_as_ids` is of logprobs. `echoed` is text that each answer begins
-    with. `warning` says which part of the request the answer leaves out. `names` are as in
-    `endpoints.ParsedRequest`.
+    `reasons`: how outputs mark reasoning, None if they do not; `begun_reasoning` is what the prompt
+    ends with of it, None unless outputs begin within. `tokens_as_ids` is of logprobs. `echoed` is
+    text that each answer begins with. `warning` says which part of the request the answer leaves
+    out. `names` are as in `endpoints.ParsedRequest`.
     """
 
     model: Model
@@ -58,7 +59,7 @@ class Chat:
     continuous_usage: bool
     tool_use: ToolUse | None
     reasons: Marks | None
-    begins_in_reasoning: bool
+    begun_reasoning: str | None
     include_reasoning: bool
     prompt_logprobs: bool
     token_ids: bool
@@ -114,7 +115,7 @@ class Chat:
         if self.reasons == "channels":
             return AnswerReader(self._channels(), None)
         return AnswerReader(
-            ReasoningReader(self.begins_in_reasoning) if self.reasons else None,
+            ReasoningReader(self.begun_reasoning) if self.reasons else None,
             None if self.tool_use is None else self.tool_use.reader(),
         )
 
@@ -127,7 +128,7 @@ class Chat:
         counted = usage(outputs)
         if self.reasons:
             choices = [choice for output in outputs for choice in output.outputs]
-            tokenizer, is_open = self.model.tokenizer, self.begins_in_reasoning
+            tokenizer, is_open = self.model.tokenizer, self.begun_reasoning is not None
             reasoned = sum(
                 num_reasoning_tokens(tokenizer, each.text, each.token_ids, self.reasons, is_open)
                 for each in choices
@@ -148,13 +149,22 @@ class Chat:
             token_names(tokenizer, self.tokens_as_ids),
         )
 
+    @property
+    def echo(self) -> tuple[str, str]:
+        """The content and the reasoning that each answer begins with."""
+        if not self.reasons or self.begun_reasoning is None:
+            return self.echoed, ""
+        before, tag, reasoning = self.echoed.rpartition(OPEN)
+        return (before, reasoning.lstrip()) if tag else (self.echoed, "")
+
     def _choice(self, choice: CompletionOutput, request_id: str) -> dict[str, Any]:
         answer = Answer.of(self.reader(), choice.text)
-        content = self.echoed + answer.content
+        echoed, reasoning = self.echo
+        content = echoed + answer.content
         message: dict[str, Any] = {"role": "assistant", "content": content}
         message |= {"refusal": None, "annotations": [], "audio": None, "function_call": None}
         if self.reasons and self.include_reasoning:
-            message["reasoning_content"] = answer.reasoning or None
+            message |= in_both_names(reasoning + answer.reasoning or None)
         if answer.calls:
             message["content"] = content.strip() or None
             message["tool_calls"] = [
@@ -230,7 +240,10 @@ class ChatChunks:
 
     def begin(self) -> Iterator[dict[str, Any]]:
         for index in range(self._call.params.n):
-            start = {"role": "assistant", "content": self._call.echoed, "refusal": None}
+            content, reasoning = self._call.echo
+            start = {"role": "assistant", "content": content, "refusal": None}
+            if reasoning and self._call.include_reasoning:
+                start |= in_both_names(reasoning)
             chunk = self._chunk(index, start)
             if self._call.token_ids:
                 chunk["prompt_token_ids"] = list(self._call.prompts[0].token_ids)
@@ -276,7 +289,7 @@ class ChatChunks:
                 case "content":
                     gained["content"] = gained.get("content", "") + piece.text
                 case "reasoning" if self._call.include_reasoning:
-                    gained["reasoning_content"] = gained.get("reasoning_content", "") + piece.text
+                    gained |= in_both_names(gained.get("reasoning", "") + piece.text)
                 case "call":
                     number = self._num_calls[index]
                     self._num_calls[index] += 1
@@ -299,6 +312,12 @@ class ChatChunks:
     def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return {**self._head, **self._usage.of_chunk, "choices": [choice]}
+
+
+def in_both_names(reasoning: str | None) -> dict[str, str | None]:
+    """Reasoning in a message, as vLLM calls it, and as DeepSeek's API and most others do: clients
+    know one of the names."""
+    return {"reasoning": reasoning, "reasoning_content": reasoning}
 
 
 def call_id(request_id: str, index: int, number: int) -> str:

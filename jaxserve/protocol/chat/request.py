@@ -13,10 +13,10 @@ from jaxserve.protocol.chat.reply import Chat, ToolUse
 from jaxserve.protocol.errors import FieldError
 from jaxserve.protocol.fields import GenerationFields, Ignored, JsonObject, ListOf
 from jaxserve.protocol.model import Model
-from jaxserve.protocol.parsing.reasoning import check_budget, reasoning_marks
+from jaxserve.protocol.parsing.reasoning import Marks, check_budget, reasoning_marks
 from jaxserve.protocol.parsing.tool_calls import format_of, knows_tools
 from jaxserve.protocol.tools import ChosenTool, Tool, check_tools, forced_schema
-from jaxserve.text.thinking import opens_thinking
+from jaxserve.text.thinking import begun_thinking
 
 Choice = Literal["none", "auto", "required"] | ChosenTool
 
@@ -76,7 +76,7 @@ class ChatCompletionRequest(GenerationFields):
             if self.max_tokens not in (None, self.max_completion_tokens):
                 raise FieldError("max_tokens", "and max_completion_tokens differ; give one.")
             more["max_tokens"] = self.max_completion_tokens
-        tool_use = self._tool_use(model)
+        tool_use = self.tool_use(model)
         if tool_use is not None and tool_use.schema is not None:
             if self.constraint() is not None:
                 raise FieldError(
@@ -95,8 +95,7 @@ class ChatCompletionRequest(GenerationFields):
         prompt = self.prompt(model, self._shown_tools(model, tool_use))
         prompt = self.truncated(prompt, model, params)
         echoed = self.echo and self.messages[-1].role == "assistant"
-        template = self._template(model, tool_use is not None)
-        reasons = reasoning_marks(model.chat.reasoning_parser, template)
+        reasons = self.marks(model, tool_use)
         if params.thinking_token_budget is not None:
             check_budget(reasons)
         elif params.structured_outputs is not None:
@@ -114,7 +113,7 @@ class ChatCompletionRequest(GenerationFields):
             continuous_usage=self.continuous_usage,
             tool_use=tool_use,
             reasons=reasons,
-            begins_in_reasoning=opens_thinking(model.tokenizer, prompt.token_ids),
+            begun_reasoning=begun_thinking(model.tokenizer, prompt.token_ids),
             include_reasoning=self.include_reasoning is not False,
             prompt_logprobs=self.prompt_logprobs is not None,
             token_ids=bool(self.return_token_ids),
@@ -134,6 +133,11 @@ class ChatCompletionRequest(GenerationFields):
         if self.tools and self.tool_choice not in (None, "none", "auto"):
             names["structured_outputs.json"] = "tools"
         return names
+
+    def marks(self, model: Model, tool_use: ToolUse | None) -> Marks | None:
+        """How the template that is rendered marks reasoning."""
+        template = self._template(model, tool_use is not None)
+        return reasoning_marks(model.chat.reasoning_parser, template)
 
     def prompt(self, model: Model, tools: list[dict[str, Any]] | None) -> TokenizedPrompt:
         """The conversation rendered by the chat template. Raises RequestError."""
@@ -162,7 +166,8 @@ class ChatCompletionRequest(GenerationFields):
             variables.setdefault("reasoning_effort", self.reasoning_effort)
         return variables
 
-    def _tool_use(self, model: Model) -> ToolUse | None:
+    def tool_use(self, model: Model) -> ToolUse | None:
+        """How the model calls its tools, if it may. Raises RequestError."""
         tools = self.tools or []
         check_tools(tools, self.tool_choice)
         chosen, parallel = self.tool_choice or "auto", self.parallel_tool_calls is not False

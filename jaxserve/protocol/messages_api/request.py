@@ -22,7 +22,6 @@ from jaxserve.protocol.fields import (
 from jaxserve.protocol.messages_api.blocks import Text, Turn, messages_of
 from jaxserve.protocol.messages_api.reply import MessagesCall
 from jaxserve.protocol.model import Model
-from jaxserve.protocol.parsing.reasoning import reasoning_marks
 from jaxserve.protocol.tools import ChosenName, ChosenTool, Function, Name, Tool, tool_of_type
 
 _NAMES = {
@@ -115,9 +114,10 @@ class MessagesRequest(GenerationFields):
         form = "output_format" if is_older else "output_config.format"
         names = _NAMES | {"response_format.json_schema": form, "response_format": form}
         try:
-            budget = self._budget(model)
+            chat = self._as_chat()
+            budget = self._budget(chat, model)
             names |= dict.fromkeys(budget, "thinking.budget_tokens")
-            chat = self._as_chat().model_copy(update=budget)
+            chat = chat.model_copy(update=budget)
             return MessagesCall(chat.call(model).with_names(names))
         except RequestError as error:
             raise renamed(error, names) from None
@@ -170,14 +170,14 @@ class MessagesRequest(GenerationFields):
         schema = JsonSchema(name="output", schema=given.schema_)
         return ResponseFormat(type="json_schema", json_schema=schema)
 
-    def _budget(self, model: Model) -> dict[str, int]:
-        """The budget of `thinking`, as a field of chats."""
+    def _budget(self, chat: ChatCompletionRequest, model: Model) -> dict[str, int]:
+        """The budget of `thinking`, as a field of chats, if the chat's template marks reasoning."""
         thinking = self.thinking
         if self.thinking_token_budget is not None or thinking is None:
             return {}
-        template = model.chat_template(bool(self.tools), self.chat_template)
-        marks = reasoning_marks(model.chat.reasoning_parser, template)
-        if thinking.type != "enabled" or thinking.budget_tokens is None or marks != "tags":
+        if thinking.type != "enabled" or thinking.budget_tokens is None:
+            return {}
+        if chat.marks(model, chat.tool_use(model)) != "tags":
             return {}
         return {"thinking_token_budget": thinking.budget_tokens}
 

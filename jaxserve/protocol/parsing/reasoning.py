@@ -52,12 +52,13 @@ class ReasoningReader:
     """Incrementally separates reasoning from content in the output of one sequence. Space around
     the reasoning is left out."""
 
-    def __init__(self, is_open: bool) -> None:
-        """`is_open`: the prompt ends in reasoning; else the output may begin with it."""
+    def __init__(self, begun: str | None) -> None:
+        """`begun`: the reasoning that the prompt ends within; None: the output may begin with
+        some."""
         self._state: Literal["begin", "reasoning", "margin", "content"] = (
-            "reasoning" if is_open else "begin"
+            "begin" if begun is None else "reasoning"
         )
-        self._reasoned = False
+        self._reasoned = bool(begun and begun.strip())  # Then space at the beginning is in between.
         self._held = ""
 
     def push(self, text: str) -> list[Piece]:

@@ -19,31 +19,34 @@ Event = dict[str, Any]
 @dataclasses.dataclass(frozen=True)
 class ResponsesCall(InBlocks):
     """A chat request, answered in items. `described` are fields that repeat the request; `before`
-    are the items that it goes on from, and `input` its own. `keep` stores the response, once
-    complete."""
+    are the items that it goes on from, and `input` its own. `keep` stores the response, and tells
+    whether it did."""
 
     described: dict[str, Any]
     before: Conversation = NOTHING
     input: Conversation = NOTHING
-    keep: Callable[[StoredResponse], None] | None = None
+    keep: Callable[[StoredResponse], bool] | None = None
+
+    @property
+    def in_background(self) -> bool:
+        return self.described["background"]
 
     def response(
         self, outputs: Sequence[RequestOutput], request_id: str, created: int
     ) -> dict[str, Any]:
         """The response body: that of the last event of a stream."""
-        chunks = self.chunks(request_id, created)
-        (choice,) = outputs[0].outputs
-        whole = Delta(0, choice.text, choice.token_ids, choice.logprobs, choice.finish_reason)
-        for _ in chunks.add(0, [whole]):
-            pass
-        *_, last = chunks.end(outputs)
-        return last["response"]
+        return self.chunks(request_id, created).whole(outputs)
 
     def chunks(self, request_id: str, created: int) -> ResponsesChunks:
         """The response in streamed events."""
         if self.keep is not None:  # A proxy may give one id to several requests.
             request_id = f"{request_id}-{uuid.uuid4().hex[:8]}"
         return ResponsesChunks(self, request_id, created)
+
+    def store(self, response: dict[str, Any]) -> bool:
+        """Store a response in its present state. False if it is too large, or not to be stored."""
+        read = self.before + self.input
+        return self.keep is not None and self.keep(StoredResponse.of(response, read))
 
     def usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         counted = self.chat.usage(outputs)
@@ -79,6 +82,19 @@ class ResponsesChunks:
         self._scores: list[Any] = []  # Of tokens whose text has not been sent yet.
         self._finish_reason: str | None = None
 
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The response to outputs that are complete."""
+        (choice,) = outputs[0].outputs
+        delta = Delta(0, choice.text, choice.token_ids, choice.logprobs, choice.finish_reason)
+        for _ in self.add(0, [delta]):
+            pass
+        *_, last = self.end(outputs)
+        return last["response"]
+
+    def without_output(self, status: str) -> dict[str, Any]:
+        """The response while nothing of its output is known: queued, in_progress, cancelled."""
+        return self._response(status, None)
+
     def begin(self) -> Iterator[Event]:
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self._response("in_progress", None))
@@ -104,16 +120,18 @@ class ResponsesChunks:
         status = "incomplete" if cut_off else "completed"
         completed_at = None if cut_off else self._created + _duration_s(outputs[0].metrics)
         response = self._response(status, self._call.usage(outputs), completed_at)
-        if self._call.keep is not None:  # Before the client knows that there is one.
-            read = self._call.before + self._call.input
-            self._call.keep(StoredResponse.of(response, read))
+        if not self._call.in_background:  # Else whoever generates it has stored it from the start.
+            self._call.store(response)  # Before the client knows that there is one.
         yield self._event(f"response.{status}", response=response)
 
     def failed(self, reply: ErrorReply) -> Iterator[Event]:
         """The event of an error after the beginning."""
-        response = self._response("failed", None)
-        response["error"] = {"code": "server_error", "message": reply.message}
-        yield self._event("response.failed", response=response)
+        yield self._event("response.failed", response=self.failure(reply))
+
+    def failure(self, reply: ErrorReply) -> dict[str, Any]:
+        """The response of an error after the beginning."""
+        error = {"code": "server_error", "message": reply.message}
+        return self._response("failed", None) | {"error": error}
 
     def _gain(self, piece: Piece) -> Iterator[Event]:
         match piece.kind:

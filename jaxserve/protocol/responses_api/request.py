@@ -124,9 +124,9 @@ class ResponsesRequest(GenerationFields):
     )
     conversation: Any = Field(None, description="Not supported.")
     prompt: Any = Field(None, description="Not supported.")
-    background: Annotated[
-        Literal[False] | None, only(False, remedy="wait for the response, or stream it")
-    ] = None
+    background: StrictBool | None = Field(
+        None, description="Whether to answer at once, and generate while no client waits."
+    )
 
     # Fields of chats that have another name here, or whose results have no place in a response.
     n: Annotated[Literal[1] | None, only(1, remedy="send a request for each response")] = None
@@ -139,7 +139,7 @@ class ResponsesRequest(GenerationFields):
         self,
         model: Model,
         before: Conversation | None = None,
-        keep: Callable[[StoredResponse], None] | None = None,
+        keep: Callable[[StoredResponse], bool] | None = None,
     ) -> ResponsesCall:
         """Convert the body to a request for the engine. `before`: the conversation of the previous
         response; `keep` stores the response, if that is wanted. Raises RequestError."""
@@ -156,6 +156,8 @@ class ResponsesRequest(GenerationFields):
                     "refers to what is stored at OpenAI; send the whole conversation as input, or "
                     "a previous_response_id.",
                 )
+        if self.background:
+            self._check_background(has_store=keep is not None)
         if self.logprob_token_ids is not None and LOGPROBS not in (self.include or ()):
             raise FieldError("logprob_token_ids", f"needs {LOGPROBS!r} in include.")
         before = before or NOTHING
@@ -169,6 +171,18 @@ class ResponsesRequest(GenerationFields):
         return ResponsesCall(
             chat, described | {"store": True}, before, input_of(self._items()), keep
         )
+
+    def _check_background(self, has_store: bool) -> None:
+        if not has_store:
+            raise FieldError("background", "needs a server, which stores responses; leave it out.")
+        if self.store is False:
+            raise FieldError(
+                "background", "can only be used when `store` is true; leave one of them out."
+            )
+        if self.stream:
+            raise FieldError(
+                "background", "cannot be streamed; poll GET /v1/responses/{id}, or leave it out."
+            )
 
     def _as_chat(self, before: Sequence[Item]) -> ChatCompletionRequest:
         shared = {name: getattr(self, name) for name in GenerationFields.model_fields}
@@ -244,7 +258,7 @@ class ResponsesRequest(GenerationFields):
             "service_tier": None,
             "store": False,
             "user": self.user,
-            "background": False,
+            "background": bool(self.background),
             "temperature": chat.params.temperature,
             "top_p": chat.params.top_p,
             "text": {"format": given.model_dump(by_alias=True, exclude_none=True)},

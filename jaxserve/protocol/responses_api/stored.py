@@ -50,12 +50,25 @@ class StoredResponse:
     response: bytes
     conversation: Conversation
     num_input: int
+    status: str
+    in_background: bool
 
     @classmethod
     def of(cls, response: dict[str, Any], read: Conversation) -> Self:
         """`read`: all items that the model read."""
         whole = read + Conversation.of(response["output"])
-        return cls(response["id"], _to_json(response), whole, read.num_items)
+        return cls(
+            response["id"],
+            _to_json(response),
+            whole,
+            read.num_items,
+            response["status"],
+            response["background"],
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        return self.status not in ("queued", "in_progress")
 
     @property
     def num_bytes(self) -> int:

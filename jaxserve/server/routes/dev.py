@@ -55,10 +55,11 @@ async def update_weights_from_disk(body: UpdateWeightsRequest, request: Request)
 
 @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse, responses=ERRORS)
 async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> PlainTextResponse:
-    """Load a LoRA adapter, while requests run: requests then use it by its name as their model."""
+    """Load a LoRA adapter, while requests run: requests then use it by its name as their model.
+    With `load_inplace` it takes the place of one with its name, which requests in flight keep."""
     with _errors_of_clients():
         adapter = LoRARequest(body.lora_name, body.lora_path)
-        await request.app.state.service.add_lora(adapter)
+        await request.app.state.service.add_lora(adapter, bool(body.load_inplace))
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 

@@ -23,7 +23,7 @@ from jaxserve.protocol.responses import Response as ResponsesResponse
 from jaxserve.protocol.responses_api.request import ResponsesRequest
 from jaxserve.server.openapi import ERRORS, MESSAGE_ERRORS, documented_responses
 from jaxserve.server.request_state import state_of
-from jaxserve.server.responses import GeneratedResponse, JsonResponse
+from jaxserve.server.responses import GeneratedResponse, JsonResponse, warning_of
 from jaxserve.server.workers import prepared
 
 router = APIRouter()
@@ -68,23 +68,29 @@ async def batched_chats(body: BatchedChatsRequest, request: Request) -> Response
 )
 async def responses(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation, in OpenAI's newer format. The response is stored in memory, unless
-    `store` is false."""
+    `store` is false. In the background it is generated while the client polls for it."""
     store, tenant = request.app.state.stored, state_of(request.scope).tenant
     before = None
     if body.previous_response_id is not None:
         try:
-            before = store.get(tenant, body.previous_response_id).conversation
+            previous = store.get(tenant, body.previous_response_id)
         except ResponseNotFoundError:
             raise FieldError(
                 "previous_response_id",
                 f"is {body.previous_response_id!r:.200}, which is not stored, or not any more; "
                 "send the whole conversation as input.",
             ) from None
+        if not previous.is_complete:
+            raise FieldError("previous_response_id", "is not complete yet; poll for it first.")
+        before = previous.conversation
     parse = functools.partial(body.call, before=before, keep=functools.partial(store.add, tenant))
     more = 0 if before is None else len(before.text)
-    return GeneratedResponse(
-        request.app.state.service, await _parsed(body, parse, request, more_bytes=more)
-    )
+    call = await _parsed(body, parse, request, more_bytes=more)
+    if not call.in_background:
+        return GeneratedResponse(request.app.state.service, call)
+    request_id = state_of(request.scope).request_id
+    queued = await request.app.state.background.begin(call, request_id, tenant)
+    return JsonResponse(queued, headers=warning_of(call))
 
 
 @router.post(
@@ -125,7 +131,7 @@ async def invocations(body: JsonObject, request: Request) -> Response:
     try:
         parsed = kind.model_validate(body)
     except ValidationError as error:
-        raise field_error(error) from None
+        raise field_error(error, kind) from None
     return await _generated(parsed, request)
 
 

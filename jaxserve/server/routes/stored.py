@@ -36,8 +36,11 @@ async def response(response_id: str, request: Request, stream: bool = False) -> 
     "/v1/responses/{response_id}", responses=documented_responses(DeletedResponse) | ERRORS
 )
 async def delete(response_id: str, request: Request) -> JsonResponse:
-    """Forget a stored response. Responses that continued from it keep its items."""
-    request.app.state.stored.delete(state_of(request.scope).tenant, response_id)
+    """Forget a stored response, and end its generation. Responses that continued from it keep its
+    items."""
+    tenant = state_of(request.scope).tenant
+    await request.app.state.background.cancel(tenant, response_id)
+    request.app.state.stored.delete(tenant, response_id)
     return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -63,14 +66,19 @@ async def input_items(
 
 
 @router.post("/responses/{response_id}/cancel", include_in_schema=False)
-@router.post("/v1/responses/{response_id}/cancel", responses=ERRORS)
-async def cancel(response_id: str, request: Request) -> JsonResponse:
-    """Always refused, as by OpenAI: what is stored is complete."""
-    _stored(request, response_id)
-    raise RequestError(
-        "Cannot cancel a synchronous response, which is complete; to cancel a request, close its "
-        "connection."
-    )
+@router.post(
+    "/v1/responses/{response_id}/cancel",
+    responses=documented_responses(ResponsesResponse) | ERRORS,
+)
+async def cancel(response_id: str, request: Request) -> Response:
+    """End the generation of a response in the background. One that has ended stays as it is."""
+    if not _stored(request, response_id).in_background:
+        raise RequestError(
+            "Cannot cancel a synchronous response, which is complete; to cancel a request, close "
+            "its connection."
+        )
+    await request.app.state.background.cancel(state_of(request.scope).tenant, response_id)
+    return Response(_stored(request, response_id).response, media_type="application/json")
 
 
 def _stored(request: Request, response_id: str) -> StoredResponse:
