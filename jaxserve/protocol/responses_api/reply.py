@@ -120,7 +120,7 @@ class ResponsesChunks:
         status = "incomplete" if cut_off else "completed"
         completed_at = None if cut_off else self._created + _duration_s(outputs[0].metrics)
         response = self._response(status, self._call.usage(outputs), completed_at)
-        if not self._call.in_background:  # Else whoever generates it has stored it from the start.
+        if not self._call.in_background:  # Else it was stored when it began.
             self._call.store(response)  # Before the client knows that there is one.
         yield self._event(f"response.{status}", response=response)
 
