@@ -133,7 +133,7 @@ def test_answers_are_those_without_drafts(trees, llama, expected, option):
         assert accepted >= 1.5 * drafts > 0
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     workload=st.lists(
         st.tuples(
@@ -211,9 +211,8 @@ def test_cached_pages_hold_the_tokens_that_were_kept(trees, llama):
     check(generate(llm, longer, params), again)
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen2", pytest.param("deepseek_v3", marks=pytest.mark.real_model)]
-)
+@pytest.mark.real_model
+@pytest.mark.parametrize("name", ["qwen2", "deepseek_v3"])
 def test_other_pages(tmp_path, name):
     """Quantized ones of a layer with a window beside one without, and latents."""
     model = TinyModel.write_member(tmp_path, name)

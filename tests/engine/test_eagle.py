@@ -223,15 +223,22 @@ def test_a_perfect_layer_gains_every_draft_of_every_step(bigrams):
         assert counted(llm, "accepted_tokens") == counted(llm, "draft_tokens") == 30
         # The prefill, ten of four tokens, and those dispatched before the last one was read.
         assert llm.get_metrics()["jaxserve:steps_total"].value <= 1 + 10 + 2
-    # A tree of all guesses keeps a path of its depth in each of nine steps. Then there is room for
-    # three of its ten drafts, and for none.
-    drafts |= {"num_speculative_tokens": 10, "top_k": 2, "depth": DRAFTS}
-    with model.load(speculative_config=drafts, **FEW_ROWS | {"max_num_batched_tokens": 64}) as llm:
-        assert tokens == generate(llm, prompt, params).outputs[0].token_ids
-        assert counted(llm, "drafts") == 9 + 1
-        assert counted(llm, "accepted_tokens") == 9 * DRAFTS + 2
     with model.load() as llm:
         assert tokens == generate(llm, prompt, params).outputs[0].token_ids
+
+
+def test_a_perfect_layer_gains_the_longest_path_of_every_tree(bigrams):
+    """Ten drafts are all guesses of two after each of the two best, up to the third. Towards the
+    last token there is room for three of them."""
+    model, directory = bigrams
+    drafts = {"method": "eagle", "model": directory, "num_speculative_tokens": 10}
+    drafts |= {"top_k": 2, "depth": DRAFTS}
+    one = {"max_num_seqs": 1, "max_num_batched_tokens": 11 + 32}
+    with model.load(speculative_config=drafts, **one) as llm:
+        params = dataclasses.replace(PLAIN, max_tokens=41)
+        model.check_greedy(generate(llm, model.prompts[2], params))
+        assert counted(llm, "drafts") == 9 + 1
+        assert counted(llm, "accepted_tokens") == 9 * DRAFTS + 2
 
 
 @pytest.mark.parametrize(

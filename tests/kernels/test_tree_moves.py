@@ -33,12 +33,13 @@ def mask_of(case) -> np.ndarray:
     return mask
 
 
-@pytest.mark.parametrize("window", [None, 2, 7])
-@pytest.mark.parametrize("extra", ["nothing", "soft cap", "sinks"])
-def test_trees_as_decodes(window, extra):
+@pytest.mark.parametrize(
+    "options",
+    [{"sinks": np.float32([-5, 0, 3, 8])}, {"window": 2, "soft_cap": 2.0}],
+    ids=["sinks", "window"],
+)
+def test_trees_as_decodes(options):
     """A full tree, one token, a tree without context, and then a chunk too long to be one."""
-    options = {"soft cap": {"soft_cap": 2.0}, "sinks": {"sinks": np.float32([-5, 0, 3, 8])}}
-    options = options.get(extra, {}) | {"window": window}
     sizes = [(20, 7), (13, 1), (4, 4)]
     case = Case([], [*sizes, (30, 12)], page_size=4)
     mask = mask_of(case)

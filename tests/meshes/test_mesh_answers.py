@@ -70,7 +70,7 @@ def test_speculation_on_a_mesh(answered, mesh, method, tmp_path):
         "max_num_batched_tokens": 2 * 3 + 16,
     }
     if method == "medusa":
-        settings["max_num_batched_tokens"] = 2 * 5 + 16
+        settings |= {"max_num_batched_tokens": 2 * 5 + 16, "pages": 20}
         model = TinyModel.open(answered / "model").config
         heads = MedusaConfig(2, 1, model.hidden_size, model.vocab_size)
         blocks = np.random.default_rng(3).normal(0, 0.2, (2, *[model.hidden_size] * 2))
