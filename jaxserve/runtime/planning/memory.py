@@ -102,11 +102,11 @@ class MemoryPlan:
 
     @property
     def kv_window_bytes(self) -> int:
-        """The window of such sequences' pages, as copied and as attended to: of one layer."""
+        """The window that such sequences' host pages pass through, layer by layer."""
         if self.host_kv is None:
             return 0
         group = group_pages(self.host_kv) if self.num_pages else KV_GROUP_PAGES
-        return 2 * KV_WINDOW * group * -(-self.page_bytes // self.layout.layers_per_page)
+        return KV_WINDOW * group * -(-self.page_bytes // self.layout.layers_per_page)
 
     @property
     def staging_bytes(self) -> int:
