@@ -89,6 +89,14 @@ class Described:
         return name if num_devices == 1 else f"{num_devices} x {name}"
 
     @property
+    def load_us(self) -> int:
+        """Time to begin an engine, whose programs are cached: that of reading its weights from the
+        disk of its host."""
+        disk_bytes_per_s = self.spec.disk_bytes_per_s if self.spec else DeviceSpec.disk_bytes_per_s
+        memory = self.plan.memory
+        return round(memory.weights_bytes * memory.num_devices / disk_bytes_per_s * 1e6)
+
+    @property
     def source(self) -> str:
         """Where step times are from."""
         return "measured (profile)" if self.profile is not None else "modelled (roofline)"

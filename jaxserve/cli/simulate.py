@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tyro.conf import OmitArgPrefixes
 
@@ -19,6 +19,8 @@ from jaxserve.cli.bench.report import report
 from jaxserve.cli.described import Described
 from jaxserve.cli.simulated_load import arrivals, check_lengths, result
 from jaxserve.cli.terminal.text import milliseconds
+from jaxserve.cluster.policies.autoscale import Autoscaler
+from jaxserve.cluster.simulated import SimulatedCluster
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.process.output_file import check_output_file
 from jaxserve.core.process.progress_bar import ProgressBar
@@ -26,7 +28,7 @@ from jaxserve.core.process.tables import table
 from jaxserve.loadgen.results import RequestResult, Summary
 from jaxserve.loadgen.trace import TraceRequest
 from jaxserve.metrics.statistics import percentile
-from jaxserve.metrics.summaries import Percentiles
+from jaxserve.metrics.summaries import Percentiles, SequenceSummary
 from jaxserve.metrics.trace import write_trace
 from jaxserve.simulator.replicas import SimulatedReplica, shares
 
@@ -42,7 +44,15 @@ class Simulate(Common):
         device: a100, b200, h100, h200, l4, v5e, v5p, v6e, or a TOML file with the fields of those;
             its step times are modelled.
         profile: a file of `jaxserve profile`, for measured step times.
-        replicas: number of engines, which get requests in turn.
+        replicas: number of engines.
+        routing: which engine gets a request: round_robin, each in its turn, or freeness, as the
+            router of `jaxserve serve --data-parallel-size`, which also moves running requests.
+        prefill_replicas: engines that only compute prompts, with decode_replicas, as by `jaxserve
+            serve --prefill-replicas`; instead of replicas, and with the routing freeness.
+        decode_replicas: engines to which requests move, with their KV, once they have a token.
+        min_replicas: engines from the start, with max_replicas; by default 1.
+        max_replicas: most engines, added and removed with the load as by `jaxserve serve
+            --max-replicas`; instead of replicas, and with the routing freeness.
         json: print one JSON object instead of tables, with times in microseconds.
         report: write the tables, distributions and the run over time into this .html file.
         trace_file: write the steps of the first engine, to open in ui.perfetto.dev.
@@ -52,6 +62,11 @@ class Simulate(Common):
     device: str | None = None
     profile: Path | None = None
     replicas: int = 1
+    routing: Literal["round_robin", "freeness"] | None = None
+    prefill_replicas: int = 0
+    decode_replicas: int = 0
+    min_replicas: int | None = None
+    max_replicas: int | None = None
     json: bool = False
     report: Path | None = None
     trace_file: Path | None = None
@@ -63,6 +78,8 @@ class Simulate(Common):
         """Raises ConfigError before anything is simulated."""
         if self.replicas < 1:
             raise ConfigError(f"replicas is {self.replicas}; it must be 1 or more.")
+        self._check_apart()
+        self._check_scaling()
         if self.report is not None and self.report.suffix != ".html":
             raise ConfigError(f"report is {str(self.report)!r}; its name must end in .html.")
         for name in ("report", "trace_file"):
@@ -77,12 +94,17 @@ class Simulate(Common):
         described = Described.of(self.engine, self.device, self.profile)
         check_lengths(requests, described.plan.config.max_model_len)
         begin_s = time.monotonic()
-        replicas = self._serve(requests, described)
+        replicas, cluster = self._serve(requests, described)
         spent_s = time.monotonic() - begin_s
-        served = _Served.of(requests, replicas)
+        if cluster is None:
+            in_turn = itertools.zip_longest(*(replica.summaries() for replica in replicas))
+            summaries = [each for row in in_turn for each in row if each is not None]
+        else:
+            summaries = cluster.summaries(self.deadline.deadlines())
+        served = _Served.of(requests, summaries)
         objectives, deadlines = self.slo.objectives(), self.deadline.deadlines()
         summary = Summary.of(served.results, objectives, deadlines)
-        engines = _Engines.of(replicas, described, summary.elapsed_us)
+        engines = _Engines.of(replicas, described, summary.elapsed_us, cluster)
         tables = report(self._facts(described), summary, objectives)
         tables += "\n\n" + engines.table(served.queue_us)
         if self.json:
@@ -117,27 +139,100 @@ class Simulate(Common):
             write_trace(self.trace_file, replicas[0].simulation.log.records)
         return 0
 
+    def _check_apart(self) -> None:
+        """Raises ConfigError."""
+        prefill, decode = self.prefill_replicas, self.decode_replicas
+        if not prefill and not decode:
+            return
+        if prefill < 1 or decode < 1:
+            raise ConfigError(
+                f"prefill_replicas is {prefill} and decode_replicas {decode}; prefill and decode "
+                "apart take one of each at least."
+            )
+        if self.replicas > 1 or self.max_replicas is not None:
+            raise ConfigError(
+                f"prefill_replicas is {prefill} and decode_replicas {decode}, which is how many "
+                "engines there are; leave replicas and max_replicas out."
+            )
+        if self.routing == "round_robin":
+            raise ConfigError(
+                "routing is round_robin, but requests move from prefill_replicas to "
+                "decode_replicas by their freeness; leave routing out."
+            )
+
+    def _check_scaling(self) -> None:
+        """Raises ConfigError."""
+        least, most = self.min_replicas, self.max_replicas
+        if most is None:
+            if least is not None:
+                raise ConfigError(
+                    f"min_replicas is {least}, but max_replicas is missing; add it, or use "
+                    "replicas for a fixed number."
+                )
+            return
+        if not 1 <= (least or 1) < most:
+            raise ConfigError(
+                f"min_replicas is {least or 1} and max_replicas {most}; the first must be 1 or "
+                "more, and the second larger."
+            )
+        if self.replicas > 1:
+            raise ConfigError(
+                f"replicas is {self.replicas}, a fixed number, but max_replicas has it change with "
+                "the load; leave one of them out."
+            )
+        if self.routing == "round_robin":
+            raise ConfigError(
+                "routing is round_robin, but max_replicas adds and removes engines by their "
+                "freeness; leave routing out."
+            )
+
     def _serve(
         self, requests: Sequence[TraceRequest], described: Described
-    ) -> list[SimulatedReplica]:
+    ) -> tuple[list[SimulatedReplica], SimulatedCluster | None]:
+        """All engines, and what routed requests to them if not their turns."""
         deployment, work = described.deployment, described.work
-        replicas, done = [], itertools.count(1)
+        replicas: list[SimulatedReplica] = []
+        done = itertools.count(1)
         with ProgressBar("Simulating requests", len(requests)) as bar:
-            for number, share in enumerate(shares(lambda: arrivals(requests), self.replicas)):
+
+            def new_replica() -> SimulatedReplica:
                 replica = SimulatedReplica.of(
                     deployment,
                     described.times,
                     work,
                     self.deadline.deadlines(),
-                    keep_events=self.trace_file is not None and number == 0,
-                    on_finished=lambda: bar.update(next(done)),
+                    keep_events=self.trace_file is not None and not replicas,
+                    on_finished=lambda: bar.update(min(next(done), len(requests))),
                 )
                 replicas.append(replica)
-                replica.serve(share)
-        return replicas
+                return replica
+
+            apart = self.prefill_replicas + self.decode_replicas
+            if not apart and self.max_replicas is None and self.routing != "freeness":
+                for share in shares(lambda: arrivals(requests), self.replicas):
+                    new_replica().serve(share)
+                return replicas, None
+            least, scaler = self.min_replicas or 1, None
+            if self.max_replicas is not None:
+                scaler = Autoscaler(least, self.max_replicas)
+            count = apart or (self.replicas if scaler is None else least)
+            cluster = SimulatedCluster(
+                deployment,
+                new_replica,
+                count,
+                scaler,
+                described.load_us,
+                num_prefill=self.prefill_replicas,
+            )
+            cluster.serve(arrivals(requests))
+        return replicas, cluster
 
     def _facts(self, described: Described) -> list[tuple[str, str]]:
         engines = "" if self.replicas == 1 else f", {self.replicas} engines"
+        if self.prefill_replicas:
+            engines = f", {self.prefill_replicas} prefill and {self.decode_replicas} decode engines"
+        if self.max_replicas is not None:
+            engines = f", {self.min_replicas or 1} to {self.max_replicas} engines"
         return [
             ("model", described.plan.checkpoint.path.name),
             ("devices", described.device_name + engines),
@@ -153,11 +248,9 @@ class _Served:
     queue_us: Percentiles
 
     @classmethod
-    def of(cls, requests: Sequence[TraceRequest], replicas: Sequence[SimulatedReplica]) -> _Served:
-        by_replica = [replica.summaries() for replica in replicas]
+    def of(cls, requests: Sequence[TraceRequest], summaries: Sequence[SequenceSummary]) -> _Served:
         results, waits = [], []
-        for place, request in enumerate(requests):
-            summary = by_replica[place % len(replicas)][place // len(replicas)]
+        for place, (request, summary) in enumerate(zip(requests, summaries, strict=True)):
             results.append(result(place, request, summary))
             waits.append(summary.admitted_us - request.arrival_us)
         return cls(results, Percentiles(*(percentile(waits, p) for p in (50, 90, 99))))
@@ -165,7 +258,8 @@ class _Served:
 
 @dataclasses.dataclass(frozen=True)
 class _Engines:
-    """What the engines did, in all. `mfu` and `mbu` are None where the device has no peak rates."""
+    """What the engines did, in all. `mfu` and `mbu` are None where the device has no peak rates,
+    `mean_replicas` and what follows where engines get requests in turn."""
 
     steps: int
     scheduled_tokens: int
@@ -175,10 +269,18 @@ class _Engines:
     kv_pool_peak: float
     mfu: float | None
     mbu: float | None
+    mean_replicas: float | None
+    added: int | None
+    removed: int | None
+    moved: int | None
 
     @classmethod
     def of(
-        cls, replicas: Sequence[SimulatedReplica], described: Described, elapsed_us: int
+        cls,
+        replicas: Sequence[SimulatedReplica],
+        described: Described,
+        elapsed_us: int,
+        cluster: SimulatedCluster | None,
     ) -> _Engines:
         all_metrics = [replica.simulation.metrics.get_metrics() for replica in replicas]
 
@@ -187,8 +289,9 @@ class _Engines:
 
         mfu = mbu = None
         spec, dtype = described.spec, described.plan.config.dtype
+        replica_us = len(replicas) * elapsed_us if cluster is None else cluster.replica_us
         if spec is not None and dtype in spec.flops:
-            device_s = elapsed_us / 1e6 * len(replicas)
+            device_s = replica_us / 1e6
             flops = sum(replica.counted.flops for replica in replicas)
             mfu = flops / (device_s * spec.flops[dtype])
             num_bytes = sum(replica.counted.num_bytes for replica in replicas)
@@ -203,6 +306,10 @@ class _Engines:
             kv_pool_peak=max(replica.pool.peak for replica in replicas),
             mfu=mfu,
             mbu=mbu,
+            mean_replicas=cluster and cluster.mean_replicas,
+            added=cluster and cluster.num_added,
+            removed=cluster and cluster.num_removed,
+            moved=cluster and cluster.num_moved,
         )
 
     def table(self, queue_us: Percentiles) -> str:
@@ -219,6 +326,11 @@ class _Engines:
         ]
         if self.mfu is not None:
             rows += [("MFU", f"{self.mfu:.1%}"), ("MBU", f"{self.mbu:.1%}")]
+        if self.moved is not None:
+            rows.append(("requests moved", f"{self.moved:,}"))
+        if self.added or self.removed:
+            rows.append(("engines, mean", f"{self.mean_replicas:.2f}"))
+            rows.append(("engines added, removed", f"{self.added}, {self.removed}"))
         return table(rows)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.events import EventLog, Record
+from jaxserve.core.requests.commands import Abort
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.steps.buckets import Buckets
@@ -18,9 +19,12 @@ from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.input_processor import InputProcessor
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.engine.request import Request
+from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.manager import KVManager
+from jaxserve.kv.match import Match
 from jaxserve.kv.offload.tiers import Tier
+from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.page_transfers import PageTransfers
 from jaxserve.kv.pages import PagePool
 from jaxserve.metrics.fluidity import INTERACTIVE, Deadlines
@@ -103,6 +107,7 @@ class Simulation:
             )
         tiers = tiers or {}
         self._ids = itertools.count()
+        self._max_model_len = config.max_model_len
         self.clock = VirtualClock()
         self.metrics = Metrics(deadlines, keep_finished=sys.maxsize, keep_tokens=True)
         self.log = EventLog(self.metrics.fold, *sinks, clock=self.clock.now, keep_all=keep_events)
@@ -149,6 +154,66 @@ class Simulation:
             yield self._add(arrival)
         while self.core.has_work and not stop():
             self.core.step()
+
+    def run_to(self, time_us: int) -> None:
+        """Makes the steps that begin before then. The last of them may end later, and so may the
+        clock be."""
+        while self.core.has_work and self.clock.now() < time_us:
+            self.core.step()
+
+    def add(self, arrival: Arrival) -> Request:
+        """Queues a request; an engine that is idle waits for it. Raises RequestError."""
+        self.clock.advance_to(arrival.time_us)
+        return self._add(arrival)
+
+    def stage(self, request: Request) -> PageTable | None:
+        """Takes the KV that a request of another simulation has now, for `resume`; None if there is
+        none, or no room for it. Models with attention windows have none."""
+        kv, seq = self.core.kv, request.sequence_outputs[0].seq
+        num_tokens = 0 if seq.slot is None or kv.windowed else seq.num_written
+        table = PageTable(seq.token_ids, seq.salt)
+        if not num_tokens or not kv.fits(Match(), num_tokens, 0):
+            return None
+        kv.allocate(table, Match(), num_tokens)
+        kv.release(table, num_tokens, pin=True)
+        return table
+
+    def unstage(self, table: PageTable | None) -> None:
+        """Gives up what `stage` returned."""
+        if table is not None:
+            self.core.kv.unpin_table(table)
+
+    def resume(self, request: Request, table: PageTable | None, time_us: int) -> Request:
+        """Queues a request of another simulation with the tokens that it has; the KV of those that
+        `table` has not is computed again. Raises RequestError when it cannot run here."""
+        self.clock.advance_to(time_us)
+        state = RequestSnapshot.of(request, None, time_us)
+        first = request.sequence_outputs[0].seq
+        resumed = self._input.build(
+            self._input.process(
+                str(next(self._ids)),
+                TokenizedPrompt(None, request.prompt_token_ids),
+                request.params,
+                first.priority,
+                first.tenant,
+                None,
+                None,
+            )
+        )
+        state.apply(resumed, None, self.clock.now(), self._max_model_len, self.core.kv)
+        try:
+            self.core.accept(resumed)
+        except BaseException:
+            self.unstage(table)
+            raise
+        if table is not None:
+            (output,) = resumed.sequence_outputs
+            self.scheduler.tables[output.seq.seq_id].pinned = table.pinned
+        return resumed
+
+    def abort(self, request: Request) -> None:
+        """Ends a request early."""
+        self.core.apply(Abort(request.request_id))
 
     def _add(self, arrival: Arrival) -> Request:
         added = self._input.process(

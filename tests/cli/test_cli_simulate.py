@@ -163,6 +163,33 @@ def test_prompts_share_the_blocks_of_a_trace(run_here, config_70b, tmp_path):
     assert json.loads(run.stdout)["summary"]["cached_tokens"] == 0
 
 
+def test_a_router_finds_cached_prefixes_and_adds_replicas(run_here, config_70b, tmp_path):
+    path = tmp_path / "blocks.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in BLOCKS))
+    options = (*ON_EIGHT, "--trace", path, "--json", "--routing=freeness")
+    found = json.loads(run_here("simulate", config_70b, *options, "--replicas=2").stdout)
+    assert found["summary"]["cached_tokens"] == 1024
+    assert found["engines"]["mean_replicas"] == 2 and found["engines"]["moved"] == 0
+    alone = json.loads(run_here("simulate", config_70b, *options).stdout)["engines"]
+    assert alone["mean_replicas"] == 1
+    # 140 GB from a disk take 70 s.
+    load = ("--request-rate=6", "--input-len=400", "--output-len=60", "--num-requests=120")
+    small = ("--max-num-seqs=2", "--max-num-batched-tokens=130", "--min-replicas=1")
+    run = run_here("simulate", config_70b, *ON_EIGHT, *load, *small, "--max-replicas=3")
+    told = rows(run.stdout)
+    assert int(told["engines added, removed"].split(", ")[0]) >= 1
+    assert 1 < float(told["engines, mean"]) <= 3
+    assert "1 to 3 engines" in told["devices"]
+
+
+def test_prefill_and_decode_apart(run_here, config_70b):
+    load = ("--request-rate=2", "--input-len=400", "--output-len=20", "--num-requests=12")
+    apart = ("--prefill-replicas=1", "--decode-replicas=2")
+    told = rows(run_here("simulate", config_70b, *ON_EIGHT, *load, *apart).stdout)
+    assert "1 prefill and 2 decode engines" in told["devices"]
+    assert told["requests moved"] == "12"
+
+
 @pytest.mark.parametrize("scheduler", ["static", "orca", "vllm", "splitfuse", "medha"])
 def test_every_scheduler_and_drawn_loads(run_here, config_70b, scheduler):
     load = ("--request-rate=inf", "--input-len=300", "--output-len=5", "--num-requests=6")
@@ -207,6 +234,15 @@ def test_a_plan_with_a_draft_model_that_is_not_here(run_here, config_70b, tmp_pa
         ((*ON_EIGHT, "--random-range-ratio=2"), ["from 0 to 1"]),
         (("--profile=missing.json",), ["missing.json"]),
         ((*ON_EIGHT, "--replicas=0"), ["--replicas is 0"]),
+        ((*ON_EIGHT, "--prefill-replicas=2"), ["--prefill-replicas is 2", "one of each"]),
+        (
+            (*ON_EIGHT, "--prefill-replicas=1", "--decode-replicas=1", "--replicas=2"),
+            ["--prefill-replicas is 1", "how many engines"],
+        ),
+        ((*ON_EIGHT, "--min-replicas=2"), ["--max-replicas is missing"]),
+        ((*ON_EIGHT, "--min-replicas=2", "--max-replicas=2"), ["--max-replicas 2", "larger"]),
+        ((*ON_EIGHT, "--replicas=2", "--max-replicas=4"), ["--replicas is 2", "fixed number"]),
+        ((*ON_EIGHT, "--max-replicas=4", "--routing=round_robin"), ["--routing is round_robin"]),
         ((*ON_EIGHT, "--report=x.pdf"), [".html"]),
     ],
 )

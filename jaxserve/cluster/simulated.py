@@ -1,0 +1,295 @@
+"""Simulated replicas behind a router: the policies that serve, on one virtual clock.
+
+Dispatch, moves and autoscaling are those of `Router`, with its periods. The router knows what each
+replica has done until now; messages take no time, and KV takes that of its bytes over two links of
+the hosts, out of one and into the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from jaxserve.cluster.mover import MOST_MOVES
+from jaxserve.cluster.mover import PERIOD_S as MOVE_PERIOD_S
+from jaxserve.cluster.policies.autoscale import Autoscaler
+from jaxserve.cluster.policies.dispatch import Demand, ReplicaLoad, dispatch
+from jaxserve.cluster.policies.migration import plan_moves
+from jaxserve.cluster.policies.prefixes import page_hashes
+from jaxserve.cluster.scaling import PERIOD_S as SCALE_PERIOD_S
+from jaxserve.core.cluster_status import Role
+from jaxserve.engine.request import Request
+from jaxserve.metrics.fluidity import Deadlines, fluidity
+from jaxserve.metrics.summaries import SequenceSummary
+from jaxserve.simulator.deployment import Deployment
+from jaxserve.simulator.replicas import SimulatedReplica
+from jaxserve.simulator.simulation import Arrival
+
+_PREFILLED_S = 0.01
+"""How often moves are planned where replicas prefill; the router does so at each first token."""
+
+
+@dataclasses.dataclass
+class _Open:
+    """A request that has not ended: where it is, and under which key it counts there."""
+
+    number: int
+    arrival: Arrival
+    demand: Demand
+    place: _Place
+    key: Hashable
+    request: Request
+    moving: bool = False
+
+
+class _Place:
+    """A replica, and its load as the router counts it."""
+
+    def __init__(self, replica: SimulatedReplica, deployment: Deployment, role: Role) -> None:
+        self.replica = replica
+        self.simulation = replica.simulation
+        config = deployment.config
+        num_pages = deployment.num_pages - 1
+        self.load = ReplicaLoad(num_pages, config.page_size, config.max_num_seqs, role)
+        self.requests: dict[Hashable, _Open] = {}
+        self.num_moving = 0
+        self.leaves = False
+
+
+class SimulatedCluster:
+    """Like engines behind one router.
+
+    Attributes:
+        replicas: all that there have been.
+        num_moved: requests that moved, with what KV they had.
+        num_added, num_removed: replicas, after the first ones.
+        replica_us: microseconds that replicas were there, in all.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        new_replica: Callable[[], SimulatedReplica],
+        count: int,
+        scaler: Autoscaler | None = None,
+        load_us: int = 0,
+        *,
+        num_prefill: int = 0,
+        moves: bool = True,
+    ) -> None:
+        """`count` replicas from the start, and more by `scaler`, each of which takes `load_us` to
+        begin. If not 0, the first `num_prefill` only prefill, and the others decode. Without
+        `moves` a request stays where it was dispatched to."""
+        self.replicas: list[SimulatedReplica] = []
+        self.num_moved = self.num_added = self.num_removed = self.replica_us = 0
+        self._deployment = deployment
+        self._new_replica = new_replica
+        self._scaler = scaler
+        self._load_us = load_us
+        self._now_us = 0
+        self._places: list[_Place] = []
+        self._open: dict[int, _Open] = {}
+        self._hops: dict[int, list[tuple[SimulatedReplica, str]]] = {}
+        self._arrivals: list[Arrival] = []
+        self._numbers = itertools.count()
+        self._events: list[tuple[int, int, Callable[[], None]]] = []
+        for number in range(count):
+            role: Role = "prefill" if number < num_prefill else "decode"
+            self._add(role if num_prefill else "any")
+        if moves:
+            self._every(_PREFILLED_S if num_prefill else MOVE_PERIOD_S, self._begin_moves)
+        if scaler is not None:
+            self._every(SCALE_PERIOD_S, self._scale)
+
+    def serve(self, arrivals: Iterable[Arrival]) -> None:
+        """Serves arrivals, in order of time, to the end. Raises RequestError for one that can never
+        run."""
+        for arrival in arrivals:
+            self._run_to(arrival.time_us)
+            self._dispatch(arrival)
+        while self._open:
+            self._run_to(self._now_us + round(MOVE_PERIOD_S * 1e6))
+        self.replica_us += self._now_us * len(self._places)
+
+    @property
+    def mean_replicas(self) -> float:
+        """How many replicas there were, on average over time."""
+        return self.replica_us / max(1, self._now_us)
+
+    def summaries(self, deadlines: Deadlines) -> list[SequenceSummary]:
+        """Of all requests, in the order of their arrival."""
+        ended = {
+            (id(replica), summary.request_id): summary
+            for replica in self.replicas
+            for summary in replica.simulation.metrics.finished()
+        }
+        return [
+            _joined(arrival, [ended[id(r), name] for r, name in self._hops[number]], deadlines)
+            for number, arrival in enumerate(self._arrivals)
+        ]
+
+    def _every(self, period_s: float, act: Callable[[], None]) -> None:
+        period_us = round(period_s * 1e6)
+
+        def acted() -> None:
+            act()
+            self._at(self._now_us + period_us, acted)
+
+        self._at(self._now_us + period_us, acted)
+
+    def _at(self, time_us: int, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time_us, next(self._numbers), act))
+
+    def _run_to(self, time_us: int) -> None:
+        """Whatever happens until then."""
+        while self._events and self._events[0][0] <= time_us:
+            next_us, _, act = heapq.heappop(self._events)
+            self._advance(next_us)
+            act()
+        self._advance(time_us)
+
+    def _advance(self, time_us: int) -> None:
+        self._now_us = time_us
+        for place in list(self._places):
+            place.simulation.run_to(time_us)
+            for key, each in list(place.requests.items()):
+                num_output = len(each.request.sequence_outputs[0].seq.output_token_ids)
+                if num_output > each.demand.num_output:
+                    place.load.grow(key, num_output - each.demand.num_output)
+                    each.demand = place.load.demands[key]
+                if each.request.finished:
+                    self._leave(each)
+                    del self._open[each.number]
+
+    def _dispatch(self, arrival: Arrival) -> None:
+        config = self._deployment.config
+        hashes = ()
+        if config.enable_prefix_caching:
+            hashes = page_hashes(arrival.token_ids, config.page_size, arrival.tenant, None)
+        demand = Demand(hashes, len(arrival.token_ids) - config.page_size * len(hashes))
+        index = dispatch(self._loads, demand)
+        assert index is not None, "the first replicas are ready, and one of them always is"
+        place, number = self._places[index], len(self._arrivals)
+        self._arrivals.append(arrival)
+        request = place.simulation.add(arrival)
+        each = _Open(number, arrival, demand, place, (number, 0), request)
+        self._open[number] = each
+        self._enter(each)
+
+    def _enter(self, each: _Open) -> None:
+        each.place.load.add(each.key, each.demand)
+        each.place.requests[each.key] = each
+        self._hops.setdefault(each.number, []).append((each.place.replica, each.request.request_id))
+
+    def _leave(self, each: _Open) -> None:
+        each.place.load.remove(each.key)
+        del each.place.requests[each.key]
+
+    @property
+    def _loads(self) -> list[ReplicaLoad]:
+        return [place.load for place in self._places]
+
+    # Moves
+
+    def _begin_moves(self) -> None:
+        def movable(index: int, key: Hashable) -> bool:
+            place = self._places[index]
+            each = place.requests.get(key)  # None for one that is on its way there.
+            return each is not None and not each.moving and place.num_moving < MOST_MOVES
+
+        while True:
+            busy = {index for index, place in enumerate(self._places) if place.num_moving}
+            moves = plan_moves(self._loads, movable, busy)
+            if not moves:
+                return
+            for move in moves:
+                each = self._places[move.source].requests[move.key]
+                self._move(each, self._places[move.destination])
+
+    def _move(self, each: _Open, destination: _Place) -> None:
+        """Begins to copy the KV of a request, which runs on until it is there."""
+        source, key = each.place, (each.number, len(self._hops[each.number]))
+        destination.load.add(key, each.demand)  # Its pages are taken from now on.
+        each.moving = True
+        source.num_moving += 1
+        table = destination.simulation.stage(each.request)
+        num_pages = 0 if table is None else len(table.pinned)
+        link_us = self._deployment.host_link.us(num_pages * self._deployment.page_bytes)
+
+        def copied() -> None:
+            destination.load.remove(key)
+            each.moving = False
+            source.num_moving -= 1
+            if each.request.finished or destination.load.draining:
+                destination.simulation.unstage(table)
+                return
+            left = each.request
+            each.request = destination.simulation.resume(left, table, self._now_us)
+            source.simulation.abort(left)
+            self._leave(each)
+            each.place, each.key = destination, key
+            self._enter(each)
+            self.num_moved += 1
+
+        self._at(self._now_us + (2 * link_us if num_pages else 0), copied)
+
+    # Autoscaling
+
+    def _add(self, role: Role = "any") -> _Place:
+        place = _Place(self._new_replica(), self._deployment, role)
+        self.replicas.append(place.replica)
+        self._places.append(place)
+        self.replica_us -= self._now_us
+        return place
+
+    def _scale(self) -> None:
+        assert self._scaler is not None
+        leaving = next((place for place in self._places if place.leaves), None)
+        if leaving is not None:
+            self._end(leaving)
+            return
+        decision = self._scaler.decide(self._loads, self._now_us / 1e6)
+        if decision == "add":
+            place = self._add()
+            place.load.draining = True
+            self.num_added += 1
+            self._at(self._now_us + self._load_us, lambda: setattr(place.load, "draining", False))
+        elif decision is not None:
+            place = self._places[decision.replica]
+            place.leaves = place.load.draining = True
+
+    def _end(self, place: _Place) -> None:
+        """Removes a replica that has drained, or has it serve again when the others fill up."""
+        if self._scaler.are_full([each.load for each in self._places if each is not place]):
+            place.leaves = place.load.draining = False
+        elif not place.load.demands:
+            self._places.remove(place)
+            self.replica_us += self._now_us
+            self.num_removed += 1
+
+
+def _joined(
+    arrival: Arrival, parts: Sequence[SequenceSummary], deadlines: Deadlines
+) -> SequenceSummary:
+    """The summary of a request from those of the replicas that it was in."""
+    first, last = parts[0], parts[-1]
+    # A step that was going on when the request left may have ended after it came.
+    token_us = tuple(
+        itertools.accumulate(itertools.chain.from_iterable(p.token_us for p in parts), max)
+    )
+    prefill_us = deadlines.prefill_us(first.prompt_tokens)
+    return first._replace(
+        arrival_us=arrival.time_us,
+        admitted_us=next(p.admitted_us for p in parts if p.admitted_us is not None),
+        first_token_us=token_us[0],
+        last_token_us=token_us[-1],
+        finish_us=last.finish_us,
+        finish_reason=last.finish_reason,
+        cached_tokens=next(p.cached_tokens for p in parts if p.admitted_us is not None),
+        output_tokens=len(token_us),
+        preemptions=sum(part.preemptions for part in parts),
+        fluidity=fluidity(arrival.time_us, token_us, prefill_us, deadlines.decode_us),
+        token_us=token_us,
+    )
