@@ -11,5 +11,14 @@ UNOPTIMISED = {
 }
 if jax.__version_info__ < (0, 11):  # Later ones have no other emitters.
     UNOPTIMISED["xla_cpu_use_fusion_emitters"] = False
-XLA_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in UNOPTIMISED.items())
+
+
+def _flags(options: dict[str, bool | int]) -> str:
+    return " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())
+
+
+XLA_FLAGS = _flags(UNOPTIMISED)
 """The same for all programs of a process."""
+_SUMMING_ALIKE = {k: v for k, v in UNOPTIMISED.items() if k != "xla_cpu_use_fusion_emitters"}
+XLA_FLAGS_OF_INTERPRETERS = _flags(_SUMMING_ALIKE)
+"""With the fusions of optimised code, without which two ways of one sum round apart."""

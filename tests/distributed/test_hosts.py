@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
@@ -74,15 +73,12 @@ class Job:
             "devices": devices,
             "address": address,
         } | settings
-        # What is compiled once a test, and barely run, is ready sooner unoptimised.
-        environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-c", SCRIPT, json.dumps(whole | own)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                env=environment,
             )
             for host, role in enumerate(roles)
             for own in [{"host": host, "role": role} | dict(changes).get(host, {})]

@@ -47,9 +47,7 @@ with LLM(sys.argv[1], tensor_parallel_size=jax.device_count(), **settings) as ll
 @pytest.mark.parametrize(
     ("hosts", "victim"), [(hosts, victim) for hosts in (2, 4) for victim in range(hosts)]
 )
-def test_a_host_that_is_killed_ends_the_job_and_is_named(launch, llama, hosts, victim, monkeypatch):
-    # What is compiled for this test, and barely run, is ready sooner unoptimised.
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+def test_a_host_that_is_killed_ends_the_job_and_is_named(launch, llama, hosts, victim):
     job = launch(GENERATE_FOREVER, f"--hosts={hosts}", arguments=(str(llama.path),))
     pids = job.pids(hosts, timeout_s=300)
     os.kill(pids[victim], signal.SIGKILL)

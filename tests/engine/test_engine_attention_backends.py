@@ -17,13 +17,16 @@ from jaxserve.runtime.programs.kinds import check_attention
 from pallas_kernels import backends
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
+FEW = {"max_num_seqs": 2, "max_num_batched_tokens": 2 + 16}
+"""Few programs: each has its kernel interpreted."""
 
 
 @pytest.mark.interpreted
+@pytest.mark.oldest_jax
 def test_kernels_attend_and_move_pages(llama):
     """Chunks beside decodes, a prefix hit, pages that leave for the host and come back."""
     with llama.load(
-        attention_backend="pallas", preemption="swap", host_kv_bytes=bytes_of(llama, 64)
+        attention_backend="pallas", preemption="swap", host_kv_bytes=bytes_of(llama, 64), **FEW
     ) as llm:
         prompts = [*llama.prompts, llama.prompts[-1]]
         arrivals = [Arrival(prompt, GREEDY, step) for step, prompt in enumerate(prompts)]
@@ -38,7 +41,7 @@ def test_kernels_attend_and_move_pages(llama):
 @pytest.mark.interpreted
 def test_windows_and_soft_caps(tmp_path):
     gemma = TinyModel.write_member(tmp_path, "gemma2")
-    with gemma.load(attention_backend="pallas", max_num_seqs=2) as llm:
+    with gemma.load(attention_backend="pallas", **FEW) as llm:
         arrivals = [Arrival(prompt, GREEDY) for prompt in gemma.prompts[-4:]]
         for output in drive(llm.engine, arrivals):
             gemma.check_greedy(output)

@@ -116,6 +116,7 @@ def test_plans_of_quantized_checkpoints(tmp_path):
 
 
 @pytest.mark.interpreted
+@pytest.mark.oldest_jax
 def test_a_kernel_multiplies(llama, monkeypatch):
     """On CPUs the TPU's, interpreted."""
     multiplied, kernel = [], mosaic_tpu.quantized_matmul
@@ -126,7 +127,7 @@ def test_a_kernel_multiplies(llama, monkeypatch):
 
     monkeypatch.setattr(mosaic_tpu, "quantized_matmul", quantized_matmul)
     model = llama.rounded("int8")
-    settings = {"max_num_seqs": 1, "max_num_batched_tokens": 33, "compilation_cache": False}
+    settings = {"max_num_seqs": 1, "max_num_batched_tokens": 17, "compilation_cache": False}
     with llama.load(quantization="int8", attention_backend="pallas", **settings) as llm:
         for output in drive(llm.engine, [Arrival(prompt, GREEDY) for prompt in model.prompts[-3:]]):
             model.check_greedy(output)

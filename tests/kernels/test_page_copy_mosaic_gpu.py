@@ -15,7 +15,7 @@ from pallas_kernels.compat import GPU_KERNELS_WRITE_IN_PLACE
 from pallas_kernels.compat import gpu as compat
 from pallas_kernels.page_copy import image_elements, mosaic_gpu, reference
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.oldest_jax]
 
 ONE_SLAB = {"heads": 2, "head_dim": 64, "page_size": 8}
 SEVERAL_SLABS = {"heads": 3, "head_dim": 64, "page_size": 96}

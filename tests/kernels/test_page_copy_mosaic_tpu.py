@@ -46,6 +46,7 @@ class TestMosaicTpu(PageCopyContract):
 IDS = np.int32([5, -1, 2, PAGES, 6, 0])
 
 
+@pytest.mark.oldest_jax
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_copy_races_with_another(dtype):
     layers = pool(dtype)

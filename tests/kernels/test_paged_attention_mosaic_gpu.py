@@ -95,6 +95,7 @@ def check(case, visible, results, scale=SCALE, **options):
 
 @pytest.mark.interpreted
 class TestInterpreted:
+    @pytest.mark.oldest_jax
     def test_around_boundaries_of_pages_tiles_and_splits(self):
         """Pages smaller than a tile, many entries for each worker, and one row of more splits than
         are merged at once."""

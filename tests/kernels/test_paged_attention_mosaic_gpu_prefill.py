@@ -82,6 +82,7 @@ def check(case, visible, num_sms=1, scale=SCALE, soft_cap=None):
 
 @pytest.mark.interpreted
 class TestInterpreted:
+    @pytest.mark.oldest_jax
     def test_rows_that_share_blocks_of_tokens(self):
         """And of many lengths: of one token, of several blocks, and with padding tokens after."""
         chunks = [(140, 40), (3, 3), (129, 1), (200, 30)]

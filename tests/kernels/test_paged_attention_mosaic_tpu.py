@@ -83,6 +83,7 @@ def check(case, results, tolerance=2e-5, **options):
         np.testing.assert_allclose(found.astype(np.float64), right, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.oldest_jax
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("cores", [1, 2])
 def test_no_copy_races_with_what_it_brings_or_replaces(cores):

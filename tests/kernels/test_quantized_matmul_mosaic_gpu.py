@@ -45,6 +45,7 @@ def check(format, num_outputs, num_inputs, tokens, dtype="bfloat16", tolerance=N
 
 
 class TestInterpreted:
+    @pytest.mark.oldest_jax
     def test_sums_of_parts(self):
         """Five tiles of three steps for three blocks of threads: two tiles have two parts."""
         check(GGUF["Q4_1"], 320, 192, 3)
@@ -63,6 +64,7 @@ class TestInterpreted:
     def test_scales_of_rows_are_exact(self, format):
         check(format, 64, 64, 2, tolerance=2e-6)  # for sums of 64 in float32
 
+    @pytest.mark.oldest_jax
     def test_float8_times_float8(self):
         check(FP8, 64, 96, 5, "float8_e4m3fn", tolerance=1e-6)
 

@@ -121,6 +121,7 @@ def test_every_float8_is_converted_exactly():
         np.testing.assert_array_equal(y.T, values.astype(np.float32))
 
 
+@pytest.mark.oldest_jax
 @pytest.mark.parametrize("name", ["Q4_1", "fp8"])
 def test_no_races_and_no_memory_that_was_never_written(name):
     weight = pack(random_weight(1100, 64), FORMATS[name])

@@ -110,6 +110,7 @@ def test_any_batch(data, dtype):
     check(segments, dtype, heads=1, head_dim=128, page_size=8)
 
 
+@pytest.mark.oldest_jax
 @pytest.mark.parametrize("head_dim", [16, 128])
 def test_no_copy_races_with_another(head_dim, monkeypatch):
     """More runs than slots, two groups of heads, and runs that meet in a tile."""

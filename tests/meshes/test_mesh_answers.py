@@ -20,6 +20,7 @@ from jaxserve.scheduler.policies import POLICIES
 pytestmark = pytest.mark.meshes
 
 # Where there are several sizes of prefill, a step goes through programs of another than its own.
+# A program of a whole step of CP compiles longest, for its layers are written out with all ranks.
 MESHES = {
     "TP2": {},
     "TP4": {"sequence_parallel": True},
@@ -28,7 +29,7 @@ MESHES = {
     "PP4": {"max_num_seqs": 4, "program_scope": "layer"},
     "CP2": {"program_scope": "layer"},
     "CP4": {"page_size": 16},
-    "CP8": {},
+    "CP8": {"program_scope": "layer"},
     "TP4 PP2": {"sequence_parallel": True},
     "TP2 CP2": {"sequence_parallel": True, "program_scope": "layer"},
     "PP2 CP2": {"max_num_batched_tokens": 2 + 64},
@@ -68,6 +69,7 @@ def test_speculation_on_a_mesh(answered, mesh, method, tmp_path):
     settings = {
         "speculative_config": {"method": method, "num_speculative_tokens": 2} | keys[method],
         "max_num_batched_tokens": 2 * 3 + 16,
+        "program_scope": "step" if method == "draft_model" else "layer",
     }
     if method == "medusa":
         settings |= {"max_num_batched_tokens": 2 * 5 + 16, "pages": 20}

@@ -24,13 +24,13 @@ UNEVEN = {
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
-@pytest.mark.parametrize("mesh", ["TP2 PP2", "TP2 CP2"])
-def test_adapters_on_meshes(tmp_path, mesh):
+@pytest.mark.parametrize(("mesh", "scope"), [("TP2 PP2", "step"), ("TP2 CP2", "layer")])
+def test_adapters_on_meshes(tmp_path, mesh, scope):
     path = write_llama(tmp_path / "model", **UNEVEN)
-    on_mesh(mesh, check_adapters, path, tmp_path)
+    on_mesh(mesh, check_adapters, path, tmp_path, scope)
 
 
-def check_adapters(mesh: str, path: Path, directory: Path) -> None:
+def check_adapters(mesh: str, path: Path, directory: Path, scope: str) -> None:
     model = TinyModel.open(path)
     made = {"": (None, model)}
     for seed, (name, targets) in enumerate({"a": LLAMA, "b": LLAMA[2:5]}.items()):
@@ -38,7 +38,8 @@ def check_adapters(mesh: str, path: Path, directory: Path) -> None:
         own = merged(model, adapter, directory / f"merged-{name}")
         made[name] = LoRARequest(name, adapter), own
     prompt = model.prompts[9]
-    with load(model, mesh, enable_lora=True, max_loras=1, max_lora_rank=6) as llm:
+    adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 6}
+    with load(model, mesh, program_scope=scope, **adapters) as llm:
         answers = set()
         for name in ("a", "", "b", "a"):
             asked, own = made[name]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import socket
 import subprocess
@@ -116,7 +115,6 @@ def test_two_hosts_say_what_one_says(structured):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"},
         )
         for host in range(2)
     ]
