@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, NoReturn, Self, Unpack
 
 from jaxserve.core.config import EngineConfig, EngineSettings
 from jaxserve.core.errors import RequestError
@@ -46,6 +47,9 @@ Adapters = LoRARequest | SequenceOf[LoRARequest | None] | None
 class LLM:
     """A model ready to generate. Runs in the caller's thread; close it, or use it in a `with`.
 
+    Threads take turns: a call waits until that of another thread has ended. `AsyncEngine` runs
+    requests that arrive at any time in one batch.
+
     >>> with LLM() as llm:
     ...     print(llm.chat([{"role": "user", "content": "Hi!"}])[0].outputs[0].text)
     """
@@ -69,6 +73,7 @@ class LLM:
         self._trace_file = trace_file
         self._ids = itertools.count()
         self._open: dict[str, Request] = {}
+        self._turn = threading.RLock()
         config = EngineConfig.of(model=model, **settings)
         with TerminalProgress() as bars:
             self.engine = Engine.load(
@@ -211,7 +216,7 @@ class LLM:
         single = is_single(prompts)
         batch = [prompts] if single else list(prompts)
         ids = iter(self._next_id, None)
-        with ProgressBar("Searched prompts", len(batch), show=use_tqdm) as bar:
+        with self._turn, ProgressBar("Searched prompts", len(batch), show=use_tqdm) as bar:
             found = search(
                 self.engine, batch, params, ids, bar.update, single, tenant, lora_request
             )
@@ -229,7 +234,7 @@ class LLM:
         """Deltas of one prompt as they arrive. Leaving the loop early aborts the request."""
         if sampling_params is None:
             sampling_params = self.default_sampling_params()
-        with interrupts_held():
+        with self._turn, interrupts_held():
             request = self.engine.add(
                 self._next_id(), prompt, sampling_params, tenant=tenant, lora_request=lora_request
             )
@@ -271,8 +276,9 @@ class LLM:
         `with_kv` also saves their KV and the prefix cache, for `deadline_s` seconds at most. KV
         that is not saved is recomputed. Raises SnapshotError.
         """
-        ended = [request for request in self._open.values() if request.finished]
-        self.engine.snapshot(directory, with_kv, deadline_s, ended)
+        with self._turn:
+            ended = [request for request in self._open.values() if request.finished]
+            self.engine.snapshot(directory, with_kv, deadline_s, ended)
 
     def check_snapshot(self, directory: str | Path) -> None:
         """Raises SnapshotError when `snapshot` could not write to a directory."""
@@ -281,7 +287,7 @@ class LLM:
     def restore(self, directory: str | Path) -> list[DeltaStream]:
         """Streams of the requests of a snapshot, in the order of their prompts; each begins with
         the output generated before, and aborts its request when dropped. Raises SnapshotError."""
-        with interrupts_held():
+        with self._turn, interrupts_held():
             # By number: a list of prompts may have been added in another order.
             requests = sorted(
                 self.engine.restore(directory),
@@ -308,20 +314,23 @@ class LLM:
         this engine has another model, vocabulary, dtype or quantization or is too small for the
         request.
         """
-        with interrupts_held():
+        with self._turn, interrupts_held():
             return self._stream_of(self.engine.import_request(parts, self._next_id()))
 
     def abort(self, request_id: str) -> bool:
         """End a request early; False if there is no such unfinished request."""
-        return self.engine.abort(request_id) is not None
+        with self._turn:
+            return self.engine.abort(request_id) is not None
 
     def set_priority(self, request_id: str, priority: int) -> bool:
         """Change the priority of a request, lower running first; False if it has finished."""
-        return self.engine.set_priority(request_id, priority)
+        with self._turn:
+            return self.engine.set_priority(request_id, priority)
 
     def reset_prefix_cache(self) -> None:
         """Drop every cached prefix."""
-        self.engine.reset_prefix_cache()
+        with self._turn:
+            self.engine.reset_prefix_cache()
 
     def add_lora(self, lora_request: LoRARequest, load_inplace: bool = False) -> None:
         """Load a LoRA adapter ahead of its first request. It then stays until `remove_lora`; those
@@ -331,7 +340,7 @@ class LLM:
         Raises AdapterError when it does not fit, RequestError without `enable_lora` or when another
         adapter has its name, OverloadedError when no slot is free and none can be freed.
         """
-        with interrupts_held():
+        with self._turn, interrupts_held():
             if load_inplace:
                 self.engine.adapters.replace(lora_request)
             else:
@@ -340,7 +349,8 @@ class LLM:
     def remove_lora(self, name: str) -> None:
         """Unload a LoRA adapter, whose slot is free once the requests that use it have finished.
         Raises RequestError when there is no such adapter."""
-        self.engine.adapters.remove(name)
+        with self._turn:
+            self.engine.adapters.remove(name)
 
     def list_loras(self) -> list[str]:
         """Names of the LoRA adapters that are loaded."""
@@ -355,7 +365,8 @@ class LLM:
         with the old weights serving, when structure, shapes or dtypes differ or the engine's are
         quantized; ModelError for a checkpoint that cannot be read.
         """
-        return self.engine.update_weights(params)
+        with self._turn:
+            return self.engine.update_weights(params)
 
     @property
     def weights_version(self) -> int:
@@ -365,7 +376,8 @@ class LLM:
     def sleep(self, level: int = 1) -> None:
         """Give the devices' memory back: the KV cache is dropped, and the weights are moved to host
         memory (level 1) or dropped (level 2). Open streams go on after `wake_up`."""
-        self.engine.sleep(level)
+        with self._turn:
+            self.engine.sleep(level)
 
     def wake_up(self, tags: SequenceOf[str] | None = None) -> None:
         """Take the memory again, all of it or what `tags` names: "weights", "kv_cache". Weights
@@ -374,7 +386,8 @@ class LLM:
 
         Raises OutOfMemoryError when another process holds the memory; call it again later.
         """
-        self.engine.wake_up(tags)
+        with self._turn:
+            self.engine.wake_up(tags)
 
     @property
     def is_sleeping(self) -> bool:
@@ -427,10 +440,18 @@ class LLM:
 
     def close(self) -> None:
         """Abort running requests, free the device, write the trace file. Idempotent."""
-        self.engine.close()
-        if self._trace_file is not None:
-            write_trace(self._trace_file, self.engine.log.records)
-            self._trace_file = None
+        with self._turn:
+            self.engine.close()
+            if self._trace_file is not None:
+                write_trace(self._trace_file, self.engine.log.records)
+                self._trace_file = None
+
+    def __repr__(self) -> str:
+        engine = self.__dict__.get("engine")
+        return object.__repr__(self) if engine is None else f"<LLM {engine.plan}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an LLM holds devices and cannot be pickled; make one in each process.")
 
     def __enter__(self) -> Self:
         return self
@@ -452,9 +473,10 @@ class LLM:
         """Run the prompts that `prompt_of` makes of inputs; an invalid one raises if `alone`."""
         if params is None:
             params = self.default_sampling_params()
-        ids = [self._next_id() for _ in inputs]
-        batch = PromptBatch(self.engine, self._open, ids, tenant)
-        return batch.run(inputs, params, priority, prompt_of, alone, use_tqdm, lora_request)
+        with self._turn:
+            ids = [self._next_id() for _ in inputs]
+            batch = PromptBatch(self.engine, self._open, ids, tenant)
+            return batch.run(inputs, params, priority, prompt_of, alone, use_tqdm, lora_request)
 
     def _next_id(self) -> str:
         """An id that no open request has; restored requests keep theirs."""
@@ -462,4 +484,4 @@ class LLM:
 
     def _stream_of(self, request: Request) -> DeltaStream:
         self._open[request.request_id] = request
-        return DeltaStream(self.engine, request, self._open)
+        return DeltaStream(self.engine, request, self._open, self._turn)

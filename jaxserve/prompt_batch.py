@@ -154,6 +154,8 @@ def warn_of_errors(errors: SequenceOf[str | None], stacklevel: int) -> None:
 
 def is_single(prompts: Any) -> bool:
     """Whether this is one prompt and not a list of them."""
+    if isinstance(prompts, Iterator):
+        return False
     if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, SequenceOf):
         return True
     return bool(prompts) and isinstance(prompts[0], (int, np.integer))

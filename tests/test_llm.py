@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import pty
+import re
 import subprocess
 import sys
 import threading
+import warnings
 
 import pytest
 from golden_prompts import check_golden, golden_prompts
 from tiny_engines import LONGEST, assert_idle, generate
 
-from jaxserve.core.errors import PromptTooLongError, RequestError
+from jaxserve.core.errors import (
+    ConfigError,
+    EngineClosedError,
+    PromptTooLongError,
+    RequestError,
+)
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.llm import LLM
 
@@ -47,6 +55,11 @@ def test_every_form_of_a_prompt(llm):
     assert {tuple(token_ids(output)) for output in outputs} == {tuple(token_ids(outputs[0]))}
     assert [output.prompt for output in outputs] == ["hello", None, None, "hello"] * 2
     assert all(list(output.prompt_token_ids) == ids for output in outputs)
+
+
+def test_prompts_of_a_generator(llm):
+    outputs = llm.generate((text for text in ("hello", "Hi")), GREEDY, use_tqdm=False)
+    assert [output.prompt for output in outputs] == ["hello", "Hi"]
 
 
 def test_no_prompts_give_no_outputs(llm):
@@ -170,6 +183,67 @@ def test_streams_and_batches_side_by_side_lose_nothing(llama, llm):
     for tokens, stream in zip(collected, streams):
         tokens += [token for delta in stream for token in delta.token_ids]
     assert collected == [llama.answers[4], llama.answers[9]]
+
+
+def test_it_says_what_it_is_and_is_not_pickled(llm):
+    assert re.fullmatch(r"<LLM .* on 1 x cpu: weights .* tokens>", repr(llm))
+    with pytest.raises(TypeError, match="make one in each process"):
+        pickle.dumps(llm)
+
+
+def test_threads_take_turns(llama, llm):
+    """Their calls and streams give what they give alone, also when one is dropped meanwhile."""
+    prompts = [llama.prompts[place] for place in (2, 5, 7)]
+    alone = [token_ids(generate(llm, prompt, GREEDY)) for prompt in prompts]
+    found, begin = {}, threading.Barrier(6)
+
+    def call(number):
+        begin.wait()
+        found[number] = token_ids(generate(llm, prompts[number], GREEDY))
+
+    def stream(number):
+        begin.wait()
+        deltas = llm.stream(prompts[number], GREEDY)
+        if number == 2:
+            next(deltas)
+            return
+        found[3 + number] = [token for delta in deltas for token in delta.token_ids]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(3) for run in (call, stream)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [found[i] for i in range(3)] == alone
+    assert [found[3], found[4]] == alone[:2]
+    while llm.engine.has_work:  # A stream that is dropped out of turn runs to its end.
+        llm.engine.step()
+    assert_idle(llm.engine)
+
+
+def test_a_fork_is_told_that_it_has_no_engine(llama, llm):
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX's own, of the fork.
+        child = os.fork()
+    if child == 0:
+        try:
+            llm.generate(llama.prompts[2], use_tqdm=False)
+        except EngineClosedError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as said:
+        assert "'spawn'" in said.read()
+    os.waitpid(child, 0)
+    assert len(llm.generate(llama.prompts[2], use_tqdm=False)) == 1
+
+
+@pytest.mark.parametrize("model", [3, b"tiny", ""])
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(ConfigError, match="give a name, a path or"):
+        LLM(model)
 
 
 def test_leaving_a_stream_aborts_its_request(llama, llm):

@@ -111,7 +111,7 @@ def main(args: Sequence[str] | None = None) -> int:
     0 is success, 1 a JaxserveError, printed as one line, 130 Ctrl-C, and 141 a broken stdout pipe.
     Raises SystemExit(2) for arguments that cannot be parsed.
     """
-    args = sys.argv[1:] if args is None else list(args)
+    args = (sys.argv[1:] if args is None else list(args)) or ["--help"]
     if args == ["--version"]:
         print(f"jaxserve {__version__}")
         return 0

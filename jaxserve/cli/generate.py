@@ -57,6 +57,8 @@ class Generate(Common):
 
     def run(self) -> int:
         text = _read_prompt() if self.prompt == "-" else self.prompt
+        if not text:
+            raise RequestError("there is no prompt; give it as an argument or through a pipe.")
         with load(self.engine, self.trace_file) as llm:
             prompt = self._laid_out(llm, text)
             with self._resumable(llm) as streams:
@@ -110,13 +112,10 @@ class Generate(Common):
 
 
 def _read_prompt() -> str:
-    """The prompt from standard input. Raises RequestError if that is empty."""
+    """The prompt from standard input."""
     if sys.stdin.isatty():
         print("Type the prompt, then Ctrl-D on a line of its own.", file=sys.stderr)
-    text = sys.stdin.buffer.read().decode("utf-8", "replace").removesuffix("\n")
-    if not text:
-        raise RequestError("there is no prompt; give it as an argument or through a pipe.")
-    return text
+    return sys.stdin.buffer.read().decode("utf-8", "replace").removesuffix("\n")
 
 
 def _document(llm: LLM, response: Response) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
@@ -175,8 +176,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Converts other names of a dtype. Raises ConfigError, naming the setting, its value and
         the range."""
-        if not str(self.model):
-            raise ConfigError("model is empty; give a name, a path or a Hugging Face id.")
+        if not isinstance(self.model, str | os.PathLike | None) or not str(self.model):
+            raise ConfigError(f"model is {self.model!r}; give a name, a path or a Hugging Face id.")
         if isinstance(self.dtype, str):
             object.__setattr__(self, "dtype", full_dtype(self.dtype))
         if self.kv_cache_dtype == "fp8_e4m3":

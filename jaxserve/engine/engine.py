@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
@@ -65,6 +67,21 @@ def _debug(record: Record) -> None:
     _log.debug("%r", record)
 
 
+_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _refuse_after_fork() -> None:
+    """A fork has none of the threads of JAX: what it dispatches would never end."""
+    for engine in _ENGINES:
+        engine.refuse(
+            "the engine is that of the parent process, and JAX cannot run after a fork: start "
+            "processes by the method 'spawn' of multiprocessing"
+        )
+
+
+os.register_at_fork(after_in_child=_refuse_after_fork)
+
+
 class Engine:
     """Serves requests on one model. Not thread-safe: one caller adds, steps and aborts."""
 
@@ -86,6 +103,7 @@ class Engine:
         self.kv = self._paging.manager
         self.scheduler = Scheduler(plan.scheduler, self.kv)
         self._closed: str | None = None
+        _ENGINES.add(self)
         model = plan.shapes.model
         self.eos_token_ids = frozenset((*model.eos_token_ids, *tokenizer.eos_token_ids))
         self._runner = runner

@@ -39,7 +39,10 @@ def read_prompts(path: Path) -> list[Prompt]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"data is {str(path)!r}, which cannot be read: {error}.") from None
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"data is {str(path)!r}, which cannot be read ({why}); give a JSONL file of prompts."
+        ) from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

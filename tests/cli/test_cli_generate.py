@@ -35,7 +35,9 @@ def test_a_raw_prompt_from_stdin_is_what_the_chat_template_makes(answer, command
 
 def test_no_prompt_at_all(run_here, tiny_model, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
-    run_here("generate", "--model", tiny_model).assert_error("no prompt", "through a pipe")
+    for prompt in ([], [""]):
+        run = run_here("generate", *prompt, "--model", tiny_model)
+        run.assert_error("no prompt", "through a pipe")
 
 
 def test_a_system_prompt_and_answers_as_json(run_here, tiny_model):

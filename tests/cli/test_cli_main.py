@@ -74,7 +74,13 @@ def test_completion(shell, capsys):
     ("args", "named"),
     [
         (["dance"], "dance"),
-        (["batch"], "INPUT"),
+        (["batch"], "error: INPUT and OUTPUT are missing; `jaxserve batch --help`"),
+        (["batch", "in.jsonl"], "error: OUTPUT is missing;"),
+        (["bench"], "error: `jaxserve bench` needs a command: offline, serve."),
+        (["cluster", "sttus"], "no command 'sttus' of `jaxserve cluster`; did you mean status?"),
+        (["--max-num-seqs=3", "plan"], "error: `jaxserve` needs a command before --max-num-seqs"),
+        (["generate", "hi", "there"], "error: there is no argument 'there';"),
+        (["generate", "hi", "there"], "Put a prompt of several words into quotes."),
         (
             ["generate", "hi", "--max-tokens", "many"],
             "--max-tokens: 'many' is not an integer;",
@@ -101,6 +107,8 @@ def test_completion(shell, capsys):
         (["plan", "--max-nm-seqs=3"], "no option --max-nm-seqs; did you mean --max-num-seqs?"),
         (["bench", "offline", "--no-jsn"], "no option --no-jsn; did you mean --no-json?"),
         (["generate", "hi", "--xyzzy"], "`jaxserve generate --help` lists the options."),
+        (["profile", "--nope"], "no option --nope; `jaxserve profile --help` lists"),
+        (["bench", "serve", "--url=x"], "no option --url; did you mean --base-url?"),
         (["serve", "--enable-log-requests"], "use --log-requests."),
         (["serve", "--enable-auto-tool-choice"], "calls are parsed in the format of the chat"),
         (["serve", "--tool-call-parser", "hermes"], "error: --tool-call-parser is a setting of"),
@@ -116,6 +124,14 @@ def test_arguments_that_cannot_be_understood_are_named(args, named, capsys):
     captured = capsys.readouterr()
     assert named in captured.err
     assert captured.out == ""
+
+
+def test_without_arguments_the_help_is_printed(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["jaxserve"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert not stop.value.code
+    assert "train-speculator" in capsys.readouterr().out
 
 
 def test_sizes_have_units_and_dtypes_short_names():
@@ -203,7 +219,10 @@ def test_a_file_may_follow_options_with_lists(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("max-nm-seqs: 3", "has 'max_nm_seqs', which `plan` has not; did you mean 'max_num_seqs'?"),
+        (
+            "max-nm-seqs: 3",
+            "'max_nm_seqs', which is no option of `jaxserve plan`; did you mean 'max_num_seqs'?",
+        ),
         ("dtype: {a: 1}", "give a text, number or list"),
         ("- 3", "must have lines such as"),
         ("a: [", "is not YAML"),
@@ -254,10 +273,10 @@ def test_the_level_of_the_log(environment, args, level, monkeypatch):
 
 
 def test_an_unknown_level_is_told():
-    script = [sys.executable, "-c", "import jaxserve"]
+    script = [sys.executable, "-m", "jaxserve.cli", "bench", "serve", "--num-requests=0"]
     environment = os.environ | {"JAXSERVE_LOG_LEVEL": "loud"}
-    run = subprocess.run(script, capture_output=True, text=True, check=True, env=environment)
-    assert "JAXSERVE_LOG_LEVEL is 'loud'; set it to one of debug" in run.stderr
+    run = subprocess.run(script, capture_output=True, text=True, env=environment)
+    assert run.stderr.count("JAXSERVE_LOG_LEVEL is 'loud'; set it to one of debug") == 1
 
 
 def test_progress_survives_threads_that_report_out_of_order(capsys):

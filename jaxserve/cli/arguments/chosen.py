@@ -41,8 +41,15 @@ def chosen(args: Sequence[str], commands: Any) -> Chosen | None:
     return None
 
 
-def command_names(commands: Any) -> list[str]:
-    return list(_kinds(commands))
+def group_of(args: Sequence[str], commands: Any) -> tuple[list[str], list[str]]:
+    """For `args` that name no command: their words that name a group of commands, such as `bench`,
+    and the commands that can follow."""
+    kinds = _kinds(commands)
+    if not args or args[0] not in kinds:
+        return [], list(kinds)
+    inner = get_type_hints(kinds[args[0]], include_extras=True)["kind"]
+    words, names = group_of(args[1:], inner)
+    return [args[0], *words], names
 
 
 def settings_of(kind: Any) -> Iterator[Setting]:

@@ -78,8 +78,9 @@ def _setting(path: Path, name: str, command: Chosen) -> Setting:
     if name in known and name != "config":
         return known[name]
     close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else "--help lists its options."
-    raise ConfigError(f"{path} has {name!r}, which `{' '.join(command.words)}` has not; {hint}")
+    words = " ".join(["jaxserve", *command.words])
+    hint = f"did you mean {close[0]!r}?" if close else f"`{words} --help` lists them."
+    raise ConfigError(f"{path} has {name!r}, which is no option of `{words}`; {hint}")
 
 
 def _option(path: Path, setting: Setting, value: Any) -> list[str]:

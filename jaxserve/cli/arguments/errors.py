@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.cli.arguments.chosen import chosen, command_names, settings_of
+from jaxserve.cli.arguments.chosen import chosen, group_of, settings_of
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.vllm_settings import ANSWERS, SERVER_ANSWERS, answer_to
 
@@ -54,8 +54,7 @@ def _misspelt(args: Sequence[str], commands: Any) -> str | None:
     what it might mean. None if it is another mistake."""
     command = chosen(args, commands)
     if command is None:
-        close = difflib.get_close_matches(args[0] if args else "", command_names(commands), n=1)
-        return f"there is no command {args[0]!r}; did you mean {close[0]}?" if close else None
+        return _not_a_command(args, commands)
     known = {_flag(name) for name in command.settings}
     known |= {flag.replace("--", "--no-", 1) for flag in known}
     for word in args[len(command.words) :]:
@@ -63,17 +62,42 @@ def _misspelt(args: Sequence[str], commands: Any) -> str | None:
         if word == "--":
             break
         if word.startswith("--") and flag not in known and flag != "--help":
-            negated = flag.startswith("--no-")
-            likely = [name for name in known if name.startswith("--no-") == negated]
-            close = difflib.get_close_matches(flag, sorted(likely), n=1)
+            close = _alike(flag, known)
             help_of = f"jaxserve {' '.join(command.words)} --help"
             hint = f"did you mean {close[0]}?" if close else f"`{help_of}` lists the options."
             return f"there is no option {flag}; {hint}"
     return None
 
 
+def _alike(flag: str, known: set[str]) -> list[str]:
+    """At most one flag that is spelt alike, or has this word: --base-url for --url."""
+    start = "--no-" if flag.startswith("--no-") else "--"
+    likely = {
+        name.removeprefix(start): name
+        for name in sorted(known)
+        if name.startswith("--no-") == (start == "--no-")
+    }
+    word = flag.removeprefix(start)
+    close = difflib.get_close_matches(word, likely, n=1)
+    close = close or [name for name in likely if word in name.split("-")]
+    return [likely[name] for name in close[:1]]
+
+
+def _not_a_command(args: Sequence[str], commands: Any) -> str:
+    words, names = group_of(args, commands)
+    group, left = " ".join(["jaxserve", *words]), args[len(words) :]
+    if not left or left[0].startswith("-"):
+        before = f" before {left[0]}" if left else ""
+        return f"`{group}` needs a command{before}: {', '.join(names)}."
+    close = difflib.get_close_matches(left[0], names, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(names)}."
+    of = f" of `{group}`" if words else ""
+    return f"there is no command {left[0]!r}{of}; {hint}"
+
+
 def in_a_line(printed: str, args: Sequence[str], commands: Any) -> str | None:
-    """tyro's error about the value of one option in our words; None for its other errors."""
+    """tyro's error about arguments or the value of one option in our words; None for its other
+    errors."""
     text = " ".join(printed.replace("│", " ").split())
     choice = re.search(
         r"invalid choice '(.*?)' for argument '(.*?)'\. Expected one of \((.*?)\)", text
@@ -81,11 +105,21 @@ def in_a_line(printed: str, args: Sequence[str], commands: Any) -> str | None:
     if choice:
         known = [name for name in re.findall(r"'(.*?)'", choice[3]) if name != "None"]
         return f"{choice[2]} is {choice[1]!r}; it must be one of {', '.join(known)}."
-    value = re.search(r"Error parsing (?:-\w/)?(--[\w-]+): (.*?)\.? [─-]{3}", text)
     command = chosen(args, commands)
-    if value is None or command is None:
+    if command is None:
         return None
-    return f"{value[1]}: {value[2]}; `jaxserve {' '.join(command.words)} --help` lists the options."
+    help_of = f"`jaxserve {' '.join(command.words)} --help`"
+    if value := re.search(r"Error parsing (?:-\w/)?(--[\w-]+): (.*?)\.? [─-]{3}", text):
+        return f"{value[1]}: {value[2]}; {help_of} lists the options."
+    if extra := re.search(r"Unrecognized options: (\S+)", text):
+        quotes = " Put a prompt of several words into quotes." * ("prompt" in command.settings)
+        return f"there is no argument {extra[1]!r}; {help_of} lists the arguments.{quotes}"
+    if "Missing from" in text:
+        # The border is of spaces where the terminal has no lines.
+        missing = re.findall(r"^[│ ] {5}((?:--)?[A-Za-z][\w-]*)[^a-z]*$", printed, re.MULTILINE)
+        is_or_are = "is" if len(missing) == 1 else "are"
+        return f"{' and '.join(missing)} {is_or_are} missing; {help_of} lists the arguments."
+    return None
 
 
 def _flag(name: str) -> str:

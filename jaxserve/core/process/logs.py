@@ -19,7 +19,8 @@ def level_from_environment() -> LogLevel | None:
         return given
     if given:
         known = ", ".join(get_args(LogLevel))
-        warnings.warn(f"{VARIABLE} is {given!r}; set it to one of {known}.", stacklevel=2)
+        # From one line, however often it is read: Python then prints it once.
+        warnings.warn(f"{VARIABLE} is {given!r}; set it to one of {known}.", stacklevel=1)
     return None
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import os
 import pickle
 import platform
@@ -26,6 +27,8 @@ from jax.experimental import serialize_executable
 
 from jaxserve.core.process.cache_dir import cache_directory
 from jaxserve.runtime.programs.program_sources import program_sources
+
+_log = logging.getLogger(__name__)
 
 
 class ExecutableCache:
@@ -62,12 +65,13 @@ class ExecutableCache:
 
     def store(self, name: str, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> None:
         """Store `compiled`, compiled from `lowered`, under `name` and by its computation. A full or
-        read-only disk is not an error: the next start compiles again."""
+        read-only disk is not an error, but a warning: the next start compiles again."""
         path = self._path(name, lowered)
         try:
             payload = pickle.dumps(serialize_executable.serialize(compiled))
             _replace(path, lambda temporary: temporary.write_bytes(payload))
-        except OSError:
+        except OSError as error:
+            _warn_of(self.directory.parent, error.strerror)
             return
         self._link(path, name)
 
@@ -101,6 +105,17 @@ class ExecutableCache:
 
         with contextlib.suppress(OSError):
             _replace(self.directory / name, link_or_copy)
+
+
+@functools.cache
+def _warn_of(directory: Path, why: str | None) -> None:
+    """Once for all programs."""
+    _log.warning(
+        "compiled programs cannot be stored in %s (%s): the next start compiles them again; set "
+        "JAXSERVE_CACHE to a directory with room.",
+        directory,
+        why,
+    )
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
