@@ -106,6 +106,9 @@ class EngineConfig:
         debug_kv: check the consistency of all pages after every step, fill freed pages with NaN.
         batch_invariant: compute every step in tiles of a fixed number of tokens, so that logprobs
             do not depend on the batch, bit for bit; it costs time (docs/promises.md).
+        shared_prefix_attention: "enabled": decodes that share their first pages read them once a
+            group, where that pays; "auto": on CPUs, without `batch_invariant` and
+            `context_parallel_size`, with which it does not combine (docs/kv.md).
         seed: seed of all randomness without a seed of the request.
         load_format: "dummy" makes random weights of the model's config.
         attention_backend: implementation of attention, page copies and matmuls with quantized
@@ -162,6 +165,7 @@ class EngineConfig:
     )
     debug_kv: bool = field(default=False, metadata=_OF_NO_PROGRAM)
     batch_invariant: bool = False
+    shared_prefix_attention: Literal["auto", "enabled", "disabled"] = "auto"
     seed: int = field(default=0, metadata=_OF_NO_PROGRAM)
     load_format: Literal["auto", "dummy"] = field(default="auto", metadata=_OF_NO_PROGRAM)
     attention_backend: Literal["auto", "xla", "pallas"] = "auto"
@@ -241,6 +245,12 @@ class EngineConfig:
                 f"{self.context_parallel_size} and sequence_parallel "
                 f"{self.sequence_parallel} would split; use tensor_parallel_size or "
                 "pipeline_parallel_size instead."
+            )
+        if self.shared_prefix_attention == "enabled" and (name := self._splits_prefixes):
+            raise ConfigError(
+                "shared_prefix_attention merges what decodes see of shared pages with the rest, an "
+                "order of sums that depends on the batch, on a device that holds their pages; "
+                f"leave it out, or {name}."
             )
         ageing_s = self.priority_ageing_s
         if ageing_s is not None and (
@@ -411,6 +421,17 @@ class EngineConfig:
         """Most drafts of a decode; 0 without speculation."""
         return self.draft_lengths[-1]
 
+    @property
+    def _splits_prefixes(self) -> str | None:
+        """The setting with which decodes cannot read shared pages together."""
+        found = {
+            "batch_invariant": self.batch_invariant,
+            "context_parallel_size": self.context_parallel_size > 1,
+            "kv_on": self.kv_on == "host",
+            "trees of drafts": self.speculative_config and self.speculative_config.tree_depth,
+        }
+        return next((name for name, splits in found.items() if splits), None)
+
     def of_programs(self) -> dict[str, Any]:
         """The settings that determine programs, those of no program left out. Of the devices, which
         they run on, programs are stored separately."""
@@ -443,6 +464,10 @@ class EngineConfig:
                 f"page_size is {page_size}, which is not divisible by context_parallel_size "
                 f"{shares}; set it to a multiple of {shares}."
             )
+        shares_prefixes = self.shared_prefix_attention
+        if shares_prefixes == "auto":
+            pays = on_cpu and not self._splits_prefixes
+            shares_prefixes = "enabled" if pays else "disabled"
         return dataclasses.replace(
             self,
             dtype=self.dtype or default_dtype(platform),
@@ -451,6 +476,7 @@ class EngineConfig:
             max_num_batched_tokens=self.max_num_batched_tokens
             or ((512 if on_cpu else 2048) + seqs * (1 + self.num_speculative_tokens)),
             page_size=page_size,
+            shared_prefix_attention=shares_prefixes,
             target_step_us=self.target_step_us
             or ((500_000 if on_cpu else 50_000) if self.scheduler == "medha" else None),
             max_loras=self.max_loras or (DEFAULT_MAX_LORAS if self.enable_lora else None),
@@ -509,6 +535,7 @@ class EngineSettings(TypedDict, total=False):
     preemption: Literal["auto", "swap", "recompute"]
     debug_kv: bool
     batch_invariant: bool
+    shared_prefix_attention: Literal["auto", "enabled", "disabled"]
     seed: int
     load_format: Literal["auto", "dummy"]
     attention_backend: Literal["auto", "xla", "pallas"]

@@ -82,7 +82,9 @@ class Dispatched(NamedTuple):
 
     The host scheduled from `begin_us` to `scheduled_us`, packed until `packed_us`, and spent
     the rest calling the program. `prefill` lists the chunks as (sequence, tokens), and
-    `padded_tokens` counts the bucket's rows without a token.
+    `padded_tokens` counts the bucket's rows without a token. `prefix_kv_bytes` are those of the
+    pages that groups of decodes share, read once a group, and `prefix_kv_bytes_alone` what they
+    would be if every decode read them for itself.
     """
 
     time_us: int
@@ -96,6 +98,8 @@ class Dispatched(NamedTuple):
     padded_tokens: int
     pages_used: int
     pages_total: int
+    prefix_kv_bytes: int = 0
+    prefix_kv_bytes_alone: int = 0
 
     @property
     def schedule_us(self) -> int:
@@ -229,6 +233,8 @@ class EventLog:
         padded_tokens: int,
         pages_used: int,
         pages_total: int,
+        prefix_kv_bytes: int = 0,
+        prefix_kv_bytes_alone: int = 0,
     ) -> None:
         """Call right after the program was called, and after the step's `admitted`/`resumed`."""
         self._stamp(
@@ -243,6 +249,8 @@ class EventLog:
             padded_tokens,
             pages_used,
             pages_total,
+            prefix_kv_bytes,
+            prefix_kv_bytes_alone,
         )
 
     def collected(

@@ -12,6 +12,7 @@ ANSWERS: Mapping[str, str] = MappingProxyType(
         "swap_space": "use host_kv_bytes, in bytes",
         "kv_offloading_size": "use host_kv_bytes, in bytes",
         "cpu_offload_gb": "use weights_on, and resident_weight_bytes for what stays on the device",
+        "disable_cascade_attn": "use shared_prefix_attention",
         "decode_context_parallel_size": "use context_parallel_size",
         "enable_chunked_prefill": "use scheduler; sarathi, the default, chunks prefills",
         "scheduling_policy": "use priority_ageing_s or fair_share; priorities always count",

@@ -290,6 +290,7 @@ class EngineCore:
             self.log.admitted(chunk.seq.seq_id, cached_tokens=cached)
         for seq in plan.resumed:
             self.log.resumed(seq.seq_id)
+        prefix_bytes, alone_bytes = self.scheduler.prefix_kv_bytes(plan)
         self.log.dispatched(
             packed.step_id,
             f"step-{packed.key}",
@@ -301,6 +302,8 @@ class EngineCore:
             padded_tokens=packed.key.num_tokens - plan.num_tokens,
             pages_used=self.kv.pool.num_used,
             pages_total=self.kv.pool.capacity,
+            prefix_kv_bytes=prefix_bytes,
+            prefix_kv_bytes_alone=alone_bytes,
         )
         return True
 

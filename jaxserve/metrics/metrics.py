@@ -155,6 +155,7 @@ class Metrics:
         self._in_streak: set[int] = set()
         self._prefill_tokens = 0
         self._padded_tokens = 0
+        self._prefix_kv_bytes = {"once": 0, "alone": 0}
         self._host_us = {"schedule": 0, "pack": 0, "dispatch": 0, "wait": 0}
         self._in_flight: dict[int, int] = {}  # step -> time of its program call [us]
         self._first_call_us: int | None = None
@@ -292,6 +293,12 @@ class Metrics:
                 "Tokens computed in chunks, also again after a preemption", self._prefill_tokens
             ),
             "padded_tokens_total": _counter("Padding rows computed", self._padded_tokens),
+            "prefix_kv_bytes_total": _counter(
+                "KV of pages that groups of decodes share: read, once a group, and as it would be "
+                "if every decode read it alone",
+                dict(self._prefix_kv_bytes),
+                "read",
+            ),
             "host_seconds_total": _counter("Host time of steps", host_s, "part"),
             "device_busy_seconds_total": _counter("Time with a step on the device", busy_s),
             "device_busy_share": _gauge(
@@ -389,6 +396,8 @@ class Metrics:
             self._first_call_us = record.packed_us
         self._prefill_tokens += record.prefill_tokens
         self._padded_tokens += record.padded_tokens
+        self._prefix_kv_bytes["once"] += record.prefix_kv_bytes
+        self._prefix_kv_bytes["alone"] += record.prefix_kv_bytes_alone
         self._host_us["schedule"] += record.schedule_us
         self._host_us["pack"] += record.pack_us
         self._host_us["dispatch"] += record.dispatch_us

@@ -197,6 +197,8 @@ class _Timeline:
             decode_rows=step.decode_rows,
             prefill_tokens=step.prefill_tokens,
             padded_tokens=step.padded_tokens,
+            prefix_kv_bytes=step.prefix_kv_bytes,
+            prefix_kv_bytes_alone=step.prefix_kv_bytes_alone,
         )
         # A token in flight when its sequence was preempted does not start the next decode.
         prefilling = {chunk.sequence for chunk in chunks if chunk.latest_us is None}

@@ -7,6 +7,7 @@ import dataclasses
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.steps.buckets import Buckets
+from jaxserve.scheduler.decode_groups import PrefixCost
 from jaxserve.scheduler.policies import POLICIES
 
 
@@ -28,6 +29,7 @@ class SchedulerConfig:
         scheduler chooses.
     drafter: the method of speculation, if it computes its drafts and can fail to.
     buckets: sizes that steps are padded to, which determine the step time.
+    prefix_cost: of decodes that read the pages that they share together; None if they never do.
     """
 
     policy: str
@@ -44,9 +46,12 @@ class SchedulerConfig:
     draft_lengths: tuple[int, ...] = (0,)
     drafter: str | None = None
     buckets: Buckets | None = None
+    prefix_cost: PrefixCost | None = None
 
     @classmethod
-    def of(cls, config: EngineConfig, buckets: Buckets) -> SchedulerConfig:
+    def of(
+        cls, config: EngineConfig, buckets: Buckets, prefix_cost: PrefixCost | None = None
+    ) -> SchedulerConfig:
         """The limits of an engine's scheduler, for a resolved config."""
         ageing_s, speculative = config.priority_ageing_s, config.speculative_config
         return cls(
@@ -62,6 +67,7 @@ class SchedulerConfig:
             draft_lengths=config.draft_lengths,
             drafter=speculative.method if speculative and speculative.computed else None,
             buckets=buckets,
+            prefix_cost=prefix_cost,
         )
 
     def __post_init__(self) -> None:

@@ -27,10 +27,11 @@ from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
 
 from jaxserve.core.sequence import Sequence, SequenceState
-from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
+from jaxserve.core.steps.plan import DecodeGroup, ScheduledChunk, StepPlan
 from jaxserve.kv.manager import KVManager, Match
 from jaxserve.scheduler.admission import AdmissionRule
 from jaxserve.scheduler.config import SchedulerConfig
+from jaxserve.scheduler.decode_groups import group_decodes
 from jaxserve.scheduler.drafts import ChosenDrafts, FixedDrafts
 from jaxserve.scheduler.lifecycle import SequenceLifecycle, by_order
 from jaxserve.scheduler.policies import POLICIES
@@ -86,10 +87,23 @@ class Scheduler(SequenceLifecycle):
             prefills = self._plan_prefills(budget - len(decodes) * used.width, decodes)
         # Decode attention pads neighbouring rows to the longest of them.
         decodes.sort(key=_start, reverse=True)
-        plan = StepPlan(tuple(decodes), tuple(prefills), *self._take_changes())
+        groups: tuple[DecodeGroup, ...] = ()
+        if self.config.prefix_cost is not None:
+            size = self.pool.page_size
+            decodes, groups = group_decodes(decodes, size, self.config.prefix_cost)
+        plan = StepPlan(tuple(decodes), tuple(prefills), *self._take_changes(), groups=groups)
         if self.step_time is not None:
             self.step_time.dispatched(StepLoad.of(plan))
         return plan
+
+    def prefix_kv_bytes(self, plan: StepPlan) -> tuple[int, int]:
+        """Bytes of KV that the groups of a plan share, as its step reads them, once a group, and as
+        it would if every decode read them for itself."""
+        if not plan.groups:
+            return 0, 0
+        page_bytes = self.pool.page_size * self.config.prefix_cost.token_bytes
+        once, alone = plan.prefix_page_reads
+        return once * page_bytes, alone * page_bytes
 
     def observe_step_time(self, plans: Iterable[StepPlan], us: int) -> None:
         """Updates the step time model, if the policy has one. The dispatch ran all of these plans

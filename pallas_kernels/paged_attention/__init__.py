@@ -8,6 +8,7 @@ from pallas_kernels.paged_attention.api import (
     write_kv,
 )
 from pallas_kernels.paged_attention.layout import (
+    DecodeGroups,
     KVPages,
     LatentPages,
     PageLayout,
@@ -18,6 +19,7 @@ from pallas_kernels.paged_attention.layout import (
 from pallas_kernels.paged_attention.tree import attend_densely
 
 __all__ = [
+    "DecodeGroups",
     "KVPages",
     "LatentPages",
     "PageLayout",

@@ -11,13 +11,15 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels import backends
 from pallas_kernels.merge import empty_partial, merge_sinks, merge_two
-from pallas_kernels.paged_attention import check_case, masks, write_check_case, xla
+from pallas_kernels.paged_attention import check_case, masks, write_check_case, xla, xla_prefix
 from pallas_kernels.paged_attention.layout import (
     PAGE_DTYPES,
     QUANTIZED,
+    DecodeGroups,
     LatentPages,
     Pages,
     RaggedBatch,
@@ -62,6 +64,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     tree_mask: jax.Array | None = None,
+    groups: DecodeGroups | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     backend: backends.Backend = "auto",
@@ -80,6 +83,9 @@ def paged_attention(
         parents before children and in order of depth: token t sees the committed context and token
         j of its own row where tree_mask[t, j], itself included. Its position is the end of the
         context plus its depth. Longer rows are prefill chunks, as without a mask.
+    groups: decodes that share their first pages. Each group reads these once, and its decodes'
+        results are merged with those of their other pages, so they differ by rounding. Without a
+        window only.
     k_scale, v_scale: float32 [kv_heads], factor of an element of quantized pages that have no
         scales of their own; 1 by default.
     backend: see `backends.Backend`.
@@ -87,8 +93,9 @@ def paged_attention(
     Returns out [tokens, query_heads, value_dim], where value_dim is head_dim except of LatentPages,
     and lse [tokens, query_heads] float32, the log-sum-exp of the scaled scores, by which partial
     results merge. Tokens of no row, and rows with no context, get out = 0 and lse = -inf, whatever
-    the sinks. A row's result does not depend on the other rows. Raises ValueError for inconsistent
-    shapes or dtypes, and where `backend` is "pallas" for what the device's kernel does not support.
+    the sinks. A row's result does not depend on the other rows, but for its group. Raises
+    ValueError for inconsistent shapes or dtypes, and where `backend` is "pallas" for what the
+    device's kernel does not support.
     """
     _check(q, pages, batch, num_decodes, scale)
     if window is not None and window < 1:
@@ -111,6 +118,8 @@ def paged_attention(
         raise ValueError(
             f"tree_mask is {tree_mask.dtype} {tree_mask.shape}; it must be bool ({tokens}, width)."
         )
+    if groups is not None and window is not None:
+        raise ValueError(f"window is {window}; with groups of decodes it must be None.")
     if len(batch.tables) == 0:
         return _empty(q, pages)
     if len(batch.tables) == num_decodes or (tree_mask is not None and tree_mask.shape[1] == 0):
@@ -120,16 +129,12 @@ def paged_attention(
     if k_scale is not None:
         q = (q * jnp.repeat(k_scale, heads // kv_heads)[:, None]).astype(dtype)
     visible = masks.causal(batch, tokens, num_decodes, window, tree_mask)
-    out, lse = attend(
-        q,
-        pages,
-        batch,
-        visible,
-        num_decodes=num_decodes,
-        scale=scale,
-        soft_cap=soft_cap,
-        backend=backend,
-    )
+    scores = {"scale": scale, "soft_cap": soft_cap, "backend": backend}
+    if groups is not None and num_decodes:
+        visible, shared = masks.split_at_prefixes(visible, groups, num_decodes)
+    out, lse = attend(q, pages, batch, visible, num_decodes=num_decodes, **scores)
+    if groups is not None and num_decodes:
+        out, lse = _with_groups(out, lse, q, pages, batch, groups, shared, **scores)
     if tree_mask is not None:
         own = attend_within_trees(
             q,
@@ -222,6 +227,44 @@ def attend(
     if served == len(q):
         return out, lse
     return tuple(map(jnp.concatenate, zip((out, lse), _empty(q[served:], pages))))
+
+
+def _with_groups(
+    out: jax.Array,
+    lse: jax.Array,
+    q: jax.Array,
+    pages: Pages,
+    batch: RaggedBatch,
+    groups: DecodeGroups,
+    visible: Visible,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    backend: backends.Backend,
+) -> tuple[jax.Array, jax.Array]:
+    """The partial of all tokens, merged with that of decodes over what their groups share, which is
+    `visible` of [decodes]. A kernel takes a group for a prefill chunk without a causal mask."""
+    decodes = len(visible.until)
+    owner = masks.first_of_groups(batch, groups, decodes)
+    rows = RaggedBatch(batch.tables[owner], groups.context, groups.starts, groups.lengths)
+    until = jnp.minimum(visible.until, batch.tables.shape[1] * pages.k.shape[3])
+    arguments = q[:decodes], pages, rows, Visible(visible.since, until)
+    scores = {"scale": scale, "soft_cap": soft_cap}
+    operation = _ATTEND_LATENTS if isinstance(pages, LatentPages) else _ATTEND
+    chosen = operation.choose(backend, *arguments, num_decodes=0, **scores)
+
+    def merged():
+        if chosen is xla.paged_attention:
+            shared, its_lse = xla_prefix.attend(*arguments, **scores)
+        else:
+            shared, its_lse = operation.run(backend, *arguments, num_decodes=0, **scores)
+        its_lse = jnp.where(batch.context[:decodes, None] > 0, its_lse, -jnp.inf)
+        both = merge_two(out[:decodes], lse[:decodes], shared, its_lse)
+        return tuple(map(jnp.concatenate, zip(both, (out[decodes:], lse[decodes:]))))
+
+    if chosen is not xla.paged_attention:
+        return merged()
+    return lax.cond(jnp.any(groups.lengths > 0), merged, lambda: (out, lse))
 
 
 def _empty(q: jax.Array, pages: Pages) -> tuple[jax.Array, jax.Array]:

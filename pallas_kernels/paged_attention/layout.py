@@ -114,6 +114,19 @@ class RaggedBatch(NamedTuple):
     lengths: jax.Array
 
 
+class DecodeGroups(NamedTuple):
+    """Groups of neighbouring decodes whose page tables begin with the same pages, int32 [groups].
+
+    Group g is the `lengths[g]` decodes from `starts[g]` on, in increasing order of start. The first
+    `context[g]` positions, a multiple of the page size and at most the context of each of its
+    decodes but for padding rows, are on pages that they share. Groups of no decodes come last.
+    """
+
+    starts: jax.Array
+    lengths: jax.Array
+    context: jax.Array
+
+
 class Visible(NamedTuple):
     """Visible range of each token: since <= position < until of its row, int32 [tokens] each.
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.layout import RaggedBatch, Visible
+from pallas_kernels.paged_attention.layout import DecodeGroups, RaggedBatch, Visible
 
 
 class Owners(NamedTuple):
@@ -52,6 +52,31 @@ def causal(
     position, until = (jnp.concatenate(parts) for parts in zip(*seen))
     since = jnp.zeros_like(until) if window is None else jnp.maximum(position + 1 - window, 0)
     return Visible(jnp.minimum(since, until), until)
+
+
+def split_at_prefixes(
+    visible: Visible, groups: DecodeGroups, num_decodes: int
+) -> tuple[Visible, Visible]:
+    """What each token sees beyond the shared pages of its group, and what each of the decodes sees
+    of them, which is the same for the whole group, padding rows included."""
+    inside = _in_groups(groups, num_decodes)
+    shared = jnp.sum(jnp.where(inside, groups.context[:, None], 0), axis=0, dtype=jnp.int32)
+    beyond = visible.since.at[:num_decodes].max(shared)
+    return visible._replace(since=beyond), Visible(jnp.zeros_like(shared), shared)
+
+
+def first_of_groups(batch: RaggedBatch, groups: DecodeGroups, num_decodes: int) -> jax.Array:
+    """int32 [groups]: the first decode of each that is no padding row, so that its table has the
+    shared pages; 0 where there is none."""
+    present = _in_groups(groups, num_decodes) & (batch.context[:num_decodes] > 0)
+    return jnp.argmax(present, axis=1).astype(jnp.int32)
+
+
+def _in_groups(groups: DecodeGroups, num_decodes: int) -> jax.Array:
+    """bool [groups, decodes]"""
+    decode = jnp.arange(num_decodes)
+    starts, ends = groups.starts[:, None], (groups.starts + groups.lengths)[:, None]
+    return (decode >= starts) & (decode < ends)
 
 
 def is_tree(batch: RaggedBatch, num_decodes: int, tree_mask: jax.Array) -> jax.Array:

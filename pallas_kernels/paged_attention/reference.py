@@ -18,10 +18,12 @@ def paged_attention(
     soft_cap=None,
     sinks=None,
     tree_mask=None,
+    groups=None,
     k_scale=None,
     v_scale=None,
 ):
-    """Same arguments and results as `api.paged_attention`, as numpy float64."""
+    """Same arguments and results as `api.paged_attention`, as numpy float64. Groups of decodes
+    change nothing here."""
 
     def visible(row, token, context, length):
         """Positions that a row's token sees."""

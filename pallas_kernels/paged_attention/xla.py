@@ -32,7 +32,7 @@ DECODE_GROUP = 8
 PREFILL_QUERIES = 128
 PREFILL_BLOCK = 256
 
-_MASKED = -1e30
+MASKED = -1e30
 _LEAST_PEAK = 1e-30
 """Of a token's values in a head: its scale is not 0, nor too small to divide by."""
 
@@ -128,7 +128,7 @@ def paged_attention(
     if q.dtype == jnp.float32:  # fewer than scores; other dtypes would round again
         q, scale = q * scale, 1
     q = q.reshape(tokens, kv_heads, heads // kv_heads, dim)
-    to_scores = functools.partial(_scores, scale=scale, soft_cap=soft_cap)
+    to_scores = functools.partial(scores_of, scale=scale, soft_cap=soft_cap)
     outs, lses = [], []
     if num_decodes:
         few = Visible(*(limit[:num_decodes] for limit in visible))
@@ -154,7 +154,7 @@ def _decode(q, pages: Pages, tables, visible: Visible, to_scores):
     rows, page_size = q.shape[0], pages.k.shape[-1]
     together = min(DECODE_GROUP, rows)
     tables, padded, since, until = (
-        _pad(array, 0, together) for array in (tables, q, visible.since, visible.until)
+        padded_to(array, 0, together) for array in (tables, q, visible.since, visible.until)
     )
     sees = until > since
     first_page = jnp.where(sees, lax.div(since, page_size), tables.shape[1])
@@ -183,13 +183,13 @@ def _decode(q, pages: Pages, tables, visible: Visible, to_scores):
                 v_scale = jnp.where(seen[:, None, None], v_scale, 0)
                 if q.dtype == jnp.float16:  # has no room for the products of weights and scales
                     v, v_scale = (v * v_scale.swapaxes(2, 3)).astype(q.dtype), None
-            scores = jnp.where(seen[:, None, None], to_scores(products), _MASKED)
+            scores = jnp.where(seen[:, None, None], to_scores(products), MASKED)
             v = jnp.where(seen[:, None, :, None], v, 0)  # unseen values may be NaN
-            return _online_softmax(carry, scores, "rhgs,rhsd->rhgd", v, v_scale)
+            return online_softmax(carry, scores, "rhgs,rhsd->rhgd", v, v_scale)
 
-        empty = _empty_softmax((*q_few.shape[:-1], pages.value_dim))
+        empty = empty_softmax((*q_few.shape[:-1], pages.value_dim))
         carry = lax.fori_loop(begins[index], ends[index], block, empty)
-        results = _finish(carry, (until_few > since_few)[:, None, None], q.dtype)
+        results = finish(carry, (until_few > since_few)[:, None, None], q.dtype)
         return _write_back(outputs, results, first)
 
     groups = padded.shape[0] // together
@@ -207,7 +207,7 @@ def _prefill(q, pages: Pages, batch: RaggedBatch, visible: Visible, to_scores):
     queries = min(PREFILL_QUERIES, tokens)
     per_block = max(1, PREFILL_BLOCK // pages.k.shape[-1])
     span = per_block * pages.k.shape[-1]
-    tables = _pad(batch.tables, 1, per_block)
+    tables = padded_to(batch.tables, 1, per_block)
     padded = jnp.concatenate([q, jnp.zeros((queries, *q.shape[1:]), q.dtype)])
     since, until = (jnp.pad(limit, (0, queries)) for limit in visible)
 
@@ -236,24 +236,18 @@ def _prefill(q, pages: Pages, batch: RaggedBatch, visible: Visible, to_scores):
 
         def block(block_index, carry):
             ids = lax.dynamic_slice_in_dim(table, block_index * per_block, per_block)
-            k, v = _keys_and_values(pages, ids, block_index, q.dtype)
-            if pages.scales is not None:  # Of the fewer: there are more scores than elements.
-                scales = pages.scales.at[ids].get(mode="clip")
-                k = (k * scales[:, :, :1]).astype(q.dtype)
-                v = (v * scales[:, :, 1, :, None]).astype(q.dtype)
-            k = k.transpose(1, 2, 0, 3).reshape(kv_heads, dim, span)
-            v = v.transpose(1, 0, 2, 3).reshape(kv_heads, span, value_dim)
+            k, v = block_of_pages(pages, ids, block_index, q.dtype)
             products = jnp.einsum("hqd,hds->hqs", q_item, k, preferred_element_type=jnp.float32)
             position = block_index * span + jnp.arange(span)[None]
             inside = (position >= firsts[index]) & (position < lasts[index])
             v = jnp.where(inside[..., None], v, 0)  # unseen values may be NaN
             seen = (position >= since_item) & (position < until_item)
-            scores = jnp.where(seen[None], to_scores(products), _MASKED)
-            return _online_softmax(carry, scores, "hqs,hsd->hqd", v)
+            scores = jnp.where(seen[None], to_scores(products), MASKED)
+            return online_softmax(carry, scores, "hqs,hsd->hqd", v)
 
-        empty = _empty_softmax((*q_item.shape[:-1], value_dim))
+        empty = empty_softmax((*q_item.shape[:-1], value_dim))
         carry = lax.fori_loop(begins[index], ends[index], block, empty)
-        out, lse = _finish(carry, True, q.dtype)
+        out, lse = finish(carry, True, q.dtype)
         out = out.reshape(kv_heads, group, queries, value_dim).transpose(2, 0, 1, 3)
         lse = lse.reshape(kv_heads, group, queries).transpose(2, 0, 1)
         return _write_back(outputs, (out, lse), start)
@@ -262,6 +256,19 @@ def _prefill(q, pages: Pages, batch: RaggedBatch, visible: Visible, to_scores):
     sees = visible.until > visible.since
     out = jnp.where(sees[:, None, None, None], out[:tokens], 0)
     return out, jnp.where(sees[:, None, None], lse[:tokens], -jnp.inf)
+
+
+def block_of_pages(pages: Pages, ids, block, dtype):
+    """Keys [kv_heads, head_dim, span] and values [kv_heads, span, value_dim] of consecutive pages
+    `ids`, in `dtype` and with their scales, within the loop over blocks."""
+    k, v = _keys_and_values(pages, ids, block, dtype)
+    if pages.scales is not None:  # Of the fewer: there are more scores than elements.
+        scales = pages.scales.at[ids].get(mode="clip")
+        k = (k * scales[:, :, :1]).astype(dtype)
+        v = (v * scales[:, :, 1, :, None]).astype(dtype)
+    _, kv_heads, dim, _ = k.shape
+    k = k.transpose(1, 2, 0, 3).reshape(kv_heads, dim, -1)
+    return k, v.transpose(1, 0, 2, 3).reshape(kv_heads, -1, v.shape[3])
 
 
 def _keys_and_values(pages: Pages, ids, block, dtype):
@@ -306,21 +313,21 @@ def _from_float8(bits, dtype):
     return (half.astype(jnp.float32) * 256).astype(dtype)
 
 
-def _scores(products, scale, soft_cap):
+def scores_of(products, scale, soft_cap):
     scores = products * scale
     return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
 
-def _empty_softmax(shape):
+def empty_softmax(shape):
     """Running maximum, sum and weighted values before any block; shape [..., dim]."""
     return (
-        jnp.full(shape[:-1], _MASKED, jnp.float32),
+        jnp.full(shape[:-1], MASKED, jnp.float32),
         jnp.zeros(shape[:-1], jnp.float32),
         jnp.zeros(shape, jnp.float32),
     )
 
 
-def _online_softmax(carry, scores, product, v, v_scale=None):
+def online_softmax(carry, scores, product, v, v_scale=None):
     """Fold a block of scores [..., context] into the running softmax.
 
     `product` is the einsum of weights and values: `v`, times v_scale [..., context] if not None.
@@ -336,7 +343,7 @@ def _online_softmax(carry, scores, product, v, v_scale=None):
     return new_peak, total, values * shrink[..., None] + added
 
 
-def _finish(carry, present, dtype):
+def finish(carry, present, dtype):
     """Normalise; out = 0 and lse = -inf where not `present`."""
     peak, total, values = carry
     out = jnp.where(jnp.expand_dims(present, -1), values / total[..., None], 0).astype(dtype)
@@ -357,7 +364,7 @@ def _write_back(outputs, results, first):
     )
 
 
-def _pad(array, axis, multiple):
+def padded_to(array, axis, multiple):
     """Zeros appended along `axis` up to a multiple of `multiple`."""
     widths = [(0, 0)] * array.ndim
     widths[axis] = (0, -array.shape[axis] % multiple)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from unoptimised import UNOPTIMISED
 
 from pallas_kernels.paged_attention import (
+    DecodeGroups,
     KVPages,
     PageLayout,
     RaggedBatch,
@@ -90,6 +91,8 @@ class PagedAttentionContract:
     """With the signature of `attend`."""
     page_sizes = (1, 4, 32)
     """Of random batches: each is a program more to compile."""
+    page_of_groups = 4
+    """Page size of groups that share a prefix."""
     tolerance = 2e-5
 
     def case(self, *rows, **kind):
@@ -166,6 +169,49 @@ class PagedAttentionContract:
             contexts, [*zip(chunk_contexts, lengths)], page_size=page_size, seed=sum(contexts)
         )
         self.check(widen(case, tokens=4 + 3 * 40, pages=310, table=44), window=window)
+
+    def check_groups(self, contexts, groups, chunks=(), **kind):
+        """Decodes with these contexts, of pages of 4 tokens or in proportion, in `groups` of
+        (first, decodes, shared pages)."""
+        size = self.page_of_groups
+        contexts = [context * size // 4 for context in contexts]
+        case = self.case(contexts, chunks, page_size=size, **kind)
+        share(case, groups)
+        self.check(case, groups=decode_groups(case, groups, len(contexts) // 2))
+
+    @pytest.mark.parametrize("heads", [(4, 2), (6, 2)])
+    def test_groups_that_share_their_first_pages(self, heads):
+        """Up to their last page, and with padding rows in between."""
+        contexts = [16, 23, 17, 0, 9, 30, 0, 8, 11, 0]
+        self.check_groups(contexts, [(0, 4, 4), (6, 3, 1)], [(9, 4)], heads=heads)
+
+    def test_groups_of_more_tokens_than_a_tile_over_several_blocks(self):
+        self.check_groups([330, *range(300, 320)], [(0, 2, 70), (2, 19, 75)], heads=(2, 1))
+
+    def test_no_groups(self):
+        self.check_groups([5, 9, 3], [])
+
+    @settings(max_examples=25, deadline=None)
+    @given(
+        own=st.tuples(*[st.integers(0, 12)] * 10),
+        sizes=st.lists(st.integers(1, 6), max_size=5),
+        pages=st.tuples(*[st.integers(1, 6)] * 5),
+        alone=st.tuples(*[st.integers(0, 2)] * 5),
+    )
+    def test_any_groups(self, own, sizes, pages, alone):
+        """Every decode has tokens of its own after the pages that it shares; 0 are padding."""
+        groups, first = [], 0
+        for size, count, gap in zip(sizes, pages, alone):
+            first += gap
+            if first + size <= len(own):
+                groups.append((first, size, count))
+            first += size
+        shared = {first + i: 4 * count for first, size, count in groups for i in range(size)}
+        contexts = [tokens and tokens + shared.get(row, 0) for row, tokens in enumerate(own)]
+        case = self.case(contexts, page_size=4, seed=sum(own))
+        share(case, groups)
+        widen(case, tokens=len(case.q), pages=110, table=14)
+        self.check(case, groups=decode_groups(case, groups, room=10))
 
     @pytest.mark.parametrize("window", [None, 5])
     def test_a_decode_row_does_not_depend_on_its_neighbours(self, window):
@@ -326,6 +372,10 @@ class TestXla(PagedAttentionContract):
         ({"k_scale": np.zeros(4)}, r"k_scale has shape \(4,\); it must be \(2,\)"),
         ({"tree_mask": np.zeros((3, 2), bool)}, r"tree_mask is bool \(3, 2\)"),
         ({"tree_mask": np.zeros((1, 2), int)}, r"tree_mask is int64 \(1, 2\); it must be bool"),
+        (
+            {"window": 4, "groups": DecodeGroups(*np.ones((3, 1), np.int32))},
+            "window is 4; with groups of decodes it must be None",
+        ),
         ({"scale": 0.0}, r"scale is 0.0; it must be positive"),
         ({"num_decodes": 9}, "num_decodes is 9; there are 1 tokens and 1 rows"),
         ({"backend": "cuda"}, "backend is 'cuda'; it can be auto, xla, pallas"),
@@ -360,6 +410,32 @@ def test_arrays_that_do_not_belong_together_are_refused(kind, message):
     batch = case.batch._replace(tables=kind.get("tables", case.batch.tables))
     with pytest.raises(ValueError, match=message):
         paged_attention(kind.get("q", case.q), pages, batch, num_decodes=1, scale=SCALE)
+
+
+def share(case, groups):
+    """Let the decodes of each group, (first, decodes, shared pages), begin with the pages of the
+    first that is no padding; poison the pages that nobody owns now."""
+    case.pages = jax.tree.map(np.array, case.pages)
+    tables, page_size = case.batch.tables, case.pages.k.shape[3]
+    for first, size, count in groups:
+        rows = [row for row in range(first, first + size) if case.batch.context[row]]
+        for row in rows:
+            assert case.batch.context[row] >= count * page_size
+            if row > rows[0]:
+                freed = tables[row, :count].copy()
+                for array in jax.tree.leaves(case.pages):
+                    array[freed] = POISON
+                tables[row, :count] = tables[rows[0], :count]
+
+
+def decode_groups(case, groups, room):
+    """`groups` as `share` takes them, with `room` for more."""
+    starts, lengths, context = np.zeros((3, room), np.int32)
+    starts[:] = case.num_decodes
+    for index, (first, size, count) in enumerate(groups):
+        starts[index], lengths[index] = first, size
+        context[index] = count * case.pages.k.shape[3]
+    return DecodeGroups(starts, lengths, context)
 
 
 def widen(case, *, tokens, pages, table):

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.interpreted
 
 class TestInterpreted(PagedAttentionContract):
     implementation = staticmethod(functools.partial(paged_attention, backend="xla"))
+    page_of_groups = 16
     tolerance = 0.03
 
     # Of these the kernels' own tests have more, in shapes that concern them.
@@ -32,8 +33,15 @@ class TestInterpreted(PagedAttentionContract):
     test_a_long_chunk_takes_several_blocks_of_queries_and_of_context = None
     test_more_decodes_than_are_attended_to_together = None
     test_any_ragged_batch = None
+    test_any_groups = None
+    test_groups_of_more_tokens_than_a_tile_over_several_blocks = None
+    test_no_groups = None
     test_any_ranges = None
     test_half_precision = None
+
+    @pytest.mark.parametrize("heads", [(4, 2)])
+    def test_groups_that_share_their_first_pages(self, heads):
+        super().test_groups_that_share_their_first_pages(heads)
 
     @pytest.mark.parametrize("window", [5])
     def test_windows(self, window):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.steps.buckets import ProgramKey
-from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
+from jaxserve.core.steps.plan import DecodeGroup, ScheduledChunk, StepPlan
 from jaxserve.kv.layout import KVGroup, KVLayout
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.pages import TRASH_PAGE
@@ -272,6 +273,26 @@ def test_a_step_uploads_changes_of_tables_only():
     assert changes() == ([(3, 2, 30)], [])
     held.table.replace(0, 31)
     assert changes() == ([], [(3, [31, 11, 30])])
+
+
+def test_groups_of_decodes_are_in_tokens_and_padded():
+    """Two tokens for each of four decodes, two of which share two pages."""
+    key = ProgramKey(4, 0, width=2)
+    kv = KVLayout(PAGE_SIZE, (KVGroup(None, (0,)), KVGroup(6, (1,))))
+    where = StepLayout(key, TRASH_SLOT, MAX_PAGES, kv, max_width=2, shares_prefixes=True)
+    chunks = tuple(sequence(slot, 12, 1 + 4 * slot).chunk(11, 1) for slot in range(3))
+    plan = StepPlan(chunks, groups=(DecodeGroup(1, 2, 2),))
+    vector = where.pack(FrozenPlan.of(plan, kv, TRASH_SLOT))
+    place, shape = where.fields["groups"]
+    groups = [[2, 4, 2 * PAGE_SIZE], [8, 0, 0]]
+    assert vector[place].reshape(shape).tolist() == groups
+    one = dataclasses.replace(where, key=ProgramKey(4, 0))
+    tables = jnp.zeros((2 * (TRASH_SLOT + 1), MAX_PAGES), jnp.int32)
+    vector = jnp.asarray(one.pack(FrozenPlan.of(plan, kv, TRASH_SLOT)))
+    full, windowed = one.unpack(tables, vector)[1].slot_mappings
+    assert [field.tolist() for field in full.groups] == [[1, 4], [2, 0], [2 * PAGE_SIZE, 0]]
+    assert windowed.groups is None
+    assert "groups" not in dataclasses.replace(where, shares_prefixes=False).fields
 
 
 def test_a_group_with_a_window_has_rows_of_its_own_and_reads_no_page_it_gave_back():

@@ -52,9 +52,19 @@ class ScheduledChunk(NamedTuple):
         return self.seq.params.prompt_logprobs is not None or self.seq.needs_all_hidden_states
 
 
+class DecodeGroup(NamedTuple):
+    """Neighbouring decodes of a plan, from number `first` on, whose page tables begin with the same
+    `num_pages` pages. Each is full of tokens before the newest of all of them."""
+
+    first: int
+    num_decodes: int
+    num_pages: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: decodes first, longest context first, then prefill chunks.
+    """One step: decodes first, longest context first within a group and of those in none, then
+    prefill chunks.
 
     Pack it before the next call of `Scheduler.schedule`, which may reuse pages that this step was
     the last to need. `admitted`, `resumed` and `preempted` are changes since the previous plan: the
@@ -67,6 +77,8 @@ class StepPlan:
     admitted: tuple[ScheduledChunk, ...] = ()
     resumed: tuple[Sequence, ...] = ()
     preempted: tuple[Sequence, ...] = ()
+    groups: tuple[DecodeGroup, ...] = ()
+    """Decodes that read their first pages together, each in at most one group."""
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -84,6 +96,17 @@ class StepPlan:
     def width(self) -> int:
         """Tokens of the widest decode."""
         return 1 + max((chunk.num_drafts for chunk in self.decodes), default=0)
+
+    @property
+    def prefix_page_reads(self) -> tuple[int, int]:
+        """Pages of groups that a layer reads, each once a group, and how many it would read if
+        every token of a decode did so for itself."""
+        tokens = [1 + chunk.num_drafts for chunk in self.decodes] if self.groups else []
+        alone = sum(
+            sum(tokens[first : first + count]) * num_pages
+            for first, count, num_pages in self.groups
+        )
+        return sum(group.num_pages for group in self.groups), alone
 
     @property
     def shape(self) -> StepShape:

@@ -26,6 +26,7 @@ from jaxserve.runtime.devices import (
 from jaxserve.runtime.hosts import Hosts
 from jaxserve.runtime.planning.alternatives import Changes, gib, refusal
 from jaxserve.runtime.planning.memory import MemoryPlan, plan_memory, reserve_memory
+from jaxserve.runtime.planning.step_work import prefix_cost
 from jaxserve.runtime.programs.executable_cache import ExecutableCache
 from jaxserve.runtime.programs.executables import Programs
 from jaxserve.runtime.programs.kinds import check_attention
@@ -119,7 +120,7 @@ class EnginePlan:
     @property
     def scheduler(self) -> SchedulerConfig:
         """The limits of the engine's scheduler."""
-        return SchedulerConfig.of(self.config, self.shapes.buckets)
+        return SchedulerConfig.of(self.config, self.shapes.buckets, prefix_cost(self.shapes))
 
     @property
     def admission(self) -> AdmissionRule:

@@ -14,7 +14,14 @@ from jaxserve.core.steps.work import StepWork
 from jaxserve.models.family import AnySpec
 from jaxserve.runtime.programs.shapes.arrays import shard_bytes
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
+from jaxserve.scheduler.decode_groups import PrefixCost
 from pallas_kernels.quantized_matmul import QuantizedWeight
+
+CPU_ONCE, CPU_IN_GROUP, CPU_GROUP = 2.0, 0.34, 128.0
+"""Times on CPUs, next to that of a decode that reads one token alone: of a token for a group and
+for each of its decodes, and of a group (docs/decisions/018-shared-prefixes.md)."""
+GROUP_TILE = 128.0
+"""Keys that a kernel reads together, at least."""
 
 
 def step_work(shapes: ProgramShapes) -> StepWork:
@@ -57,6 +64,31 @@ def step_work(shapes: ProgramShapes) -> StepWork:
         tensor=shapes.tensor,
         stages=shapes.stages,
         seq=shapes.seq,
+    )
+
+
+def prefix_cost(shapes: ProgramShapes) -> PrefixCost | None:
+    """What groups of decodes cost on the planned devices; None if programs have none.
+
+    On CPUs by measurement (docs/decisions/018-shared-prefixes.md), elsewhere by bytes alone, with a
+    tile of keys a group: there products of queries and shared keys hide behind the reading.
+    """
+    if not shapes.shares_prefixes:
+        return None
+    work, page = step_work(shapes), shapes.kv.pages
+    # Queries are read again, and a result is written, then both are read.
+    merged = 4 * work.query_size * work.itemsize / work.kv_bytes
+    on_cpu = shapes.device.platform == "cpu"
+    layers = sum(
+        place.group == 0 and window is None
+        for place, window in zip(shapes.kv_layout.places, shapes.local_model.sliding_windows)
+    )
+    return PrefixCost(
+        once=CPU_ONCE if on_cpu else 1.0,
+        in_group=CPU_IN_GROUP if on_cpu else 0.0,
+        row=merged,
+        group=CPU_GROUP if on_cpu else GROUP_TILE,
+        token_bytes=page.page_bytes // page.page_size * layers * shapes.tensor * shapes.stages,
     )
 
 

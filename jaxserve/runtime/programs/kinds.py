@@ -35,7 +35,7 @@ from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.proposers import Proposer, proposer_of
 from pallas_kernels import backends
 from pallas_kernels.page_copy import copy_pages
-from pallas_kernels.paged_attention import RaggedBatch, paged_attention, write_kv
+from pallas_kernels.paged_attention import DecodeGroups, RaggedBatch, paged_attention, write_kv
 
 
 class ProgramKinds:
@@ -100,12 +100,14 @@ def check_attention(shapes: ProgramShapes) -> None:
     rows = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
     tables = jax.ShapeDtypeStruct((num_rows, layout.max_pages), jnp.int32)
     batch = RaggedBatch(tables, rows, rows, rows)
+    room = jax.ShapeDtypeStruct((layout.groups,), jnp.int32)
+    groups = DecodeGroups(room, room, room) if layout.groups else None
     models = [(shapes.local_model, "")]
     if shapes.local_draft_model is not None:
         models.append((shapes.local_draft_model, "the model of speculative_config: "))
     pools = [shapes.kv.pages_of(model).shapes for model, _ in models]
 
-    def all_of_it(model, q, pages, batch):
+    def all_of_it(model, q, pages, batch, groups):
         attended = paged_attention(
             q,
             pages,
@@ -113,6 +115,7 @@ def check_attention(shapes: ProgramShapes) -> None:
             num_decodes=layout.key.decode_tokens,
             scale=model.attention_scale,
             soft_cap=model.attention_soft_cap,
+            groups=groups,
         )
         new, places = q[:, : model.num_kv_heads], jnp.zeros(len(q), jnp.int32)
         return attended, write_kv(pages, new, new, places, places)
@@ -122,7 +125,7 @@ def check_attention(shapes: ProgramShapes) -> None:
         q = jax.ShapeDtypeStruct(shape, shapes.dtype)
         try:
             with backends.using(backend):
-                jax.eval_shape(functools.partial(all_of_it, model), q, pages, batch)
+                jax.eval_shape(functools.partial(all_of_it, model), q, pages, batch, groups)
                 jax.eval_shape(copy_pages, pools[:count], batch.starts, batch.starts)
         except ValueError as error:
             raise ConfigError(f"attention_backend is {backend!r}. {whose}{error}") from error

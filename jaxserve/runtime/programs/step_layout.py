@@ -31,7 +31,7 @@ from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.pages import TRASH_PAGE
 from jaxserve.sampling.speculation import SpeculationState
 from jaxserve.sampling.trees import Trees, trees_of
-from pallas_kernels.paged_attention import RaggedBatch
+from pallas_kernels.paged_attention import DecodeGroups, RaggedBatch
 from sharding_rules import STAGE
 
 
@@ -49,12 +49,14 @@ class VisibleTrees(NamedTuple):
 class SlotMapping(NamedTuple):
     """Where a step's keys and values are written and read, in the layers of one KV group: token t
     is written to page `page_ids[t]` at `offsets[t]`, int32 [tokens] each; `batch` has each row's
-    pages, and `trees` what its decodes see where they are trees."""
+    pages, `trees` what its decodes see where they are trees, and `groups` the decodes that read
+    their first pages together, None where none do."""
 
     page_ids: jax.Array
     offsets: jax.Array
     batch: RaggedBatch
     trees: VisibleTrees | None = None
+    groups: DecodeGroups | None = None
 
 
 class StepInputs(NamedTuple):
@@ -105,7 +107,8 @@ class FrozenPlan:
     entries to change, as (row, index, page); `tables` are rows with too many changes for that. The
     row of a slot is below those of all slots of the KV groups before. Both already count as
     uploaded, so the step must be dispatched. `host_pages` have the first pages of each decode, then
-    of each prefill, whose sequence is longer than the pool.
+    of each prefill, whose sequence is longer than the pool. `groups` are decodes that read their
+    first pages together, as (first, decodes, tokens).
     """
 
     stops: SequenceOf[int] = ()
@@ -116,6 +119,7 @@ class FrozenPlan:
     updates: SequenceOf[tuple[int, int, int]] = ()
     tables: SequenceOf[tuple[int, list[int]]] = ()
     host_pages: SequenceOf[SequenceOf[int]] = ()
+    groups: SequenceOf[tuple[int, int, int]] = ()
 
     @classmethod
     def of(cls, plan: StepPlan, kv: KVLayout, max_seqs: int) -> FrozenPlan:
@@ -149,6 +153,7 @@ class FrozenPlan:
             updates,
             tables,
             [chunk.host_pages for chunk in (*plan.decodes, *plan.prefills)],
+            [(first, count, pages * kv.page_size) for first, count, pages in plan.groups],
         )
 
 
@@ -191,6 +196,8 @@ class StepLayout:
     """Whether rows have LoRA adapters."""
     host_kv: bool = False
     """Whether the first pages of rows may be on the host."""
+    shares_prefixes: bool = False
+    """Whether decodes may read pages that they share together, in the first KV group."""
 
     @property
     def page_size(self) -> int:
@@ -210,6 +217,11 @@ class StepLayout:
     @property
     def rows(self) -> int:
         return self.key.rows + self.chunks
+
+    @property
+    def groups(self) -> int:
+        """Groups of decodes that the program has room for."""
+        return self.key.rows // 2 if self.shares_prefixes else 0
 
     @property
     def sample_rows(self) -> int:
@@ -241,6 +253,7 @@ class StepLayout:
             "sampled": (self.sample_rows, self.key.width),
             **({"adapters": (self.rows,)} if self.lora else {}),
             **({"since": (self.rows,)} if self.host_kv else {}),
+            **({"groups": (self.groups, 3)} if self.groups else {}),
         }
         places, start = {}, 0
         for name, shape in shapes.items():
@@ -264,6 +277,8 @@ class StepLayout:
         views["starts"][:] = np.minimum(starts, self.key.decode_tokens)
         views["lengths"][: self.key.rows] = 1
         views["slots"][:] = self.trash_slot
+        if self.groups:
+            views["groups"][:, 0] = self.key.decode_tokens
         return vector
 
     def _views(self, vector: Any) -> dict[str, Any]:
@@ -286,6 +301,9 @@ class StepLayout:
         if self.host_kv:
             for row, pages in self.rows_on_host(step):
                 views["since"][row] = len(pages) * self.page_size
+        if step.groups:
+            width = self.key.width
+            views["groups"][: len(step.groups)] = np.array(step.groups) * (width, width, 1)
         places = np.arange(self.key.width)
         decodes = np.arange(num_decodes)[:, None] * self.key.width + places
         views["sampled"][:num_decodes] = decodes
@@ -406,8 +424,15 @@ class StepLayout:
             positions=position,
             sampled=raw["sampled"].reshape(-1),
             slot_mappings=tuple(
-                SlotMapping(jnp.where(real, batch.tables[row, index], TRASH_PAGE), offset, batch)
-                for batch in batches
+                SlotMapping(
+                    jnp.where(real, batch.tables[row, index], TRASH_PAGE),
+                    offset,
+                    batch,
+                    groups=DecodeGroups(*raw["groups"].T)
+                    if "groups" in raw and not group
+                    else None,
+                )
+                for group, batch in enumerate(batches)
             ),
             adapters=raw["adapters"][row] if "adapters" in raw else None,
             since=raw["since"][row] if "since" in raw else None,

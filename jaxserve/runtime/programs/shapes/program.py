@@ -203,7 +203,15 @@ class ProgramShapes:
             tile=self.tile,
             lora=self.lora is not None,
             host_kv=self.config.kv_on == "host",
+            shares_prefixes=self.shares_prefixes,
         )
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether decodes may read pages that they share together, which layers with a window
+        never do."""
+        full = self.kv_layout.groups[0].window is None
+        return self.config.shared_prefix_attention == "enabled" and full
 
     def groups(self, key: ProgramKey) -> list[slice]:
         """Consecutive layers that run in one program, where the model is not one program.
