@@ -23,7 +23,8 @@ MAX_SEQS = 8
 def load(model: TinyModel, **changes) -> LLM:
     """A pool with room for all sequences; freed pages are poisoned."""
     pool = (MAX_SEQS * CONTEXT // PAGE_SIZE + 1) * PAGE_SIZE * model.token_bytes
-    sizes = {"max_num_seqs": MAX_SEQS, "max_num_batched_tokens": 64}
+    width = 4 if "speculative_config" in changes else 1
+    sizes = {"max_num_seqs": MAX_SEQS, "max_num_batched_tokens": width * MAX_SEQS + 32}
     return model.load(kv_cache_memory_bytes=pool, debug_kv=True, **sizes, **changes)
 
 
@@ -46,6 +47,8 @@ def test_the_same_tokens_greedy_and_seeded(llama):
     found, read = {}, {}
     for setting in ("enabled", "disabled"):
         with load(llama, shared_prefix_attention=setting) as llm:
+            if setting == "enabled":
+                check_bytes_of_six_samples(llama, llm.engine)
             outputs = drive(llm.engine, requests(llama))
             found[setting] = tokens(outputs)
             read[setting] = count(llm.engine, "prefix_kv_bytes_total", "once")
@@ -55,42 +58,32 @@ def test_the_same_tokens_greedy_and_seeded(llama):
     assert read["enabled"] > 0 == read["disabled"]
 
 
-def test_bytes_of_six_samples(llama):
+def check_bytes_of_six_samples(model, engine):
     """They share the 100 tokens of the prompt, the last page once it is known to be equal."""
-    with load(llama, shared_prefix_attention="enabled") as llm:
-        engine = llm.engine
-        seen: list[Dispatched] = []
-        engine.log._sinks = (*engine.log._sinks, seen.append)
-        drive(engine, [Arrival(llama.prompts[-1], SEEDED)])
-        steps = [record for record in seen if isinstance(record, Dispatched)]
-        together = [step for step in steps if step.decode_rows == 6]
-        page_bytes = PAGE_SIZE * llama.token_bytes
-        shared = len(llama.prompts[-1]) // PAGE_SIZE * page_bytes
-        assert len(together) > LONGEST // 2
-        assert {step.prefix_kv_bytes for step in together} <= {shared - page_bytes, shared}
-        assert together[-1].prefix_kv_bytes == shared
-        for step in together:
-            assert step.prefix_kv_bytes_alone == 6 * step.prefix_kv_bytes
-        for label, attribute in (("once", "prefix_kv_bytes"), ("alone", "prefix_kv_bytes_alone")):
-            total = sum(getattr(step, attribute) for step in steps)
-            assert count(engine, "prefix_kv_bytes_total", label) == total
+    seen: list[Dispatched] = []
+    engine.log._sinks = (*engine.log._sinks, seen.append)
+    drive(engine, [Arrival(model.prompts[-1], SEEDED)])
+    steps = [record for record in seen if isinstance(record, Dispatched)]
+    together = [step for step in steps if step.decode_rows == 6]
+    page_bytes = PAGE_SIZE * model.token_bytes
+    shared = len(model.prompts[-1]) // PAGE_SIZE * page_bytes
+    assert len(together) > LONGEST // 2
+    assert {step.prefix_kv_bytes for step in together} <= {shared - page_bytes, shared}
+    assert together[-1].prefix_kv_bytes == shared
+    for step in together:
+        assert step.prefix_kv_bytes_alone == 6 * step.prefix_kv_bytes
+    for label, attribute in (("once", "prefix_kv_bytes"), ("alone", "prefix_kv_bytes_alone")):
+        total = sum(getattr(step, attribute) for step in steps)
+        assert count(engine, "prefix_kv_bytes_total", label) == total
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-        {"kv_cache_dtype": "int8"},
-    ],
-    ids=["drafts", "int8"],
-)
-def test_the_oracles_tokens_with(llama, changes):
-    model = llama.with_kv(changes.get("kv_cache_dtype", "auto"))
-    with load(model, shared_prefix_attention="enabled", **changes) as llm:
+def test_the_oracles_tokens_with_drafts_and_quantized_kv(llama):
+    model = llama.with_kv("int8")
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    with load(model, shared_prefix_attention="enabled", speculative_config=drafts) as llm:
         greedy = dataclasses.replace(GREEDY, n=6)
         prompts = [model.prompts[-1], [*model.prompts[-1][:90], 7]]
-        outputs = drive(llm.engine, [Arrival(prompt, greedy) for prompt in prompts])
-        for output in outputs:
+        for output in drive(llm.engine, [Arrival(prompt, greedy) for prompt in prompts]):
             model.check_greedy(output)
         assert count(llm.engine, "prefix_kv_bytes_total", "once") > 0
 

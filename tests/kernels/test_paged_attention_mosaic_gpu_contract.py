@@ -35,13 +35,8 @@ class TestInterpreted(PagedAttentionContract):
     test_any_ragged_batch = None
     test_any_groups = None
     test_groups_of_more_tokens_than_a_tile_over_several_blocks = None
-    test_no_groups = None
     test_any_ranges = None
     test_half_precision = None
-
-    @pytest.mark.parametrize("heads", [(4, 2)])
-    def test_groups_that_share_their_first_pages(self, heads):
-        super().test_groups_that_share_their_first_pages(heads)
 
     @pytest.mark.parametrize("window", [5])
     def test_windows(self, window):
