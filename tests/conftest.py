@@ -45,8 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Tests without a marker compile tiny models for longer than they run them, and so do those on
     meshes and of interpreted kernels, so their programs are unoptimised, as are those of documented
-    commands, which set the flags themselves. Those of the real model, servers, batch jobs and other
-    clients run what users run.
+    commands on meshes, which set the flags themselves. Those of the real model, servers, batch jobs
+    and other clients run what users run.
 
     It is the one that JAXSERVE_CACHE names, which runs of the tests can share, or else one for this
     run, with links to the models in the user's own.

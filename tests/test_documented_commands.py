@@ -169,14 +169,17 @@ def workplace(files, tmp_path) -> Path:
     return tmp_path
 
 
-def environment() -> dict[str, str]:
+def environment(text: str) -> dict[str, str]:
     """With `jaxserve` and `python` of this interpreter, and what the tests import.
 
-    Programs are unoptimised, since most lines compile longer than they run;
-    tests/real_model compiles the same model as users do.
+    Most lines share the programs of the default settings, which run sooner as users have them.
+    Those of a mesh are a line's own and compile for longer than they run, so they are unoptimised;
+    tests/real_model has them as users do.
     """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    own = {"PATH": path, "PYTHONPATH": str(documented.ROOT), "XLA_FLAGS": XLA_FLAGS}
+    own = {"PATH": path, "PYTHONPATH": str(documented.ROOT)}
+    if re.search("tensor.parallel.size", text):
+        own["XLA_FLAGS"] = XLA_FLAGS
     return os.environ | own
 
 
@@ -189,7 +192,7 @@ def shell(line: str, directory: Path, stdin: str = "") -> Run:
         text=True,
         timeout=RUN_S,
         cwd=directory,
-        env=environment(),
+        env=environment(line),
     )
     assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     return Run(done.stdout, done.stderr, directory)
@@ -203,7 +206,10 @@ def serving(line: Line, directory: Path) -> Iterator[Path]:
     log = directory / "log"
     with log.open("wb") as stderr:
         process = subprocess.Popen(
-            ["bash", "-c", f"exec env {line.text}"], stderr=stderr, cwd=directory, env=environment()
+            ["bash", "-c", f"exec env {line.text}"],
+            stderr=stderr,
+            cwd=directory,
+            env=environment(line.text),
         )
     try:
         deadline = time.monotonic() + RUN_S
