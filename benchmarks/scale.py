@@ -121,6 +121,7 @@ class Deployment:
             tensor_parallel_size=self.tensor,
             pipeline_parallel_size=self.stage,
             context_parallel_size=self.seq,
+            dual_batch_overlap="off",  # As predicted: whole steps.
         )
         model = family.config_from_hf(raw)
         config = config.resolve(model, devices[0].platform)

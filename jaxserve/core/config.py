@@ -78,6 +78,9 @@ class EngineConfig:
         context_parallel_size: devices that the KV of each sequence is split over (long contexts).
         sequence_parallel: between layers, each device of a tensor-parallel group holds a
             share of a prefill step's tokens instead of all of them.
+        dual_batch_overlap: compute a step of a tensor-parallel mesh as two halves, so that one half
+            computes while the other's results are summed over the devices: "auto" where that is
+            predicted to be faster (docs/parallel.md), "on" in every step, "off" in none.
         enable_expert_parallel: of a mixture of experts, each device of a tensor-parallel group
             holds some of the experts, instead of a part of every expert (docs/parallel.md).
         devices: ids of the devices to run on (`jax.Device.id`), as many as the product of the
@@ -146,6 +149,7 @@ class EngineConfig:
     pipeline_parallel_size: int = 1
     context_parallel_size: int = 1
     sequence_parallel: bool = False
+    dual_batch_overlap: Literal["auto", "on", "off"] = "auto"
     enable_expert_parallel: bool = False
     devices: tuple[int, ...] | None = field(default=None, metadata=_OF_NO_PROGRAM)
     memory_utilization: float = field(default=0.9, metadata=_OF_NO_PROGRAM)
@@ -234,6 +238,7 @@ class EngineConfig:
         self._check_lora()
         self._check_streaming()
         self._check_host_kv()
+        self._check_dual_batch_overlap()
         if self.target_step_us is not None and self.scheduler != "medha":
             raise ConfigError(
                 f"target_step_us is {self.target_step_us}, but scheduler {self.scheduler!r} has "
@@ -278,6 +283,7 @@ class EngineConfig:
         alone = {
             "context_parallel_size": self.context_parallel_size > 1,
             "batch_invariant": self.batch_invariant,
+            "dual_batch_overlap": self.dual_batch_overlap == "on",
         }
         for name in [name for name, used in alone.items() if used and speculative.tree_depth]:
             tree = "top_k" if speculative.top_k else "speculative_token_tree"
@@ -300,6 +306,27 @@ class EngineConfig:
                 "enable_lora does not combine with sequence_parallel, whose products are of parts "
                 "of a step's tokens; leave one of them out."
             )
+
+    def _check_dual_batch_overlap(self) -> None:
+        """Raises ConfigError for two halves of every step where steps have no halves, or nothing to
+        overlap."""
+        if self.dual_batch_overlap != "on":
+            return
+        if self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "dual_batch_overlap is 'on', but tensor_parallel_size is 1, so that no sums are to "
+                "be overlapped; leave dual_batch_overlap out."
+            )
+        for name, default in (
+            ("context_parallel_size", 1),
+            ("sequence_parallel", False),
+            ("batch_invariant", False),
+        ):
+            if (value := getattr(self, name)) != default:
+                raise ConfigError(
+                    f"dual_batch_overlap is 'on', but {name} is {value}, which splits the tokens "
+                    "of a step in its own way; leave one of them out."
+                )
 
     def _check_streaming(self) -> None:
         """Raises ConfigError for settings of streamed weights without them, or with what does not
@@ -427,6 +454,7 @@ class EngineConfig:
         found = {
             "batch_invariant": self.batch_invariant,
             "context_parallel_size": self.context_parallel_size > 1,
+            "dual_batch_overlap": self.dual_batch_overlap == "on",
             "kv_on": self.kv_on == "host",
             "trees of drafts": self.speculative_config and self.speculative_config.tree_depth,
         }
@@ -520,6 +548,7 @@ class EngineSettings(TypedDict, total=False):
     pipeline_parallel_size: int
     context_parallel_size: int
     sequence_parallel: bool
+    dual_batch_overlap: Literal["auto", "on", "off"]
     enable_expert_parallel: bool
     devices: list[int] | tuple[int, ...] | None
     memory_utilization: float

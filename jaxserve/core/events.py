@@ -123,7 +123,8 @@ class Collected(NamedTuple):
 
     `sequences` received output tokens, `counts` of them each (None: one each). A sequence's
     first appearance here is its first token. `drafts` has, for each sequence with drafts in the
-    step, how many were verified and how many accepted.
+    step, how many were verified and how many accepted. `late`: the devices were done before
+    `begin_us`.
     """
 
     time_us: int
@@ -132,6 +133,7 @@ class Collected(NamedTuple):
     sequences: tuple[int, ...]
     counts: tuple[int, ...] | None
     drafts: tuple[tuple[int, int], ...] = ()
+    late: bool = False
 
     @property
     def wait_us(self) -> int:
@@ -262,6 +264,7 @@ class EventLog:
         drafts: Iterable[tuple[int, int]] = (),
         begin_us: int,
         ready_us: int,
+        late: bool = False,
     ) -> None:
         """Call once per step, in step order, before the `finished` of the step's sequences.
 
@@ -271,7 +274,7 @@ class EventLog:
         counts = None if counts is None else tuple(counts)
         with self._lock:
             self._write(
-                Collected(ready_us, step, begin_us, tuple(sequences), counts, tuple(drafts))
+                Collected(ready_us, step, begin_us, tuple(sequences), counts, tuple(drafts), late)
             )
 
     def moved(

@@ -14,6 +14,7 @@ ANSWERS: Mapping[str, str] = MappingProxyType(
         "cpu_offload_gb": "use weights_on, and resident_weight_bytes for what stays on the device",
         "disable_cascade_attn": "use shared_prefix_attention",
         "decode_context_parallel_size": "use context_parallel_size",
+        "enable_dbo": "use dual_batch_overlap",
         "enable_chunked_prefill": "use scheduler; sarathi, the default, chunks prefills",
         "scheduling_policy": "use priority_ageing_s or fair_share; priorities always count",
         "enforce_eager": "leave it out; programs are compiled before the first request",

@@ -354,6 +354,7 @@ class EngineCore:
             drafts=drafts,
             begin_us=begin_us,
             ready_us=ready_us,
+            late=results.late,
         )
         for end in ended:
             self._end(end)

@@ -64,6 +64,11 @@ class DeviceStep(DispatchedStep):
         return any(chunk.seq.pooling is not None for chunk in self.sampled)
 
     @property
+    def is_ready(self) -> bool:
+        """Whether the devices have computed it."""
+        return (self.hidden if self.token_ids is None else self.token_ids).is_ready()
+
+    @property
     def width(self) -> int:
         return self.key.width
 

@@ -194,6 +194,7 @@ class Runner:
 
     def read(self, step: DeviceStep) -> StepResults:
         """Wait for a step and bring its results to the host."""
+        late = step.is_ready
         step.hidden.block_until_ready()
         num_drafts = [0] * len(step.sampled)
         if step.acceptance is not None:
@@ -207,6 +208,7 @@ class Runner:
             prompt_logprobs=jax.tree.map(np.asarray, step.prompt_logprobs),
             last_hidden=np.asarray(step.hidden) if step.pools else None,
             chunk_sums=None if step.chunk_sums is None else np.asarray(step.chunk_sums),
+            late=late,
         )
 
     def replace_params(self, arrays: Iterator[jax.Array]) -> None:

@@ -42,7 +42,8 @@ POLICIES: dict[str, Policy] = {
     "sarathi": Policy(joins=True, pages="grow", prefill="mixed", chunk="budget"),
     # Dynamic SplitFuse (DeepSpeed-FastGen, 2024): also stall-free. While there are prompts, rows
     # and pages, every step prefills exactly as many tokens as the largest program takes, and so
-    # runs that program. The number of decodes varies; they have separate, padded rows.
+    # runs that program. The number of decodes varies; they have separate, padded rows. This is the
+    # constant dense batch of NanoFlow (2408.12757) too: its size is that of the largest program.
     "splitfuse": Policy(joins=True, pages="grow", prefill="mixed", chunk="exact"),
     # Medha, first called Mnemosyne (Agrawal et al. 2024): even step times with long prompts.
     "medha": Policy(joins=True, pages="grow", prefill="mixed", chunk="timed"),

@@ -25,6 +25,7 @@ def test_bench_offline_counts_what_it_served_and_measures_the_limit(run_here, ti
     assert values["padding, of the rows computed"] == [f"{24 / 69:.1%}"]
     assert values["scheduler"] == ["vllm"]
     assert len(values["time to first token"]) == len(values["between tokens"]) == 3
+    assert re.fullmatch(r"\d+\.\d%( to \d+\.\d%)?", values["device idle, of the time"][0])
     assert 0 <= float(values["share of the limit reached"][0].rstrip("%")) < 100
     events = json.loads(trace_file.read_text())["traceEvents"]
     assert sum(event["name"] == "decode" for event in events) == 3
@@ -40,3 +41,4 @@ def test_bench_offline_as_json(run_here, tiny_model):
     assert 0 < told["time_to_first_token_s"]["p50"] <= told["time_s"]
     assert told["between_tokens_s"]["p99"] > 0
     assert 0 <= told["share_of_limit"] < 1
+    assert 0 <= told["device_idle"]["least"] <= told["device_idle"]["most"] <= 1

@@ -15,6 +15,8 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ModelConfig, RopeConfig
 from jaxserve.core.speculative import SpeculativeConfig
 
+HALVES = {"dual_batch_overlap": "on", "tensor_parallel_size": 2}
+
 
 @pytest.mark.parametrize(
     ("settings", "message"),
@@ -47,6 +49,11 @@ from jaxserve.core.speculative import SpeculativeConfig
         ({"priority_ageing_s": "30"}, "priority_ageing_s is '30'"),
         ({"enable_prefix_caching": None}, "enable_prefix_caching is None"),
         ({"debug_kv": 1}, "debug_kv is 1"),
+        ({"dual_batch_overlap": True}, "dual_batch_overlap is True.*auto, on, off"),
+        ({"dual_batch_overlap": "on"}, "tensor_parallel_size is 1.*leave dual_batch_overlap out"),
+        (HALVES | {"context_parallel_size": 2}, "'on', but context_parallel_size is 2"),
+        (HALVES | {"sequence_parallel": True}, "'on', but sequence_parallel is True"),
+        (HALVES | {"batch_invariant": True}, "'on', but batch_invariant is True"),
         ({"devices": "0,2"}, "devices is '0,2'.*list of device ids"),
         ({"devices": [True]}, r"devices is \[True\].*integers"),
         ({"devices": [-1]}, r"devices is \[-1\].*integers"),

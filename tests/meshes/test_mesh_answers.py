@@ -22,7 +22,7 @@ pytestmark = pytest.mark.meshes
 # Where there are several sizes of prefill, a step goes through programs of another than its own.
 # A program of a whole step of CP compiles longest, for its layers are written out with all ranks.
 MESHES = {
-    "TP2": {},
+    "TP2": {"dual_batch_overlap": "on"},
     "TP4": {"sequence_parallel": True},
     "TP8": {},
     "PP2": {"max_num_batched_tokens": 2 + 64},
@@ -165,7 +165,7 @@ def test_every_policy_on_a_mesh(answered):
 
 def check_policies(mesh: str, directory: Path) -> None:
     for scheduler in POLICIES:
-        check_model(mesh, directory / "model", scheduler=scheduler)
+        check_model(mesh, directory / "model", scheduler=scheduler, dual_batch_overlap="on")
 
 
 def test_pages_of_a_mesh_are_swapped_and_their_books_kept(answered):

@@ -1,4 +1,4 @@
-"""Tiles of a step: the tokens and rows that each has, and what is computed of them."""
+"""Tiles and halves of a step: the tokens and rows that each has, and what is computed of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.runtime.programs.halves import halves, rows_of_half
 from jaxserve.runtime.programs.tiles import batch_of_tile, num_real_tokens, scan_tiles
 from pallas_kernels.paged_attention import RaggedBatch
 
@@ -16,9 +17,9 @@ TILE = 4
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[RaggedBatch, int]:
+def batches(draw: st.DrawFn) -> tuple[RaggedBatch, int, int]:
     """A step as StepLayout packs it: decodes, padding among them, then chunks and padding; with
-    the number of its tokens."""
+    the number of its decode rows, and of its tokens."""
     bucket = draw(st.integers(0, 6))
     decodes = draw(st.integers(0, bucket))
     lengths = draw(st.lists(st.integers(1, 9), max_size=4))
@@ -36,30 +37,54 @@ def batches(draw: st.DrawFn) -> tuple[RaggedBatch, int]:
         starts + [total] * padding,
         [1] * bucket + lengths + [0] * padding,
     )
-    return RaggedBatch(*(np.asarray(field, np.int32) for field in fields)), total
+    return RaggedBatch(*(np.asarray(field, np.int32) for field in fields)), bucket, total
+
+
+def tokens_of(batch: RaggedBatch, first: int = 0) -> dict[int, tuple[int, int]]:
+    """Row and position of each real token of a batch that begins at the token `first`."""
+    return {
+        int(first + start + place): (int(table[0]), int(context - length + place))
+        for table, context, start, length in zip(*batch)
+        for place in range(length if context else 0)
+    }
 
 
 @given(batches())
 @settings(max_examples=100, deadline=None)
 def test_tiles_hold_every_token_once_with_its_row_and_position(case):
-    batch, total = case
-    expected = {}
-    for row in range(len(batch.starts)):
-        for place in range(batch.lengths[row]):
-            if batch.context[row]:
-                position = batch.context[row] - batch.lengths[row] + place
-                expected[batch.starts[row] + place] = (row, position)
-    found = {}
+    batch, _, total = case
+    expected, found = tokens_of(batch), {}
     for first in range(0, total, TILE):
         tile = jax.tree.map(np.asarray, batch_of_tile(batch, jnp.int32(first), TILE))
         assert (np.diff(tile.starts) >= 0).all() and (tile.lengths >= 0).all()
-        for table, context, start, length in zip(*tile):
-            for place in range(length if context else 0):
-                token = int(first + start + place)
-                assert token not in found
-                found[token] = (table[0], context - length + place)
+        own = tokens_of(tile, first)
+        assert not own.keys() & found
+        found |= own
     assert found == expected
     assert num_real_tokens(batch) == max(expected, default=-1) + 1
+
+
+@given(batches())
+@settings(max_examples=50, deadline=None)
+def test_halves_hold_every_token_once_with_its_row_and_position(case):
+    batch, bucket, total = case
+    if total < 2:
+        return
+    found = {}
+    for part in halves(total):
+        half, decodes = rows_of_half(batch, part, bucket)
+        half = jax.tree.map(np.asarray, half)
+        assert (np.diff(half.starts) >= 0).all() and (half.lengths >= 0).all()
+        assert (half.starts[:decodes] == np.arange(decodes)).all()
+        assert (half.lengths[:decodes] == 1).all()
+        own = tokens_of(half, part.start)
+        assert all(part.start <= token < part.stop for token in own)
+        found |= own
+    assert found == tokens_of(batch)
+
+
+def test_halves_of_many_tokens_fill_tiles():
+    assert [halves(count)[0].stop for count in (2, 3, 255, 300, 2112)] == [1, 1, 127, 128, 1024]
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 5, 12])

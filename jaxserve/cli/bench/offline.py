@@ -15,6 +15,7 @@ from jaxserve.core.events import Dispatched
 from jaxserve.core.process.output_file import check_output_file
 from jaxserve.core.process.tables import table
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.metrics.device_idle import DeviceIdle
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.metrics.statistics import percentile
 from jaxserve.metrics.summaries import Percentiles, RunSummary
@@ -97,6 +98,7 @@ class _Measured:
     steps: int
     padding: float
     preemptions: int
+    device_idle: DeviceIdle | None
     bound_s: float
     limits: Limits
     config: EngineConfig
@@ -123,6 +125,7 @@ class _Measured:
             steps=len(steps),
             padding=padded / (computed + padded),
             preemptions=sum(sequence.preemptions for sequence in sequences),
+            device_idle=DeviceIdle.of(records),
             bound_s=sum(limits.seconds(engine.plan, step) for step in steps),
             limits=limits,
             config=engine.plan.config,
@@ -151,6 +154,7 @@ class _Measured:
             ("steps", f"{self.steps:,}"),
             ("padding, of the rows computed", f"{self.padding:.1%}"),
             ("preemptions", f"{self.preemptions:,}"),
+            ("device idle, of the time", str(self.device_idle or "")),
             ("scheduler", self.config.scheduler),
             ("dtype", self.config.dtype),
             ("device", self.device),
@@ -185,6 +189,7 @@ class _Measured:
             "steps": self.steps,
             "padding": self.padding,
             "preemptions": self.preemptions,
+            "device_idle": None if self.device_idle is None else self.device_idle._asdict(),
             "time_to_first_token_s": _seconds(self.run.ttft_us),
             "between_tokens_s": None if self.between_us is None else _seconds(self.between_us),
             "flops_per_s": self.limits.flops_per_s,

@@ -67,7 +67,8 @@ class StepResults:
     `logprobs` has `width` rows for each; `prompt_logprobs` one row per prefill token of the step.
     Both are None if not requested. If something is pooled, `last_hidden` [rows, hidden] has `width`
     rows for each of `sampled`, and `chunk_sums` float32 [chunks, hidden] the sums of hidden states
-    of each prefill chunk, None if only last ones are pooled.
+    of each prefill chunk, None if only last ones are pooled. `late`: whether the devices were done
+    before the host began to wait, so that it does not know when.
     """
 
     sampled: tuple[ScheduledChunk, ...]
@@ -78,3 +79,4 @@ class StepResults:
     prompt_logprobs: TokenLogprobs[np.ndarray] | None = None
     last_hidden: np.ndarray | None = None
     chunk_sums: np.ndarray | None = None
+    late: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -19,10 +20,11 @@ from jaxserve.runtime.devices import device_rates
 from jaxserve.runtime.programs import step
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.executables import ProgramSpec
+from jaxserve.runtime.programs.halves import in_halves
 from jaxserve.runtime.programs.program_kind import ProgramKind, partition_specs
 from jaxserve.runtime.programs.shapes.arrays import placed
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
-from jaxserve.runtime.programs.step_layout import FrozenPlan
+from jaxserve.runtime.programs.step_layout import FrozenPlan, StepLayout
 from sharding_rules import SEQ, STAGE
 
 Hidden = tuple[jax.Array, jax.Array]
@@ -36,7 +38,7 @@ class _OfStep(ProgramKind[ProgramKey]):
         return self.shapes.layouts
 
     def static(self, key: ProgramKey) -> tuple[Any, ...]:
-        return self.shapes.family, self.shapes.local_model, self.shapes.layouts[key]
+        return self.shapes.family, self.shapes.local_model, _layout(self.shapes, key)
 
     def uploads(self, key: ProgramKey) -> tuple[Any, ...]:
         return (self.shapes.int32(self.shapes.layouts[key].size),)
@@ -189,7 +191,7 @@ class _Layers(ProgramKind[_LayersKey]):
 
     def static(self, key: _LayersKey) -> tuple[Any, ...]:
         shapes = self.shapes
-        return shapes.family, shapes.local_model, shapes.layouts[key.step], key.kinds, key.places
+        return shapes.family, shapes.local_model, _layout(shapes, key.step), key.kinds, key.places
 
     def function(self, key: _LayersKey) -> Callable[..., Any]:
         return _between_layers(self.shapes, key.step, super().function(key))
@@ -251,6 +253,11 @@ class _LeaveStage(FinalNorm):
     replaces = ("carry",)
     outputs = (P(), P(SEQ, STAGE))
     pure = step.leave_stage
+
+
+def _layout(shapes: ProgramShapes, key: ProgramKey) -> StepLayout:
+    """The layout of a step, whose layers compute it in two halves where that is faster."""
+    return dataclasses.replace(shapes.layouts[key], in_halves=in_halves(shapes, key))
 
 
 def _between_layers(

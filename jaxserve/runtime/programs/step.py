@@ -9,6 +9,7 @@ donated. The model is one program, `forward`, or three kinds of programs, `embed
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from jaxserve.models import lora, parallel
 from jaxserve.models.family import Family, Params
 from jaxserve.runtime.programs import context_parallel
 from jaxserve.runtime.programs.context_parallel import ShardedTokens
+from jaxserve.runtime.programs.halves import halves, rows_of_half
 from jaxserve.runtime.programs.step_layout import SlotMapping, StepLayout
 from jaxserve.runtime.programs.tiles import batch_of_tile, num_real_tokens, scan_tiles
 from jaxserve.sampling.speculation import SpeculationState
@@ -120,40 +122,80 @@ def layers(
     """
     kv = list(kv)
     count, tokens = num_real_tokens(slot_mappings[0].batch), jnp.arange(layout.num_tokens)
+    parts = halves(layout.num_tokens) if layout.in_halves else (slice(None),)
     x = parallel.enter_layers(x)
+    xs = [_part(x, part) for part in parts]
     for kind, place, p in zip(kinds, places, params, strict=True):
         slot_mapping = slot_mappings[place.group]
+        for index, part in enumerate(parts):
 
-        def layer(pages, arrays, kind=kind, p=p, slot_mapping=slot_mapping):
-            x, shared, page_ids, offsets, tokens = arrays
-            p = lora.adapted(p, p.get("lora"), shared.adapters)
-            own = slot_mapping._replace(page_ids=page_ids, offsets=offsets)
-            if layout.tile is not None:
-                own = own._replace(batch=batch_of_tile(own.batch, tokens[0], layout.tile))
-
-            def attention(q, k, v, *, window, sinks=None):
-                nonlocal pages
-                attend = _attend if layout.seq == 1 else context_parallel.attend
-                out, pages = attend(
-                    layout,
-                    own,
-                    pages,
-                    q,
-                    k,
-                    v,
-                    scale=config.attention_scale,
-                    window=window,
-                    soft_cap=config.attention_soft_cap,
-                    sinks=sinks,
+            def layer(pages, arrays, kind=kind, p=p, slot_mapping=slot_mapping, part=part):
+                x, shared, page_ids, offsets, tokens = arrays
+                batch, num_decodes = slot_mapping.batch, layout.key.decode_tokens
+                if layout.tile is not None:
+                    batch, num_decodes = batch_of_tile(batch, tokens[0], layout.tile), 0
+                elif layout.in_halves:
+                    batch, num_decodes = rows_of_half(batch, part, num_decodes)
+                own = slot_mapping._replace(page_ids=page_ids, offsets=offsets, batch=batch)
+                pages, x = _layer(
+                    family, config, layout, kind, p, own, num_decodes, pages, x, shared
                 )
-                return out
+                return pages, _in_its_dtype(x) if apart else x
 
-            x = family.layer(p, config, kind, x, shared.of_family, attention)
-            return pages, _in_its_dtype(x) if apart else x
-
-        arrays = (x, shared, slot_mapping.page_ids, slot_mapping.offsets, tokens)
-        kv[place.array], x = scan_tiles(layer, kv[place.array], arrays, layout.tile, count)
+            of_tokens = (shared, slot_mapping.page_ids, slot_mapping.offsets, tokens)
+            arrays = (xs[index], *_part(of_tokens, part))
+            kv[place.array], xs[index] = scan_tiles(
+                layer, kv[place.array], arrays, layout.tile, count
+            )
+    x = jnp.concatenate(xs) if layout.in_halves else xs[0]
     return kv, parallel.leave_layers(x)
+
+
+def _part(arrays: Any, part: slice) -> Any:
+    """These tokens of arrays [tokens, ...]."""
+    return arrays if part == slice(None) else jax.tree.map(lambda array: array[part], arrays)
+
+
+def _layer(
+    family: Family,
+    config: ModelConfig,
+    layout: StepLayout,
+    kind: LayerKind,
+    p: Params,
+    slot_mapping: SlotMapping,
+    num_decodes: int,
+    pages: Pages,
+    x: jax.Array,
+    shared: TokenInputs,
+) -> tuple[Pages, jax.Array]:
+    """One layer over tokens whose rows are those of `slot_mapping`, the first `num_decodes` of them
+    decodes: the pages with their keys and values, and the activations after it."""
+
+    def attention(q, k, v, *, window, sinks=None):
+        nonlocal pages
+        attend = context_parallel.attend
+        if layout.seq == 1:
+            attend = functools.partial(_attend, num_decodes=num_decodes)
+        out, pages = attend(
+            layout,
+            slot_mapping,
+            pages,
+            q,
+            k,
+            v,
+            scale=config.attention_scale,
+            window=window,
+            soft_cap=config.attention_soft_cap,
+            sinks=sinks,
+        )
+        if layout.in_halves:
+            # The next half writes in place, to pages that this one has read.
+            out, pages = lax.optimization_barrier((out, pages))
+        return out
+
+    p = lora.adapted(p, p.get("lora"), shared.adapters)
+    x = family.layer(p, config, kind, x, shared.of_family, attention)
+    return pages, x
 
 
 def _in_its_dtype(x: jax.Array) -> jax.Array:
@@ -176,10 +218,10 @@ def _attend(
     window: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
+    num_decodes: int,
 ) -> tuple[jax.Array, Pages]:
     """Write k and v to the pages, then attend, on a device that holds whole pages."""
     pages = write_kv(pages, k, v, slot_mapping.page_ids, slot_mapping.offsets)
-    decodes = layout.key.decode_tokens if layout.tile is None else 0
     trees = slot_mapping.trees
     if trees is not None:
         out, _ = tree_attention(
@@ -190,7 +232,7 @@ def _attend(
             trees.mask,
             positions=trees.positions,
             until=trees.until,
-            num_decodes=decodes,
+            num_decodes=num_decodes,
             scale=scale,
             window=window,
             soft_cap=soft_cap,
@@ -201,7 +243,7 @@ def _attend(
         q,
         pages,
         slot_mapping.batch,
-        num_decodes=decodes,
+        num_decodes=num_decodes,
         scale=scale,
         window=window,
         soft_cap=soft_cap,

@@ -198,6 +198,8 @@ class StepLayout:
     """Whether the first pages of rows may be on the host."""
     shares_prefixes: bool = False
     """Whether decodes may read pages that they share together, in the first KV group."""
+    in_halves: bool = False
+    """Whether layers compute the tokens in two halves (halves.py)."""
 
     @property
     def page_size(self) -> int:
