@@ -31,7 +31,7 @@ HALVES = {"dual_batch_overlap": "on", "tensor_parallel_size": 2}
         ({"memory_utilization": "a"}, r"memory_utilization is 'a'.*\(0, 1\]"),
         ({"memory_utilization": 0}, "memory_utilization is 0"),
         ({"seed": None}, "seed is None"),
-        ({"model": ""}, "model is empty"),
+        ({"model": ""}, "model is "),
         ({"preemption": "never"}, "preemption is 'never'.*auto, swap, recompute"),
         ({"preemption": None}, "preemption is None"),
         ({"host_kv_bytes": -1}, "host_kv_bytes is -1.*0 or more"),

@@ -51,6 +51,7 @@ def test_a_mesh_answers_as_one_device(answered, mesh):
         ("TP2 CP2", "eagle"),
         ("TP2", "medusa"),
         ("TP2 CP2", "lookahead"),
+        ("TP2", "eagle tree"),
     ],
 )
 def test_speculation_on_a_mesh(answered, mesh, method, tmp_path):
@@ -59,6 +60,13 @@ def test_speculation_on_a_mesh(answered, mesh, method, tmp_path):
         "draft_model": {"model": str(answered / "model")},
         "layer_skip": {"num_layers": 2},
         "eagle": {"model": str(tmp_path)},
+        "eagle tree": {
+            "method": "eagle",
+            "model": str(tmp_path),
+            "num_speculative_tokens": 4,
+            "top_k": 2,
+            "depth": 2,
+        },
         "medusa": {
             "model": str(tmp_path),
             "num_speculative_tokens": 4,
@@ -71,16 +79,17 @@ def test_speculation_on_a_mesh(answered, mesh, method, tmp_path):
         "max_num_batched_tokens": 2 * 3 + 16,
         "program_scope": "step" if method == "draft_model" else "layer",
     }
-    if method == "medusa":
+    if method in ("medusa", "eagle tree"):
         settings |= {"max_num_batched_tokens": 2 * 5 + 16, "pages": 20}
+    if method == "medusa":
         model = TinyModel.open(answered / "model").config
         heads = MedusaConfig(2, 1, model.hidden_size, model.vocab_size)
         blocks = np.random.default_rng(3).normal(0, 0.2, (2, *[model.hidden_size] * 2))
         save_heads(tmp_path, heads, np.float32(blocks))
     if method == "draft_model":
         settings["pages"] = 2 * 18  # A page holds the draft model's layers too.
-    if method == "eagle":
-        settings["pages"] = 23  # 18 of one layer more than the model's four.
+    if method.startswith("eagle"):
+        settings["pages"] = 25 if "tree" in method else 23  # Of one layer more than the four.
         config = eagle.layer_for(TinyModel.open(answered / "model").config)
         specs, rng = eagle.param_specs(config, biased=False), np.random.default_rng(3)
         layer = jax.tree.map(lambda spec: np.float32(rng.normal(0, 0.2, spec.shape)), specs)

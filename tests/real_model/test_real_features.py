@@ -29,6 +29,8 @@ from tiny_engines import QUANTIZED_MARGIN, Arrival, drive, generate
 from jaxserve.core.errors import MemoryPlanError
 from jaxserve.core.requests.sampling_params import SamplingParams, sequence_seed
 from jaxserve.engine.beam_search import BeamSearchParams
+from jaxserve.models.loading.drafters.medusa import save_heads
+from jaxserve.models.medusa import MedusaConfig
 from jaxserve.offline import run_batch
 from jaxserve.offline.run import BatchRun
 from jaxserve.scheduler.policies import POLICIES
@@ -84,6 +86,20 @@ def test_speculation(smollm2_path, drafts):
     golden, config = golden_prompts(*MESH_PROMPTS), drafts | {"num_speculative_tokens": 3}
     sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 4 + 64}
     with load_alone(smollm2_path, speculative_config=config, **sizes) as llm:
+        arrivals = [Arrival(entry.prompt_token_ids, WHOLE) for entry in golden]
+        check_golden(golden, drive(llm.engine, arrivals))
+        assert llm.get_metrics()["vllm:spec_decode_num_accepted_tokens_total"].value > 0
+
+
+def test_trees_of_drafts(smollm2_path, tmp_path):
+    """The golden tokens, by heads that are not trained."""
+    config = MedusaConfig(num_heads=2, num_layers=1, hidden_size=576, vocab_size=49152)
+    blocks = np.random.default_rng(0).normal(0, 0.01, (2, 576, 576))
+    save_heads(tmp_path, config, blocks.astype(np.float32))
+    tree = {"method": "medusa", "model": str(tmp_path), "speculative_token_tree": [4, 2]}
+    sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 13 + 64}
+    golden = golden_prompts(*MESH_PROMPTS)
+    with load_alone(smollm2_path, speculative_config=tree, **sizes) as llm:
         arrivals = [Arrival(entry.prompt_token_ids, WHOLE) for entry in golden]
         check_golden(golden, drive(llm.engine, arrivals))
         assert llm.get_metrics()["vllm:spec_decode_num_accepted_tokens_total"].value > 0
