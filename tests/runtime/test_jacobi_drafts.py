@@ -85,7 +85,9 @@ def programs(size: int | None):
 
     def step(state, sampled: jax.Array, count: jax.Array):
         slots = jnp.zeros(1, jnp.int32)
-        state, _, acceptance = verify(WIDTH, state, jnp.zeros(2, jnp.int32), sampled, slots, count)
+        state, _, acceptance = verify(
+            WIDTH, 0, state, jnp.zeros(2, jnp.int32), sampled, slots, count
+        )
         return iterate(WIDTH, state, sampled, slots, count, acceptance.num_tokens)
 
     return shapes.history.shape[1], jax.jit(begin), jax.jit(step)
