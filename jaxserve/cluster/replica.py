@@ -26,6 +26,7 @@ from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.metrics.metrics import Metric
 from jaxserve.runtime.cpu_threads import make_room_for_collectives
 from jaxserve.runtime.planning.engine_plan import plan
+from jaxserve.runtime.planning.memory import host_share
 from jaxserve.text import Tokenizer
 
 
@@ -186,10 +187,13 @@ def _plan(config: EngineConfig, num_replicas: int) -> EngineConfig:
     utilization = config.memory_utilization
     if jax.default_backend() == "cpu":
         utilization /= num_replicas
-    memory = plan(dataclasses.replace(config, memory_utilization=utilization)).memory
-    host_bytes = config.host_kv_bytes
+    planned = plan(dataclasses.replace(config, memory_utilization=utilization))
+    memory, host_bytes = planned.memory, config.host_kv_bytes
     if host_bytes is None:
         pages = memory.host_pages // num_replicas
+        if memory.kv_on_host:  # Those of the longest request: each replica needs them all.
+            most = host_share(planned.device) // num_replicas // memory.image_bytes
+            pages = min(memory.host_pages, most)
         host_bytes = pages * memory.image_bytes
     return dataclasses.replace(
         config, kv_cache_memory_bytes=memory.kv_bytes, host_kv_bytes=host_bytes

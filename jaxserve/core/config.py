@@ -110,8 +110,8 @@ class EngineConfig:
         batch_invariant: compute every step in tiles of a fixed number of tokens, so that logprobs
             do not depend on the batch, bit for bit; it costs time (docs/promises.md).
         shared_prefix_attention: "enabled": decodes that share their first pages read them once a
-            group, where that pays; "auto": on CPUs, without `batch_invariant` and
-            `context_parallel_size`, with which it does not combine (docs/kv.md).
+            group, where that pays; "auto": on CPUs, without the settings with which it does not
+            combine (docs/parallel.md).
         seed: seed of all randomness without a seed of the request.
         load_format: "dummy" makes random weights of the model's config.
         attention_backend: implementation of attention, page copies and matmuls with quantized

@@ -7,6 +7,7 @@ beginning. There is one level of groups: a decode is in at most one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from bisect import bisect_left
 from collections.abc import Sequence as SequenceOf
 from operator import attrgetter
@@ -17,7 +18,7 @@ MAX_LEVELS = 6
 """Branches one below another at which a group may be split; a tree of prompts has few."""
 
 _start = attrgetter("start")
-_Rows = list[int]
+_Rows = tuple[int, ...]
 _Groups = list[tuple[_Rows, int]]
 """Rows and the number of pages that they share."""
 
@@ -76,16 +77,22 @@ def _grouped(prefixes: SequenceOf[SequenceOf[int]], page_size: int, cost: Prefix
     """The groups of the greatest gain together, but for splits below MAX_LEVELS others: the best
     choice of where in the tree of prefixes groups begin, each row being in the deepest above it."""
 
-    def best(rows: _Rows, level: int, worth: float) -> tuple[float, _Groups, _Rows]:
-        """Of rows that begin with the same pages, each of which gains `worth` in a group of fewer
-        pages: the gain, groups of more pages, and the rows in none of them."""
+    @functools.cache
+    def split(rows: _Rows, level: int) -> tuple[int, list[_Rows], _Rows]:
+        """The pages that rows share, the branches after these, and the rows in no branch."""
         shared = _num_common([prefixes[row] for row in rows])
         branches = _by_page(prefixes, rows, shared) if level < MAX_LEVELS else []
         branched = {row for branch in branches for row in branch}
+        return shared, branches, tuple(row for row in rows if row not in branched)
+
+    @functools.cache  # What rows gain in a group above is one of a few numbers, one for each.
+    def best(rows: _Rows, level: int, worth: float) -> tuple[float, _Groups, _Rows]:
+        """Of rows that begin with the same pages, each of which gains `worth` in a group of fewer
+        pages: the gain, groups of more pages, and the rows in none of them."""
+        shared, branches, alone = split(rows, level)
 
         def below(worth: float) -> tuple[float, _Groups, _Rows]:
-            rest = [row for row in rows if row not in branched]
-            gain, groups = worth * len(rest), []
+            gain, groups, rest = worth * len(alone), [], alone
             for branch in branches:
                 more, found, others = best(branch, level + 1, worth)
                 gain, groups, rest = gain + more, groups + found, rest + others
@@ -97,22 +104,22 @@ def _grouped(prefixes: SequenceOf[SequenceOf[int]], page_size: int, cost: Prefix
             together, found, others = below(deeper)
             together -= cost.of_group(shared * page_size)
             if together > gain:
-                return together, [(others, shared), *found], []
+                return together, [(others, shared), *found], ()
         return gain, groups, rest
 
-    branches = _by_page(prefixes, range(len(prefixes)), 0)
-    return [group for rows in branches for group in best(rows, 0, 0.0)[1]]
+    roots = _by_page(prefixes, range(len(prefixes)), 0)
+    return [group for rows in roots for group in best(rows, 0, 0.0)[1]]
 
 
 def _by_page(
     prefixes: SequenceOf[SequenceOf[int]], rows: SequenceOf[int], index: int
 ) -> list[_Rows]:
     """Rows with the same page at `index`, where there are several."""
-    found: dict[int, _Rows] = {}
+    found: dict[int, list[int]] = {}
     for row in rows:
         if index < len(prefixes[row]):
             found.setdefault(prefixes[row][index], []).append(row)
-    return [same for same in found.values() if len(same) > 1]
+    return [tuple(same) for same in found.values() if len(same) > 1]
 
 
 def _num_common(prefixes: SequenceOf[SequenceOf[int]]) -> int:

@@ -7,11 +7,11 @@ Liveness. Sequences are ordered by priority, then by arrival; with ageing, by ar
 priority converted to time (`Sequence.order`). Preemption always picks the last running sequence.
 So the first sequence can get every page it needs, `add` has checked that it fits the pool, and it
 finishes. Admission stops at the first waiting sequence that does not fit. (Sequences that wait for
-another to compute their prefix, or for a transfer, are skipped: the other one runs, and transfers
-complete or time out.) A preempted sequence is resumed only when its pages and a margin are free,
-which requires another sequence to release pages first; and it preempts only sequences of a worse
-priority. Urgency behaves like order in the limit: it is bounded within a level, and sequences at
-the bound follow their order (`slack.py`).
+another to compute their prefix, for a transfer, or for host pages are skipped: the other one runs,
+transfers complete or time out, and host pages are given in order.) A preempted sequence is resumed
+only when its pages and a margin are free, which requires another sequence to release pages first;
+and it preempts only sequences of a worse priority. Urgency behaves like order in the limit: it is
+bounded within a level, and sequences at the bound follow their order (`slack.py`).
 
 So a sequence finishes once no more sequences ordered before it arrive. With ageing these are
 finitely many, and no sequence starves. With strict levels a sequence starves for as long as better
@@ -62,6 +62,7 @@ class Scheduler(SequenceLifecycle):
         if config.fair_share:
             waiting = FairQueue()
         self._drafter_works = self._warned_of_drafter = False
+        self._awaits_host = False
         super().__init__(config, kv, waiting)
         self._admission = AdmissionRule.of(config, self.pool.capacity, kv.layout, kv.host_limits)
 
@@ -74,6 +75,7 @@ class Scheduler(SequenceLifecycle):
         if self._slack is not None:
             self._slack.now_us = now_us
         self._begin_step()
+        self._awaits_host = False
         budget = self.config.max_num_batched_tokens
         decodes: list[ScheduledChunk] = []
         self._preempt_for_priority()
@@ -329,7 +331,7 @@ class Scheduler(SequenceLifecycle):
     def _admit_into(self, budget: TokenBudget | TimedTokenBudget, seq: Sequence) -> bool:
         """Admits a waiting sequence if it fits and gets a chunk; False if admission must stop at
         it."""
-        if self._prefixes.keep_waiting(seq):
+        if self._prefixes.keep_waiting(seq) or self._lacks_host_pages(seq):
             return True
         match = self._fit(seq)
         if match is None:
@@ -341,6 +343,15 @@ class Scheduler(SequenceLifecycle):
             return False
         self._admit(seq, match, self._admission_tokens(seq))
         return True
+
+    def _lacks_host_pages(self, seq: Sequence) -> bool:
+        """Whether a waiting sequence, or one before it, lacks host pages that it needs. Those that
+        fit the pool do not wait for these, which another may hold for as long as it runs."""
+        num_pages = self.tables[seq.seq_id].num_host_pages
+        if not num_pages:
+            return False
+        self._awaits_host |= num_pages > self.kv.num_free_host_pages
+        return self._awaits_host
 
     def _admit_batch(self) -> None:
         """Forms the next batch of a policy whose running batches admit no sequences."""

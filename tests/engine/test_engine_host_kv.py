@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import oracle
 import pytest
@@ -11,6 +13,7 @@ from tiny_checkpoints import CONFIG, hf_shapes, write_hf
 from tiny_engines import EOS, LEAST_MARGIN, QUANTIZED_MARGIN, TinyModel, assert_idle, generate
 
 from jaxserve import LoRARequest
+from jaxserve.cluster.replica import Replica
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, MemoryPlanError, PromptTooLongError
 from jaxserve.core.requests.sampling_params import SamplingParams
@@ -216,6 +219,12 @@ def test_the_plan_counts_the_window_and_the_host(model):
     default = settings_of(model) | {"host_kv_bytes": None}
     planned = engine_plan.plan(EngineConfig(model.path, **default)).memory
     assert planned.host_pages == (LENGTH + PAGE) // PAGE - RESIDENT
+
+
+def test_each_of_several_replicas_has_the_pages_of_the_longest_request(model):
+    config = EngineConfig(model.path, **settings_of(model) | {"host_kv_bytes": None})
+    planned = asyncio.run(Replica().plan(config, 3))
+    assert planned.host_kv_bytes == engine_plan.plan(config).memory.host_bytes
 
 
 def test_a_pool_without_room_for_a_steps_tokens_is_refused(model):

@@ -162,6 +162,23 @@ def test_two_ten_times_the_pool_at_once():
     assert world.most_running == 2
 
 
+def test_one_that_waits_for_the_host_lets_those_of_the_pool_pass():
+    """But no other that takes host pages, even if there are enough of them."""
+    world = World(page_size=4, chunk=4, capacity=8, host_pages=38 + 7, rows=3)
+    first, second = (world.add(seq_id, 150, 11) for seq_id in range(2))  # 38 on the host each
+    third = world.add(2, 30, 7)  # 7
+    short = world.add(3, 5, 2)
+    while not short.finished:
+        world.step()
+    assert first.slot is not None and second.waiting and third.waiting
+    while not second.started:
+        world.step()
+        assert third.started <= second.started
+    assert first.finished
+    world.run()
+    assert {seq.finish_reason for seq in (first, second, third)} == {"length"}
+
+
 @pytest.mark.parametrize(("host_pages", "fits"), [(37, False), (38, True), (39, True)])
 def test_a_host_budget_of_a_page_less_refuses_that_request_alone(host_pages, fits):
     world = World(page_size=4, chunk=4, capacity=4, host_pages=host_pages, rows=2)

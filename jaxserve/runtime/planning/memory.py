@@ -230,7 +230,7 @@ def plan_memory(
     host_pages = _lower_pages("host_kv_bytes", config.host_kv_bytes or 0, image_bytes)
     if config.host_kv_bytes is None and (on_host or not on_cpu):
         # Its buffers are taken before the pool.
-        host_pages = _free_on_host(device) // _HOST_SHARE // image_bytes
+        host_pages = host_share(device) // image_bytes
     plan = MemoryPlan(
         limit_bytes=limit,
         weights_bytes=weights_bytes,
@@ -347,6 +347,11 @@ def device_memory(device: jax.Device | DescribedDevice) -> int:
     if limit and device.platform == "gpu" and not isinstance(device, DescribedDevice):
         return round(limit / _reserved())  # It counts what JAX has reserved.
     return limit or _free_on_host(device)
+
+
+def host_share(device: jax.Device | DescribedDevice) -> int:
+    """Bytes that lower KV tiers take of a host by default, at most."""
+    return _free_on_host(device) // _HOST_SHARE
 
 
 def _free_on_host(device: jax.Device | DescribedDevice) -> int:
