@@ -8,6 +8,12 @@ command -v chromium >/dev/null || missing+=(chromium)
 [ -x /usr/sbin/sshd ] || missing+=(openssh-server)
 if [ "${#missing[@]}" -eq 0 ]; then exit; fi
 
+trouble() {
+  echo "$1 ${missing[*]}, without which the tests of the browser and of ssh do not run; install them." >&2
+  exit 1
+}
+[ "$(id -u)" -eq 0 ] || trouble "Only root can install"
+
 # Debian asks this file whether a package that brings a service may start it.
 policy=/usr/sbin/policy-rc.d
 if [ ! -e "$policy" ]; then
@@ -15,10 +21,7 @@ if [ ! -e "$policy" ]; then
   printf '#!/bin/sh\nexit 101\n' >"$policy"
   chmod 755 "$policy"
 fi
-trouble() {
-  echo "apt-get cannot install ${missing[*]}; without them the tests of the browser and of ssh do not run." >&2
-  exit 1
-}
-apt-get update -qq || trouble
+apt-get update -qq || trouble "apt-get cannot install"
 DEBIAN_FRONTEND=noninteractive \
-  apt-get install -qq --no-install-recommends "${missing[@]}" >/dev/null || trouble
+  apt-get install -qq --no-install-recommends "${missing[@]}" >/dev/null ||
+  trouble "apt-get cannot install"

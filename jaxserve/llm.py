@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
@@ -43,6 +45,17 @@ Messages = SequenceOf[Mapping[str, Any]]
 Params = SamplingParams | SequenceOf[SamplingParams] | None
 Adapters = LoRARequest | SequenceOf[LoRARequest | None] | None
 
+_LLMS: weakref.WeakSet[LLM] = weakref.WeakSet()
+
+
+def _end_turns_after_fork() -> None:
+    """A fork has not the other threads, one of which may have had its turn."""
+    for llm in _LLMS:
+        llm._turn._at_fork_reinit()
+
+
+os.register_at_fork(after_in_child=_end_turns_after_fork)
+
 
 class LLM:
     """A model ready to generate. Runs in the caller's thread; close it, or use it in a `with`.
@@ -74,6 +87,7 @@ class LLM:
         self._ids = itertools.count()
         self._open: dict[str, Request] = {}
         self._turn = threading.RLock()
+        _LLMS.add(self)
         config = EngineConfig.of(model=model, **settings)
         with TerminalProgress() as bars:
             self.engine = Engine.load(
@@ -277,7 +291,8 @@ class LLM:
         that is not saved is recomputed. Raises SnapshotError.
         """
         with self._turn:
-            ended = [request for request in self._open.values() if request.finished]
+            # A stream may be collected out of turn, which removes its request.
+            ended = [request for request in list(self._open.values()) if request.finished]
             self.engine.snapshot(directory, with_kv, deadline_s, ended)
 
     def check_snapshot(self, directory: str | Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import pty
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -221,18 +223,43 @@ def test_threads_take_turns(llama, llm):
     assert_idle(llm.engine)
 
 
+def test_a_stream_that_is_collected_within_a_step_runs_to_its_end(llama, llm):
+    stream = llm.stream(llama.prompts[4], GREEDY)
+    next(stream)
+    with llm._turn:  # As the thread that steps has it.
+        del stream
+        gc.collect()
+        assert not llm.has_work and llm.engine.has_work
+    while llm.engine.has_work:
+        llm.engine.step()
+
+
 def test_a_fork_is_told_that_it_has_no_engine(llama, llm):
+    """Also by calls that would wait for a thread that the fork has not."""
     read, write = os.pipe()
+    has_turn, forked = threading.Event(), threading.Event()
+
+    def have_turn():
+        with llm._turn:
+            has_turn.set()
+            forked.wait()
+
+    thread = threading.Thread(target=have_turn)
+    thread.start()
+    has_turn.wait()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX's own, of the fork.
         child = os.fork()
     if child == 0:
+        signal.alarm(60)
         try:
             llm.generate(llama.prompts[2], use_tqdm=False)
         except EngineClosedError as error:
             os.write(write, str(error).encode())
         finally:
             os._exit(0)
+    forked.set()
+    thread.join()
     os.close(write)
     with os.fdopen(read) as said:
         assert "'spawn'" in said.read()

@@ -78,9 +78,10 @@ class DeltaStream(Iterator[Delta]):
         return self._open.pop(self.request_id, None) is not None
 
     def __del__(self) -> None:
-        # Python may collect this in any thread, which must not wait for a turn of another: it may
-        # hold what that one needs. Without a turn, the request runs to its end.
-        if self._turn.acquire(blocking=False):
+        # Python may collect this in any thread and within a step. It must not wait for the turn of
+        # another thread, which may need what this one holds, nor abort a request within a step.
+        # Then the request runs to its end.
+        if not self._turn._is_owned() and self._turn.acquire(blocking=False):
             try:
                 self.close()
             finally:

@@ -65,9 +65,9 @@ def test_hosts_meet_in_any_order_and_leave_the_port_free(order):
 
 
 def test_a_host_that_is_missing_is_named_to_all():
-    told = meet(hosts(4, 0, 2), timeout_s=0.5)
+    told = meet(hosts(4, 0, 2), timeout_s=3)
     assert told[0] == told[1]
-    assert "2 of 4 hosts joined within 0.5 s; missing: 1, 3." in told[0]
+    assert "2 of 4 hosts joined within 3 s; missing: 1, 3." in told[0]
 
 
 def test_a_host_that_comes_twice_is_refused():
@@ -285,7 +285,7 @@ def test_the_line_of_a_host_cannot_be_sent_again():
 
 def test_a_host_with_another_secret_is_told_and_counted():
     address = free_address()
-    with host_0(address, timeout_s=1) as told:
+    with host_0(address, timeout_s=3) as told:
         (said,) = meet(hosts(2, 1), address, secret="another")
         assert "have another job secret" in said
     assert "missing: 1." in told[0]
@@ -319,7 +319,7 @@ def test_many_slow_connections_do_not_delay_a_host(monkeypatch):
 
 @pytest.mark.parametrize("data", [b"0" * (1 << 20), b"0"])
 def test_a_hello_has_a_limit_and_a_deadline(monkeypatch, data):
-    monkeypatch.setattr(rendezvous, "_HELLO_S", 0.5)
+    monkeypatch.setattr(rendezvous, "_HELLO_S", 2.0)
     address = free_address()
     with host_0(address) as told:
         connection, _ = challenged(address)
@@ -328,7 +328,7 @@ def test_a_hello_has_a_limit_and_a_deadline(monkeypatch, data):
                 connection.sendall(data)
             begin = time.monotonic()
             assert closed(connection)
-            assert time.monotonic() - begin < 5
+            assert time.monotonic() - begin < 15
         assert meet(hosts(2, 1), address, secret=SECRET) == [None]
     assert told == [None]
 
@@ -371,7 +371,7 @@ def test_a_host_0_that_sends_a_byte_at_a_time_is_given_up(monkeypatch):
         def drip() -> None:
             connection, _ = server.accept()
             with connection, contextlib.suppress(OSError):
-                for _ in range(100):
+                for _ in range(600):
                     connection.sendall(b"0")
                     time.sleep(0.1)
 
@@ -380,6 +380,6 @@ def test_a_host_0_that_sends_a_byte_at_a_time_is_given_up(monkeypatch):
         begin = time.monotonic()
         with pytest.raises(DistributedError, match="did not respond as host 0 does"):
             join_host_0(address, hosts(2)[1], 0.5, SECRET)
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 30
         dripper.join(timeout=20)
         assert not dripper.is_alive()

@@ -75,7 +75,7 @@ def test_values_are_set_waited_for_listed_and_deleted():
         begin = time.monotonic()
         with pytest.raises(TimeoutError):
             store.get("job/b", 0.3)
-        assert 0.2 < time.monotonic() - begin < 5
+        assert 0.2 < time.monotonic() - begin < 30
         threading.Timer(0.2, store.set, ("job/b", b"late")).start()
         assert store.get("job/b", 10.0) == b"late"
         assert store.list("job/") == {"job/a": b"again", "job/b": b"late"}

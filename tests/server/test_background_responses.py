@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import json
+import time
 
 import pytest
 from test_service import run
@@ -18,8 +19,20 @@ from jaxserve.protocol.responses_api.stored import StoredResponse
 from jaxserve.server.background import BackgroundResponses
 from jaxserve.server.response_store import ResponseStore
 
-LONG = {"max_output_tokens": 100}
-"""Tokens that are not generated before a client's next request."""
+
+def without_steps(scenario):
+    """A scenario in which the engine takes requests and ends those that are aborted, and none gains
+    a token, however long a client takes to its next request."""
+
+    def step() -> list:
+        time.sleep(0.001)
+        return []
+
+    async def held(client, service, engine):
+        engine._engine.step = step
+        await scenario(client, service, engine)
+
+    return held
 
 
 @pytest.fixture(scope="module")
@@ -67,27 +80,30 @@ def test_a_response_is_cancelled(chatty):
     """Its place in the engine is free at once."""
 
     async def scenario(client, service, engine):
-        queued = await ask(client, "Hi", background=True, **LONG)
+        queued = await ask(client, "Hi", background=True)
+        path = f"{PATH}/{queued['id']}"
         assert service.num_sequences == 1
         early = await client.post(PATH, json={"input": "a", "previous_response_id": queued["id"]})
         assert early.status_code == 400 and "not complete" in early.text
         for _ in range(2):
-            answer = await client.post(f"{PATH}/{queued['id']}/cancel")
+            answer = await client.post(f"{path}/cancel")
             assert answer.status_code == 200 and answer.json()["status"] == "cancelled"
             assert service.num_sequences == 0
-        assert (await client.get(f"{PATH}/{queued['id']}")).json() == answer.json()
-        queued = await ask(client, "Hi", background=True, **LONG)
-        assert (await client.delete(f"{PATH}/{queued['id']}")).status_code == 200
+        assert (await client.get(path)).json() == answer.json()
+        queued = await ask(client, "Hi", background=True)
+        path = f"{PATH}/{queued['id']}"
+        assert service.num_sequences == 1
+        assert (await client.delete(path)).status_code == 200
         assert service.num_sequences == 0
-        assert (await client.get(f"{PATH}/{queued['id']}")).status_code == 404
+        assert (await client.get(path)).status_code == 404
 
-    run(chatty, scenario)
+    run(chatty, without_steps(scenario))
 
 
 def test_a_key_has_its_own(chatty):
     async def scenario(client, service, engine):
         mine, other = {"headers": of_key("one")}, {"headers": of_key("two")}
-        body = MORE | LONG | {"input": "Hi", "background": True}
+        body = MORE | {"input": "Hi", "background": True}
         queued = (await client.post(PATH, json=body, **mine)).json()
         path = f"{PATH}/{queued['id']}"
         assert (await client.post(f"{path}/cancel", **other)).status_code == 404
@@ -95,7 +111,7 @@ def test_a_key_has_its_own(chatty):
         assert service.num_sequences == 1
         assert (await client.post(f"{path}/cancel", **mine)).json()["status"] == "cancelled"
 
-    run(chatty, scenario, keys=("one", "two"))
+    run(chatty, without_steps(scenario), keys=("one", "two"))
 
 
 def test_what_cannot_be_in_the_background_is_refused(chatty):
@@ -142,7 +158,7 @@ def test_one_that_is_too_large_is_refused_or_fails(chatty, more_bytes, status):
 
 def test_a_full_queue_refuses_and_a_drain_waits(chatty):
     async def scenario(client, service, engine):
-        body = MORE | LONG | {"input": "Hi", "background": True}
+        body = MORE | {"input": "Hi", "background": True}
         answers = [await client.post(PATH, json=body) for _ in range(service._room + 1)]
         assert answers[-1].status_code == 429 and answers[-2].status_code == 200
         await service.drain(0)
@@ -152,4 +168,4 @@ def test_a_full_queue_refuses_and_a_drain_waits(chatty):
             response = await ended(client, answer.json())
             assert response["status"] == "incomplete"
 
-    run(chatty, scenario)
+    run(chatty, without_steps(scenario))
