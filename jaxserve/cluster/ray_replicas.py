@@ -170,8 +170,8 @@ class RayReplica:
     async def reset_prefix_cache(self) -> None:
         await self._call("reset_prefix_cache")
 
-    async def add_lora(self, lora_request: LoRARequest, load_inplace: bool = False) -> None:
-        await self._call("add_lora", lora_request, load_inplace)
+    async def add_lora(self, lora_request: LoRARequest) -> None:
+        await self._call("add_lora", lora_request)
 
     async def remove_lora(self, name: str) -> None:
         await self._call("remove_lora", name)

@@ -142,9 +142,9 @@ class Replica:
         """Drop every cached prefix."""
         await self._ready.reset_prefix_cache()
 
-    async def add_lora(self, lora_request: LoRARequest, load_inplace: bool = False) -> None:
+    async def add_lora(self, lora_request: LoRARequest) -> None:
         """Load an adapter. Raises as `AsyncEngine.add_lora`."""
-        await self._ready.add_lora(lora_request, load_inplace)
+        await self._ready.add_lora(lora_request)
 
     async def remove_lora(self, name: str) -> None:
         """Unload an adapter. Raises as `AsyncEngine.remove_lora`."""

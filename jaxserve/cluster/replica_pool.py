@@ -287,10 +287,10 @@ class ReplicaPool:
             replica.load.cached.clear()
             await tried(replica.client.reset_prefix_cache())
 
-    async def add_lora(self, lora_request: LoRARequest, load_inplace: bool = False) -> None:
+    async def add_lora(self, lora_request: LoRARequest) -> None:
         """Has every replica load an adapter; one that is lost loads it for its next request."""
         for replica in tuple(self._replicas):
-            await tried(replica.client.add_lora(lora_request, load_inplace))
+            await tried(replica.client.add_lora(lora_request))
 
     async def remove_lora(self, name: str) -> None:
         for replica in tuple(self._replicas):

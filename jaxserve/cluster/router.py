@@ -159,8 +159,14 @@ class Router:
         await self._result_of(self._pool.reset_prefix_cache())
 
     async def add_lora(self, lora_request: LoRARequest, load_inplace: bool = False) -> None:
-        """Load an adapter on all replicas."""
-        await self._result_of(self._pool.add_lora(lora_request, load_inplace))
+        """Load an adapter on all replicas. Raises ConfigError with `load_inplace`: they would not
+        replace it at once, and requests that keep the one before could not move."""
+        if load_inplace:
+            raise ConfigError(
+                "load_inplace is of one engine, and there are several replicas; load the adapter "
+                "under another name, and unload the one before."
+            )
+        await self._result_of(self._pool.add_lora(lora_request))
 
     async def remove_lora(self, name: str) -> None:
         """Unload an adapter on all replicas."""

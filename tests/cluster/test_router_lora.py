@@ -11,7 +11,7 @@ from tiny_engines import LONGEST
 from jaxserve.cluster.replica import Replica
 from jaxserve.cluster.router import Router
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import RequestError
+from jaxserve.core.errors import ConfigError, RequestError
 from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.output_queue import output_of
@@ -35,6 +35,8 @@ def test_every_replica_has_the_adapters(llama, tmp_path):
         await router.add_lora(lora)
         for replica in replicas:
             assert replica._ready._engine.adapters.names == ["sql"]
+        with pytest.raises(ConfigError, match="load_inplace is of one engine"):
+            await router.add_lora(lora, load_inplace=True)
         asked = [(prompt, adapter) for prompt in llama.prompts[4:7] for adapter in owners]
         await asyncio.gather(*(answered(str(number), *each) for number, each in enumerate(asked)))
         await router.remove_lora("sql")
