@@ -53,9 +53,11 @@ def parse_tree(value: Any) -> tuple[Path, ...]:
         for path in _product(numbers):
             paths.append(path)
             _check_size(len(paths))
+    if () in paths:
+        raise ConfigError(f"{_NAME} has the path [], which is no draft; leave it out.")
     known = {(), *paths}
     for path in paths:
-        if not path or path[:-1] not in known:
+        if path[:-1] not in known:
             raise ConfigError(
                 f"{_NAME} has the path {list(path)} and not {list(path[:-1])}, which it continues; "
                 "add that one."

@@ -116,16 +116,20 @@ class Scheduler(SequenceLifecycle):
     def observe_drafts(self, chunk: ScheduledChunk, num_drafts: int, num_accepted: int) -> None:
         """Updates what is known of drafts with those of a decode: of the `num_drafts` that there
         were, `num_accepted` were kept. A drafter that should have computed some has computed NaN:
-        it is switched off for the sequence, and for all if it has never computed any."""
+        it is switched off for the sequence, and for all if it has never computed any. Called before
+        the step's tokens are collected."""
+        seq = chunk.seq
         if not chunk.num_drafts:
             return
-        self._drafts.observe(chunk.seq, chunk.num_drafts, num_accepted)
+        self._drafts.observe(seq, chunk.num_drafts, num_accepted)
         if self.config.drafter is None:
             return
+        # Drafts kept by the step before may have left no room for those of a tree.
+        room = chunk.stop - seq.num_prompt - len(seq.output_token_ids)
         if num_drafts:
             self._drafter_works = True
-        elif chunk.seq.num_speculative_tokens:
-            self._stop_drafts(chunk.seq)
+        elif seq.num_speculative_tokens and room > 0 and not seq.finished:
+            self._stop_drafts(seq)
 
     def _stop_drafts(self, seq: Sequence) -> None:
         whose = f"request {seq.request_id} and others like it go"

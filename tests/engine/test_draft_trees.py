@@ -255,7 +255,7 @@ def test_nothing_is_compiled_once_the_engine_is_ready(trees, llama, compiled):
         ({"speculative_token_tree": [[0], 1]}, "give the paths of its drafts"),
         ({"speculative_token_tree": [[0], ["a"]]}, "give the paths of its drafts"),
         ({"speculative_token_tree": [2, 0]}, "give the paths of its drafts"),
-        ({"speculative_token_tree": [[0], []]}, r"has the path \[\]"),
+        ({"speculative_token_tree": [[0], []]}, r"has the path \[\], which is no draft"),
         ({"speculative_token_tree": [[0], [1, 0]]}, r"path \[1, 0\] and not \[1\]"),
         ({"speculative_token_tree": [[0], [0]]}, r"path \[0\] twice"),
         ({"speculative_token_tree": [[99]]}, "a guess of rank 99"),
@@ -296,3 +296,11 @@ def test_a_tree_needs_room_in_a_step(llama, heads):
     settings = drafted(heads, speculative_token_tree=[3, 3])
     with pytest.raises(ConfigError, match="with 12 drafts each"):
         llama.load(**settings | {"max_num_batched_tokens": 32})
+
+
+def test_no_room_for_drafts_is_no_nan(trees, llama, caplog):
+    """A step planned before the host knows that the one before it kept drafts up to the last token
+    but one finds no room for its own."""
+    for count in range(2, 12):
+        generate(trees(), llama.prompts[0], dataclasses.replace(FEW, max_tokens=count))
+    assert not [record for record in caplog.records if "NaN" in record.getMessage()]
