@@ -402,7 +402,7 @@ class EngineConfig:
         if len(devices) != self.num_devices:
             raise ConfigError(
                 f"devices is {devices!r}, which has {len(devices)} entries, but {self.sizes} need "
-                f"{self.num_devices}; list as many, or change the sizes."
+                f"{self.num_devices}; list as many ids, or leave it out."
             )
         object.__setattr__(self, "devices", tuple(devices))
 
