@@ -176,7 +176,7 @@ def test_unfinished_requests_are_resumed_by_the_next_server(start, tmp_path):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--port=99999"], "port 99999"),
+        (["--port=99999"], "--port is 99999; it must be in 0..65535"),
         (["--host=nowhere.invalid"], "nowhere.invalid"),
         (["--api-key=a b"], "API key"),
         (["--api-key", "good", "not good"], "API key 2"),

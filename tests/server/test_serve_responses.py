@@ -200,7 +200,7 @@ def test_stored_responses_are_read_and_deleted(client):
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"input": []}, "input"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
