@@ -5,43 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from round_numbers import DEVICE, WORK
 
-from jaxserve.core.devices import DeviceSpec
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
-from jaxserve.core.steps.work import StepWork
 from jaxserve.simulator.roofline import Roofline, pairs_seen
 from jaxserve.simulator.utilization import CountedTimes
 
-DEVICE = DeviceSpec(
-    name="round numbers",
-    kind="none",
-    platform="gpu",
-    source="by hand",
-    memory_bytes=1 << 40,
-    memory_bytes_per_s=1e9,
-    flops={"bfloat16": 1e12},
-    link_bytes_per_s=1e8,
-    hop_latency_s=1e-3,
-    launch_s=1e-5,
-    compute_efficiency=1.0,
-    memory_efficiency=1.0,
-    link_efficiency=1.0,
-)
-WORK = StepWork(
-    dtype="bfloat16",
-    itemsize=2,
-    hidden_size=1000,
-    windows={None: 10},
-    layer_weights=10_000_000,
-    layer_bytes=20_000_000,
-    head_weights=1_000_000,
-    head_bytes=2_000_000,
-    query_size=1000,
-    kv_bytes=1000,
-)
 SEQ = Sequence(0, "0", 0, [0], SamplingParams(), arrival_us=0)
 
 
