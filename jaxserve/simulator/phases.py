@@ -1,0 +1,114 @@
+"""An engine that only prefills, or only decodes: what it serves within the SLO, by simulation.
+
+As DistServe simulates them (Zhong et al. 2024): each phase alone, under the same arrivals. Moves of
+KV take no time here; `cluster/simulated.py` has them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.steps.buckets import TOKEN_MULTIPLE, Buckets, ProgramKey
+from jaxserve.core.steps.plan import StepPlan
+from jaxserve.simulator.bounds import num_decodes
+from jaxserve.simulator.capacity import CapacitySearch, Load, rate_at
+from jaxserve.simulator.deployment import Deployment
+from jaxserve.simulator.placement import EngineGoodput
+from jaxserve.simulator.search import Engine
+from jaxserve.simulator.slo import Slo
+from jaxserve.simulator.step_times import StepTimes
+
+
+class DecodeTimes:
+    """Step times in which prefills take none: their KV comes from elsewhere."""
+
+    def __init__(self, times: StepTimes, buckets: Buckets) -> None:
+        self._times = times
+        self._buckets = buckets
+
+    def step(self, key: ProgramKey, plans: Sequence[StepPlan]) -> float:
+        decodes = tuple(
+            dataclasses.replace(plan, prefills=()) if plan.prefills else plan for plan in plans
+        )
+        if any(not plan.empty for plan in decodes):
+            key = self._buckets.program(plan.shape for plan in decodes)
+        elif not key.rows or any(not plan.empty for plan in plans):
+            return 0.0
+        else:  # No plan at all: the program itself is asked for.
+            key = key._replace(prefill_tokens=0, ring=False)
+        return self._times.step(key, decodes)
+
+    def copy(self, num_pages: int) -> float:
+        return self._times.copy(num_pages)
+
+
+def prefill_only(engine: Engine) -> Engine:
+    """The engine as it computes the prompts of its load, and the first token of each."""
+    arrivals = [
+        dataclasses.replace(
+            arrival, params=dataclasses.replace(arrival.params, max_tokens=1, min_tokens=0)
+        )
+        for arrival in engine.load.arrivals
+    ]
+    return dataclasses.replace(engine, load=dataclasses.replace(engine.load, arrivals=arrivals))
+
+
+def decode_only(engine: Engine) -> Engine:
+    """The engine as it decodes its load. A prompt enters in one step, whatever its length, and its
+    KV takes room."""
+    deployment = engine.deployment
+    config, buckets = deployment.config, deployment.buckets
+    most = -(-config.max_model_len // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
+    whole = dataclasses.replace(buckets, prefill_tokens=(most,), ring_contexts={})
+    entering = dataclasses.replace(
+        config,
+        scheduler="sarathi",
+        target_step_us=None,
+        max_num_batched_tokens=config.max_num_seqs * buckets.widths[-1] + most,
+    )
+    return dataclasses.replace(
+        engine,
+        deployment=dataclasses.replace(deployment, config=entering, buckets=whole),
+        times=DecodeTimes(engine.times, buckets),
+    )
+
+
+def has_decodes(load: Load, config: EngineConfig) -> bool:
+    """Whether any request of a load has a second token."""
+    return any(num_decodes(load.arrivals, config))
+
+
+def goodput(engine: Engine, slo: Slo) -> float:
+    """Requests per second that an engine serves within the SLO; 0 if it meets that at no rate.
+
+    Raises RequestError when a request can never run.
+    """
+    last = engine.bounds(slo).last_step
+    search = CapacitySearch(engine.deployment, engine.times, engine.load, slo)
+    step = search.between(None, last).step
+    return 0.0 if step is None else rate_at(step, engine.load.rate)
+
+
+def goodput_by_role(
+    deployment: Deployment, times: StepTimes, load: Load, slo: Slo
+) -> EngineGoodput:
+    """Three searches for a capacity, one for each role of an engine of `deployment`, under the
+    requests of `load`. Each must meet all of `slo` with what it does: the time to the first token
+    is that of prefill engines, the times between tokens those of decode engines.
+
+    Raises RequestError when a request can never run.
+    """
+    engine, config = Engine(deployment, times, load), deployment.config
+    decode = math.inf
+    if has_decodes(load, config):
+        decode = goodput(decode_only(engine), slo)
+    return EngineGoodput(
+        prefill=goodput(prefill_only(engine), slo),
+        decode=decode,
+        both=goodput(engine, slo),
+        tensor=config.tensor_parallel_size * config.context_parallel_size,
+        stages=config.pipeline_parallel_size,
+    )

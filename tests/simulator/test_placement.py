@@ -1,0 +1,128 @@
+"""Which devices prefill and which decode: by hand, by brute force, and from simulated engines."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+from test_search import RATE, SLO, deployment, load, times
+
+from jaxserve.core.steps.buckets import ProgramKey
+from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
+from jaxserve.simulator.phases import DecodeTimes, decode_only, goodput_by_role, prefill_only
+from jaxserve.simulator.placement import (
+    EngineGoodput,
+    best_placement,
+    best_placement_on_nodes,
+    placement_for,
+)
+from jaxserve.simulator.search import Engine
+from jaxserve.simulator.slo import Slo
+
+DISTSERVE = EngineGoodput(prefill=5.6, decode=10.0, both=1.6)
+"""OPT-13B on one A100, prompts of 512 and outputs of 64 tokens (Zhong et al. 2024, figure 1)."""
+
+
+def test_the_example_of_distserve():
+    """Two prefill engines serve one decode engine: 10 requests/s by three devices, 3.3 each."""
+    found = best_placement([DISTSERVE], 3)
+    assert (found.num_prefill, found.num_decode, found.goodput) == (2, 1, 10.0)
+    assert found.goodput / found.devices / DISTSERVE.both == pytest.approx(2.1, abs=0.05)
+    assert best_placement([DISTSERVE], 2).goodput == 5.6
+    sized = placement_for([DISTSERVE], 10.0)
+    assert (sized.num_prefill, sized.num_decode, sized.devices) == (2, 1, 3)
+
+
+def test_engines_that_do_both_win_where_phases_cannot_be_balanced():
+    """On one device nothing can be apart. Chunked prefill at 5 requests/s an engine: two of them
+    beat one of each role, three only equal them, and then the simpler is chosen."""
+    assert not best_placement([DISTSERVE], 1).apart
+    chunked = dataclasses.replace(DISTSERVE, both=3.0)
+    assert best_placement([chunked], 2).goodput == 6.0
+    assert not best_placement([chunked], 2).apart
+    even = dataclasses.replace(DISTSERVE, both=10 / 3)
+    assert not best_placement([even], 3).apart
+    assert best_placement([DISTSERVE], 3).apart
+
+
+def test_each_role_has_the_mesh_that_suits_it():
+    """Of 6 devices: prefill on tensor-parallel pairs, decode on single devices."""
+    single = EngineGoodput(prefill=1.0, decode=8.0, both=0.5)
+    pair = EngineGoodput(prefill=4.0, decode=9.0, both=2.0, tensor=2)
+    found = best_placement([single, pair], 6)
+    assert (found.prefill, found.num_prefill) == (pair, 2)
+    assert (found.decode, found.num_decode, found.goodput, found.devices) == (single, 2, 8.0, 6)
+    with pytest.raises(ValueError, match="no engine fits 1 devices"):
+        best_placement([pair], 1)
+
+
+def test_slow_links_keep_both_roles_of_a_stage_on_one_node():
+    """Two nodes of 4 devices. Prefill over two stages of 2 devices leaves 2 devices of each node,
+    which hold the same stages of decode; an engine with other stages does not fit it."""
+    piped = EngineGoodput(prefill=6.0, decode=7.0, both=2.5, tensor=2, stages=2)
+    narrow = EngineGoodput(prefill=1.0, decode=5.0, both=0.1, tensor=1, stages=2)
+    whole = EngineGoodput(prefill=5.0, decode=99.0, both=2.0, tensor=4)
+    found = best_placement_on_nodes([piped, narrow, whole], 2, 4)
+    assert found.prefill.stages == found.decode.stages == 2
+    assert (found.num_prefill, found.num_decode, found.goodput) == (1, 1, 6.0)
+    single = EngineGoodput(prefill=5.6, decode=10.0, both=1.6)
+    nodes = best_placement_on_nodes([single], 2, 3)
+    assert (nodes.num_prefill, nodes.num_decode, nodes.goodput) == (4, 2, 20.0)
+
+
+def test_nobody_meets_the_slo():
+    with pytest.raises(ValueError, match="no engine meets the SLO"):
+        placement_for([EngineGoodput(0.0, 0.0, 0.0)], 1.0)
+    assert placement_for([EngineGoodput(0.0, 5.0, 1.0)], 2.5).num_both == 3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_best_is_that_of_every_count_of_engines(seed):
+    draw = random.Random(seed)
+    engines = [
+        EngineGoodput(*(draw.uniform(0, 9) for _ in range(3)), tensor=draw.choice([1, 2, 4]))
+        for _ in range(3)
+    ]
+    num_devices = draw.choice([4, 7, 8])
+    counts = [range(num_devices // engine.devices + 1) for engine in engines]
+    goodputs = [0.0]
+    for (a, one), (b, other) in itertools.product(enumerate(engines), repeat=2):
+        for n, m in itertools.product(counts[a], counts[b]):
+            if n * one.devices + m * other.devices <= num_devices:
+                goodputs.append(min(n * one.prefill, m * other.decode))
+    goodputs += [max(counts[a]) * one.both for a, one in enumerate(engines)]
+    assert best_placement(engines, num_devices).goodput == pytest.approx(max(goodputs))
+
+
+def chunk(start: int, num_tokens: int = 1) -> ScheduledChunk:
+    return ScheduledChunk(None, start, num_tokens, samples=True, output_index=0, slot=0)
+
+
+def test_prefills_cost_a_decode_engine_nothing():
+    engine = Engine(deployment(), times(), load())
+    free = DecodeTimes(times(), engine.deployment.buckets)
+    mixed = StepPlan(decodes=(chunk(9), chunk(7)), prefills=(chunk(0, 20),))
+    alone = StepPlan(decodes=mixed.decodes)
+    assert free.step(ProgramKey(4, 32), (mixed,)) == times().step(ProgramKey(2, 0), (alone,))
+    assert free.step(ProgramKey(0, 32), (StepPlan(prefills=mixed.prefills),)) == 0
+
+
+def test_goodput_by_role_of_a_simulated_engine():
+    """An engine with one duty serves at least as much as one with both."""
+    found = goodput_by_role(deployment(), times(), load(), SLO)
+    assert found.both <= min(found.prefill, found.decode)
+    assert found.devices == 1
+    split = best_placement([found], 4)
+    assert split.goodput >= 4 * found.both
+    one_token = prefill_only(Engine(deployment(), times(), load()))
+    assert {a.params.max_tokens for a in one_token.load.arrivals} == {1}
+    assert decode_only(one_token).deployment.buckets.max_prefill_tokens == 128
+
+
+def test_an_slo_that_no_role_meets():
+    slo = Slo.of("ttft_p90=1ms,itl_p90=8ms")
+    found = goodput_by_role(deployment(), times(), load(rate=RATE), slo)
+    assert found.prefill == found.both == 0
+    assert found.decode > 0
