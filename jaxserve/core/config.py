@@ -12,6 +12,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
+from jaxserve.core import combinations
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.requests.lora import DEFAULT_MAX_LORA_RANK, DEFAULT_MAX_LORAS
@@ -228,35 +229,6 @@ class EngineConfig:
         if self.speculative_config is not None:
             speculative = SpeculativeConfig.of(self.speculative_config)
             object.__setattr__(self, "speculative_config", speculative)
-            if self.pipeline_parallel_size > 1:
-                raise ConfigError(
-                    "speculative_config needs the lengths of sequences before their steps have "
-                    f"left the pipeline; pipeline_parallel_size is {self.pipeline_parallel_size}, "
-                    "set it to 1, or leave speculative_config out."
-                )
-            self._check_tree(speculative)
-        self._check_lora()
-        self._check_streaming()
-        self._check_host_kv()
-        self._check_dual_batch_overlap()
-        if self.target_step_us is not None and self.scheduler != "medha":
-            raise ConfigError(
-                f"target_step_us is {self.target_step_us}, but scheduler {self.scheduler!r} has "
-                'no target step time; only "medha" has one.'
-            )
-        if self.batch_invariant and (self.context_parallel_size > 1 or self.sequence_parallel):
-            raise ConfigError(
-                "batch_invariant computes tokens in tiles, which context_parallel_size "
-                f"{self.context_parallel_size} and sequence_parallel "
-                f"{self.sequence_parallel} would split; use tensor_parallel_size or "
-                "pipeline_parallel_size instead."
-            )
-        if self.shared_prefix_attention == "enabled" and (name := self._splits_prefixes):
-            raise ConfigError(
-                "shared_prefix_attention merges what decodes see of shared pages with the rest, an "
-                "order of sums that depends on the batch, on a device that holds their pages; "
-                f"leave it out, or {name}."
-            )
         ageing_s = self.priority_ageing_s
         if ageing_s is not None and (
             type(ageing_s) not in (int, float) or not 1e-6 <= ageing_s < math.inf
@@ -277,113 +249,7 @@ class EngineConfig:
         share = self.memory_utilization
         if not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"memory_utilization is {share!r}; it must be in (0, 1].")
-
-    def _check_tree(self, speculative: SpeculativeConfig) -> None:
-        """Raises ConfigError for a tree of drafts with what does not combine with it."""
-        alone = {
-            "context_parallel_size": self.context_parallel_size > 1,
-            "batch_invariant": self.batch_invariant,
-            "dual_batch_overlap": self.dual_batch_overlap == "on",
-        }
-        for name in [name for name, used in alone.items() if used and speculative.tree_depth]:
-            tree = "top_k" if speculative.top_k else "speculative_token_tree"
-            raise ConfigError(
-                f"{name} is {getattr(self, name)}, which would cut the trees of drafts of "
-                f"speculative_config; leave out {name}, or {tree}."
-            )
-
-    def _check_lora(self) -> None:
-        """Raises ConfigError for settings of adapters without `enable_lora`, or with what does not
-        combine with it."""
-        for name in ("max_loras", "max_lora_rank"):
-            if getattr(self, name) is not None and not self.enable_lora:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}, but enable_lora is False; set it to True, "
-                    f"or leave {name} out."
-                )
-        if self.enable_lora and self.sequence_parallel:
-            raise ConfigError(
-                "enable_lora does not combine with sequence_parallel, whose products are of parts "
-                "of a step's tokens; leave one of them out."
-            )
-
-    def _check_dual_batch_overlap(self) -> None:
-        """Raises ConfigError for two halves of every step where steps have no halves, or nothing to
-        overlap."""
-        if self.dual_batch_overlap != "on":
-            return
-        if self.tensor_parallel_size == 1:
-            raise ConfigError(
-                "dual_batch_overlap is 'on', but tensor_parallel_size is 1, so that no sums are to "
-                "be overlapped; leave dual_batch_overlap out."
-            )
-        for name, default in (
-            ("context_parallel_size", 1),
-            ("sequence_parallel", False),
-            ("batch_invariant", False),
-        ):
-            if (value := getattr(self, name)) != default:
-                raise ConfigError(
-                    f"dual_batch_overlap is 'on', but {name} is {value}, which splits the tokens "
-                    "of a step in its own way; leave one of them out."
-                )
-
-    def _check_streaming(self) -> None:
-        """Raises ConfigError for settings of streamed weights without them, or with what does not
-        combine with them."""
-        where = f"weights_on is {self.weights_on!r}"
-        if self.weights_on == "device":
-            if self.resident_weight_bytes is not None:
-                raise ConfigError(
-                    f"resident_weight_bytes is {self.resident_weight_bytes}, but {where}, which "
-                    "keeps all weights there; set weights_on to 'host' or 'disk', or leave it out."
-                )
-            return
-        if self.program_scope == "step":
-            raise ConfigError(
-                f"{where}, which runs layer after layer, but program_scope is 'step'; leave it out."
-            )
-        if self.pipeline_parallel_size > 1:
-            raise ConfigError(
-                f"{where}, but pipeline_parallel_size is {self.pipeline_parallel_size}, whose "
-                "stages would wait for each other's reads; use tensor_parallel_size instead."
-            )
-        speculative = self.speculative_config
-        if speculative is not None and speculative.method == "layer_skip":
-            raise ConfigError(
-                f"{where}, but speculative_config has the method 'layer_skip', which drafts with "
-                "layers that are not on the device; use 'ngram' or 'draft_model', whose model is."
-            )
-
-    def _check_host_kv(self) -> None:
-        """Raises ConfigError for what does not combine with KV on the host."""
-        if self.kv_on == "device":
-            return
-        refused = {
-            "program_scope": (self.program_scope == "step", "it runs layer after layer"),
-            "speculative_config": (
-                self.speculative_config is not None,
-                "drafts would write to pages that have left the device",
-            ),
-            "batch_invariant": (
-                self.batch_invariant,
-                "parts of the attention are merged in an order that depends on the context",
-            ),
-            "disk_kv_dir": (self.disk_kv_dir is not None, "there are no pages on disk"),
-            "preemption": (
-                self.preemption == "swap",
-                "a preempted sequence is computed again, for the host's memory is for others",
-            ),
-        }
-        for name in ("tensor", "pipeline", "context"):
-            size = f"{name}_parallel_size"
-            refused[size] = getattr(self, size) > 1, "it is for one device"
-        for name, (used, why) in refused.items():
-            if used:
-                raise ConfigError(
-                    f"kv_on is 'host', but {name} is {getattr(self, name)!r}, and {why}; leave "
-                    f"{name} out, or kv_on."
-                )
+        combinations.check(self._combined())
 
     def _check_devices(self) -> None:
         """Converts `devices` to a tuple. Raises ConfigError for invalid or duplicate device ids,
@@ -448,17 +314,13 @@ class EngineConfig:
         """Most drafts of a decode; 0 without speculation."""
         return self.draft_lengths[-1]
 
-    @property
-    def _splits_prefixes(self) -> str | None:
-        """The setting with which decodes cannot read shared pages together."""
-        found = {
-            "batch_invariant": self.batch_invariant,
-            "context_parallel_size": self.context_parallel_size > 1,
-            "dual_batch_overlap": self.dual_batch_overlap == "on",
-            "kv_on": self.kv_on == "host",
-            "trees of drafts": self.speculative_config and self.speculative_config.tree_depth,
+    def _combined(self) -> dict[str, Any]:
+        """The settings that `combinations` has rules for."""
+        speculative = self.speculative_config
+        return vars(self) | {
+            "layer_skip": speculative is not None and speculative.method == "layer_skip",
+            "trees of drafts": speculative is not None and bool(speculative.tree_depth),
         }
-        return next((name for name, splits in found.items() if splits), None)
 
     def of_programs(self) -> dict[str, Any]:
         """The settings that determine programs, those of no program left out. Of the devices, which
@@ -494,7 +356,7 @@ class EngineConfig:
             )
         shares_prefixes = self.shared_prefix_attention
         if shares_prefixes == "auto":
-            pays = on_cpu and not self._splits_prefixes
+            pays = on_cpu and not combinations.conflict(self._combined(), "shared_prefix_attention")
             shares_prefixes = "enabled" if pays else "disabled"
         return dataclasses.replace(
             self,

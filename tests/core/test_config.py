@@ -41,7 +41,7 @@ HALVES = {"dual_batch_overlap": "on", "tensor_parallel_size": 2}
         ({"disk_kv_dir": "/tmp"}, "disk_kv_dir is '/tmp' and disk_kv_bytes 0; give both"),
         ({"disk_kv_bytes": None, "disk_kv_dir": "/tmp"}, "disk_kv_bytes"),
         ({"disk_kv_bytes": 5, "disk_kv_dir": 7}, "disk_kv_dir is 7"),
-        ({"target_step_us": 5}, "target_step_us is 5, but scheduler 'sarathi'.*medha"),
+        ({"target_step_us": 5}, "target_step_us is 5, but scheduler is 'sarathi'.*medha"),
         ({"target_step_us": 0, "scheduler": "medha"}, "target_step_us is 0.*1 or more"),
         ({"fair_share": "yes"}, "fair_share is 'yes'"),
         ({"priority_ageing_s": 0}, "priority_ageing_s is 0; it must be a number of seconds"),

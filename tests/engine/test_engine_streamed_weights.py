@@ -225,7 +225,7 @@ def test_a_disk_that_fails_ends_the_engine_which_says_so(deep, monkeypatch):
             "weights_on to 'host' or 'disk'",
         ),
         ({"weights_on": "tape"}, "weights_on is 'tape'.*device, host, disk"),
-        ({"program_scope": "step"}, "layer after layer, but program_scope is 'step'"),
+        ({"program_scope": "step"}, "program_scope is 'step', and it runs layer after layer"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2.*use tensor_parallel_size"),
         (
             {

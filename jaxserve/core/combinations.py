@@ -1,0 +1,208 @@
+"""Engine settings that exclude each other, and those that need another, as one table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxserve.core.errors import ConfigError
+
+_UNUSED: dict[str, tuple[object, ...]] = {
+    "batch_invariant": (False,),
+    "context_parallel_size": (1,),
+    "disk_kv_dir": (None,),
+    "dual_batch_overlap": ("auto", "off"),
+    "enable_lora": (False,),
+    "kv_on": ("device",),
+    "layer_skip": (False,),
+    "max_lora_rank": (None,),
+    "max_loras": (None,),
+    "pipeline_parallel_size": (1,),
+    "preemption": ("auto", "recompute"),
+    "program_scope": (None, "layer"),
+    "resident_weight_bytes": (None,),
+    "sequence_parallel": (False,),
+    "shared_prefix_attention": ("auto", "disabled"),
+    "speculative_config": (None,),
+    "target_step_us": (None,),
+    "tensor_parallel_size": (1,),
+    "trees of drafts": (False,),
+    "weights_on": ("device",),
+}
+"""The values with which a setting of the tables below excludes and needs nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Exclusion:
+    """`setting`, in use, does not combine with any of `others`, because of `why`.
+
+    `instead` says what to do other than leaving one of them out.
+    """
+
+    setting: str
+    others: tuple[str, ...]
+    why: str
+    instead: str = ""
+
+
+EXCLUSIONS = (
+    Exclusion(
+        "speculative_config",
+        ("pipeline_parallel_size",),
+        "drafting needs the lengths of sequences before their steps have left the pipeline",
+    ),
+    Exclusion(
+        "trees of drafts",
+        ("context_parallel_size", "batch_invariant", "dual_batch_overlap"),
+        "it would split a tree, which one pass of attention has to see whole",
+        "draft one guess of each token",
+    ),
+    Exclusion(
+        "enable_lora",
+        ("sequence_parallel",),
+        "its matrix products are of parts of a step's tokens",
+    ),
+    Exclusion(
+        "weights_on",
+        ("program_scope",),
+        "it runs layer after layer",
+    ),
+    Exclusion(
+        "weights_on",
+        ("pipeline_parallel_size",),
+        "stages would wait for each other's reads",
+        "use tensor_parallel_size",
+    ),
+    Exclusion(
+        "weights_on",
+        ("layer_skip",),
+        "it drafts with layers that are not on the device",
+        "use 'ngram' or 'draft_model'",
+    ),
+    Exclusion("kv_on", ("program_scope",), "it runs layer after layer"),
+    Exclusion(
+        "kv_on", ("speculative_config",), "drafts would write to pages that have left the device"
+    ),
+    Exclusion(
+        "kv_on",
+        ("batch_invariant",),
+        "parts of the attention are merged in an order that depends on the context",
+    ),
+    Exclusion("kv_on", ("disk_kv_dir",), "there are no pages on disk"),
+    Exclusion(
+        "kv_on",
+        ("preemption",),
+        "a preempted sequence is computed again, for the host's memory is for others",
+    ),
+    Exclusion(
+        "kv_on",
+        ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"),
+        "it is for one device",
+    ),
+    Exclusion(
+        "dual_batch_overlap",
+        ("context_parallel_size", "sequence_parallel", "batch_invariant"),
+        "it splits the tokens of a step in its own way",
+    ),
+    Exclusion(
+        "batch_invariant",
+        ("context_parallel_size", "sequence_parallel"),
+        "it would split the tiles of tokens",
+        "use tensor_parallel_size or pipeline_parallel_size",
+    ),
+    Exclusion(
+        "shared_prefix_attention",
+        ("batch_invariant",),
+        "the order of sums would depend on which decodes share pages",
+    ),
+    Exclusion(
+        "shared_prefix_attention",
+        ("context_parallel_size", "kv_on"),
+        "shared pages are read whole on one device",
+    ),
+    Exclusion(
+        "shared_prefix_attention",
+        ("dual_batch_overlap",),
+        "each half of a step would read the shared pages again",
+    ),
+    Exclusion(
+        "shared_prefix_attention",
+        ("trees of drafts",),
+        "the rows of a tree have masks of their own",
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """`setting`, in use, has no effect unless `needed` is in use or, where given, is `value`."""
+
+    setting: str
+    needed: str
+    why: str
+    value: object = None
+    set_to: str = ""
+
+
+NEEDS = (
+    Need("max_loras", "enable_lora", "there are no adapters", set_to="True"),
+    Need("max_lora_rank", "enable_lora", "there are no adapters", set_to="True"),
+    Need(
+        "resident_weight_bytes",
+        "weights_on",
+        "all weights are kept on the device",
+        set_to="'host' or 'disk'",
+    ),
+    Need("dual_batch_overlap", "tensor_parallel_size", "there are no sums to overlap"),
+    Need("target_step_us", "scheduler", "only 'medha' has a target", value="medha"),
+)
+
+
+def conflict(settings: Mapping[str, Any], setting: str) -> str | None:
+    """The first setting in use that excludes `setting`, whether or not `setting` is in use."""
+    for exclusion in EXCLUSIONS:
+        if exclusion.setting == setting:
+            for other in exclusion.others:
+                if _in_use(settings, other):
+                    return other
+    return None
+
+
+def check(settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError, naming both settings, for the first pair that does not combine, and for
+    the first setting without one that it needs."""
+    for rule in EXCLUSIONS:
+        for other in rule.others if _in_use(settings, rule.setting) else ():
+            if _in_use(settings, other):
+                instead = f" {rule.instead}, or" if rule.instead else ""
+                raise ConfigError(
+                    f"{_named(settings, rule.setting)}, but {_named(settings, other)}, and "
+                    f"{rule.why};{instead} leave one of them out."
+                )
+    for need in NEEDS:
+        if not _in_use(settings, need.setting):
+            continue
+        value = settings[need.needed]
+        if not (value == need.value if need.value else _in_use(settings, need.needed)):
+            mend = f"set {need.needed} to {need.set_to}, or " if need.set_to else ""
+            raise ConfigError(
+                f"{_named(settings, need.setting)}, but {_named(settings, need.needed)}: "
+                f"{need.why}; {mend}leave {need.setting} out."
+            )
+
+
+def _in_use(settings: Mapping[str, Any], name: str) -> bool:
+    return settings[name] not in _UNUSED[name]
+
+
+def _named(settings: Mapping[str, Any], name: str) -> str:
+    """The setting with its value, or what of speculative_config is meant."""
+    if name == "layer_skip":
+        return "the method of speculative_config is 'layer_skip'"
+    if name == "trees of drafts":
+        return f"speculative_config has {name}"
+    if name == "speculative_config":
+        return f"{name} is given"
+    value = settings[name]
+    return f"{name} is {value!r}"
