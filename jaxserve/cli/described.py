@@ -10,10 +10,11 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.devices import DeviceSpec, device_names, device_of_kind
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.steps.work import StepWork
+from jaxserve.simulator.acceptance import DraftAcceptance
 from jaxserve.simulator.deployment import Deployment
-from jaxserve.simulator.profile import Profile
+from jaxserve.simulator.profile import Profile, ProfiledTimes
 from jaxserve.simulator.roofline import Roofline
-from jaxserve.simulator.step_times import StepTimes
+from jaxserve.simulator.step_times import SharedPrefixes, StepTimes
 from jaxserve.simulator.transfers import Link
 
 if TYPE_CHECKING:
@@ -78,9 +79,22 @@ class Described:
     @property
     def times(self) -> StepTimes:
         """Raises ConfigError when the device has no rate for the dtype."""
+        from jaxserve.runtime.planning.step_work import draft_work, prefix_cost
+        from jaxserve.runtime.programs.halves import in_halves
+
+        shapes = self.plan.shapes
+        cost = prefix_cost(shapes)
+        shared = cost and SharedPrefixes(cost, shapes.config.page_size)
         if self.profile is not None:
-            return self.profile
-        return Roofline(self.spec, self.work, self.plan.memory.page_bytes)
+            return self.profile if shared is None else ProfiledTimes(self.profile, shared)
+        return Roofline(
+            self.spec,
+            self.work,
+            self.plan.memory.page_bytes,
+            halves=frozenset(key for key in shapes.layouts if in_halves(shapes, key)),
+            shared=shared,
+            drafts=draft_work(shapes),
+        )
 
     @property
     def device_name(self) -> str:
@@ -103,7 +117,10 @@ class Described:
 
     @property
     def deployment(self) -> Deployment:
-        """Raises ConfigError when a profile has no rate of a link that the engine needs."""
+        """Without `acceptance` of drafts. Raises ConfigError when a profile has no rate of a link
+        that the engine needs."""
+        from jaxserve.runtime.planning.step_work import prefix_cost
+
         plan, memory = self.plan, self.plan.memory
         spec = self.spec
         host_bytes_per_s = spec.host_bytes_per_s * spec.link_efficiency if spec else None
@@ -127,7 +144,27 @@ class Described:
             disk_pages=memory.disk_pages,
             host_link=Link(host_bytes_per_s, _LINK_LATENCY_S),
             disk_link=Link(disk_bytes_per_s, _LINK_LATENCY_S),
+            prefix_cost=prefix_cost(plan.shapes),
         )
+
+
+def draft_acceptance(config: EngineConfig, rates: tuple[float, ...]) -> DraftAcceptance | None:
+    """The law by which drafts are kept; None without speculation. Raises ConfigError where only one
+    of the two is given, or the rates are out of range."""
+    speculative = config.speculative_config
+    if speculative is None:
+        if rates:
+            raise ConfigError(
+                "draft_acceptance needs speculative_config, which makes the drafts; give both."
+            )
+        return None
+    if not rates:
+        raise ConfigError(
+            "draft_acceptance is missing, and speculative_config needs it: which drafts are "
+            "accepted depends on the text; give the share that is, such as 0.7, as /metrics of a "
+            "server has it."
+        )
+    return DraftAcceptance(rates, config.seed, speculative.tree_depth)
 
 
 def sizes(shapes: ProgramShapes) -> dict[str, int | str]:
@@ -142,15 +179,25 @@ def sizes(shapes: ProgramShapes) -> dict[str, int | str]:
 
 
 def _counted(config: EngineConfig) -> EngineConfig:
-    """`devices` of devices that have no ids: one number is how many of them. Raises ConfigError."""
+    """`devices` of devices that have no ids: one number is how many of them, over which layers are
+    split where no other size takes them. Raises ConfigError."""
     if config.devices is None:
         return config
-    if len(config.devices) == config.num_devices == 1:
-        (count,) = config.devices
-        if count < 1:
-            raise ConfigError(f"devices is {count}; it must be 1 or more.")
-        return dataclasses.replace(config, tensor_parallel_size=count, devices=None)
+    if len(config.devices) > 1:
+        raise ConfigError(
+            f"devices is {config.devices}, but devices that are not here have no ids; give their "
+            "number, or leave it out and set the parallel sizes."
+        )
+    (count,) = config.devices
+    if count < 1:
+        raise ConfigError(f"devices is {count}; it must be 1 or more.")
+    if config.num_devices == count:
+        return dataclasses.replace(config, devices=None)
+    if config.tensor_parallel_size == 1 and count % config.num_devices == 0:
+        tensor = count // config.num_devices
+        return dataclasses.replace(config, tensor_parallel_size=tensor, devices=None)
     raise ConfigError(
-        f"devices is {config.devices}, but devices that are not here have no ids; give their "
-        "number, or leave it out and set the parallel sizes."
+        f"devices is {count}, but the parallel sizes make {config.num_devices}; give sizes whose "
+        "product is the number of devices, or leave tensor_parallel_size out, which then is the "
+        "rest."
     )

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from jaxserve.cli.arguments.options import Common, ModelSettings
 from jaxserve.cli.described import sizes
-from jaxserve.core.errors import ConfigError
 from jaxserve.core.events import EventLog
 from jaxserve.core.process.output_file import check_output_file
 from jaxserve.core.process.tables import table
@@ -38,13 +37,7 @@ class Profile(Common):
     out: Path = Path("profile.json")
 
     def __post_init__(self) -> None:
-        """Raises ConfigError when `out` cannot be written, and for speculation, which simulations
-        refuse."""
-        if self.engine.speculative_config is not None:
-            raise ConfigError(
-                "speculative_config: the simulator does not know which drafts are accepted; leave "
-                "it out."
-            )
+        """Raises ConfigError when `out` cannot be written."""
         check_output_file("out", self.out)
 
     def run(self) -> int:

@@ -14,9 +14,10 @@ from typing import Any, Literal
 from tyro.conf import OmitArgPrefixes
 
 from jaxserve.cli.arguments.options import Common, ModelSettings
+from jaxserve.cli.arguments.values import Shares
 from jaxserve.cli.bench.options import Deadline, Load, Slo
 from jaxserve.cli.bench.report import report
-from jaxserve.cli.described import Described
+from jaxserve.cli.described import Described, draft_acceptance
 from jaxserve.cli.simulated_load import arrivals, check_lengths, result
 from jaxserve.cli.terminal.text import milliseconds
 from jaxserve.cluster.policies.autoscale import Autoscaler
@@ -44,6 +45,8 @@ class Simulate(Common):
         device: a100, b200, h100, h200, l4, v5e, v5p, v6e, or a TOML file with the fields of those;
             its step times are modelled.
         profile: a file of `jaxserve profile`, for measured step times.
+        draft_acceptance: with speculative_config, the share of drafts that are kept: of the first
+            of a step, the second and so on, comma-separated, the last of all further ones.
         replicas: number of engines.
         routing: which engine gets a request: round_robin, each in its turn, or freeness, as the
             router of `jaxserve serve --data-parallel-size`, which also moves running requests.
@@ -61,6 +64,7 @@ class Simulate(Common):
     engine: ModelSettings = dataclasses.field(default_factory=ModelSettings)
     device: str | None = None
     profile: Path | None = None
+    draft_acceptance: Shares = ()
     replicas: int = 1
     routing: Literal["round_robin", "freeness"] | None = None
     prefill_replicas: int = 0
@@ -190,7 +194,9 @@ class Simulate(Common):
         self, requests: Sequence[TraceRequest], described: Described
     ) -> tuple[list[SimulatedReplica], SimulatedCluster | None]:
         """All engines, and what routed requests to them if not their turns."""
-        deployment, work = described.deployment, described.work
+        acceptance = draft_acceptance(described.plan.config, self.draft_acceptance)
+        deployment = dataclasses.replace(described.deployment, acceptance=acceptance)
+        times, work = described.times, described.work
         replicas: list[SimulatedReplica] = []
         done = itertools.count(1)
         with ProgressBar("Simulating requests", len(requests)) as bar:
@@ -198,7 +204,7 @@ class Simulate(Common):
             def new_replica() -> SimulatedReplica:
                 replica = SimulatedReplica.of(
                     deployment,
-                    described.times,
+                    times,
                     work,
                     self.deadline.deadlines(),
                     keep_events=self.trace_file is not None and not replicas,

@@ -253,7 +253,7 @@ class EngineConfig:
 
     def _check_devices(self) -> None:
         """Converts `devices` to a tuple. Raises ConfigError for invalid or duplicate device ids,
-        and if their number is not the product of the parallel sizes."""
+        and if several are not as many as the parallel sizes make."""
         devices = self.devices
         if not isinstance(devices, list | tuple) or not all(
             type(number) is int and number >= 0 for number in devices
@@ -265,12 +265,18 @@ class EngineConfig:
                 f"devices is {devices!r}, which lists {', '.join(map(str, twice))} twice; list "
                 "each device once."
             )
-        if len(devices) != self.num_devices:
-            raise ConfigError(
-                f"devices is {devices!r}, which has {len(devices)} entries, but {self.sizes} need "
-                f"{self.num_devices}; list as many ids, or leave it out."
-            )
         object.__setattr__(self, "devices", tuple(devices))
+        if len(devices) != 1:  # Of devices that are not here it is their number.
+            self.check_device_ids()
+
+    def check_device_ids(self) -> None:
+        """Raises ConfigError if `devices` are not as many as the parallel sizes make."""
+        devices = self.devices
+        if devices is not None and len(devices) != self.num_devices:
+            raise ConfigError(
+                f"devices is {list(devices)!r}, which has {len(devices)} entries, but {self.sizes} "
+                f"need {self.num_devices}; list as many ids, or leave it out."
+            )
 
     @classmethod
     def of(cls, **settings: Any) -> EngineConfig:

@@ -39,7 +39,7 @@ def engine_devices(config: EngineConfig) -> list[jax.Device]:
     """The devices of an engine: those that `config.devices` names, in that order, or the first of
     this process, as many as the engine needs. An engine of several processes has all devices.
 
-    Raises ConfigError for an unknown device, and when there are too few.
+    Raises ConfigError for an unknown device, and when there are or are named too few.
     """
     devices = jax.devices()
     if jax.process_count() > 1:
@@ -56,6 +56,7 @@ def engine_devices(config: EngineConfig) -> list[jax.Device]:
                 f"{len(devices)}: {_ids(devices)}; choose sizes whose product is at most that."
             )
         return devices[: config.num_devices]
+    config.check_device_ids()
     by_id = {device.id: device for device in devices}
     if unknown := [number for number in config.devices if number not in by_id]:
         raise ConfigError(

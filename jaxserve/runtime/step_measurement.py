@@ -65,7 +65,7 @@ class StepMeasurements:
         """Measures step after step. Yields how many are done, of how many, and the measurement;
         None where a context is too short for the program or for another point."""
         keys = [*self._shapes.buckets.keys(), *self._shapes.buckets.ring_keys()]
-        points = [(key, shares) for key in keys if key.width == 1 for shares in _SHARES]
+        points = [(key, shares) for key in keys for shares in _SHARES]
         seen = set()
         for done, (key, shares) in enumerate(points, start=1):
             plans = self._plans(key, *shares)
@@ -109,29 +109,51 @@ class StepMeasurements:
         rows = key.rows
         if key.prefill_tokens and rows == config.max_num_seqs:
             rows -= 1  # The last sequence prefills.
-        spans = [(int(decodes_at * (longest - 1)), 1)] * rows
+        spans = [(int(decodes_at * (longest - key.width)), 1)] * rows
         left = key.prefill_tokens
         while left and len(spans) < config.max_num_seqs:
             size = min(left, longest)
             spans.append((min(int(prefills_at * longest), longest - size), size))
             left -= size
         try:
-            plans = tuple(self._plan(spans, rows, uploaded) for uploaded in (False, True))
+            plans = tuple(
+                self._plan(spans, rows, key.width - 1, uploaded) for uploaded in (False, True)
+            )
             return plans if buckets.program([plans[0].shape]) else None
         except ProgramMissError:
             return None
 
-    def _plan(self, spans: list[tuple[int, int]], rows: int, uploaded: bool) -> StepPlan:
-        chunks = [self._chunk(slot, *span, uploaded) for slot, span in enumerate(spans)]
+    def _plan(
+        self, spans: list[tuple[int, int]], rows: int, num_drafts: int, uploaded: bool
+    ) -> StepPlan:
+        """Of `rows` decodes, which verify `num_drafts` each, and prefills."""
+        chunks = [
+            self._chunk(slot, *span, num_drafts if slot < rows else 0, uploaded)
+            for slot, span in enumerate(spans)
+        ]
         return StepPlan(tuple(chunks[:rows]), tuple(chunks[rows:]))
 
-    def _chunk(self, slot: int, start: int, num_tokens: int, uploaded: bool) -> ScheduledChunk:
-        count = -(-(start + num_tokens) // self._shapes.config.page_size)
+    def _chunk(
+        self, slot: int, start: int, num_tokens: int, num_drafts: int, uploaded: bool
+    ) -> ScheduledChunk:
+        count = -(-(start + num_tokens + num_drafts) // self._shapes.config.page_size)
         pages = [1 + page % (self._shapes.num_pages - 1) for page in range(count)]
         done = count if uploaded else 0
         others = ((pages, done),) * (len(self._shapes.kv_layout.groups) - 1)
         seq = self._sequences[slot]
-        return ScheduledChunk(seq, start, num_tokens, True, 0, slot, pages, done, others=others)
+        return ScheduledChunk(
+            seq,
+            start,
+            num_tokens,
+            True,
+            0,
+            slot,
+            pages,
+            done,
+            num_drafts,
+            num_drafts,
+            others=others,
+        )
 
     def _time(self, first: StepPlan, again: StepPlan) -> float:
         """Seconds of one dispatch: with pipeline stages, all of which run such a step."""

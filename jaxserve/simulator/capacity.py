@@ -134,6 +134,8 @@ class Bounds:
 
         def bound(metric: str, percent: int) -> float | None:
             if metric in ("itl", "tpot"):
+                if config.num_speculative_tokens:
+                    return None  # A step may yield several tokens.
                 least_s = least_decode_s(times, buckets, config.pipeline_parallel_size)
                 return least_s * 1e6 if tokens.decode else None
             if metric == "fluidity" or shares_prefixes:

@@ -12,6 +12,8 @@ from jaxserve.core.steps.buckets import Buckets
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.offload.tiers import Tier
 from jaxserve.metrics.fluidity import INTERACTIVE, Deadlines
+from jaxserve.scheduler.decode_groups import PrefixCost
+from jaxserve.simulator.acceptance import DraftAcceptance
 from jaxserve.simulator.simulation import Arrival, LowerTier, Simulation
 from jaxserve.simulator.step_times import StepTimes
 from jaxserve.simulator.transfers import Link
@@ -20,7 +22,8 @@ from jaxserve.simulator.transfers import Link
 @dataclasses.dataclass(frozen=True)
 class Deployment:
     """One engine, resolved and planned: `num_pages` with the trash page, `page_bytes` of a whole
-    page, and the links that its lower tiers would have."""
+    page, and the links that its lower tiers would have; `acceptance` of drafts, and `prefix_cost`
+    of decodes that read shared pages together, where the engine has them."""
 
     config: EngineConfig
     buckets: Buckets
@@ -31,6 +34,8 @@ class Deployment:
     disk_pages: int
     host_link: Link
     disk_link: Link
+    acceptance: DraftAcceptance | None = None
+    prefix_cost: PrefixCost | None = None
 
     def simulation(
         self,
@@ -40,7 +45,7 @@ class Deployment:
         sinks: Sequence[Callable[[Record], None]] = (),
         keep_events: bool = False,
     ) -> Simulation:
-        """Raises ConfigError for speculation."""
+        """Raises ConfigError for speculation without `acceptance`."""
         tiers = {}
         if self.host_pages:
             tiers[Tier.HOST] = LowerTier(self.host_pages, self.host_link)
@@ -54,19 +59,25 @@ class Deployment:
             layout=self.layout,
             page_bytes=self.page_bytes,
             tiers=tiers,
+            acceptance=self.acceptance,
+            prefix_cost=self.prefix_cost,
             deadlines=deadlines,
             sinks=sinks,
             keep_events=keep_events,
         )
 
     def session(self, times: StepTimes, prompt_tokens: int, output_tokens: int) -> SessionTimes:
-        """The times of one request alone, without drafts, whose KV is swapped afterwards.
+        """The times of one request alone, whose KV is swapped afterwards; without `acceptance` of
+        drafts it has none.
 
         Raises RequestError when the request does not fit the engine.
         """
         params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
-        plain = dataclasses.replace(self.config, speculative_config=None)
-        simulation = dataclasses.replace(self, config=plain).simulation(times)
+        engine = self
+        if self.acceptance is None:
+            plain = dataclasses.replace(self.config, speculative_config=None)
+            engine = dataclasses.replace(self, config=plain)
+        simulation = engine.simulation(times)
         simulation.run([Arrival(0, range(prompt_tokens), params)])
         (summary,) = simulation.metrics.finished()
         stop = prompt_tokens + output_tokens - 1

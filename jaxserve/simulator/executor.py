@@ -10,8 +10,9 @@ from collections.abc import Sequence as SequenceOf
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.steps.buckets import Buckets, ProgramKey
 from jaxserve.core.steps.in_flight import DispatchedStep, PackedStep, StepResults
-from jaxserve.core.steps.plan import StepPlan
+from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
 from jaxserve.kv.offload.transfers import staged_pages
+from jaxserve.simulator.acceptance import Acceptance
 from jaxserve.simulator.step_times import StepTimes
 from jaxserve.structured.matcher import TokenMatcher
 
@@ -54,14 +55,19 @@ class SimulatedExecutor:
         times: StepTimes,
         clock: VirtualClock,
         token_of: Callable[[Sequence, int], int],
+        acceptance: Acceptance | None = None,
     ) -> None:
-        """`token_of` gives the token that a sequence samples at a position of its output."""
+        """`token_of` gives the token that a sequence samples at a position of its output;
+        `acceptance` says which drafts are kept, and is needed where there are any."""
         self.in_flight: collections.deque[SimulatedStep] = collections.deque()
         self.num_dispatches = 0
         self._buckets = buckets
         self._times = times
         self._clock = clock
         self._token_of = token_of
+        self._acceptance = acceptance
+        self._num_output: dict[int, int] = {}
+        """Tokens that the devices have sampled for each sequence with drafts."""
         self._stages = collections.deque([_BUBBLE] * (num_stages - 1))
         self._free_us = 0
 
@@ -81,7 +87,7 @@ class SimulatedExecutor:
         """Does nothing: `token_of` alone decides what a sequence samples."""
 
     def forget(self, seq: Sequence) -> None:
-        """Does nothing."""
+        self._num_output.pop(seq.seq_id, None)
 
     def pack(self, plan: StepPlan, step_id: int) -> PackedStep:
         """Raises ProgramMissError when no program holds the plan."""
@@ -118,8 +124,26 @@ class SimulatedExecutor:
         sampled = tuple(
             chunk for chunk in (*step.plan.decodes, *step.plan.prefills) if chunk.samples
         )
+        if self._acceptance is not None:
+            return self._verified(step, sampled)
         tokens = [[self._token_of(chunk.seq, chunk.output_index)] for chunk in sampled]
         return StepResults(sampled, tokens, num_drafts=[0] * len(sampled), width=1)
+
+    def _verified(self, step: SimulatedStep, sampled: tuple[ScheduledChunk, ...]) -> StepResults:
+        """The results of a step that may verify drafts. Like a device, it knows how many were kept
+        in steps that the host had not read when it planned this one."""
+        num_decodes, tokens, num_drafts = len(step.plan.decodes), [], []
+        for place, chunk in enumerate(sampled):
+            seq, first, found, kept = chunk.seq, chunk.output_index, 0, 0
+            if place < num_decodes:
+                first = self._num_output.get(seq.seq_id, first)
+                if chunk.num_drafts:
+                    found, kept = self._acceptance.verified(seq, first, chunk.num_drafts)
+            tokens.append([self._token_of(seq, first + index) for index in range(kept + 1)])
+            num_drafts.append(found)
+            if not seq.finished:
+                self._num_output[seq.seq_id] = first + kept + 1
+        return StepResults(sampled, tokens, num_drafts, step.key.width)
 
     def gather(self, pages: SequenceOf[int]) -> int:
         """Stands for a staging array: the number of its pages."""

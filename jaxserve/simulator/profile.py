@@ -23,6 +23,7 @@ from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.plan import StepPlan
 from jaxserve.metrics.statistics import percentile
 from jaxserve.scheduler.step_time import StepLoad
+from jaxserve.simulator.step_times import SharedPrefixes
 
 _FORMAT = 1
 
@@ -44,7 +45,7 @@ class ProgramTime(NamedTuple):
     context_s: float = 0.0
     pair_s: float = 0.0
 
-    def of(self, context_tokens: int, num_pairs: int) -> float:
+    def of(self, context_tokens: float, num_pairs: int) -> float:
         return self.base_s + self.context_s * context_tokens + self.pair_s * num_pairs
 
 
@@ -79,8 +80,12 @@ class Profile:
     held_out: HeldOut
 
     def step(self, key: ProgramKey, plans: Sequence[StepPlan]) -> float:
+        return self.step_reading(key, plans, 0.0)
+
+    def step_reading(self, key: ProgramKey, plans: Sequence[StepPlan], saved: float) -> float:
+        """As `step`, of decodes that read `saved` tokens of their contexts less."""
         load = StepLoad.together(map(StepLoad.of, plans))
-        return self._program(key).of(load.context_tokens, load.num_pairs)
+        return self._program(key).of(load.context_tokens - saved, load.num_pairs)
 
     def copy(self, num_pages: int) -> float:
         return num_pages * self.page_copy_s
@@ -93,7 +98,9 @@ class Profile:
         larger = [
             known
             for known in self.programs
-            if known.rows >= key.rows and known.prefill_tokens >= key.prefill_tokens
+            if known.rows >= key.rows
+            and known.prefill_tokens >= key.prefill_tokens
+            and known.width >= key.width
         ]
         known = min(larger or self.programs, key=lambda other: other.num_tokens)
         return self.programs[known]
@@ -140,6 +147,21 @@ class Profile:
             raise ConfigError(f"profile {str(path)!r} has no {error}; profile again.") from error
         except (OSError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ConfigError(f"profile {str(path)!r} cannot be read: {error}.") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfiledTimes:
+    """The step times of a profile, where decodes that share a prefix read it together."""
+
+    profile: Profile
+    shared: SharedPrefixes
+
+    def step(self, key: ProgramKey, plans: Sequence[StepPlan]) -> float:
+        saved = min(self.shared.saved(plan) for plan in plans)
+        return self.profile.step_reading(key, plans, saved)
+
+    def copy(self, num_pages: int) -> float:
+        return self.profile.copy(num_pages)
 
 
 def _program(row: Mapping[str, Any]) -> tuple[ProgramKey, ProgramTime]:

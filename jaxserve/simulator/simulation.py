@@ -30,7 +30,9 @@ from jaxserve.kv.pages import PagePool
 from jaxserve.metrics.fluidity import INTERACTIVE, Deadlines
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.scheduler.config import SchedulerConfig
+from jaxserve.scheduler.decode_groups import PrefixCost
 from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.simulator.acceptance import Acceptance
 from jaxserve.simulator.executor import SimulatedExecutor, VirtualClock
 from jaxserve.simulator.step_times import StepTimes
 from jaxserve.simulator.transfers import Link, SimulatedTransfers
@@ -84,21 +86,26 @@ class Simulation:
         page_bytes: int = 0,
         tiers: Mapping[Tier, LowerTier] | None = None,
         token_of: Callable[[Sequence, int], int] = new_tokens,
+        acceptance: Acceptance | None = None,
+        prefix_cost: PrefixCost | None = None,
         deadlines: Deadlines = INTERACTIVE,
         sinks: SequenceOf[Callable[[Record], None]] = (),
         keep_events: bool = False,
     ) -> None:
         """`num_pages` as in the memory plan, the trash page included. `layout` has the KV groups,
         one without a window by default. `tiers` are from the top down. `token_of` gives the token
-        that a sequence samples at a position of its output. `deadlines` are those of the fluidity
-        index; `sinks` are called with every event.
+        that a sequence samples at a position of its output; with speculation `acceptance` says
+        which drafts are kept. `prefix_cost`: of decodes that read shared pages together, if they
+        do. `deadlines` are those of the fluidity index; `sinks` are called with every event.
 
-        Raises ConfigError for speculation, whose acceptance is not simulated.
+        Raises ConfigError for speculation without `acceptance`.
         """
-        if config.speculative_config is not None:
+        if config.speculative_config is None:
+            acceptance = None
+        elif acceptance is None:
             raise ConfigError(
-                "speculative_config: the simulator does not know which drafts are accepted; leave "
-                "it out."
+                "draft_acceptance is missing, and speculative_config needs it: which drafts are "
+                "accepted depends on the text; give the share of them, such as 0.7."
             )
         if config.kv_on != "device":
             raise ConfigError(
@@ -127,8 +134,8 @@ class Simulation:
         if worker is not None:
             worker.calibrate(manager.rates)
         stages = config.pipeline_parallel_size
-        executor = SimulatedExecutor(buckets, stages, times, self.clock, token_of)
-        self.scheduler = Scheduler(SchedulerConfig.of(config, buckets), manager)
+        executor = SimulatedExecutor(buckets, stages, times, self.clock, token_of, acceptance)
+        self.scheduler = Scheduler(SchedulerConfig.of(config, buckets, prefix_cost), manager)
         self._input = InputProcessor(config, None, _VOCAB_SIZE, frozenset(), self.log.now)
         transfers = PageTransfers(manager, worker, executor, self.log, debug=config.debug_kv)
         self.core = EngineCore(self.scheduler, transfers, executor, self._input, self.log, ())

@@ -9,6 +9,7 @@ from typing import Protocol
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.plan import StepPlan
 from jaxserve.kv.offload.rates import causal_pairs
+from jaxserve.scheduler.decode_groups import PrefixCost
 
 
 class StepTimes(Protocol):
@@ -20,6 +21,26 @@ class StepTimes(Protocol):
 
     def copy(self, num_pages: int) -> float:
         """Time of reading and writing so many KV pages on the device."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedPrefixes:
+    """What decodes save that read their first pages together.
+
+    Attributes:
+        cost: what attention to a shared prefix costs, next to that of decodes alone.
+        page_size: tokens of a page.
+    """
+
+    cost: PrefixCost
+    page_size: int
+
+    def saved(self, plan: StepPlan) -> float:
+        """How many tokens less the decodes of a plan read, in a layer of full attention."""
+        return sum(
+            self.cost.gain(num_decodes, num_pages * self.page_size)
+            for _, num_decodes, num_pages in plan.groups
+        )
 
 
 @dataclasses.dataclass(frozen=True)

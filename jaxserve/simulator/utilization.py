@@ -37,14 +37,14 @@ class CountedTimes:
         entering = plans[-1]  # It passes through every stage, so it is counted once.
         if not entering.empty:
             chunks = (*entering.decodes, *entering.prefills)
-            tokens = sum(chunk.num_tokens for chunk in chunks)
-            sampled = sum(chunk.samples for chunk in chunks)
+            tokens = entering.num_tokens
+            sampled = sum(chunk.samples * (1 + chunk.num_drafts) for chunk in chunks)
             self.num_steps += 1
             self.num_tokens += tokens
             self.flops += self._flops_per_token * tokens + 2 * work.head_weights * sampled
             self.num_bytes += work.weight_bytes(tokens) + work.head_bytes
             for window, num_layers in work.windows.items():
-                spans = [(chunk.start, chunk.start + chunk.num_tokens) for chunk in chunks]
+                spans = [(c.start, c.start + c.num_tokens + c.num_drafts) for c in chunks]
                 pairs = sum(pairs_seen(start, stop, window) for start, stop in spans)
                 self.flops += 4 * work.query_size * num_layers * pairs / work.seq
                 read = sum(stop if window is None else min(stop, window) for _, stop in spans)

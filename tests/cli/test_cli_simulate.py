@@ -200,6 +200,22 @@ def test_every_scheduler_and_drawn_loads(run_here, config_70b, scheduler):
     assert summary["output_tokens"] == summary["asked_output_tokens"] != 30
 
 
+def test_speculation_and_other_meshes(run_here, config_70b):
+    """Drafts that are kept save decodes; of eight devices, four are left to split a layer."""
+    load = ("--request-rate=1", "--input-len=64", "--output-len=40", "--num-requests=4", "--json")
+    drafts = '--speculative-config={"num_speculative_tokens": 3}'
+    gap_us = {}
+    for rate in ("0", "0.9,0.8"):
+        options = (*ON_EIGHT, "--context-parallel-size=2", drafts, f"--draft-acceptance={rate}")
+        run = run_here("simulate", config_70b, *options, *load)
+        assert run.status == 0, run.stderr
+        document = json.loads(run.stdout)
+        assert document["settings"]["engine"]["tensor_parallel_size"] == 4
+        assert document["summary"]["output_tokens"] == 160
+        gap_us[rate] = document["summary"]["tpot_us"][0]
+    assert gap_us["0.9,0.8"] < gap_us["0"] / 2
+
+
 def test_a_plan_with_a_draft_model_that_is_not_here(run_here, config_70b, tmp_path):
     small = tmp_path / "config.json"
     sizes = {"num_hidden_layers": 2, "hidden_size": 1024, "num_attention_heads": 8}
@@ -228,7 +244,9 @@ def test_a_plan_with_a_draft_model_that_is_not_here(run_here, config_70b, tmp_pa
         (("--device=h200", "--devices=8", "--input-len=9000"), ["9000 tokens", "8192"]),
         (("--device=v5p", "--pipeline-parallel-size=7"), ["80 layers", "choose one of 1, 2, 4"]),
         (("--device=v5p", "--devices=8", "--dtype=float32"), ["no FLOP/s", "bfloat16"]),
-        ((*ON_EIGHT, '--speculative-config={"num_speculative_tokens": 2}'), ["accepted"]),
+        ((*ON_EIGHT, '--speculative-config={"num_speculative_tokens": 2}'), ["--draft-acceptance"]),
+        ((*ON_EIGHT, "--draft-acceptance=0.7"), ["needs --speculative-config"]),
+        ((*ON_EIGHT, "--pipeline-parallel-size=3"), ["--devices is 8", "3"]),
         (("--device=h200", "--devices=8,9"), ["--devices"]),
         ((*ON_EIGHT, "--request-rate=0"), ["--request-rate is 0"]),
         ((*ON_EIGHT, "--random-range-ratio=2"), ["from 0 to 1"]),

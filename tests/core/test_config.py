@@ -59,7 +59,7 @@ HALVES = {"dual_batch_overlap": "on", "tensor_parallel_size": 2}
         ({"devices": [-1]}, r"devices is \[-1\].*integers"),
         ({"devices": []}, r"devices is \[\], which has 0 entries.*need 1"),
         ({"devices": [1, 2, 1], "tensor_parallel_size": 3}, "lists 1 twice"),
-        ({"devices": [2], "tensor_parallel_size": 2}, r"tensor_parallel_size 2 x .* need 2"),
+        ({"devices": [2, 3, 4], "tensor_parallel_size": 2}, r"tensor_parallel_size 2 x .* need 2"),
         ({"devices": [0, 1, 2], "tensor_parallel_size": 2}, r"\[0, 1, 2\], which has 3 entries"),
         (
             {"data_parallel_size": 2},

@@ -151,4 +151,5 @@ def check_refusals(_: str) -> None:
     assert "there are 0, 1, 2, 3, 4, 5, 6, 7 (cpu)" in unknown
     few = refusal(tensor_parallel_size=3, context_parallel_size=3)
     assert "take 9 devices, but there are only 8" in few
+    assert "1 entries" in refusal(devices=[0], tensor_parallel_size=2)
     assert [device.id for device in engine_devices(EngineConfig(devices=[7]))] == [7]

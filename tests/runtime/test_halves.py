@@ -8,7 +8,7 @@ import pytest
 import round_numbers
 
 from jaxserve.core.devices import DeviceSpec
-from jaxserve.runtime.programs.halves import layer_times
+from jaxserve.core.steps.layer_times import layer_times
 
 DEVICE = dataclasses.replace(
     round_numbers.DEVICE, memory_bytes_per_s=1e12, link_bytes_per_s=1e9, hop_latency_s=1e-5

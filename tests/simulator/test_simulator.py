@@ -21,9 +21,11 @@ from jaxserve.engine.engine_core import EngineCore
 from jaxserve.kv.offload.tiers import Tier
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.runtime.in_flight import DeviceStep
+from jaxserve.runtime.planning.step_work import prefix_cost
 from jaxserve.runtime.runner import Runner
 from jaxserve.runtime.startup import start
 from jaxserve.scheduler.policies import POLICIES
+from jaxserve.simulator.acceptance import Verified
 from jaxserve.simulator.executor import SimulatedExecutor, VirtualClock
 from jaxserve.simulator.simulation import Arrival, Simulation
 from jaxserve.simulator.transfers import Link, SimulatedTransfers
@@ -89,7 +91,8 @@ def test_transfers_take_the_time_of_their_bytes_one_at_a_time_in_each_queue():
 
 def chunk_of(chunk: ScheduledChunk) -> tuple[Any, ...]:
     seq = chunk.seq
-    return (seq.request_id, seq.index, *chunk[1:6], list(chunk.pages), chunk.num_uploaded)
+    sizes = chunk.num_uploaded, chunk.num_drafts, chunk.num_lookahead_tokens
+    return (seq.request_id, seq.index, *chunk[1:6], list(chunk.pages), *sizes)
 
 
 @contextlib.contextmanager
@@ -183,3 +186,87 @@ def test_decisions_are_those_of_the_engine_that_computes(started, scheduler):
     assert len(decided) == len(expected) > len(trace)
     assert log.records == simulated.log.records
     assert metrics.get_metrics(0) == simulated.metrics.get_metrics(0)
+
+
+class _Seen:
+    """The acceptance that an engine had, by request and output."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[str, int, int], Verified] = {}
+
+    def verified(self, seq: Sequence, output_index: int, num_drafts: int) -> Verified:
+        return self.rows[seq.request_id, seq.index, output_index]
+
+
+class DraftingRunner(TimedRunner):
+    """One that notes which drafts were kept."""
+
+    seen: _Seen
+
+    def read(self, step: DeviceStep) -> StepResults:
+        results = super().read(step)
+        for row, chunk in enumerate(results.sampled):
+            seq = chunk.seq
+            place = seq.request_id, seq.index
+            # Of a decode the devices know how far it is, of the others the host does.
+            first = chunk.output_index
+            if row < len(step.plan.decodes):
+                first = self.sampled_by.get(place, first)
+            kept = len(results.token_ids[row])
+            self.seen.rows[*place, first] = Verified(results.num_drafts[row], kept - 1)
+            self.sampled_by[place] = first + kept
+        return results
+
+
+def test_decisions_are_those_of_the_engine_that_speculates(llama):
+    """With the same drafts kept, the numbers of drafts, the pages and the steps are the same."""
+    speculative = {"num_speculative_tokens": "auto"}
+    settings = llama.settings(debug_kv=True, host_kv_bytes=0)
+    settings |= {"speculative_config": speculative, "max_num_batched_tokens": 64}
+    plan, tokenizer, runner = start(EngineConfig(str(llama.path), **settings), EventLog())
+    runner.__class__, runner.seen, runner.sampled_by = DraftingRunner, _Seen(), {}
+    clock, metrics = VirtualClock(), Metrics()
+    log = EventLog(metrics.fold, clock=clock.now, keep_all=True)
+    engine = Engine(plan, tokenizer, runner, log, metrics)
+    shadow = SimulatedExecutor(plan.shapes.buckets, 1, TIMES, clock, lambda seq, index: 0)
+    runner.simulate(shadow, clock)
+    greedy = [
+        dataclasses.replace(each, params=dataclasses.replace(each.params, temperature=0.0, n=1))
+        for each in tiny_trace(seed=3)
+    ]
+    decided, requests = [], []
+    with decisions(engine._core, decided):
+        for number, arrival in enumerate(greedy):
+            while engine.has_work and clock.now() < arrival.time_us:
+                engine.step()
+            clock.advance_to(arrival.time_us)
+            requests.append(engine.add(str(number), arrival.token_ids, arrival.params))
+        while engine.has_work:
+            engine.step()
+    outputs = {
+        request.request_id: request.sequence_outputs[0].seq.output_token_ids for request in requests
+    }
+
+    def token_of(seq: Sequence, index: int) -> int:
+        tokens = outputs[seq.request_id]
+        return tokens[index] if index < len(tokens) else 0  # The surplus, which is dropped.
+
+    simulated = Simulation(
+        plan.config,
+        plan.shapes.buckets,
+        plan.memory.num_pages,
+        TIMES,
+        token_of=token_of,
+        acceptance=runner.seen,
+        prefix_cost=prefix_cost(plan.shapes),
+        keep_events=True,
+    )
+    expected = []
+    with decisions(simulated.core, expected):
+        simulated.run(greedy)
+    for number, (ours, theirs) in enumerate(zip(decided, expected)):
+        assert ours == theirs, f"step {number}"
+    assert len(decided) == len(expected)
+    assert log.records == simulated.log.records
+    assert sum(seen.num_kept for seen in runner.seen.rows.values()) > 0
+    assert any(chunk[-2] for _, (decodes, _), *_ in decided for chunk in decodes)

@@ -117,6 +117,19 @@ def _integers(word: str) -> tuple[int, ...] | None:
         raise ValueError(f"{word!r} is not a list of integers, such as 0,1.") from None
 
 
+Shares = Annotated[
+    tuple[float, ...],
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="FLOAT,FLOAT,...",
+        instance_from_str=lambda words: tuple(map(_real_number, words[0].split(","))),
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda numbers: [",".join(map(str, numbers))],
+    ),
+]
+"""Numbers as one comma-separated argument."""
+
+
 def _joined(numbers: tuple[int, ...] | None) -> str:
     return "None" if numbers is None else ",".join(map(str, numbers))
 

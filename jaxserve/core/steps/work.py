@@ -67,3 +67,21 @@ class StepWork:
     @property
     def num_devices(self) -> int:
         return self.tensor * self.stages * self.seq
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftWork:
+    """What a method of speculation computes on each device to draft.
+
+    Attributes:
+        each: a pass, which drafts one token for every decode of a step.
+        tokens: of a decode in a pass: those whose keys and values the drafter has not yet.
+        always: whether there is a pass where nothing is verified, for later drafts of sequences
+            that may have some.
+        prompts: whether it computes the prompts as well.
+    """
+
+    each: StepWork
+    tokens: int = 1
+    always: bool = False
+    prompts: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from jaxserve.core.steps.work import StepWork
+from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.steps.work import DraftWork, StepWork
 from jaxserve.models.family import AnySpec
 from jaxserve.runtime.programs.shapes.arrays import shard_bytes
+from jaxserve.runtime.programs.shapes.params import ParamShapes
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.scheduler.decode_groups import PrefixCost
 from pallas_kernels.quantized_matmul import QuantizedWeight
@@ -26,26 +29,78 @@ GROUP_TILE = 128.0
 
 def step_work(shapes: ProgramShapes) -> StepWork:
     """The share of one device in every step."""
-
-    def sizes(name: str) -> list[tuple[AnySpec, tuple[int, int]]]:
-        """The specs of a part of the model, each with its weights and bytes on one device."""
-        specs, structure = jax.tree.flatten(shapes.specs[name])
-        shardings = structure.flatten_up_to(shapes.params.shardings[name])
-        arrays = structure.flatten_up_to(shapes.params.abstract[name])
-        return [(spec, _size(spec, *rest)) for spec, *rest in zip(specs, shardings, arrays)]
-
-    names = [name for name in shapes.specs if name != "layers"]
-    # An embedding is the head, or as large.
-    head_weights, head_bytes = max(
-        size for name in names for spec, size in sizes(name) if "vocab" in spec.axes
+    local, page = shapes.local_model, shapes.kv.pages
+    work = dataclasses.replace(
+        _work(shapes, shapes.params, local),
+        kv_bytes=page.page_bytes // page.page_size,
+        tensor=shapes.tensor,
+        stages=shapes.stages,
+        seq=shapes.seq,
     )
-    layers, local = sizes("layers"), shapes.local_model
+    adapters = [shard_bytes(array) for array in jax.tree.leaves(shapes.adapters.abstract)]
+    return dataclasses.replace(
+        work,
+        layer_weights=work.layer_weights + sum(adapters) // shapes.dtype.itemsize,
+        layer_bytes=work.layer_bytes + sum(adapters),
+    )
+
+
+def draft_work(shapes: ProgramShapes) -> DraftWork | None:
+    """What drafting computes; None without speculation, and for methods that only look tokens up
+    (`runtime/proposers/` has them all)."""
+    speculative = shapes.config.speculative_config
+    if speculative is None or not speculative.computed:
+        return None
+    target = dataclasses.replace(step_work(shapes), stages=1, seq=1)
+    if shapes.medusa is not None:
+        weights, num_bytes = _total(
+            size for _, size in _sizes(shapes.draft_params, shapes.draft_params.specs)
+        )
+        heads = shapes.medusa.num_heads
+        return DraftWork(
+            dataclasses.replace(
+                target,
+                windows={},
+                layer_weights=weights // heads,
+                layer_bytes=num_bytes // heads,
+                expert_weights=0,
+                expert_bytes=0,
+            )
+        )
+    local = shapes.local_draft_model
+    if local is None:  # The first layers of the model itself.
+        share = speculative.num_layers / target.num_layers
+        return DraftWork(
+            dataclasses.replace(
+                target,
+                windows=collections.Counter(shapes.model.sliding_windows[: speculative.num_layers]),
+                layer_weights=round(share * target.layer_weights),
+                layer_bytes=round(share * target.layer_bytes),
+                expert_weights=round(share * target.expert_weights),
+                expert_bytes=round(share * target.expert_bytes),
+            )
+        )
+    each = _work(shapes, shapes.draft_params, local)
+    each = dataclasses.replace(
+        each,
+        kv_bytes=local.num_kv_heads * (local.head_dim + local.value_dim) * shapes.dtype.itemsize,
+        tensor=shapes.tensor,
+    )
+    if shapes.eagle:  # A layer, before the head of the model.
+        head = {"head_weights": target.head_weights, "head_bytes": target.head_bytes}
+        return DraftWork(dataclasses.replace(each, **head), prompts=True)
+    return DraftWork(each, tokens=2, always=True, prompts=True)
+
+
+def _work(shapes: ProgramShapes, params: ParamShapes, local: ModelConfig) -> StepWork:
+    """What a model computes on one device, without the size of its KV and its mesh."""
+    # An embedding is the head, or as large.
+    rest = _sizes(params, [name for name in params.specs if name != "layers"])
+    vocabulary = (size for spec, size in rest if "vocab" in spec.axes)
+    head_weights, head_bytes = max(vocabulary, default=(0, 0))
+    layers = _sizes(params, ["layers"])
     expert_weights, expert_bytes = _total(size for spec, size in layers if _of_experts(spec))
     layer_weights, layer_bytes = _total(size for spec, size in layers if not _of_experts(spec))
-    for array in jax.tree.leaves(shapes.adapters.abstract):
-        num_bytes = shard_bytes(array)
-        layer_weights += num_bytes // array.dtype.itemsize
-        layer_bytes += num_bytes
     moe = local.moe
     return StepWork(
         dtype=shapes.config.dtype,
@@ -60,11 +115,19 @@ def step_work(shapes: ProgramShapes) -> StepWork:
         head_weights=head_weights,
         head_bytes=head_bytes,
         query_size=local.num_heads * (local.head_dim + local.value_dim) // 2,
-        kv_bytes=shapes.kv.pages.page_bytes // shapes.kv.pages.page_size,
-        tensor=shapes.tensor,
-        stages=shapes.stages,
-        seq=shapes.seq,
+        kv_bytes=0,
     )
+
+
+def _sizes(params: ParamShapes, names: Iterable[str]) -> list[tuple[AnySpec, tuple[int, int]]]:
+    """The specs of parts of a model, each with its weights and bytes on one device."""
+    found = []
+    for name in names:
+        specs, structure = jax.tree.flatten(params.specs[name])
+        shardings = structure.flatten_up_to(params.shardings[name])
+        arrays = structure.flatten_up_to(params.abstract[name])
+        found += [(spec, _size(spec, *rest)) for spec, *rest in zip(specs, shardings, arrays)]
+    return found
 
 
 def prefix_cost(shapes: ProgramShapes) -> PrefixCost | None:

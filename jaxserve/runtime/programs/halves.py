@@ -6,26 +6,18 @@ attend to the first one's: keys and values are written, and attended to, half af
 compilers can put one half's products between the start and the end of the other's sums.
 
 A layer computes, and twice sums its results. Each half reads the weights, and has its own messages
-and launches. With c(t) the time that a layer computes t tokens, s(t) that of a sum,
-
-    whole  = c(t) + 2 s(t) + launch
-    halves = c(t / 2) + 2 s(t / 2) + max(c(t / 2), 2 s(t / 2)) + 2 launch
-
-for compiled programs hide two of a layer's four sums of halves. So halves pay for many tokens,
-which are bound by arithmetic, and not for few, for which c(t / 2) = c(t), the time in which the
-weights are read.
+and launches (core/steps/layer_times.py). So halves pay for many tokens, which are bound by
+arithmetic, and not for few, which take as long as the reading of the weights.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
-from jaxserve.core.devices import DeviceSpec, device_of_kind
+from jaxserve.core.devices import device_of_kind
 from jaxserve.core.steps.buckets import ProgramKey
-from jaxserve.core.steps.work import StepWork
+from jaxserve.core.steps.layer_times import layer_times
 from jaxserve.runtime.planning.step_work import step_work
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from pallas_kernels.paged_attention import RaggedBatch
@@ -52,40 +44,6 @@ def in_halves(shapes: ProgramShapes, key: ProgramKey) -> bool:
         return False
     times = layer_times(device, step_work(shapes), key.num_tokens)
     return times.halves < times.whole
-
-
-class LayerTimes(NamedTuple):
-    """Seconds of one layer without attention: of all tokens at once, and in two halves."""
-
-    whole: float
-    halves: float
-
-
-def layer_times(device: DeviceSpec, work: StepWork, num_tokens: float) -> LayerTimes:
-    """Modelled times of a layer in a step of so many tokens; nothing is measured.
-
-    Raises ConfigError when the device has no rate for the dtype.
-    """
-    flops_per_s = device.flops_of(work.dtype) * device.compute_efficiency
-    bytes_per_s = device.memory_bytes_per_s * device.memory_efficiency
-    links = 2 if device.both_ways else 1
-    link_bytes_per_s = links * device.link_bytes_per_s * device.link_efficiency
-    hidden_bytes = work.hidden_size * work.itemsize
-    share = 2 * (work.tensor - 1) / work.tensor
-
-    def compute_s(tokens: float) -> float:
-        flops = 2 * work.weights_per_token * tokens / work.num_layers
-        moved = work.weight_bytes(tokens) / work.num_layers + 4 * hidden_bytes * tokens
-        return max(flops / flops_per_s, moved / bytes_per_s)
-
-    def sum_s(tokens: float) -> float:
-        return device.hop_latency_s + share * tokens * hidden_bytes / link_bytes_per_s
-
-    half_s, sums_s = compute_s(num_tokens / 2), 2 * sum_s(num_tokens / 2)
-    return LayerTimes(
-        compute_s(num_tokens) + 2 * sum_s(num_tokens) + device.launch_s,
-        half_s + sums_s + max(half_s, sums_s) + 2 * device.launch_s,
-    )
 
 
 def halves(num_tokens: int) -> tuple[slice, slice]:
