@@ -11,15 +11,19 @@ import math
 from collections.abc import Sequence
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ConfigError
 from jaxserve.core.steps.buckets import TOKEN_MULTIPLE, Buckets, ProgramKey
 from jaxserve.core.steps.plan import StepPlan
 from jaxserve.simulator.bounds import num_decodes
-from jaxserve.simulator.capacity import CapacitySearch, Load, rate_at
+from jaxserve.simulator.capacity import Bounds, Capacity, CapacitySearch, Load, rate_at
 from jaxserve.simulator.deployment import Deployment
 from jaxserve.simulator.placement import EngineGoodput
 from jaxserve.simulator.search import Engine
 from jaxserve.simulator.slo import Slo
 from jaxserve.simulator.step_times import StepTimes
+
+_OF_ONE_ROLE = ("ttft", "itl", "tpot")
+"""Metrics that one role alone decides."""
 
 
 class DecodeTimes:
@@ -112,3 +116,57 @@ def goodput_by_role(
         tensor=config.tensor_parallel_size * config.context_parallel_size,
         stages=config.pipeline_parallel_size,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitEngines:
+    """Engines that only prefill, and engines that only decode, under one load: `prefill` and
+    `decode` are the first of each, with their share of the load. As `Engine`, for searches."""
+
+    prefill: Engine
+    decode: Engine
+    whole: Engine
+    """One that does both, for a request alone."""
+
+    @classmethod
+    def of(cls, prefill: Engine, decode: Engine, slo: Slo) -> SplitEngines:
+        """Of engines that do both, each with its share of the load. Raises ConfigError for a load
+        without decodes, and for limits that no role can be held to."""
+        if not has_decodes(decode.load, decode.deployment.config):
+            raise ConfigError(
+                "no request of the load has a second token, so that there is nothing to decode; "
+                "set prefill_replicas to 0."
+            )
+        if spanning := [str(limit) for limit in slo.limits if limit.metric not in _OF_ONE_ROLE]:
+            raise ConfigError(
+                f"slo has {spanning[0]}, which prefill and decode apart make together; give "
+                f"limits of {', '.join(_OF_ONE_ROLE)}, or set prefill_replicas to 0."
+            )
+        return cls(prefill_only(prefill), decode_only(decode), decode)
+
+    def bounds(self, slo: Slo) -> Bounds:
+        """Raises RequestError when a request can never run."""
+        first, rest = self.prefill.bounds(slo), self.decode.bounds(slo)
+        alone = (
+            one if limit.metric == "ttft" else other
+            for limit, one, other in zip(slo.limits, first.alone, rest.alone)
+        )
+        return Bounds(
+            min(first.last_step, rest.last_step), self.whole.bounds(slo).latency_us, tuple(alone)
+        )
+
+    def capacity(self, slo: Slo, above: int | None, last: int) -> Capacity:
+        """As `CapacitySearch.between`: what both roles serve."""
+        first = self.prefill.capacity(slo, above, last)
+        if first.step is None:
+            return first
+        rest = self.decode.capacity(slo, above, first.step)
+        simulations = first.simulations + rest.simulations
+        if rest.step is None:
+            return dataclasses.replace(rest, simulations=simulations)
+        values = tuple(max(pair) for pair in zip(first.values, rest.values))
+        return Capacity(rest.step, values, simulations)
+
+    def at_once(self, slo: Slo, step: int) -> float:
+        """As `CapacitySearch.at_once`, of the role with more requests."""
+        return max(self.prefill.at_once(slo, step), self.decode.at_once(slo, step))

@@ -146,6 +146,12 @@ def test_an_slo_out_of_reach(run_here, config_70b, options, words):
         ),
         ((SLO, "--device=h200", "--scheduler=fifo"), ["--scheduler is 'fifo'", "sarathi"]),
         ((SLO, "--device=h200", "--max-num-seqs=0"), ["--max-num-seqs is 0"]),
+        ((SLO, "--device=h200", "--prefill-replicas=few"), ["--prefill-replicas has 'few'"]),
+        ((SLO, "--device=h200", "--draft-acceptance=0.7"), ["needs --speculative-config"]),
+        (
+            (SLO, "--device=h200", "--num-speculative-tokens=2"),
+            ["--num-speculative-tokens needs --speculative-config"],
+        ),
         ((SLO, "--device=h200", "--processes=0"), ["--processes is 0"]),
         ((SLO, "--device=h200", "--report=x.pdf"), [".html"]),
         ((SLO, "--device=h200", "--manifest=x.yaml"), ["--manifest and --image", "Dockerfile"]),
@@ -199,3 +205,28 @@ def test_bad_input(run_here, config_70b, capsys, options, words):
 def test_bad_prices(run_here, config_70b, prices, text, words):
     prices.write_text(text)
     run_here("search", config_70b, *SPACE, SLO, "--prices", prices).assert_error(*words)
+
+
+def test_prefill_apart_and_drafts_are_searched(run_here, config_70b):
+    """Of two engines one may prefill while the other decodes; a request alone is faster with drafts
+    that are kept."""
+    space = ("--device=h200", "--devices=8", "--tensor-parallel-size=4", *SPACE[3:6], SPACE[7])
+    space += ("--max-num-batched-tokens=576", "--prefill-replicas=auto")
+    drafts = '--speculative-config={"num_speculative_tokens": 2}'
+    space += (drafts, "--num-speculative-tokens=0,2", "--draft-acceptance=0.9")
+    run = run_here("search", config_70b, *space, *LOAD, SLO, "--json")
+    assert run.status == 0, run.stderr
+    document = json.loads(run.stdout)
+    deployments = document["deployments"]
+    tried = {
+        (d["prefill_replicas"], bool(d["settings"]["speculative_config"])) for d in deployments
+    }
+    assert tried == {(0, False), (0, True), (1, False), (1, True)}
+    plain, drafting = (each for each in deployments if not each["prefill_replicas"])
+    if plain["settings"]["speculative_config"]:
+        plain, drafting = drafting, plain
+    assert drafting["latency_us"] < plain["latency_us"]
+    words = shlex.split(drafting["command"])[1:]
+    assert parse(words).engine.speculative_config.num_speculative_tokens == 2
+    apart = [each["command"] for each in deployments if each["prefill_replicas"]]
+    assert all("--prefill-replicas 1 --decode-replicas 1" in command for command in apart)

@@ -9,9 +9,16 @@ import random
 import pytest
 from test_search import RATE, SLO, deployment, load, times
 
+from jaxserve.core.errors import ConfigError
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
-from jaxserve.simulator.phases import DecodeTimes, decode_only, goodput_by_role, prefill_only
+from jaxserve.simulator.phases import (
+    DecodeTimes,
+    SplitEngines,
+    decode_only,
+    goodput_by_role,
+    prefill_only,
+)
 from jaxserve.simulator.placement import (
     EngineGoodput,
     best_placement,
@@ -119,6 +126,23 @@ def test_goodput_by_role_of_a_simulated_engine():
     one_token = prefill_only(Engine(deployment(), times(), load()))
     assert {a.params.max_tokens for a in one_token.load.arrivals} == {1}
     assert decode_only(one_token).deployment.buckets.max_prefill_tokens == 128
+
+
+def test_engines_apart_serve_what_the_slower_role_does():
+    """Two prefill engines and one that decodes: at their capacity both roles meet the SLO, and at
+    the next rate one does not."""
+    shared = Engine(deployment(), times(), dataclasses.replace(load(), rate=RATE / 2))
+    both = SplitEngines.of(shared, Engine(deployment(), times(), load()), SLO)
+    bounds = both.bounds(SLO)
+    found = both.capacity(SLO, None, bounds.last_step)
+    roles = [role.capacity(SLO, None, bounds.last_step) for role in (both.prefill, both.decode)]
+    assert found.step == min(role.step for role in roles)
+    assert both.capacity(SLO, found.step, bounds.last_step).step is None
+    assert SLO.met(found.values)
+    with pytest.raises(ConfigError, match="slo has e2e_p50, which prefill and decode apart"):
+        SplitEngines.of(shared, shared, Slo.of("e2e_p50=1s"))
+    with pytest.raises(ConfigError, match="nothing to decode"):
+        SplitEngines.of(shared, prefill_only(shared), SLO)
 
 
 def test_an_slo_that_no_role_meets():

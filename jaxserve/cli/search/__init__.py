@@ -13,7 +13,7 @@ from typing import Any
 from tyro.conf import OmitArgPrefixes
 
 from jaxserve.cli.arguments.options import Common
-from jaxserve.cli.arguments.values import Names
+from jaxserve.cli.arguments.values import Names, Shares
 from jaxserve.cli.bench.options import Deadline
 from jaxserve.cli.search.deployments import Dropped, Planned, Planner, SearchLoad, SharedLoad
 from jaxserve.cli.search.journal import Journal
@@ -42,6 +42,8 @@ class Search(Common):
         devices: numbers of devices to try.
         slo: limits of percentiles, such as ttft=2s,itl_p90=50ms: of ttft, itl, tpot, e2e, and at
             least of fluidity; without _pN of the 99th.
+        draft_acceptance: with speculative_config, the share of drafts that are kept, as in
+            `jaxserve simulate`.
         prices: a TOML file with the price of each device for an hour, with lines such as
             h200 = 3.50; without it the cost is the number of devices.
         out: a file for the outcomes, from which the same command continues if it was stopped.
@@ -60,6 +62,7 @@ class Search(Common):
     space: OmitArgPrefixes[Space] = dataclasses.field(default_factory=Space)
     load: OmitArgPrefixes[SearchLoad] = dataclasses.field(default_factory=SearchLoad)
     deadline: Deadline = dataclasses.field(default_factory=Deadline)
+    draft_acceptance: Shares = ()
     prices: Path | None = None
     out: Path | None = None
     processes: int | None = None
@@ -79,6 +82,10 @@ class Search(Common):
         if not self.slo:
             raise ConfigError("give --slo: limits that the load must meet, such as ttft=2s.")
         Slo.of(self.slo)
+        if self.draft_acceptance and self.engine.speculative_config is None:
+            raise ConfigError(
+                "draft_acceptance needs speculative_config, which makes the drafts; give both."
+            )
         if self.processes is not None and self.processes < 1:
             raise ConfigError(f"processes is {self.processes}; it must be 1 or more.")
         if self.report is not None and self.report.suffix != ".html":
@@ -117,7 +124,9 @@ class Search(Common):
         slo = Slo.of(self.slo, self.deadline.deadlines())
         prices = None if self.prices is None else read_prices(self.prices, self.device)
         load = SharedLoad.of(self.load, max(self.devices), self.engine.seed)
-        planned, dropped = self._planned(Planner(self.engine, load, slo, prices, self.image))
+        acceptance = self.draft_acceptance
+        planner = Planner(self.engine, load, slo, prices, self.image, acceptance)
+        planned, dropped = self._planned(planner)
         candidates = [each.candidate for each in planned]
         found: dict[int, Outcome] = {}
         searched = self._document_of_search(load, planned[0])
@@ -144,7 +153,10 @@ class Search(Common):
         from jaxserve.models.loading.checkpoint import open_checkpoint
 
         model = open_checkpoint(self.engine.model, "dummy").config
-        choices = list(self.space.choices(self.device, self.devices, experts=model.moe is not None))
+        experts, speculative = model.moe is not None, self.engine.speculative_config
+        choices = list(
+            self.space.choices(self.device, self.devices, experts=experts, speculative=speculative)
+        )
         planned, dropped = [], []
         with ProgressBar("Planning deployments", len(choices)) as bar:
             for done, choice in enumerate(choices, start=1):
@@ -162,6 +174,7 @@ class Search(Common):
             "fixed": dataclasses.asdict(self.engine),
             "devices": [DeviceSpec.of(device) for device in self.device],
             "slo": self.slo,
+            "draft_acceptance": self.draft_acceptance,
             "deadline": self.deadline,
             "requests": load.requests,
             "rate": load.rate,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.cli.bench.options import Load
-from jaxserve.cli.described import Described
+from jaxserve.cli.described import Described, draft_acceptance
 from jaxserve.cli.search.command import serve_words
 from jaxserve.cli.search.space import Choice, FixedSettings
 from jaxserve.cli.simulated_load import arrivals, check_lengths
@@ -16,6 +16,7 @@ from jaxserve.core.errors import ConfigError, MemoryPlanError, RequestError
 from jaxserve.distributed.launch.serving import ServedDeployment
 from jaxserve.loadgen.trace import TraceRequest
 from jaxserve.simulator import capacity
+from jaxserve.simulator.phases import SplitEngines
 from jaxserve.simulator.search import Candidate, Engine
 from jaxserve.simulator.slo import Slo
 
@@ -73,14 +74,20 @@ class Planned:
     choice: Choice
     asked: EngineConfig
     described: Described
-    engine: Engine
+    engine: Engine | SplitEngines
     candidate: Candidate
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self.choice) | {"cost": self.candidate.cost}
 
     def manifest(self, image: str) -> str:
-        """For Kubernetes. Raises ConfigError as `ServedDeployment.manifest` does."""
+        """For Kubernetes. Raises ConfigError as `ServedDeployment.manifest` does, and for prefill
+        and decode apart."""
+        if self.choice.prefill_replicas:
+            raise ConfigError(
+                "prefill and decode apart have no manifest; set prefill_replicas to 0, or leave "
+                "the manifest out."
+            )
         memory, config = self.described.plan.memory, self.asked
         # The files of a model that is quantized when it is loaded are up to four times as large.
         larger = 1 if config.quantization is None else 4
@@ -108,13 +115,15 @@ class Dropped:
 @dataclasses.dataclass(frozen=True)
 class Planner:
     """Plans deployments. `prices` are those of devices for an hour; without them the cost is the
-    number of devices. With `image`, only those that have a manifest with it can be."""
+    number of devices. With `image`, only those that have a manifest with it can be. `acceptance`
+    of drafts, where there are any."""
 
     fixed: FixedSettings
     load: SharedLoad
     slo: Slo
     prices: Mapping[str, float] | None
     image: str | None = None
+    acceptance: tuple[float, ...] = ()
     _loads: dict[int, capacity.Load] = dataclasses.field(default_factory=dict, init=False)
 
     def plan(self, choice: Choice) -> Planned | Dropped:
@@ -122,9 +131,8 @@ class Planner:
         try:
             asked = self.fixed.of(choice)
             described = Described.of(asked, choice.device, None, propose=False)
-            load = self._load_of(choice.replicas)
             check_lengths(self.load.requests, described.plan.config.max_model_len)
-            engine = Engine(described.deployment, described.times, load)
+            engine = self._engine(choice, described)
             price = 1.0 if self.prices is None else self.prices[choice.device]
             candidate = Candidate(price * choice.num_devices, engine.bounds(self.slo))
             planned = Planned(choice, asked, described, engine, candidate)
@@ -133,6 +141,21 @@ class Planner:
         except (ConfigError, MemoryPlanError, RequestError) as error:
             return Dropped(choice, str(error), isinstance(error, MemoryPlanError))
         return planned
+
+    def _engine(self, choice: Choice, described: Described) -> Engine | SplitEngines:
+        """Raises ConfigError."""
+        drafts = described.plan.config.speculative_config is not None
+        acceptance = draft_acceptance(described.plan.config, self.acceptance if drafts else ())
+        deployment = dataclasses.replace(described.deployment, acceptance=acceptance)
+        times = described.times
+
+        def one_of(engines: int) -> Engine:
+            return Engine(deployment, times, self._load_of(engines))
+
+        if choice.prefill_replicas:
+            prefill, decode = choice.prefill_replicas, choice.decode_replicas
+            return SplitEngines.of(one_of(prefill), one_of(decode), self.slo)
+        return one_of(choice.replicas)
 
     def _load_of(self, engines: int) -> capacity.Load:
         """The load of the first of so many engines."""

@@ -53,7 +53,8 @@ class Findings:
     def command(self, number: int) -> str:
         """What starts a deployment."""
         planned = self.planned[number]
-        return serve_command(planned.asked, planned.choice.replicas)
+        choice = planned.choice
+        return serve_command(planned.asked, choice.replicas, choice.prefill_replicas)
 
     def manifest(self, image: str) -> str:
         """The winner, for Kubernetes."""
@@ -145,6 +146,8 @@ class Findings:
         heading = ["", "devices", "mesh", "scheduler", "tokens", "seqs"]
         heading += ["weights"] if len(formats) > 1 else []
         heading += ["KV"] if len(kv_formats) > 1 else []
+        drafts = [_drafts(each.choice.settings) for each in self.planned]
+        heading += ["drafts"] if len(set(drafts)) > 1 else []
         heading += ["cost/h", "per 1,000 requests"] if self.priced else []
         heading += ["requests/s", "alone", *map(str, self.slo.limits)]
         rows = [tuple(heading)]
@@ -157,6 +160,7 @@ class Findings:
             row += [f"{settings['max_num_seqs']:,}"]
             row += [str(settings["quantization"] or "none")] if len(formats) > 1 else []
             row += [settings["kv_cache_dtype"]] if len(kv_formats) > 1 else []
+            row += [drafts[number]] if len(set(drafts)) > 1 else []
             row += [f"{cost:,.2f}", f"{cost / 3.6 / rate:,.4f}"] if self.priced else []
             row += [f"{rate:,.2f}", f"{planned.candidate.bounds.latency_us / 1e6:,.2f} s"]
             row += [limit.shown(v) for limit, v in zip(self.slo.limits, outcome.values)]
@@ -196,3 +200,9 @@ class Findings:
     def _over(self, values: Sequence[float | None]) -> float:
         pairs = zip(self.slo.limits, values)
         return max((limit.over(value) for limit, value in pairs if value is not None), default=0)
+
+
+def _drafts(settings: Mapping[str, Any]) -> str:
+    """The number of drafts of a deployment."""
+    speculative = settings.get("speculative_config")
+    return "0" if speculative is None else str(speculative.num_speculative_tokens)
