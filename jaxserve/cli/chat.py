@@ -21,7 +21,8 @@ _HELP = """\
 /stats        tokens and times so far
 /reset        forget the conversation, but not the system prompt
 /help         this list
-/exit         quit, as does Ctrl-D; Ctrl-C stops a response"""
+/exit         quit, as do /quit and Ctrl-D; Ctrl-C stops a response"""
+_EXITS = ("/exit", "/quit")
 _HINT = "/help lists the commands, /exit or Ctrl-D quits, Ctrl-C stops a response."
 
 
@@ -51,7 +52,7 @@ class Chat(Common):
             conversation = _Conversation(llm, self.sampling.params(llm), self.system)
             plan = llm.plan()
             _say(f"{plan.checkpoint.path.name} on {device_name(plan.device)}. {_HINT}")
-            while (line := _read_line()) is not None and line != "/exit":
+            while (line := _read_line()) is not None and line not in _EXITS:
                 if line.startswith("/"):
                     conversation.obey(line)
                 elif line:

@@ -60,6 +60,7 @@ _E2E_BOUNDS_US = _bounds_us(
 )
 # fmt: on
 _N_BOUNDS = (1, 2, 5, 10, 20)
+_PREEMPTIONS_BOUNDS = (0, 1, 2, 5, 10, 20)
 _STEP_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # vLLM ends these at the context limit, which the event log does not know.
 _TOKENS_BOUNDS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
@@ -141,6 +142,7 @@ class Metrics:
         self._request_prompt = Histogram(_TOKENS_BOUNDS, 1)
         self._request_computed = Histogram(_TOKENS_BOUNDS, 1)
         self._request_output = Histogram(_TOKENS_BOUNDS, 1)
+        self._request_preemptions = Histogram(_PREEMPTIONS_BOUNDS, 1)
         self._max_tokens = Histogram(_TOKENS_BOUNDS, 1)
         self._n = Histogram(_N_BOUNDS, 1)
         self._step_tokens = Histogram(_STEP_TOKENS_BOUNDS, 1)
@@ -265,6 +267,9 @@ class Metrics:
             "request_generation_tokens": _histogram(
                 "Tokens generated, of completed sequences", self._request_output.value()
             ),
+            "request_num_preemptions": _histogram(
+                "Preemptions, of completed sequences", self._request_preemptions.value()
+            ),
             "request_params_max_tokens": _histogram(
                 "max_tokens of arrived sequences that set it", self._max_tokens.value()
             ),
@@ -365,6 +370,7 @@ class Metrics:
         self._request_prompt.observe(summary.prompt_tokens)
         self._request_computed.observe(summary.prompt_tokens - summary.cached_tokens)
         self._request_output.observe(summary.output_tokens)
+        self._request_preemptions.observe(summary.preemptions)
         if summary.admitted_us is None or summary.first_token_us is None:
             return  # It was restored with all of its tokens.
         decode_us = summary.last_token_us - summary.first_token_us

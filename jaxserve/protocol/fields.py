@@ -91,7 +91,7 @@ def _request_id(given: str) -> str:
 
 def only(*allowed: Any, remedy: str) -> BeforeValidator:
     """A validator that refuses, with a remedy, what is neither null nor one of `allowed`."""
-    reason = f"must be {json.dumps(allowed[0])}" if allowed else "is not a field of this request"
+    reason = f"must be {json.dumps(allowed[0])}" if allowed else "is not accepted"
 
     def check(given: Any) -> Any:
         if given is not None and given not in allowed:

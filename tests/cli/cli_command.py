@@ -51,7 +51,7 @@ class Command:
     def start(self, *args: str | Path) -> subprocess.Popen[bytes]:
         """A process that runs, its three streams being pipes."""
         return subprocess.Popen(
-            [sys.executable, "-m", "jaxserve.cli", *map(str, args)],
+            [sys.executable, "-m", "jaxserve", *map(str, args)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

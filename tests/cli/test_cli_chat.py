@@ -20,7 +20,7 @@ def test_history_reset_and_exit(answer, command, tiny_model, tmp_path):
 
     forgotten = chat("hi", "/reset", "", "hi", "/exit", "never read")
     assert forgotten.stdout == answer.stdout * 2
-    remembered = chat("hi", "/dance", "hi")
+    remembered = chat("hi", "/dance", "hi", "/quit", "never read")
     assert remembered.stdout.startswith(answer.stdout)
     assert remembered.stdout != answer.stdout * 2
     assert "/dance is not a command" in remembered.stderr

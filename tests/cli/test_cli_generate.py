@@ -57,7 +57,10 @@ def test_several_answers(run_here, tiny_model):
     told = json.loads(run_here(*args, "--json").stdout)["answers"]
     assert len({tuple(answer["token_ids"]) for answer in told}) == 3
     texts = [f"[{number}/3]\n{answer['text']}\n" for number, answer in enumerate(told, 1)]
-    assert run_here(*args).stdout == "".join(texts)
+    shown = run_here(*args)
+    assert shown.stdout == "".join(texts)
+    cut = sum(answer["finish_reason"] == "length" for answer in told)
+    assert f"{cut} of 3 answers were cut by --max-tokens 6.\n" in shown.stderr
 
 
 def test_debug_messages_are_those_of_the_engine(run_here, tiny_model, caplog):

@@ -221,7 +221,7 @@ def test_a_file_may_follow_options_with_lists(tmp_path):
     [
         (
             "max-nm-seqs: 3",
-            "'max_nm_seqs', which is no option of `jaxserve plan`; did you mean 'max_num_seqs'?",
+            "'max-nm-seqs', which is no option of `jaxserve plan`; did you mean 'max-num-seqs'?",
         ),
         ("dtype: {a: 1}", "give a text, number or list"),
         ("- 3", "must have lines such as"),

@@ -175,6 +175,20 @@ def test_gauges_follow_a_sequence_through_its_states():
     assert run.value("vllm:prompt_tokens_total") == 0
 
 
+def test_preemptions_of_completed_requests():
+    run = Run()
+    for sequence, times in ((0, 0), (1, 2), (2, 1)):
+        run.log.arrived(sequence, "a", 5)
+        run.log.admitted(sequence)
+        for _ in range(times):
+            run.log.preempted(sequence)
+            run.log.resumed(sequence)
+        run.log.finished(sequence, "abort" if sequence == 2 else "length")
+    preemptions = run.value("vllm:request_num_preemptions")
+    assert (preemptions.sum, preemptions.count) == (2, 2)
+    assert preemptions.buckets[:3] == ((0, 1), (1, 1), (2, 2))
+
+
 def test_parameters_are_those_of_arrived_requests():
     """n is of a request, max_tokens of each of its sequences that has a limit."""
     run = Run()
@@ -391,6 +405,7 @@ def test_metrics_are_named_as_in_vllm_and_shaped_for_an_exporter():
         "vllm:request_prompt_tokens": "histogram",
         "vllm:request_prefill_kv_computed_tokens": "histogram",
         "vllm:request_generation_tokens": "histogram",
+        "vllm:request_num_preemptions": "histogram",
         "vllm:request_params_n": "histogram",
         "vllm:request_params_max_tokens": "histogram",
         "vllm:iteration_tokens_total": "histogram",

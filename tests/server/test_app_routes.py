@@ -31,6 +31,7 @@ def get(
 def test_the_root_says_what_this_is():
     said = get("/").json()
     assert (said["name"], said["status"], said["models"]) == ("jaxserve", "starting", ["tiny"])
+    assert get("/", "HEAD").status_code == 200
     assert get(said["docs"]).status_code == get(said["openapi"]).status_code == 200
 
 

@@ -37,7 +37,7 @@ def call_of(path: str, fields: dict, model: Model):
 @pytest.mark.parametrize(
     ("path", "fields", "said"),
     [
-        ("completions", {"suffix": "x"}, "suffix is not a field of this request; leave"),
+        ("completions", {"suffix": "x"}, "suffix is not accepted; leave"),
         ("completions", {"vllm_xargs": {"a": 1e39}}, "vllm_xargs must"),
         ("completions", {"guided_regex": ""}, "guided_regex must be non-empty"),
         ("completions", {"stream": None, "n": True}, "n must be a valid integer, got true"),
@@ -59,7 +59,7 @@ def call_of(path: str, fields: dict, model: Model):
         ),
         ("completions", {"prompt": "a" * 99_999, "truncate_prompt_tokens": 5}, "within this limit"),
         ("chat/completions", {"logit_bias": 3}, "logit_bias must be an object"),
-        ("responses", {"max_tokens": 5}, "max_tokens is not a field of this request; use max"),
+        ("responses", {"max_tokens": 5}, "max_tokens is not accepted; use max"),
         ("responses", {"background": True}, "background needs a server"),
         ("responses", {"max_output_tokns": 5}, "request; did you mean max_output_tokens?"),
         ("chat/completions", {"max_tokns": 5}, "request; did you mean max_tokens?"),
@@ -74,7 +74,7 @@ def call_of(path: str, fields: dict, model: Model):
             {"tools": [{"type": "function", "name": "f", "parameters": STRING}]},
             "tools[0].parameters.type is",
         ),
-        ("messages", {"stop": "x"}, "stop is not a field of this request; use stop_sequences"),
+        ("messages", {"stop": "x"}, "stop is not accepted; use stop_sequences"),
         ("messages", {"stop_sequences": [""]}, "stop_sequences must hold"),
         (
             "messages",

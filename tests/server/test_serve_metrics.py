@@ -40,6 +40,7 @@ HISTOGRAMS = {
     "vllm:request_inference_time_seconds",
     "vllm:request_prompt_tokens",
     "vllm:request_generation_tokens",
+    "vllm:request_num_preemptions",
     "vllm:request_params_n",
     "vllm:request_params_max_tokens",
     "jaxserve:fluidity_index",

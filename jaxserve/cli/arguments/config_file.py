@@ -79,8 +79,9 @@ def _setting(path: Path, name: str, command: Chosen) -> Setting:
         return known[name]
     close = difflib.get_close_matches(name, known, n=1)
     words = " ".join(["jaxserve", *command.words])
+    written, *close = (one.replace("_", "-") for one in (name, *close))
     hint = f"did you mean {close[0]!r}?" if close else f"`{words} --help` lists them."
-    raise ConfigError(f"{path} has {name!r}, which is no option of `{words}`; {hint}")
+    raise ConfigError(f"{path} has {written!r}, which is no option of `{words}`; {hint}")
 
 
 def _option(path: Path, setting: Setting, value: Any) -> list[str]:

@@ -63,12 +63,13 @@ def receive(stream: DeltaStream, show: bool = True) -> Response:
 
 def _warn_of_cut_answers(answers: list[Choice], max_tokens: int | None) -> None:
     """Say on stderr if an answer ended before the model ended it."""
-    for answer in answers:
-        if answer.finish_reason == "length":
-            by_limit = len(answer.token_ids) == max_tokens
-            limit = f"--max-tokens {max_tokens}" if by_limit else "the context limit"
-            print(f"The answer was cut by {limit}.", file=sys.stderr)
-            return
+    cut = [answer for answer in answers if answer.finish_reason == "length"]
+    if cut:
+        by_limit = len(cut[0].token_ids) == max_tokens
+        limit = f"--max-tokens {max_tokens}" if by_limit else "the context limit"
+        several = f"{len(cut)} of {len(answers)} answers were"
+        which = several if len(answers) > 1 else "The answer was"
+        print(f"{which} cut by {limit}.", file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ code, h2 { font-family: ui-monospace, monospace; overflow-wrap: anywhere }
 """
 
 
+@router.head("/", include_in_schema=False)
 @router.get("/", responses=documented_responses(About) | ERRORS)
 async def about(request: Request) -> JsonResponse:
     """What this server is."""
