@@ -393,6 +393,25 @@ class AsyncEngine:
         """Give up the KV of a request that does not come."""
         self._thread.call(lambda: self._engine.unstage_request(request_id))
 
+    async def export_prefix(
+        self, token_ids: SequenceOf[int], tenant: str | None = None, cache_salt: str | None = None
+    ) -> list[bytes]:
+        """The cached KV of these tokens, for `import_prefix` of another engine, copied between two
+        steps. Raises as `Engine.export_prefix`."""
+        return await self._thread.result_of(
+            lambda: list(self._engine.export_prefix(token_ids, tenant, cache_salt))
+        )
+
+    async def import_prefix(self, parts: SequenceOf[bytes]) -> int:
+        """Cache a prefix of another engine; returns how many of its tokens are cached. Raises
+        SnapshotError as `Engine.import_prefix`."""
+        return await self._thread.result_of(lambda: self._engine.import_prefix(parts))
+
+    def prefill_us(self, start: int, stop: int) -> int | None:
+        """How long this engine would compute tokens start .. stop - 1 of a prompt, in microseconds,
+        by the steps that it has made; None before the first one."""
+        return self._engine.kv.rates.prefill_us(start, stop)
+
     @property
     def ended(self) -> concurrent.futures.Future[None]:
         """Done when the engine has ended, by `close` or by `failure`."""

@@ -14,6 +14,8 @@ from typing import Any
 
 from jaxserve.cluster.policies.dispatch import Demand, dispatch
 from jaxserve.cluster.policies.prefixes import page_hashes
+from jaxserve.cluster.policies.pulls import MOST_PULLS, plan_pull
+from jaxserve.cluster.prefix_pull import PrefixPull, Pulls
 from jaxserve.cluster.routed_replica import Call, OpenRequest, RoutedReplica
 from jaxserve.cluster.routed_request import RoutedRequest
 from jaxserve.cluster.tasks import Tasks
@@ -50,10 +52,13 @@ class OpenRequests:
         page_size: of every replica; set it before the first request.
         num_redispatched: requests dispatched again, of lost replicas.
         num_moved: requests moved with their KV.
+        shares_prefixes: whether replicas pull prefixes that others have cached.
+        num_pulled_tokens: of prompts, whose KV was pulled from another replica.
         prefilled: set when a request has its first token in a replica that only prefills.
     """
 
     page_size: int
+    shares_prefixes = True
 
     def __init__(self, replicas: SequenceOf[RoutedReplica], tasks: Tasks, seed: int) -> None:
         """`replicas` may change."""
@@ -67,6 +72,7 @@ class OpenRequests:
         self._dispatcher = OutputDispatcher()
         self._seeds = random.Random(seed)
         self._sends = itertools.count()
+        self._pulls = Pulls()
 
     def admit(self, call: Call, added: SequenceOf[AddRequest]) -> None:
         """Dispatch the requests of one call. One of them that is refused ends the others."""
@@ -86,6 +92,10 @@ class OpenRequests:
             self._open[each.request_id] = request
             call.requests.append(request)
             self._route(request)
+
+    @property
+    def num_pulled_tokens(self) -> int:
+        return self._pulls.num_tokens
 
     def abort(self, request_id: str) -> None:
         request = self._open.get(request_id)
@@ -227,8 +237,21 @@ class OpenRequests:
         if place is None:
             self._unrouted.append(request)
             return
-        name = self._next_name(request)
-        self._send(request, self._replicas[place], name, request.request.to_send(name))
+        name, pull = self._next_name(request), self._pull(request, place)
+        self._send(request, self._replicas[place], name, request.request.to_send(name), pull)
+
+    def _pull(self, request: OpenRequest, place: int) -> PrefixPull | None:
+        """The pull of a prefix that the request's replica has not cached, but another one has."""
+        if not self.shares_prefixes or request.request.added.lora_request is not None:
+            return None  # A prefix of an adapter is of the digest that the engine gives it.
+        pull = plan_pull(
+            [replica.load for replica in self._replicas], place, request.request.demand
+        )
+        if pull is None or self._replicas[pull.source].num_pulled >= MOST_PULLS:
+            return None
+        return PrefixPull(
+            self._replicas[pull.source], self._replicas[place], pull, self.page_size, self._pulls
+        )
 
     def _next_name(self, request: OpenRequest) -> str:
         """An id for the replica that it is sent to next."""
@@ -240,11 +263,27 @@ class OpenRequests:
         replica: RoutedReplica,
         name: str,
         sent: AddRequest | RequestSnapshot,
+        pull: PrefixPull | None = None,
     ) -> None:
         request.replica, request.sent_as = replica, name
         replica.requests[name] = request
         replica.load.add(name, request.request.demand)
-        self._tasks.spawn(self._submit(request, replica, name, sent))
+        if pull is None:
+            self._tasks.spawn(self._submit(request, replica, name, sent))
+        else:
+            self._tasks.spawn(self._pull_and_submit(pull, request, replica, name, sent))
+
+    async def _pull_and_submit(
+        self,
+        pull: PrefixPull,
+        request: OpenRequest,
+        replica: RoutedReplica,
+        name: str,
+        sent: AddRequest | RequestSnapshot,
+    ) -> None:
+        await pull.run(request.request.added)
+        if replica.requests.get(name) is request:  # Neither has its replica been lost meanwhile,
+            await self._submit(request, replica, name, sent)  # nor has its client left.
 
     def _leave(self, request: OpenRequest) -> None:
         """A request is no longer with its replica."""

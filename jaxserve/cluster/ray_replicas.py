@@ -167,6 +167,25 @@ class RayReplica:
     async def unstage_request(self, name: str) -> None:
         await self._call("unstage_request", name)
 
+    async def prefill_us(self, start: int, stop: int) -> int | None:
+        return await self._call("prefill_us", start, stop)
+
+    async def pull_to(
+        self,
+        destination: RayReplica,
+        token_ids: Sequence[int],
+        tenant: str | None,
+        cache_salt: str | None,
+    ) -> int:
+        """As `Replica.pull_to`. What is exported goes from one process to the other."""
+        if self._actor is None:
+            raise ReplicaLostError("its process has ended")
+        exported = self._actor.export_prefix.remote(token_ids, tenant, cache_salt)
+        return await destination.import_prefix(exported)
+
+    async def import_prefix(self, parts: ray.ObjectRef) -> int:
+        return await self._call("import_prefix", parts)
+
     async def reset_prefix_cache(self) -> None:
         await self._call("reset_prefix_cache")
 

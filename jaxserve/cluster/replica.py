@@ -9,7 +9,7 @@ import functools
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -137,6 +137,34 @@ class Replica:
         """Stage a request's KV in another replica, as `name`. Raises as `export_request` here and
         `stage_request` there."""
         await destination.stage_request(await self.export_request(request_id), name)
+
+    async def prefill_us(self, start: int, stop: int) -> int | None:
+        """As `AsyncEngine.prefill_us`."""
+        return self._ready.prefill_us(start, stop)
+
+    async def export_prefix(
+        self, token_ids: Sequence[int], tenant: str | None, cache_salt: str | None
+    ) -> list[bytes]:
+        """What is cached of a prompt, for `import_prefix` of another replica. Raises as
+        `AsyncEngine.export_prefix`."""
+        return await self._ready.export_prefix(token_ids, tenant, cache_salt)
+
+    async def import_prefix(self, parts: list[bytes]) -> int:
+        """Cache a prefix of another replica. Raises as `AsyncEngine.import_prefix`."""
+        return await self._ready.import_prefix(parts)
+
+    async def pull_to(
+        self,
+        destination: Replica,
+        token_ids: Sequence[int],
+        tenant: str | None,
+        cache_salt: str | None,
+    ) -> int:
+        """Cache a prefix in another replica; returns how many of its tokens are cached there.
+        Raises as `export_prefix` here and `import_prefix` there."""
+        return await destination.import_prefix(
+            await self.export_prefix(token_ids, tenant, cache_salt)
+        )
 
     async def reset_prefix_cache(self) -> None:
         """Drop every cached prefix."""

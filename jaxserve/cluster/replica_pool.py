@@ -127,6 +127,8 @@ class ReplicaPool:
         for index, info in enumerate(infos):
             self._check_alike(index, info)
         self.requests.page_size = self.info.config.page_size
+        windowed = any(self.info.model.sliding_windows)  # Their pages do not hold all layers.
+        self.requests.shares_prefixes = self.info.config.enable_prefix_caching and not windowed
         for index, (client, info) in enumerate(zip(clients, infos)):
             process = await client.get_process()
             _log.info("replica %d is ready: %s", index, process)
@@ -317,7 +319,13 @@ class ReplicaPool:
         moved = Metric(
             "counter", "Requests moved to another replica, with their KV", self.requests.num_moved
         )
+        pulled = Metric(
+            "counter",
+            "Prompt tokens whose KV came from another replica",
+            self.requests.num_pulled_tokens,
+        )
         own = {
+            "jaxserve:pulled_prefix_tokens_total": pulled,
             "jaxserve:redispatched_requests_total": redispatched,
             "jaxserve:moved_requests_total": moved,
         }

@@ -66,6 +66,7 @@ class RoutedReplica:
         ended: done once it is to be loaded again: with the error by which it was lost, or with None
             when its process is to be replaced.
         num_moving: those of its requests whose KV is being copied to others.
+        num_pulled: prefixes that are being copied from it to others.
         leaves: its process ends, and none is started in its place.
         num_finished: requests that have ended here, with their output.
         num_losses: how often it was lost.
@@ -79,7 +80,7 @@ class RoutedReplica:
         self.client = client
         self.requests: dict[str, OpenRequest] = {}
         self.moved: dict[str, OpenRequest] = {}
-        self.num_moving = 0
+        self.num_moving = self.num_pulled = 0
         self.leaves = False
         self.num_finished = 0
         self.num_losses = 0

@@ -1,8 +1,8 @@
 """Simulated replicas behind a router: the policies that serve, on one virtual clock.
 
-Dispatch, moves and autoscaling are those of `Router`, with its periods. The router knows what each
-replica has done until now; messages take no time, and KV takes that of its bytes over two links of
-the hosts, out of one and into the other.
+Dispatch, moves, pulls of prefixes and autoscaling are those of `Router`, with its periods. The
+router knows what each replica has done until now; messages take no time, and KV takes that of its
+bytes over two links of the hosts, out of one and into the other.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from jaxserve.cluster.policies.autoscale import Autoscaler
 from jaxserve.cluster.policies.dispatch import Demand, ReplicaLoad, dispatch
 from jaxserve.cluster.policies.migration import plan_moves
 from jaxserve.cluster.policies.prefixes import page_hashes
+from jaxserve.cluster.policies.pulls import MOST_PULLS, Pull, PullCost, plan_pull
 from jaxserve.cluster.scaling import PERIOD_S as SCALE_PERIOD_S
 from jaxserve.core.cluster_status import Role
 from jaxserve.engine.request import Request
@@ -54,7 +55,7 @@ class _Place:
         num_pages = deployment.num_pages - 1
         self.load = ReplicaLoad(num_pages, config.page_size, config.max_num_seqs, role)
         self.requests: dict[Hashable, _Open] = {}
-        self.num_moving = 0
+        self.num_moving = self.num_pulled = 0
         self.leaves = False
 
 
@@ -64,6 +65,7 @@ class SimulatedCluster:
     Attributes:
         replicas: all that there have been.
         num_moved: requests that moved, with what KV they had.
+        num_pulled_tokens: of prompts, whose KV was pulled from another replica.
         num_added, num_removed: replicas, after the first ones.
         replica_us: microseconds that replicas were there, in all.
     """
@@ -78,12 +80,16 @@ class SimulatedCluster:
         *,
         num_prefill: int = 0,
         moves: bool = True,
+        pulls: bool = True,
     ) -> None:
         """`count` replicas from the start, and more by `scaler`, each of which takes `load_us` to
         begin. If not 0, the first `num_prefill` only prefill, and the others decode. Without
-        `moves` a request stays where it was dispatched to."""
+        `moves` a request stays where it was dispatched to, and without `pulls` it computes what
+        other replicas have cached."""
         self.replicas: list[SimulatedReplica] = []
         self.num_moved = self.num_added = self.num_removed = self.replica_us = 0
+        self.num_pulled_tokens = self._num_pulling = 0
+        self._pulls, self._pull_cost = pulls, PullCost()
         self._deployment = deployment
         self._new_replica = new_replica
         self._scaler = scaler
@@ -109,7 +115,7 @@ class SimulatedCluster:
         for arrival in arrivals:
             self._run_to(arrival.time_us)
             self._dispatch(arrival)
-        while self._open:
+        while self._open or self._num_pulling:
             self._run_to(self._now_us + round(MOVE_PERIOD_S * 1e6))
         self.replica_us += self._now_us * len(self._places)
 
@@ -173,13 +179,52 @@ class SimulatedCluster:
         assert index is not None, "the first replicas are ready, and one of them always is"
         place, number = self._places[index], len(self._arrivals)
         self._arrivals.append(arrival)
-        request = place.simulation.add(arrival)
+        pull = plan_pull(self._loads, index, demand) if self._pulls else None
+        key = (number, 0)
+        place.load.add(key, demand)
+        if pull is None or not self._begin_pull(pull, place, arrival, number, demand):
+            self._begin(place, arrival, number, demand)
+
+    def _begin(self, place: _Place, arrival: Arrival, number: int, demand: Demand) -> None:
+        """A replica gets a request, which counts there already."""
+        request = place.simulation.add(arrival, self._now_us)
         each = _Open(number, arrival, demand, place, (number, 0), request)
         self._open[number] = each
         self._enter(each)
 
+    def _begin_pull(
+        self, pull: Pull, place: _Place, arrival: Arrival, number: int, demand: Demand
+    ) -> bool:
+        """Begins to copy a prefix to a replica, which then gets the request; False if computing it
+        takes less time, or too much leaves its source already."""
+        source, page_size = self._places[pull.source], self._deployment.config.page_size
+        start, stop = pull.num_cached * page_size, pull.num_pages * page_size
+        compute_us = place.simulation.core.kv.rates.prefill_us(start, stop)
+        if source.num_pulled >= MOST_PULLS or not self._pull_cost.pays(pull.num_pages, compute_us):
+            return False
+        token_ids, tenant = arrival.token_ids, arrival.tenant
+        num_known = source.simulation.num_cached(token_ids, tenant, stop)
+        num_pages = num_known // page_size
+        link_us = self._deployment.host_link.us(num_pages * self._deployment.page_bytes)
+        pull_us = 2 * link_us if num_pages else 0
+        source.num_pulled += 1
+        self._num_pulling += 1
+
+        def copied() -> None:
+            source.num_pulled -= 1
+            self._num_pulling -= 1
+            num_tokens = 0
+            if num_pages:
+                num_tokens = place.simulation.take_prefix(token_ids, tenant, num_pages * page_size)
+            if num_tokens > start:
+                self._pull_cost.pulled(num_tokens // page_size, pull_us)
+                self.num_pulled_tokens += num_tokens - start
+            self._begin(place, arrival, number, demand)
+
+        self._at(self._now_us + pull_us, copied)
+        return True
+
     def _enter(self, each: _Open) -> None:
-        each.place.load.add(each.key, each.demand)
         each.place.requests[each.key] = each
         self._hops.setdefault(each.number, []).append((each.place.replica, each.request.request_id))
 
@@ -230,6 +275,7 @@ class SimulatedCluster:
             source.simulation.abort(left)
             self._leave(each)
             each.place, each.key = destination, key
+            destination.load.add(key, each.demand)
             self._enter(each)
             self.num_moved += 1
 

@@ -444,6 +444,30 @@ class Engine:
         """Give up the KV of a request that does not come, if it was staged."""
         self._snapshots.unstage_request(request_id)
 
+    def export_prefix(
+        self, token_ids: SequenceOf[int], tenant: str | None = None, cache_salt: str | None = None
+    ) -> Iterator[bytes]:
+        """The KV that is cached of the first full pages of these tokens, on any tier, for
+        `import_prefix` of another engine; read all parts before the next step. Without adapters.
+        There may be none: of models with attention windows there never is.
+
+        Raises SnapshotError in a multi-host job, or for a part that is read too late.
+        """
+        self.check_open()
+        self._check_awake()
+        return self._snapshots.export_prefix(token_ids, tenant, cache_salt)
+
+    def import_prefix(self, parts: Iterable[bytes]) -> int:
+        """Cache a prefix that another engine has exported, as far as there is room, and return how
+        many of its tokens are cached now.
+
+        Raises SnapshotError for a part that is damaged or missing, and for KV of another model,
+        dtype or quantization. What was cached before the damaged part stays.
+        """
+        self.check_open()
+        self._check_awake()
+        return self._snapshots.import_prefix(parts)
+
     def refuse(self, reason: str) -> None:
         """Accept no more requests, while a step hangs in another thread."""
         self._closed = reason

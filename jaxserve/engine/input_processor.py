@@ -126,7 +126,7 @@ class InputProcessor:
         adapter = None
         if added.lora_request is not None and self._load_adapter is not None:
             adapter = self._load_adapter(added.lora_request)
-        salt = self._salt(added.tenant, added.cache_salt, adapter)
+        salt = self.salt(added.tenant, added.cache_salt, adapter)
         self._next_seq_id = added.first_seq_id + params.n
         sequences = [
             Sequence(
@@ -189,8 +189,8 @@ class InputProcessor:
     def _seed(self, params: SamplingParams) -> int:
         return self._seeds.getrandbits(63) if params.seed is None else params.seed
 
-    def _salt(
-        self, tenant: str | None, cache_salt: str | None, adapter: LoadedAdapter | None
+    def salt(
+        self, tenant: str | None, cache_salt: str | None, adapter: LoadedAdapter | None = None
     ) -> bytes:
         """Requests with different tenants, salts or adapters share no pages; without a prefix
         cache, only sequences of one request do."""

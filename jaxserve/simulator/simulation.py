@@ -168,9 +168,10 @@ class Simulation:
         while self.core.has_work and self.clock.now() < time_us:
             self.core.step()
 
-    def add(self, arrival: Arrival) -> Request:
-        """Queues a request; an engine that is idle waits for it. Raises RequestError."""
-        self.clock.advance_to(arrival.time_us)
+    def add(self, arrival: Arrival, time_us: int | None = None) -> Request:
+        """Queues a request, by default when it arrives; an engine that is idle waits for it. Raises
+        RequestError."""
+        self.clock.advance_to(arrival.time_us if time_us is None else time_us)
         return self._add(arrival)
 
     def stage(self, request: Request) -> PageTable | None:
@@ -189,6 +190,31 @@ class Simulation:
         """Gives up what `stage` returned."""
         if table is not None:
             self.core.kv.unpin_table(table)
+
+    def num_cached(self, token_ids: SequenceOf[int], tenant: str | None, num_tokens: int) -> int:
+        """How many of the first `num_tokens` tokens of a prompt are cached, on any tier."""
+        return self.core.kv.known(self._cached(token_ids, tenant), num_tokens)[1]
+
+    def take_prefix(self, token_ids: SequenceOf[int], tenant: str | None, num_tokens: int) -> int:
+        """Caches the first tokens of a prompt, of another simulation, if there is room; returns how
+        many of these are cached now. Models with attention windows have none."""
+        kv = self.core.kv
+        table = self._cached(token_ids, tenant)
+        match = kv.match(table, num_tokens)
+        shared = match.shared
+        alone = Match(
+            shared=shared,
+            num_tokens=len(shared) * kv.pool.page_size,
+            num_in_use=sum(kv.pool.refs(node.device) > 0 for node in shared),
+        )
+        if not kv.windowed and kv.fits(alone, num_tokens, 0):
+            kv.allocate(table, alone, num_tokens)
+            kv.release(table, num_tokens)
+        return self.num_cached(token_ids, tenant, num_tokens)
+
+    def _cached(self, token_ids: SequenceOf[int], tenant: str | None) -> PageTable:
+        salt = self._input.salt(tenant, None)
+        return PageTable(lambda start, stop: token_ids[start:stop], salt)
 
     def resume(self, request: Request, table: PageTable | None, time_us: int) -> Request:
         """Queues a request of another simulation with the tokens that it has; the KV of those that

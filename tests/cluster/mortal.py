@@ -16,6 +16,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 SEEDED = dataclasses.replace(GREEDY, temperature=1.0, seed=3)
 
 
+_COPIES = ("stage_in", "stage_request", "pull_to", "import_prefix")
+"""What copies KV, in its source and in its destination."""
+
+
 class Mortal:
     """A replica whose process can be ended; what it had not sent is lost with it."""
 
@@ -39,8 +43,10 @@ class Mortal:
                 await self.die()
             if name == "submit" and self._end.is_set():
                 raise ReplicaLostError("it has ended")
-            if name in ("stage_in", "stage_request") and self.at_move:
+            if name in _COPIES and self.at_move:
                 fault, self.at_move = self.at_move, ""
+                if fault.endswith("no room"):
+                    return await self._without_room(name, *arguments)
                 if fault.endswith("hangs"):
                     await asyncio.sleep(1000)
                 if fault.endswith("dies"):
@@ -53,6 +59,14 @@ class Mortal:
             return await getattr(self._replica, name)(*arguments)
 
         return call
+
+    async def _without_room(self, name, *arguments):
+        kv = self._replica._engine._engine.kv
+        kv.fits = lambda *_, **__: False
+        try:
+            return await getattr(self._replica, name)(*arguments)
+        finally:
+            del kv.fits
 
     async def close(self):
         self.num_ends += 1

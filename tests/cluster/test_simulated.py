@@ -56,6 +56,7 @@ def routed(
     *,
     num_prefill: int = 0,
     moves: bool = True,
+    pulls: bool = True,
     **settings: object,
 ) -> tuple[SimulatedCluster, list[SequenceSummary]]:
     each = deployment(**settings)
@@ -67,6 +68,7 @@ def routed(
         load_us=100_000,
         num_prefill=num_prefill,
         moves=moves,
+        pulls=pulls,
     )
     cluster.serve(arrivals)
     served = cluster.summaries(INTERACTIVE)
@@ -126,6 +128,19 @@ def test_prefill_and_decode_apart():
     assert all(summary.output_tokens < 30 for summary in prefills)
     assert sum(s.output_tokens for s in (*prefills, *decodes)) == 60 * len(arrivals)
     assert len(served) == len(arrivals)
+
+
+def test_prefixes_are_pulled_and_not_computed_again():
+    """Conversations over one long prompt: while they are too many for one replica."""
+    prompt, params = list(range(1, 33)), SamplingParams(max_tokens=24, ignore_eos=True)
+    arrivals = [Arrival(n * 20_000, [*prompt, 100 + n], params) for n in range(30)]
+    hits, computed = {}, {}
+    for pulls in (False, True):
+        cluster, served = routed(arrivals, 3, pulls=pulls)
+        hits[pulls] = sum(summary.cached_tokens for summary in served)
+        computed[pulls] = sum(r.counted.num_tokens for r in cluster.replicas)
+        assert (cluster.num_pulled_tokens > 0) == pulls
+    assert computed[False] - computed[True] == hits[True] - hits[False] > 0
 
 
 def test_on_a_static_load_no_request_moves():

@@ -12,6 +12,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +27,7 @@ from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.input_processor import InputProcessor
 from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot.files import SnapshotReader, SnapshotWriter, check_writable
-from jaxserve.engine.snapshot.kv import SavedKV, kv_entries, prefixes_of
+from jaxserve.engine.snapshot.kv import Prefix, SavedKV, kv_entries, prefixes_of
 from jaxserve.engine.snapshot.parts import PartReader, parts
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.kv.offload.tiers import PageCorruptError
@@ -179,6 +180,40 @@ class Snapshots:
         for table in () if staged is None else staged.tables.values():
             self._scheduler.kv.unpin_table(table)
 
+    def export_prefix(
+        self, token_ids: SequenceOf[int], tenant: str | None, cache_salt: str | None
+    ) -> Iterator[bytes]:
+        """As `Engine.export_prefix`."""
+        self.check()
+        kv, salt = self._scheduler.kv, self._input.salt(tenant, cache_salt)
+        prefixes = []
+        if self._config.enable_prefix_caching and not kv.windowed:
+            table = PageTable(lambda start, stop: token_ids[start:stop], salt)
+            num_tokens = len(token_ids) // self._config.page_size * self._config.page_size
+            nodes, num_tokens = kv.known(table, num_tokens)
+            if num_tokens:
+                places = [node.nearest for node in nodes]
+                known = list(token_ids[:num_tokens])
+                prefixes.append(Prefix(num_tokens, places, salt=salt.decode(), token_ids=known))
+        entries = kv_entries(prefixes, self._paging.images(self._model.config))
+        return self._while_unchanged(parts(self._facts, entries), self._core.num_changes)
+
+    def import_prefix(self, parts: Iterable[bytes]) -> int:
+        """As `Engine.import_prefix`."""
+        self.check()
+        reader = PartReader(parts)
+        self._check_model(reader.facts)
+        self._check_kv(reader.facts)
+        saved = SavedKV(reader)
+        self._core.num_changes += 1
+        with interrupts_held():
+            self._placed(_Contents([], saved), reader.finish)
+        num_tokens = 0
+        for prefix in saved.prefixes:
+            table = _cached_table(prefix)
+            num_tokens += self._scheduler.kv.known(table, prefix["num_tokens"])[1]
+        return num_tokens
+
     def _write(
         self,
         directory: str | Path,
@@ -235,14 +270,7 @@ class Snapshots:
         tokens: raises SnapshotError also when this engine computes in another dtype or
         quantization, of weights or of KV."""
         self._check_model(reader.facts)
-        theirs, ours = reader.facts, self._facts
-        for name, before in _KV_FACTS.items():
-            if (their := theirs.get(name, before)) != ours[name]:
-                raise SnapshotError(
-                    f"{name} is {their!r} in the engine that exported the request and "
-                    f"{ours[name]!r} in this one, which would go on with other tokens; import it "
-                    f"into an engine with the same {name}."
-                )
+        self._check_kv(reader.facts)
         (state,) = _states_of(reader)
         name = request_id or state.added.request_id
         added = dataclasses.replace(state.added, request_id=name)
@@ -295,9 +323,7 @@ class Snapshots:
                 return tables.get((prefix["request_id"], prefix["index"]))
             if not self._config.enable_prefix_caching:
                 return None
-            token_ids = prefix["token_ids"]
-            salt = prefix["salt"].encode()
-            return PageTable(lambda start, stop: token_ids[start:stop], salt)
+            return _cached_table(prefix)
 
         try:
             if contents.kv is not None:
@@ -330,6 +356,17 @@ class Snapshots:
         scheduler = self._scheduler
         prefixes = prefixes_of(scheduler.kv, sequences, scheduler.tables, cache=cache)
         return kv_entries(prefixes, self._paging.images(self._model.config))
+
+    def _check_kv(self, theirs: Mapping[str, Any]) -> None:
+        """Raises SnapshotError for KV that this engine would not have computed."""
+        ours = self._facts
+        for name, before in _KV_FACTS.items():
+            if (their := theirs.get(name, before)) != ours[name]:
+                raise SnapshotError(
+                    f"{name} is {their!r} in the engine that exported the request and "
+                    f"{ours[name]!r} in this one, which would go on with other tokens; import it "
+                    f"into an engine with the same {name}."
+                )
 
     def _check_model(self, theirs: Mapping[str, Any]) -> None:
         """Raises SnapshotError for the facts of another model."""
@@ -401,6 +438,12 @@ class Snapshots:
             "vocabulary": self._tokenizer.fingerprint,
             "rope_context": self._config.max_model_len if stretched else None,
         }
+
+
+def _cached_table(prefix: dict[str, Any]) -> PageTable:
+    """A page table for a prefix of the cache."""
+    token_ids = prefix["token_ids"]
+    return PageTable(lambda start, stop: token_ids[start:stop], prefix["salt"].encode())
 
 
 def _states_of(reader: SnapshotReader | PartReader) -> list[RequestSnapshot]:

@@ -1,0 +1,74 @@
+"""When a replica takes a prefix that another one has cached, and does not compute it again.
+
+Together the prefix caches of the replicas are one store, as in Mooncake (Qin et al., FAST 2025): a
+request goes where dispatch sends it, and the pages that only another replica has come after it when
+that takes less time than computing them. Both times are measured: that of computing by the engine
+that would compute, that of pulling here, of the pulls that were made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxserve.cluster.policies.dispatch import Demand, ReplicaLoad
+from jaxserve.kv.offload.rates import LinearCost
+
+MOST_PULLS = 4
+"""Prefixes that leave one replica at a time: each lies in memory meanwhile."""
+
+RETRY = 64
+"""One of so many pulls is made though it would not pay: what they take may have changed."""
+
+
+class Pull(NamedTuple):
+    """The replica that has a prefix, by its index; the pages of it, from the first of the prompt
+    on; and how many of these its destination has itself."""
+
+    source: int
+    num_pages: int
+    num_cached: int
+
+
+def plan_pull(loads: Sequence[ReplicaLoad], destination: int, demand: Demand) -> Pull | None:
+    """The pull of the longest prefix of a request that a replica other than its `destination` has
+    cached, if that is longer than its own; of equal ones from the replica with the fewest
+    sequences. Plan it before the request counts there."""
+    num_cached = loads[destination].cached.match(demand.hashes)
+    matched = [
+        (load.cached.match(demand.hashes), -load.num_sequences, -index)
+        for index, load in enumerate(loads)
+        if index != destination and not load.draining
+    ]
+    num_pages, _, index = max(matched, default=(0, 0, 0))
+    return Pull(-index, num_pages, num_cached) if num_pages > num_cached else None
+
+
+class PullCost:
+    """What pulls take, learned from those that were made: a time, and more for each page."""
+
+    def __init__(self) -> None:
+        self._cost = LinearCost()
+        self._to_skip = 0
+        self._num_refused = 0
+
+    def pays(self, num_pages: int, compute_us: int | None) -> bool:
+        """Whether to pull `num_pages`, where computing what is missing takes `compute_us`, or is
+        not known. While no pull was measured, one is made."""
+        if self._to_skip:
+            self._to_skip -= 1
+            return False
+        if not self._cost.known or compute_us is None:
+            return True
+        if self._cost.predict(num_pages, 1) < compute_us:
+            return True
+        self._num_refused += 1
+        return self._num_refused % RETRY == 0
+
+    def pulled(self, num_pages: int, us: int) -> None:
+        """A pull of so many pages took `us`."""
+        self._cost.observe(num_pages, 1, us)
+
+    def failed(self) -> None:
+        """A pull failed: the next ones are left out."""
+        self._to_skip = RETRY - 1
