@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from jaxserve.cli.arguments.options import Common, ModelSettings
 from jaxserve.cli.arguments.values import Size, Texts
@@ -39,6 +39,13 @@ class Serve(Common):
         prefill_replicas: replicas that only compute prompts and the first token of each, beside
             decode_replicas; instead of data_parallel_size.
         decode_replicas: replicas to which requests move, with their KV, once they have a token.
+        disaggregation: auto simulates, before the replicas start, how many of data_parallel_size
+            should only compute prompts and how many only decode, or that all should do both.
+        slo: limits of percentiles, such as ttft=2s,itl=100ms, within which auto compares them.
+        expected_trace: requests that auto compares them under, a file as for `jaxserve simulate
+            --trace`; by default prompts of 1024 tokens and outputs of 128.
+        profile: step times for auto, a file of `jaxserve profile`; by default those modelled for
+            GPUs and TPUs that `jaxserve plan` knows.
         min_replicas: replicas from the start, of which none is removed, with max_replicas; by
             default 1.
         max_replicas: as many replicas as there may be when the load is high; the server adds and
@@ -91,6 +98,10 @@ class Serve(Common):
     data_parallel_size: int = 1
     prefill_replicas: int = 0
     decode_replicas: int = 0
+    disaggregation: Literal["none", "auto"] = "none"
+    slo: str | None = None
+    expected_trace: Path | None = None
+    profile: Path | None = None
     min_replicas: int | None = None
     max_replicas: int | None = None
     host: str = "127.0.0.1"
@@ -123,6 +134,8 @@ class Serve(Common):
 
     def run(self) -> int:
         self._check()
+        if self.disaggregation == "auto":
+            return self._chosen().run()
         import jax
 
         if jax.distributed.is_initialized() and jax.process_index() > 0:
@@ -157,6 +170,23 @@ class Serve(Common):
         with address as listener:
             stopping = Stopping(self.shutdown_timeout, self.snapshot_dir)
             return asyncio.run(serve(service, settings, listener, self._load, stopping, tls))
+
+    def _chosen(self) -> Serve:
+        """The same server, with the replicas that are chosen. Raises ConfigError."""
+        from jaxserve.cli.disaggregation import Chooser
+
+        chooser = Chooser(self.slo or "", self.expected_trace, self.profile)
+        split = chooser.choose(self.engine, self.data_parallel_size)
+        return dataclasses.replace(
+            self,
+            disaggregation="none",
+            slo=None,
+            expected_trace=None,
+            profile=None,
+            data_parallel_size=1 if split.num_prefill else self.data_parallel_size,
+            prefill_replicas=split.num_prefill,
+            decode_replicas=split.num_decode,
+        )
 
     def _load(self) -> EngineClient:
         if self._num_replicas > 1:
@@ -230,6 +260,27 @@ class Serve(Common):
             raise ConfigError(
                 f"data_parallel_size is {self.data_parallel_size}, but prefill_replicas and "
                 "decode_replicas say how many replicas there are; leave it out."
+            )
+
+        if self.disaggregation == "none":
+            for name in ("slo", "expected_trace", "profile"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name} is for disaggregation auto; leave it out.")
+            return
+        if any(kinds.values()) or self.max_replicas is not None:
+            raise ConfigError(
+                "disaggregation is auto, which chooses among data_parallel_size replicas; leave "
+                "prefill_replicas, decode_replicas and max_replicas out."
+            )
+        if self.data_parallel_size < 2:
+            raise ConfigError(
+                "disaggregation is auto, but data_parallel_size is 1; prefill and decode apart "
+                "take two replicas at least, one of each."
+            )
+        if self.slo is None:
+            raise ConfigError(
+                "disaggregation is auto; give --slo, limits that requests must meet, such as "
+                "ttft=2s,itl=100ms."
             )
 
     def _check_autoscaling(self) -> None:
