@@ -93,12 +93,14 @@ def test_a_move_that_fails_costs_no_token(llama, llm, cluster, fault, monkeypatc
             await asyncio.sleep(0)
         for place, replica in enumerate(replicas):
             replica.at_move = fault if (place in source) == ("source" in fault) else ""
+        num_moved = 0
         while any(replica.at_move for replica in replicas) and not asking.done():
             if fault == "the request ends":
                 await router.abort("stays")
                 replicas[0].at_move = replicas[1].at_move = ""
-            # Without room for its KV it moves as a request of a lost replica does.
-            assert await router._result_of(moved(pool)) == fault.endswith("no room")
+            num_moved += await router._result_of(moved(pool))
+        # Without room for its KV it moves as a request of a lost replica does.
+        assert num_moved == fault.endswith("no room")
         tokens, output = await asking
         expected = list(alone.outputs[0].token_ids)
         if fault == "the request ends":
