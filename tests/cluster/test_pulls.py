@@ -49,14 +49,17 @@ def test_a_pull_is_made_when_it_takes_less_time_than_computing():
 
 
 @pytest.fixture
-def to_the_second(monkeypatch):
+def chosen_replica(monkeypatch):
     """Has all requests dispatched to the replica of a number that is set."""
     chosen = [0]
     monkeypatch.setattr(open_requests, "dispatch", lambda loads, demand: chosen[0])
     return chosen
 
 
-def test_a_prefix_is_pulled_and_not_computed_again(llama, llm, cluster, to_the_second):
+def test_a_prefix_is_pulled_and_not_computed_again(
+    llama, llm, cluster, chosen_replica, monkeypatch
+):
+    monkeypatch.setattr(prefix_pull, "PULL_S", 60)
     router, _ = cluster
     prompt, params = llama.prompts[7], dataclasses.replace(SEEDED, max_tokens=12)
     expected = list(llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids)
@@ -70,7 +73,7 @@ def test_a_prefix_is_pulled_and_not_computed_again(llama, llm, cluster, to_the_s
         router._pool.requests._pulls.cost = PullCost()
         pulled = await metric(router, "pulled_prefix_tokens_total")
         for place in (0, 1):
-            to_the_second[0] = place
+            chosen_replica[0] = place
             before = await metric(router, "prefill_tokens_total", str(place))
             tokens, output = await ask(router, prompt, params, f"pull-{place}")
             assert tokens == expected
@@ -79,7 +82,7 @@ def test_a_prefix_is_pulled_and_not_computed_again(llama, llm, cluster, to_the_s
         assert output.metrics.cached_tokens >= num_full
         pulled = await metric(router, "pulled_prefix_tokens_total") - pulled
         assert num_full <= pulled <= len(prompt)
-        to_the_second[0] = 0
+        chosen_replica[0] = 0
         tokens, output = await ask(router, prompt, params, "other", tenant="other")
         assert tokens == expected and output.metrics.cached_tokens == 0
 
@@ -90,8 +93,9 @@ FAULTS = ("the source dies", "the pull hangs", "a part is damaged", "no room", "
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_pull_that_fails_costs_no_token(llama, llm, cluster, to_the_second, fault, monkeypatch):
-    monkeypatch.setattr(prefix_pull, "PULL_S", 0.2)
+def test_a_pull_that_fails_costs_no_token(llama, llm, cluster, chosen_replica, fault, monkeypatch):
+    never_comes = fault in ("the pull hangs", "the client leaves")
+    monkeypatch.setattr(prefix_pull, "PULL_S", 0.2 if never_comes else 60)
     router, replicas = cluster
     prompt, params = llama.prompts[8], dataclasses.replace(SEEDED, max_tokens=12)
     expected = list(llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids)
@@ -100,9 +104,9 @@ def test_a_pull_that_fails_costs_no_token(llama, llm, cluster, to_the_second, fa
         await all_up(router)
         await router.reset_prefix_cache()
         router._pool.requests._pulls.cost = PullCost()
-        to_the_second[0] = 0
+        chosen_replica[0] = 0
         await ask(router, prompt, params, "first")
-        to_the_second[0] = 1
+        chosen_replica[0] = 1
         replicas["source" not in fault].at_move = "hangs" if "client" in fault else fault
         pulled = await metric(router, "pulled_prefix_tokens_total")
         asking = asyncio.create_task(ask(router, prompt, params, "second"))
