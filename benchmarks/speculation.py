@@ -1,12 +1,13 @@
 """Steps and tokens a second with speculation and without, and whether the tokens are the same.
 
     python benchmarks/speculation.py [MODEL] [--drafter JSON ...] [--streams 1 4] [--tokens 48]
+                                     [--prompts KIND ...]
 
 An engine without speculation and one for each drafter (a `speculative_config`; by default prompt
 lookup and the first 24 layers of the model) serve the same requests: prompts to copy from, tables
-to continue, questions and chats, greedy, and seeded with one stream. Rounds of all engines
-alternate, and the best speed of each is reported, beside the steps in which a stream decoded its
-tokens after the first: without speculation there is one for each.
+to continue, questions, chats and forms to fill in, greedy, and seeded with one stream. Rounds of
+all engines alternate, and the best speed of each is reported, beside the steps in which a stream
+decoded its tokens after the first: without speculation there is one for each.
 """
 
 from __future__ import annotations
@@ -44,6 +45,24 @@ CHATS = {
     "chat: advice": "Give me three tips for a good night's sleep.",
     "chat: a poem": "Write a short poem about the sea.",
 }
+FORMS = {
+    "fill in a form": (
+        "Anna Berg is 41 years old. She lives in Oslo and likes green. As JSON: ",
+        {
+            "type": "object",
+            "properties": {
+                "first_name": {"type": "string", "maxLength": 12},
+                "age_in_years": {"type": "integer", "minimum": 0, "maximum": 150},
+                "place_of_residence": {"type": "string", "maxLength": 12},
+                "favourite_colour": {"enum": ["red", "green", "blue"]},
+            },
+            "required": ["first_name", "age_in_years", "place_of_residence", "favourite_colour"],
+            "additionalProperties": False,
+            "x-guidance": {"whitespace_flexible": False},
+        },
+    )
+}
+KINDS = (*PROMPTS, *CHATS, *FORMS)
 
 
 def main() -> None:
@@ -52,6 +71,7 @@ def main() -> None:
     parser.add_argument("--drafter", type=json.loads, nargs="+", default=DRAFTERS)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--prompts", nargs="+", choices=KINDS, default=KINDS)
     options = parser.parse_args()
     most = max(options.streams)
     lengths = [SpeculativeConfig.of(config).lengths[-1] for config in options.drafter]
@@ -71,13 +91,13 @@ def main() -> None:
             measure(engines, kind, heat, streams, options.tokens)
             for streams in options.streams
             for heat in ((0.0, 0.7) if streams == 1 else (0.0,))
-            for kind in (*PROMPTS, *CHATS)
+            for kind in options.prompts
         ]
-    columns = ["prompts", "sampling", "streams", "none, tok/s"]
+    columns = ["prompts", "sampling", "streams", "none, tok/s", "steps"]
     for config in options.drafter:
         columns += [f"{SpeculativeConfig.of(config).method}, tok/s", "ratio", "steps"]
     device = jax.devices()[0].device_kind
-    title = f"{options.tokens} tokens a request, {options.tokens - 1} steps without speculation"
+    title = f"{options.tokens} tokens a request or those of a form"
     print_table(f"{title}, equal tokens, {device}", columns, rows)
 
 
@@ -86,8 +106,9 @@ def measure(
 ) -> tuple[object, ...]:
     """A row of the table. Raises AssertionError when speculation changed a token."""
     prompts = [prompt_of(engines[0], kind)] * streams
+    form = {"structured_outputs": {"json": FORMS[kind][1]}} if kind in FORMS else {}
     params = [
-        SamplingParams(temperature=heat, seed=i, max_tokens=tokens, ignore_eos=True)
+        SamplingParams(temperature=heat, seed=i, max_tokens=tokens, ignore_eos=not form, **form)
         for i in range(streams)
     ]
     best = [0.0] * len(engines)
@@ -97,17 +118,22 @@ def measure(
         for place, llm in enumerate(engines):
             begin = time.perf_counter()
             answers.append(llm.generate(prompts, params, use_tqdm=False))
-            best[place] = max(best[place], streams * tokens / (time.perf_counter() - begin))
+            seconds = time.perf_counter() - begin
+            count = sum(len(answer.outputs[0].token_ids) for answer in answers[-1])
+            best[place] = max(best[place], count / seconds)
         for others in zip(*answers):
             assert len({tuple(one.outputs[0].token_ids) for one in others}) == 1, kind
     row: list[object] = [kind, f"temperature {heat}" if heat else "greedy", streams, best[0]]
+    row.append(round(count / streams - 1))
     for place, llm in enumerate(engines[1:], 1):
         gained = (accepted(llm) - before[place]) / (ROUNDS * streams)
-        row += [best[place], best[place] / best[0], round(tokens - 1 - gained)]
+        row += [best[place], best[place] / best[0], round(count / streams - 1 - gained)]
     return tuple(row)
 
 
 def prompt_of(llm: LLM, kind: str) -> str | list[int]:
+    if kind in FORMS:
+        return FORMS[kind][0]
     if kind in PROMPTS:
         return PROMPTS[kind]
     return llm.chat_prompt([{"role": "user", "content": CHATS[kind]}])

@@ -22,7 +22,7 @@ from table import print_table
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.runtime import runner
+from jaxserve.runtime import grammar_masks
 from jaxserve.structured.matcher import Matcher
 
 ROUNDS = 3
@@ -148,7 +148,7 @@ def decode(engine: Engine, params: SamplingParams, batch: int) -> Round:
 def timed_masks() -> Iterator[list[float]]:
     """What each call that has matchers advance takes, once their tokens are there."""
     worked_us: list[float] = []
-    advance = runner.advance
+    advance = grammar_masks.advance
 
     def timed(taken: Iterable[tuple[Matcher, int, int]]) -> None:
         taken = list(taken)
@@ -156,11 +156,11 @@ def timed_masks() -> Iterator[list[float]]:
         advance(taken)
         worked_us.append((time.perf_counter() - begin) * 1e6)
 
-    runner.advance = timed
+    grammar_masks.advance = timed
     try:
         yield worked_us
     finally:
-        runner.advance = advance
+        grammar_masks.advance = advance
 
 
 if __name__ == "__main__":

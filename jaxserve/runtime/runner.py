@@ -22,6 +22,7 @@ from jaxserve.core.steps.plan import StepPlan
 from jaxserve.core.steps.weight_reads import WeightReads
 from jaxserve.kv.offload.transfers import MOVE_PAGES, MOVE_SIZES
 from jaxserve.models.family import Params
+from jaxserve.runtime.grammar_masks import GrammarMasks
 from jaxserve.runtime.in_flight import BUBBLE, DeviceStep, PackedInputs, SamplingRow
 from jaxserve.runtime.programs.device_state import allocate, filled
 from jaxserve.runtime.programs.executables import Programs
@@ -31,12 +32,11 @@ from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
 from jaxserve.runtime.programs.step_layout import FrozenPlan
 from jaxserve.runtime.weights.source import ResidentWeights, WeightSource
 from jaxserve.sampling import (
-    NO_TOKEN,
     needs_state,
     row_constants,
 )
 from jaxserve.sampling.speculation import Acceptance
-from jaxserve.structured.matcher import TokenMatcher, advance
+from jaxserve.structured.matcher import TokenMatcher
 
 
 class Runner:
@@ -60,6 +60,7 @@ class Runner:
         if isinstance(self._kinds.forward, ForwardWithHostKV):
             _ = self._kinds.forward.store  # Fail now, not in a step.
         self._rows: dict[int, SamplingRow] = {}
+        self._masks = GrammarMasks(self._rows)
         self._stages = collections.deque([BUBBLE] * (shapes.stages - 1))
         self.num_dispatches = 0
         self.in_flight: collections.deque[DeviceStep] = collections.deque()
@@ -122,6 +123,7 @@ class Runner:
 
     def forget(self, seq: Sequence) -> None:
         self._rows.pop(seq.seq_id, None)
+        self._masks.forget(seq)
 
     def pack(self, plan: StepPlan, step_id: int) -> PackedInputs:
         """Fixes a plan's uploads. Raises ProgramMissError when no program holds it."""
@@ -141,6 +143,8 @@ class Runner:
         key, together = self._key(), tuple(step.plan for step in self._stages)
         if self._kinds.proposer is not None:
             self._kinds.proposer.propose(self._state, packed)
+            if forced := self._masks.forced(packed.plan):
+                self._kinds.force_drafts(self._state, forced)
         hidden, prefill_hidden = self._forward(key)
         oldest = self._stages.popleft()
         if oldest is not BUBBLE:
@@ -374,30 +378,11 @@ class Runner:
             if row.stateful and chunk in packed.plan.prefills:
                 self._kinds.admit(self._state, chunk.slot, self._admission(chunk.seq, row))
         constants = [row.constants for row in rows]
-        masks = self._masks(packed)
+        speculation = self._state.speculation
+        masks = self._masks.masks(packed, width, self.in_flight, speculation)
         output = self._kinds.general(self._state, hidden, constants, sampled, masks, width)
         wanted = any(chunk.seq.params.logprobs is not None for chunk in sampled)
         return output.token_ids, output.logprobs if wanted else None
-
-    def _masks(self, packed: PackedInputs) -> dict[int, np.ndarray]:
-        """Masks of tokens by row. A grammar's matcher needs all previous tokens of its row, so the
-        host waits for those while the devices run the forward pass."""
-        matched = [
-            (place, row.matcher, chunk)
-            for place, (row, chunk) in enumerate(zip(packed.rows, packed.sampled))
-            if row.matcher is not None
-        ]
-        if any(matcher.waits_for(chunk.output_index) for _, matcher, chunk in matched):
-            for step in self.in_flight:
-                advance(self._matched_tokens(step))
-        return {place: matcher.mask for place, matcher, _ in matched}
-
-    def _matched_tokens(self, step: DeviceStep) -> Iterator[tuple[TokenMatcher, int, int]]:
-        """Tokens that a step sampled for sequences with a matcher, as input to `advance`."""
-        for chunk, (token_id, *_) in zip(step.sampled, step.tokens()):
-            row = self._rows.get(chunk.seq.seq_id)
-            if row is not None and row.matcher is not None and token_id != NO_TOKEN:
-                yield row.matcher, chunk.output_index, token_id
 
     def _score_prompts(
         self, packed: PackedInputs, hidden: jax.Array

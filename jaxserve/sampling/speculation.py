@@ -105,6 +105,45 @@ def set_history(
     )
 
 
+def force_drafts(
+    tree_depth: int,
+    state: SpeculationState,
+    slots: jax.Array,
+    lengths: jax.Array,
+    last_tokens: jax.Array,
+    stops: jax.Array,
+    forced: jax.Array,
+) -> SpeculationState:
+    """State with drafts that the host knows in the place of others.
+
+    `forced` int32 [rows, k], NO_DRAFT after the last, follow `last_tokens` int32 [rows], which end
+    the first `lengths` int32 [rows] tokens of the sequences in `slots` int32 [rows]. A sequence
+    that went on otherwise keeps the drafts it has, and so does one that has the forced ones, and
+    more after them. A draft whose KV would not be before `stops` int32 [rows] is left out. In trees
+    of at most `tree_depth` (0: chains) they are one path.
+    """
+    trash, most = len(state.drafts) - 1, forced.shape[1]
+    drafts = state.drafts[slots]
+    places = jnp.arange(most)
+    if tree_depth:
+        forced = jnp.where(places < tree_depth, forced, NO_DRAFT)
+    known = lengths == state.lengths[slots]
+    newest = jnp.take_along_axis(state.history[slots], jnp.maximum(lengths - 1, 0)[:, None], axis=1)
+    known &= newest[:, 0] == last_tokens
+    if not tree_depth:
+        known &= ~jnp.all((forced == drafts) | (forced == NO_DRAFT), axis=1)
+    forced = jnp.where(lengths[:, None] + places < stops[:, None], forced, NO_DRAFT)
+    state = state._replace(
+        drafts=state.drafts.at[jnp.where(known, slots, trash)].set(forced),
+    )
+    if tree_depth:
+        # What comes after the longest path has no draft, and its depth.
+        chain = jnp.broadcast_to(jnp.minimum(places, tree_depth - 1), forced.shape)
+        parents = state.parents.at[jnp.where(known, slots, trash)].set(chain)
+        state = state._replace(parents=parents)
+    return state
+
+
 def verify(
     width: int,
     tree_depth: int,

@@ -72,8 +72,7 @@ class SequenceLifecycle:
         seq.kv_limit = min(seq.kv_limit or limit, limit)  # A restored one has its own.
         seq.priority_ageing_us = self.config.priority_ageing_us
         seq.set_priority(seq.priority)
-        if seq.params.speculative:
-            seq.num_speculative_tokens = self._most_drafts
+        seq.num_speculative_tokens = self._most_drafts
         self.waiting.add(seq)
         self._unfinished[seq.seq_id] = seq
         self.tables[seq.seq_id] = self.kv.new_table(seq.token_ids, seq.salt, seq.kv_limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterable
 from typing import Protocol
@@ -41,6 +42,14 @@ class TokenMatcher(Protocol):
     def take(self, place: int, token_id: int) -> Matcher | None:
         """Consumes a token, unless that is done or the text has ended. Returns the grammar's
         matcher that is still to consume it, which `advance` does."""
+        ...
+
+    def forced(self, most: int) -> tuple[int, ...]:
+        """The tokens that must come next, `most` at most; none where there is a choice."""
+        ...
+
+    def copy(self) -> TokenMatcher:
+        """A matcher in the same state, that goes on for itself."""
         ...
 
 
@@ -92,6 +101,16 @@ class Matcher:
             return None
         self._ended = token_id in self._vocabulary.eos_token_ids
         return None if self._ended else self
+
+    def forced(self, most: int) -> tuple[int, ...]:
+        """The tokens that must come next, `most` at most; none where there is a choice."""
+        return () if self._ended else tuple(self._matcher.compute_ff_tokens()[:most])
+
+    def copy(self) -> Matcher:
+        """A matcher in the same state, that goes on for itself."""
+        other = copy.copy(self)
+        other._matcher = self._matcher.deep_copy()
+        return other
 
     def _consumed(self, mask: np.ndarray, text_mask: np.ndarray, goes_on: bool) -> None:
         self.num_tokens += 1

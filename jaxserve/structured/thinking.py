@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from jaxserve.core.errors import RequestError
 from jaxserve.core.requests.sampling_params import SamplingParams
-from jaxserve.structured.bitmask import WORD_BITS, mask_words
+from jaxserve.structured.bitmask import WORD_BITS, has_token, mask_words
 from jaxserve.structured.matcher import Matcher
 from jaxserve.text import Tokenizer
 from jaxserve.text.thinking import CLOSE, OPEN, begun_thinking, has_channels
@@ -186,6 +187,17 @@ class ThinkingMatcher:
             self._advance(token_id)
         return None
 
+    def forced(self, most: int) -> tuple[int, ...]:
+        """As of `Matcher`."""
+        grammar = self._answering()
+        return self._forced[:most] if grammar is None else grammar.forced(most)
+
+    def copy(self) -> ThinkingMatcher:
+        """As of `Matcher`."""
+        other = copy.copy(self)
+        other._grammar = self._grammar and self._grammar.copy()
+        return other
+
     def _answering(self) -> Matcher | None:
         """The grammar, once the answer has begun."""
         return None if self._answer is None else self._grammar
@@ -194,7 +206,7 @@ class ThinkingMatcher:
         """Whether an answer with a grammar begins with this token, without any reasoning."""
         if self._grammar is None or self._thinking or self._forced:
             return False
-        return token_id != self._marks.open_ids[0] or _has(self._grammar.mask, token_id)
+        return token_id != self._marks.open_ids[0] or has_token(self._grammar.mask, token_id)
 
     def _advance(self, token_id: int) -> None:
         text = self._marks.token_bytes(token_id)
@@ -236,7 +248,3 @@ def _begun(tail: bytes) -> int:
     """Bytes of the closing tag at the end of the text."""
     lengths = range(len(_CLOSE) - 1, 0, -1)
     return next((length for length in lengths if tail.endswith(_CLOSE[:length])), 0)
-
-
-def _has(mask: np.ndarray, token_id: int) -> bool:
-    return bool(mask[token_id // WORD_BITS] >> token_id % WORD_BITS & 1)

@@ -45,7 +45,7 @@ OPTIONS = {
     "samples": dataclasses.replace(FEW, n=4),
     "penalties": dataclasses.replace(FEW, frequency_penalty=0.7, repetition_penalty=1.3),
     "bad words": dataclasses.replace(FEW, bad_words=("ab", "ca")),
-    "grammar": dataclasses.replace(PLAIN, structured_outputs={"regex": "(ab|c){3,9}"}),
+    "grammar": dataclasses.replace(PLAIN, structured_outputs={"regex": "(ab|c){1,4} the end"}),
 }
 PAGES = 54
 

@@ -38,7 +38,7 @@ OPTIONS = {
     "logprobs": dataclasses.replace(FEW, logprobs=3, prompt_logprobs=1),
     "samples": dataclasses.replace(FEW, n=4),
     "penalties": dataclasses.replace(FEW, frequency_penalty=0.7, repetition_penalty=1.3),
-    "grammar": dataclasses.replace(PLAIN, structured_outputs={"regex": "(ab|c){3,9}"}),
+    "grammar": dataclasses.replace(PLAIN, structured_outputs={"regex": "(ab|c){1,4} the end"}),
 }
 
 

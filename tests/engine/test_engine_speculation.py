@@ -44,6 +44,13 @@ POOLS = {
 }
 
 LETTERS = tuple(ord(letter) for letter in "abc")
+
+
+def spelled(text: str) -> list[int]:
+    """The tokens of ASCII text, a byte each."""
+    return [byte - 33 for byte in text.encode()]
+
+
 PLAIN = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 FEW = dataclasses.replace(PLAIN, temperature=1.0, seed=3, allowed_token_ids=LETTERS)
 """Random tokens of which many are guessed right, and many wrong."""
@@ -66,15 +73,33 @@ OPTIONS = {
     "penalties": dataclasses.replace(FEW, frequency_penalty=0.7, repetition_penalty=1.3),
     "bad words": dataclasses.replace(FEW, bad_words=("ab", "ca")),
     "grammar": dataclasses.replace(PLAIN, structured_outputs={"regex": "(ab|c){3,9}"}),
+    "forced": dataclasses.replace(
+        PLAIN,
+        temperature=1.0,
+        seed=2,
+        ignore_eos=False,
+        logprobs=1,
+        structured_outputs={"regex": '[ab]{0,3}"size of it": [0-9]{1,2}, "name": "[ab]*"'},
+    ),
+    "budget": dataclasses.replace(
+        FEW,
+        thinking_token_budget=5,
+        allowed_token_ids=None,
+        logit_bias=dict.fromkeys(LETTERS, 12.0),
+        structured_outputs={"regex": "the (answer|end)[abc]{4,9}"},
+    ),
+    "budget only": dataclasses.replace(
+        FEW, thinking_token_budget=9, allowed_token_ids=(*LETTERS, *spelled("</think>"))
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def prompts(llama):
-    """Random prompts, and ones that repeat themselves."""
+    """Random prompts, ones that repeat themselves, and one where reasoning has begun."""
     rng = np.random.RandomState(5)
     copies = [rng.randint(3, 256, size).tolist() * times for size, times in ((3, 9), (5, 6))]
-    return [*llama.prompts, *copies]
+    return [*llama.prompts, *copies, [*LETTERS, *spelled("<think>")]]
 
 
 @pytest.fixture(scope="module")
@@ -167,11 +192,11 @@ def test_answers_are_those_without_drafts(kv_llm_for, prompts, expected, option)
     for index, output in enumerate(drive(llm.engine, arrivals)):
         check(output, expected(index, option, LONGEST))
     if option not in ("greedy", "sampled", "stop token", "no token"):
-        assert (counted(llm, "accepted_tokens") > before) == params.speculative
+        assert counted(llm, "accepted_tokens") > before
 
 
 requests = st.tuples(
-    st.integers(0, 13),
+    st.integers(0, 14),
     st.sampled_from(list(OPTIONS)),
     st.integers(1, LONGEST),
     st.integers(0, 20),
@@ -213,6 +238,20 @@ def test_a_right_guess_of_every_draft_is_one_step_for_all_of_them(kv_llm_for, pr
     # The prefill, a step without a repetition, ten of four tokens, and those dispatched before the
     # last one was read.
     assert steps(llm) - before <= 1 + 1 + 10 + 2
+
+
+def test_tokens_that_a_grammar_forces_are_drafts_that_are_right(kv_llm_for, prompts):
+    """The grammar leaves no choice after the first token, and nothing in the prompt repeats."""
+    llm = kv_llm_for(**SETTINGS)
+    text = "bcdefghijklmnopqrstuvwxyz"
+    form = {"regex": f"[a01]{text}"}
+    params = dataclasses.replace(PLAIN, max_tokens=40, structured_outputs=form)
+    before, accepted = steps(llm), counted(llm, "accepted_tokens")
+    assert generate(llm, prompts[2], params).outputs[0].text[1:] == text
+    # The prefill, a step before the host knows what it led to, six of four tokens, and one that was
+    # dispatched before the last one was read.
+    assert steps(llm) - before <= 1 + 1 + 6 + 2
+    assert counted(llm, "accepted_tokens") - accepted == 6 * DRAFTS
 
 
 def test_cached_pages_hold_accepted_tokens(kv_llm_for, prompts, expected):

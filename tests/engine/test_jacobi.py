@@ -32,7 +32,7 @@ OPTIONS = {
     "stop string": dataclasses.replace(FEW, stop=("abc", "bb")),
     "samples": dataclasses.replace(FEW, n=4),
     "penalties": dataclasses.replace(FEW, frequency_penalty=0.7, repetition_penalty=1.3),
-    "grammar": dataclasses.replace(PLAIN, structured_outputs={"regex": "(ab|c){3,9}"}),
+    "grammar": dataclasses.replace(PLAIN, structured_outputs={"regex": "(ab|c){1,4} the end"}),
 }
 
 

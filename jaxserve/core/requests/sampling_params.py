@@ -186,12 +186,6 @@ class SamplingParams:
         budget = self.thinking_token_budget
         return self.structured_outputs is not None or (budget is not None and budget >= 0)
 
-    @property
-    def speculative(self) -> bool:
-        """Whether tokens may be sampled after drafts: the host makes masks from the tokens before,
-        which it needs one by one."""
-        return not self.masked
-
     @classmethod
     def from_defaults(cls, defaults: Mapping[str, Any], **overrides: Any) -> SamplingParams:
         """Applies `overrides` to the defaults of the model's `generation_config.json`.

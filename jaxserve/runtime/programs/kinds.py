@@ -24,6 +24,7 @@ from jaxserve.runtime.programs.page_programs import (
 from jaxserve.runtime.programs.program_kind import ProgramKind
 from jaxserve.runtime.programs.sampling_programs import (
     Admit,
+    ForceDrafts,
     General,
     Greedy,
     PromptLogprobs,
@@ -60,6 +61,7 @@ class ProgramKinds:
         self.admit = Admit(shapes)
         self.verify = Verify(shapes)
         self.set_history = SetHistory(shapes)
+        self.force_drafts = ForceDrafts(shapes)
         self.prompt_logprobs = PromptLogprobs(shapes)
         self.sum_chunks = SumChunks(shapes)
         self.set_tables = SetTables(shapes)
@@ -72,7 +74,7 @@ class ProgramKinds:
         self._all = (
             *forward,
             *(self.greedy, self.general, self.prompt_logprobs, self.sum_chunks, self.admit),
-            *(self.verify, self.set_history),
+            *(self.verify, self.set_history, self.force_drafts),
             *(self.proposer.kinds if self.proposer else ()),
             *(self.set_tables, self.set_adapter),
             *(self.compact, self.copy, self.gather, self.scatter),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,14 +39,19 @@ from jaxserve.sampling import greedy as sample_greedy
 from jaxserve.sampling.processors import Processors
 from jaxserve.sampling.rows import FLAG_TRACK, FLAGS, NUM_FIELDS, PLACE, POSITION, SLOT
 from jaxserve.sampling.speculation import (
+    NO_DRAFT,
     Acceptance,
     SpeculationState,
+    force_drafts,
     kept_nodes,
     path_tokens,
     set_history,
     verify,
 )
 from sharding_rules import SEQ
+
+if TYPE_CHECKING:  # Grammars determine no program (program_sources.py).
+    from jaxserve.structured.lookahead import Forced
 
 PROMPT_TILE = 32
 """Prompt tokens scored at a time."""
@@ -228,7 +233,7 @@ class General(_OnHead):
         width: int,
     ) -> SampleOutput:
         """Samples `width` tokens for each of `chunks`, with its row of `constants`; `masks` has the
-        grammar's mask of some rows."""
+        grammar's masks of some of these tokens, by their number."""
         key, trash = self.shapes.sampled(len(chunks), width), self.shapes.trash_slot
         if state.speculation is None:
             slots, positions = zip(*((chunk.slot, chunk.output_index) for chunk in chunks))
@@ -239,7 +244,7 @@ class General(_OnHead):
         if masks:
             all_masks = np.zeros(all_masks.shape, np.int32)
             for row, mask in masks.items():
-                all_masks[row * width] = mask
+                all_masks[row] = mask
         return self.run(state, key, hidden, rows, all_masks)
 
     def _pack_drafted(
@@ -406,6 +411,43 @@ class Verify(ProgramKind[VerifyKey]):
         counts = padded([1 + chunk.num_drafts for chunk in chunks], rows, 1)
         from_which = () if self.shapes.medusa is None else (hidden,)
         return self.run(state, VerifyKey(rows, width), token_ids, slots, counts, *from_which)
+
+
+class ForceDrafts(ProgramKind[int]):
+    """Puts drafts that the host knows in the place of others; none without speculation."""
+
+    title = "force-drafts"
+    pure = force_drafts
+    reads = replaces = ("speculation",)
+
+    def keys(self) -> Iterable[int]:
+        speculates = self.shapes.config.speculative_config is not None
+        return self.shapes.buckets.rows if speculates else ()
+
+    def static(self, key: int) -> tuple[Any, ...]:
+        return (self.shapes.tree_depth,)
+
+    def uploads(self, key: int) -> tuple[Any, ...]:
+        int32 = self.shapes.int32
+        most = self.shapes.config.num_speculative_tokens
+        return int32(key), int32(key), int32(key), int32(key), int32(key, most)
+
+    def __call__(self, state: DeviceState, rows: SequenceOf[tuple[ScheduledChunk, Forced]]) -> None:
+        """`rows`: decodes that are about to run, with the tokens that must follow."""
+        key = holding(self.shapes.buckets.rows, len(rows))
+        drafts = np.full((key, self.shapes.config.num_speculative_tokens), NO_DRAFT, np.int32)
+        for row, (_, forced) in enumerate(rows):
+            drafts[row, : len(forced.token_ids)] = forced.token_ids
+        lengths = [chunk.seq.num_prompt + forced.num_tokens for chunk, forced in rows]
+        self.run(
+            state,
+            key,
+            padded([chunk.slot for chunk, _ in rows], key, self.shapes.trash_slot),
+            padded(lengths, key, 0),
+            padded([forced.last for _, forced in rows], key, NO_DRAFT),
+            padded([chunk.stop for chunk, _ in rows], key, 0),
+            drafts,
+        )
 
 
 class SetHistory(ProgramKind[int]):
