@@ -366,8 +366,10 @@ class Serve(Common):
             where = f"api_key_file {str(self.api_key_file)!r}"
             try:
                 lines = self.api_key_file.read_text(encoding="ascii").splitlines()
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"{where}: {error}.") from None
+            except OSError as error:
+                raise ConfigError(f"{where} cannot be read: {error.strerror}.") from None
+            except ValueError:
+                raise ConfigError(f"{where} must be printable ASCII, one key per line.") from None
             keys = tuple(key for line in lines if (key := line.strip()))
             if not keys:
                 raise ConfigError(f"{where} has no key; write one per line.")

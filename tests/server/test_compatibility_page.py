@@ -74,7 +74,7 @@ def test_what_fails_the_run_of_a_suite(tmp_path, monkeypatch, source, reasons, s
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / one).write_text(source)
     (tmp_path / "theirs" / other).write_text("def test(): pass")
-    suite = Suite("theirs", "Theirs", "theirs", [], {one: reasons, other: {}}, {})
+    suite = Suite("theirs", "Theirs", "theirs", [], [], {one: reasons, other: {}}, {})
     arguments = Arguments(tmp_path, [one, other], [], write=False)
     assert run(suite, arguments, ["-q", "--import-mode=importlib"], []) == status
 

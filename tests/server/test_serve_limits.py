@@ -180,7 +180,7 @@ def test_unfinished_requests_are_resumed_by_the_next_server(start, tmp_path):
         (["--host=nowhere.invalid"], "nowhere.invalid"),
         (["--api-key=a b"], "API key"),
         (["--api-key", "good", "not good"], "API key 2"),
-        (["--api-key-file=/nowhere"], "/nowhere"),
+        (["--api-key-file=/nowhere"], "--api-key-file '/nowhere' cannot be read: No such file"),
         (["--api-key-file=/dev/null"], "/dev/null"),
         (["--shutdown-timeout=-1"], "--shutdown-timeout is"),
         (["--max-queued-requests=-1"], "--max-queued-requests is"),

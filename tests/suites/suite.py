@@ -52,6 +52,7 @@ class Suite:
         root: the directory of the checkout that paths are below.
         real: the files that SmolLM2 is served for, since they read texts or count tokens; for
             the others it is a tiny random model, hundreds of times faster.
+        counting: the files that expect a server which has answered no other test.
         reasons: by file and test, why it does not pass; `REST` stands for the other tests.
         not_run: by reason, the files that are not run.
     """
@@ -60,6 +61,7 @@ class Suite:
     title: str
     root: str
     real: list[str]
+    counting: list[str]
     reasons: dict[str, dict[str, str]]
     not_run: dict[str, list[str]]
 
@@ -70,12 +72,20 @@ class Suite:
             path: {test: why for why, tests in by_reason.items() for test in tests}
             for path, by_reason in raw["run"].items()
         }
-        return cls(name, raw["title"], raw["root"], raw["real"], reasons, raw["not_run"])
+        given = (raw[key] for key in ("title", "root", "real", "counting"))
+        return cls(name, *given, reasons, raw["not_run"])
 
     def model(self) -> tuple[Path, tuple[str, ...]]:
         """The model for the test that runs, and settings of its server."""
-        path = os.environ["PYTEST_CURRENT_TEST"].split("::")[0].removeprefix(f"{self.root}/")
-        return (default_model_path(), REAL) if path in self.real else (tiny_model(), ())
+        return (default_model_path(), REAL) if self._file() in self.real else (tiny_model(), ())
+
+    def counts_requests(self) -> bool:
+        """Whether the test that runs needs a server of its own."""
+        return self._file() in self.counting
+
+    def _file(self) -> str:
+        """The file of the test that runs."""
+        return os.environ["PYTEST_CURRENT_TEST"].split("::")[0].removeprefix(f"{self.root}/")
 
     def serve(self, flags: Iterable[str], names: Iterable[str]) -> ServerProcess:
         """A ready server for the test that runs, with these flags and names of its model."""

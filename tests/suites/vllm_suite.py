@@ -90,6 +90,9 @@ class Absent:
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
         return ()
 
+    def __add__(self, other: Any) -> Any:
+        self._skip()
+
     def _skip(self) -> None:
         pytest.skip(f"uses {self._name}, a part of vLLM", allow_module_level=True)
 
@@ -140,7 +143,7 @@ class RemoteOpenAIServer:
         keys = [env_dict["VLLM_API_KEY"]] if "VLLM_API_KEY" in env_dict else []
         flags = (*_flags(args), *(flag for key in keys for flag in ("--api-key", key)))
         kind = SUITE.model(), flags
-        if kind not in self._running:
+        if kind not in self._running or SUITE.counts_requests():
             self.stop_all()  # One at a time: they share the processors.
             self._running[kind] = SUITE.serve(flags, [*self.names, model])
         self._server = self._running[kind]
@@ -179,7 +182,8 @@ class RemoteOpenAIServer:
 
 def _flags(args: list[str]) -> list[str]:
     """Our flags for those of a test's server."""
-    ours, rest = [], [part for arg in args for part in arg.split("=", 1)]
+    ours = []
+    rest = [part for arg in args for part in arg.split("=", 1 if arg.startswith("--") else 0)]
     while rest:
         flag = rest.pop(0)
         if flag in _OURS:

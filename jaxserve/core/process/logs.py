@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
-import warnings
 from typing import Literal, TextIO, get_args
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 VARIABLE = "JAXSERVE_LOG_LEVEL"
+_log = logging.getLogger(__name__)
 
 
 def level_from_environment() -> LogLevel | None:
@@ -18,10 +19,14 @@ def level_from_environment() -> LogLevel | None:
     if given in get_args(LogLevel):
         return given
     if given:
-        known = ", ".join(get_args(LogLevel))
-        # From one line, however often it is read: Python then prints it once.
-        warnings.warn(f"{VARIABLE} is {given!r}; set it to one of {known}.", stacklevel=1)
+        _warn(given)
     return None
+
+
+@functools.cache  # It is read by the package and by the command, and said once.
+def _warn(given: str) -> None:
+    known = ", ".join(get_args(LogLevel))
+    _log.warning("%s is %r; set it to one of %s.", VARIABLE, given, known)
 
 
 def configure_logging(level: LogLevel) -> None:
