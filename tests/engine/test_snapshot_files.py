@@ -16,7 +16,9 @@ from jaxserve.engine.snapshot.files import (
     VERSION,
     SnapshotReader,
     SnapshotWriter,
+    decoded_rows,
     discard,
+    encoded,
     exists,
 )
 
@@ -52,6 +54,9 @@ def test_rows_of_any_dtype_to_the_last_bit(tmp_path, dtype):
     read = SnapshotReader(tmp_path).rows("kv", 0, len(bits))
     assert read.dtype == dtype
     np.testing.assert_array_equal(read.view(np.uint16), bits)
+    sent = decoded_rows(encoded("kv", bits.view(dtype))[1])
+    assert sent.dtype == dtype
+    np.testing.assert_array_equal(sent.view(np.uint16), bits)
 
 
 def test_the_older_one_counts_until_the_newer_is_whole(written):

@@ -18,10 +18,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (gives numpy the bfloat16 that safetensors asks it for)
+import ml_dtypes  # also gives numpy the bfloat16 that safetensors asks it for
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load, save
+from safetensors import SafetensorError, deserialize, safe_open
+from safetensors.numpy import save
 
 from jaxserve.core.errors import SnapshotError
 from jaxserve.core.process.output_file import sync_directory
@@ -57,6 +57,17 @@ class RowsMissing(SnapshotError):
     """Rows of KV that a snapshot lists and does not have: to be recomputed."""
 
 
+_DTYPES: dict[str, Any] = {
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "I8": np.int8,
+    "U8": np.uint8,
+}
+"""Those of KV, by their names in safetensors."""
+
+
 def encoded(name: str, content: Any) -> tuple[str, bytes]:
     """The name and the bytes of a file: of an array safetensors, of anything else JSON."""
     if isinstance(content, np.ndarray):
@@ -65,8 +76,10 @@ def encoded(name: str, content: Any) -> tuple[str, bytes]:
 
 
 def decoded_rows(data: bytes) -> np.ndarray:
-    """The array of a safetensors file."""
-    return load(data)[_ROWS]
+    """The array of a safetensors file. Not by `safetensors.numpy.load`: its table of dtypes has no
+    bfloat16 in some versions (0.8.0)."""
+    found = dict(deserialize(data))[_ROWS]
+    return np.frombuffer(found["data"], _DTYPES[found["dtype"]]).reshape(found["shape"])
 
 
 class SnapshotWriter:
