@@ -45,17 +45,28 @@ ENGINES = {
 }
 
 
-@pytest.fixture(params=ENGINES)
-def any_llm(request, kv_llm_for):
-    llm = kv_llm_for(**ENGINES[request.param])
+@pytest.fixture(scope="module", params=ENGINES)
+def any_settings(request):
+    """Of the module, so that the tests of one engine follow each other and find it there."""
+    return ENGINES[request.param]
+
+
+@pytest.fixture
+def any_llm(any_settings, kv_llm_for):
+    llm = kv_llm_for(**any_settings)
     yield llm
     assert_idle(llm.engine)
 
 
-@pytest.fixture(params=TIERS)
-def swapping(request, kv_llm_for):
+@pytest.fixture(scope="module", params=TIERS)
+def tier_settings(request):
+    return ENGINES[request.param]
+
+
+@pytest.fixture
+def swapping(tier_settings, kv_llm_for):
     """An LLM that always swaps, to each of the tiers."""
-    llm = kv_llm_for(**ENGINES[request.param])
+    llm = kv_llm_for(**tier_settings)
     yield llm
     assert_idle(llm.engine)
 
