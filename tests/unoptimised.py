@@ -9,8 +9,11 @@ UNOPTIMISED = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
-if jax.__version_info__ < (0, 11):  # Later ones have no other emitters.
+if jax.__version_info__ < (0, 11):
+    # Later ones have no other emitters.
     UNOPTIMISED["xla_cpu_use_fusion_emitters"] = False
+    # Compiling a tiny program in up to 32 parts, for threads, costs twice what it costs in one.
+    UNOPTIMISED["xla_cpu_parallel_codegen_split_count"] = 1
 
 
 def _flags(options: dict[str, bool | int]) -> str:
