@@ -224,6 +224,9 @@ def _lower_tiers(memory: MemoryPlan) -> list[tuple[str, str]]:
         group = group_pages(memory.host_kv)
         label = f"window of KV from the host, {KV_WINDOW} x {group:,} pages of a layer"
         rows.append((label, size(memory.kv_window_bytes)))
+        if memory.shadow is not None:
+            label = f"compressed KV of {memory.host_pages:,} host pages, of rank "
+            rows.append((label + f"{memory.shadow.rank:,}", size(memory.shadow_bytes)))
     elif memory.staging_bytes:
         rows.append(("transfer buffers", size(memory.staging_bytes)))
     if memory.host_pages:
@@ -256,8 +259,12 @@ def _capacity(decided: EnginePlan) -> str:
             )
         )
         pages = memory.host_kv.on_host(layout.pages_for(config.max_model_len))
+        num_bytes = pages * memory.image_bytes
         label = f"KV that a decode after {config.max_model_len:,} tokens reads from the host"
-        rows.append((label, size(pages * memory.image_bytes)))
+        if memory.shadow is not None:
+            label = f"values that a decode after {config.max_model_len:,} tokens reads, at most"
+            num_bytes = memory.shadow.most_recalled_bytes(pages)
+        rows.append((label, size(num_bytes)))
     rows += [
         (f"requests of {length:,} tokens at once", f"{number:,}") for length, number in at_once
     ]

@@ -41,6 +41,8 @@ def default_dtype(platform: str) -> str:
 
 
 Quantization = Literal["awq", "gptq", "compressed-tensors", "gguf", "mxfp4", "int8", "int4", "fp8"]
+SHADOW_DEFAULTS = {"shadow_rank": 160, "shadow_budget": 2048, "shadow_outliers": 48}
+"""Those of ShadowKV's paper (2410.21465)."""
 _OF_NO_PROGRAM = {"of_programs": False}
 """Marks a setting that changes no program, or only by the number of KV pages."""
 
@@ -70,6 +72,14 @@ class EngineConfig:
         kv_on: where the KV of sequences longer than the pool is: "device", which refuses them, or
             "host", whose memory has their older pages, which every step reads through a window in
             device memory (docs/offload.md).
+        kv_compression: "shadow" with `kv_on` host: decodes of these sequences attend to some chunks
+            of the older pages, found by keys of a low rank on the device, and read only their
+            values from the host. Answers differ from those of "none" (docs/offload.md).
+        shadow_rank: numbers of a compressed key, of all heads of a layer together, at most as many
+            as a key has; 160 by default with `kv_compression` shadow.
+        shadow_budget: tokens of the older pages that a decode attends to, for each KV head, in
+            chunks of eight; 2,048 by default.
+        shadow_outliers: chunks of a sequence that are kept exactly on the device; 48 by default.
         max_model_len: context limit in tokens, prompt and output; by default the model's.
         max_num_seqs: maximum number of running sequences.
         max_num_batched_tokens: token budget of a step.
@@ -142,6 +152,10 @@ class EngineConfig:
     weights_on: Literal["device", "host", "disk"] = "device"
     resident_weight_bytes: int | None = None
     kv_on: Literal["device", "host"] = "device"
+    kv_compression: Literal["none", "shadow"] = "none"
+    shadow_rank: int | None = None
+    shadow_budget: int | None = None
+    shadow_outliers: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -208,6 +222,9 @@ class EngineConfig:
             ("kv_cache_memory_bytes", 1),
             ("resident_weight_bytes", 1),
             ("host_kv_bytes", 0),
+            ("shadow_rank", 1),
+            ("shadow_budget", 8),
+            ("shadow_outliers", 0),
             ("disk_kv_bytes", 0),
             ("max_loras", 1),
             ("max_lora_rank", 1),
@@ -229,6 +246,7 @@ class EngineConfig:
         if self.speculative_config is not None:
             speculative = SpeculativeConfig.of(self.speculative_config)
             object.__setattr__(self, "speculative_config", speculative)
+        self._check_compression()
         ageing_s = self.priority_ageing_s
         if ageing_s is not None and (
             type(ageing_s) not in (int, float) or not 1e-6 <= ageing_s < math.inf
@@ -250,6 +268,29 @@ class EngineConfig:
         if not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"memory_utilization is {share!r}; it must be in (0, 1].")
         combinations.check(self._combined())
+
+    def _check_compression(self) -> None:
+        """Raises ConfigError for settings of compressed KV without it, or with what does not
+        combine with it."""
+        if self.kv_compression == "none":
+            for name in SHADOW_DEFAULTS:
+                if getattr(self, name) is not None:
+                    raise ConfigError(
+                        f"{name} is {getattr(self, name)}, but kv_compression is 'none'; set it to "
+                        f"'shadow', or leave {name} out."
+                    )
+            return
+        if self.kv_on != "host":
+            raise ConfigError(
+                f"kv_compression is {self.kv_compression!r}, which is for sequences longer than "
+                "the pool, but kv_on is 'device', which refuses these; set kv_on to 'host'."
+            )
+        if self.kv_cache_dtype != "auto":
+            raise ConfigError(
+                f"kv_compression is {self.kv_compression!r}, but kv_cache_dtype is "
+                f"{self.kv_cache_dtype!r}, whose keys have lost what a basis is found from; leave "
+                "one of them out."
+            )
 
     def _check_devices(self) -> None:
         """Converts `devices` to a tuple. Raises ConfigError for invalid or duplicate device ids,
@@ -296,6 +337,12 @@ class EngineConfig:
     def num_devices(self) -> int:
         """Number of devices of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+
+    def _shadow(self, name: str) -> int | None:
+        """A setting of compressed KV, or its default; None without compression."""
+        given = getattr(self, name)
+        default = SHADOW_DEFAULTS[name] if self.kv_compression == "shadow" else None
+        return default if given is None else given
 
     @property
     def _runs_by_layer(self) -> bool:
@@ -375,6 +422,7 @@ class EngineConfig:
             shared_prefix_attention=shares_prefixes,
             target_step_us=self.target_step_us
             or ((500_000 if on_cpu else 50_000) if self.scheduler == "medha" else None),
+            **{name: self._shadow(name) for name in SHADOW_DEFAULTS},
             max_loras=self.max_loras or (DEFAULT_MAX_LORAS if self.enable_lora else None),
             max_lora_rank=self.max_lora_rank
             or (DEFAULT_MAX_LORA_RANK if self.enable_lora else None),
@@ -408,6 +456,10 @@ class EngineSettings(TypedDict, total=False):
     weights_on: Literal["device", "host", "disk"]
     resident_weight_bytes: int | None
     kv_on: Literal["device", "host"]
+    kv_compression: Literal["none", "shadow"]
+    shadow_rank: int | None
+    shadow_budget: int | None
+    shadow_outliers: int | None
     max_model_len: int | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None

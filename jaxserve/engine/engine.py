@@ -29,6 +29,7 @@ from jaxserve.core.requests.outputs import RequestMetrics, RequestOutput
 from jaxserve.core.requests.pooling import PoolingParams
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import SharedPrefix
+from jaxserve.core.steps.recall_counts import RecallCounts
 from jaxserve.core.steps.weight_reads import WeightReads
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.input_processor import InputProcessor, check_priority
@@ -39,6 +40,7 @@ from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.engine.snapshot.snapshots import Snapshots
 from jaxserve.metrics.kv_metrics import kv_metrics
 from jaxserve.metrics.metrics import Metric, Metrics
+from jaxserve.metrics.recall_metrics import recall_metrics
 from jaxserve.metrics.weight_metrics import weight_metrics
 from jaxserve.runtime.adapters import AdapterSlots
 from jaxserve.runtime.cpu_threads import make_room_for_collectives
@@ -109,6 +111,7 @@ class Engine:
         self._runner = runner
         self._weights = LiveWeights(plan, runner)
         self._weight_reads = runner.weight_reads
+        self._recall_counts = runner.recall_counts
         self.adapters = AdapterSlots(plan, runner, self._adapters_in_use)
         self._input = InputProcessor(
             plan.config,
@@ -345,12 +348,18 @@ class Engine:
         """All metrics, by exported name."""
         of_kv = kv_metrics(self.kv, self.plan.config.max_model_len)
         of_weights = weight_metrics(self.weight_reads)
+        of_kv |= recall_metrics(self.recall_counts)
         return self.metrics.get_metrics(self.log.now()) | of_kv | of_weights
 
     @property
     def weight_reads(self) -> WeightReads | None:
         """What streamed weights have read; None where all are on the device."""
         return self._weight_reads
+
+    @property
+    def recall_counts(self) -> RecallCounts | None:
+        """What decodes have read of compressed KV; None without."""
+        return self._recall_counts
 
     def snapshot(
         self,

@@ -19,6 +19,7 @@ from jaxserve.core.sequence import Sequence
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.in_flight import StepResults, TokenLogprobs
 from jaxserve.core.steps.plan import StepPlan
+from jaxserve.core.steps.recall_counts import RecallCounts
 from jaxserve.core.steps.weight_reads import WeightReads
 from jaxserve.kv.offload.transfers import MOVE_PAGES, MOVE_SIZES
 from jaxserve.models.family import Params
@@ -58,7 +59,7 @@ class Runner:
         self._kinds.bind(programs)
         self._state = allocate(shapes.abstract_state, weights, draft_params)
         if isinstance(self._kinds.forward, ForwardWithHostKV):
-            _ = self._kinds.forward.store  # Fail now, not in a step.
+            self._kinds.forward.allocate()  # Fail now, not in a step.
         self._rows: dict[int, SamplingRow] = {}
         self._masks = GrammarMasks(self._rows)
         self._stages = collections.deque([BUBBLE] * (shapes.stages - 1))
@@ -76,6 +77,13 @@ class Runner:
     def weight_reads(self) -> WeightReads | None:
         """What streamed weights have read; None where all are resident."""
         return self._state.weights.reads
+
+    @property
+    def recall_counts(self) -> RecallCounts | None:
+        """What decodes have read of compressed KV; None without compression."""
+        forward = self._kinds.forward
+        shadow = forward.shadow if isinstance(forward, ForwardWithHostKV) else None
+        return shadow and shadow.counts
 
     def close(self) -> None:
         """End what runs beside the steps. Can be called twice."""
@@ -270,10 +278,14 @@ class Runner:
         for array in jax.tree.leaves(self._state.kv):
             array.delete()
         self._state.kv = []
+        if isinstance(self._kinds.forward, ForwardWithHostKV):
+            self._kinds.forward.free()
 
     def allocate_pages(self) -> None:
         """Allocate the KV pool again, empty."""
         self._state.kv = jax.tree.map(lambda shape: filled(shape, 0), self.shapes.kv.abstract)
+        if isinstance(self._kinds.forward, ForwardWithHostKV):
+            self._kinds.forward.allocate()
 
     def set_last_tokens(self, token_ids: SequenceOf[int]) -> None:
         """Make these the newest tokens of all slots, for steps that are only measured."""

@@ -1,4 +1,4 @@
-"""`jaxserve bench`: benchmark an engine in this process, or a server under load."""
+"""`jaxserve bench`: benchmark an engine in this process, its accuracy, or a server under load."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from typing import Annotated
 import tyro
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes
 
+from jaxserve.cli.bench.accuracy import Accuracy
 from jaxserve.cli.bench.offline import Offline
 from jaxserve.cli.bench.serve import Serve
 
 _Kind = (
-    Annotated[Offline, tyro.conf.subcommand("offline")]
+    Annotated[Accuracy, tyro.conf.subcommand("accuracy")]
+    | Annotated[Offline, tyro.conf.subcommand("offline")]
     | Annotated[Serve, tyro.conf.subcommand("serve")]
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """Benchmark an engine in this process (`offline`), or any OpenAI endpoint (`serve`)."""
+    """Benchmark an engine in this process (`offline`), what compressed KV does to its answers
+    (`accuracy`), or any OpenAI endpoint (`serve`)."""
 
     kind: OmitArgPrefixes[OmitSubcommandPrefixes[_Kind]]
 

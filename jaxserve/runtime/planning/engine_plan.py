@@ -26,6 +26,7 @@ from jaxserve.runtime.devices import (
 from jaxserve.runtime.hosts import Hosts
 from jaxserve.runtime.planning.alternatives import Changes, gib, refusal
 from jaxserve.runtime.planning.memory import MemoryPlan, plan_memory, reserve_memory
+from jaxserve.runtime.planning.shadow import CHUNK
 from jaxserve.runtime.planning.step_work import prefix_cost
 from jaxserve.runtime.programs.executable_cache import ExecutableCache
 from jaxserve.runtime.programs.executables import Programs
@@ -289,6 +290,7 @@ def decide_on(
         shapes.lora_bytes,
         shapes.placement.host_bytes,
         shapes.placement.disk_bytes,
+        shapes.shadow,
     )
     shapes = _with_pool(shapes, memory)
     return EnginePlan(config, checkpoint, shapes, memory, device, draft_checkpoint)
@@ -311,6 +313,11 @@ def _check_host_kv(config: EngineConfig, model: ModelConfig) -> None:
         raise ConfigError(
             f"kv_on is 'host', but {model.architecture} {which}; it is for models all of whose "
             "layers attend to the whole context. Leave kv_on out."
+        )
+    if config.kv_compression == "shadow" and config.page_size % CHUNK:
+        raise ConfigError(
+            f"kv_compression is 'shadow', which recalls chunks of {CHUNK} tokens, but page_size is "
+            f"{config.page_size}; set it to a multiple of {CHUNK}."
         )
 
 

@@ -16,6 +16,7 @@ from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.offload.transfers import MOVE_PAGES
 from jaxserve.runtime.devices import DescribedDevice
 from jaxserve.runtime.jax_private import devices_are_open
+from jaxserve.runtime.planning.shadow import ShadowSizes
 
 _CPU_KV_BYTES = 2 << 30
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -43,9 +44,10 @@ class MemoryPlan:
     A page, of any KV group of `layout`, is split over `num_devices` into equal parts of
     `page_bytes` each. `host_pages` and `disk_pages` are whole pages of the lower tiers; on CPUs the
     host tier uses the same memory as everything else. With `kv_on_host` the host's pages are those
-    of sequences longer than the pool. `pool_limit_bytes` limits the pool, 0 for no
-    limit. `host_weights_bytes` and `disk_weights_bytes` are layers that steps read from there, each
-    device its part. The plan may exceed the available memory: check `fits`.
+    of sequences longer than the pool; `shadow` is what the device keeps of these, None for nothing.
+    `pool_limit_bytes` limits the pool, 0 for no limit. `host_weights_bytes` and
+    `disk_weights_bytes` are layers that steps read from there, each device its part. The plan may
+    exceed the available memory: check `fits`.
     """
 
     limit_bytes: int
@@ -64,6 +66,7 @@ class MemoryPlan:
     host_weights_bytes: int = 0
     disk_weights_bytes: int = 0
     kv_on_host: bool = False
+    shadow: ShadowSizes | None = None
 
     @property
     def page_size(self) -> int:
@@ -109,6 +112,11 @@ class MemoryPlan:
         return KV_WINDOW * group * -(-self.page_bytes // self.layout.layers_per_page)
 
     @property
+    def shadow_bytes(self) -> int:
+        """What the device keeps of compressed host pages."""
+        return 0 if self.shadow is None else self.shadow.device_bytes(self.host_pages)
+
+    @property
     def staging_bytes(self) -> int:
         """Buffers for page transfers between the device and other tiers."""
         if self.kv_on_host:
@@ -129,6 +137,7 @@ class MemoryPlan:
             + self.state_bytes
             + self.scratch_bytes
             + self.staging_bytes
+            + self.shadow_bytes
             + host_bytes
         )
 
@@ -208,6 +217,7 @@ def plan_memory(
     lora_bytes: int = 0,
     host_weights_bytes: int = 0,
     disk_weights_bytes: int = 0,
+    shadow: ShadowSizes | None = None,
 ) -> MemoryPlan:
     """Decide the KV pool of a resolved config, before programs are compiled. `layout` has the KV
     groups of a pipeline stage, which are those of all stages; a whole page has `image_bytes`.
@@ -247,6 +257,7 @@ def plan_memory(
         host_weights_bytes=host_weights_bytes,
         disk_weights_bytes=disk_weights_bytes,
         kv_on_host=on_host,
+        shadow=shadow,
     )
     if on_host and config.host_kv_bytes is None:
         plan = dataclasses.replace(plan, host_pages=min(host_pages, pages_of_longest))

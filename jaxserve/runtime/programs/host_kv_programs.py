@@ -22,6 +22,7 @@ from jaxserve.runtime.programs.executables import ProgramSpec
 from jaxserve.runtime.programs.forward_programs import Embed, FinalNorm, Hidden
 from jaxserve.runtime.programs.page_programs import GatherPages
 from jaxserve.runtime.programs.program_kind import ProgramKind
+from jaxserve.runtime.programs.shadow_programs import Shadow
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.programs.step_layout import FrozenPlan, StepLayout
 
@@ -47,6 +48,10 @@ class HostKVStore:
         """Copies the first rows of gathered pages; waits for the device."""
         self._pages[layer, list(pages)] = np.asarray(images)[: len(pages)]
 
+    def page(self, layer: int, page: int) -> np.ndarray:
+        """The elements of a page."""
+        return self._pages[layer, page]
+
     def read(self, layer: int, pages: Sequence[int]) -> jax.Array:
         """A group on the device, or on its way there, padded."""
         group = np.zeros((self._group, self._pages.shape[2]), self._pages.dtype)
@@ -62,9 +67,12 @@ class _Group(NamedTuple):
     tables: np.ndarray
 
 
-def groups_of(layout: StepLayout, step: FrozenPlan, size: int) -> Iterator[_Group]:
-    """The host pages of all rows of a step, in groups of `size`."""
-    owned = [(row, page) for row, pages in layout.rows_on_host(step) for page in pages]
+def groups_of(
+    layout: StepLayout, step: FrozenPlan, size: int, first_row: int = 0
+) -> Iterator[_Group]:
+    """The host pages of the rows of a step from `first_row` on, in groups of `size`."""
+    rows = layout.rows_on_host(step)
+    owned = [(row, page) for row, pages in rows if row >= first_row for page in pages]
     for first in range(0, len(owned), size):
         some = owned[first : first + size]
         tables = np.zeros((layout.rows, size + 1), np.int32)
@@ -94,10 +102,25 @@ class ForwardWithHostKV:
         self._attend = _AttendGroup(shapes, self._enter)
         self._leave = _LeaveLayer(shapes, self._enter)
         self._last = FinalNorm(shapes, self._first)
+        self.shadow: Shadow | None = None
+        if shapes.shadow is not None:
+            self.shadow = Shadow(shapes, lambda: self.store, self._enter.partial)
 
     @property
     def kinds(self) -> tuple[ProgramKind[Any], ...]:
-        return self._first, self._enter, self._attend, self._leave, self._last
+        own = self._first, self._enter, self._attend, self._leave, self._last
+        return own + (self.shadow.kinds if self.shadow else ())
+
+    def allocate(self) -> None:
+        """Takes the memory of what stays on the device beside the pool."""
+        _ = self.store
+        if self.shadow is not None:
+            self.shadow.allocate()
+
+    def free(self) -> None:
+        """Gives back what `allocate` took on the device."""
+        if self.shadow is not None:
+            self.shadow.free()
 
     @functools.cached_property
     def store(self) -> HostKVStore:
@@ -109,7 +132,10 @@ class ForwardWithHostKV:
         (step,) = steps
         x, shared, (slot_mapping,), sampled = self._first(state, key, steps)
         layout = self._shapes.layouts[key]
-        groups = [*groups_of(layout, step, self._shapes.host_group_pages)]
+        first_row, decodes = 0, None
+        if self.shadow is not None:  # Decodes have their own way, and only prompts read groups.
+            first_row, decodes = key.rows, self.shadow.begin_step(key, step)
+        groups = [*groups_of(layout, step, self._shapes.host_group_pages, first_row)]
         window = collections.deque[jax.Array]()
         for layer, kind in enumerate(self._shapes.local_model.layer_kinds):
             own = _Key(key, kind)
@@ -122,6 +148,8 @@ class ForwardWithHostKV:
                 partial = self._attend(key, partial, slot_mapping.batch, images, group.tables)
                 window.append(partial.lse)
                 del images
+            if decodes is not None:
+                partial = self.shadow.attend(key, layer, partial, step, decodes)
             x = self._leave(own, params, x, shared, partial)
         state.weights.end_step(x)
         return self._last.run(state, key, x, sampled)

@@ -23,6 +23,7 @@ from jaxserve.models.parallel import VOCAB
 from jaxserve.models.partition import local
 from jaxserve.runtime.devices import device_rates
 from jaxserve.runtime.planning.memory import group_pages, host_kv
+from jaxserve.runtime.planning.shadow import CHUNK, ShadowSizes
 from jaxserve.runtime.programs.context_parallel import longest_ring_context
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.shapes.arrays import ArrayShapes, placed, tree_bytes
@@ -266,6 +267,25 @@ class ProgramShapes:
         return group_pages(host_kv(self.kv_layout, self.num_pages, self.num_host_pages))
 
     @functools.cached_property
+    def shadow(self) -> ShadowSizes | None:
+        """Sizes of compressed KV; None without compression."""
+        config, model = self.config, self.local_model
+        if config.kv_compression != "shadow":
+            return None
+        chunks = self.max_pages * config.page_size // CHUNK
+        return ShadowSizes(
+            num_layers=model.num_layers,
+            kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            itemsize=self.dtype.itemsize,
+            page_size=config.page_size,
+            slots=config.max_num_seqs,
+            rank=min(config.shadow_rank, model.num_kv_heads * model.head_dim),
+            recalled=min(config.shadow_budget // CHUNK, chunks),
+            outliers=min(config.shadow_outliers, chunks),
+        )
+
+    @functools.cached_property
     def kv(self) -> KVShapes:
         """Shapes of the pool of pages."""
         draft = self.draft_model and self.draft_model.model
@@ -407,7 +427,8 @@ class ProgramShapes:
         formats = [spec.format for spec in jax.tree.leaves((self.specs, self.draft_params.specs))]
         draft = self.draft_model and self.draft_model.model
         drafts = draft, jax.tree.structure(self.draft_params.specs), self.medusa
-        return repr((settings, self.model, formats, drafts, self.num_pages))
+        pages = self.num_pages, self.num_host_pages
+        return repr((settings, self.model, formats, drafts, pages))
 
 
 def holding(sizes: Iterable[int], count: int) -> int:

@@ -1,0 +1,119 @@
+"""`jaxserve bench accuracy`: answers with compressed KV against those of full attention."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional, arg
+
+from jaxserve.cli.arguments.options import Common, EngineOptions, load, one_at_a_time
+from jaxserve.core.errors import ConfigError, RequestError
+from jaxserve.core.process.tables import table
+from jaxserve.core.requests.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Accuracy(Common):
+    """Compare greedy answers with kv_compression to those of full attention.
+
+    Each prompt is answered twice, by an engine with the settings given and by one without
+    kv_compression.
+
+    Attributes:
+        prompts: a text file, of which each line is a prompt, or with --whole all of it; "-" is
+            standard input.
+        whole: the file is one prompt.
+        max_tokens: tokens of an answer.
+    """
+
+    prompts: Annotated[Positional[Path], arg(metavar="FILE")] = Path("-")
+    whole: bool = False
+    max_tokens: int = 64
+    engine: EngineOptions = dataclasses.field(default_factory=one_at_a_time)
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError before a model is loaded."""
+        if self.engine.kv_compression == "none":
+            raise ConfigError(
+                "kv_compression is 'none', so there is nothing to compare; set it to 'shadow', and "
+                "kv_on to 'host'."
+            )
+        if self.max_tokens < 2:
+            raise ConfigError(
+                f"max_tokens is {self.max_tokens}; it must be 2 or more, since the first token is "
+                "exact."
+            )
+
+    def run(self) -> int:
+        prompts = self._read()
+        full = dataclasses.replace(
+            self.engine,
+            kv_compression="none",
+            shadow_rank=None,
+            shadow_budget=None,
+            shadow_outliers=None,
+        )
+        expected, _, _ = self._answers(full, prompts)
+        found, compressed, copied = self._answers(self.engine, prompts)
+        print(report(expected, found, compressed, copied))
+        return 0
+
+    def _read(self) -> list[str]:
+        """Raises RequestError for a file that cannot be read, or without prompts."""
+        try:
+            name = str(self.prompts)
+            text = sys.stdin.read() if name == "-" else self.prompts.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"{self.prompts} cannot be read: {error}.") from error
+        prompts = [text] if self.whole else text.splitlines()
+        prompts = [prompt for prompt in prompts if prompt.strip()]
+        if not prompts:
+            raise RequestError(f"there are no prompts in {self.prompts}; write one in each line.")
+        return prompts
+
+    def _answers(
+        self, engine: EngineOptions, prompts: Sequence[str]
+    ) -> tuple[list[tuple[int, ...]], int, float]:
+        """The tokens of each answer, how many had compressed KV, and the share of values copied."""
+        params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
+        with load(engine, None) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            layout, host = llm.plan().memory.layout, llm.plan().memory.host_kv
+            lengths = [
+                min(len(output.prompt_token_ids) + self.max_tokens, llm.plan().config.max_model_len)
+                for output in outputs
+            ]
+            long = sum(host.on_host(layout.pages_for(length)) > 0 for length in lengths)
+            counts = llm.engine.recall_counts
+            answers = [tuple(output.outputs[0].token_ids) for output in outputs]
+            return answers, long, counts.copied_share if counts else 0.0
+
+
+def report(
+    expected: Sequence[tuple[int, ...]],
+    found: Sequence[tuple[int, ...]],
+    compressed: int,
+    copied: float,
+) -> str:
+    """A table of how far the answers agree. The tokens before a difference count as agreeing: what
+    follows it answers another text."""
+    same = sum(a == b for a, b in zip(expected, found, strict=True))
+    agreeing = total = 0
+    for a, b in zip(expected, found, strict=True):
+        differs = (place for place, pair in enumerate(zip(a, b)) if pair[0] != pair[1])
+        agreeing += next(differs, min(len(a), len(b)))
+        total += max(len(a), len(b))
+    rows = [
+        ("prompts", f"{len(expected):,}"),
+        ("longer than the pool, so compressed", f"{compressed:,}"),
+        ("answers that are the same", f"{same:,}"),
+        ("tokens before the first difference", f"{agreeing / max(1, total):.1%}"),
+        ("values copied, of those attended to", f"{copied:.1%}"),
+    ]
+    return table(rows)

@@ -1,0 +1,421 @@
+"""Programs of compressed KV on the host, and what the host does between them: it finds the basis
+and the outliers of a sequence, and keeps count of whose values are on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxserve.core.model_config import LayerKind
+from jaxserve.core.steps.buckets import ProgramKey
+from jaxserve.core.steps.recall_counts import RecallCounts
+from jaxserve.runtime.planning.shadow import CHUNK, ShadowSizes
+from jaxserve.runtime.programs import shadow_step
+from jaxserve.runtime.programs.device_state import filled
+from jaxserve.runtime.programs.executables import ProgramSpec
+from jaxserve.runtime.programs.host_kv_step import Partial
+from jaxserve.runtime.programs.program_kind import ProgramKind, padded
+from jaxserve.runtime.programs.shadow_step import NO_CHUNK, Decodes, ShadowLayer
+from jaxserve.runtime.programs.shapes.arrays import placed
+from jaxserve.runtime.programs.shapes.program import ProgramShapes
+from jaxserve.runtime.programs.step_layout import FrozenPlan
+
+FILL_CHUNKS = 256
+"""Chunks of values that are copied to the device together, at most."""
+
+
+def _named(kind: LayerKind) -> str:
+    rotates = "" if kind.rotates else "-unrotated"
+    return f"{kind.window or 'full'}{rotates}{'-moe' if kind.sparse else ''}"
+
+
+class _Kind(ProgramKind[Any]):
+    """A kind of program of compressed KV."""
+
+    def __init__(self, shapes: ProgramShapes) -> None:
+        super().__init__(shapes)
+        self.sizes = shapes.shadow
+        self.layer = shadow_layer(shapes)
+
+    @property
+    def model(self) -> Any:
+        return self.shapes.local_model
+
+    @property
+    def page(self) -> Any:
+        return self.shapes.kv.pages_of(self.model, 1)
+
+    def array(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return placed(jax.ShapeDtypeStruct(shape, dtype), self.shapes.arrays.sharding())
+
+    donated: ClassVar[tuple[int, ...]] = ()
+
+    def spec(self, key: Any) -> ProgramSpec:
+        arguments = self.uploads(key)
+        return ProgramSpec(self.name(key), self.function(key), arguments, donated=self.donated)
+
+    def __call__(self, key: Any, *arguments: Any) -> Any:
+        return self._executables[key](*arguments)
+
+
+class _OfGroup(_Kind):
+    """A kind that takes a group of host pages, of a kind of layer."""
+
+    def keys(self) -> Iterable[LayerKind]:
+        return dict.fromkeys(self.model.layer_kinds)
+
+    def name(self, key: LayerKind) -> str:
+        return f"{self.title}-{_named(key)}"
+
+    def static(self, key: LayerKind) -> tuple[Any, ...]:
+        return self.model, key, self.page
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        size = self.shapes.host_group_pages
+        int32 = self.shapes.int32
+        return self.shapes.kv.staging(size, 1), int32(size), int32(size)
+
+
+class Survey(_OfGroup):
+    title = "survey"
+    pure = shadow_step.survey
+    donated = (0, 1)
+
+    def uploads(self, key: LayerKind) -> tuple[Any, ...]:
+        gram = self.array((self.sizes.width,) * 2, np.float32)
+        return gram, self.layer.landmarks, *self.group
+
+
+class Project(_OfGroup):
+    title = "project"
+    pure = shadow_step.project
+    donated = (0,)
+
+    def uploads(self, key: LayerKind) -> tuple[Any, ...]:
+        return self.layer.low, self.layer.bases, self.shapes.int32(), *self.group
+
+
+class _OnlyOne(_Kind):
+    def keys(self) -> Iterable[int]:
+        return (0,)
+
+
+class SetSequence(_OnlyOne):
+    title = "set-shadow"
+    pure = shadow_step.set_sequence
+    donated = (0, 1, 2, 3)
+
+    def uploads(self, key: int) -> tuple[Any, ...]:
+        layer = self.layer
+        arrays = layer.bases, layer.outlier_keys, layer.outlier_values, layer.outliers
+        of_one = (self.array(array.shape[1:], array.dtype) for array in arrays)
+        return *arrays, self.shapes.int32(), *of_one
+
+
+class Fill(_OnlyOne):
+    title = "fill-recalled"
+    pure = shadow_step.fill
+    donated = (0,)
+
+    @property
+    def count(self) -> int:
+        return min(FILL_CHUNKS, self.sizes.kv_heads * self.sizes.recalled)
+
+    def uploads(self, key: int) -> tuple[Any, ...]:
+        shape = self.count, CHUNK, self.sizes.head_dim
+        values = self.layer.values
+        return values, self.shapes.int32(self.count, 3), self.array(shape, values.dtype)
+
+
+class _Key(NamedTuple):
+    step: ProgramKey
+    kind: LayerKind
+
+
+class _OfStep(_Kind):
+    """A kind with programs for the steps that have decodes. `partial` gives the shapes of their
+    partial attention."""
+
+    def __init__(self, shapes: ProgramShapes, partial: Any) -> None:
+        super().__init__(shapes)
+        self.partial = partial
+
+    @property
+    def _with_decodes(self) -> list[ProgramKey]:
+        return [key for key in self.shapes.layouts if key.rows]
+
+    def keys(self) -> Iterable[Any]:
+        return self._with_decodes
+
+    def decodes(self, key: ProgramKey) -> Decodes:
+        int32 = self.shapes.int32
+        return Decodes(int32(key.rows), int32(key.rows, self.shapes.max_pages), int32(key.rows))
+
+
+class Choose(_OfStep):
+    title = "choose"
+    pure = shadow_step.choose
+
+    def static(self, key: ProgramKey) -> tuple[Any, ...]:
+        return self.model, self.sizes.page_chunks, self.sizes.recalled
+
+    def uploads(self, key: ProgramKey) -> tuple[Any, ...]:
+        layer = self.layer
+        return self.partial(key), layer.landmarks, layer.outliers, self.decodes(key)
+
+
+class AttendRecalled(_OfStep):
+    title = "attend-recalled"
+    pure = shadow_step.attend_recalled
+
+    def keys(self) -> Iterable[_Key]:
+        kinds = dict.fromkeys(self.model.layer_kinds)
+        return [_Key(key, kind) for key in self._with_decodes for kind in kinds]
+
+    def name(self, key: _Key) -> str:
+        return f"{self.title}-{key.step}-{_named(key.kind)}"
+
+    def static(self, key: _Key) -> tuple[Any, ...]:
+        return self.model, key.kind, self.sizes.page_size
+
+    def uploads(self, key: _Key) -> tuple[Any, ...]:
+        sizes, rows = self.sizes, key.step.rows
+        held = self.shapes.int32(rows, sizes.kv_heads, sizes.recalled)
+        return self.partial(key.step), self.layer, self.decodes(key.step), held
+
+
+def shadow_layer(shapes: ProgramShapes) -> ShadowLayer:
+    """Shapes of what a layer keeps."""
+    sizes, slots, pages = shapes.shadow, shapes.trash_slot + 1, shapes.num_host_pages + 1
+    heads, dim, tokens = sizes.kv_heads, sizes.head_dim, sizes.outliers * CHUNK
+    place = shapes.arrays.sharding()
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, shapes.dtype, sharding=place)
+
+    return ShadowLayer(
+        low=array(pages, sizes.page_size, sizes.rank),
+        landmarks=array(pages, sizes.page_chunks, heads, dim),
+        bases=array(slots, heads, dim, sizes.rank),
+        outlier_keys=array(slots, heads, tokens, dim),
+        outlier_values=array(slots, heads, tokens, dim),
+        outliers=shapes.int32(slots, sizes.outliers),
+        values=array(slots, heads, sizes.recalled, CHUNK, dim),
+    )
+
+
+@dataclasses.dataclass
+class _Compressed:
+    """Host pages of a sequence that are compressed, and how many its basis is of."""
+
+    pages: int
+    of_basis: int
+
+
+class Shadow:
+    """The compressed KV of all sequences, by their slots."""
+
+    def __init__(self, shapes: ProgramShapes, store: Any, partial: Any) -> None:
+        """`store()` has the host's pages."""
+        self._shapes, self._store = shapes, store
+        self._survey, self._project = Survey(shapes), Project(shapes)
+        self._set, self._fill = SetSequence(shapes), Fill(shapes)
+        self._choose, self._attend = Choose(shapes, partial), AttendRecalled(shapes, partial)
+        self._layers: list[ShadowLayer] = []
+        self._compressed: dict[int, _Compressed] = {}
+        sizes = self.sizes
+        shape = len(self._kinds_of_layers), shapes.trash_slot, sizes.kv_heads, sizes.recalled
+        self._held = np.full(shape, NO_CHUNK, np.int32)
+        self.counts = RecallCounts(sizes.chunk_bytes)
+
+    @property
+    def sizes(self) -> ShadowSizes:
+        return self._shapes.shadow
+
+    @property
+    def kinds(self) -> tuple[ProgramKind[Any], ...]:
+        return self._survey, self._project, self._set, self._fill, self._choose, self._attend
+
+    @property
+    def _kinds_of_layers(self) -> tuple[LayerKind, ...]:
+        return self._shapes.local_model.layer_kinds
+
+    def allocate(self) -> None:
+        """Takes the memory, which nothing is in yet."""
+        shapes = shadow_layer(self._shapes)
+        self._layers = [
+            ShadowLayer(*(filled(shape, 0) for shape in shapes)) for _ in self._kinds_of_layers
+        ]
+        self._compressed.clear()
+
+    def free(self) -> None:
+        for array in jax.tree.leaves(self._layers):
+            array.delete()
+        self._layers = []
+
+    def begin_step(self, key: ProgramKey, step: FrozenPlan) -> Decodes | None:
+        """The decodes whose older pages are compressed, once they are; None without any. A prompt
+        is attended to exactly, and makes what was in its slot worthless."""
+        for prefill in step.prefills:
+            self._compressed.pop(prefill.slot, None)
+        shape = key.rows, self._shapes.max_pages
+        decodes = Decodes(
+            padded(step.slots, key.rows, self._shapes.trash_slot),
+            np.full(shape, self._shapes.num_host_pages, np.int32),
+            np.zeros(key.rows, np.int32),
+        )
+        for row, (slot, pages) in enumerate(zip(step.slots, step.host_pages)):
+            if pages:
+                self._compress(slot, pages)
+                decodes.tables[row, : len(pages)] = pages
+                decodes.counts[row] = len(pages)
+        return decodes if decodes.counts.any() else None
+
+    def _compress(self, slot: int, pages: Sequence[int]) -> None:
+        """Compresses the host pages of a sequence that are not yet. Its first ones are of its
+        prompt; when they have doubled since, it gets another basis and other outliers."""
+        known = self._compressed.get(slot)
+        if known is None or len(pages) >= 2 * known.of_basis:
+            for layer in range(len(self._layers)):
+                self._begin(layer, slot, pages)
+            self._compressed[slot] = _Compressed(len(pages), len(pages))
+            return
+        if len(pages) > known.pages:
+            for layer, kind in enumerate(self._kinds_of_layers):
+                gram = self._no_gram()
+                for group in self._groups(layer, pages, known.pages):
+                    gram, _ = self._look(layer, kind, gram, group)
+                    self._write_low(layer, kind, slot, group)
+            known.pages = len(pages)
+
+    def _begin(self, layer: int, slot: int, pages: Sequence[int]) -> None:
+        """Finds a sequence's basis and outliers in a layer, and writes all that is kept there."""
+        sizes, kind = self.sizes, self._kinds_of_layers[layer]
+        gram, cosines = self._no_gram(), []
+        for group in self._groups(layer, pages, 0):
+            gram, least = self._look(layer, kind, gram, group)
+            cosines.append(np.asarray(least)[: group.count])
+        _, vectors = np.linalg.eigh(np.asarray(gram, np.float64))
+        basis = vectors[:, ::-1][:, : sizes.rank]  # The largest eigenvalues come last.
+        least = np.concatenate(cosines).reshape(-1)
+        chunks = np.sort(np.argsort(least, kind="stable")[: sizes.outliers])
+        outliers = np.full(sizes.outliers, NO_CHUNK, np.int32)
+        outliers[: len(chunks)] = chunks
+        own, dtype = self._layers[layer], self._shapes.dtype
+        shape = sizes.kv_heads, sizes.outliers * CHUNK, sizes.head_dim
+        keys, values = np.zeros(shape, dtype), np.zeros(shape, dtype)
+        for place, chunk in enumerate(chunks):
+            page, part = divmod(int(chunk), sizes.page_chunks)
+            k, v = self._on_host(layer, pages[page])
+            tokens = slice(part * CHUNK, (part + 1) * CHUNK)
+            at = slice(place * CHUNK, (place + 1) * CHUNK)
+            keys[:, at], values[:, at] = k[:, :, tokens].swapaxes(1, 2), v[:, tokens]
+        basis = basis.reshape(sizes.kv_heads, sizes.head_dim, sizes.rank).astype(dtype)
+        written = self._set(
+            0,
+            *(own.bases, own.outlier_keys, own.outlier_values, own.outliers),
+            np.int32(slot),
+            *(basis, keys, values, outliers),
+        )
+        names = "bases", "outlier_keys", "outlier_values", "outliers"
+        self._layers[layer] = own._replace(**dict(zip(names, written)))
+        for group in self._groups(layer, pages, 0):
+            self._write_low(layer, kind, slot, group)
+        self._held[layer, slot] = NO_CHUNK
+
+    def attend(
+        self, key: ProgramKey, layer: int, partial: Partial, step: FrozenPlan, decodes: Decodes
+    ) -> Partial:
+        """Merges the attention of decodes to their compressed pages into `partial`."""
+        own, kind = self._layers[layer], self._kinds_of_layers[layer]
+        chosen = np.asarray(self._choose(key, partial, own.landmarks, own.outliers, decodes))
+        held = np.full_like(chosen, NO_CHUNK)
+        places: list[tuple[int, int, int]] = []
+        chunks: list[np.ndarray] = []
+        for row, slot in enumerate(step.slots):
+            if decodes.counts[row]:
+                for head in range(self.sizes.kv_heads):
+                    there, new = self._recall(self._held[layer, slot, head], chosen[row, head])
+                    held[row, head] = there
+                    for place in new:
+                        places.append((slot, head, place))
+                        pages = decodes.tables[row]
+                        chunks.append(self._values(layer, pages, head, int(there[place])))
+                self._held[layer, slot] = held[row]
+        values = own.values
+        for first in range(0, len(places), self._fill.count):
+            some = places[first : first + self._fill.count]
+            at = np.full((self._fill.count, 3), (self._shapes.trash_slot, 0, 0), np.int32)
+            at[: len(some)] = some
+            images = np.zeros((len(at), CHUNK, self.sizes.head_dim), values.dtype)
+            images[: len(some)] = chunks[first : first + len(some)]
+            values = self._fill(0, values, at, images)
+        self.counts.attended += int((held != NO_CHUNK).sum())
+        self.counts.copied += len(places)
+        self._layers[layer] = own = own._replace(values=values)
+        return self._attend(_Key(key, kind), partial, own, decodes, held)
+
+    @staticmethod
+    def _recall(held: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, list[int]]:
+        """Which chunk is in each place of a head: those that are held already stay where they are.
+        Also the places that get another."""
+        stays = np.isin(held, chosen) & (held != NO_CHUNK)
+        there = np.where(stays, held, NO_CHUNK)
+        new = chosen[(chosen != NO_CHUNK) & ~np.isin(chosen, there)]
+        places = np.flatnonzero(~stays)[: len(new)]
+        there[places] = new
+        return there, places.tolist()
+
+    def _on_host(self, layer: int, page: int) -> tuple[np.ndarray, np.ndarray]:
+        """Keys [kv_heads, head_dim, page_size] and values [kv_heads, page_size, head_dim]."""
+        sizes, image = self.sizes, self._store().page(layer, page)
+        half = sizes.width * sizes.page_size
+        k = image[:half].reshape(sizes.kv_heads, sizes.head_dim, sizes.page_size)
+        return k, image[half:].reshape(sizes.kv_heads, sizes.page_size, sizes.head_dim)
+
+    def _values(self, layer: int, pages: np.ndarray, head: int, chunk: int) -> np.ndarray:
+        page, part = divmod(chunk, self.sizes.page_chunks)
+        _, values = self._on_host(layer, int(pages[page]))
+        return values[head, part * CHUNK : (part + 1) * CHUNK]
+
+    def _no_gram(self) -> jax.Array:
+        gram, *_ = self._survey.uploads(self._kinds_of_layers[0])
+        return filled(gram, 0)
+
+    def _groups(self, layer: int, pages: Sequence[int], first: int) -> Iterator[_Group]:
+        """The host pages of a sequence from index `first` on, in groups on the device."""
+        size = self._shapes.host_group_pages
+        for start in range(first, len(pages), size):
+            some = pages[start : start + size]
+            index = padded(range(start, start + len(some)), size, 0)
+            targets = padded(some, size, self._shapes.num_host_pages)
+            yield _Group(len(some), self._store().read(layer, some), index, targets)
+
+    def _look(self, layer: int, kind: LayerKind, gram: Any, group: _Group) -> tuple[Any, Any]:
+        own = self._layers[layer]
+        gram, landmarks, least = self._survey(
+            kind, gram, own.landmarks, group.images, group.index, group.targets
+        )
+        self._layers[layer] = own._replace(landmarks=landmarks)
+        return gram, least
+
+    def _write_low(self, layer: int, kind: LayerKind, slot: int, group: _Group) -> None:
+        own = self._layers[layer]
+        low = self._project(
+            kind, own.low, own.bases, np.int32(slot), group.images, group.index, group.targets
+        )
+        self._layers[layer] = own._replace(low=low)
+
+
+class _Group(NamedTuple):
+    """Host pages on the device, how many they are, their places in the sequence, and their ids."""
+
+    count: int
+    images: jax.Array
+    index: np.ndarray
+    targets: np.ndarray
