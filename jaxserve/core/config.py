@@ -246,7 +246,6 @@ class EngineConfig:
         if self.speculative_config is not None:
             speculative = SpeculativeConfig.of(self.speculative_config)
             object.__setattr__(self, "speculative_config", speculative)
-        self._check_compression()
         ageing_s = self.priority_ageing_s
         if ageing_s is not None and (
             type(ageing_s) not in (int, float) or not 1e-6 <= ageing_s < math.inf
@@ -268,29 +267,6 @@ class EngineConfig:
         if not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"memory_utilization is {share!r}; it must be in (0, 1].")
         combinations.check(self._combined())
-
-    def _check_compression(self) -> None:
-        """Raises ConfigError for settings of compressed KV without it, or with what does not
-        combine with it."""
-        if self.kv_compression == "none":
-            for name in SHADOW_DEFAULTS:
-                if getattr(self, name) is not None:
-                    raise ConfigError(
-                        f"{name} is {getattr(self, name)}, but kv_compression is 'none'; set it to "
-                        f"'shadow', or leave {name} out."
-                    )
-            return
-        if self.kv_on != "host":
-            raise ConfigError(
-                f"kv_compression is {self.kv_compression!r}, which is for sequences longer than "
-                "the pool, but kv_on is 'device', which refuses these; set kv_on to 'host'."
-            )
-        if self.kv_cache_dtype != "auto":
-            raise ConfigError(
-                f"kv_compression is {self.kv_compression!r}, but kv_cache_dtype is "
-                f"{self.kv_cache_dtype!r}, whose keys have lost what a basis is found from; leave "
-                "one of them out."
-            )
 
     def _check_devices(self) -> None:
         """Converts `devices` to a tuple. Raises ConfigError for invalid or duplicate device ids,

@@ -3,7 +3,10 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
 from cli_command import SETTINGS
+
+from jaxserve.cli.bench.accuracy import report
 
 
 def test_bench_offline_counts_what_it_served_and_measures_the_limit(run_here, tiny_model, tmp_path):
@@ -42,3 +45,49 @@ def test_bench_offline_as_json(run_here, tiny_model):
     assert told["between_tokens_s"]["p99"] > 0
     assert 0 <= told["share_of_limit"] < 1
     assert 0 <= told["device_idle"]["least"] <= told["device_idle"]["most"] <= 1
+
+
+COMPRESSED = ("--kv-on=host", "--kv-compression=shadow")
+
+
+def test_bench_accuracy_of_a_full_rank_is_that_of_full_attention(run_here, tiny_model, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(f"short\n\n{'a long one, ' * 12}\n")
+    run = run_here(
+        *("bench", "accuracy", prompts, "--max-tokens=12", *COMPRESSED, "--model", tiny_model),
+        *("--max-num-batched-tokens=17", "--page-size=16", "--max-model-len=256"),
+        *("--kv-cache-memory-bytes=96KiB", "--shadow-rank=64", "--shadow-outliers=2"),
+    )
+    assert run.status == 0, run.stderr
+    told = dict(re.split(r"  +", line.strip()) for line in run.stdout.splitlines())
+    assert told["prompts"] == "2"
+    assert told["longer than the pool, so compressed"] == "1"
+    assert told["answers that are the same"] == "2"
+    assert told["tokens before the first difference"] == "100.0%"
+    assert 0 < float(told["values copied, of those attended to"].rstrip("%")) < 100
+
+
+def test_tokens_after_a_difference_do_not_agree():
+    told = report([(1, 2, 3, 4), (5, 6)], [(1, 9, 3, 4), (5, 6)], 1, 0.25)
+    values = dict(re.split(r"  +", line.strip()) for line in told.splitlines())
+    assert values["answers that are the same"] == "1"
+    assert values["tokens before the first difference"] == f"{3 / 6:.1%}"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ((), "--kv-compression is 'none'"),
+        ((*COMPRESSED, "--max-tokens=1"), "--max-tokens is 1"),
+    ],
+)
+def test_bench_accuracy_without_what_it_compares_is_refused(run_here, capsys, options, told):
+    with pytest.raises(SystemExit):
+        run_here("bench", "accuracy", "prompts.txt", *options)
+    assert told in capsys.readouterr().err
+
+
+def test_bench_accuracy_without_prompts_is_refused(run_here, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n")
+    run_here("bench", "accuracy", prompts, *COMPRESSED).assert_error("there are no prompts in")

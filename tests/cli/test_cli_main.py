@@ -76,7 +76,7 @@ def test_completion(shell, capsys):
         (["dance"], "dance"),
         (["batch"], "error: INPUT and OUTPUT are missing; `jaxserve batch --help`"),
         (["batch", "in.jsonl"], "error: OUTPUT is missing;"),
-        (["bench"], "error: `jaxserve bench` needs a command: offline, serve."),
+        (["bench"], "error: `jaxserve bench` needs a command: accuracy, offline, serve."),
         (["cluster", "sttus"], "no command 'sttus' of `jaxserve cluster`; did you mean status?"),
         (["--max-num-seqs=3", "plan"], "error: `jaxserve` needs a command before --max-num-seqs"),
         (["generate", "hi", "there"], "error: there is no argument 'there';"),

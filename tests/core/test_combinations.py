@@ -12,6 +12,8 @@ TREE = {"method": "medusa", "model": "heads", "speculative_token_tree": "[2, 1]"
 IN_USE = {
     "disk_kv_dir": {"disk_kv_dir": "pages", "disk_kv_bytes": 1 << 20},
     "dual_batch_overlap": {"dual_batch_overlap": "on", "tensor_parallel_size": 2},
+    "kv_cache_dtype": {"kv_cache_dtype": "int8"},
+    "kv_compression": {"kv_compression": "shadow", "kv_on": "host"},
     "kv_on": {"kv_on": "host"},
     "layer_skip": {
         "speculative_config": {
@@ -25,6 +27,9 @@ IN_USE = {
     "preemption": {"preemption": "swap"},
     "program_scope": {"program_scope": "step"},
     "resident_weight_bytes": {"resident_weight_bytes": 1 << 20},
+    "shadow_budget": {"shadow_budget": 2048},
+    "shadow_outliers": {"shadow_outliers": 48},
+    "shadow_rank": {"shadow_rank": 160},
     "shared_prefix_attention": {"shared_prefix_attention": "enabled"},
     "speculative_config": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
     "target_step_us": {"target_step_us": 5},

@@ -160,7 +160,8 @@ def test_streamed_weights(smollm2_path):
 
 
 def test_kv_on_the_host(smollm2_path):
-    """A context of ten times the pool, with the same tokens as in a pool that holds it."""
+    """A context of ten times the pool, with the same tokens as in a pool that holds it; also with
+    compressed keys of full rank, of all chunks."""
     golden = golden_prompts("chat_sky")[0].prompt_token_ids
     prompt = (golden * 40)[:620]
     common = {"max_model_len": 656, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 32}
@@ -172,6 +173,13 @@ def test_kv_on_the_host(smollm2_path):
         parts = generate(llm, prompt, GREEDY)
         assert len(prompt) > 9 * llm.plan().memory.kv_tokens
     assert parts.outputs[0].token_ids == whole.outputs[0].token_ids
+    shadow = {"kv_on": "host", "kv_compression": "shadow", "shadow_rank": 192}
+    with load_alone(smollm2_path, **shadow, **common | pool) as llm:
+        recalled = generate(llm, prompt, GREEDY)
+        sizes, counts = llm.plan().memory.shadow, llm.engine.recall_counts
+        assert sizes.rank == sizes.width
+        assert 0 < counts.copied < counts.attended
+    assert recalled.outputs[0].token_ids == whole.outputs[0].token_ids
 
 
 def test_quantized_kv(smollm2):
