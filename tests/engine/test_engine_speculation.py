@@ -458,5 +458,5 @@ def test_bad_draft_models_are_refused(llama, drafter, tmp_path, changes, error, 
 
 
 def test_a_pipeline_is_refused(llama):
-    with pytest.raises(ConfigError, match="pipeline_parallel_size is 2, set it to 1"):
+    with pytest.raises(ConfigError, match="pipeline_parallel_size is 2, and drafting needs"):
         llama.load(speculative_config=NGRAM, pipeline_parallel_size=2)

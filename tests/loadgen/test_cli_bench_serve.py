@@ -53,7 +53,8 @@ def test_a_run_in_numbers(bench, tmp_path):
     assert document["settings"]["load"]["input_len"] == 40
     assert [request["place"] for request in document["requests"]] == [0, 1, 2, 3]
     for request in document["requests"]:
-        assert request["arrival_us"] <= request["sent_us"]
+        # Timers of event loops have a resolution of a millisecond.
+        assert request["arrival_us"] - 1_000 <= request["sent_us"]
         assert len(request["token_us"]) == request["output_tokens"] == 5
         assert request["token_us"][-1] >= 5 * GAP_US
 
