@@ -34,11 +34,12 @@ def reason(stop: BaseException, args: Sequence[str], command: Any) -> str | None
     """Why `args` were refused, when it is an error of ours, an option of vLLM's or one that does
     not exist; else None. `command` is the union of the commands."""
     cause: BaseException | None = stop
+    named = chosen(args, command)
     while cause is not None:
         if isinstance(cause, JaxserveError):
-            return in_flags(str(cause), command)
+            # Not the flags of other commands: search's are keys of speculative_config elsewhere.
+            return in_flags(str(cause), command if named is None else named.kind)
         cause = cause.__cause__ or cause.__context__
-    named = chosen(args, command)
     ours = set() if named is None else named.settings
     for word in args:
         name = word.removeprefix("--").partition("=")[0].replace("-", "_")
