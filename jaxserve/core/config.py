@@ -60,7 +60,7 @@ class EngineConfig:
         quantization: format of the weights in memory: "awq", "gptq", "fp8" or
             "compressed-tensors", as a checkpoint of this quantization_config stores them, which is
             the default for one (docs/models.md); "gguf", bit-exact in the blocks of
-            the GGUF file (Q4_0, Q4_1, Q8_0, MXFP4); "mxfp4", the MXFP4 experts of gpt-oss alone;
+            the GGUF file (docs/kernels.md); "mxfp4", the MXFP4 experts of gpt-oss alone;
             "int8", "int4" (groups of 32) or "fp8", quantized on loading, except embeddings and
             head. None for other files: dequantized to `dtype`.
         weights_on: where the layers are: "device", or "host" (its memory) or "disk", from where

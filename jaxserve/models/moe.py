@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -273,7 +274,7 @@ def _sum_of_experts(
 ) -> jax.Array:
     """Float32 [tokens, hidden]: this rank's part of the sum."""
     quantized = any(isinstance(weight, QuantizedWeight) for weight in (own.gate_up, own.down))
-    count = moe.num_experts if quantized else own.down.shape[0]
+    count = _num_outputs(own.down) // x.shape[1]
     choices = experts.reshape(-1) - parallel.first_expert(count, moe.num_experts)
     runs = sorted_choices(choices, count)
     blocks = functools.partial(by_blocks, moe)
@@ -341,6 +342,12 @@ def block_tokens(num_choices: int, num_experts: int) -> int:
     if num_choices <= 2 * num_experts:
         return 1
     return min(1 << (num_choices // num_experts).bit_length(), _MOST_TOKENS_OF_A_BLOCK)
+
+
+def _num_outputs(down: Weight) -> int:
+    """Outputs of all of a rank's experts, in a matrix or apart."""
+    plane = down.values if isinstance(down, QuantizedWeight) else down
+    return math.prod(plane.shape[:-1])
 
 
 def _matrix(weight: Weight) -> Weight:

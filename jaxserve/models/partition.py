@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Collection
 
 import jax
 import numpy as np
@@ -58,8 +59,9 @@ def partition(
     def fit_any(spec: ParamSpec) -> ParamSpec | Rearranged:
         if spec.format is None:
             return fit(spec)
-        whole = stages > 1 or (whole_experts and "experts" in spec.axes)
-        format = None if whole or fit(spec) is not spec else _split_format(spec, tensor)
+        split = () if whole_experts and "experts" in spec.axes else _SPLIT_INPUTS
+        apart = stages > 1 or fit(spec) is not spec
+        format = None if apart else _split_format(spec, tensor, split)
         if format is None:
             return fit(dataclasses.replace(spec, format=None))
         return dataclasses.replace(spec, format=format, split=True)
@@ -103,11 +105,12 @@ def _check_experts(config: ModelConfig, tensor: int) -> None:
         )
 
 
-def _split_format(spec: ParamSpec, tensor: int) -> Format | None:
+def _split_format(spec: ParamSpec, tensor: int, split: Collection[str]) -> Format | None:
     """The format of a packed parameter in which each of `tensor` ranks has whole groups of the
-    inputs that it contracts: its own, or one of smaller groups; None if there is none."""
+    inputs that it contracts, where those are `split`: its own, or one of smaller groups; None if
+    there is none."""
     format, inputs = spec.format, spec.matrix[1] // tensor
-    if spec.axes[-spec.num_inputs] not in _SPLIT_INPUTS:
+    if spec.axes[-spec.num_inputs] not in split:
         return format
     try:
         if format.group is not None:

@@ -52,7 +52,7 @@ def with_formats(
     if kept := AS_STORED.get(quantization):
         formats = frozenset(kept.values())
         stored = jax.tree.map(lambda spec: _as_stored(spec, stored_format, formats), specs)
-        if not any(spec.format for spec in jax.tree.leaves(stored)):
+        if own is not None or not any(spec.format for spec in jax.tree.leaves(stored)):
             raise ConfigError(
                 f"quantization is {quantization!r}, but the model has no weights in blocks of "
                 f"{', '.join(kept)}; give a file that has, or one of {', '.join(FORMATS)}."

@@ -3,17 +3,16 @@
 from pallas_kernels.quantized_matmul.api import quantized_matmul
 from pallas_kernels.quantized_matmul.formats import (
     FP8,
-    GGUF,
     MXFP4,
     Format,
     QuantizedWeight,
     abstract_weight,
     dequantize,
-    from_gguf,
     from_integers,
     from_mxfp4,
     quantize,
 )
+from pallas_kernels.quantized_matmul.gguf_blocks import GGUF, from_gguf
 
 __all__ = [
     "FP8",

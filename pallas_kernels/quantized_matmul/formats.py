@@ -84,13 +84,6 @@ MXFP4 = Format("float8_e4m3fn", 32, scale_dtype="bfloat16")
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 _E2M1 = _E2M1.astype(ml_dtypes.float8_e4m3fn)
 
-GGUF = {
-    "Q8_0": Format("int8", 32, scale_dtype="float16"),
-    "Q4_0": Format("int4", 32, scale_dtype="float16"),
-    "Q4_1": Format("int4", 32, minimum=True, scale_dtype="float16"),
-}
-"""GGUF block types that stay quantized, by their GGUF names."""
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +151,7 @@ def quantize(weight: jax.Array, format: Format) -> QuantizedWeight:
     if format.values != "float8_e4m3fn":
         values = jnp.round(values)
     if format.values == "int4":
-        values = _pack(values.astype(jnp.int8) - low)
+        values = pack_int4(values.astype(jnp.int8) - low)
     values = values.astype(format.dtype)
     minima = None if minima is None else minima[..., 0]
     return QuantizedWeight(values, scales[..., 0], minima, format)
@@ -193,26 +186,6 @@ def scaled(weight: QuantizedWeight, values: jax.Array) -> jax.Array:
     return grouped.reshape(values.shape)
 
 
-def from_gguf(blocks: np.ndarray, kind: str) -> QuantizedWeight:
-    """The rows of a GGUF tensor, uint8 [out, row_bytes] as stored, as planes of numpy arrays.
-
-    Nothing is rounded. `kind` is a key of `GGUF`. Raises ValueError for any other, and for rows
-    that are not whole blocks.
-    """
-    if kind not in GGUF:
-        raise ValueError(f"{kind} does not stay quantized; {', '.join(GGUF)} do.")
-    format = GGUF[kind]
-    header = 4 if format.minimum else 2
-    size = header + (INT4_BLOCK // 2 if format.values == "int4" else 32)
-    if blocks.shape[1] % size:
-        raise ValueError(f"Rows of {blocks.shape[1]} bytes are not whole {kind} blocks of {size}.")
-    split = np.ascontiguousarray(blocks).reshape(len(blocks), -1, size)
-    halves = np.ascontiguousarray(split[..., :header]).view("<f2").astype(np.float16, copy=False)
-    values = split[..., header:].reshape(len(blocks), -1).view(format.dtype)
-    minima = np.ascontiguousarray(halves[..., 1]) if format.minimum else None
-    return QuantizedWeight(values, np.ascontiguousarray(halves[..., 0]), minima, format)
-
-
 def from_mxfp4(codes: np.ndarray, scales: np.ndarray) -> QuantizedWeight:
     """A weight in MXFP4 as planes of numpy arrays: codes uint8 [out, in], 0 to 15, and scales uint8
     [out, in / 32], exponents plus 127 and at most 254.
@@ -235,13 +208,13 @@ def from_integers(
     """
     format.num_groups(values.shape[1])
     if format.values == "int4":
-        values = _pack(values if format.minimum else values + 8)
+        values = pack_int4(values if format.minimum else values + 8)
     scale_dtype = jnp.dtype(format.scale_dtype)
     planes = (None if plane is None else plane.astype(scale_dtype) for plane in (scales, minima))
     return QuantizedWeight(values.astype(format.dtype, copy=False), *planes, format)
 
 
-def _pack(values):
+def pack_int4(values):
     """Uint8 [out, in / 2] of integers 0 to 15 [out, in], an array of JAX or numpy."""
     blocks = values.astype(np.uint8).reshape(len(values), -1, 2, INT4_BLOCK // 2)
     return (blocks[:, :, 0] | blocks[:, :, 1] << 4).reshape(len(values), -1)

@@ -109,9 +109,9 @@ def test_plans_of_quantized_checkpoints(tmp_path):
     assert two.memory.weights_bytes < 0.6 * one.memory.weights_bytes
     staged = plan_described(EngineConfig(str(path), pipeline_parallel_size=2), described)
     assert staged.weights_dequantized == (13, 13)
-    with pytest.raises(ConfigError, match="run on one device only"):
+    with pytest.raises(ConfigError, match="stages have no packed weights, and pipeline_par"):
         plan_described(
-            EngineConfig(str(path), tensor_parallel_size=2, quantization="int8"), described
+            EngineConfig(str(path), pipeline_parallel_size=2, quantization="int8"), described
         )
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import family_members
 import pytest
+from gguf import GGMLQuantizationType as Kind
 from mesh_engines import load, on_mesh
 from mesh_workload import GREEDY
 from quantized_checkpoints import FORMATS, write
-from tiny_checkpoints import CONFIG, MOE, hf_shapes
+from tiny_checkpoints import CONFIG, MOE, hf_shapes, write_gguf, write_hf
 from tiny_engines import CONTEXT, EOS, Arrival, TinyModel, drive
 
 from pallas_kernels.quantized_matmul import QuantizedWeight
@@ -52,7 +53,41 @@ def check_experts(mesh: str, directory: Path) -> None:
     model = written(directory, RAW | EXPERTS, "awq")
     quantized = 2 * (4 + 4 * 3)
     check(model, mesh, (0, quantized))
-    check(model, mesh, (2 * 4 * 3, quantized), enable_expert_parallel=True)
+    check(model, mesh, (0, quantized), enable_expert_parallel=True)
+
+
+def test_weights_that_a_setting_packs(tmp_path):
+    on_mesh("TP2", check_settings, tmp_path)
+
+
+def check_settings(mesh: str, directory: Path) -> None:
+    """Rounded while they load, and in the blocks of a GGUF file."""
+    tensors = family_members.tensors(hf_shapes(RAW))
+    plain = TinyModel.open(write_hf(directory / "hf", RAW, tensors))
+    for quantization in ("int8", "int4"):
+        with_packed(plain.rounded(quantization), mesh, quantization)
+    blocks = write_gguf(directory / "m.gguf", RAW, tensors, kind=Kind.Q4_1)
+    with_packed(TinyModel.open(blocks), mesh, "gguf")
+    experts = RAW | EXPERTS
+    plain = TinyModel.open(
+        write_hf(directory / "experts", experts, family_members.tensors(hf_shapes(experts)))
+    )
+    with_packed(plain.rounded("int8"), mesh, "int8", enable_expert_parallel=True)
+
+
+def with_packed(model: TinyModel, mesh: str, quantization: str, **settings: Any) -> None:
+    with load(model, mesh, max_num_seqs=1, quantization=quantization, **settings) as llm:
+        layer = llm.engine._runner._state.params["layers"][0]
+        linear = [name for name in layer if name.split("_")[-1] in ("qkv", "out", "up", "down")]
+        assert len(linear) == 4
+        for name in linear:
+            assert isinstance(layer[name], QuantizedWeight), name
+            for array in (layer[name].values, layer[name].scales):
+                shard = array.addressable_shards[0].data
+                assert shard.size * 2 == array.size or array.shape[-1] == 1
+        arrivals = [Arrival(prompt, GREEDY) for prompt in model.prompts[-PROMPTS:]]
+        for output in drive(llm.engine, arrivals):
+            model.check_greedy(output)
 
 
 def written(directory: Path, raw: dict[str, Any], name: str) -> TinyModel:

@@ -76,6 +76,22 @@ def check_same(path, directory):
         assert getattr(ours, field) == getattr(theirs, field), field
 
 
+def test_olmo_2(tmp_path):
+    """Norms of outputs, and of queries and keys over all heads."""
+    config = CONFIG | {"architectures": ["Olmo2ForCausalLM"]}
+    tensors = {
+        name.replace("input_layernorm", "post_feedforward_layernorm"): tensor
+        for name, tensor in random_tensors(config).items()
+    }
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}.self_attn."
+        for name in ("q", "k"):
+            size = len(tensors[f"{prefix}{name}_proj.weight"])
+            tensors[f"{prefix}{name}_norm.weight"] = np.linspace(0.5, 1.5, size, dtype=np.float32)
+    path = write_gguf(tmp_path / "m.gguf", config, tensors, architecture="olmo2")
+    check_same(path, write_hf(tmp_path / "hf", config, tensors))
+
+
 def gemma(hf, **fields):
     """A config and tensors whose norms are exact with and without a one added."""
     config = CONFIG | {"architectures": [hf], "query_pre_attn_scalar": CONFIG["head_dim"]} | fields

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from ggml_blocks import random_blocks
 from gguf import GGMLQuantizationType as Kind
-from tiny_checkpoints import CONFIG, random_tensors, write_gguf, write_hf
+from tiny_checkpoints import CONFIG, gguf_name, random_tensors, write_gguf, write_hf
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.models.loading.checkpoint import open_checkpoint
@@ -62,6 +62,26 @@ def test_blocks_of_a_gguf_file_stay_as_they_are(tmp_path, kind, architecture):
     whole, packed = load(path), load(path, "gguf")
     assert all(is_packed(packed["layers"][0][name]) for name in LINEAR)
     assert is_packed(packed["embed"]) and is_packed(packed["lm_head"])
+    jax.tree.map(np.testing.assert_array_equal, unpacked(packed, whole), whole)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q5_0, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K])
+def test_blocks_that_llama_cpp_alone_writes(tmp_path, kind):
+    config = CONFIG | {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 1,
+    }
+    tensors = random_tensors(config)
+    raw = {
+        gguf_name(name): (random_blocks(kind.name, *tensor.shape), kind)
+        for name, tensor in tensors.items()
+        if tensor.ndim == 2
+    }
+    path = write_gguf(tmp_path / "m.gguf", config, tensors, raw=raw)
+    whole, packed = load(path), load(path, "gguf")
+    assert all(is_packed(packed["layers"][0][name]) for name in LINEAR)
     jax.tree.map(np.testing.assert_array_equal, unpacked(packed, whole), whole)
 
 

@@ -78,6 +78,10 @@ _OWN_GGUF_NAMES = {
     "gemma2": _GEMMA_NORMS,
     "gemma3": _GEMMA_NORMS,
     "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
+    "olmo2": {
+        "post_attention_layernorm": "post_attention_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
 }
 _FUSED = {
     "self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],

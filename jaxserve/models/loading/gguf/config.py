@@ -16,6 +16,7 @@ ARCHITECTURES = {
     "gemma3": "Gemma3ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",  # GGUFs of Mistral and Mixtral have this architecture too
+    "olmo2": "Olmo2ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
