@@ -58,16 +58,21 @@ def check_experts(mesh: str, directory: Path) -> None:
 
 def test_weights_that_a_setting_packs(tmp_path):
     on_mesh("TP2", check_settings, tmp_path)
+    on_mesh("TP2 CP2", check_blocks, tmp_path)
+
+
+def check_blocks(mesh: str, directory: Path) -> None:
+    tensors = family_members.tensors(hf_shapes(RAW))
+    blocks = write_gguf(directory / "m.gguf", RAW, tensors, kind=Kind.Q4_1)
+    with_packed(TinyModel.open(blocks), mesh, "gguf")
 
 
 def check_settings(mesh: str, directory: Path) -> None:
-    """Rounded while they load, and in the blocks of a GGUF file."""
+    """Rounded while they load."""
     tensors = family_members.tensors(hf_shapes(RAW))
     plain = TinyModel.open(write_hf(directory / "hf", RAW, tensors))
     for quantization in ("int8", "int4"):
         with_packed(plain.rounded(quantization), mesh, quantization)
-    blocks = write_gguf(directory / "m.gguf", RAW, tensors, kind=Kind.Q4_1)
-    with_packed(TinyModel.open(blocks), mesh, "gguf")
     experts = RAW | EXPERTS
     plain = TinyModel.open(
         write_hf(directory / "experts", experts, family_members.tensors(hf_shapes(experts)))
