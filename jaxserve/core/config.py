@@ -131,7 +131,8 @@ class EngineConfig:
             correct, else XLA, and on CPUs XLA.
         speculative_config: how to draft tokens that one step then verifies, with vLLM's keys:
             num_speculative_tokens (a number or "auto"), method ("ngram", "draft_model",
-            "layer_skip", "medusa", "eagle", "jacobi" or "lookahead") and the method's own keys
+            "layer_skip", "medusa", "eagle", "eagle3", "mtp", "jacobi" or "lookahead") and the
+            method's own keys
             (docs/speculation.md); a JSON object on the command line. None: one token at a time.
         enable_lora: serve LoRA adapters beside the model (docs/lora.md).
         max_loras: adapters that are held on the devices at once, which every step multiplies with;

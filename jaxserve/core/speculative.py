@@ -24,12 +24,14 @@ _OWN_KEYS = {
     "layer_skip": ("num_layers",),
     "medusa": ("model", "speculative_token_tree"),
     "eagle": ("model", "top_k", "depth"),
+    "eagle3": ("model", "top_k", "depth"),
+    "mtp": (),
     "jacobi": (),
     "lookahead": ("max_ngram_size",),
 }
 """Keys of each method, besides the common ones."""
 METHODS = tuple(_OWN_KEYS)
-_TRAINED = {"medusa": "heads", "eagle": "a draft layer"}
+_TRAINED = {"medusa": "heads", "eagle": "a draft layer", "eagle3": "a draft layer"}
 """What is trained for the model, by method."""
 
 
@@ -44,18 +46,19 @@ class SpeculativeConfig:
         method: "ngram" drafts what followed the last tokens where they occurred before, in the
             prompt or in the output (prompt lookup); "draft_model" a smaller model of the same
             vocabulary; "layer_skip" the first layers of the model and its head; "medusa" heads
-            trained for the model; "eagle" a layer trained for it; "jacobi" what the model itself
-            sampled after the last step's drafts; "lookahead" n-grams of what it sampled there. By
-            default "draft_model" if there is a `model`, else "ngram".
-        model: the draft model, as the engine's `model`; for "medusa" and "eagle" the directory of
-            the heads or of the layer.
+            trained for the model; "eagle" and "eagle3" a layer trained for it; "mtp" the model's
+            own layer for further tokens; "jacobi" what the model itself sampled after the last
+            step's drafts; "lookahead" n-grams of what it sampled there. By default "draft_model" if
+            there is a `model`, else "ngram".
+        model: the draft model, as the engine's `model`; for "medusa", "eagle" and "eagle3" the
+            directory of the heads or of the layer.
         num_layers: how many layers draft; for "layer_skip" only.
         prompt_lookup_max: most tokens that must occur before for a match; longer matches win.
         prompt_lookup_min: fewest.
         speculative_token_tree: several guesses of the same token, as the paths of a tree
             (`draft_tree.parse_tree`); for "medusa". None: one guess after another.
-        top_k: for "eagle": how many guesses of each token a tree may have, whose shape follows from
-            how sure the layer is. None: one guess after another.
+        top_k: for "eagle" and "eagle3": how many guesses of each token a tree may have, whose shape
+            follows from how sure the layer is. None: one guess after another.
         depth: drafts of its longest paths; 5 by default, or as many as there are drafts.
         max_ngram_size: tokens of an n-gram, the one that it is found by included; for "lookahead"
             only, where it is DEFAULT_NGRAM_SIZE by default, or one more than the most drafts.
@@ -130,10 +133,11 @@ class SpeculativeConfig:
                 "name of a smaller model of the same vocabulary."
             )
         if self.method in _TRAINED and not self.model:
+            command = f" that `jaxserve train-speculator --method {self.method}` wrote"
             raise ConfigError(
                 f'speculative_config has the method "{self.method}" and no model; give the '
-                f"directory of {_TRAINED[self.method]} that `jaxserve train-speculator --method "
-                f"{self.method}` wrote."
+                f"directory of {_TRAINED[self.method]}"
+                f"{'' if self.method == 'eagle3' else command}."
             )
         for field in dataclasses.fields(self):
             methods = [method for method, names in _OWN_KEYS.items() if field.name in names]
@@ -189,7 +193,7 @@ class SpeculativeConfig:
     @property
     def computed(self) -> bool:
         """Whether drafts come from logits, so that one is missing only where those are NaN."""
-        return self.method in ("draft_model", "layer_skip", *_TRAINED)
+        return self.method in ("draft_model", "layer_skip", "mtp", *_TRAINED)
 
     @property
     def lengths(self) -> tuple[int, ...]:

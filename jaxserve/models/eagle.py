@@ -16,19 +16,20 @@ from jaxserve.core.model_config import ModelConfig, RopeConfig
 from jaxserve.models import layers, rope
 from jaxserve.models.families import llama
 from jaxserve.models.family import Params, one_tensor
+from jaxserve.models.follower import Follower, as_it_is, model_logits
 
 EMBEDDINGS = "embed_tokens."
 """Checkpoints may have a copy of the model's embeddings under this name."""
 
 
-def layer_for(target: ModelConfig) -> ModelConfig:
+def layer_for(target: ModelConfig, method: str = "eagle") -> ModelConfig:
     """A layer for a model: of its sizes, with full attention and plain rotations.
 
     Raises ConfigError for a model of latents, whose attention no layer of the Llama family has.
     """
     if target.mla is not None:
         raise ConfigError(
-            f"the method is 'eagle', but {target.architecture} keeps latents, which a draft "
+            f"the method is {method!r}, but {target.architecture} keeps latents, which a draft "
             "layer cannot have; use 'medusa'."
         )
     return ModelConfig(
@@ -72,3 +73,6 @@ def fuse(
     rotations = rope.rotation(config.rope, config.max_position_embeddings, positions)
     both = jnp.concatenate([embedded, hidden.astype(embedded.dtype)], axis=-1)
     return layers.replicated(params["fc"], both, params.get("fc_bias")), rotations
+
+
+FOLLOWER = Follower(llama.FAMILY, fuse, as_it_is, model_logits)

@@ -27,6 +27,7 @@ from jaxserve.runtime.grammar_masks import GrammarMasks
 from jaxserve.runtime.in_flight import BUBBLE, DeviceStep, PackedInputs, SamplingRow
 from jaxserve.runtime.programs.device_state import allocate, filled
 from jaxserve.runtime.programs.executables import Programs
+from jaxserve.runtime.programs.forward_programs import Hidden
 from jaxserve.runtime.programs.host_kv_programs import ForwardWithHostKV
 from jaxserve.runtime.programs.kinds import ProgramKinds
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
@@ -153,12 +154,10 @@ class Runner:
             self._kinds.proposer.propose(self._state, packed)
             if forced := self._masks.forced(packed.plan):
                 self._kinds.force_drafts(self._state, forced)
-        hidden, prefill_hidden = self._forward(key)
+        hidden = self._forward(key)
         oldest = self._stages.popleft()
         if oldest is not BUBBLE:
-            self.in_flight.append(
-                self._sampled(oldest, key, together, begun_us, hidden, prefill_hidden)
-            )
+            self.in_flight.append(self._sampled(oldest, key, together, begun_us, hidden))
 
     def advance(self, begun_us: int | None = None) -> None:
         """Moves the pipeline on by one stage, with no step entering."""
@@ -175,16 +174,15 @@ class Runner:
         key: ProgramKey,
         together: tuple[StepPlan, ...],
         begun_us: int | None,
-        hidden: jax.Array,
-        prefill_hidden: jax.Array,
+        hidden: Hidden,
     ) -> DeviceStep:
         token_ids = acceptance = logprobs = None
         if any(chunk.seq.pooling is None for chunk in packed.sampled):
-            token_ids, acceptance, logprobs = self._sample(packed, key.width, hidden)
+            token_ids, acceptance, logprobs = self._sample(packed, key.width, hidden.sampled)
         if self._kinds.proposer is not None:
-            self._kinds.proposer.follow(self._state, packed, key, hidden, prefill_hidden)
-        prompt_logprobs = self._score_prompts(packed, prefill_hidden)
-        chunk_sums = self._sum_chunks(packed, prefill_hidden)
+            self._kinds.proposer.follow(self._state, packed, key, hidden)
+        prompt_logprobs = self._score_prompts(packed, hidden.of_prefills)
+        chunk_sums = self._sum_chunks(packed, hidden.of_prefills)
         results = token_ids, acceptance, logprobs, prompt_logprobs, chunk_sums
         for array in jax.tree.leaves(results):
             array.copy_to_host_async()
@@ -196,7 +194,7 @@ class Runner:
             key,
             together,
             packed.sampled,
-            hidden,
+            hidden.sampled,
             token_ids,
             acceptance,
             logprobs,
@@ -356,8 +354,8 @@ class Runner:
         plans = (*entering, *(packed.plan for packed in self._stages))
         return self.shapes.buckets.program(plan.shape for plan in plans)
 
-    def _forward(self, key: ProgramKey) -> tuple[jax.Array, jax.Array]:
-        """Hidden states of the oldest step in the pipeline: sampled ones, and of prefill tokens."""
+    def _forward(self, key: ProgramKey) -> Hidden:
+        """Hidden states of the oldest step in the pipeline."""
         steps = [packed.frozen for packed in reversed(self._stages)]
         self._kinds.set_tables(self._state, steps)
         return self._kinds.forward(self._state, key, steps)

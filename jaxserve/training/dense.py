@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.model_config import LayerKind, ModelConfig
 from jaxserve.models import eagle
-from jaxserve.models.families import llama
-from jaxserve.models.family import Family, Params
+from jaxserve.models.family import Family, LayeredAttention, Params
+from jaxserve.models.follower import Follower
 
 
 def hidden_states(
@@ -24,18 +27,46 @@ def hidden_states(
     return hidden.reshape(sequences, tokens, -1)
 
 
-def draft_states(
-    config: ModelConfig, params: Params, embedded: jax.Array, hidden: jax.Array
+def aux_states(
+    family: Family,
+    config: ModelConfig,
+    params: Params,
+    token_ids: jax.Array,
+    aux_layers: Sequence[int],
 ) -> jax.Array:
-    """What an EAGLE layer expects after the states `hidden` [sequences, tokens, hidden], each
-    followed by a token that is `embedded` [sequences, tokens, hidden]: of that shape."""
-    sequences, tokens, size = hidden.shape
+    """What enters these layers, side by side [sequences, tokens, layers * hidden], for int32
+    [sequences, tokens]."""
+    kept = []
+
+    def layer(p: Params, config: ModelConfig, kind: LayerKind, x: jax.Array, *rest: Any) -> Any:
+        kept.append(x)
+        return family.layer(p, config, kind, x, *rest)
+
+    hidden_states(dataclasses.replace(family, layer=layer), config, params, token_ids)
+    found = jnp.concatenate([kept[layer] for layer in aux_layers], axis=-1)
+    return found.reshape(*token_ids.shape, -1)
+
+
+def draft_states(
+    config: ModelConfig,
+    params: Params,
+    embedded: jax.Array,
+    states: jax.Array,
+    follower: Follower = eagle.FOLLOWER,
+    attention: LayeredAttention | None = None,
+) -> jax.Array:
+    """What a layer expects after `states` [sequences, tokens, hidden], each followed by a token
+    that is `embedded` [sequences, tokens, hidden]: of that shape. `attention` is by default causal
+    within each sequence."""
+    sequences, tokens, size = embedded.shape
     positions = jnp.tile(jnp.arange(tokens, dtype=jnp.int32), sequences)
-    embedded, flat = (x.reshape(-1, size) for x in (embedded, hidden))
-    x, rotations = eagle.fuse(params, config, embedded, flat, positions)
-    attention = functools.partial(_attention, config, sequences, 0)
+    embedded, flat = (x.reshape(-1, size) for x in (embedded, states))
+    x, shared = follower.fuse(params, config, embedded, flat, positions)
+    attention = attention or functools.partial(_attention, config, sequences)
     (layer,), (kind,) = params["layers"], config.layer_kinds
-    return llama.layer(layer, config, kind, x, rotations, attention).reshape(hidden.shape)
+    own = functools.partial(attention, 0)
+    x = follower.family.layer(layer, config, kind, x, shared, own)
+    return follower.expected(params, config, x).reshape(sequences, tokens, size)
 
 
 def _attention(

@@ -409,7 +409,7 @@ def test_nothing_is_compiled_once_the_engine_is_ready(llama, prompts, compiled, 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"num_speculative_tokens": 3, "method": "mtp"}, "'mtp'; it must be one of ngram"),
+        ({"num_speculative_tokens": 3, "method": "mtq"}, "'mtq'; it must be one of ngram"),
         (
             {"num_speculative_tokens": 3, "method": "medusa"},
             "no model; give the directory of heads",

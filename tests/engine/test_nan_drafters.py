@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from pathlib import Path
 
+import jax
 import numpy as np
+import pytest
 from kv_engines import token_ids
 from tiny_checkpoints import CONFIG, random_tensors, write_hf
 from tiny_engines import CONTEXT, LONGEST, Arrival, drive, generate
 
+from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.llm import LLM
+from jaxserve.models import eagle3
+from jaxserve.models.eagle3 import Eagle3Config
+from jaxserve.models.loading.drafters.eagle3 import save_layer
 from jaxserve.models.loading.drafters.medusa import save_heads
 from jaxserve.models.medusa import MedusaConfig
 
@@ -31,11 +38,23 @@ def warnings(caplog) -> list[str]:
     return [message for record in records if "NaN" in (message := record.getMessage())]
 
 
-def test_broken_weights_switch_it_off_for_all(llama, alone, tmp_path, caplog):
-    heads = MedusaConfig(DRAFTS, 1, llama.config.hidden_size, llama.config.vocab_size)
-    blocks = np.full((DRAFTS, *[heads.hidden_size] * 2), np.nan, np.float32)
-    save_heads(tmp_path, heads, blocks)
-    config = {"method": "medusa", "model": str(tmp_path), "num_speculative_tokens": DRAFTS}
+def write_heads(path: Path, target: ModelConfig) -> None:
+    heads = MedusaConfig(DRAFTS, 1, target.hidden_size, target.vocab_size)
+    save_heads(path, heads, np.full((DRAFTS, *[heads.hidden_size] * 2), np.nan, np.float32))
+
+
+def write_layer(path: Path, target: ModelConfig) -> None:
+    """That cannot guess 56 of the tokens."""
+    config, own = eagle3.layer_for(target), Eagle3Config((0, 1), 200, mapped=False)
+    specs = eagle3.param_specs(config, own)
+    params = jax.tree.map(lambda spec: np.full(spec.shape, np.nan, np.float32), specs)
+    save_layer(path, config, own, params)
+
+
+@pytest.mark.parametrize(("method", "write"), [("medusa", write_heads), ("eagle3", write_layer)])
+def test_broken_weights_switch_it_off_for_all(llama, alone, tmp_path, caplog, method, write):
+    write(tmp_path, llama.config)
+    config = {"method": method, "model": str(tmp_path), "num_speculative_tokens": DRAFTS}
     with llama.load(speculative_config=config, **FEW_ROWS) as llm:
         widths, runner = set(), llm.engine._runner
 
@@ -55,7 +74,7 @@ def test_broken_weights_switch_it_off_for_all(llama, alone, tmp_path, caplog):
         assert answered([Arrival(llama.prompts[4], GREEDY)]) == {1}
         assert counted(llm, "draft_tokens") == 0
     (message,) = warnings(caplog)
-    assert "(medusa) computes NaN; all requests go on without drafts" in message
+    assert f"({method}) computes NaN; all requests go on without drafts" in message
 
 
 def test_one_request_is_not_drafted_for(llama, alone, tmp_path, caplog):

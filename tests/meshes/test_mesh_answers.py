@@ -11,8 +11,10 @@ from mesh_engines import load, on_mesh, write_llama
 from mesh_workload import check_answers, check_greedy
 from tiny_engines import TinyModel
 
-from jaxserve.models import eagle
+from jaxserve.models import eagle, eagle3
+from jaxserve.models.eagle3 import Eagle3Config
 from jaxserve.models.loading.drafters.eagle import save_layer
+from jaxserve.models.loading.drafters.eagle3 import save_layer as save_layer3
 from jaxserve.models.loading.drafters.medusa import save_heads
 from jaxserve.models.medusa import MedusaConfig
 from jaxserve.scheduler.policies import POLICIES
@@ -52,6 +54,7 @@ def test_a_mesh_answers_as_one_device(answered, mesh):
         ("TP2", "medusa"),
         ("TP2 CP2", "lookahead"),
         ("TP2", "eagle tree"),
+        ("TP2 CP2", "eagle3"),
     ],
 )
 def test_speculation_on_a_mesh(answered, mesh, method, tmp_path):
@@ -67,6 +70,7 @@ def test_speculation_on_a_mesh(answered, mesh, method, tmp_path):
             "top_k": 2,
             "depth": 2,
         },
+        "eagle3": {"model": str(tmp_path)},
         "medusa": {
             "model": str(tmp_path),
             "num_speculative_tokens": 4,
@@ -91,9 +95,14 @@ def test_speculation_on_a_mesh(answered, mesh, method, tmp_path):
     if method.startswith("eagle"):
         settings["pages"] = 25 if "tree" in method else 23  # Of one layer more than the four.
         config = eagle.layer_for(TinyModel.open(answered / "model").config)
-        specs, rng = eagle.param_specs(config, biased=False), np.random.default_rng(3)
+        own, rng = Eagle3Config((1, 3), 101, mapped=False), np.random.default_rng(3)
+        specs = eagle.param_specs(config, biased=False)
+        specs = eagle3.param_specs(config, own) if method == "eagle3" else specs
         layer = jax.tree.map(lambda spec: np.float32(rng.normal(0, 0.2, spec.shape)), specs)
-        save_layer(tmp_path, config, layer)
+        if method == "eagle3":
+            save_layer3(tmp_path, config, own, layer)
+        else:
+            save_layer(tmp_path, config, layer)
     on_mesh(mesh, check_answers, answered, **settings)
 
 

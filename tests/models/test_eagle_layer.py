@@ -66,7 +66,7 @@ def test_a_layer_follows_the_embedding_and_the_hidden_state(directory, llama):
         (
             {"architectures": ["LlamaForCausalLMEagle3"]},
             UnsupportedModelError,
-            "'LlamaForCausalLMEagle3' is not implemented",
+            "of a layer of EAGLE-3; use the method 'eagle3'",
         ),
         (
             {"architectures": ["Olmo2ForCausalLM"]},

@@ -41,7 +41,12 @@ class ModelDirectory:
     @classmethod
     def open(cls, path: Path) -> Self:
         """Read the config of directory `path`; ModelError when it is absent or malformed."""
-        return cls(path, config_from_files(read_config_files(path)))
+        return cls(path, cls.read_config(path))
+
+    @classmethod
+    def read_config(cls, path: Path) -> ModelConfig:
+        """The config of directory `path`; raises as `open`."""
+        return config_from_files(read_config_files(path))
 
     def tokenizer(self) -> Tokenizer:
         """Raises ModelError when the directory has no tokenizer."""

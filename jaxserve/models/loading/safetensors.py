@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import ml_dtypes  # also gives numpy the bfloat16 that safetensors asks it for
 import numpy as np
@@ -18,7 +18,7 @@ from jaxserve.core.errors import ModelError, UnsupportedModelError, WeightsError
 from jaxserve.core.model_files import check_regular, read_json, shown
 from jaxserve.models import quantization_config
 from jaxserve.models.loading.assemble import Index
-from jaxserve.models.loading.directory import CONFIG, ModelDirectory
+from jaxserve.models.loading.directory import CONFIG, ModelDirectory, read_config_files
 from jaxserve.models.loading.fused_experts import PACKED, FusedExperts
 from jaxserve.models.loading.quantized import tensors as quantized_tensors
 from jaxserve.models.loading.quantized.tensors import QuantizedTensors
@@ -38,6 +38,8 @@ class SafetensorsCheckpoint(ModelDirectory):
     tensors: dict[str, Any] = dataclasses.field(repr=False)
 
     format = "safetensors"
+    other_dtypes: ClassVar[Mapping[str, Collection[str]]] = {}
+    """As `slices_of`, for all models of a class."""
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -47,13 +49,14 @@ class SafetensorsCheckpoint(ModelDirectory):
         ModelError for one that is no regular file, UnsupportedModelError for a dtype that is not
         floating point.
         """
-        directory = ModelDirectory.open(path)
-        quantized = quantization_config.parse(directory.config_files()[CONFIG]) is not None
+        config = cls.read_config(path)
+        quantized = quantization_config.parse(read_config_files(path)[CONFIG]) is not None
+        others = cls.other_dtypes | (quantized_tensors.DTYPES if quantized else {})
         files = _weight_files(path)
         tensors: dict[str, Any] = {}
         for file in files:
-            tensors |= slices_of(file, quantized_tensors.DTYPES if quantized else {})
-        return cls(path, directory.config, files, tensors)
+            tensors |= slices_of(file, others)
+        return cls(path, config, files, tensors)
 
     @property
     def fingerprint(self) -> str:

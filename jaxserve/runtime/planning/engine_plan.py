@@ -12,8 +12,11 @@ from jaxserve.core.engine_info import EngineInfo
 from jaxserve.core.errors import ConfigError, MemoryPlanError, ModelError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.kv.offload.tiers import DiskStore
+from jaxserve.models import mtp
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.models.loading.drafters import mtp as mtp_layer
 from jaxserve.models.loading.drafters.eagle import EagleCheckpoint
+from jaxserve.models.loading.drafters.eagle3 import Eagle3Checkpoint
 from jaxserve.models.loading.drafters.medusa import MedusaCheckpoint
 from jaxserve.models.registry import is_registered
 from jaxserve.runtime.cpu_threads import make_room_for_collectives
@@ -180,14 +183,19 @@ def _open_drafter(
     Raises ModelError when they cannot be opened, ConfigError when they do not fit the target.
     """
     speculative = config.speculative_config
+    if speculative is not None and speculative.method == "mtp":
+        mtp_layer.check(checkpoint)
+        return checkpoint
     if speculative is None or speculative.model is None:
         return None
     if speculative.method == "medusa":
         heads = MedusaCheckpoint.open(speculative.model)
         check_heads(heads.config, checkpoint.config, speculative)
         return heads
-    if speculative.method == "eagle":
-        layer = EagleCheckpoint.open(speculative.model)
+    if speculative.method in ("eagle", "eagle3"):
+        opened = Eagle3Checkpoint if speculative.method == "eagle3" else EagleCheckpoint
+        layer = opened.open(speculative.model)
+        layer.follower(checkpoint.config)
         check_draft_layer(layer.config, checkpoint.config, config.max_model_len)
         return layer
     try:
@@ -260,8 +268,14 @@ def decide_on(
     if isinstance(draft_checkpoint, MedusaCheckpoint):
         medusa = draft_checkpoint.config
     elif isinstance(draft_checkpoint, EagleCheckpoint):
-        whole = draft_checkpoint.specs
-        draft = DraftModel(*partitioned(config, draft_checkpoint, mesh, None, whole))
+        whole, follower = draft_checkpoint.specs, draft_checkpoint.follower(checkpoint.config)
+        parts = partitioned(config, draft_checkpoint, mesh, None, whole)
+        draft = DraftModel(parts[0], follower.family, parts[2], follower)
+    elif draft_checkpoint is checkpoint:
+        target, method = checkpoint.config, config.quantization
+        whole, layer = mtp.param_specs(target), mtp.layer_of(target)
+        parts = partitioned(config, checkpoint, mesh, method, whole, layer)
+        draft = DraftModel(*parts, mtp.follower(target))
     elif draft_checkpoint is not None:
         stored = draft_checkpoint.quantization
         draft = DraftModel(*partitioned(config, draft_checkpoint, mesh, stored))

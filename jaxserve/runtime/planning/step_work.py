@@ -86,9 +86,11 @@ def draft_work(shapes: ProgramShapes) -> DraftWork | None:
         kv_bytes=local.num_kv_heads * (local.head_dim + local.value_dim) * shapes.dtype.itemsize,
         tensor=shapes.tensor,
     )
-    if shapes.eagle:  # A layer, before the head of the model.
-        head = {"head_weights": target.head_weights, "head_bytes": target.head_bytes}
-        return DraftWork(dataclasses.replace(each, **head), prompts=True)
+    if shapes.follower:  # A layer, before the head of the model unless it has one of its own.
+        if "lm_head" not in shapes.draft_params.specs:
+            head = {"head_weights": target.head_weights, "head_bytes": target.head_bytes}
+            each = dataclasses.replace(each, **head)
+        return DraftWork(each, prompts=True)
     return DraftWork(each, tokens=2, always=True, prompts=True)
 
 

@@ -27,8 +27,18 @@ from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.programs.step_layout import FrozenPlan, StepLayout
 from sharding_rules import SEQ, STAGE
 
-Hidden = tuple[jax.Array, jax.Array]
-"""Hidden states to sample from [sample_width, hidden], and of the prefill tokens."""
+BY_RANK = P((STAGE, SEQ))
+"""Activations between programs are concatenated over ranks along their first dimension, whatever
+it is: each program takes them apart as the last one put them together."""
+
+
+class Hidden(NamedTuple):
+    """Hidden states to sample from [sample_width, hidden], of the prefill tokens, and those of all
+    tokens that entered the layers which a drafter follows."""
+
+    sampled: jax.Array
+    of_prefills: jax.Array
+    kept: Sequence[jax.Array] = ()
 
 
 class _OfStep(ProgramKind[ProgramKey]):
@@ -50,15 +60,18 @@ class Forward(_OfStep):
     title = "forward"
     reads = ("adapted_params", "kv", "tables", "last_tokens", "speculation")
     replaces = ("kv", "tables")
-    outputs = (P(), P(SEQ))
+    outputs = (P(), P(SEQ), BY_RANK)
     pure = step.forward
 
     def function(self, key: ProgramKey) -> Callable[..., Any]:
-        return _between_layers(self.shapes, key, super().function(key))
+        function = super().function(key)
+        if self.shapes.aux_layers:
+            function = functools.partial(function, keep=self.shapes.aux_layers)
+        return _between_layers(self.shapes, key, function)
 
     def __call__(self, state: DeviceState, key: ProgramKey, steps: Sequence[FrozenPlan]) -> Hidden:
         """Hidden states of the only one of `steps`."""
-        return self.run(state, key, *map(self.shapes.layouts[key].pack, steps))
+        return Hidden(*self.run(state, key, *map(self.shapes.layouts[key].pack, steps)))
 
 
 class PipelineStep(Forward):
@@ -67,7 +80,7 @@ class PipelineStep(Forward):
     title = "pipeline-step"
     reads = ("adapted_params", "kv", "tables", "carry", "last_tokens", "speculation")
     replaces = ("kv", "tables", "carry")
-    outputs = (P(), P(SEQ, STAGE))
+    outputs = (P(), P(SEQ, STAGE), BY_RANK)
     pure = step.pipeline_step
 
     def uploads(self, key: ProgramKey) -> tuple[Any, ...]:
@@ -75,7 +88,8 @@ class PipelineStep(Forward):
 
     def __call__(self, state: DeviceState, key: ProgramKey, steps: Sequence[FrozenPlan]) -> Hidden:
         """Hidden states of the oldest of `steps`, the newest of which is first."""
-        return self.run(state, key, np.stack([*map(self.shapes.layouts[key].pack, steps)]))
+        packed = np.stack([*map(self.shapes.layouts[key].pack, steps)])
+        return Hidden(*self.run(state, key, packed))
 
 
 class ForwardByLayer:
@@ -94,13 +108,8 @@ class ForwardByLayer:
     def __call__(self, state: DeviceState, key: ProgramKey, steps: Sequence[FrozenPlan]) -> Hidden:
         """Hidden states of the oldest of `steps`, the newest of which is first."""
         x, shared, slot_mappings, sampled = self._first(state, key, steps)
-        x = self._layers(state, key, x, shared, slot_mappings)
-        return self._last.run(state, key, x, sampled)
-
-
-BY_RANK = P((STAGE, SEQ))
-"""Activations between programs are concatenated over ranks along their first dimension, whatever
-it is: each program takes them apart as the last one put them together."""
+        x, kept = self._layers(state, key, x, shared, slot_mappings)
+        return Hidden(*self._last.run(state, key, x, sampled), kept)
 
 
 class Embed(_OfStep):
@@ -145,6 +154,8 @@ class _LayersKey(NamedTuple):
     step: ProgramKey
     kinds: tuple[LayerKind, ...]
     places: tuple[KVPlace, ...]
+    keep: tuple[int, ...] = ()
+    """The layers whose inputs are kept."""
 
     def __str__(self) -> str:
         """Number and kind of each run of equal layers; and their places, unless in order."""
@@ -154,6 +165,8 @@ class _LayersKey(NamedTuple):
             for kind, run in itertools.groupby(self.kinds)
         )
         name = f"{self.step}-{'+'.join(runs)}"
+        if self.keep:
+            name += f"-keep-{'.'.join(map(str, self.keep))}"
         if self.places == tuple(KVPlace(0, array) for array in range(len(self.places))):
             return name
         return f"{name}-at-{'+'.join(f'{group}.{array}' for group, array in self.places)}"
@@ -184,7 +197,9 @@ class _Layers(ProgramKind[_LayersKey]):
         arrays = tuple(dict.fromkeys(place.array for place in places))
         own = tuple(KVPlace(place.group, arrays.index(place.array)) for place in places)
         kinds = self.shapes.local_model.layer_kinds[layers]
-        return _Slice(layers, arrays, _LayersKey(key, tuple(kinds), own))
+        aux = self.shapes.aux_layers
+        keep = tuple(x - layers.start for x in aux if layers.start <= x < layers.stop)
+        return _Slice(layers, arrays, _LayersKey(key, tuple(kinds), own, keep))
 
     def keys(self) -> Iterable[_LayersKey]:
         return dict.fromkeys(part.key for slices in self._slices.values() for part in slices)
@@ -194,7 +209,10 @@ class _Layers(ProgramKind[_LayersKey]):
         return shapes.family, shapes.local_model, _layout(shapes, key.step), key.kinds, key.places
 
     def function(self, key: _LayersKey) -> Callable[..., Any]:
-        return _between_layers(self.shapes, key.step, super().function(key))
+        function = super().function(key)
+        if key.keep:
+            function = functools.partial(function, keep=key.keep)
+        return _between_layers(self.shapes, key.step, function)
 
     def uploads(self, key: _LayersKey) -> tuple[Any, ...]:
         return tuple(self._first.results(key.step)[:3])
@@ -209,21 +227,22 @@ class _Layers(ProgramKind[_LayersKey]):
             self.function(key),
             (params, kv, *self.uploads(key)),
             donated=(1, 2),
-            outputs=(partition_specs(kv), BY_RANK),
+            outputs=(partition_specs(kv), BY_RANK, BY_RANK),
         )
 
     def __call__(
         self, state: DeviceState, key: ProgramKey, x: jax.Array, shared: Any, slot_mappings: Any
-    ) -> jax.Array:
-        kv = state.kv
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        kv, kept = state.kv, []
         for layers, arrays, own in self._slices[key]:
             params = state.take_layers(layers, x)
             pages = [kv[array] for array in arrays]
-            pages, x = self._executables[own](params, pages, x, shared, slot_mappings)
+            pages, x, more = self._executables[own](params, pages, x, shared, slot_mappings)
+            kept += more
             for array, written in zip(arrays, pages):
                 kv[array] = written
         state.weights.end_step(x)
-        return x
+        return x, kept
 
 
 class _StageLayers(_Layers):

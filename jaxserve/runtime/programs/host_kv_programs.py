@@ -152,7 +152,7 @@ class ForwardWithHostKV:
                 partial = self.shadow.attend(key, layer, partial, step, decodes)
             x = self._leave(own, params, x, shared, partial)
         state.weights.end_step(x)
-        return self._last.run(state, key, x, sampled)
+        return Hidden(*self._last.run(state, key, x, sampled))
 
     def to_host(self, state: DeviceState, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies pages, given as (device, host), once the steps dispatched so far have run."""

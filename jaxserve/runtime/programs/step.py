@@ -51,21 +51,26 @@ def forward(
     last_tokens: jax.Array,
     speculation: SpeculationState | None,
     metadata: jax.Array,
-) -> tuple[list[Pages], jax.Array, jax.Array, jax.Array]:
+    *,
+    keep: Sequence[int] = (),
+) -> tuple[list[Pages], jax.Array, jax.Array, jax.Array, list[jax.Array]]:
     """Run the whole model over one packed step.
 
     `kv` holds the Pages of each layer of a group, `tables` int32 [groups * (slots + 1), max_pages]
     the page tables of every slot, `last_tokens` [slots + 1] int32 the newest token of every slot;
     `speculation` has their drafts and lengths, None without speculation. Returns the pages with the
     step's keys and values written, the updated tables, the hidden states to sample from
-    [sample_width, hidden], and those of the prefill tokens [prefill_tokens, hidden].
+    [sample_width, hidden], those of the prefill tokens [prefill_tokens, hidden], and as `layers`
+    what entered the layers `keep`.
     """
     tables, x, shared, slot_mappings, sampled = embed(
         family, config, layout, params, tables, last_tokens, speculation, metadata
     )
     kinds, places, own = config.layer_kinds, layout.kv.places, params["layers"]
-    kv, x = layers(family, config, layout, kinds, places, own, kv, x, shared, slot_mappings)
-    return kv, tables, *final_norm(family, config, layout, params, x, sampled)
+    kv, x, kept = layers(
+        family, config, layout, kinds, places, own, kv, x, shared, slot_mappings, keep=keep
+    )
+    return kv, tables, *final_norm(family, config, layout, params, x, sampled), kept
 
 
 def embed(
@@ -113,19 +118,24 @@ def layers(
     slot_mappings: Sequence[SlotMapping],
     *,
     apart: bool = False,
-) -> tuple[list[Pages], jax.Array]:
+    keep: Sequence[int] = (),
+) -> tuple[list[Pages], jax.Array, list[jax.Array]]:
     """Middle part of `forward`: consecutive layers with these kinds and parameters, whose pages are
     at these places of `kv`. Parameters with the key "lora" have adapters. `apart`: between
     layers round as between programs, so that tokens do not depend on which layers share one.
 
-    Returns `kv` with the new keys and values, and the activations after the last layer.
+    Returns `kv` with the new keys and values, the activations after the last layer, and those that
+    entered the layers `keep`, indices into these.
     """
     kv = list(kv)
     count, tokens = num_real_tokens(slot_mappings[0].batch), jnp.arange(layout.num_tokens)
     parts = halves(layout.num_tokens) if layout.in_halves else (slice(None),)
     x = parallel.enter_layers(x)
     xs = [_part(x, part) for part in parts]
-    for kind, place, p in zip(kinds, places, params, strict=True):
+    kept = []
+    for number, (kind, place, p) in enumerate(zip(kinds, places, params, strict=True)):
+        if number in keep:
+            kept.append(_together(xs))
         slot_mapping = slot_mappings[place.group]
         for index, part in enumerate(parts):
 
@@ -147,8 +157,13 @@ def layers(
             kv[place.array], xs[index] = scan_tiles(
                 layer, kv[place.array], arrays, layout.tile, count
             )
-    x = jnp.concatenate(xs) if layout.in_halves else xs[0]
-    return kv, parallel.leave_layers(x)
+    return kv, _together(xs), kept
+
+
+def _together(parts: Sequence[jax.Array]) -> jax.Array:
+    """All tokens' activations, on every rank."""
+    x = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+    return parallel.leave_layers(x)
 
 
 def _part(arrays: Any, part: slice) -> Any:
@@ -300,24 +315,27 @@ def pipeline_step(
     last_tokens: jax.Array,
     speculation: SpeculationState | None,
     metadata: jax.Array,
-) -> tuple[list[Pages], jax.Array, tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
+) -> tuple[
+    list[Pages], jax.Array, tuple[jax.Array, jax.Array], jax.Array, jax.Array, list[jax.Array]
+]:
     """One pipeline stage's part of a dispatch, with one step in flight per stage.
 
     Stage s holds its slice of the stacked `params["layers"]` and runs the step that `metadata[s]`
     describes; the first stage runs the newest. Its `tables` are as planned for that step. `carry`
     holds the activations from the previous stage, of decodes and of prefill tokens.
 
-    Returns what `forward` does, for the oldest step, and the carry for the next stage. Hidden
+    Returns what `forward` does, for the oldest step, and the carry for the next stage; nothing is
+    kept. Hidden
     states of prefill tokens are valid on the last stage only.
     """
     tables, x, shared, slot_mappings, sampled = enter_stage(
         family, config, layout, params, tables, carry, last_tokens, metadata
     )
     kinds, places, stacked = config.layer_kinds, layout.kv.places, params["layers"]
-    kv, x = stage_layers(
+    kv, x, _ = stage_layers(
         family, config, layout, kinds, places, stacked, kv, x, shared, slot_mappings
     )
-    return kv, tables, *leave_stage(family, config, layout, params, carry, x, sampled)
+    return kv, tables, *leave_stage(family, config, layout, params, carry, x, sampled), []
 
 
 def enter_stage(
@@ -353,7 +371,7 @@ def stage_layers(
     places: Sequence[KVPlace],
     params: Sequence[Params],
     *arrays: Any,
-) -> tuple[list[Pages], jax.Array]:
+) -> tuple[list[Pages], jax.Array, list[jax.Array]]:
     """Middle part of `pipeline_step`: `layers` with this stage's slice of the stacked `params`."""
     own = jax.tree.map(lambda array: array[0], params)
     return layers(family, config, layout, kinds, places, own, *arrays)

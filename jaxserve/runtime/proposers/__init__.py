@@ -19,6 +19,8 @@ PROPOSERS: dict[str, type[Proposer]] = {
     "layer_skip": LayerSkipProposer,
     "medusa": MedusaProposer,
     "eagle": EagleProposer,
+    "eagle3": EagleProposer,
+    "mtp": EagleProposer,
     "jacobi": JacobiProposer,
     "lookahead": JacobiProposer,
 }

@@ -1,14 +1,15 @@
-"""A layer that drafts from the target's hidden states (models/eagle.py)."""
+"""A layer that drafts from the target's hidden states (models/follower.py)."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 
 from jaxserve.core.model_config import ModelConfig
-from jaxserve.models import eagle
 from jaxserve.models.family import Family, Params
+from jaxserve.models.follower import Follower
 from jaxserve.runtime.programs.step import TokenInputs
 from jaxserve.runtime.programs.step_layout import SlotMapping, StepLayout
 from jaxserve.runtime.proposers.drafter import Drafter, run_layers
@@ -17,9 +18,11 @@ from pallas_kernels.paged_attention import Pages
 
 @dataclasses.dataclass(frozen=True)
 class DraftLayer:
-    """The layer, as a Drafter, and the model whose embeddings and head it uses."""
+    """The layer, as a Drafter, and the model whose embeddings and head it may use. `params` are the
+    layer's, `outside` the model's outside its layers."""
 
     drafter: Drafter
+    follower: Follower
     family: Family
     config: ModelConfig
 
@@ -30,15 +33,36 @@ class DraftLayer:
         outside: Params,
         kv: list[Pages],
         token_ids: jax.Array,
-        hidden: jax.Array,
+        states: jax.Array,
         positions: jax.Array,
         slot_mappings: tuple[SlotMapping, ...],
     ) -> tuple[list[Pages], jax.Array]:
-        """The pages with the entries at `positions` int32 [tokens], and the hidden states after
-        them [tokens, hidden], from the states there, `hidden` [tokens, hidden], and the next tokens
-        int32 [tokens]. `outside` are the model's parameters outside its layers."""
-        embedded, _ = self.family.embed(outside, self.config, token_ids, positions)
-        x, shared = eagle.fuse(params, self.drafter.config, embedded, hidden, positions)
+        """The pages with the entries at `positions` int32 [tokens], and the states after them
+        [tokens, hidden], from the states there, `states` [tokens, hidden], and the next tokens
+        int32 [tokens]."""
+        x, shared = self.enter(params, outside, token_ids, states, positions)
         inputs = TokenInputs(shared)
         kv, x = run_layers(self.drafter, layout, params, kv, x, inputs, slot_mappings)
-        return kv, x.astype(hidden.dtype)
+        return kv, self.expected(params, x, states.dtype)
+
+    def enter(
+        self,
+        params: Params,
+        outside: Params,
+        token_ids: jax.Array,
+        states: jax.Array,
+        positions: jax.Array,
+    ) -> tuple[jax.Array, Any]:
+        """What enters the layer, [tokens, hidden], and what it shares; arguments as above."""
+        embedded = self.follower.embed(
+            params, outside, self.family, self.config, token_ids, positions
+        )
+        return self.follower.fuse(params, self.drafter.config, embedded, states, positions)
+
+    def expected(self, params: Params, x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """The states [tokens, hidden] of what the layer gives."""
+        return self.follower.expected(params, self.drafter.config, x).astype(dtype)
+
+    def logits(self, params: Params, outside: Params, states: jax.Array) -> jax.Array:
+        """Float32 [rows, vocab] of states [rows, hidden]."""
+        return self.follower.logits(params, outside, self.family, self.config, states)

@@ -1,4 +1,5 @@
-"""A layer that follows the target's hidden states drafts (models/eagle.py).
+"""A layer that follows the target's hidden states drafts (models/follower.py): EAGLE, EAGLE-3, and
+the layer of a model that predicts further tokens.
 
 Its entry at position p is of the hidden state of the token there and the embedding of the token
 after it, and gives the hidden state at p + 1, as it expects it. After every step it computes the
@@ -28,8 +29,10 @@ from jaxserve.models.family import Params
 from jaxserve.runtime.in_flight import PackedInputs
 from jaxserve.runtime.programs.context_parallel import ShardedTokens
 from jaxserve.runtime.programs.device_state import DeviceState
+from jaxserve.runtime.programs.forward_programs import BY_RANK, Hidden
 from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_kind import ProgramKind
+from jaxserve.runtime.programs.shapes.arrays import placed
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
 from jaxserve.runtime.programs.step_layout import StepLayout
 from jaxserve.runtime.proposers.draft_layer import DraftLayer
@@ -74,7 +77,7 @@ def draft(
     layout = dataclasses.replace(layout, key=layout.key._replace(width=1))
 
     def sampled(place: jax.Array | int, hidden: jax.Array, drafts: jax.Array) -> jax.Array:
-        logits = layer.family.logits(outside, layer.config, hidden)
+        logits = layer.logits(params, outside, hidden)
         own = rows.at[:, POSITION].add(place).at[:, PLACE].set(place)
         drafted = sample_drafts(logits, sampling, own, processors, drafts)[:, None]
         return lax.dynamic_update_slice_in_dim(drafts, drafted, place, axis=1)
@@ -113,16 +116,15 @@ def follow(
     tables: jax.Array,
     last_tokens: jax.Array,
     speculation: SpeculationState,
-    hidden: jax.Array,
-    prefill_hidden: jax.Array,
+    hidden: Hidden,
     vector: jax.Array,
     chunks: jax.Array,
 ) -> tuple[list[Pages], SpeculationState]:
     """The layer's entries of all tokens of the step packed in `vector`, whose drafts are verified.
 
-    `hidden` and `prefill_hidden` are what the step returned (`step.forward`); `chunks` int32
-    [chunks, 2] are the slot of each prefill chunk, and the token after it or _SAMPLED. Returns the
-    pages, and the state with what the layer expects after each sequence's newest token.
+    `hidden` is what the step returned; `chunks` int32 [chunks, 2] are the slot of each prefill
+    chunk, and the token after it or _SAMPLED. Returns the pages, and the state with what the layer
+    expects after each sequence's newest token.
     """
     before = speculation._replace(lengths=speculation.lengths - speculation.gained)
     _, inputs = layout.unpack(tables, vector, before)
@@ -143,10 +145,17 @@ def follow(
     if layout.seq > 1:
         own = ShardedTokens(layout).own
         token_ids, positions = own(token_ids), own(positions)
+    computed = len(slots) * (tree_width or layout.key.width)
+    if hidden.kept:
+        states = jnp.concatenate(hidden.kept, axis=-1)
+        states, of_prefills = states[:computed], states[computed:]
+        of_prefills = of_prefills[: layout.key.prefill_tokens // layout.seq]
+    else:
+        states, of_prefills = hidden.sampled[:computed], hidden.of_prefills
     if tree_width:
         nodes = jnp.arange(len(slots))[:, None] * tree_width + speculation.path[slots]
-        hidden = hidden[nodes.reshape(-1)]
-    features = jnp.concatenate([hidden[:count], prefill_hidden])
+        states = states[nodes.reshape(-1)]
+    features = layer.follower.features(params, jnp.concatenate([states, of_prefills]))
     mappings = inputs.slot_mappings
     kv, x = layer(layout, params, outside, kv, token_ids, features, positions, mappings)
 
@@ -221,23 +230,30 @@ class Follow(ProgramKind[ProgramKey]):
 
     def uploads(self, key: ProgramKey) -> tuple[Any, ...]:
         shapes, layout = self.shapes, self.layout(key)
-        prefill_hidden = shapes.hidden(key.prefill_tokens, sharded=True)
+        of_prefills = shapes.hidden(key.prefill_tokens, sharded=True)
+        kept = [self._kept(key)] * len(shapes.aux_layers)
         vectors = shapes.int32(layout.size), shapes.int32(layout.chunks, 2)
-        return shapes.sampled_hidden, prefill_hidden, *vectors
+        return Hidden(shapes.sampled_hidden, of_prefills, kept), *vectors
+
+    def _kept(self, key: ProgramKey) -> jax.ShapeDtypeStruct:
+        """The shape of a step's activations between programs, those of all ranks."""
+        shapes, own = self.shapes, self.shapes.layouts[key].num_tokens
+        own = (key.decode_tokens * shapes.seq + key.prefill_tokens) if shapes.seq > 1 else own
+        array = jax.ShapeDtypeStruct((own, shapes.model.hidden_size), shapes.dtype)
+        return placed(array, shapes.arrays.sharding(*BY_RANK))
 
     def __call__(
         self,
         state: DeviceState,
         step: PackedInputs,
         key: ProgramKey,
-        hidden: jax.Array,
-        prefill_hidden: jax.Array,
+        hidden: Hidden,
     ) -> None:
         layout = self.layout(key)
         chunks = np.full((layout.chunks, 2), (self.shapes.trash_slot, 0), np.int32)
         for row, chunk in enumerate(step.plan.prefills):
             chunks[row] = chunk.slot, _token_after(chunk)
-        self.run(state, key, hidden, prefill_hidden, layout.pack(step.frozen), chunks)
+        self.run(state, key, hidden, layout.pack(step.frozen), chunks)
 
 
 def _token_after(chunk: ScheduledChunk) -> int:
@@ -248,14 +264,14 @@ def _token_after(chunk: ScheduledChunk) -> int:
 
 
 class EagleProposer(Proposer):
-    """A layer with parameters and pages of its own, and the target's embeddings and head."""
+    """A layer with parameters and pages of its own, and what it shares with the target."""
 
     def __init__(self, shapes: ProgramShapes, set_tables: SetTables) -> None:
         draft = shapes.draft_model
         config = within(shapes.local_draft_model, shapes.kv_layout.groups[0])
         places = (KVPlace(0, shapes.kv_layout.layers_per_page),)
         drafter = Drafter(draft.family, config, places, num_recent=1)
-        layer = DraftLayer(drafter, shapes.family, shapes.local_model)
+        layer = DraftLayer(drafter, draft.follower, shapes.family, shapes.local_model)
         self._draft = (_DraftTree if shapes.tree_depth else _Draft)(shapes, layer, set_tables)
         self._follow = Follow(shapes, layer)
         self.kinds = (self._draft, self._follow)
@@ -269,10 +285,9 @@ class EagleProposer(Proposer):
         state: DeviceState,
         step: PackedInputs,
         key: ProgramKey,
-        hidden: jax.Array,
-        prefill_hidden: jax.Array,
+        hidden: Hidden,
     ) -> None:
-        self._follow(state, step, key, hidden, prefill_hidden)
+        self._follow(state, step, key, hidden)
 
 
 def check_draft_layer(layer: ModelConfig, target: ModelConfig, max_model_len: int) -> None:

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.models import eagle
 from jaxserve.models.family import Params
 from jaxserve.runtime.programs.step_layout import StepInputs, StepLayout
 from jaxserve.runtime.proposers.draft_layer import DraftLayer
@@ -94,7 +93,7 @@ def draft_tree(
     def guesses_after(hidden: jax.Array, depth: jax.Array | int) -> tuple[jax.Array, jax.Array]:
         """Tokens and logarithms [rows, n * top_k], after states [rows, n, hidden] of a depth."""
         own = jnp.repeat(rows.at[:, POSITION].add(depth), hidden.shape[1], axis=0)
-        logits = layer.family.logits(outside, layer.config, hidden.reshape(-1, hidden.shape[2]))
+        logits = layer.logits(params, outside, hidden.reshape(-1, hidden.shape[2]))
         tokens, logs = best_drafts(logits, sampling, own, processors, top_k)
         return tokens.reshape(count, -1), logs.reshape(count, -1)
 
@@ -171,9 +170,8 @@ def _run(
     config = layer.drafter.config
     where = jnp.repeat(positions, top_k)
     token_ids = jnp.maximum(best.tokens, 0).reshape(-1)
-    embedded, _ = layer.family.embed(outside, layer.config, token_ids, where)
     hidden = best.hidden.reshape(-1, best.hidden.shape[2])
-    x, rotations = eagle.fuse(params, config, embedded, hidden, where)
+    x, shared = layer.enter(params, outside, token_ids, hidden, where)
     (place,), (kind,) = layer.drafter.places, config.layer_kinds
     batch = inputs.slot_mappings[place.group].batch
     batch = jax.tree.map(lambda array: jnp.repeat(array, top_k, axis=0), batch)
@@ -194,8 +192,8 @@ def _run(
         out, lse = (array.reshape(len(q), *array.shape[2:]) for array in (out, lse))
         return merge_two(*context, out.astype(q.dtype), lse)[0].astype(q.dtype)
 
-    x = layer.drafter.family.layer(params["layers"][0], config, kind, x, rotations, attention)
-    return x.astype(hidden.dtype).reshape(count, top_k, -1), kept
+    x = layer.drafter.family.layer(params["layers"][0], config, kind, x, shared, attention)
+    return layer.expected(params, x, hidden.dtype).reshape(count, top_k, -1), kept
 
 
 def _most_confident(everything: _Guesses, size: int) -> tuple[jax.Array, jax.Array]:

@@ -10,6 +10,7 @@ import jax
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.runtime.in_flight import PackedInputs
 from jaxserve.runtime.programs.device_state import DeviceState
+from jaxserve.runtime.programs.forward_programs import Hidden
 from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_kind import ProgramKind
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
@@ -54,10 +55,8 @@ class Proposer(abc.ABC):
         state: DeviceState,
         step: PackedInputs,
         key: ProgramKey,
-        hidden: jax.Array,
-        prefill_hidden: jax.Array,
+        hidden: Hidden,
     ) -> None:
-        """Takes what a step computed by the program `key`, after its tokens are in `state`: the
-        hidden states that it sampled from [sample_width, hidden], and those of its prefill tokens
-        [prefill_tokens, hidden]. Most methods need nothing of either."""
+        """Takes what a step computed by the program `key`, after its tokens are in `state`. Most
+        methods need nothing of it."""
         return

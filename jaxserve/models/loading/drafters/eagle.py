@@ -6,9 +6,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, ClassVar, Self
 
 import jax
 import numpy as np
@@ -19,8 +19,9 @@ from jaxserve.core.model_config import ModelConfig
 from jaxserve.models import eagle
 from jaxserve.models.families import llama
 from jaxserve.models.family import Params, ParamSpec
+from jaxserve.models.follower import Follower
 from jaxserve.models.loading.assemble import check_tensors
-from jaxserve.models.loading.directory import CONFIG
+from jaxserve.models.loading.directory import CONFIG, config_from_files, read_config_files
 from jaxserve.models.loading.safetensors import SafetensorsCheckpoint
 from jaxserve.models.registry import get_family
 
@@ -42,6 +43,19 @@ _SIZES = {
 class EagleCheckpoint(SafetensorsCheckpoint):
     """A draft layer whose config is read, and whose tensors are known to match it."""
 
+    title: ClassVar[str] = "EAGLE draft layer"
+    origin: ClassVar[str] = ", such as `jaxserve train-speculator --method eagle` writes"
+    not_loaded: ClassVar[tuple[str, ...]] = (eagle.EMBEDDINGS,)
+
+    @classmethod
+    def read_config(cls, path: Path) -> ModelConfig:
+        files = read_config_files(path)
+        if is_eagle3(files[CONFIG]):
+            raise UnsupportedModelError(
+                f"{path / CONFIG} is of a layer of EAGLE-3; use the method 'eagle3'."
+            )
+        return config_from_files(files)
+
     @classmethod
     def open(cls, path: str | Path) -> Self:
         """Raises ModelError when there is no draft layer in `path`, UnsupportedModelError for one
@@ -49,8 +63,8 @@ class EagleCheckpoint(SafetensorsCheckpoint):
         path = Path(path).expanduser()
         if not (path / CONFIG).is_file():
             raise ModelError(
-                f"there is no EAGLE draft layer in {str(path)!r}; give a directory with {CONFIG} "
-                "and safetensors files, such as `jaxserve train-speculator --method eagle` writes."
+                f"there is no {cls.title} in {str(path)!r}; give a directory with {CONFIG} and "
+                f"safetensors files{cls.origin}."
             )
         checkpoint = super().open(path)
         config = checkpoint.config
@@ -62,15 +76,28 @@ class EagleCheckpoint(SafetensorsCheckpoint):
         if config.num_layers != 1:
             raise UnsupportedModelError(
                 f"{path / CONFIG} has num_hidden_layers {config.num_layers}; only a draft of one "
-                "layer (EAGLE 1) is implemented."
+                "layer is implemented."
             )
-        check_tensors(checkpoint, checkpoint.specs, str(path), (eagle.EMBEDDINGS,))
+        check_tensors(checkpoint, checkpoint.specs, str(path), cls.not_loaded)
         return checkpoint
 
     @property
     def specs(self) -> Params:
         """Specs of its parameters; the embeddings are the model's."""
         return eagle.param_specs(self.config, biased=self.shape("fc.bias") is not None)
+
+    def follower(self, target: ModelConfig) -> Follower:
+        """The layer, for a model."""
+        return eagle.FOLLOWER
+
+
+def is_eagle3(raw: Mapping[str, Any]) -> bool:
+    """Whether a parsed `config.json` is of a layer of EAGLE-3."""
+    names = raw.get("architectures")
+    named = isinstance(names, list) and any(
+        isinstance(name, str) and "eagle3" in name.lower() for name in names
+    )
+    return named or raw.get("draft_vocab_size") is not None
 
 
 def save_layer(path: Path, config: ModelConfig, params: Params) -> None:
@@ -79,19 +106,24 @@ def save_layer(path: Path, config: ModelConfig, params: Params) -> None:
     path.mkdir(parents=True, exist_ok=True)
     specs = eagle.param_specs(config, biased="fc_bias" in params)
     tensors: dict[str, np.ndarray] = {}
-    jax.tree.map(lambda spec, array: tensors.update(_tensors(spec, array)), specs, params)
+    jax.tree.map(lambda spec, array: tensors.update(tensors_of(spec, array)), specs, params)
     save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
-    written = {theirs: getattr(config, ours) for theirs, ours in _SIZES.items()} | {
+    text = json.dumps(config_of(config), indent=2) + "\n"
+    (path / CONFIG).write_text(text, encoding="utf-8")
+
+
+def config_of(config: ModelConfig) -> dict[str, Any]:
+    """The `config.json` of a layer with plain rotations."""
+    return {theirs: getattr(config, ours) for theirs, ours in _SIZES.items()} | {
         "architectures": [config.architecture],
         "model_type": "llama",
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope.theta,
         "tie_word_embeddings": False,
     }
-    (path / CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
-def _tensors(spec: ParamSpec, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+def tensors_of(spec: ParamSpec, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """A parameter's tensors by name: matrices [outputs, inputs], and vectors."""
     sizes = [part.shape[spec.concat_axis] for part in spec.parts]
     for part, own in zip(spec.parts, np.split(array, np.cumsum(sizes)[:-1], spec.concat_axis)):

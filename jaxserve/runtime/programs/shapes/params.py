@@ -82,10 +82,14 @@ def partitioned(
     mesh: Mesh | AbstractMesh | None,
     quantization: str | None,
     specs: Params | None = None,
+    model: ModelConfig | None = None,
 ) -> tuple[ModelConfig, Family, Params]:
-    """A checkpoint's config, family and specs, by default the family's, partitioned for `mesh`."""
+    """A config, by default the checkpoint's, its family, and specs, by default the family's,
+    partitioned for `mesh`."""
     # Context-dependent rotary frequencies are computed for the served context length.
-    model = dataclasses.replace(checkpoint.config, max_position_embeddings=config.max_model_len)
+    model = dataclasses.replace(
+        model or checkpoint.config, max_position_embeddings=config.max_model_len
+    )
     family = get_family(model.architecture)
     specs = with_formats(
         specs or family.param_specs(model),

@@ -16,6 +16,7 @@ from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.steps.buckets import Buckets, ProgramKey
 from jaxserve.kv.layout import KVLayout
 from jaxserve.models.family import Family, Params
+from jaxserve.models.follower import Follower
 from jaxserve.models.lora import Adapters, of_one
 from jaxserve.models.medusa import MedusaConfig
 from jaxserve.models.medusa import param_specs as medusa_specs
@@ -49,11 +50,14 @@ DECODE_LAYERS = 6
 
 @dataclasses.dataclass(frozen=True)
 class DraftModel:
-    """A smaller model that drafts: its config and specs, partitioned as the target's."""
+    """A smaller model that drafts, or a layer: its config and specs, partitioned as the
+    target's."""
 
     model: ModelConfig
     family: Family
     specs: Params
+    follower: Follower | None = None
+    """Of a layer that follows the target's hidden states."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +113,14 @@ class ProgramShapes:
         return local(self.model, tensor=self.tensor, stages=self.stages)
 
     @property
-    def eagle(self) -> bool:
-        """Whether the draft model is a layer that follows the model's hidden states."""
-        speculative = self.config.speculative_config
-        return speculative is not None and speculative.method == "eagle"
+    def follower(self) -> Follower | None:
+        """Of a layer that drafts from the model's hidden states; None without one."""
+        return self.draft_model and self.draft_model.follower
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The layers whose inputs a step keeps for a drafter."""
+        return self.follower.aux_layers if self.follower else ()
 
     @functools.cached_property
     def local_draft_model(self) -> ModelConfig | None:
@@ -321,7 +329,10 @@ class ProgramShapes:
         large = {"weights": ResidentWeights({}), "draft_params": None, "lora": None, "kv": []}
         kept = dataclasses.replace(self.abstract_state, **large)
         masks = [self._masks(self.sample_rows[-1])] * 2  # Of the step in flight, and the next.
-        return tree_bytes((kept, masks))
+        rows, features = self.config.max_num_batched_tokens, self.model.hidden_size
+        array = jax.ShapeDtypeStruct((rows, features), self.dtype)
+        followed = [placed(array, self.arrays.sharding())] * len(self.aux_layers)
+        return tree_bytes((kept, masks, followed))
 
     @functools.cached_property
     def abstract_state(self) -> DeviceState:
@@ -363,8 +374,8 @@ class ProgramShapes:
             self.trash_slot,
             self.config.max_model_len,
             num_drafts,
-            hidden if self.medusa or self.eagle else None,
-            gained=self.eagle,
+            hidden if self.medusa or self.follower else None,
+            gained=self.follower is not None,
             tree_depth=self.tree_depth,
             ngram_size=self.config.speculative_config.max_ngram_size,
         )
@@ -426,7 +437,8 @@ class ProgramShapes:
         settings = self.config.of_programs() | {"logits_processors": self.processors.names}
         formats = [spec.format for spec in jax.tree.leaves((self.specs, self.draft_params.specs))]
         draft = self.draft_model and self.draft_model.model
-        drafts = draft, jax.tree.structure(self.draft_params.specs), self.medusa
+        sizes = jax.tree.map(lambda spec: spec.shape, self.draft_params.specs)
+        drafts = draft, sizes, self.medusa, self.aux_layers
         pages = self.num_pages, self.num_host_pages
         return repr((settings, self.model, formats, drafts, pages))
 
