@@ -9,6 +9,7 @@ from typing import Any
 from jaxserve.core.errors import ConfigError
 
 _UNUSED: dict[str, tuple[object, ...]] = {
+    "acceptance": (None, "exact"),
     "batch_invariant": (False,),
     "context_parallel_size": (1,),
     "disk_kv_dir": (None,),
@@ -62,6 +63,12 @@ EXCLUSIONS = (
         ("context_parallel_size", "batch_invariant", "dual_batch_overlap"),
         "it would split a tree, which one pass of attention has to see whole",
         "draft one guess of each token",
+    ),
+    Exclusion(
+        "acceptance",
+        ("batch_invariant",),
+        "its tokens depend on how many drafts a step has, and that on the batch",
+        "set it to 'exact'",
     ),
     Exclusion(
         "enable_lora",
@@ -224,4 +231,6 @@ def _named(settings: Mapping[str, Any], name: str) -> str:
     if name == "speculative_config":
         return f"{name} is given"
     value = settings[name]
+    if name == "acceptance":
+        return f"{name} of speculative_config is {value!r}"
     return f"{name} is {value!r}"

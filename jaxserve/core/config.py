@@ -348,6 +348,7 @@ class EngineConfig:
         """The settings that `combinations` has rules for."""
         speculative = self.speculative_config
         return vars(self) | {
+            "acceptance": speculative and speculative.acceptance,
             "layer_skip": speculative is not None and speculative.method == "layer_skip",
             "trees of drafts": speculative is not None and bool(speculative.tree_depth),
         }

@@ -33,6 +33,9 @@ _OWN_KEYS = {
 METHODS = tuple(_OWN_KEYS)
 _TRAINED = {"medusa": "heads", "eagle": "a draft layer", "eagle3": "a draft layer"}
 """What is trained for the model, by method."""
+_DRAWN = ("ngram", "draft_model", "layer_skip")
+"""Methods whose drafts are drawn from distributions that are known; of prompt lookup from one that
+has a single token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +65,13 @@ class SpeculativeConfig:
         depth: drafts of its longest paths; 5 by default, or as many as there are drafts.
         max_ngram_size: tokens of an n-gram, the one that it is found by included; for "lookahead"
             only, where it is DEFAULT_NGRAM_SIZE by default, or one more than the most drafts.
+        acceptance: how drafts are kept. "exact": where they equal the token sampled in their place,
+            so that the tokens are those without drafts. "rejection": with the chance that gives the
+            tokens their distribution (Leviathan et al. 2023). "typical": where the model finds them
+            likely enough (Medusa, Cai et al. 2024), which promises neither.
+        posterior_threshold: for "typical": the probability with which any draft is kept.
+        posterior_alpha: for "typical": with entropy H (nats) a draft of probability above
+            posterior_alpha * exp(-H) is kept too.
     """
 
     num_speculative_tokens: int | Literal["auto"] | None = None
@@ -74,6 +84,9 @@ class SpeculativeConfig:
     top_k: int | None = None
     depth: int | None = None
     max_ngram_size: int | None = None
+    acceptance: Literal["exact", "rejection", "typical"] = "exact"
+    posterior_threshold: float = 0.09
+    posterior_alpha: float = 0.3
 
     def __post_init__(self) -> None:
         """Raises ConfigError, naming the field, its value and the range."""
@@ -112,6 +125,42 @@ class SpeculativeConfig:
                 )
         if self.method == "lookahead":
             self._check_ngram_size()
+        self._check_acceptance()
+
+    def _check_acceptance(self) -> None:
+        """Raises ConfigError for a rule that there is not, or not with these drafts."""
+        if self.acceptance not in ("exact", "rejection", "typical"):
+            raise ConfigError(
+                f"acceptance of speculative_config is {self.acceptance!r}; it must be exact, "
+                "rejection or typical."
+            )
+        for name in ("posterior_threshold", "posterior_alpha"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 <= value <= 1:
+                raise ConfigError(
+                    f"{name} of speculative_config is {value!r}; it must be a number in 0..1."
+                )
+            if self.acceptance != "typical" and value != getattr(type(self), name):
+                raise ConfigError(
+                    f"{name} of speculative_config is {value!r}, but acceptance is "
+                    f'{self.acceptance!r}; set acceptance to "typical", or leave {name} out.'
+                )
+        if self.acceptance != "exact" and self.tree_depth:
+            raise ConfigError(
+                f"acceptance of speculative_config is {self.acceptance!r}, which keeps drafts one "
+                'after another, but the drafts are a tree; leave out the tree, or set "exact".'
+            )
+        if self.acceptance == "rejection" and self.method not in _DRAWN:
+            raise ConfigError(
+                'acceptance of speculative_config is "rejection", which needs the probability that '
+                f"each draft was drawn with; there is none with the method {self.method!r}. Use "
+                f'{" or ".join(_DRAWN)}, or set "exact".'
+            )
+
+    @property
+    def keeps_probabilities(self) -> bool:
+        """Whether the distributions that drafts are drawn from are kept for their acceptance."""
+        return self.acceptance == "rejection" and self.method != "ngram"
 
     def _check_ngram_size(self) -> None:
         """Sets its default. Raises ConfigError for n-grams that no draft, or not all, could be."""

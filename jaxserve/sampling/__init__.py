@@ -11,6 +11,7 @@ from jaxserve.sampling.rows import pack_rows, row_constants
 from jaxserve.sampling.sample import (
     SampleOutput,
     candidates,
+    distribution,
     general,
     greedy,
     most_likely,
@@ -36,6 +37,7 @@ __all__ = [
     "abstract_state",
     "admit",
     "candidates",
+    "distribution",
     "general",
     "greedy",
     "most_likely",

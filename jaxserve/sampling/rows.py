@@ -38,6 +38,7 @@ FLAG_TOP_LOGPROBS = 32  # and the most likely tokens
 FLAG_MASK = 64  # samples only what its row of the step's masks allows
 FLAG_PROCESSORS = 128  # applies the logits processors whose fields are not NaN
 FLAG_LISTED_LOGPROBS = 256  # needs logprobs of its listed tokens, instead of the most likely ones
+FLAG_VERIFIES = 512  # its step verifies the draft at PLACE, which comes after it
 
 
 def row_constants(

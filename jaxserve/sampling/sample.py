@@ -12,6 +12,7 @@ from jax import lax
 from jaxserve.core.steps.in_flight import NO_TOKEN, TokenLogprobs
 from jaxserve.models import parallel
 from jaxserve.sampling import rows as row
+from jaxserve.sampling.acceptance import AcceptanceRule, Drafted, decide
 from jaxserve.sampling.logprobs import no_logprobs, token_logprobs
 from jaxserve.sampling.noise import exponentials
 from jaxserve.sampling.process import add_bias, ban_tokens, mask_tokens, penalize, when
@@ -57,6 +58,8 @@ def general(
     masks: jax.Array,
     processors: Processors = NO_PROCESSORS,
     drafts: jax.Array | None = None,
+    rule: AcceptanceRule | None = None,
+    draft_probs: jax.Array | None = None,
 ) -> tuple[SampleOutput, SamplingState]:
     """Samples one token per row with all of SamplingParams.
 
@@ -68,7 +71,9 @@ def general(
 
     Real rows have distinct slots, but with `drafts` int32 [rows, n]: those of each row's slot, of
     which it comes after the first PLACE. Rows of one slot are neighbours, and those after a wrong
-    draft are not recorded.
+    draft are not recorded. By a `rule` the token of a row with FLAG_VERIFIES may be the draft
+    at its PLACE, which was drawn from `draft_probs` float32 [rows, padded vocab]
+    (`acceptance.decide`).
     """
     count = logits.shape[1]
     floats = lax.bitcast_convert_type(meta, jnp.float32)
@@ -77,9 +82,19 @@ def general(
     pending = _pending(meta, drafts)
     scores = _processed(logits, state, meta, floats, masks, processors, pending)
     best = parallel.max_over_vocab(jnp.max(scores, axis=1))
-    chance, place = largest(_chances(scores, best, meta, floats, count))
+    kept = _kept_weights(scores, best, meta, floats)
+    temperature = floats[:, row.TEMPERATURE]
+    chance, place = largest(kept / _noise(meta, temperature, count, kept.shape[1]))
     place = jnp.where((best > -jnp.inf) & (chance > 0), place, NO_TOKEN)
     token_ids = parallel.vocab_parallel_argmax(place, chance, count)
+    if rule is not None and drafts is not None:
+        following = jnp.pad(drafts, ((0, 0), (0, 1)), constant_values=NO_TOKEN)
+        own = jnp.take_along_axis(following, meta[:, row.PLACE, None], axis=1)[:, 0]
+        # The drafts of a slot may be old where its step verifies none of them.
+        verifies = (flags & row.FLAG_VERIFIES > 0) & (temperature > 0)
+        drafted = Drafted(jnp.where(verifies, own, NO_TOKEN), draft_probs)
+        positions = meta[:, row.POSITION]
+        token_ids = decide(rule, kept, token_ids, drafted, _seeds(meta), positions, count)
 
     logprobs = lax.cond(
         _any(flags, row.FLAG_LOGPROBS),
@@ -120,6 +135,23 @@ def candidates(
     after_all = distance - _BEHIND
     values = jnp.where(chances > 0, jnp.log(chances), after_all)
     return _largest_few(jnp.where(sampled, values, distance), num, count)
+
+
+def distribution(
+    logits: jax.Array,
+    state: SamplingState,
+    meta: jax.Array,
+    processors: Processors,
+    drafts: jax.Array | None = None,
+) -> jax.Array:
+    """Probabilities float32 [rows, padded vocab] that `general` samples from. Arguments as there,
+    without masks."""
+    floats = lax.bitcast_convert_type(meta, jnp.float32)
+    masks = jnp.zeros((len(meta), mask_words(processors.vocab_size)), jnp.int32)
+    scores = _processed(logits, state, meta, floats, masks, processors, _pending(meta, drafts))
+    best = parallel.max_over_vocab(jnp.max(scores, axis=1))
+    kept = _kept_weights(scores, best, meta, floats)
+    return kept / parallel.sum_over_vocab(jnp.sum(kept, axis=1))[:, None]
 
 
 def most_likely(logits: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
@@ -239,11 +271,17 @@ def _chances(
 ) -> jax.Array:
     """How each token does in the race of a row [rows, padded vocab], 0 where filters leave it out;
     the largest is sampled."""
-    temperature = floats[:, row.TEMPERATURE]
-    weights = _weights(scores, best, temperature)
+    kept = _kept_weights(scores, best, meta, floats)
+    return kept / _noise(meta, floats[:, row.TEMPERATURE], count, kept.shape[1])
+
+
+def _kept_weights(
+    scores: jax.Array, best: jax.Array, meta: jax.Array, floats: jax.Array
+) -> jax.Array:
+    """The weight of each token [rows, padded vocab], 0 where filters leave it out."""
+    weights = _weights(scores, best, floats[:, row.TEMPERATURE])
     floor = weight_floor(weights, meta[:, row.TOP_K], floats[:, row.TOP_P], floats[:, row.MIN_P])
-    kept = jnp.where(weights >= floor[:, None], weights, 0.0)
-    return kept / _noise(meta, temperature, count, kept.shape[1])
+    return jnp.where(weights >= floor[:, None], weights, 0.0)
 
 
 def _weights(scores: jax.Array, best: jax.Array, temperature: jax.Array) -> jax.Array:
@@ -260,7 +298,11 @@ def _weights(scores: jax.Array, best: jax.Array, temperature: jax.Array) -> jax.
 
 def _noise(meta: jax.Array, temperature: jax.Array, count: int, width: int) -> jax.Array:
     """Divisor of each token's weight [rows, width]; 1 for greedy rows."""
-    seeds = lax.bitcast_convert_type(meta[:, row.SEED_HIGH : row.SEED_LOW + 1], jnp.uint32)
     token_ids = parallel.first_of_vocab(count) + jnp.arange(width, dtype=jnp.int32)
-    noise = exponentials(seeds, meta[:, row.POSITION], token_ids)
+    noise = exponentials(_seeds(meta), meta[:, row.POSITION], token_ids)
     return jnp.where(temperature[:, None] > 0, noise, 1.0)
+
+
+def _seeds(meta: jax.Array) -> jax.Array:
+    """The words of each row's seed, uint32 [rows, 2]."""
+    return lax.bitcast_convert_type(meta[:, row.SEED_HIGH : row.SEED_LOW + 1], jnp.uint32)

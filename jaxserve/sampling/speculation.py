@@ -43,7 +43,9 @@ class SpeculationState(NamedTuple):
     tokens that the last step added. `parents` [slots + 1, k], where drafts are a tree: the node
     that each follows (sampling/trees.py); `path` [slots + 1, 1 + depth], for drafters of trees that
     follow the model's hidden states: the nodes after which the last step sampled what it added.
-    `trajectories`: for lookahead decoding.
+    `trajectories`: for lookahead decoding. `probs` float32 [slots + 1, k, padded vocab], where
+    acceptance needs them: the distribution that each draft was drawn from, of this rank's tokens;
+    zeros for a draft that was not drawn.
     """
 
     history: jax.Array
@@ -54,6 +56,7 @@ class SpeculationState(NamedTuple):
     parents: jax.Array | None = None
     path: jax.Array | None = None
     trajectories: Trajectories | None = None
+    probs: jax.Array | None = None
 
 
 class Acceptance(NamedTuple):
@@ -141,6 +144,8 @@ def force_drafts(
         chain = jnp.broadcast_to(jnp.minimum(places, tree_depth - 1), forced.shape)
         parents = state.parents.at[jnp.where(known, slots, trash)].set(chain)
         state = state._replace(parents=parents)
+    if state.probs is not None:
+        state = state._replace(probs=state.probs.at[jnp.where(known, slots, trash)].set(0.0))
     return state
 
 

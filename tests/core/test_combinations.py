@@ -10,6 +10,13 @@ from jaxserve.core.errors import ConfigError
 
 TREE = {"method": "medusa", "model": "heads", "speculative_token_tree": "[2, 1]"}
 IN_USE = {
+    "acceptance": {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 2,
+            "acceptance": "typical",
+        }
+    },
     "disk_kv_dir": {"disk_kv_dir": "pages", "disk_kv_bytes": 1 << 20},
     "dual_batch_overlap": {"dual_batch_overlap": "on", "tensor_parallel_size": 2},
     "kv_cache_dtype": {"kv_cache_dtype": "int8"},

@@ -394,6 +394,33 @@ def test_other_engines(llama, drafter, prompts, expected, settings):
         assert counted(llm, "accepted_tokens") > 0
 
 
+@pytest.mark.parametrize("acceptance", ["rejection", "typical"])
+def test_other_rules_of_acceptance(llama, prompts, expected, acceptance):
+    """All layers draft, so that p equals q; greedy answers are those without drafts."""
+    drafts = {"method": "layer_skip", "num_layers": 2, "num_speculative_tokens": DRAFTS}
+    drafts |= {"acceptance": acceptance}
+    if acceptance == "typical":
+        drafts |= {"posterior_threshold": 0.0, "posterior_alpha": 0.0}
+    sampled = dataclasses.replace(OPTIONS["sampled"], logprobs=1)
+    with llama.load(**SETTINGS | FEW_ROWS | {"speculative_config": drafts}) as llm:
+        output = generate(llm, prompts[8], sampled).outputs[0]
+        assert counted(llm, "accepted_tokens") == counted(llm, "draft_tokens") > 0
+        # No draft is before these tokens: those of the request before in the same slot are old.
+        for index in range(8):
+            check(
+                generate(llm, prompts[index], limited("few tokens", 1)),
+                expected(index, "few tokens", 1),
+            )
+        for token_id, entry in zip(output.token_ids, output.logprobs, strict=True):
+            assert token_id in entry
+        for option in ("greedy", "grammar", "forced"):
+            params = dataclasses.replace(limited(option, LONGEST), temperature=0.0, logprobs=None)
+            if option != "forced":
+                check(generate(llm, prompts[8], params), expected(8, option, LONGEST))
+            else:
+                assert generate(llm, prompts[8], params).outputs[0].text.lstrip("ab")[0] == '"'
+
+
 def test_nothing_is_compiled_once_the_engine_is_ready(llama, prompts, compiled, drafts_for_itself):
     arrivals = [
         Arrival(prompts[i % len(prompts)], params, i) for i, params in enumerate(OPTIONS.values())
@@ -425,6 +452,21 @@ def test_nothing_is_compiled_once_the_engine_is_ready(llama, prompts, compiled, 
             "num_layers of speculative_config is 3, but the model has 2 layers",
         ),
         ({"method": "ngram"}, "has no num_speculative_tokens"),
+        ({"num_speculative_tokens": 3, "acceptance": "greedy"}, "'greedy'; it must be exact"),
+        (
+            {"num_speculative_tokens": 3, "method": "jacobi", "acceptance": "rejection"},
+            "there is none with the method 'jacobi'. Use ngram or draft_model",
+        ),
+        (
+            {"method": "medusa", "model": "x", "speculative_token_tree": "[2]"}
+            | {"acceptance": "typical"},
+            "the drafts are a tree",
+        ),
+        ({"num_speculative_tokens": 3, "posterior_alpha": 2}, "posterior_alpha .* in 0..1"),
+        (
+            {"num_speculative_tokens": 3, "posterior_alpha": 0.5, "acceptance": "rejection"},
+            "posterior_alpha .* is 0.5, but acceptance is 'rejection'; set acceptance to",
+        ),
         ("{", "which is not JSON"),
         (3, "it must be a dict"),
     ],

@@ -36,8 +36,17 @@ from jaxserve.sampling import (
 )
 from jaxserve.sampling import general as sample_general
 from jaxserve.sampling import greedy as sample_greedy
+from jaxserve.sampling.acceptance import AcceptanceRule
 from jaxserve.sampling.processors import Processors
-from jaxserve.sampling.rows import FLAG_TRACK, FLAGS, NUM_FIELDS, PLACE, POSITION, SLOT
+from jaxserve.sampling.rows import (
+    FLAG_TRACK,
+    FLAG_VERIFIES,
+    FLAGS,
+    NUM_FIELDS,
+    PLACE,
+    POSITION,
+    SLOT,
+)
 from jaxserve.sampling.speculation import (
     NO_DRAFT,
     Acceptance,
@@ -86,6 +95,7 @@ def general(
     tile: int | None,
     processors: Processors,
     tree_depth: int,
+    rule: AcceptanceRule | None,
     head: Params,
     last_tokens: jax.Array,
     state: SamplingState,
@@ -96,17 +106,16 @@ def general(
 ) -> tuple[jax.Array, SamplingState, SampleOutput]:
     """Sample one token per row with all sampling parameters. `rows` come from `pack_rows`; `masks`
     int32 [rows, mask_words] are the masks of rows with a grammar. With `speculation`, positions
-    count from the length of the sequence. `tile` and `tree_depth` as in StepLayout: of trees
-    PLACE is the node."""
+    count from the length of the sequence, and drafts are kept by the `rule`; None is the exact one.
+    `tile` and `tree_depth` as in StepLayout: of trees PLACE is the node."""
 
     def sample(carry, arrays):
-        hidden, rows, masks, *drafts = arrays
+        hidden, rows, masks, drafts, probs = arrays
         logits = family.logits(head, config, hidden)
-        output, _ = sample_general(logits, state, rows, masks, processors, *drafts)
+        output, _ = sample_general(logits, state, rows, masks, processors, drafts, rule, probs)
         return carry, output
 
-    slots, drafts, kept = rows[:, SLOT], None, None
-    arrays = (hidden[: len(rows)], rows, masks)
+    slots, drafts, kept, probs = rows[:, SLOT], None, None, None
     if speculation is not None:
         rows = rows.at[:, POSITION].add(speculation.lengths[slots])
         drafts = speculation.drafts[slots]
@@ -114,7 +123,10 @@ def general(
             nodes = rows[:, PLACE]
             paths, drafts, depths = path_tokens(speculation, tree_depth, slots, nodes)
             rows = rows.at[:, POSITION].add(depths - nodes).at[:, PLACE].set(depths)
-        arrays = (arrays[0], rows, masks, drafts)
+        if speculation.probs is not None:
+            last = speculation.probs.shape[1] - 1
+            probs = speculation.probs[slots, jnp.minimum(rows[:, PLACE], last)]
+    arrays = (hidden[: len(rows)], rows, masks, drafts, probs)
     _, output = scan_tiles(sample, (), arrays, tile, _num_real(last_tokens, slots))
     # After all tiles, since a tile may begin between the tokens of a sequence.
     count = tokens_per_rank(config.vocab_size, parallel.num_vocab_ranks())
@@ -217,7 +229,8 @@ class General(_OnHead):
         return len(self.shapes.processors.names)
 
     def static(self, key: int) -> tuple[Any, ...]:
-        return (*super().static(key), self.shapes.processors, self.shapes.tree_depth)
+        shapes = self.shapes
+        return (*super().static(key), shapes.processors, shapes.tree_depth, shapes.acceptance_rule)
 
     def spec(self, key: int) -> ProgramSpec:
         by_name = not self.shapes.processors.names
@@ -268,6 +281,7 @@ class General(_OnHead):
         places = rows[: len(tokens), PLACE] = [place for _, place in tokens]
         verified = [chunks[row].num_drafts for row, _ in tokens]
         rows[: len(tokens), FLAGS][np.greater(places, verified)] &= ~FLAG_TRACK
+        rows[: len(tokens), FLAGS][np.less(places, verified)] |= FLAG_VERIFIES
         return rows
 
 

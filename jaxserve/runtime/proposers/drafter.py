@@ -28,7 +28,7 @@ from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_kind import ProgramKind
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
 from jaxserve.runtime.programs.step_layout import DecodeRows, FrozenPlan, StepLayout
-from jaxserve.sampling import SamplingState, candidates, most_likely, pack_rows
+from jaxserve.sampling import SamplingState, candidates, distribution, most_likely, pack_rows
 from jaxserve.sampling import general as sample_general
 from jaxserve.sampling import greedy as sample_greedy
 from jaxserve.sampling.processors import Processors
@@ -64,8 +64,9 @@ class Drafter:
     num_recent: int
 
 
-_Carry = tuple[list[Pages], jax.Array, jax.Array]
-"""Pages, recent tokens int32 [rows, num_recent] and drafts int32 [rows, most]."""
+_Carry = tuple[list[Pages], jax.Array, jax.Array, jax.Array | None]
+"""Pages, recent tokens int32 [rows, num_recent] and drafts int32 [rows, most], and where they are
+kept the distributions of these, float32 [rows, most, padded vocab]."""
 
 
 def draft(
@@ -93,13 +94,18 @@ def draft(
 
     def following(place: jax.Array, carry: _Carry) -> _Carry:
         """The draft at `place`, after the recent tokens."""
-        kv, recent, drafts = carry
+        kv, recent, drafts, probs = carry
         first = lengths + place - drafter.num_recent
         kv, logits = _logits(drafter, layout, params, kv, decodes, recent, first)
         own = rows.at[:, POSITION].add(place).at[:, PLACE].set(place)
         drafted = sample_drafts(logits, sampling, own, processors, drafts)[:, None]
         recent = jnp.concatenate([recent[:, 1:], drafted], axis=1)
-        return kv, recent, lax.dynamic_update_slice_in_dim(drafts, drafted, place, axis=1)
+        if probs is not None:
+            drawn = distribution(logits, sampling, own, processors, drafts)
+            drawn = drawn[:, None]
+            probs = lax.dynamic_update_slice_in_dim(probs, drawn, place, axis=1)
+        drafts = lax.dynamic_update_slice_in_dim(drafts, drafted, place, axis=1)
+        return kv, recent, drafts, probs
 
     places = lengths[:, None] + jnp.arange(-drafter.num_recent, 0)
     history = speculation.history[decodes.slots]
@@ -107,8 +113,13 @@ def draft(
     drafts = jnp.full((len(rows), speculation.drafts.shape[1]), NO_DRAFT)
     # One pass at least, for the keys and values of tokens that are drafted after later.
     passes = jnp.maximum(num_drafts, 1)
-    kv, _, drafts = lax.fori_loop(0, passes, following, (kv, recent, drafts))
+    probs = speculation.probs
+    if probs is not None:
+        probs = jnp.zeros((len(rows), *probs.shape[1:]), probs.dtype)
+    kv, _, drafts, probs = lax.fori_loop(0, passes, following, (kv, recent, drafts, probs))
     state = speculation._replace(drafts=speculation.drafts.at[decodes.slots].set(drafts))
+    if probs is not None:
+        state = state._replace(probs=speculation.probs.at[decodes.slots].set(probs))
     return kv, decodes.tables, state
 
 

@@ -20,7 +20,7 @@ from jaxserve.sampling.speculation import Acceptance
 class Proposer(abc.ABC):
     """Makes the drafts of a step on the device, just before the step verifies them.
 
-    Drafts are verified exactly, so they decide how many steps an answer takes and none of its
+    By the exact rule of acceptance drafts decide how many steps an answer takes and none of its
     tokens. What a method remembers is in the device state: the tokens of every sequence
     (`speculation`), and the pages of its layers, which share their numbers with the target's
     (`kv`), so that whatever moves or shares a page within the engine carries them too.

@@ -34,9 +34,11 @@ from jaxserve.runtime.programs.step_layout import StepLayout
 from jaxserve.runtime.programs.tiles import DEFAULT_TILE_TOKENS, TILE_TOKENS
 from jaxserve.runtime.weights.placement import Placement, place
 from jaxserve.runtime.weights.source import ResidentWeights
-from jaxserve.sampling import BY_TOKEN, SamplingState, abstract_state
+from jaxserve.sampling import BY_TOKEN, SamplingState, abstract_state, tokens_per_rank
+from jaxserve.sampling.acceptance import AcceptanceRule
 from jaxserve.sampling.processors import Processors
 from jaxserve.sampling.speculation import SpeculationState, abstract_speculation
+from jaxserve.sampling.vocabulary import padded as padded_vocabulary
 from jaxserve.structured.bitmask import mask_words
 from sharding_rules import (
     ACTIVATIONS,
@@ -365,6 +367,16 @@ class ProgramShapes:
         return SamplingState(**{f.name: placed(getattr(state, f.name), of(f.name)) for f in fields})
 
     @property
+    def acceptance_rule(self) -> AcceptanceRule | None:
+        """The rule by which drafts are kept; None for the exact one."""
+        config = self.config.speculative_config
+        if config is None or config.acceptance == "exact":
+            return None
+        if config.acceptance == "rejection":
+            return AcceptanceRule("rejection")
+        return AcceptanceRule("typical", config.posterior_threshold, config.posterior_alpha)
+
+    @property
     def _abstract_speculation(self) -> SpeculationState | None:
         num_drafts = self.config.num_speculative_tokens
         if not num_drafts:
@@ -379,7 +391,13 @@ class ProgramShapes:
             tree_depth=self.tree_depth,
             ngram_size=self.config.speculative_config.max_ngram_size,
         )
-        return jax.tree.map(lambda array: placed(array, self.arrays.sharding()), state)
+        state = jax.tree.map(lambda array: placed(array, self.arrays.sharding()), state)
+        if self.config.speculative_config.keeps_probabilities:
+            of_rank = padded_vocabulary(tokens_per_rank(self.model.vocab_size, self.vocab_ranks))
+            width = self.vocab_ranks * of_rank
+            probs = jax.ShapeDtypeStruct((self.trash_slot + 1, num_drafts, width), jnp.float32)
+            state = state._replace(probs=placed(probs, self.arrays.sharding(None, None, VOCAB)))
+        return state
 
     @functools.cached_property
     def sample_rows(self) -> tuple[int, ...]:
