@@ -29,6 +29,7 @@ from lora_step import write_adapter
 from unoptimised import XLA_FLAGS
 
 from jaxserve.cli.batch import Batch
+from jaxserve.cli.bench.accuracy import Accuracy
 from jaxserve.cli.bench.offline import Offline
 from jaxserve.cli.bench.serve import Serve as BenchServe
 from jaxserve.cli.chat import Chat
@@ -58,6 +59,7 @@ ELSEWHERE = {
     "batch in.jsonl out.jsonl --tensor-parallel-size": "compiles for minutes on every host; "
     "tests/batch/test_batch_command.py runs two hosts as one engine, on a tiny model",
     "jaxserve profile": "measures for minutes; tests/cli/test_cli_simulate.py has a tiny model",
+    "bench accuracy": "compiles two engines; tests/cli/test_cli_bench.py has a tiny model",
     "--find-capacity": "sends a dozen loads; tests/loadgen/test_find_capacity.py has its server",
     "train-speculator": "trains for minutes; tests/training has a tiny model",
     "simulate --profile": "reads what `jaxserve profile` writes; as above",
@@ -335,7 +337,17 @@ def test_a_line_for_another_machine_is_accepted(line, tmp_path, monkeypatch, cap
         assert isinstance(inner.command, Batch)
         return
     command = line.command
-    others = Batch | BenchServe | Profile | Restart | Serve | Simulate | Status | TrainSpeculator
+    others = (
+        Accuracy
+        | Batch
+        | BenchServe
+        | Profile
+        | Restart
+        | Serve
+        | Simulate
+        | Status
+        | TrainSpeculator
+    )
     if isinstance(command, others):
         return
     assert isinstance(command, Launch)
