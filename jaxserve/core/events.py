@@ -118,13 +118,20 @@ class Dispatched(NamedTuple):
         return sum(tokens for _, tokens in self.prefill)
 
 
+class VerifiedDrafts(NamedTuple):
+    """A step verified `num_tokens` drafts of a sequence, and accepted some."""
+
+    sequence: int
+    num_tokens: int
+    num_accepted: int
+
+
 class Collected(NamedTuple):
     """The tokens of a step reached the host, at `time_us`, after a wait since `begin_us`.
 
     `sequences` received output tokens, `counts` of them each (None: one each). A sequence's
-    first appearance here is its first token. `drafts` has, for each sequence with drafts in the
-    step, how many were verified and how many accepted. `late`: the devices were done before
-    `begin_us`.
+    first appearance here is its first token. `drafts` are those of the sequences that had any in
+    the step. `late`: the devices were done before `begin_us`.
     """
 
     time_us: int
@@ -132,7 +139,7 @@ class Collected(NamedTuple):
     begin_us: int
     sequences: tuple[int, ...]
     counts: tuple[int, ...] | None
-    drafts: tuple[tuple[int, int], ...] = ()
+    drafts: tuple[VerifiedDrafts, ...] = ()
     late: bool = False
 
     @property
@@ -261,7 +268,7 @@ class EventLog:
         sequences: Iterable[int],
         counts: Iterable[int] | None = None,
         *,
-        drafts: Iterable[tuple[int, int]] = (),
+        drafts: Iterable[VerifiedDrafts] = (),
         begin_us: int,
         ready_us: int,
         late: bool = False,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
-from jaxserve.core.events import EventLog
+from jaxserve.core.events import EventLog, VerifiedDrafts
 from jaxserve.core.requests.commands import (
     Abort,
     AddRequest,
@@ -323,7 +323,7 @@ class EngineCore:
         touched = {end.request.request_id: end.request for end in ended}
         gained: list[int] = []
         counts: list[int] = []
-        drafts: list[tuple[int, int]] = []
+        drafts: list[VerifiedDrafts] = []
         for row, chunk in enumerate(results.sampled):
             seq = chunk.seq
             if seq.pooling is not None:
@@ -345,8 +345,8 @@ class EngineCore:
             if count:
                 gained.append(seq.seq_id)
                 counts.append(count)
-                if results.num_drafts[row]:
-                    drafts.append((results.num_drafts[row], len(token_ids) - 1))
+                if num_drafts := results.num_drafts[row]:
+                    drafts.append(VerifiedDrafts(seq.seq_id, num_drafts, len(token_ids) - 1))
         self.log.collected(
             step.step_id,
             gained,

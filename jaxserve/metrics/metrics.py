@@ -33,7 +33,12 @@ from jaxserve.core.events import (
 from jaxserve.core.requests.outputs import RequestMetrics
 from jaxserve.metrics.fluidity import INTERACTIVE, Deadlines
 from jaxserve.metrics.statistics import Histogram, HistogramValue
-from jaxserve.metrics.summaries import LiveSequence, SequenceSummary, request_metrics
+from jaxserve.metrics.summaries import (
+    NO_DRAFTS,
+    LiveSequence,
+    SequenceSummary,
+    request_metrics,
+)
 
 _SECOND_US = 1_000_000
 _MAX_STREAK = 4096
@@ -125,9 +130,7 @@ class Metrics:
         self._preemptions = 0
         self._prompt_tokens = 0
         self._output_tokens = 0
-        self._drafts = 0
-        self._draft_tokens = 0
-        self._accepted_tokens = 0
+        self._drafts = NO_DRAFTS
         self._accepted_by_position: dict[str, int] = {}
         self._prefix_queries = 0
         self._prefix_hits = 0
@@ -220,12 +223,12 @@ class Metrics:
             "prefix_cache_hits_total": _counter(
                 "Prompt tokens found in the prefix cache", self._prefix_hits
             ),
-            "spec_decode_num_drafts_total": _counter("Drafts verified", self._drafts),
+            "spec_decode_num_drafts_total": _counter("Drafts verified", self._drafts.num_drafts),
             "spec_decode_num_draft_tokens_total": _counter(
-                "Draft tokens verified", self._draft_tokens
+                "Draft tokens verified", self._drafts.num_draft_tokens
             ),
             "spec_decode_num_accepted_tokens_total": _counter(
-                "Draft tokens accepted", self._accepted_tokens
+                "Draft tokens accepted", self._drafts.num_accepted_tokens
             ),
             "spec_decode_num_accepted_tokens_per_pos_total": _counter(
                 "Draft tokens accepted, by place in their draft",
@@ -424,14 +427,15 @@ class Metrics:
                 self._prompt_tokens += live.prompt_tokens
                 self._ttft.observe(now - live.arrival_us)
         self._append_tokens(record, sequences)
-        self._drafts += len(record.drafts)
-        for verified, accepted in record.drafts:
-            self._draft_tokens += verified
-            self._accepted_tokens += accepted
-            for place in range(verified):
+        for drafted in record.drafts:
+            live = self._live[drafted.sequence]
+            live.drafts = live.drafts.after(drafted)
+            self._drafts = self._drafts.after(drafted)
+            for place in range(drafted.num_tokens):
                 position = str(place)
                 num_accepted = self._accepted_by_position.get(position, 0)
-                self._accepted_by_position[position] = num_accepted + (place < accepted)
+                accepted = place < drafted.num_accepted
+                self._accepted_by_position[position] = num_accepted + accepted
         if sequences:
             self._step_tokens.observe(self._prompt_tokens + self._output_tokens - before)
         self._last_sequences = sequences

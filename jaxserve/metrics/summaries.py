@@ -5,13 +5,35 @@ Times are on the event log's clock; None means "not yet", or "never" once the se
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from jaxserve.core.events import VerifiedDrafts
 from jaxserve.core.requests.outputs import RequestMetrics
 from jaxserve.metrics.fluidity import Deadlines, Fluidity, fluidity
 from jaxserve.metrics.statistics import percentile
+
+
+class DraftCounts(NamedTuple):
+    """Drafts verified, one for each sequence and step that had any, their tokens, and those
+    accepted."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def after(self, drafted: VerifiedDrafts) -> DraftCounts:
+        """With the drafts of a sequence in one more step."""
+        return self.plus(DraftCounts(1, drafted.num_tokens, drafted.num_accepted))
+
+    def plus(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(*map(operator.add, self, other))
+
+
+NO_DRAFTS = DraftCounts()
 
 
 class SequenceSummary(NamedTuple):
@@ -30,6 +52,7 @@ class SequenceSummary(NamedTuple):
     preemptions: int
     fluidity: Fluidity
     token_us: tuple[int, ...]
+    drafts: DraftCounts = NO_DRAFTS
 
     @property
     def queue_us(self) -> int | None:
@@ -61,6 +84,7 @@ class LiveSequence:
     admitted_us: int | None = None
     cached_tokens: int = 0
     preemptions: int = 0
+    drafts: DraftCounts = NO_DRAFTS
     token_us: list[int] = field(default_factory=list)
     streak_start: int = 0
     """Of the step times that `Metrics` holds, the first that is not in `token_us` yet."""
@@ -95,6 +119,7 @@ class LiveSequence:
             preemptions=self.preemptions,
             fluidity=fluidity(self.arrival_us, self.token_us, prefill_us, deadlines.decode_us),
             token_us=tuple(self.token_us) if keep_tokens else (),
+            drafts=self.drafts,
         )
 
 
@@ -113,7 +138,12 @@ def request_metrics(sequences: Collection[LiveSequence | SequenceSummary]) -> Re
         finish_us=max(finishes) if len(finishes) == len(sequences) else None,
         queue_us=min(queues, default=None),
         cached_tokens=min(s.cached_tokens for s in sequences),
+        **_drafts_of(sequences)._asdict(),
     )
+
+
+def _drafts_of(sequences: Iterable[LiveSequence | SequenceSummary]) -> DraftCounts:
+    return functools.reduce(DraftCounts.plus, (s.drafts for s in sequences), NO_DRAFTS)
 
 
 class Percentiles(NamedTuple):
@@ -142,6 +172,7 @@ class RunSummary:
     stream_tokens_per_s: float | None
     ttft_us: Percentiles
     fluidity: Fluidity
+    drafts: DraftCounts = NO_DRAFTS
 
     @classmethod
     def of(cls, sequences: Iterable[SequenceSummary]) -> RunSummary | None:
@@ -168,4 +199,5 @@ class RunSummary:
                 met=sum(s.fluidity.met for s in served),
                 missed=sum(s.fluidity.missed for s in served),
             ),
+            drafts=_drafts_of(served),
         )

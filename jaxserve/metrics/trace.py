@@ -197,6 +197,8 @@ class _Timeline:
             decode_rows=step.decode_rows,
             prefill_tokens=step.prefill_tokens,
             padded_tokens=step.padded_tokens,
+            draft_tokens=sum(drafted.num_tokens for drafted in record.drafts),
+            accepted_tokens=sum(drafted.num_accepted for drafted in record.drafts),
             prefix_kv_bytes=step.prefix_kv_bytes,
             prefix_kv_bytes_alone=step.prefix_kv_bytes_alone,
         )

@@ -32,6 +32,25 @@ def test_bench_offline_counts_what_it_served_and_measures_the_limit(run_here, ti
     assert 0 <= float(values["share of the limit reached"][0].rstrip("%")) < 100
     events = json.loads(trace_file.read_text())["traceEvents"]
     assert sum(event["name"] == "decode" for event in events) == 3
+    assert "draft tokens" not in values
+
+
+def test_bench_offline_counts_drafts(run_here, tiny_model, tmp_path):
+    """All layers draft, so every draft is right: in the table, in the JSON and in the trace."""
+    trace_file = tmp_path / "trace.json"
+    drafts = {"method": "layer_skip", "num_layers": 2, "num_speculative_tokens": 3}
+    given = (
+        *("bench", "offline", "--num-prompts=2", "--input-len=8", "--output-len=9"),
+        *("--model", tiny_model, "--speculative-config", json.dumps(drafts), *SETTINGS),
+    )
+    told = json.loads(run_here(*given, "--json", "--trace-file", trace_file).stdout)
+    assert told["num_draft_tokens"] == told["num_accepted_tokens"] > told["num_drafts"] > 0
+    steps = [event["args"] for event in json.loads(trace_file.read_text())["traceEvents"]]
+    for name in ("draft_tokens", "accepted_tokens"):
+        assert sum(step.get(name, 0) for step in steps) == told[f"num_{name}"]
+    table = run_here(*given).stdout
+    assert re.search(rf"of which accepted +{told['num_accepted_tokens']} \(100.0%\)", table)
+    assert re.search(r"tokens of a sequence and step with drafts +[34]\.\d\d", table)
 
 
 def test_bench_offline_as_json(run_here, tiny_model):

@@ -7,7 +7,7 @@ from event_sessions import Session, VirtualClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.core.events import EventLog
+from jaxserve.core.events import EventLog, VerifiedDrafts
 from jaxserve.core.requests.outputs import RequestMetrics
 from jaxserve.metrics.fluidity import Deadlines, Fluidity, linear_prefill
 from jaxserve.metrics.metrics import Metrics
@@ -89,11 +89,29 @@ def test_a_step_with_drafts_counts_its_own_tokens():
     run.at(0).arrived(0, "a", prompt_tokens=5)
     run.step(1_000, 1_900, [0], [1])
     for step in (2, 3, 4):
-        run.step(1_000 * step, 1_000 * step + 900, [0], [3], drafts=[(4, 2)])
+        run.step(1_000 * step, 1_000 * step + 900, [0], [3], drafts=[VerifiedDrafts(0, 4, 2)])
     steps = run.value("vllm:iteration_tokens_total")
     assert (steps.count, steps.sum) == (4, 5 + 1 + 3 * 3)
     accepted = run.value("vllm:spec_decode_num_accepted_tokens_per_pos_total")
     assert accepted == {"0": 3, "1": 3, "2": 0, "3": 0}
+
+
+def test_drafts_are_counted_by_request():
+    """Those of all its sequences, while it runs and after."""
+    run = Run()
+    for sequence, request in enumerate("aab"):
+        run.at(0).arrived(sequence, request, prompt_tokens=5)
+    run.step(1_000, 1_900, [0, 1, 2])
+    first = VerifiedDrafts(0, 4, 2), VerifiedDrafts(1, 3, 0)
+    run.step(2_000, 2_900, [0, 1, 2], [3, 1, 1], drafts=first)
+    run.at(3_000).finished(0, "stop")
+    second = VerifiedDrafts(1, 1, 1), VerifiedDrafts(2, 1, 1)
+    run.step(4_000, 4_900, [1, 2], [2, 2], drafts=second)
+    run.at(5_000).finished(1, "stop")
+    for sequences, counts in (([0, 1], (3, 8, 3)), ([2], (1, 1, 1))):
+        found = run.metrics.request(sequences)
+        assert (found.num_drafts, found.num_draft_tokens, found.num_accepted_tokens) == counts
+    assert RunSummary.of(run.metrics.finished()).drafts == (3, 8, 3)
 
 
 def test_one_request_by_hand():

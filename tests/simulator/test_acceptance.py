@@ -109,7 +109,7 @@ def test_the_controller_stops_drafts_that_are_never_kept():
         engine = speculating((rate,), "auto")
         engine.run([one(118)])
         records = [r for r in of(engine.log.records, Collected) if r.sequences][1:-2]
-        drafts = [sum(count for count, _ in record.drafts) for record in records]
+        drafts = [sum(own.num_tokens for own in record.drafts) for record in records]
         begin, end = (sum(part) for part in (drafts[:10], drafts[-10:]))
         assert end < begin / 2 if rate == 0 else end >= begin
 

@@ -152,6 +152,7 @@ class _Measured:
             ("output tokens/s", f"{run.output_tokens_per_s:,.1f}"),
             ("all tokens/s", f"{self.tokens_per_s:,.1f}"),
             ("steps", f"{self.steps:,}"),
+            *self._drafts(),
             ("padding, of the rows computed", f"{self.padding:.1%}"),
             ("preemptions", f"{self.preemptions:,}"),
             ("device idle, of the time", str(self.device_idle or "")),
@@ -173,6 +174,19 @@ class _Measured:
         ]
         return "\n\n".join(map(table, (served, waits, distance)))
 
+    def _drafts(self) -> list[tuple[str, str]]:
+        """Rows about speculation, if there was any."""
+        drafts = self.run.drafts
+        if not drafts.num_drafts:
+            return []
+        share = drafts.num_accepted_tokens / drafts.num_draft_tokens
+        mean = 1 + drafts.num_accepted_tokens / drafts.num_drafts
+        return [
+            ("draft tokens", f"{drafts.num_draft_tokens:,}"),
+            ("of which accepted", f"{drafts.num_accepted_tokens:,} ({share:.1%})"),
+            ("tokens of a sequence and step with drafts", f"{mean:.2f}"),
+        ]
+
     def document(self) -> dict[str, Any]:
         """What --json prints."""
         return {
@@ -187,6 +201,7 @@ class _Measured:
             "output_tokens_per_s": self.run.output_tokens_per_s,
             "tokens_per_s": self.tokens_per_s,
             "steps": self.steps,
+            **self.run.drafts._asdict(),
             "padding": self.padding,
             "preemptions": self.preemptions,
             "device_idle": None if self.device_idle is None else self.device_idle._asdict(),

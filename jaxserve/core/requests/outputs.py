@@ -27,6 +27,9 @@ class RequestMetrics:
 
     `queue_us` is how long the request waited before its first step. A time is None until the event
     has happened. `cached_tokens` counts prompt tokens whose keys and values were not recomputed.
+    With speculation `num_drafts` counts the drafts that steps verified, one for each sequence and
+    step, `num_draft_tokens` their tokens and `num_accepted_tokens` those accepted; of a request
+    that came from another engine, those of the engine that ended it.
     """
 
     arrival_us: int
@@ -34,6 +37,9 @@ class RequestMetrics:
     finish_us: int | None = None
     queue_us: int | None = None
     cached_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class WeightsRun(NamedTuple):
