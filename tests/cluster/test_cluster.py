@@ -304,6 +304,14 @@ def test_replicas_come_under_load_and_go_after_it(chat_model, tmp_path, capsys):
     assert server.stop() == 0, server.text()
 
 
+def test_a_split_by_unknown_step_times_is_refused(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ["--disaggregation=auto", "--data-parallel-size=2", "--slo=ttft=1s,itl=50ms"]
+    assert main(["serve", *options]) != 0
+    assert "the step times of cpu are not known; measure them by" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_more_replicas_than_devices_are_refused():
     from jaxserve.cluster.ray_replicas import load_replicas, share
 

@@ -31,10 +31,6 @@ from jaxserve.cli import main
             ["--disaggregation=auto", "--prefill-replicas=1", "--decode-replicas=1"],
             "which chooses among --data-parallel-size replicas; leave",
         ),
-        (
-            ["--disaggregation=auto", "--data-parallel-size=2", "--slo=ttft=1s,itl=50ms"],
-            "the step times of cpu are not known; measure them by",
-        ),
         (["--min-replicas=2"], "--min-replicas is 2, but --max-replicas is missing; add it, or"),
         (["--min-replicas=0", "--max-replicas=2"], "--min-replicas is 0; it must be 1 or more"),
         (["--max-replicas=1"], "--max-replicas is 1; it must be 2 or more"),
