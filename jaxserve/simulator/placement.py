@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -74,59 +73,6 @@ def best_placement(engines: Sequence[EngineGoodput], num_devices: int) -> Placem
         for prefill, decode in itertools.product(engines, repeat=2)
     )
     return _best(found, num_devices)
-
-
-def best_placement_on_nodes(
-    engines: Sequence[EngineGoodput], num_nodes: int, node_devices: int
-) -> Placement:
-    """The placement with the greatest goodput where KV moves fast inside nodes only: DistServe's
-    algorithm 2. Prefill and decode engines have equally many stages, and the same stage of both is
-    on one node, so that no KV leaves it: a group of engines takes as many nodes as it has stages.
-    Engines that do both are divided over nodes in the same way.
-
-    Raises ValueError when no engine fits the nodes.
-    """
-    found = []
-    for stages in {engine.stages for engine in engines}:
-        groups = num_nodes // stages
-        alike = [engine for engine in engines if engine.stages == stages]
-        # Of a node, each engine takes the devices of one stage.
-        found += [_together(engine, groups * (node_devices // engine.tensor)) for engine in alike]
-        for prefill, decode in itertools.product(alike, repeat=2):
-            found += [
-                split._replace(
-                    goodput=groups * split.goodput,
-                    devices=groups * split.devices,
-                    num_prefill=groups * split.num_prefill,
-                    num_decode=groups * split.num_decode,
-                )
-                for split in _splits(prefill, decode, stages * node_devices)
-            ]
-    return _best(found, num_nodes * node_devices)
-
-
-def placement_for(engines: Sequence[EngineGoodput], rate: float) -> Placement:
-    """The placement of the fewest devices that serves `rate` requests per second within the SLO, as
-    DistServe's algorithm 1 sizes it: of each role the mesh with the greatest goodput per device, as
-    often as the rate needs. Of equal ones that whose engines do both.
-
-    Raises ValueError when no engine meets the SLO.
-    """
-
-    def best(role: str) -> tuple[EngineGoodput, int] | None:
-        mesh = max(engines, key=lambda engine: getattr(engine, role) / engine.devices)
-        goodput = getattr(mesh, role)
-        return None if goodput <= 0 else (mesh, max(1, math.ceil(rate / goodput)))
-
-    found = []
-    if (both := best("both")) is not None:
-        found.append(_together(*both))
-    prefill, decode = best("prefill"), best("decode")
-    if prefill is not None and decode is not None:
-        found.append(_apart(*prefill, *decode))
-    if not found:
-        raise ValueError("no engine meets the SLO at any rate")
-    return min(found, key=lambda placement: (placement.devices, placement.apart))
 
 
 def _splits(prefill: EngineGoodput, decode: EngineGoodput, num_devices: int) -> Iterable[Placement]:

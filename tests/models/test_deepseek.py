@@ -108,13 +108,13 @@ def files():
     return member["config"], family_members.tensors(member["shapes"])
 
 
-def test_layers_for_further_tokens_are_not_loaded(tmp_path, files, caplog):
+def test_layers_for_further_tokens_are_beside_the_model(tmp_path, files, caplog):
     raw, tensors = files
     further = {f"model.layers.3.{name}.weight": np.zeros(4) for name in ("eh_proj", "enorm")}
     with caplog.at_level(logging.INFO, "jaxserve"):
         write_hf(tmp_path / "one", raw | {"num_nextn_predict_layers": 1}, tensors | further)
         open_checkpoint(tmp_path / "one")
-    assert "tensors not loaded: 2 (model.layers.3.*)" in caplog.text
+    assert "tensors beside the model's: 2 (model.layers.3.*)" in caplog.text
     write_hf(tmp_path / "none", raw | {"num_nextn_predict_layers": 0}, tensors | further)
     with pytest.raises(WeightsError, match=r"layers\.3\.eh_proj\.weight is not used by the model"):
         open_checkpoint(tmp_path / "none")

@@ -19,12 +19,7 @@ from jaxserve.simulator.phases import (
     goodput_by_role,
     prefill_only,
 )
-from jaxserve.simulator.placement import (
-    EngineGoodput,
-    best_placement,
-    best_placement_on_nodes,
-    placement_for,
-)
+from jaxserve.simulator.placement import EngineGoodput, best_placement
 from jaxserve.simulator.search import Engine
 from jaxserve.simulator.slo import Slo
 
@@ -38,8 +33,6 @@ def test_the_example_of_distserve():
     assert (found.num_prefill, found.num_decode, found.goodput) == (2, 1, 10.0)
     assert found.goodput / found.devices / DISTSERVE.both == pytest.approx(2.1, abs=0.05)
     assert best_placement([DISTSERVE], 2).goodput == 5.6
-    sized = placement_for([DISTSERVE], 10.0)
-    assert (sized.num_prefill, sized.num_decode, sized.devices) == (2, 1, 3)
 
 
 def test_engines_that_do_both_win_where_phases_cannot_be_balanced():
@@ -63,26 +56,6 @@ def test_each_role_has_the_mesh_that_suits_it():
     assert (found.decode, found.num_decode, found.goodput, found.devices) == (single, 2, 8.0, 6)
     with pytest.raises(ValueError, match="no engine fits 1 devices"):
         best_placement([pair], 1)
-
-
-def test_slow_links_keep_both_roles_of_a_stage_on_one_node():
-    """Two nodes of 4 devices. Prefill over two stages of 2 devices leaves 2 devices of each node,
-    which hold the same stages of decode; an engine with other stages does not fit it."""
-    piped = EngineGoodput(prefill=6.0, decode=7.0, both=2.5, tensor=2, stages=2)
-    narrow = EngineGoodput(prefill=1.0, decode=5.0, both=0.1, tensor=1, stages=2)
-    whole = EngineGoodput(prefill=5.0, decode=99.0, both=2.0, tensor=4)
-    found = best_placement_on_nodes([piped, narrow, whole], 2, 4)
-    assert found.prefill.stages == found.decode.stages == 2
-    assert (found.num_prefill, found.num_decode, found.goodput) == (1, 1, 6.0)
-    single = EngineGoodput(prefill=5.6, decode=10.0, both=1.6)
-    nodes = best_placement_on_nodes([single], 2, 3)
-    assert (nodes.num_prefill, nodes.num_decode, nodes.goodput) == (4, 2, 20.0)
-
-
-def test_nobody_meets_the_slo():
-    with pytest.raises(ValueError, match="no engine meets the SLO"):
-        placement_for([EngineGoodput(0.0, 0.0, 0.0)], 1.0)
-    assert placement_for([EngineGoodput(0.0, 5.0, 1.0)], 2.5).num_both == 3
 
 
 @pytest.mark.parametrize("seed", range(20))

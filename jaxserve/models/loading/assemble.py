@@ -46,7 +46,7 @@ class TensorSource(Protocol):
 def check_tensors(
     source: TensorSource, specs: Params, where: str, other_tensors: tuple[str, ...] = ()
 ) -> int:
-    """The number of tensors whose name starts with one of `other_tensors`, which are not loaded.
+    """The number of tensors whose name starts with one of `other_tensors`: the specs need none.
 
     Raises WeightsError unless all others are exactly those that the specs need.
     """

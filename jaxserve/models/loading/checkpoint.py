@@ -95,12 +95,13 @@ def open_checkpoint(
     else:
         others = _other_tensors(checkpoint.config)
         if count := check_tensors(checkpoint, specs, str(path), others):
-            _log.info("%s: tensors not loaded: %d (%s*)", path, count, "*, ".join(others))
+            _log.info("%s: tensors beside the model's: %d (%s*)", path, count, "*, ".join(others))
     return checkpoint
 
 
 def _other_tensors(config: ModelConfig) -> tuple[str, ...]:
-    """Prefixes of tensors that are not loaded, those of layers for further tokens included."""
+    """Prefixes of tensors that the model does without. Those of layers for further tokens are among
+    them, of which the method 'mtp' loads the first."""
     first, family = config.num_layers, get_family(config.architecture)
     further = range(first, first + config.num_mtp_layers)
     return (*family.other_tensors, *(f"model.layers.{layer}." for layer in further))

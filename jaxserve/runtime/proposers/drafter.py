@@ -236,15 +236,12 @@ class _OfDrafter(ProgramKind[int]):
         self._drafter = drafter
         self._set_tables = set_tables
 
-    def layout(self, key: int) -> StepLayout:
-        """The layout of that part alone."""
-        raise NotImplementedError
-
-    def packed(self, state: DeviceState, key: int, plan: StepPlan) -> np.ndarray:
-        """The vector of `plan`, after page tables that change too much to be in it."""
+    def packed(self, state: DeviceState, layout: StepLayout, plan: StepPlan) -> np.ndarray:
+        """The vector of `plan`, after page tables that change too much to be in it. `layout` is
+        that of the part alone."""
         frozen = FrozenPlan.of(plan, self.shapes.kv_layout, self.shapes.trash_slot)
         self._set_tables(state, [frozen])
-        return self.layout(key).pack(frozen)
+        return layout.pack(frozen)
 
 
 class Draft(_OfDrafter):
@@ -278,7 +275,7 @@ class Draft(_OfDrafter):
     def __call__(self, state: DeviceState, step: PackedInputs) -> None:
         decodes = step.plan.decodes
         key = holding(self.shapes.buckets.rows, len(decodes))
-        vector = self.packed(state, key, StepPlan(decodes))
+        vector = self.packed(state, self.layout(key), StepPlan(decodes))
         rows = draft_rows(self.shapes, step, key)
         self.run(state, key, vector, rows, np.int32(step.plan.width - 1))
 
@@ -307,4 +304,4 @@ class DraftPrefill(_OfDrafter):
     def __call__(self, state: DeviceState, step: PackedInputs) -> None:
         plan = StepPlan(prefills=step.plan.prefills)
         key = holding(self.shapes.buckets.prefill_tokens, plan.num_prefill_tokens)
-        self.run(state, key, self.packed(state, key, plan))
+        self.run(state, key, self.packed(state, self.layout(key), plan))

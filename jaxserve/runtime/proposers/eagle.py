@@ -198,7 +198,7 @@ class _DraftTree(_Draft):
     def __call__(self, state: DeviceState, step: PackedInputs) -> None:
         decodes = step.plan.decodes
         key = holding(self.shapes.buckets.rows, len(decodes))
-        vector = self.packed(state, key, StepPlan(decodes))
+        vector = self.packed(state, self.layout(key), StepPlan(decodes))
         self.run(state, key, vector, draft_rows(self.shapes, step, key))
 
 
