@@ -33,7 +33,7 @@ _OWN_KEYS = {
 METHODS = tuple(_OWN_KEYS)
 _TRAINED = {"medusa": "heads", "eagle": "a draft layer", "eagle3": "a draft layer"}
 """What is trained for the model, by method."""
-_DRAWN = ("ngram", "draft_model", "layer_skip")
+_DRAWN = ("ngram", "draft_model", "layer_skip", "medusa")
 """Methods whose drafts are drawn from distributions that are known; of prompt lookup from one that
 has a single token."""
 
@@ -145,10 +145,10 @@ class SpeculativeConfig:
                     f"{name} of speculative_config is {value!r}, but acceptance is "
                     f'{self.acceptance!r}; set acceptance to "typical", or leave {name} out.'
                 )
-        if self.acceptance != "exact" and self.tree_depth:
+        if self.acceptance == "typical" and self.tree_depth:
             raise ConfigError(
-                f"acceptance of speculative_config is {self.acceptance!r}, which keeps drafts one "
-                'after another, but the drafts are a tree; leave out the tree, or set "exact".'
+                'acceptance of speculative_config is "typical", which keeps drafts one after '
+                "another, but the drafts are a tree; leave out the tree, or set another."
             )
         if self.acceptance == "rejection" and self.method not in _DRAWN:
             raise ConfigError(
@@ -156,6 +156,15 @@ class SpeculativeConfig:
                 f"each draft was drawn with; there is none with the method {self.method!r}. Use "
                 f'{" or ".join(_DRAWN)}, or set "exact".'
             )
+        if self.acceptance == "rejection" and self.speculative_token_tree is not None:
+            for path in self.speculative_token_tree:
+                before = *path[:-1], path[-1] - 1
+                if path[-1] and before not in self.speculative_token_tree:
+                    raise ConfigError(
+                        f"speculative_token_tree of speculative_config has the path {list(path)} "
+                        f"and not {list(before)}, the better guess before it, which the acceptance "
+                        '"rejection" tries first; add that one, or set "exact".'
+                    )
 
     @property
     def keeps_probabilities(self) -> bool:

@@ -1,14 +1,16 @@
 """Rules by which a step keeps drafts, other than the exact one.
 
-Each decides for a single token, where a draft comes next: whether the draft is the token, or what
-else is. They take the draft's chance from the distribution that the token would be sampled from,
+Each decides for a single token, where drafts come next: whether one of them is the token, or what
+else is. They take a draft's chance from the distribution that the token would be sampled from,
 after temperature, filters, masks and penalties. Rows that take the likeliest token, and those
 without a draft, are sampled as ever.
 
 rejection: Leviathan et al. ("Fast Inference from Transformers via Speculative Decoding", 2023). A
     draft of probability q where the model gives it p is kept with probability min(1, p / q); in
     its place comes a sample of max(0, p - q). The token has the distribution p. A draft that was
-    not drawn is a point mass: q is 1.
+    not drawn is a point mass: q is 1. Of several drafts one after another is tried, as in SpecInfer
+    (Miao et al. 2024): after a refusal p is what is left, and q has one token less, for drafts of
+    the same token are different ones (Jeon et al., "Recursive Speculative Decoding", 2024).
 typical: Cai et al. ("Medusa", 2024). A draft is kept if p > min(threshold, alpha * exp(-H)), H is
     the entropy of the distribution in nats. The tokens have another distribution.
 
@@ -21,7 +23,9 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from jaxserve.core.steps.in_flight import NO_TOKEN
 from jaxserve.models import parallel
 from jaxserve.sampling.noise import exponentials
 from jaxserve.sampling.vocabulary import largest
@@ -39,9 +43,9 @@ class AcceptanceRule(NamedTuple):
 
 
 class Drafted(NamedTuple):
-    """The draft that comes next in each row: int32 [rows], negative where there is none. `probs`
-    float32 [rows, padded vocab] is the distribution that it was drawn from, zeros where it was not
-    drawn; None if none was."""
+    """The drafts of the token that comes next in each row: int32 [rows, most], different ones,
+    negative after the last. `probs` float32 [rows, padded vocab] is the distribution that they were
+    drawn from without replacement, zeros where they were not drawn; None if none was."""
 
     token_ids: jax.Array
     probs: jax.Array | None
@@ -62,35 +66,61 @@ def decide(
     `count` tokens; `sampled` int32 [rows] are the tokens without drafts, `seeds` uint32 [rows, 2]
     and `positions` int32 [rows] as in `exponentials`.
     """
-    draft = drafted.token_ids
-    total = parallel.sum_over_vocab(jnp.sum(weights, axis=1))
-    probs = weights / total[:, None]
-    chance = _at(probs, draft, count)
+    draft = drafted.token_ids[:, 0]
+    probs = weights / _total(weights)
     if rule.name == "typical":
+        chance = _at(probs, draft, count)
         logs = jnp.log(jnp.where(probs > 0, probs, 1.0))
         entropy = -parallel.sum_over_vocab(jnp.sum(probs * logs, axis=1))
         kept = chance > jnp.minimum(rule.threshold, rule.alpha * jnp.exp(-entropy))
-        other = sampled
+        chosen = jnp.where(kept, draft, sampled)
     else:
-        own = _own(draft, probs, count)
-        given = own
-        if drafted.probs is not None:
-            drawn = parallel.sum_over_vocab(jnp.sum(drafted.probs, axis=1)) > 0
-            given = jnp.where(drawn[:, None], drafted.probs, own)
-        ratio = chance / _at(given, draft, count)
-        one = jnp.zeros(1, jnp.int32)
+        chosen = _by_rejection(probs, drafted, seeds, positions, count)
+    return jnp.where((draft < 0) | (sampled < 0), sampled, chosen)
+
+
+_Tried = tuple[jax.Array, jax.Array | None, jax.Array]
+"""What is left of p and of q, [rows, padded vocab], and the draft that was kept, int32 [rows]."""
+
+
+def _by_rejection(
+    probs: jax.Array, drafted: Drafted, seeds: jax.Array, positions: jax.Array, count: int
+) -> jax.Array:
+    """The first draft that is kept, or else a sample of what is left."""
+    one = jnp.zeros(1, jnp.int32)
+
+    def tried(carry: _Tried, numbered: tuple[jax.Array, jax.Array]) -> tuple[_Tried, None]:
+        (left, given, chosen), (number, draft) = carry, numbered
+        q = own = _own(draft, probs, count)
+        if given is not None:
+            mass = _total(given)
+            q = jnp.where(mass > 0, given / mass, own)
+            given = given * (1 - own)
+        ratio = _at(left, draft, count) / _at(q, draft, count)
         # A uniform variate is below the ratio where an exponential one is above -log(ratio).
-        waited = exponentials(seeds ^ jnp.uint32(_TO_ACCEPT), positions, one)[:, 0]
-        kept = waited > -jnp.log(ratio)
-        rest = jnp.maximum(probs - given, 0.0)
-        token_ids = parallel.first_of_vocab(count) + jnp.arange(probs.shape[1], dtype=jnp.int32)
-        noise = exponentials(seeds ^ jnp.uint32(_TO_REPLACE), positions, token_ids)
-        best, place = largest(rest / noise)
-        other = parallel.vocab_parallel_argmax(place, best, count)
+        noise = exponentials(seeds ^ (jnp.uint32(_TO_ACCEPT) + number), positions, one)[:, 0]
+        rest = jnp.maximum(left - q, 0.0)
+        mass = _total(rest)
         # Without a rest both distributions are the same but for rounding.
-        left = parallel.max_over_vocab(best) > 0
-        kept |= ~left
-    return jnp.where((draft < 0) | (sampled < 0), sampled, jnp.where(kept, draft, other))
+        kept = (draft >= 0) & ((noise > -jnp.log(ratio)) | (mass[:, 0] == 0))
+        chosen = jnp.where((chosen < 0) & kept, draft, chosen)
+        left = jnp.where((draft[:, None] >= 0) & (mass > 0), rest / mass, left)
+        return (left, given, chosen), None
+
+    drafts = drafted.token_ids.T
+    numbered = jnp.arange(len(drafts), dtype=jnp.uint32), drafts
+    before = probs, drafted.probs, jnp.full(len(probs), NO_TOKEN)
+    (left, _, chosen), _ = lax.scan(tried, before, numbered)
+    token_ids = parallel.first_of_vocab(count) + jnp.arange(probs.shape[1], dtype=jnp.int32)
+    noise = exponentials(seeds ^ jnp.uint32(_TO_REPLACE), positions, token_ids)
+    best, place = largest(left / noise)
+    other = parallel.vocab_parallel_argmax(place, best, count)
+    return jnp.where(chosen < 0, other, chosen)
+
+
+def _total(weights: jax.Array) -> jax.Array:
+    """The sum of each row [rows, 1], over all ranks."""
+    return parallel.sum_over_vocab(jnp.sum(weights, axis=1))[:, None]
 
 
 def _own(token_ids: jax.Array, probs: jax.Array, count: int) -> jax.Array:

@@ -59,7 +59,7 @@ def general(
     processors: Processors = NO_PROCESSORS,
     drafts: jax.Array | None = None,
     rule: AcceptanceRule | None = None,
-    draft_probs: jax.Array | None = None,
+    drafted: Drafted | None = None,
 ) -> tuple[SampleOutput, SamplingState]:
     """Samples one token per row with all of SamplingParams.
 
@@ -71,9 +71,8 @@ def general(
 
     Real rows have distinct slots, but with `drafts` int32 [rows, n]: those of each row's slot, of
     which it comes after the first PLACE. Rows of one slot are neighbours, and those after a wrong
-    draft are not recorded. By a `rule` the token of a row with FLAG_VERIFIES may be the draft
-    at its PLACE, which was drawn from `draft_probs` float32 [rows, padded vocab]
-    (`acceptance.decide`).
+    draft are not recorded. By a `rule` the token of a row with FLAG_VERIFIES may be one that was
+    `drafted` for it (`acceptance.decide`).
     """
     count = logits.shape[1]
     floats = lax.bitcast_convert_type(meta, jnp.float32)
@@ -87,12 +86,11 @@ def general(
     chance, place = largest(kept / _noise(meta, temperature, count, kept.shape[1]))
     place = jnp.where((best > -jnp.inf) & (chance > 0), place, NO_TOKEN)
     token_ids = parallel.vocab_parallel_argmax(place, chance, count)
-    if rule is not None and drafts is not None:
-        following = jnp.pad(drafts, ((0, 0), (0, 1)), constant_values=NO_TOKEN)
-        own = jnp.take_along_axis(following, meta[:, row.PLACE, None], axis=1)[:, 0]
+    if rule is not None and drafted is not None:
         # The drafts of a slot may be old where its step verifies none of them.
         verifies = (flags & row.FLAG_VERIFIES > 0) & (temperature > 0)
-        drafted = Drafted(jnp.where(verifies, own, NO_TOKEN), draft_probs)
+        own = jnp.where(verifies[:, None], drafted.token_ids, NO_TOKEN)
+        drafted = drafted._replace(token_ids=own)
         positions = meta[:, row.POSITION]
         token_ids = decide(rule, kept, token_ids, drafted, _seeds(meta), positions, count)
 

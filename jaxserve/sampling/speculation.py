@@ -45,7 +45,8 @@ class SpeculationState(NamedTuple):
     follow the model's hidden states: the nodes after which the last step sampled what it added.
     `trajectories`: for lookahead decoding. `probs` float32 [slots + 1, k, padded vocab], where
     acceptance needs them: the distribution that each draft was drawn from, of this rank's tokens;
-    zeros for a draft that was not drawn.
+    zeros for a draft that was not drawn. Of trees [slots + 1, depth, padded vocab]: those of a
+    depth were drawn from one, without replacement.
     """
 
     history: jax.Array
@@ -215,6 +216,18 @@ def path_tokens(
     paths = trees.paths[slots, nodes]
     drafts = jnp.take_along_axis(state.drafts[slots], jnp.maximum(paths[:, 1:] - 1, 0), axis=1)
     return paths, drafts, trees.depths[slots, nodes]
+
+
+def following_drafts(
+    drafts: jax.Array, parents: jax.Array, nodes: jax.Array, most: int
+) -> jax.Array:
+    """The drafts that follow `nodes` int32 [rows] of the trees `drafts` and `parents` int32
+    [rows, k], in order: int32 [rows, most], NO_DRAFT after the last."""
+    count = drafts.shape[1]
+    places = jnp.where(parents == nodes[:, None], jnp.arange(count), count)
+    places = jnp.sort(places, axis=1)[:, :most]
+    drafts = jnp.pad(drafts, ((0, 0), (0, 1)), constant_values=NO_DRAFT)
+    return jnp.take_along_axis(drafts, places, axis=1)
 
 
 def kept_nodes(

@@ -304,3 +304,25 @@ def test_no_room_for_drafts_is_no_nan(trees, llama, caplog):
     for count in range(2, 12):
         generate(trees(), llama.prompts[0], dataclasses.replace(FEW, max_tokens=count))
     assert not [record for record in caplog.records if "NaN" in record.getMessage()]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"speculative_token_tree": "[(0,), (0, 0), (0, 0, 0), (1,)]"},
+        {"num_speculative_tokens": HEADS},
+    ],
+    ids=["tree", "chain"],
+)
+def test_rejection_keeps_what_was_drawn_from_the_same_distribution(llama, heads, expected, keys):
+    """At a high temperature the heads and the model are almost equally unsure among three tokens:
+    most first drafts are kept, of which chance would keep a third. Greedy answers are as ever."""
+    unsure = dataclasses.replace(FEW, temperature=2.0)
+    with llama.load(**drafted(heads, acceptance="rejection", **keys)) as llm:
+        before = counted(llm)
+        output = generate(llm, llama.prompts[8], unsure).outputs[0]
+        drafts, _, accepted = counted(llm) - before
+        assert set(output.token_ids) == set(LETTERS)
+        assert accepted > 1.5 * drafts > 0  # By chance 1/3 + 1/9 + 1/27.
+        for option in ("greedy", "greedy letters", "grammar"):
+            check(generate(llm, llama.prompts[8], limited(option, LONGEST)), expected(8, option))

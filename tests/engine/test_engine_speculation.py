@@ -462,6 +462,11 @@ def test_nothing_is_compiled_once_the_engine_is_ready(llama, prompts, compiled, 
             | {"acceptance": "typical"},
             "the drafts are a tree",
         ),
+        (
+            {"method": "medusa", "model": "x", "speculative_token_tree": [[0], [2]]}
+            | {"acceptance": "rejection"},
+            r"has the path \[2\] and not \[1\], the better guess",
+        ),
         ({"num_speculative_tokens": 3, "posterior_alpha": 2}, "posterior_alpha .* in 0..1"),
         (
             {"num_speculative_tokens": 3, "posterior_alpha": 0.5, "acceptance": "rejection"},

@@ -44,13 +44,21 @@ def decided(target, draft, probs, position):
     count = len(target)
     positions, sampled = jnp.full(count, position, jnp.int32), jnp.zeros(count, jnp.int32)
     weights = 3 * target  # They need not sum to 1.
-    drafted = Drafted(draft, probs)
+    drafted = Drafted(draft.reshape(count, -1), probs)
     return decide(REJECTION, weights, sampled, drafted, seeds_of(count), positions, VOCAB)
 
 
 def total_variation(tokens, probs):
     counts = np.bincount(np.asarray(tokens), minlength=probs.size)
     return np.abs(counts / len(tokens) - np.asarray(probs).reshape(-1)).sum() / 2
+
+
+def several_drawn(probs, position, most):
+    """As many different drafts int32 [draws, most], the likeliest to win the race first."""
+    tokens = jnp.arange(probs.shape[1], dtype=jnp.int32)
+    positions = jnp.full(len(probs), position, jnp.int32)
+    race = probs / exponentials(seeds_of(len(probs)), positions, tokens)
+    return jax.lax.top_k(race, most)[1]
 
 
 @jax.jit
@@ -77,6 +85,33 @@ def test_rejection_leaves_the_distribution_of_every_continuation(seed):
     assert total_variation(tokens, joint) < 0.01
     overlap = float(jnp.minimum(p_first, q_first).sum())
     assert abs(float(kept.mean()) - overlap) < 0.01
+
+
+@functools.partial(jax.jit, static_argnames=("branches", "drawn"))
+def two_tokens_of_a_tree(p_first, p_second, q_first, q_second, branches, drawn):
+    """As `two_tokens`, with several drafts of each token, `branches`; those of the second have the
+    same distribution whatever the first is, as those of Medusa. Not `drawn`: they are certain."""
+    p, q, following = (jnp.broadcast_to(x, (DRAWS, x.size)) for x in (p_first, q_first, q_second))
+    drafts = several_drawn(q, 0, branches[0])
+    first = decided(p, drafts, q if drawn else None, 0)
+    second_drafts = several_drawn(following, 1, branches[1])
+    second = decided(p_second[first], second_drafts, following if drawn else None, 1)
+    return first * VOCAB + second, jnp.any(drafts == first[:, None], axis=1)
+
+
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "certain"])
+@pytest.mark.parametrize("branches", [(2, 3), (VOCAB, 2)])
+def test_rejection_leaves_the_distribution_with_trees(branches, drawn):
+    """SpecInfer's rule, for drafts without replacement. The last ones may have been left out by a
+    filter of the drafter (q is 0), and are certain then."""
+    p_first, q_first = distributions(0), distributions(10)
+    p_second, q_second = distributions(20, VOCAB), distributions(32)
+    arguments = p_first, p_second, q_first, q_second
+    tokens, kept = two_tokens_of_a_tree(*arguments, branches=branches, drawn=drawn)
+    joint = p_first[:VOCAB, None] * p_second[:, :VOCAB]
+    assert total_variation(tokens, joint) < 0.01
+    if drawn:  # More often than the first draft alone.
+        assert float(kept.mean()) > float(jnp.minimum(p_first, q_first).sum()) + 0.05
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["no distributions", "zeros"])
@@ -108,7 +143,7 @@ def test_typical_keeps_what_is_likely_for_the_entropy(threshold, alpha):
 
     @jax.jit
     def by_rule(draft):
-        drafted = Drafted(jnp.full(64, draft), None)
+        drafted = Drafted(jnp.full((64, 1), draft), None)
         return decide(rule, jnp.asarray(probs), sampled, drafted, seeds, positions, VOCAB)
 
     for draft in range(VOCAB):
@@ -121,7 +156,7 @@ def test_typical_keeps_what_is_likely_for_the_entropy(threshold, alpha):
 
 def test_rows_without_a_draft_or_a_token_are_as_they_were():
     probs, sampled = distributions(5, 4), jnp.array([1, 2, -1, 3])
-    drafted = Drafted(jnp.array([-1, -1, 0, -1]), probs)
+    drafted = Drafted(jnp.array([[-1], [-1], [0], [-1]]), probs)
     for rule in (REJECTION, AcceptanceRule("typical", 0.0, 0.0)):
         by_rule = jax.jit(functools.partial(decide, rule, probs, sampled, drafted, count=VOCAB))
         tokens = by_rule(seeds=seeds_of(4), positions=jnp.arange(4))

@@ -36,7 +36,7 @@ from jaxserve.sampling import (
 )
 from jaxserve.sampling import general as sample_general
 from jaxserve.sampling import greedy as sample_greedy
-from jaxserve.sampling.acceptance import AcceptanceRule
+from jaxserve.sampling.acceptance import AcceptanceRule, Drafted
 from jaxserve.sampling.processors import Processors
 from jaxserve.sampling.rows import (
     FLAG_TRACK,
@@ -51,6 +51,7 @@ from jaxserve.sampling.speculation import (
     NO_DRAFT,
     Acceptance,
     SpeculationState,
+    following_drafts,
     force_drafts,
     kept_nodes,
     path_tokens,
@@ -95,6 +96,7 @@ def general(
     tile: int | None,
     processors: Processors,
     tree_depth: int,
+    branches: int,
     rule: AcceptanceRule | None,
     head: Params,
     last_tokens: jax.Array,
@@ -107,26 +109,31 @@ def general(
     """Sample one token per row with all sampling parameters. `rows` come from `pack_rows`; `masks`
     int32 [rows, mask_words] are the masks of rows with a grammar. With `speculation`, positions
     count from the length of the sequence, and drafts are kept by the `rule`; None is the exact one.
-    `tile` and `tree_depth` as in StepLayout: of trees PLACE is the node."""
+    `tile` and `tree_depth` as in StepLayout: of trees PLACE is the node, and at most `branches`
+    drafts follow a token."""
 
     def sample(carry, arrays):
-        hidden, rows, masks, drafts, probs = arrays
+        hidden, rows, masks, drafts, drafted = arrays
         logits = family.logits(head, config, hidden)
-        output, _ = sample_general(logits, state, rows, masks, processors, drafts, rule, probs)
+        output, _ = sample_general(logits, state, rows, masks, processors, drafts, rule, drafted)
         return carry, output
 
-    slots, drafts, kept, probs = rows[:, SLOT], None, None, None
+    slots, drafts, drafted, kept = rows[:, SLOT], None, None, None
     if speculation is not None:
         rows = rows.at[:, POSITION].add(speculation.lengths[slots])
-        drafts = speculation.drafts[slots]
+        drafts, nodes = speculation.drafts[slots], rows[:, PLACE]
+        if rule is not None:
+            parents = speculation.parents[slots] if tree_depth else jnp.arange(drafts.shape[1])
+            following = following_drafts(drafts, parents, nodes, branches)
         if tree_depth:
-            nodes = rows[:, PLACE]
             paths, drafts, depths = path_tokens(speculation, tree_depth, slots, nodes)
             rows = rows.at[:, POSITION].add(depths - nodes).at[:, PLACE].set(depths)
-        if speculation.probs is not None:
-            last = speculation.probs.shape[1] - 1
-            probs = speculation.probs[slots, jnp.minimum(rows[:, PLACE], last)]
-    arrays = (hidden[: len(rows)], rows, masks, drafts, probs)
+        if rule is not None:
+            probs = speculation.probs
+            if probs is not None:
+                probs = probs[slots, jnp.minimum(rows[:, PLACE], probs.shape[1] - 1)]
+            drafted = Drafted(following, probs)
+    arrays = (hidden[: len(rows)], rows, masks, drafts, drafted)
     _, output = scan_tiles(sample, (), arrays, tile, _num_real(last_tokens, slots))
     # After all tiles, since a tile may begin between the tokens of a sequence.
     count = tokens_per_rank(config.vocab_size, parallel.num_vocab_ranks())
@@ -230,7 +237,8 @@ class General(_OnHead):
 
     def static(self, key: int) -> tuple[Any, ...]:
         shapes = self.shapes
-        return (*super().static(key), shapes.processors, shapes.tree_depth, shapes.acceptance_rule)
+        of_trees = shapes.tree_depth, shapes.branches
+        return (*super().static(key), shapes.processors, *of_trees, shapes.acceptance_rule)
 
     def spec(self, key: int) -> ProgramSpec:
         by_name = not self.shapes.processors.names

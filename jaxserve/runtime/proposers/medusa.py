@@ -26,7 +26,7 @@ from jaxserve.runtime.programs.program_kind import ProgramKind, padded
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
 from jaxserve.runtime.proposers.drafter import best_drafts, draft_rows, sample_drafts
 from jaxserve.runtime.proposers.proposer import Proposer
-from jaxserve.sampling import SamplingState
+from jaxserve.sampling import SamplingState, distribution
 from jaxserve.sampling.processors import Processors
 from jaxserve.sampling.rows import NUM_FIELDS, PLACE, POSITION, SLOT
 from jaxserve.sampling.speculation import NO_DRAFT, SpeculationState
@@ -51,15 +51,32 @@ def guess(
     hidden = speculation.hidden[slots]
     rows = rows.at[:, POSITION].add(speculation.lengths[slots])
 
-    def following(place: jax.Array, drafts: jax.Array) -> jax.Array:
+    def following(place: jax.Array, carry: _Carry) -> _Carry:
+        drafts, probs = carry
         logits = family.logits(head, config, medusa.head(params, heads, place, hidden))
         own = rows.at[:, POSITION].add(place).at[:, PLACE].set(place)
+        if probs is not None:
+            drawn = distribution(logits, sampling, own, processors, drafts)[:, None]
+            probs = lax.dynamic_update_slice_in_dim(probs, drawn, place, axis=1)
         drafted = sample_drafts(logits, sampling, own, processors, drafts)[:, None]
-        return lax.dynamic_update_slice_in_dim(drafts, drafted, place, axis=1)
+        return lax.dynamic_update_slice_in_dim(drafts, drafted, place, axis=1), probs
 
     drafts = jnp.full((len(rows), speculation.drafts.shape[1]), NO_DRAFT)
-    drafts = lax.fori_loop(0, num_drafts, following, drafts)
-    return speculation._replace(drafts=speculation.drafts.at[slots].set(drafts))
+    probs = speculation.probs
+    if probs is not None:
+        probs = jnp.zeros((len(rows), *probs.shape[1:]), probs.dtype)
+    drafts, probs = lax.fori_loop(0, num_drafts, following, (drafts, probs))
+    state = speculation._replace(drafts=speculation.drafts.at[slots].set(drafts))
+    return state if probs is None else _with_probs(state, slots, probs)
+
+
+_Carry = tuple[jax.Array, jax.Array | None]
+"""Drafts int32 [rows, most], and where they are kept the distributions that they were drawn from,
+float32 [rows, most, padded vocab]."""
+
+
+def _with_probs(state: SpeculationState, slots: jax.Array, probs: jax.Array) -> SpeculationState:
+    return state._replace(probs=state.probs.at[slots].set(probs))
 
 
 def guess_tree(
@@ -84,22 +101,26 @@ def guess_tree(
     ranks = np.array([path[-1] for path in tree])
     places = np.array([len(path) - 1 for path in tree])
 
-    def best(place: jax.Array) -> jax.Array:
+    def best(place: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         logits = family.logits(head, config, medusa.head(params, heads, place, hidden))
         own = rows.at[:, POSITION].add(place)
-        return best_drafts(logits, sampling, own, processors, int(ranks.max()) + 1)[0]
+        found, _ = best_drafts(logits, sampling, own, processors, int(ranks.max()) + 1)
+        if speculation.probs is None:
+            return found, None
+        return found, distribution(logits, sampling, own, processors)
 
-    guesses = lax.map(best, jnp.arange(places.max() + 1))
+    guesses, probs = lax.map(best, jnp.arange(places.max() + 1))
     drafts = guesses[places, :, ranks].T
     last = lengths[:, None] + np.arange(len(tree))
     drafts = jnp.where(last < stops[:, None], drafts, NO_DRAFT)
     whole = jnp.all(drafts[:, np.array(ways(tree))] != NO_DRAFT, axis=2)
     drafts = jnp.where(whole, drafts, NO_DRAFT)
     follows = jnp.broadcast_to(jnp.asarray(parents(tree), jnp.int32), drafts.shape)
-    return speculation._replace(
+    state = speculation._replace(
         drafts=speculation.drafts.at[slots].set(drafts),
         parents=speculation.parents.at[slots].set(follows),
     )
+    return state if probs is None else _with_probs(state, slots, jnp.moveaxis(probs, 0, 1))
 
 
 class Guess(ProgramKind[int]):

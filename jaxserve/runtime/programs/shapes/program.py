@@ -367,6 +367,14 @@ class ProgramShapes:
         return SamplingState(**{f.name: placed(getattr(state, f.name), of(f.name)) for f in fields})
 
     @property
+    def branches(self) -> int:
+        """Drafts that may follow one token; 1 where the tree is grown by the device, for its rule
+        of acceptance is the exact one."""
+        config = self.config.speculative_config
+        tree = config and config.speculative_token_tree
+        return 1 + max(path[-1] for path in tree) if tree else 1
+
+    @property
     def acceptance_rule(self) -> AcceptanceRule | None:
         """The rule by which drafts are kept; None for the exact one."""
         config = self.config.speculative_config
@@ -395,7 +403,8 @@ class ProgramShapes:
         if self.config.speculative_config.keeps_probabilities:
             of_rank = padded_vocabulary(tokens_per_rank(self.model.vocab_size, self.vocab_ranks))
             width = self.vocab_ranks * of_rank
-            probs = jax.ShapeDtypeStruct((self.trash_slot + 1, num_drafts, width), jnp.float32)
+            drawn = self.trash_slot + 1, self.tree_depth or num_drafts, width
+            probs = jax.ShapeDtypeStruct(drawn, jnp.float32)
             state = state._replace(probs=placed(probs, self.arrays.sharding(None, None, VOCAB)))
         return state
 
