@@ -38,22 +38,24 @@ from unoptimised import XLA_FLAGS, XLA_FLAGS_OF_INTERPRETERS  # noqa: E402
 from jaxserve.core.process.cache_dir import cache_directory  # noqa: E402
 from jaxserve.models.loading.fetch import default_model_path  # noqa: E402
 
+OF_TINY_MODELS = ("meshes", "browser", "cluster", "attack")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Sets how programs are compiled, and the cache directory of all workers: what one test
     compiles, the next one loads.
 
-    Tests without a marker compile tiny models for longer than they run them, and so do those on
-    meshes and of interpreted kernels, so their programs are unoptimised, as are those of documented
-    commands on meshes, which set the flags themselves. Those of the real model, servers, batch jobs
-    and other clients run what users run.
+    Tests compile tiny models for longer than they run them, and interpreted kernels too, so their
+    programs are unoptimised. Those of the real model, documented commands, notebooks and other
+    clients run what users run.
 
     It is the one that JAXSERVE_CACHE names, which runs of the tests can share, or else one for this
     run, with links to the models in the user's own.
     """
-    if config.option.markexpr.startswith("not ") or config.option.markexpr == "meshes":
+    stage = config.option.markexpr
+    if stage.startswith(("not ", "interfaces")) or stage in OF_TINY_MODELS:
         os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
-    if config.option.markexpr in ("interpreted", "oldest_jax"):
+    if stage in ("interpreted", "oldest_jax"):
         os.environ.setdefault("XLA_FLAGS", XLA_FLAGS_OF_INTERPRETERS)
     if "JAXSERVE_CACHE" in os.environ:
         return

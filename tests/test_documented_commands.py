@@ -87,6 +87,8 @@ NOT_PROGRAMS = {
     "docs/parallel.md": "three engines, as tests/meshes/test_mesh_devices.py has them",
 }
 """Documents whose Python is not to be run."""
+OWN_PROGRAMS = "tensor.parallel.size|speculative.config|(weights|kv).on|page.size"
+"""Settings that a line shares with no other; tests/real_model has them as users do."""
 URL = "http://127.0.0.1:8000"
 OF_LONG_ANSWERS = "tokens/s at which 99% are fluid"
 """A line that `bench serve` leaves out where answers are as short as those of TRACE."""
@@ -175,14 +177,12 @@ def environment(text: str) -> dict[str, str]:
     """With `jaxserve` and `python` of this interpreter, and what the tests import.
 
     Most lines share the programs of the default settings, which run sooner as users have them.
-    Those of a mesh are a line's own and compile for longer than they run, so they are unoptimised;
-    tests/real_model has them as users do.
+    Those of OWN_PROGRAMS compile for longer than they run, so they are unoptimised.
     """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    own = {"PATH": path, "PYTHONPATH": str(documented.ROOT)}
-    if re.search("tensor.parallel.size", text):
-        own["XLA_FLAGS"] = XLA_FLAGS
-    return os.environ | own
+    found = os.environ | {"PATH": path, "PYTHONPATH": str(documented.ROOT)}
+    found.pop("XLA_FLAGS", None)
+    return found | ({"XLA_FLAGS": XLA_FLAGS} if re.search(OWN_PROGRAMS, text) else {})
 
 
 def shell(line: str, directory: Path, stdin: str = "") -> Run:

@@ -76,10 +76,21 @@ def named(pid: int) -> str:
         return ""
 
 
-def until(condition: Callable[[], object], within_s: float = 240) -> None:
-    give_up = time.monotonic() + within_s
+def until(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    """Fails with what the process said when it has ended, or takes too long, and the condition does
+    not hold."""
+    give_up = time.monotonic() + 240
     while not condition():
-        assert time.monotonic() < give_up
+        if process.poll() is not None or time.monotonic() > give_up:
+            process.terminate()  # Nothing, where it has ended.
+            raise AssertionError(ended(process))
+        time.sleep(0.05)
+
+
+def until_gone(processes: list[int]) -> None:
+    give_up = time.monotonic() + 240
+    while left := [pid for pid in processes if named(pid)]:
+        assert time.monotonic() < give_up, left
         time.sleep(0.05)
 
 
@@ -95,29 +106,29 @@ def test_killed_replicas_and_an_interrupt_cost_no_line(chat_model, tmp_path):
     two = ("--data-parallel-size=2", f"--report={tmp_path / 'report.html'}")
 
     loading = start(chat_model, tmp_path, "out.jsonl", *two)
-    until(lambda: len(replicas(loading)) == 2)
+    until(lambda: len(replicas(loading)) == 2, loading)
     processes = replicas(loading)
     os.killpg(loading.pid, signal.SIGINT)
     status, _, error = ended(loading)
     assert status == 130 and "Run the same command again to resume" in error, error
     assert "Traceback" not in error
-    until(lambda: not any(map(named, processes)))
+    until_gone(processes)
 
     running = start(chat_model, tmp_path, "out.jsonl", *two)
-    until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 5)
+    until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 5, running)
     victims = replicas(running)
     for victim in victims:
         os.kill(victim, signal.SIGKILL)
-    until(lambda: len(set(replicas(running)) - set(victims)) == 2)
+    until(lambda: len(set(replicas(running)) - set(victims)) == 2, running)
     # Lines after these are of the new processes, so that the losses are known by then.
     before = output.read_bytes().count(b"\n")
-    until(lambda: output.read_bytes().count(b"\n") > before + 3)
+    until(lambda: output.read_bytes().count(b"\n") > before + 3, running)
     processes = replicas(running)
     os.killpg(running.pid, signal.SIGINT)
     status, told, error = ended(running)
     assert status == 130, error
     assert "2, lost 2 times" in told and "Traceback" not in error
-    until(lambda: not any(map(named, processes)))
+    until_gone(processes)
     done = len(answers(output))
     assert 5 < done < LINES
     report = (tmp_path / "report.html").read_text()

@@ -3,52 +3,30 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from tiny_checkpoints import CONFIG, random_tensors, write_hf
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
+from server_process import ServerProcess, write_chat_model
 
 pytestmark = pytest.mark.interfaces
-CONTEXT = 2048
 BLOCK = 64
-TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-SERVING = (sys.executable, "-m", "jaxserve.cli", "serve")
 BENCH = (sys.executable, "-m", "jaxserve.cli", "bench", "serve")
 KEY = "sesame"
-SETTINGS = (
-    "--served-model-name=tiny",
-    "--max-num-seqs=4",
-    "--max-num-batched-tokens=68",
-    "--page-size=16",
-    f"--kv-cache-memory-bytes={16 << 20}",
-)
 
 
 @pytest.fixture(scope="module")
 def base_url(tmp_path_factory):
     """A server that wants a key, of a tiny model whose tokens are bytes."""
-    config = CONFIG | {"max_position_embeddings": CONTEXT}
     directory = tmp_path_factory.mktemp("bench_served")
-    model = write_hf(directory / "m", config, random_tensors(config))
-    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    process = subprocess.Popen(
-        [*SERVING, model, "--port=0", f"--api-key={KEY}", *SETTINGS],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    address = None
-    for line in process.stderr:
-        address = address or re.search(r"http://\S+", line)
-        if line.endswith("ready\n"):
-            break
-    assert address, process.wait()
-    yield f"{address[0]}/v1"
-    process.terminate()
-    _, rest = process.communicate(timeout=60)
-    assert process.returncode == 0, rest
-    assert "Traceback" not in rest
+    options = ("--served-model-name=tiny", f"--api-key={KEY}")
+    server = ServerProcess(write_chat_model(directory), directory / "log", *options)
+    yield f"http://127.0.0.1:{server.wait_ready().port}/v1"
+    assert server.stop() == 0, server.text()
+    assert "Traceback" not in server.text()
 
 
 @pytest.fixture

@@ -62,5 +62,7 @@ def _imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             unseen += node.orelse
-        else:
-            unseen += ast.iter_child_nodes(node)
+        else:  # Statements alone: most nodes are expressions, which import nothing.
+            for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+                inner = getattr(node, block, ())
+                unseen += inner if isinstance(inner, list) else ()
