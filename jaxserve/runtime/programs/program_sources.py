@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[3]
-_PACKAGE = "jaxserve"
 _ROOTS = ("jaxserve.runtime.programs.kinds", "jaxserve.models.registry")
 """Modules of the program functions with their shapes, and of the model families they run."""
 _WHOLE_PACKAGES = ("pallas_kernels", "sharding_rules")
 """Packages used only by programs. Kernels are imported by name, which imports do not show."""
+
+# Read by expressions, in 0.04 s of each start: Python's parser takes 0.4 s for these files.
+_FOR_TYPES = re.compile(r"^if TYPE_CHECKING:.*\n(?:[ \t]+.*\n|\n)*", re.MULTILINE)
+_IMPORT = re.compile(
+    r"^[ \t]*(?:from (jaxserve[\w.]*) import (\([^)]*\)|.*)|import (jaxserve[\w.]*))",
+    re.MULTILINE,
+)
 
 
 def program_sources() -> list[Path]:
@@ -29,7 +35,7 @@ def program_sources() -> list[Path]:
             continue
         modules[name] = path
         unread += _parents(name)
-        unread += (module for module in _imports(path) if module.split(".")[0] == _PACKAGE)
+        unread += _imports(path)
     files = set(modules.values())
     for package in _WHOLE_PACKAGES:
         for suffix in ("py", "json"):
@@ -51,18 +57,12 @@ def _parents(name: str) -> list[str]:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """Names that a file imports: modules, and names that may be submodules or attributes."""
-    unseen: list[ast.AST] = [ast.parse(path.read_bytes(), str(path))]
-    while unseen:
-        node = unseen.pop()
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            unseen += node.orelse
-        else:  # Statements alone: most nodes are expressions, which import nothing.
-            for block in ("body", "orelse", "finalbody", "handlers", "cases"):
-                inner = getattr(node, block, ())
-                unseen += inner if isinstance(inner, list) else ()
+    """Names that a file imports of jaxserve: modules, and names that may be submodules or
+    attributes."""
+    for found in _IMPORT.finditer(_FOR_TYPES.sub("", path.read_text(encoding="utf-8"))):
+        module, names, alone = found.groups()
+        if alone:
+            yield alone
+            continue
+        yield module
+        yield from (f"{module}.{name}" for name in re.findall(r"\w+", names))
