@@ -11,7 +11,7 @@ import pytest
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.llm import LLM
 
-pytestmark = pytest.mark.interfaces
+pytestmark = pytest.mark.real_model
 
 NAME = {"type": "string", "maxLength": 12}
 COUNT = {"type": "integer", "minimum": 0, "maximum": 999}
@@ -70,8 +70,9 @@ LONGEST = 900
 
 @pytest.fixture(scope="module")
 def llm(smollm2_path):
+    """With the settings of colab/quickstart.ipynb, whose programs are the same."""
     with LLM(
-        smollm2_path, max_model_len=1024, max_num_seqs=16, max_num_batched_tokens=16 + 128
+        smollm2_path, max_model_len=1024, max_num_seqs=8, max_num_batched_tokens=8 + 256
     ) as llm:
         yield llm
 
