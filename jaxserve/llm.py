@@ -12,6 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any, NoReturn, Self, Unpack
 
+from jaxserve.beam_batch import search
 from jaxserve.core.config import EngineConfig, EngineSettings
 from jaxserve.core.errors import RequestError
 from jaxserve.core.model_config import ModelConfig
@@ -27,12 +28,12 @@ from jaxserve.core.requests.pooling import (
     pairs,
 )
 from jaxserve.core.requests.sampling_params import SamplingParams
-from jaxserve.engine.beam_search import BeamSearchOutput, BeamSearchParams, search
+from jaxserve.engine.beam_search import BeamSearchOutput, BeamSearchParams
 from jaxserve.engine.delta_stream import DeltaStream
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.prompts import Prompt
 from jaxserve.engine.request import Request
-from jaxserve.metrics.metrics import Metric
+from jaxserve.metrics.metric import Metric
 from jaxserve.metrics.trace import write_trace
 from jaxserve.prompt_batch import PromptBatch, is_single, warn_of_errors
 from jaxserve.runtime.live_weights import WeightsSource

@@ -21,7 +21,7 @@ from jaxserve.core.requests.commands import AddRequest
 from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.engine.output_queue import Update
 from jaxserve.engine.snapshot.requests import RequestSnapshot
-from jaxserve.metrics.metrics import Metric
+from jaxserve.metrics.metric import Metric
 from jaxserve.text import Tokenizer
 
 with extra("cluster"):

@@ -23,7 +23,7 @@ from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.engine.output_queue import OutputStream, Update
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.engine.snapshot.requests import RequestSnapshot
-from jaxserve.metrics.metrics import Metric
+from jaxserve.metrics.metric import Metric
 from jaxserve.runtime.cpu_threads import make_room_for_collectives
 from jaxserve.runtime.planning.engine_plan import plan
 from jaxserve.runtime.planning.memory import host_share

@@ -32,7 +32,7 @@ from jaxserve.core.errors import (
     RestartError,
 )
 from jaxserve.core.requests.lora import LoRARequest
-from jaxserve.metrics.metrics import Metric
+from jaxserve.metrics.metric import Metric
 from jaxserve.text import Tokenizer
 
 LOAD_ATTEMPTS = 3

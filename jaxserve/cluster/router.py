@@ -26,7 +26,7 @@ from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.client import Restored
 from jaxserve.engine.output_queue import OutputQueue, OutputStream
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt, tokenize_prompt
-from jaxserve.metrics.metrics import Metric
+from jaxserve.metrics.metric import Metric
 from jaxserve.text import Tokenizer
 
 _T = TypeVar("_T")

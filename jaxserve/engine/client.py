@@ -17,7 +17,7 @@ from jaxserve.core.requests.pooling import PoolingParams
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.output_queue import OutputStream
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
-from jaxserve.metrics.metrics import Metric
+from jaxserve.metrics.metric import Metric
 from jaxserve.text import Tokenizer
 
 

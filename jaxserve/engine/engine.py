@@ -39,7 +39,8 @@ from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.engine.snapshot.snapshots import Snapshots
 from jaxserve.metrics.kv_metrics import kv_metrics
-from jaxserve.metrics.metrics import Metric, Metrics
+from jaxserve.metrics.metric import Metric
+from jaxserve.metrics.metrics import Metrics
 from jaxserve.metrics.recall_metrics import recall_metrics
 from jaxserve.metrics.weight_metrics import weight_metrics
 from jaxserve.runtime.adapters import AdapterSlots

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxserve.kv.manager import KVManager, TierUsage
 from jaxserve.kv.offload.tiers import Tier
-from jaxserve.metrics.metrics import Metric
+from jaxserve.metrics.metric import Metric
 
 
 def kv_metrics(kv: KVManager, max_model_len: int) -> dict[str, Metric]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxserve.core.steps.recall_counts import RecallCounts
-from jaxserve.metrics.metrics import Metric
+from jaxserve.metrics.metric import Metric
 
 
 def recall_metrics(counts: RecallCounts | None) -> dict[str, Metric]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxserve.core.steps.weight_reads import WeightReads
-from jaxserve.metrics.metrics import Metric
+from jaxserve.metrics.metric import Metric
 
 
 def weight_metrics(reads: WeightReads | None) -> dict[str, Metric]:

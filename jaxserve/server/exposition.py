@@ -13,7 +13,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from jaxserve.metrics.metrics import Metric
+from jaxserve.metrics.metric import Metric
 from jaxserve.metrics.statistics import HistogramValue
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily

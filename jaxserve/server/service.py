@@ -21,7 +21,7 @@ from jaxserve.engine.client import ClusterClient, EngineClient, Restored
 from jaxserve.engine.output_queue import OutputStream, Update
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.snapshot.files import exists
-from jaxserve.metrics.metrics import Metric
+from jaxserve.metrics.metric import Metric
 from jaxserve.protocol.endpoints import ParsedRequest
 from jaxserve.protocol.errors import FieldError, OverloadedError, UnavailableError
 from jaxserve.protocol.model import Model

@@ -10,7 +10,7 @@ import pytest
 from published_configs import DEEPSEEK_V3, GEMMA_3_27B, GPT_OSS_120B, PHI_4_MINI
 
 from jaxserve.cli import main
-from jaxserve.cli.plan import _memory
+from jaxserve.cli.terminal.plan_tables import memory_table
 from jaxserve.core.config import EngineConfig
 from jaxserve.models.moe import active_parameters
 from jaxserve.runtime.planning import engine_plan
@@ -125,4 +125,4 @@ def test_deepseek_v3(config_of):
     numbers = memory.weights_bytes / 2**30, token_bytes / 2**10, of_heads / 2**10
     of_docs = "takes {:,.1f} GiB of weights and {:.1f} KiB of KV a token, not {:,.0f}"
     assert of_docs.format(*numbers) in MODELS_PAGE.read_text("utf-8")
-    assert f"KV pool of latents, {CONTEXT // PAGE + 1} pages" in _memory(decided)
+    assert f"KV pool of latents, {CONTEXT // PAGE + 1} pages" in memory_table(decided)

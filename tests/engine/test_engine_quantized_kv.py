@@ -10,7 +10,7 @@ import pytest
 from kv_engines import Preempter, bytes_of, count, evict_all, prefilled
 from tiny_engines import LONGEST, NUM_PAGES, PAGE_SIZE, Arrival, TinyModel, drive, generate
 
-from jaxserve.cli.plan import _memory
+from jaxserve.cli.terminal.plan_tables import memory_table
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, SnapshotError
 from jaxserve.core.requests.sampling_params import SamplingParams
@@ -95,7 +95,9 @@ def test_the_plan_counts_elements_and_scales(model):
         assert (memory.page_bytes, memory.num_pages) == (page_bytes, NUM_PAGES)
         held = jax.tree.leaves(llm.engine._runner._state.kv)
         assert sum(array.nbytes for array in held) == memory.kv_bytes == NUM_PAGES * page_bytes
-        assert f"KV pool in {model.kv_cache_dtype}, {NUM_PAGES} pages" in _memory(llm.engine.plan)
+        assert f"KV pool in {model.kv_cache_dtype}, {NUM_PAGES} pages" in memory_table(
+            llm.engine.plan
+        )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

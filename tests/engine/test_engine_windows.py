@@ -21,7 +21,7 @@ from tiny_engines import (
     generate,
 )
 
-from jaxserve.cli.plan import _capacity
+from jaxserve.cli.terminal.plan_tables import capacity
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.beam_search import BeamSearchParams
 
@@ -78,7 +78,7 @@ def test_the_plan_counts_a_window_and_a_chunk(model, member, windowed):
     assert [group.window for group in layout.groups] == [None, WINDOW][1 - full :]
     of_one = full * CONTEXT // PAGE_SIZE + MOST
     assert layout.pages_for(CONTEXT) == of_one
-    told = _capacity(windowed.engine.plan)
+    told = capacity(windowed.engine.plan)
     assert re.search(rf"longest request, \d layers? with a window of {WINDOW} +{MOST}\n", told)
     with model.load(kv_cache_memory_bytes=None) as roomy:
         memory = roomy.engine.plan.memory
