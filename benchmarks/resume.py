@@ -54,7 +54,7 @@ def resume(llm: LLM, directory: Path) -> tuple[float, int]:
     forget(llm)
     before = prefilled(llm)
     begin = time.perf_counter()
-    requests = llm.engine.restore(directory)
+    requests = llm.engine.snapshots.restore(directory)
     known = max(len(request.sequence_outputs[0].seq.output_token_ids) for request in requests)
     step_until(llm, requests, known + 1)
     return time.perf_counter() - begin, prefilled(llm) - before
@@ -71,7 +71,7 @@ def measure(llm: LLM, prompts: list[list[int]], rounds: int) -> tuple[object, ..
             for with_kv in (True, False):
                 directory = Path(scratch) / str(with_kv)
                 begin = time.perf_counter()
-                llm.engine.snapshot(directory, with_kv)
+                llm.engine.snapshots.write(directory, with_kv)
                 wrote += [time.perf_counter() - begin] * with_kv
             size = sum(file.stat().st_size for file in (Path(scratch) / "True").iterdir())
             for with_kv in (True, False):

@@ -312,7 +312,7 @@ class AsyncEngine:
 
         def snapshot() -> None:
             ended = [request for request in self._unclaimed.values() if request.finished]
-            self._engine.snapshot(directory, with_kv, deadline_s, ended)
+            self._engine.snapshots.write(directory, with_kv, deadline_s, ended)
 
         await self._thread.result_of(snapshot)
 
@@ -324,7 +324,7 @@ class AsyncEngine:
         restored: dict[str, tuple[Request, OutputStream]] = {}
 
         def restore() -> None:
-            for request in self._engine.restore(directory):
+            for request in self._engine.snapshots.restore(directory):
                 updates = self._resume(request, OutputQueue(loop, wants_deltas=False))
                 restored[request.request_id] = request, updates
                 self._unclaimed[request.request_id] = request
@@ -350,7 +350,7 @@ class AsyncEngine:
         until `abort`. Its KV is copied between two steps, which takes as long as its bytes take
         from the devices to memory. Raises as `LLM.export_request`."""
         return await self._thread.result_of(
-            lambda: list(self._engine.export_request(request_id, with_kv))
+            lambda: list(self._engine.snapshots.export_request(request_id, with_kv))
         )
 
     async def import_request(
@@ -364,7 +364,9 @@ class AsyncEngine:
             await asyncio.wrap_future(preparation)
         output_queue = OutputQueue(asyncio.get_running_loop(), wants_deltas)
         return await self._thread.result_of(
-            lambda: self._resume(self._engine.import_request(parts, request_id), output_queue)
+            lambda: self._resume(
+                self._engine.snapshots.import_request(parts, request_id), output_queue
+            )
         )
 
     async def resume_request(
@@ -372,40 +374,42 @@ class AsyncEngine:
     ) -> OutputStream:
         """Add a request of another engine, with the tokens that it had generated, and stream its
         output from its first token on. Leaving the stream early aborts the request.
-        Raises SnapshotError as `Engine.resume_request`."""
+        Raises SnapshotError as `Snapshots.resume_request`."""
         preparation = self._engine.preparation(state.added.params)
         if preparation is not None:
             await asyncio.wrap_future(preparation)
         output_queue = OutputQueue(asyncio.get_running_loop(), wants_deltas)
         return await self._thread.result_of(
-            lambda: self._resume(self._engine.resume_request(state), output_queue)
+            lambda: self._resume(self._engine.snapshots.resume_request(state), output_queue)
         )
 
     async def stage_request(self, parts: SequenceOf[bytes], request_id: str) -> None:
         """Take the KV of a request that another engine has exported and runs on, for
-        `resume_request`. Raises SnapshotError as `Engine.stage_request`."""
+        `resume_request`. Raises SnapshotError as `Snapshots.stage_request`."""
         preparation = self._engine.preparation(exported_params(parts))
         if preparation is not None:
             await asyncio.wrap_future(preparation)
-        await self._thread.result_of(lambda: self._engine.stage_request(parts, request_id))
+        await self._thread.result_of(
+            lambda: self._engine.snapshots.stage_request(parts, request_id)
+        )
 
     async def unstage_request(self, request_id: str) -> None:
         """Give up the KV of a request that does not come."""
-        self._thread.call(lambda: self._engine.unstage_request(request_id))
+        self._thread.call(lambda: self._engine.snapshots.unstage_request(request_id))
 
     async def export_prefix(
         self, token_ids: SequenceOf[int], tenant: str | None = None, cache_salt: str | None = None
     ) -> list[bytes]:
         """The cached KV of these tokens, for `import_prefix` of another engine, copied between two
-        steps. Raises as `Engine.export_prefix`."""
+        steps. Raises as `Snapshots.export_prefix`."""
         return await self._thread.result_of(
-            lambda: list(self._engine.export_prefix(token_ids, tenant, cache_salt))
+            lambda: list(self._engine.snapshots.export_prefix(token_ids, tenant, cache_salt))
         )
 
     async def import_prefix(self, parts: SequenceOf[bytes]) -> int:
         """Cache a prefix of another engine; returns how many of its tokens are cached. Raises
-        SnapshotError as `Engine.import_prefix`."""
-        return await self._thread.result_of(lambda: self._engine.import_prefix(parts))
+        SnapshotError as `Snapshots.import_prefix`."""
+        return await self._thread.result_of(lambda: self._engine.snapshots.import_prefix(parts))
 
     def prefill_us(self, start: int, stop: int) -> int | None:
         """How long this engine would compute tokens start .. stop - 1 of a prompt, in microseconds,

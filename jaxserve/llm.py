@@ -294,11 +294,11 @@ class LLM:
         with self._turn:
             # A stream may be collected out of turn, which removes its request.
             ended = [request for request in list(self._open.values()) if request.finished]
-            self.engine.snapshot(directory, with_kv, deadline_s, ended)
+            self.engine.snapshots.write(directory, with_kv, deadline_s, ended)
 
     def check_snapshot(self, directory: str | Path) -> None:
         """Raises SnapshotError when `snapshot` could not write to a directory."""
-        self.engine.check_snapshot(directory)
+        self.engine.snapshots.check(directory)
 
     def restore(self, directory: str | Path) -> list[DeltaStream]:
         """Streams of the requests of a snapshot, in the order of their prompts; each begins with
@@ -306,7 +306,7 @@ class LLM:
         with self._turn, interrupts_held():
             # By number: a list of prompts may have been added in another order.
             requests = sorted(
-                self.engine.restore(directory),
+                self.engine.snapshots.restore(directory),
                 key=lambda request: (len(request.request_id), request.request_id),
             )
             return [self._stream_of(request) for request in requests]
@@ -320,7 +320,7 @@ class LLM:
         Raises RequestError when no unfinished request has this id, SnapshotError when a part is
         read too late.
         """
-        return self.engine.export_request(request_id, with_kv)
+        return self.engine.snapshots.export_request(request_id, with_kv)
 
     def import_request(self, parts: Iterable[bytes]) -> DeltaStream:
         """A stream of a request that another engine has exported, with an id of this one; it begins
@@ -331,7 +331,7 @@ class LLM:
         request.
         """
         with self._turn, interrupts_held():
-            return self._stream_of(self.engine.import_request(parts, self._next_id()))
+            return self._stream_of(self.engine.snapshots.import_request(parts, self._next_id()))
 
     def abort(self, request_id: str) -> bool:
         """End a request early; False if there is no such unfinished request."""

@@ -6,21 +6,15 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, Self
 
 import jax
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import (
-    ConfigError,
-    EngineAsleepError,
-    EngineClosedError,
-    RequestError,
-)
+from jaxserve.core.errors import ConfigError, EngineClosedError, RequestError
 from jaxserve.core.events import EventLog, Record, monotonic_us
 from jaxserve.core.process.signals import interrupts_held
 from jaxserve.core.requests.commands import Abort, ResetPrefixCache, SetPriority
@@ -29,14 +23,11 @@ from jaxserve.core.requests.outputs import RequestMetrics, RequestOutput
 from jaxserve.core.requests.pooling import PoolingParams
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import SharedPrefix
-from jaxserve.core.steps.recall_counts import RecallCounts
-from jaxserve.core.steps.weight_reads import WeightReads
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.input_processor import InputProcessor, check_priority
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.replication import ReplicatedCore
 from jaxserve.engine.request import Request
-from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.engine.snapshot.snapshots import Snapshots
 from jaxserve.metrics.kv_metrics import kv_metrics
 from jaxserve.metrics.metric import Metric
@@ -111,8 +102,7 @@ class Engine:
         self.eos_token_ids = frozenset((*model.eos_token_ids, *tokenizer.eos_token_ids))
         self._runner = runner
         self._weights = LiveWeights(plan, runner)
-        self._weight_reads = runner.weight_reads
-        self._recall_counts = runner.recall_counts
+        self.weight_reads, self.recall_counts = runner.weight_reads, runner.recall_counts
         self.adapters = AdapterSlots(plan, runner, self._adapters_in_use)
         self._input = InputProcessor(
             plan.config,
@@ -126,8 +116,8 @@ class Engine:
         )
         parts = (self.scheduler, self._paging, runner, self._input, log, self.eos_token_ids)
         self._core = EngineCore(*parts) if hosts is None else ReplicatedCore(*parts, hosts=hosts)
-        self._snapshots = Snapshots(
-            plan, tokenizer, self._input, self._core, self._paging, self.adapters
+        self.snapshots = Snapshots(
+            plan, tokenizer, self._input, self._core, self._paging, self.adapters, self.check_open
         )
 
     @classmethod
@@ -188,7 +178,7 @@ class Engine:
         sleeping one.
         """
         self.check_open()
-        self._check_awake()
+        self._core.check_awake()
         if request_id in self._requests:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request.")
         if grammar is None:
@@ -200,8 +190,8 @@ class Engine:
             return self._core.apply(added, grammar)
 
     def prepare(self, params: SamplingParams | PoolingParams) -> Grammar | None:
-        """The compiled grammar of `params.structured_outputs`, if set, for `add`. Compiling takes
-        time; any thread can do it while the engine runs.
+        """The compiled grammar of `params.structured_outputs`, if set, for `add`. Any thread can
+        compile it while the engine runs.
 
         Raises RequestError for a grammar that is invalid, too large or too slow to compile, or
         when too many are queued.
@@ -258,7 +248,7 @@ class Engine:
         Raises EngineAsleepError on a sleeping engine.
         """
         if not self.has_work:
-            self._check_awake()
+            self._core.check_awake()
         return self._step()
 
     def _step(self, **options: bool) -> list[Request]:
@@ -348,135 +338,8 @@ class Engine:
     def get_metrics(self) -> dict[str, Metric]:
         """All metrics, by exported name."""
         of_kv = kv_metrics(self.kv, self.plan.config.max_model_len)
-        of_weights = weight_metrics(self.weight_reads)
-        of_kv |= recall_metrics(self.recall_counts)
-        return self.metrics.get_metrics(self.log.now()) | of_kv | of_weights
-
-    @property
-    def weight_reads(self) -> WeightReads | None:
-        """What streamed weights have read; None where all are on the device."""
-        return self._weight_reads
-
-    @property
-    def recall_counts(self) -> RecallCounts | None:
-        """What decodes have read of compressed KV; None without."""
-        return self._recall_counts
-
-    def snapshot(
-        self,
-        directory: str | Path,
-        with_kv: bool = True,
-        deadline_s: float | None = None,
-        ended: Iterable[Request] = (),
-    ) -> None:
-        """Write every unfinished request to a directory, for `restore` in another process. The
-        engine can continue. `ended`: finished requests to include, whose output no client has seen.
-
-        Requests are committed first. `with_kv` then adds their KV and that of the prefix cache on
-        the device, the most needed first, until `deadline_s` seconds from now. KV that is not
-        saved is recomputed.
-
-        Raises SnapshotError when the directory cannot be written or holds other files, and in a
-        multi-host job.
-        """
-        self.check_open()
-        self._snapshots.write(directory, with_kv, deadline_s, ended)
-
-    def check_snapshot(self, directory: str | Path) -> None:
-        """Raises SnapshotError early for a `directory` that `snapshot` would refuse."""
-        self._snapshots.check(directory)
-
-    def restore(self, directory: str | Path) -> list[Request]:
-        """Add the requests of a snapshot, in order of arrival; some may have finished.
-
-        They resume where they were, with any mesh shape and page size, and stream all their deltas
-        again. KV of another dtype, or of weights of another quantization, is recomputed.
-
-        Raises SnapshotError, before any state changes, when the snapshot is damaged, newer, of
-        another model, or has requests that do not fit this engine or whose ids are in use, and
-        OverloadedError when the slots of adapters are taken.
-        """
-        self.check_open()
-        self._check_awake()
-        return self._snapshots.restore(directory)
-
-    def export_request(self, request_id: str, with_kv: bool = True) -> Iterator[bytes]:
-        """An unfinished request as bytes, for `import_request` of another engine: its parameters,
-        its tokens and, `with_kv`, the KV of its sequences, in a form that knows neither mesh nor
-        page size. In parts of about 64 MB, made one by one; read the last before the engine's next
-        step.
-
-        The request stays here, and runs on. Once it is imported elsewhere, end it here by `abort`;
-        if the import fails, nothing has to be undone. Both engines generate the same tokens.
-
-        Raises RequestError when no unfinished request has this id, and SnapshotError in a
-        multi-host job, or for a part that is read too late.
-        """
-        self.check_open()
-        return self._snapshots.export_request(request_id, with_kv)
-
-    def import_request(self, parts: Iterable[bytes], request_id: str | None = None) -> Request:
-        """Add a request that another engine has exported, by default under its id there. It resumes
-        where it was, and streams all its deltas again.
-
-        Raises SnapshotError, with the request not added, when a part is damaged or missing, when
-        this engine has another model, vocabulary, dtype or quantization or is too small for the
-        request, or when its id is in use, and OverloadedError when the slots of adapters are taken.
-        """
-        self.check_open()
-        self._check_awake()
-        return self._snapshots.import_request(parts, request_id)
-
-    def resume_request(self, state: RequestSnapshot) -> Request:
-        """Add a request of another engine, with the tokens that it had generated, as
-        `import_request`. Both engines have the same model and settings. KV that was staged for its
-        id is not computed again; without, as for an engine that was lost, all of it is.
-
-        Raises SnapshotError when the request does not fit this engine, or its id is in use, and
-        OverloadedError when the slots of adapters are taken: it may be retried.
-        """
-        self.check_open()
-        self._check_awake()
-        return self._snapshots.resume_request(state)
-
-    def stage_request(self, parts: Iterable[bytes], request_id: str) -> None:
-        """Take the KV of a request that another engine has exported, while the request runs on
-        there: `resume_request` with the tokens that it has by then, under `request_id`, adds it
-        here. The KV stays until then, or until `unstage_request`.
-
-        Raises as `import_request`.
-        """
-        self.check_open()
-        self._check_awake()
-        self._snapshots.stage_request(parts, request_id)
-
-    def unstage_request(self, request_id: str) -> None:
-        """Give up the KV of a request that does not come, if it was staged."""
-        self._snapshots.unstage_request(request_id)
-
-    def export_prefix(
-        self, token_ids: SequenceOf[int], tenant: str | None = None, cache_salt: str | None = None
-    ) -> Iterator[bytes]:
-        """The KV that is cached of the first full pages of these tokens, on any tier, for
-        `import_prefix` of another engine; read all parts before the next step. Without adapters.
-        There may be none: of models with attention windows there never is.
-
-        Raises SnapshotError in a multi-host job, or for a part that is read too late.
-        """
-        self.check_open()
-        self._check_awake()
-        return self._snapshots.export_prefix(token_ids, tenant, cache_salt)
-
-    def import_prefix(self, parts: Iterable[bytes]) -> int:
-        """Cache a prefix that another engine has exported, as far as there is room, and return how
-        many of its tokens are cached now.
-
-        Raises SnapshotError for a part that is damaged or missing, and for KV of another model,
-        dtype or quantization. What was cached before the damaged part stays.
-        """
-        self.check_open()
-        self._check_awake()
-        return self._snapshots.import_prefix(parts)
+        of_kv |= recall_metrics(self.recall_counts) | weight_metrics(self.weight_reads)
+        return self.metrics.get_metrics(self.log.now()) | of_kv
 
     def refuse(self, reason: str) -> None:
         """Accept no more requests, while a step hangs in another thread."""
@@ -502,13 +365,8 @@ class Engine:
         tools: SequenceOf[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation rendered with the model's chat template, which gets
-        `chat_template_kwargs` as variables (such as `enable_thinking`).
-
-        The prompt ends with the start of the assistant's turn unless `add_generation_prompt` is
-        False, or inside the last message with `continue_final_message`. Raises RequestError for
-        messages that the template rejects.
-        """
+        """Token ids of a conversation rendered with the model's chat template; as
+        `LLM.chat_prompt`."""
         text = self.tokenizer.apply_chat_template(
             messages,
             add_generation_prompt,
@@ -535,10 +393,6 @@ class Engine:
                 f"{what} supports a single process only, and this job has {self._core.num_hosts}; "
                 "give all devices to one process."
             )
-
-    def _check_awake(self) -> None:
-        if self.is_sleeping:
-            raise EngineAsleepError("the engine sleeps; call wake_up first.")
 
     def check_open(self) -> None:
         """Raises EngineClosedError when it was closed, or a step or a change of its memory has

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
+from jaxserve.core.errors import EngineAsleepError
 from jaxserve.core.events import EventLog, VerifiedDrafts
 from jaxserve.core.requests.commands import (
     Abort,
@@ -147,6 +148,11 @@ class EngineCore:
         if self._touched or self.asleep:
             return bool(self._touched)
         return self.scheduler.has_work or bool(executor.in_flight) or executor.busy
+
+    def check_awake(self) -> None:
+        """Raises EngineAsleepError on a sleeping engine."""
+        if self.asleep:
+            raise EngineAsleepError("the engine sleeps; call wake_up first.")
 
     def apply(self, command: Command, grammar: Grammar | None = None) -> Request | None:
         """Applies a command. Returns its request, None if that has finished. `grammar`: the
@@ -364,8 +370,7 @@ class EngineCore:
         """Called after a step was dispatched."""
 
     def _measured(self, step: DispatchedStep, results: StepResults, us: int) -> None:
-        """Called after a step was read: its dispatch time `us` updates the step time model and the
-        prefill rate of swap decisions."""
+        """After a step was read: its time `us` updates step times and the rate of prefills."""
         self.scheduler.observe_step_time(step.together, us)
         key, most = step.key, self.scheduler.config.max_prefill_tokens
         large = 2 * key.prefill_tokens >= key.num_tokens and 4 * key.prefill_tokens >= most

@@ -113,7 +113,9 @@ def test_a_staged_request_computes_only_what_came_since(llama, alone, kv_llm_for
     source = kv_llm_for(**SWAPPING)
     target = kv_llm_for(page_size=2 * PAGE_SIZE, enable_prefix_caching=caching)
     stream = begun(source, prompt, params, 5)
-    target.engine.stage_request(source.engine.export_request(stream.request_id), "moved")
+    target.engine.snapshots.stage_request(
+        source.engine.snapshots.export_request(stream.request_id), "moved"
+    )
     held = [len(output.seq.output_token_ids) for output in stream.request.sequence_outputs]
     for _ in range(3):
         source.engine.step()
@@ -123,7 +125,7 @@ def test_a_staged_request_computes_only_what_came_since(llama, alone, kv_llm_for
     stream.close()
 
     def finished():
-        request = target.engine.resume_request(dataclasses.replace(state, added=added))
+        request = target.engine.snapshots.resume_request(dataclasses.replace(state, added=added))
         while not request.finished:
             target.engine.step()
         return target.engine.output(request)
@@ -141,11 +143,13 @@ def test_what_was_staged_and_does_not_come_is_unpinned(llama, engines):
     source, target = engines
     stream = begun(source, llama.prompts[-1], SEEDED, 5)
     for _ in range(2):  # The second takes the place of the first.
-        target.engine.stage_request(source.engine.export_request(stream.request_id), "moved")
+        target.engine.snapshots.stage_request(
+            source.engine.snapshots.export_request(stream.request_id), "moved"
+        )
     stream.close()
     assert any(node.pins for node in target.engine.kv.tree)
-    target.engine.unstage_request("moved")
-    target.engine.unstage_request("moved")
+    target.engine.snapshots.unstage_request("moved")
+    target.engine.snapshots.unstage_request("moved")
     assert not any(node.pins for node in target.engine.kv.tree)
     assert_idle(target.engine)
 
@@ -285,8 +289,8 @@ def test_another_engine_is_refused_by_name(llama, engines, facts):
         target.import_request(changed(parts, **facts))
     assert_idle(target.engine)
     with pytest.raises(SnapshotError, match="has the id"):
-        source.engine.import_request(parts)
-    source.engine.abort(source.engine.import_request(parts, "another").request_id)
+        source.engine.snapshots.import_request(parts)
+    source.engine.abort(source.engine.snapshots.import_request(parts, "another").request_id)
     with pytest.raises(SnapshotError, match="without an end"):
         target.import_request([])
 

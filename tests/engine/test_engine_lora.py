@@ -182,7 +182,7 @@ def test_restored_requests_need_the_adapters_of_the_unfinished(llm, llama, adapt
         llm.engine.step()
     a, *others = requests(adapters, "abcd")
     stream = llm.stream(llama.prompts[9], GREEDY, lora_request=a)
-    llm.engine.snapshot(tmp_path / "snapshot", ended=[ended])
+    llm.engine.snapshots.write(tmp_path / "snapshot", ended=[ended])
     stream.close()
     path.rename(tmp_path / "elsewhere")
     for name in llm.list_loras():

@@ -158,8 +158,8 @@ def test_restored_requests_and_new_ones_have_ids_of_their_own(llama, source, tar
 def test_whose_turn_it_is_does_not_change(llama, source, target, tmp_path):
     """All wait behind one who has every slot; the last is the most urgent."""
     crowd = [source.engine.add(f"r{i}", llama.prompts[4], GREEDY, priority=-i) for i in range(6)]
-    source.engine.snapshot(tmp_path)
-    requests = target.engine.restore(tmp_path)
+    source.engine.snapshots.write(tmp_path)
+    requests = target.engine.snapshots.restore(tmp_path)
     order = [seq.request_id for seq in target.engine.scheduler.waiting]
     assert order == [request.request_id for request in reversed(crowd)]
     for request in requests:

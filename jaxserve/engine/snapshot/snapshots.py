@@ -11,25 +11,26 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jaxserve.core.errors import AdapterError, OverloadedError, RequestError, SnapshotError
+from jaxserve.core.errors import RequestError, SnapshotError
 from jaxserve.core.process.signals import interrupts_held
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence, SharedPrefix
-from jaxserve.core.version import __version__
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.input_processor import InputProcessor
 from jaxserve.engine.request import Request
+from jaxserve.engine.snapshot.facts import SnapshotFacts
 from jaxserve.engine.snapshot.files import SnapshotReader, SnapshotWriter, check_writable
 from jaxserve.engine.snapshot.kv import Prefix, SavedKV, kv_entries, prefixes_of
 from jaxserve.engine.snapshot.parts import PartReader, parts
 from jaxserve.engine.snapshot.requests import RequestSnapshot
+from jaxserve.engine.snapshot.restorer import Contents, Restorer, Tables, cached_table
 from jaxserve.kv.offload.tiers import PageCorruptError
 from jaxserve.kv.page_table import PageTable
 from jaxserve.text import Tokenizer
@@ -40,38 +41,23 @@ if TYPE_CHECKING:
     from jaxserve.runtime.planning.engine_plan import EnginePlan
 
 
-_KV_FACTS = {"dtype": None, "kv_cache_dtype": "auto", "quantization": None, "rope_context": None}
-"""Facts that must match for KV to be reused, with their values in older snapshots that lack them;
-rope_context is max_model_len if RoPE depends on it."""
-
-
 def exported_params(parts: Iterable[bytes]) -> SamplingParams:
     """The sampling parameters of an exported request. Raises SnapshotError for anything else."""
     return _states_of(PartReader(parts))[0].added.params
-
-
-_Tables = dict[tuple[str, int], PageTable]
-"""Page tables by request id and index of a sequence, with the KV pinned that was written for it."""
 
 
 class _Staged(NamedTuple):
     """KV that waits for its request. Without a prefix cache, that shares it by its salt alone."""
 
     salt: bytes
-    tables: _Tables
-
-
-class _Contents(NamedTuple):
-    """What a snapshot has for this engine: requests, some finished, and KV, if it is usable."""
-
-    requests: list[Request]
-    kv: SavedKV | None
+    tables: Tables
 
 
 class Snapshots:
     """Writes the requests of one engine, and adds requests of others to it, between its steps.
 
-    Every method raises SnapshotError in a multi-host job, and once weights have been replaced.
+    Every method raises SnapshotError in a multi-host job and once weights have been replaced,
+    EngineClosedError on a closed engine, and EngineAsleepError where a sleeping one cannot do it.
     """
 
     def __init__(
@@ -82,15 +68,18 @@ class Snapshots:
         core: EngineCore,
         paging: Paging,
         adapters: AdapterSlots,
+        check_open: Callable[[], None],
     ) -> None:
+        """`check_open` raises EngineClosedError when the engine is closed."""
+        self._check_open = check_open
         self._config = plan.config
         self._model = plan.checkpoint
-        self._tokenizer = tokenizer
+        self._facts = SnapshotFacts(plan, tokenizer)
         self._input = input_processor
         self._core = core
         self._scheduler = core.scheduler
         self._paging = paging
-        self._adapters = adapters
+        self._restorer = Restorer(plan, tokenizer, input_processor, core, paging, adapters)
         self._staged: dict[str, _Staged] = {}
 
     def check(self, directory: str | Path | None = None) -> None:
@@ -108,83 +97,136 @@ class Snapshots:
         if directory is not None:
             check_writable(directory)
 
+    def _check_ready(self) -> None:
+        self._check_open()
+        self._core.check_awake()
+        self.check()
+
     def write(
         self,
         directory: str | Path,
-        with_kv: bool,
-        deadline_s: float | None,
+        with_kv: bool = True,
+        deadline_s: float | None = None,
         ended: Iterable[Request] = (),
     ) -> None:
-        """As `Engine.snapshot`."""
+        """Write every unfinished request to a directory, for `restore` in another process. The
+        engine can continue. `ended`: finished requests to include, whose output no client has seen.
+
+        Requests are committed first. `with_kv` then adds their KV and that of the prefix cache on
+        the device, the most needed first, until `deadline_s` seconds from now. KV that is not
+        saved is recomputed.
+
+        Raises SnapshotError when the directory cannot be written or holds other files, and in a
+        multi-host job.
+        """
+        self._check_open()
         self.check()
         requests = {request.request_id: request for request in ended} | self._core.requests
         with interrupts_held():
             self._write(directory, requests.values(), with_kv, deadline_s)
 
     def restore(self, directory: str | Path) -> list[Request]:
-        """As `Engine.restore`."""
-        self.check()
-        reader = SnapshotReader(directory)
-        self._check_model(reader.facts)
-        ours = self._facts
-        requests = self._built(_states_of(reader))
-        usable = all(
-            reader.facts.get(name, before) == ours[name] for name, before in _KV_FACTS.items()
-        )
-        kv = SavedKV(reader) if usable and reader.has("kv") else None
-        return self._add(_Contents(requests, kv))
+        """Add the requests of a snapshot, in order of arrival; some may have finished.
 
-    def export_request(self, request_id: str, with_kv: bool) -> Iterator[bytes]:
-        """As `Engine.export_request`."""
+        They resume where they were, with any mesh shape and page size, and stream all their deltas
+        again. KV of another dtype, or of weights of another quantization, is recomputed.
+
+        Raises SnapshotError, before any state changes, when the snapshot is damaged, newer, of
+        another model, or has requests that do not fit this engine or whose ids are in use, and
+        OverloadedError when the slots of adapters are taken.
+        """
+        self._check_ready()
+        reader = SnapshotReader(directory)
+        self._facts.check_model(reader.facts)
+        requests = self._restorer.built(_states_of(reader))
+        usable = self._facts.can_use_kv(reader.facts)
+        kv = SavedKV(reader) if usable and reader.has("kv") else None
+        return self._restorer.add(Contents(requests, kv))
+
+    def export_request(self, request_id: str, with_kv: bool = True) -> Iterator[bytes]:
+        """An unfinished request as bytes, for `import_request` of another engine: its parameters,
+        its tokens and, `with_kv`, the KV of its sequences, in a form that knows neither mesh nor
+        page size. In parts of about 64 MB, made one by one; read the last before the engine's next
+        step.
+
+        The request stays here, and runs on. Once it is imported elsewhere, end it here by `abort`;
+        if the import fails, nothing has to be undone. Both engines generate the same tokens.
+
+        Raises RequestError when no unfinished request has this id, and SnapshotError in a
+        multi-host job, or for a part that is read too late.
+        """
+        self._check_open()
         self.check()
         request = self._core.requests.get(request_id)
         if request is None:
             raise RequestError(f"request_id {request_id!r} is not an unfinished request.")
         return self._while_unchanged(self._parts_of(request, with_kv), self._core.num_changes)
 
-    def import_request(self, parts: Iterable[bytes], request_id: str | None) -> Request:
-        """As `Engine.import_request`."""
-        self.check()
+    def import_request(self, parts: Iterable[bytes], request_id: str | None = None) -> Request:
+        """Add a request that another engine has exported, by default under its id there. It resumes
+        where it was, and streams all its deltas again.
+
+        Raises SnapshotError, with the request not added, when a part is damaged or missing, when
+        this engine has another model, vocabulary, dtype or quantization or is too small for the
+        request, or when its id is in use, and OverloadedError when the slots of adapters are taken.
+        """
+        self._check_ready()
         reader = PartReader(parts)
-        (request,) = self._add(self._exported(reader, request_id), finish=reader.finish)
+        (request,) = self._restorer.add(self._exported(reader, request_id), finish=reader.finish)
         return request
 
     def resume_request(self, state: RequestSnapshot) -> Request:
-        """As `Engine.resume_request`."""
-        self.check()
-        contents = _Contents(self._built([state]), None)
+        """Add a request of another engine, with the tokens that it had generated, as
+        `import_request`. Both engines have the same model and settings. KV that was staged for its
+        id is not computed again; without, as for an engine that was lost, all of it is.
+
+        Raises SnapshotError when the request does not fit this engine, or its id is in use, and
+        OverloadedError when the slots of adapters are taken: it may be retried.
+        """
+        self._check_ready()
+        contents = Contents(self._restorer.built([state]), None)
         staged = self._staged.pop(state.added.request_id, None)
         if staged is None:
-            (request,) = self._add(contents)
+            (request,) = self._restorer.add(contents)
             return request
         for output in contents.requests[0].sequence_outputs:
             output.seq.salt = staged.salt
-        (request,) = self._add(contents, staged.tables)
+        (request,) = self._restorer.add(contents, staged.tables)
         return request
 
     def stage_request(self, parts: Iterable[bytes], request_id: str) -> None:
-        """As `Engine.stage_request`."""
-        self.check()
+        """Take the KV of a request that another engine has exported, while the request runs on
+        there: `resume_request` with the tokens that it has by then, under `request_id`, adds it
+        here. The KV stays until then, or until `unstage_request`.
+
+        Raises as `import_request`.
+        """
+        self._check_ready()
         reader = PartReader(parts)
         contents = self._exported(reader, request_id)
         self.unstage_request(request_id)
         self._core.num_changes += 1
         with interrupts_held():
-            tables = self._placed(contents, reader.finish)
+            tables = self._restorer.place(contents, reader.finish)
         salt = contents.requests[0].sequence_outputs[0].seq.salt
         self._staged[request_id] = _Staged(salt, tables)
 
     def unstage_request(self, request_id: str) -> None:
-        """As `Engine.unstage_request`."""
+        """Give up the KV of a request that does not come, if it was staged."""
         staged = self._staged.pop(request_id, None)
         for table in () if staged is None else staged.tables.values():
             self._scheduler.kv.unpin_table(table)
 
     def export_prefix(
-        self, token_ids: SequenceOf[int], tenant: str | None, cache_salt: str | None
+        self, token_ids: SequenceOf[int], tenant: str | None = None, cache_salt: str | None = None
     ) -> Iterator[bytes]:
-        """As `Engine.export_prefix`."""
-        self.check()
+        """The KV that is cached of the first full pages of these tokens, on any tier, for
+        `import_prefix` of another engine; read all parts before the next step. Without adapters.
+        There may be none: of models with attention windows there never is.
+
+        Raises SnapshotError in a multi-host job, or for a part that is read too late.
+        """
+        self._check_ready()
         kv, salt = self._scheduler.kv, self._input.salt(tenant, cache_salt)
         prefixes = []
         if self._config.enable_prefix_caching and not kv.windowed:
@@ -196,21 +238,26 @@ class Snapshots:
                 known = list(token_ids[:num_tokens])
                 prefixes.append(Prefix(num_tokens, places, salt=salt.decode(), token_ids=known))
         entries = kv_entries(prefixes, self._paging.images(self._model.config))
-        return self._while_unchanged(parts(self._facts, entries), self._core.num_changes)
+        return self._while_unchanged(parts(self._facts.ours, entries), self._core.num_changes)
 
     def import_prefix(self, parts: Iterable[bytes]) -> int:
-        """As `Engine.import_prefix`."""
-        self.check()
+        """Cache a prefix that another engine has exported, as far as there is room, and return how
+        many of its tokens are cached now.
+
+        Raises SnapshotError for a part that is damaged or missing, and for KV of another model,
+        dtype or quantization. What was cached before the damaged part stays.
+        """
+        self._check_ready()
         reader = PartReader(parts)
-        self._check_model(reader.facts)
-        self._check_kv(reader.facts)
+        self._facts.check_model(reader.facts)
+        self._facts.check_kv(reader.facts)
         saved = SavedKV(reader)
         self._core.num_changes += 1
         with interrupts_held():
-            self._placed(_Contents([], saved), reader.finish)
+            self._restorer.place(Contents([], saved), reader.finish)
         num_tokens = 0
         for prefix in saved.prefixes:
-            table = _cached_table(prefix)
+            table = cached_table(prefix)
             num_tokens += self._scheduler.kv.known(table, prefix["num_tokens"])[1]
         return num_tokens
 
@@ -226,7 +273,7 @@ class Snapshots:
         give_up_s = math.inf if deadline_s is None else time.monotonic() + deadline_s
         writer = SnapshotWriter(directory)
         writer.add("requests", _states(requests, self._core.log.now()))
-        writer.commit(self._facts)
+        writer.commit(self._facts.ours)
         if with_kv:
             self._paging.settle()
             scheduler = self._scheduler
@@ -237,7 +284,7 @@ class Snapshots:
                     if isinstance(content, np.ndarray) and time.monotonic() > give_up_s:
                         break
                     writer.add(name, content)
-            writer.commit(self._facts)
+            writer.commit(self._facts.ours)
 
     def _parts_of(self, request: Request, with_kv: bool) -> Iterator[bytes]:
         """The parts of a snapshot of one unfinished request, with the KV of its sequences. They are
@@ -250,7 +297,7 @@ class Snapshots:
                 with contextlib.suppress(PageCorruptError, OSError):
                     yield from self._kv([output.seq for output in request.unfinished], cache=False)
 
-        return parts(self._facts, entries())
+        return parts(self._facts.ours, entries())
 
     def _while_unchanged(self, parts: Iterator[bytes], num_changes: int) -> Iterator[bytes]:
         """These parts, while no step writes to the pages that they are read from."""
@@ -265,185 +312,25 @@ class Snapshots:
                 return
             yield part
 
-    def _exported(self, reader: PartReader, request_id: str | None) -> _Contents:
+    def _exported(self, reader: PartReader, request_id: str | None) -> Contents:
         """An exported request, named `request_id` if that is not None. It must go on with the same
         tokens: raises SnapshotError also when this engine computes in another dtype or
         quantization, of weights or of KV."""
-        self._check_model(reader.facts)
-        self._check_kv(reader.facts)
+        self._facts.check_model(reader.facts)
+        self._facts.check_kv(reader.facts)
         (state,) = _states_of(reader)
         name = request_id or state.added.request_id
         added = dataclasses.replace(state.added, request_id=name)
-        requests = self._built([dataclasses.replace(state, added=added)])
+        requests = self._restorer.built([dataclasses.replace(state, added=added)])
         saved = SavedKV(reader) if reader.has("kv") else None
         for prefix in saved.prefixes if saved is not None else ():
             prefix["request_id"] = name
-        return _Contents(requests, saved)
-
-    def _add(
-        self,
-        contents: _Contents,
-        staged: _Tables | None = None,
-        finish: Callable[[], None] = lambda: None,
-    ) -> list[Request]:
-        """Adds these requests to the engine, in this order, once `finish` has not raised. Their KV
-        is that of `contents` or is `staged` already."""
-        for request in contents.requests:  # Of more adapters than slots, some are gone again.
-            if not request.finished:
-                self._adapters.check(request.sequence_outputs[0].seq.adapter)
-        self._core.num_changes += 1
-        with interrupts_held():
-            tables = self._placed(contents, finish) | (staged or {})
-            try:
-                for request in contents.requests:
-                    if not request.finished:
-                        self._core.accept(request)
-                        continue
-                    for output in request.sequence_outputs:
-                        output.use_weights(self._core.weights_version)
-            finally:
-                self._hand_over(tables, contents.requests)
-        return contents.requests
-
-    def _placed(self, contents: _Contents, finish: Callable[[], None]) -> _Tables:
-        """Writes KV to pages: that of unfinished sequences is pinned by their tables here, that of
-        the prefix cache is cached. Then calls `finish`.
-
-        Raises SnapshotError when KV is damaged; what came before it is cached.
-        """
-        kv = self._scheduler.kv
-        tables = {
-            (request.request_id, output.seq.index): PageTable(output.seq.token_ids, output.seq.salt)
-            for request in contents.requests
-            for output in request.unfinished
-        }
-
-        def table_of(prefix: dict[str, Any]) -> PageTable | None:
-            if prefix["request_id"] is not None:
-                return tables.get((prefix["request_id"], prefix["index"]))
-            if not self._config.enable_prefix_caching:
-                return None
-            return _cached_table(prefix)
-
-        try:
-            if contents.kv is not None:
-                pages = self._paging.images(self._model.config)
-                contents.kv.restore(kv, pages, table_of, self._paging.settle)
-            finish()
-        except BaseException:
-            for table in tables.values():
-                kv.unpin_table(table)
-            raise
-        return tables
-
-    def _hand_over(self, tables: _Tables, requests: Iterable[Request]) -> None:
-        """What these tables pin stays pinned until their sequences run; that of a sequence which
-        was not added is unpinned."""
-        scheduler = self._scheduler
-        seq_ids = {
-            (request.request_id, output.seq.index): output.seq.seq_id
-            for request in requests
-            for output in request.unfinished
-        }
-        for key, table in tables.items():
-            added = scheduler.tables.get(seq_ids[key]) if key in seq_ids else None
-            if added is None:
-                scheduler.kv.unpin_table(table)
-            else:
-                added.pinned = table.pinned
+        return Contents(requests, saved)
 
     def _kv(self, sequences: Iterable[Sequence], cache: bool) -> Iterator[tuple[str, Any]]:
         scheduler = self._scheduler
         prefixes = prefixes_of(scheduler.kv, sequences, scheduler.tables, cache=cache)
         return kv_entries(prefixes, self._paging.images(self._model.config))
-
-    def _check_kv(self, theirs: Mapping[str, Any]) -> None:
-        """Raises SnapshotError for KV that this engine would not have computed."""
-        ours = self._facts
-        for name, before in _KV_FACTS.items():
-            if (their := theirs.get(name, before)) != ours[name]:
-                raise SnapshotError(
-                    f"{name} is {their!r} in the engine that exported the request and "
-                    f"{ours[name]!r} in this one, which would go on with other tokens; import it "
-                    f"into an engine with the same {name}."
-                )
-
-    def _check_model(self, theirs: Mapping[str, Any]) -> None:
-        """Raises SnapshotError for the facts of another model."""
-        ours = self._facts
-        for name in ("fingerprint", "vocabulary"):
-            # Snapshots of version 0.1 do not name the vocabulary.
-            if theirs.get(name, ours[name] if name == "vocabulary" else None) != ours[name]:
-                raise SnapshotError(
-                    f"the snapshot is of model {theirs.get('model')!r} with {name} "
-                    f"{theirs.get(name)}, but this engine runs {ours['model']!r} with "
-                    f"{ours[name]}; load the model that the snapshot was written with."
-                )
-
-    def _built(self, states: list[RequestSnapshot]) -> list[Request]:
-        """The requests of these states, with their progress. Does not change the engine. Raises
-        SnapshotError when one does not fit it, or has the id of an unfinished request, and
-        OverloadedError when the slots of adapters are taken."""
-        ids = {state.added.request_id for state in states}.intersection(self._core.requests)
-        if ids:
-            raise SnapshotError(
-                f"request {min(ids)!r} of the snapshot has the id of an unfinished request of "
-                "this engine; restore before adding requests, or import under another id."
-            )
-        now_us = self._core.log.now()
-        prefixes: dict[int, SharedPrefix] = {}
-        return [self._build(state, prefixes, now_us) for state in states]
-
-    def _build(
-        self, state: RequestSnapshot, prefixes: dict[int, SharedPrefix], now_us: int
-    ) -> Request:
-        prefix = None
-        if state.prefix is not None:
-            number, num_tokens = state.prefix
-            prefix = prefixes.setdefault(number, SharedPrefix(num_tokens))
-        added = dataclasses.replace(state.added, shared_prefix=prefix)
-        if all(output.finish_reason is not None for output in state.sequence_outputs):
-            added = dataclasses.replace(added, lora_request=None)  # It needs its adapter no more.
-        try:
-            request = self._input.rebuild(added)
-        except OverloadedError:  # The adapter's slots are taken: it fits later.
-            raise
-        except (RequestError, AdapterError) as error:
-            raise SnapshotError(
-                f"request {added.request_id!r} of the snapshot is refused by this engine: {error}"
-            ) from error
-        request.lora_request = state.added.lora_request
-        adapter = request.sequence_outputs[0].seq.adapter
-        if adapter is not None and state.adapter_digest not in (None, adapter.digest):
-            raise SnapshotError(
-                f"request {added.request_id!r} of the snapshot had another adapter than "
-                f"{adapter.request.path!r} is now; give it the same files."
-            )
-        context = self._config.max_model_len
-        state.apply(request, self._tokenizer, now_us, context, self._scheduler.kv)
-        return request
-
-    @property
-    def _facts(self) -> dict[str, Any]:
-        model = self._model.config
-        ropes = (model.rope, model.window_rope or model.rope)
-        stretched = any(rope.kind != "default" for rope in ropes)
-        return {
-            "jaxserve": __version__,
-            "model": self._model.config.name or self._model.config.architecture,
-            "fingerprint": self._model.fingerprint,
-            "dtype": self._config.dtype,
-            "kv_cache_dtype": self._config.kv_cache_dtype,
-            "quantization": self._config.quantization,
-            "vocabulary": self._tokenizer.fingerprint,
-            "rope_context": self._config.max_model_len if stretched else None,
-        }
-
-
-def _cached_table(prefix: dict[str, Any]) -> PageTable:
-    """A page table for a prefix of the cache."""
-    token_ids = prefix["token_ids"]
-    return PageTable(lambda start, stop: token_ids[start:stop], prefix["salt"].encode())
 
 
 def _states_of(reader: SnapshotReader | PartReader) -> list[RequestSnapshot]:
