@@ -36,6 +36,7 @@ def _word_metadata(pre: str) -> dict[str, Any]:
         ("gpt-2", ["HelloWorld", " 12345"]),
         ("smollm", ["HelloWorld", " ", "1", "2", "3", "4", "5"]),
         ("llama-bpe", ["HelloWorld", " ", "123", "45"]),
+        ("dbrx", ["HelloWorld", " ", "123", "45"]),
         ("qwen2", ["HelloWorld", " ", "1", "2", "3", "4", "5"]),
         ("tekken", ["Hello", "World", " ", "1", "2", "3", "4", "5"]),
         ("gpt-4o", ["Hello", "World", " ", "123", "45"]),
@@ -52,6 +53,7 @@ def test_pre_tokenizers_split_words_as_their_models_do(pre: str, expected: list[
     [
         ("gpt-2", "we'll WE'LL\n\n x", ["we", "'ll", " WE", "'", "LL", "\n\n", " x"]),
         ("llama-bpe", "we'll WE'LL\n\n x", ["we", "'ll", " WE", "'LL", "\n\n", " x"]),
+        ("dbrx", "we'll WE'LL\n\n x", ["we", "'ll", " WE", "'LL", "\n\n", " x"]),
         ("qwen2", "(a) //\n", ["(a", ")", " //\n"]),
         ("tekken", "a//\n/b", ["a", "//\n/", "b"]),
         ("llama-bpe", "a//\n/b", ["a", "//\n", "/b"]),
@@ -65,7 +67,8 @@ def test_word_boundaries(pre: str, text: str, pieces: list[str]) -> None:
 
 
 def test_whole_words_skip_merging_where_the_model_says_so() -> None:
-    for pre, count in {"llama-bpe": 1, "tekken": 1, "gpt-4o": 1, "qwen2": 3, "smollm": 3}.items():
+    merged = {"dbrx": 3, "qwen2": 3, "smollm": 3}
+    for pre, count in {"llama-bpe": 1, "tekken": 1, "gpt-4o": 1, **merged}.items():
         assert len(Tokenizer.from_gguf(_word_metadata(pre)).encode("xyz", False)) == count
 
 
@@ -80,7 +83,8 @@ def test_begin_and_end_tokens_are_added_as_the_file_says() -> None:
     metadata = _word_metadata("llama-bpe")
     bos = metadata["tokenizer.ggml.bos_token_id"]
     assert Tokenizer.from_gguf(metadata).encode("xyz")[0] == bos
-    assert Tokenizer.from_gguf(metadata | {"tokenizer.ggml.pre": "qwen2"}).encode("xyz")[0] != bos
+    for pre in ("dbrx", "qwen2"):
+        assert Tokenizer.from_gguf(metadata | {"tokenizer.ggml.pre": pre}).encode("xyz")[0] != bos
     flags = {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_eos_token": True}
     flags["tokenizer.ggml.eos_token_id"] = bos
     ids = Tokenizer.from_gguf(metadata | flags).encode("xyz")
