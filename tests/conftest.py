@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -70,6 +71,12 @@ def pytest_configure(config: pytest.Config) -> None:
         scratch.cleanup()
 
     config.add_cleanup(clean_up)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Modules and tests live until the end: the garbage collector would look at all of them again
+    and again while programs are traced."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
