@@ -12,8 +12,9 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any, Self, Unpack
 
-from jaxserve.core.config import EngineConfig, EngineSettings
+from jaxserve.core.config import EngineConfig
 from jaxserve.core.engine_info import EngineInfo
+from jaxserve.core.engine_settings import EngineSettings
 from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.core.requests.outputs import Delta, RequestOutput
 from jaxserve.core.requests.pooling import EmbeddingRequestOutput, PoolingParams

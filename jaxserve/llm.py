@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn, Self, Unpack
 
 from jaxserve.beam_batch import search
-from jaxserve.core.config import EngineConfig, EngineSettings
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.engine_settings import EngineSettings
 from jaxserve.core.errors import RequestError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.process.output_file import check_output_file

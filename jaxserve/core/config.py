@@ -7,38 +7,18 @@ import difflib
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jaxserve.core import combinations
+from jaxserve.core.dtypes import DTYPES, default_dtype, full_dtype
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.requests.lora import DEFAULT_MAX_LORA_RANK, DEFAULT_MAX_LORAS
 from jaxserve.core.speculative import SpeculativeConfig
 from jaxserve.core.vllm_settings import answer_to
-
-DTYPES = ("float32", "bfloat16", "float16")
-_DTYPE_NAMES: dict[str | None, str | None] = {
-    "auto": None,
-    "fp32": "float32",
-    "float": "float32",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "half": "float16",
-}
-
-
-def full_dtype(name: str | None) -> str | None:
-    """`name`, or the one of DTYPES that a short name such as bf16 stands for."""
-    return _DTYPE_NAMES.get(name, name)
-
-
-def default_dtype(platform: str) -> str:
-    """The fastest dtype on a JAX platform: CPUs without bfloat16 units convert at every use."""
-    return "float32" if platform == "cpu" else "bfloat16"
-
 
 Quantization = Literal["awq", "gptq", "compressed-tensors", "gguf", "mxfp4", "int8", "int4", "fp8"]
 SHADOW_DEFAULTS = {"shadow_rank": 160, "shadow_budget": 2048, "shadow_outliers": 48}
@@ -132,8 +112,8 @@ class EngineConfig:
         speculative_config: how to draft tokens that one step then verifies, with vLLM's keys:
             num_speculative_tokens (a number or "auto"), method ("ngram", "draft_model",
             "layer_skip", "medusa", "eagle", "eagle3", "mtp", "jacobi" or "lookahead") and the
-            method's own keys
-            (docs/speculation.md); a JSON object on the command line. None: one token at a time.
+            method's own keys (docs/speculation.md); a JSON object on the command line. None: one
+            token at a time.
         enable_lora: serve LoRA adapters beside the model (docs/lora.md).
         max_loras: adapters that are held on the devices at once, which every step multiplies with;
             4 by default with `enable_lora`.
@@ -322,11 +302,6 @@ class EngineConfig:
         return default if given is None else given
 
     @property
-    def _runs_by_layer(self) -> bool:
-        """Whether layers, or what they read, pass through a window."""
-        return self.weights_on != "device" or self.kv_on != "device"
-
-    @property
     def sizes(self) -> str:
         """The parallel sizes, for messages."""
         return (
@@ -385,6 +360,7 @@ class EngineConfig:
                 f"page_size is {page_size}, which is not divisible by context_parallel_size "
                 f"{shares}; set it to a multiple of {shares}."
             )
+        streamed = self.weights_on != "device" or self.kv_on != "device"
         shares_prefixes = self.shared_prefix_attention
         if shares_prefixes == "auto":
             pays = on_cpu and not combinations.conflict(self._combined(), "shared_prefix_attention")
@@ -404,8 +380,7 @@ class EngineConfig:
             max_loras=self.max_loras or (DEFAULT_MAX_LORAS if self.enable_lora else None),
             max_lora_rank=self.max_lora_rank
             or (DEFAULT_MAX_LORA_RANK if self.enable_lora else None),
-            program_scope=self.program_scope
-            or ("layer" if on_cpu or self._runs_by_layer else "step"),
+            program_scope=self.program_scope or ("layer" if on_cpu or streamed else "step"),
         )
 
 
@@ -423,53 +398,3 @@ def _choices() -> dict[str, tuple[object, ...]]:
         elif hint is bool:
             choices[name] = (True, False)
     return choices
-
-
-class EngineSettings(TypedDict, total=False):
-    """The fields of EngineConfig but for `model`, as keyword arguments that type checkers know."""
-
-    dtype: str | None
-    kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"]
-    quantization: Quantization | None
-    weights_on: Literal["device", "host", "disk"]
-    resident_weight_bytes: int | None
-    kv_on: Literal["device", "host"]
-    kv_compression: Literal["none", "shadow"]
-    shadow_rank: int | None
-    shadow_budget: int | None
-    shadow_outliers: int | None
-    max_model_len: int | None
-    max_num_seqs: int | None
-    max_num_batched_tokens: int | None
-    page_size: int | None
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-    context_parallel_size: int
-    sequence_parallel: bool
-    dual_batch_overlap: Literal["auto", "on", "off"]
-    enable_expert_parallel: bool
-    devices: list[int] | tuple[int, ...] | None
-    memory_utilization: float
-    kv_cache_memory_bytes: int | None
-    scheduler: Literal["static", "orca", "vllm", "sarathi", "splitfuse", "medha"]
-    target_step_us: int | None
-    priority_ageing_s: float | None
-    fair_share: bool
-    enable_prefix_caching: bool
-    host_kv_bytes: int | None
-    disk_kv_dir: str | Path | None
-    disk_kv_bytes: int
-    preemption: Literal["auto", "swap", "recompute"]
-    debug_kv: bool
-    batch_invariant: bool
-    shared_prefix_attention: Literal["auto", "enabled", "disabled"]
-    seed: int
-    load_format: Literal["auto", "dummy"]
-    attention_backend: Literal["auto", "xla", "pallas"]
-    speculative_config: SpeculativeConfig | Mapping[str, Any] | None
-    enable_lora: bool
-    max_loras: int | None
-    max_lora_rank: int | None
-    program_scope: Literal["step", "layer"] | None
-    compilation_cache: bool
-    logits_processors: Sequence[str | Callable[..., Any]]

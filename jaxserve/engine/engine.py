@@ -98,9 +98,8 @@ class Engine:
         self.scheduler = Scheduler(plan.scheduler, self.kv)
         self._closed: str | None = None
         _ENGINES.add(self)
-        model = plan.shapes.model
+        model, self._runner = plan.shapes.model, runner
         self.eos_token_ids = frozenset((*model.eos_token_ids, *tokenizer.eos_token_ids))
-        self._runner = runner
         self._weights = LiveWeights(plan, runner)
         self.weight_reads, self.recall_counts = runner.weight_reads, runner.recall_counts
         self.adapters = AdapterSlots(plan, runner, self._adapters_in_use)

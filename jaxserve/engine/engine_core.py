@@ -7,11 +7,8 @@ one step late, and the token sampled in the meantime is dropped.
 
 from __future__ import annotations
 
-import collections
 import itertools
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as SequenceOf
-from typing import Protocol
+from collections.abc import Iterable
 
 from jaxserve.core.errors import EngineAsleepError
 from jaxserve.core.events import EventLog, VerifiedDrafts
@@ -24,79 +21,15 @@ from jaxserve.core.requests.commands import (
 )
 from jaxserve.core.requests.sampling_params import sequence_seed
 from jaxserve.core.sequence import Sequence
-from jaxserve.core.steps.in_flight import NO_TOKEN, DispatchedStep, PackedStep, StepResults
+from jaxserve.core.steps.in_flight import NO_TOKEN, DispatchedStep, StepResults
 from jaxserve.core.steps.plan import StepPlan
+from jaxserve.engine.executor import Executor, Transfers
 from jaxserve.engine.input_processor import InputProcessor
 from jaxserve.engine.output_processor import Ended, OutputProcessor
 from jaxserve.engine.request import Request, SequenceOutput, Stop
-from jaxserve.kv.manager import KVManager
 from jaxserve.kv.offload.rates import causal_pairs
-from jaxserve.kv.page_table import PageTable
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.structured.grammar import Grammar
-from jaxserve.structured.matcher import TokenMatcher
-
-
-class Executor(Protocol):
-    """Runs step plans: on devices (`runtime.runner.Runner`), or on a virtual clock
-    (`simulator.executor.SimulatedExecutor`)."""
-
-    in_flight: collections.deque[DispatchedStep]
-    """Steps completed by a dispatch and not yet read, oldest first."""
-    num_dispatches: int
-
-    @property
-    def steps_ahead(self) -> int:
-        """Dispatches between the one that completes a step and the reading of that step: 1, or 0
-        where a dispatch ends no sooner than its step."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether the pipeline holds a step that needs more dispatches to complete."""
-
-    def register(
-        self,
-        seq: Sequence,
-        seed: int,
-        bad_word_ids: SequenceOf[SequenceOf[int]],
-        eos_token_ids: tuple[int, ...],
-        matcher: TokenMatcher | None,
-    ) -> None:
-        """Registers a sequence before its first step. Raises RequestError for bad `bad_words`."""
-
-    def forget(self, seq: Sequence) -> None: ...
-
-    def pack(self, plan: StepPlan, step_id: int) -> PackedStep:
-        """Builds a plan's inputs. Raises ProgramMissError when no compiled program fits it."""
-
-    def dispatch(self, packed: PackedStep, begun_us: int) -> None:
-        """Starts a step asynchronously."""
-
-    def advance(self, begun_us: int) -> None:
-        """Advances the pipeline by one stage with a bubble at its entry."""
-
-    def read(self, step: DispatchedStep) -> StepResults:
-        """Waits for a step's results."""
-
-
-class Transfers(Protocol):
-    """KV pages and their transfers between tiers (`kv.page_transfers.PageTransfers`)."""
-
-    manager: KVManager
-
-    def poll(self) -> None:
-        """Processes completed transfers. Called before a step is scheduled."""
-
-    def carry_out(self) -> None:
-        """Dispatches the page operations of the step just scheduled."""
-
-    def check(self, tables: Mapping[int, PageTable]) -> None:
-        """In debug mode, checks the manager's invariants."""
-
-    def wait(self) -> None:
-        """Waits briefly for a transfer when the engine is otherwise idle."""
-
-    def close(self) -> None: ...
 
 
 class EngineCore:

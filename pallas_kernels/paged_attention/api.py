@@ -15,10 +15,15 @@ from jax import lax
 
 from pallas_kernels import backends
 from pallas_kernels.merge import empty_partial, merge_sinks, merge_two
-from pallas_kernels.paged_attention import check_case, masks, write_check_case, xla, xla_prefix
+from pallas_kernels.paged_attention import (
+    check_case,
+    checks,
+    masks,
+    write_check_case,
+    xla,
+    xla_prefix,
+)
 from pallas_kernels.paged_attention.layout import (
-    PAGE_DTYPES,
-    QUANTIZED,
     DecodeGroups,
     LatentPages,
     Pages,
@@ -97,14 +102,14 @@ def paged_attention(
     ValueError for inconsistent shapes or dtypes, and where `backend` is "pallas" for what the
     device's kernel does not support.
     """
-    _check(q, pages, batch, num_decodes, scale)
+    checks.check(q, pages, batch, num_decodes, scale)
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; a token sees at least itself, so 1 or more.")
     if soft_cap is not None and soft_cap <= 0:
         raise ValueError(f"soft_cap is {soft_cap}; it must be positive, or None for no cap.")
     tokens, heads, _ = q.shape
     kv_heads = pages.k.shape[1]
-    _check_factors(pages, k_scale, v_scale)
+    checks.check_factors(pages, k_scale, v_scale)
     for name, array, shape in (
         ("sinks", sinks, (heads,)),
         ("k_scale", k_scale, (kv_heads,)),
@@ -206,7 +211,7 @@ def attend(
     `batch.starts` and `batch.lengths` only for rows that are not decodes. Elements of pages without
     scales are used as they are. Visible ranges are limited to the capacity of a row's page table.
     """
-    _check(q, pages, batch, num_decodes, scale)
+    checks.check(q, pages, batch, num_decodes, scale)
     rows, max_pages = batch.tables.shape
     # If all rows are decodes, the tokens after them belong to no row.
     served = num_decodes if rows == num_decodes else len(q)
@@ -296,7 +301,7 @@ def write_kv(
     Raises ValueError for inconsistent shapes, and where `backend` is "pallas" for what the device's
     kernel does not support.
     """
-    _check_pages(pages)
+    checks.check_pages(pages)
     _, kv_heads, dim, page_size = pages.k.shape
     new = [("k", k)] if isinstance(pages, LatentPages) else [("k", k), ("v", v)]
     for name, array, shape in (
@@ -305,7 +310,7 @@ def write_kv(
     ):
         if array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}; it must be {shape}.")
-    _check_factors(pages, k_scale, v_scale)
+    checks.check_factors(pages, k_scale, v_scale)
     page_ids = jnp.where((offsets >= 0) & (offsets < page_size), page_ids, -1)
     if isinstance(pages, LatentPages):
         return _WRITE_LATENTS.run(backend, pages, k.astype(pages.k.dtype), None, page_ids, offsets)
@@ -334,7 +339,7 @@ def move_kv(
     pool or the page, negative ids included, moves nothing; a source must be inside. backend: see
     `backends.Backend`.
     """
-    _check_pages(pages)
+    checks.check_pages(pages)
     from_pages, from_offsets = sources
     page_ids, offsets = targets
     page_ids = jnp.where((offsets >= 0) & (offsets < pages.k.shape[3]), page_ids, -1)
@@ -349,69 +354,3 @@ def move_kv(
         scales = xla.write_scales(scales, moved, page_ids, offsets)
     written = _WRITE.run(backend, pages.elements, k, v, page_ids, offsets)
     return written._replace(scales=scales)
-
-
-def _check(q, pages, batch, num_decodes, scale):
-    _check_pages(pages)
-    tokens, heads, dim = q.shape
-    _, kv_heads, k_dim, _ = pages.k.shape
-    if not jnp.issubdtype(q.dtype, jnp.floating):
-        raise ValueError(f"Queries are {q.dtype}; they must be of a floating dtype.")
-    if dim != k_dim:
-        raise ValueError(f"Queries have head_dim {dim} and keys {k_dim}.")
-    if heads % kv_heads:
-        raise ValueError(f"{heads} query heads cannot be shared evenly among {kv_heads} KV heads.")
-    if scale <= 0:
-        raise ValueError(f"scale is {scale}; it must be positive.")
-    rows = len(batch.tables)
-    for name, array in batch._asdict().items():
-        if len(array) != rows or not jnp.issubdtype(array.dtype, jnp.integer):
-            raise ValueError(
-                f"{name} is {array.dtype} {array.shape}; it must be of integers, with {rows} rows "
-                "like tables."
-            )
-    if not 0 <= num_decodes <= min(tokens, rows):
-        raise ValueError(
-            f"num_decodes is {num_decodes}; there are {tokens} tokens and {rows} rows."
-        )
-
-
-def _check_pages(pages):
-    num_pages, kv_heads, dim, page_size = pages.k.shape
-    if isinstance(pages, LatentPages):
-        if pages.k.dtype.name in QUANTIZED or pages.k.dtype.name not in PAGE_DTYPES:
-            raise ValueError(f"Latents are {pages.k.dtype}; they must be of a floating dtype.")
-        if not 0 < pages.value_dim <= dim:
-            raise ValueError(f"value_dim is {pages.value_dim}; latents have {dim} features.")
-        return
-    if pages.v.shape != (num_pages, kv_heads, page_size, dim):
-        raise ValueError(
-            f"Pages of keys are {pages.k.shape}, so those of values must be "
-            f"{(num_pages, kv_heads, page_size, dim)}, and not {pages.v.shape}."
-        )
-    if pages.k.dtype != pages.v.dtype or pages.k.dtype.name not in PAGE_DTYPES:
-        raise ValueError(
-            f"Keys are {pages.k.dtype} and values {pages.v.dtype}; both must be of one of "
-            f"{', '.join(PAGE_DTYPES)}."
-        )
-    if pages.scales is None:
-        return
-    if pages.k.dtype.name not in QUANTIZED:
-        raise ValueError(
-            f"Pages of {pages.k.dtype} have scales; only {' and '.join(QUANTIZED)} have any."
-        )
-    expected = num_pages, kv_heads, 2, page_size
-    if pages.scales.shape != expected or pages.scales.dtype != jnp.float32:
-        raise ValueError(
-            f"scales are {pages.scales.dtype} {pages.scales.shape}; with these pages they must be "
-            f"float32 {expected}."
-        )
-
-
-def _check_factors(pages, k_scale, v_scale):
-    if k_scale is v_scale is None:
-        return
-    if isinstance(pages, LatentPages):
-        raise ValueError("Latents have no scales, so k_scale and v_scale must be None.")
-    if pages.scales is not None:
-        raise ValueError("Pages have scales of their own, so k_scale and v_scale must be None.")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from jaxserve import LLM, AsyncEngine
-from jaxserve.core.config import EngineConfig, EngineSettings
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.engine_settings import EngineSettings
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ModelConfig, RopeConfig
 from jaxserve.core.speculative import SpeculativeConfig

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 from tiny_checkpoints import CONFIG, fused_experts, random_tensors, write_hf
 
-from jaxserve.core.config import default_dtype
+from jaxserve.core.dtypes import default_dtype
 from jaxserve.core.errors import ConfigError, ModelError, UnsupportedModelError, WeightsError
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.params import load_params

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 from tyro.conf import arg
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from jaxserve.core.config import DTYPES
+from jaxserve.core.dtypes import DTYPES
 from jaxserve.core.speculative import SpeculativeConfig
 
 Value = TypeVar("Value")

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from jaxserve.core.config import default_dtype, full_dtype
+from jaxserve.core.dtypes import default_dtype, full_dtype
 from jaxserve.core.errors import ModelError
 from jaxserve.models.family import Params
 from jaxserve.models.loading.checkpoint import open_checkpoint

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jaxserve.core.config import DTYPES
+from jaxserve.core.dtypes import DTYPES
 from jaxserve.core.errors import ConfigError
 from jaxserve.models.family import AnySpec, Params
 from jaxserve.models.loading.assemble import TensorSource, assemble, by_slice

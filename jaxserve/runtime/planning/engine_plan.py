@@ -9,14 +9,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.engine_info import EngineInfo
-from jaxserve.core.errors import ConfigError, MemoryPlanError, ModelError
+from jaxserve.core.errors import ConfigError, MemoryPlanError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.kv.offload.tiers import DiskStore
-from jaxserve.models import mtp
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
-from jaxserve.models.loading.drafters import mtp as mtp_layer
-from jaxserve.models.loading.drafters.eagle import EagleCheckpoint
-from jaxserve.models.loading.drafters.eagle3 import Eagle3Checkpoint
 from jaxserve.models.loading.drafters.medusa import MedusaCheckpoint
 from jaxserve.models.registry import is_registered
 from jaxserve.runtime.cpu_threads import make_room_for_collectives
@@ -28,6 +24,7 @@ from jaxserve.runtime.devices import (
 )
 from jaxserve.runtime.hosts import Hosts
 from jaxserve.runtime.planning.alternatives import Changes, gib, refusal
+from jaxserve.runtime.planning.drafters import drafting, open_drafter
 from jaxserve.runtime.planning.memory import MemoryPlan, plan_memory, reserve_memory
 from jaxserve.runtime.planning.shadow import CHUNK
 from jaxserve.runtime.planning.step_work import prefix_cost
@@ -35,10 +32,7 @@ from jaxserve.runtime.programs.executable_cache import ExecutableCache
 from jaxserve.runtime.programs.executables import Programs
 from jaxserve.runtime.programs.kinds import check_attention
 from jaxserve.runtime.programs.shapes.params import partitioned, partitioned_adapters
-from jaxserve.runtime.programs.shapes.program import DraftModel, ProgramShapes
-from jaxserve.runtime.proposers.draft_model import check_draft_model
-from jaxserve.runtime.proposers.eagle import check_draft_layer
-from jaxserve.runtime.proposers.medusa import check_heads
+from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.weights.loading import layer_file
 from jaxserve.runtime.weights.stores import check_room
 from jaxserve.scheduler.admission import AdmissionRule
@@ -171,39 +165,8 @@ def decide(config: EngineConfig) -> EnginePlan:
                 f"give all devices to one process, or leave {name} out."
             )
         config = _without_lower_tiers(config)
-    draft = _open_drafter(config, checkpoint, config.load_format)
+    draft = open_drafter(config, checkpoint, config.load_format)
     return decide_on(device, engine_mesh(config, devices), config, checkpoint, draft)
-
-
-def _open_drafter(
-    config: EngineConfig, checkpoint: Checkpoint, load_format: str
-) -> Checkpoint | MedusaCheckpoint | None:
-    """The model, the layer or the heads that draft for a resolved config; None without.
-
-    Raises ModelError when they cannot be opened, ConfigError when they do not fit the target.
-    """
-    speculative = config.speculative_config
-    if speculative is not None and speculative.method == "mtp":
-        mtp_layer.check(checkpoint)
-        return checkpoint
-    if speculative is None or speculative.model is None:
-        return None
-    if speculative.method == "medusa":
-        heads = MedusaCheckpoint.open(speculative.model)
-        check_heads(heads.config, checkpoint.config, speculative)
-        return heads
-    if speculative.method in ("eagle", "eagle3"):
-        opened = Eagle3Checkpoint if speculative.method == "eagle3" else EagleCheckpoint
-        layer = opened.open(speculative.model)
-        layer.follower(checkpoint.config)
-        check_draft_layer(layer.config, checkpoint.config, config.max_model_len)
-        return layer
-    try:
-        draft = open_checkpoint(speculative.model, load_format, seed=config.seed)
-    except ModelError as error:
-        raise type(error)(f"the model of speculative_config: {error}") from error
-    check_draft_model(draft.config, checkpoint.config, config.max_model_len)
-    return draft
 
 
 def plan_described(
@@ -226,7 +189,7 @@ def plan_described(
     load_format = "auto" if in_file else "dummy"  # Which tensors are in blocks, the file says.
     checkpoint = open_checkpoint(config.model, load_format)
     config = config.resolve(checkpoint.config, device.platform)
-    draft = _open_drafter(config, checkpoint, load_format)
+    draft = open_drafter(config, checkpoint, load_format)
     decided = decide_on(device, described_mesh(config), config, checkpoint, draft)
     if not decided.memory.fits and propose:
         raise _refusal(decided)
@@ -264,21 +227,7 @@ def decide_on(
             "leave it out."
         )
     model, family, specs = partitioned(config, checkpoint, mesh, config.quantization)
-    draft = medusa = None
-    if isinstance(draft_checkpoint, MedusaCheckpoint):
-        medusa = draft_checkpoint.config
-    elif isinstance(draft_checkpoint, EagleCheckpoint):
-        whole, follower = draft_checkpoint.specs, draft_checkpoint.follower(checkpoint.config)
-        parts = partitioned(config, draft_checkpoint, mesh, None, whole)
-        draft = DraftModel(parts[0], follower.family, parts[2], follower)
-    elif draft_checkpoint is checkpoint:
-        target, method = checkpoint.config, config.quantization
-        whole, layer = mtp.param_specs(target), mtp.layer_of(target)
-        parts = partitioned(config, checkpoint, mesh, method, whole, layer)
-        draft = DraftModel(*parts, mtp.follower(target))
-    elif draft_checkpoint is not None:
-        stored = draft_checkpoint.quantization
-        draft = DraftModel(*partitioned(config, draft_checkpoint, mesh, stored))
+    draft, medusa = drafting(config, checkpoint, draft_checkpoint, mesh)
     shapes = ProgramShapes(
         config,
         model,

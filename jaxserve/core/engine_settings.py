@@ -1,0 +1,60 @@
+"""Engine settings as keyword arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from jaxserve.core.config import Quantization
+from jaxserve.core.speculative import SpeculativeConfig
+
+
+class EngineSettings(TypedDict, total=False):
+    """The fields of EngineConfig but for `model`, as keyword arguments that type checkers know."""
+
+    dtype: str | None
+    kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"]
+    quantization: Quantization | None
+    weights_on: Literal["device", "host", "disk"]
+    resident_weight_bytes: int | None
+    kv_on: Literal["device", "host"]
+    kv_compression: Literal["none", "shadow"]
+    shadow_rank: int | None
+    shadow_budget: int | None
+    shadow_outliers: int | None
+    max_model_len: int | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    page_size: int | None
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    context_parallel_size: int
+    sequence_parallel: bool
+    dual_batch_overlap: Literal["auto", "on", "off"]
+    enable_expert_parallel: bool
+    devices: list[int] | tuple[int, ...] | None
+    memory_utilization: float
+    kv_cache_memory_bytes: int | None
+    scheduler: Literal["static", "orca", "vllm", "sarathi", "splitfuse", "medha"]
+    target_step_us: int | None
+    priority_ageing_s: float | None
+    fair_share: bool
+    enable_prefix_caching: bool
+    host_kv_bytes: int | None
+    disk_kv_dir: str | Path | None
+    disk_kv_bytes: int
+    preemption: Literal["auto", "swap", "recompute"]
+    debug_kv: bool
+    batch_invariant: bool
+    shared_prefix_attention: Literal["auto", "enabled", "disabled"]
+    seed: int
+    load_format: Literal["auto", "dummy"]
+    attention_backend: Literal["auto", "xla", "pallas"]
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | None
+    enable_lora: bool
+    max_loras: int | None
+    max_lora_rank: int | None
+    program_scope: Literal["step", "layer"] | None
+    compilation_cache: bool
+    logits_processors: Sequence[str | Callable[..., Any]]

@@ -1,0 +1,76 @@
+"""What drafts for a model: its checkpoint, and its parameters on a mesh."""
+
+from __future__ import annotations
+
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ModelError
+from jaxserve.models import mtp
+from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.models.loading.drafters import mtp as mtp_layer
+from jaxserve.models.loading.drafters.eagle import EagleCheckpoint
+from jaxserve.models.loading.drafters.eagle3 import Eagle3Checkpoint
+from jaxserve.models.loading.drafters.medusa import MedusaCheckpoint
+from jaxserve.models.medusa import MedusaConfig
+from jaxserve.runtime.programs.shapes.params import partitioned
+from jaxserve.runtime.programs.shapes.program import DraftModel
+from jaxserve.runtime.proposers.draft_model import check_draft_model
+from jaxserve.runtime.proposers.eagle import check_draft_layer
+from jaxserve.runtime.proposers.medusa import check_heads
+
+
+def open_drafter(
+    config: EngineConfig, checkpoint: Checkpoint, load_format: str
+) -> Checkpoint | MedusaCheckpoint | None:
+    """The model, the layer or the heads that draft for a resolved config; None without.
+
+    Raises ModelError when they cannot be opened, ConfigError when they do not fit the target.
+    """
+    speculative = config.speculative_config
+    if speculative is not None and speculative.method == "mtp":
+        mtp_layer.check(checkpoint)
+        return checkpoint
+    if speculative is None or speculative.model is None:
+        return None
+    if speculative.method == "medusa":
+        heads = MedusaCheckpoint.open(speculative.model)
+        check_heads(heads.config, checkpoint.config, speculative)
+        return heads
+    if speculative.method in ("eagle", "eagle3"):
+        opened = Eagle3Checkpoint if speculative.method == "eagle3" else EagleCheckpoint
+        layer = opened.open(speculative.model)
+        layer.follower(checkpoint.config)
+        check_draft_layer(layer.config, checkpoint.config, config.max_model_len)
+        return layer
+    try:
+        draft = open_checkpoint(speculative.model, load_format, seed=config.seed)
+    except ModelError as error:
+        raise type(error)(f"the model of speculative_config: {error}") from error
+    check_draft_model(draft.config, checkpoint.config, config.max_model_len)
+    return draft
+
+
+def drafting(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    draft_checkpoint: Checkpoint | MedusaCheckpoint | None,
+    mesh: Mesh | AbstractMesh | None,
+) -> tuple[DraftModel | None, MedusaConfig | None]:
+    """The model or the layer that drafts, or the heads, partitioned for a mesh."""
+    draft = medusa = None
+    if isinstance(draft_checkpoint, MedusaCheckpoint):
+        medusa = draft_checkpoint.config
+    elif isinstance(draft_checkpoint, EagleCheckpoint):
+        whole, follower = draft_checkpoint.specs, draft_checkpoint.follower(checkpoint.config)
+        parts = partitioned(config, draft_checkpoint, mesh, None, whole)
+        draft = DraftModel(parts[0], follower.family, parts[2], follower)
+    elif draft_checkpoint is checkpoint:
+        target, method = checkpoint.config, config.quantization
+        whole, layer = mtp.param_specs(target), mtp.layer_of(target)
+        parts = partitioned(config, checkpoint, mesh, method, whole, layer)
+        draft = DraftModel(*parts, mtp.follower(target))
+    elif draft_checkpoint is not None:
+        stored = draft_checkpoint.quantization
+        draft = DraftModel(*partitioned(config, draft_checkpoint, mesh, stored))
+    return draft, medusa
