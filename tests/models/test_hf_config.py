@@ -199,6 +199,9 @@ def test_what_is_not_implemented_is_refused(fields, message):
     [
         ("LlamaForCausalLM", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
         ("LlamaForCausalLM", {"clip_qkv": 8.0}, "clip_qkv 8.0"),
+        ("LlamaForCausalLM", {"attention_chunk_size": 8192}, "attention_chunk_size 8192"),
+        ("LlamaForCausalLM", {"scale_emb": 12}, "scale_emb 12"),
+        ("LlamaForCausalLM", {"use_parallel_residual": True}, "use_parallel_residual True"),
         ("MistralForCausalLM", {"logits_scaling": 8}, "logits_scaling 8"),
         ("Olmo2ForCausalLM", {"mlp_bias": True}, "mlp_bias True"),
         ("Qwen2ForCausalLM", {"use_mrope": True}, "use_mrope True"),
@@ -207,8 +210,10 @@ def test_what_is_not_implemented_is_refused(fields, message):
         ("Gemma2ForCausalLM", {"use_bidirectional_attention": True}, "bidirectional_attention"),
         ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
         ("Gemma3ForCausalLM", {"mlp_bias": True}, "mlp_bias True"),
+        ("Gemma3ForCausalLM", {"num_kv_shared_layers": 10}, "num_kv_shared_layers 10"),
         ("GptOssForCausalLM", {"mlp_bias": True}, "mlp_bias True"),
         ("GptOssForCausalLM", {"routed_scaling_factor": 2.5}, "routed_scaling_factor 2.5"),
+        ("Qwen3ForCausalLM", {"attn_output_gate": True}, "attn_output_gate True"),
         ("Phi3ForCausalLM", {"attention_bias": True}, "attention_bias True"),
         ("Phi3ForCausalLM", {"lm_head_bias": True}, "lm_head_bias True"),
     ],
@@ -224,6 +229,7 @@ def test_what_changes_nothing_is_not_refused():
     """Fields that published configs of Phi-4-mini and Qwen2 have."""
     read("Phi3ForCausalLM", attention_bias=False, full_attn_mod=1, lm_head_bias=False)
     read("Qwen2ForCausalLM", use_mrope=False)
+    read("LlamaForCausalLM", attention_dropout=0.1, pretraining_tp=1, use_cache=False, alibi=False)
 
 
 def test_rotation_that_is_not_implemented_is_refused():
