@@ -6,16 +6,15 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, StrictBool, StrictInt, field_validator
+from pydantic import Field, StrictBool, StrictInt
 
-from jaxserve.core.errors import PromptTooLongError, RequestError
 from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.core.requests.outputs import CompletionOutput, Delta, RequestOutput
 from jaxserve.core.requests.sampling_params import MAX_N, SamplingParams
 from jaxserve.engine.beam_search import BeamSearchParams
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.errors import ErrorReply, FieldError
-from jaxserve.protocol.fields import GenerationFields, ListOf, only
+from jaxserve.protocol.fields import GenerationFields, only
 from jaxserve.protocol.logprobs import (
     TextOffsets,
     completion_logprobs,
@@ -24,16 +23,15 @@ from jaxserve.protocol.logprobs import (
 )
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.parsing.reasoning import check_budget, reasoning_marks
+from jaxserve.protocol.prompts import Prompts, tokenized
 from jaxserve.protocol.usage import StreamUsage, usage
 from jaxserve.text.detokenizer import Detokenizer
-
-MAX_PROMPTS = 2048
 
 
 class CompletionRequest(GenerationFields):
     """The request body: OpenAI's fields, and vLLM's extensions."""
 
-    prompt: str | ListOf[str] | ListOf[StrictInt] | ListOf[ListOf[StrictInt]] = Field(
+    prompt: Prompts = Field(
         description="Text or token ids, or a list of either.", examples=["The sky is"]
     )
     best_of: StrictInt | None = Field(
@@ -47,33 +45,10 @@ class CompletionRequest(GenerationFields):
         None, description="Not supported."
     )
 
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _of_one_kind(cls, given: Any) -> Any:
-        """One error message for a bad prompt, instead of one per branch of the union."""
-        kinds = {type(part) for part in given} if isinstance(given, list) else None
-        if not isinstance(given, str) and kinds not in (set(), {str}, {int}, {list}):
-            raise ValueError("must be text, token ids, or a list of either")
-        return given
-
     def prompts(self, model: Model) -> tuple[TokenizedPrompt, ...]:
         """Raises RequestError for no prompts, too many, or an invalid one."""
-        given = self.prompt
-        if isinstance(given, str) or (given and isinstance(given[0], int)):
-            given = [given]
-        if not 1 <= len(given) <= MAX_PROMPTS:
-            raise FieldError("prompt", f"must hold 1 to {MAX_PROMPTS} prompts, got {len(given)}.")
-        try:
-            special = self.add_special_tokens is not False
-            truncates = self.truncate_prompt_tokens is not None
-            prompts = tuple(model.tokenize(prompt, special, truncates) for prompt in given)
-        except PromptTooLongError:
-            raise
-        except RequestError as error:
-            raise FieldError("prompt", f"cannot be read: {error}") from None
-        if not all(prompt.token_ids for prompt in prompts):
-            raise FieldError("prompt", "is empty; it needs at least one token.")
-        return prompts
+        truncates = self.truncate_prompt_tokens is not None
+        return tuple(tokenized(model, "prompt", self.prompt, self.add_special_tokens, truncates))
 
     def call(self, model: Model) -> ParsedCompletion:
         """Convert the body to a request for the engine. Raises RequestError."""

@@ -9,17 +9,16 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, StrictBool, StrictInt, field_validator
+from pydantic import Field, StrictBool, StrictInt
 
-from jaxserve.core.errors import PromptTooLongError, RequestError
 from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.core.requests.pooling import Pooling, PoolingParams, pairs, similarity
 from jaxserve.engine.prompts import TokenizedPrompt
-from jaxserve.protocol.completions import MAX_PROMPTS
 from jaxserve.protocol.errors import FieldError, UnavailableError
 from jaxserve.protocol.fields import Fields, Ignored, ListOf, RequestId
 from jaxserve.protocol.model import Model
+from jaxserve.protocol.prompts import Prompts, tokenized
 
 Encoding = Literal["float", "base64"]
 
@@ -46,25 +45,16 @@ class _PoolingFields(Fields):
         given = {"pooling": self.pooling, "priority": self.priority} | fields
         return PoolingParams(**{name: value for name, value in given.items() if value is not None})
 
-    def _tokenized(self, model: Model, field: str, texts: Sequence[Any]) -> list[TokenizedPrompt]:
+    def _tokenized(
+        self, model: Model, field: str, given: str | Sequence[Any]
+    ) -> list[TokenizedPrompt]:
         """Raises FieldError for no texts, too many, or one that is empty or cannot be read,
         PromptTooLongError."""
-        if not 1 <= len(texts) <= MAX_PROMPTS:
-            raise FieldError(field, f"must hold 1 to {MAX_PROMPTS} texts, got {len(texts)}.")
         keep = self.truncate_prompt_tokens
         if keep is not None and keep != -1 and keep < 1:
             raise FieldError("truncate_prompt_tokens", f"is {keep}; it must be at least 1, or -1.")
-        most = model.max_model_len - 1
-        keep = most if keep == -1 else keep
-        special = self.add_special_tokens is not False
-        try:
-            prompts = [model.tokenize(text, special, keep is not None) for text in texts]
-        except PromptTooLongError:
-            raise
-        except RequestError as error:
-            raise FieldError(field, f"cannot be read: {error}") from None
-        if not all(prompt.token_ids for prompt in prompts):
-            raise FieldError(field, "is empty; it needs at least one token.")
+        keep = model.max_model_len - 1 if keep == -1 else keep
+        prompts = tokenized(model, field, given, self.add_special_tokens, keep is not None)
         if keep is None:
             return prompts
         return [TokenizedPrompt(None, prompt.token_ids[-keep:]) for prompt in prompts]
@@ -73,7 +63,7 @@ class _PoolingFields(Fields):
 class EmbeddingRequest(_PoolingFields):
     """The request body: OpenAI's fields, and some of vLLM's."""
 
-    input: str | ListOf[str] | ListOf[StrictInt] | ListOf[ListOf[StrictInt]] = Field(
+    input: Prompts = Field(
         description="Text or token ids, or a list of either.", examples=["The sky is blue"]
     )
     encoding_format: Encoding | None = Field(
@@ -86,25 +76,13 @@ class EmbeddingRequest(_PoolingFields):
         None, description="Whether to scale embeddings to length 1, which is the default."
     )
 
-    @field_validator("input", mode="before")
-    @classmethod
-    def _of_one_kind(cls, given: Any) -> Any:
-        """One error message for a bad input, instead of one per branch of the union."""
-        kinds = {type(part) for part in given} if isinstance(given, list) else None
-        if not isinstance(given, str) and kinds not in (set(), {str}, {int}, {list}):
-            raise ValueError("must be text, token ids, or a list of either")
-        return given
-
     def call(self, model: Model) -> ParsedEmbedding:
         """Convert the body to a request for the engine. Raises RequestError."""
         model = model.named(self.model)
         params = self._params(dimensions=self.dimensions, normalize=self.normalize)
-        given = self.input
-        if isinstance(given, str) or (given and isinstance(given[0], int)):
-            given = [given]
         return ParsedEmbedding(
             model=model,
-            prompts=tuple(self._tokenized(model, "input", given)),
+            prompts=tuple(self._tokenized(model, "input", self.input)),
             params=params,
             cache_salt=self.cache_salt or None,
             encoding=self.encoding_format or "float",

@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from jaxserve.core.cluster_status import ReplicaState, Role
-
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 
 
@@ -274,52 +272,6 @@ class ServerInfo(BaseModel):
     version: str
     models: list[str]
     settings: dict[str, Any]
-
-
-class Replica(BaseModel):
-    """One replica; `since_s` in seconds since the epoch."""
-
-    index: int
-    role: Role
-    state: ReplicaState
-    since_s: float
-    process: str
-    model: str
-    fingerprint: str
-    version: str
-    num_requests: int
-    num_sequences: int
-    max_num_seqs: int
-    num_used_pages: int
-    num_pages: int
-    num_finished: int
-    num_losses: int
-
-
-class Restart(BaseModel):
-    """A rolling restart, and why it ended before the last replica."""
-
-    running: bool
-    num_restarted: int
-    num_replicas: int
-    error: str | None
-
-
-class Scaling(BaseModel):
-    """Bounds of the number of replicas, and how many were added and removed since the start."""
-
-    min_replicas: int
-    max_replicas: int
-    num_added: int
-    num_removed: int
-
-
-class Cluster(BaseModel):
-    """All replicas, the latest rolling restart, and what autoscaling has done."""
-
-    replicas: list[Replica]
-    restart: Restart | None
-    scaling: Scaling | None
 
 
 class About(BaseModel):

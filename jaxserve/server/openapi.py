@@ -30,9 +30,7 @@ _EVENT = {
 for that of each event."""
 
 
-def documented_responses(
-    model: type[BaseModel], stream: bool = False
-) -> dict[int | str, dict[str, Any]]:
+def documented_responses(model: type[Any], stream: bool = False) -> dict[int | str, dict[str, Any]]:
     """A successful response: JSON, and also server-sent events with `stream`."""
     answer: dict[str, Any] = {"model": model, "description": "The response."}
     if stream:

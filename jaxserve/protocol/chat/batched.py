@@ -18,10 +18,10 @@ from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.chat.messages import Message
 from jaxserve.protocol.chat.reply import Chat
 from jaxserve.protocol.chat.request import ChatCompletionRequest
-from jaxserve.protocol.completions import MAX_PROMPTS
 from jaxserve.protocol.errors import FieldError, renamed
 from jaxserve.protocol.fields import ListOf, StreamOptions, only
 from jaxserve.protocol.model import Model
+from jaxserve.protocol.prompts import MAX_PROMPTS
 from jaxserve.protocol.usage import usage
 
 MAX_REPEATED_CHARS = 8 << 20

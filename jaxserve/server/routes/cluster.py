@@ -6,20 +6,20 @@ import dataclasses
 
 from fastapi import APIRouter, HTTPException, Request
 
-from jaxserve.protocol.responses import Cluster
+from jaxserve.core.cluster_status import ClusterStatus
 from jaxserve.server.openapi import ERRORS, documented_responses
 from jaxserve.server.responses import JsonResponse
 
 router = APIRouter()
 
 
-@router.get("/cluster/status", responses=documented_responses(Cluster) | ERRORS)
+@router.get("/cluster/status", responses=documented_responses(ClusterStatus) | ERRORS)
 async def status(request: Request) -> JsonResponse:
     """What each replica is, and how far the latest rolling restart."""
     return await _status(request)
 
 
-@router.post("/cluster/restart", responses=documented_responses(Cluster) | ERRORS)
+@router.post("/cluster/restart", responses=documented_responses(ClusterStatus) | ERRORS)
 async def restart(request: Request) -> JsonResponse:
     """Begin to restart one replica after another: its requests go on in others. A server of several
     API keys refuses: one would slow down the others."""

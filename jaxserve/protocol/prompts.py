@@ -1,0 +1,57 @@
+"""Prompts of a body: text or token ids, or a list of either."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, StrictInt
+
+from jaxserve.core.errors import PromptTooLongError, RequestError
+from jaxserve.engine.prompts import TokenizedPrompt
+from jaxserve.protocol.errors import FieldError
+from jaxserve.protocol.fields import ListOf
+from jaxserve.protocol.model import Model
+
+MAX_PROMPTS = 2048
+
+
+def _of_one_kind(given: Any) -> Any:
+    """One error message for a bad prompt, instead of one per branch of the union."""
+    kinds = {type(part) for part in given} if isinstance(given, list) else None
+    if not isinstance(given, str) and kinds not in (set(), {str}, {int}, {list}):
+        raise ValueError("must be text, token ids, or a list of either")
+    return given
+
+
+Prompts = Annotated[
+    str | ListOf[str] | ListOf[StrictInt] | ListOf[ListOf[StrictInt]], BeforeValidator(_of_one_kind)
+]
+
+
+def tokenized(
+    model: Model,
+    field: str,
+    given: str | Sequence[Any],
+    add_special_tokens: bool | None,
+    truncates: bool,
+) -> list[TokenizedPrompt]:
+    """The prompts of a field, which are cut off later where that `truncates` them.
+
+    Raises FieldError for no prompts, too many, or one that is empty or cannot be read, and
+    PromptTooLongError.
+    """
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = [given]
+    if not 1 <= len(given) <= MAX_PROMPTS:
+        raise FieldError(field, f"must hold 1 to {MAX_PROMPTS} prompts, got {len(given)}.")
+    try:
+        special = add_special_tokens is not False
+        prompts = [model.tokenize(prompt, special, truncates) for prompt in given]
+    except PromptTooLongError:
+        raise
+    except RequestError as error:
+        raise FieldError(field, f"cannot be read: {error}") from None
+    if not all(prompt.token_ids for prompt in prompts):
+        raise FieldError(field, "is empty; it needs at least one token.")
+    return prompts
