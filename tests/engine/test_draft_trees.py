@@ -211,7 +211,6 @@ def test_cached_pages_hold_the_tokens_that_were_kept(trees, llama):
     check(generate(llm, longer, params), again)
 
 
-@pytest.mark.real_model
 @pytest.mark.parametrize("name", ["qwen2", "deepseek_v3"])
 def test_other_pages(tmp_path, name):
     """Quantized ones of a layer with a window beside one without, and latents."""
