@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from scripts import on_eight_devices
+from unoptimised import UNOPTIMISED
 
 from pallas_kernels.paged_attention import KVPages, RaggedBatch, write_kv
 from pallas_kernels.ring_attention import (
@@ -31,9 +32,6 @@ ROWS, SHARD = 2, 140
 """Of whole sequences: rows, and tokens of each that a rank has room for, in two pages."""
 PAGE_SIZE, WIDTH = 4, 6
 """Of pages in a pool, and how many of them a rank may have of a row."""
-
-# Tests compile longer than they run: unoptimised code is ready sooner, and means the same.
-UNOPTIMISED = {"xla_backend_optimization_level": 0}
 
 
 def compiled(function, ranks, in_specs, out_specs, *arguments):
