@@ -63,6 +63,8 @@ def load_replicas(
 
     def start() -> list[RayReplica]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # By Ray's default, 15, replicas have what other processes leave them, the server's too.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         try:
             ray.init(include_dashboard=False, logging_level=logging.ERROR)
         except (RayError, OSError, RuntimeError, ValueError) as error:

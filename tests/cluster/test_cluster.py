@@ -259,6 +259,12 @@ def test_both_replicas_answer_and_no_page_is_left(server, client):
     assert server.client.get("/server_info").json()["settings"]["data_parallel_size"] == 2
 
 
+def test_replicas_have_the_priority_of_the_server(server):
+    """Those of Ray's default starve beside another busy process."""
+    pids = [server.process.pid, *replicas(server)]
+    assert len(pids) == 3 and len({os.getpriority(os.PRIO_PROCESS, pid) for pid in pids}) == 1
+
+
 def test_a_refusal_of_a_replica_is_the_servers(server):
     answer = server.post("/v1/completions", {"prompt": [5] * (CONTEXT + 1), "max_tokens": 1})
     assert answer.status_code == 400
