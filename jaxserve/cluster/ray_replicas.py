@@ -63,7 +63,7 @@ def load_replicas(
 
     def start() -> list[RayReplica]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # By Ray's default, 15, replicas have what other processes leave them, the server's too.
+        # Ray's default niceness, 15, starves replicas beside any busy process.
         os.environ.setdefault("RAY_worker_niceness", "0")
         try:
             ray.init(include_dashboard=False, logging_level=logging.ERROR)

@@ -98,7 +98,7 @@ class _BytePairs:
 
 _LLAMA3 = _BytePairs(split=_LLAMA3_SPLIT, ignore_merges=True, adds_bos=True)
 _BYTE_PAIRS = {
-    "dbrx": _BytePairs(split=_LLAMA3_SPLIT),  # the name of OpenAI's cl100k: OLMo 2, Phi-4
+    "dbrx": _BytePairs(split=_LLAMA3_SPLIT),  # of Phi-4; in OLMo 2's files not seen yet
     "default": _BytePairs(),
     "gpt-2": _BytePairs(),
     "gpt-4o": _BytePairs(split=_O200K_SPLIT, ignore_merges=True),
