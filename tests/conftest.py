@@ -33,7 +33,8 @@ for helpers in (
 ):
     sys.path.insert(0, str(ROOT / helpers))
 
-import tiny_engines  # noqa: E402  (found by the path above)
+import on_demand  # noqa: E402  (found by the path above)
+import tiny_engines  # noqa: E402
 from unoptimised import XLA_FLAGS, XLA_FLAGS_OF_INTERPRETERS  # noqa: E402
 
 from jaxserve.core.process.cache_dir import cache_directory  # noqa: E402
@@ -56,6 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
     stage = config.option.markexpr
     if stage.startswith(("not ", "interfaces")) or stage in OF_TINY_MODELS:
         os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
+    if stage.startswith("not ") or "real_model" in stage:
+        on_demand.install()
     if stage in ("interpreted", "oldest_jax"):
         os.environ.setdefault("XLA_FLAGS", XLA_FLAGS_OF_INTERPRETERS)
     if "JAXSERVE_CACHE" in os.environ:
@@ -121,8 +124,15 @@ def llm(llm_for):
 
 
 @pytest.fixture
-def compiled() -> Iterator[list[str]]:
-    """Durations of whatever JAX traces, lowers or compiles, by event, as it happens."""
+def ahead_of_time() -> Iterator[None]:
+    """Programs are compiled before an engine is ready, as for users, and not on demand."""
+    with on_demand.suspended():
+        yield
+
+
+@pytest.fixture
+def compiled(ahead_of_time: None) -> Iterator[list[str]]:
+    """Whatever JAX traces, lowers or compiles, by event, as it happens."""
     events = []
 
     def listen(event: str, duration_s: float, **_) -> None:

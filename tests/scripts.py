@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import multiprocessing
 import os
@@ -29,30 +30,52 @@ def run_script(script: str, timeout_s: int) -> None:
 
 
 def on_eight_devices(check: Callable[..., Any]) -> Callable[..., None]:
-    """A test that runs `check` in another process, which has eight CPU devices. All such checks of
-    a test process run in one, which starts and compiles once."""
+    """A test that runs `check` as `run_on_eight_devices` does."""
 
     @functools.wraps(check)
     def test(**arguments: Any) -> None:
-        running = _eight_devices().submit(_run, check.__module__, check.__name__, arguments)
-        try:
-            running.result()
-        except BrokenExecutor:
-            _eight_devices.cache_clear()
-            raise
+        run_on_eight_devices(_run_wrapped, check.__module__, check.__name__, arguments)
 
     return test
 
 
+def _run_wrapped(module: str, check: str, arguments: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), check).__wrapped__(**arguments)
+
+
+def run_on_eight_devices(
+    function: Callable[..., Any], *arguments: Any, xla_flags: str | None = None, **named: Any
+) -> None:
+    """Runs a module's function in another process, which has eight CPU devices and `xla_flags`,
+    by default those of this process. Functions share a process, which starts and traces once."""
+    try:
+        _eight_devices(xla_flags).submit(_run, function, arguments, named).result()
+    except BrokenExecutor:
+        _eight_devices.cache_clear()
+        raise
+
+
 @functools.cache
-def _eight_devices() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _start)
+def _eight_devices(xla_flags: str | None) -> ProcessPoolExecutor:
+    # A process is replaced before its programs have more memory mapped than Linux allows.
+    return ProcessPoolExecutor(
+        1,
+        multiprocessing.get_context("spawn"),
+        initializer=_start,
+        initargs=(xla_flags,),
+        max_tasks_per_child=20,
+    )
 
 
-def _start() -> None:
+def _start(xla_flags: str | None) -> None:
+    if xla_flags is not None:
+        os.environ["XLA_FLAGS"] = xla_flags
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
 
 
-def _run(module: str, check: str, arguments: dict[str, Any]) -> None:
-    getattr(importlib.import_module(module), check).__wrapped__(**arguments)
+def _run(function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    try:
+        function(*arguments, **named)
+    finally:
+        gc.collect()

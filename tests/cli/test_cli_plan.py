@@ -15,6 +15,8 @@ from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.llm import LLM
 from jaxserve.models.loading.checkpoint import open_checkpoint
 
+pytestmark = pytest.mark.usefixtures("ahead_of_time")
+
 
 def test_compile_fills_the_cache_once(first_compile, run_here, tiny_model):
     counts = re.search(r"(\d+) programs compiled, 0 already cached", first_compile.stdout)

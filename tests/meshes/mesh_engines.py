@@ -1,4 +1,4 @@
-"""Engines on meshes of virtual devices, each in a process that has just as many."""
+"""Engines on meshes of virtual devices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import family_members
-from scripts import run_script
+from scripts import run_on_eight_devices
 from tiny_checkpoints import CONFIG, hf_shapes, write_hf
 from tiny_engines import CONTEXT, EOS, TinyModel
 from unoptimised import XLA_FLAGS
@@ -37,22 +37,10 @@ def degrees(mesh: str) -> dict[str, int]:
 def on_mesh(
     mesh: str, check: Callable[..., Any], *arguments: Any, optimised: bool = False, **named: Any
 ) -> None:
-    """Runs `check(mesh, ...)` in a process that has exactly the devices of `mesh`. `optimised`:
-    with the programs that users run, which take longer to compile."""
+    """Runs `check(mesh, ...)` in a process that has eight devices. `optimised`: with the programs
+    that users run, which take longer to compile."""
     flags = _PATIENT if optimised else f"{XLA_FLAGS} {_PATIENT}"
-    run_script(
-        f"""
-        import os
-        os.environ["XLA_FLAGS"] = {flags!r}
-        import jax
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", {math.prod(degrees(mesh).values())})
-        from pathlib import PosixPath
-        import {check.__module__} as tests
-        tests.{check.__name__}({mesh!r}, *{arguments!r}, **{named!r})
-        """,
-        timeout_s=500,
-    )
+    run_on_eight_devices(check, mesh, *arguments, xla_flags=flags, **named)
 
 
 def write_llama(directory: Path, **fields: Any) -> Path:

@@ -10,7 +10,7 @@ donated. The model is one program, `forward`, or three kinds of programs, `embed
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -130,16 +130,14 @@ def layers(
     kv = list(kv)
     count, tokens = num_real_tokens(slot_mappings[0].batch), jnp.arange(layout.num_tokens)
     parts = halves(layout.num_tokens) if layout.in_halves else (slice(None),)
-    x = parallel.enter_layers(x)
-    xs = [_part(x, part) for part in parts]
-    kept = []
-    for number, (kind, place, p) in enumerate(zip(kinds, places, params, strict=True)):
-        if number in keep:
-            kept.append(_together(xs))
-        slot_mapping = slot_mappings[place.group]
-        for index, part in enumerate(parts):
 
-            def layer(pages, arrays, kind=kind, p=p, slot_mapping=slot_mapping, part=part):
+    @functools.cache
+    def layer_of(kind: LayerKind, index: int) -> Callable[..., tuple[Pages, jax.Array]]:
+        """A layer over one of `parts`, which is traced once for all equal layers."""
+        part = parts[index]
+
+        def compute(p, pages, x, shared, slot_mapping, tokens, count):
+            def of_tile(pages, arrays):
                 x, shared, page_ids, offsets, tokens = arrays
                 batch, num_decodes = slot_mapping.batch, layout.key.decode_tokens
                 if layout.tile is not None:
@@ -153,9 +151,21 @@ def layers(
                 return pages, _in_its_dtype(x) if apart else x
 
             of_tokens = (shared, slot_mapping.page_ids, slot_mapping.offsets, tokens)
-            arrays = (xs[index], *_part(of_tokens, part))
-            kv[place.array], xs[index] = scan_tiles(
-                layer, kv[place.array], arrays, layout.tile, count
+            arrays = (x, *_part(of_tokens, part))
+            return scan_tiles(of_tile, pages, arrays, layout.tile, count)
+
+        return jax.jit(compute)
+
+    x = parallel.enter_layers(x)
+    xs = [_part(x, part) for part in parts]
+    kept = []
+    for number, (kind, place, p) in enumerate(zip(kinds, places, params, strict=True)):
+        if number in keep:
+            kept.append(_together(xs))
+        slot_mapping = slot_mappings[place.group]
+        for index in range(len(parts)):
+            kv[place.array], xs[index] = layer_of(kind, index)(
+                p, kv[place.array], xs[index], shared, slot_mapping, tokens, count
             )
     return kv, _together(xs), kept
 
