@@ -63,7 +63,8 @@ def test_the_files_of_the_architecture_are_there():
     """Paths of the page are below jaxserve/, or its own; within a section also below its folder."""
     named = PATH.findall(read(ARCHITECTURE))
     beside = ("step.py", "step_layout.py", "kinds.py", "shapes/program.py", "device_state.py")
-    beside += ("forward_programs.py", "sampling_programs.py", "page_programs.py")
+    beside += ("forward_programs.py", "sampling_programs.py", "speculation_programs.py")
+    beside += ("page_programs.py", "frozen_plan.py", "step_inputs.py")
     beside += ("shapes/params.py", "shapes/kv.py")
     beside += ("executables.py", "executable_cache.py", "api.py")
     assert len(named) > 60

@@ -11,7 +11,7 @@ import numpy as np
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.in_flight import DispatchedStep, PackedStep, TokenLogprobs
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
-from jaxserve.runtime.programs.step_layout import FrozenPlan
+from jaxserve.runtime.programs.frozen_plan import FrozenPlan
 from jaxserve.sampling.speculation import Acceptance
 
 if TYPE_CHECKING:  # Grammars and tokenizers determine no program (program_sources.py).

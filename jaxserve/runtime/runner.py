@@ -28,10 +28,10 @@ from jaxserve.runtime.in_flight import BUBBLE, DeviceStep, PackedInputs, Samplin
 from jaxserve.runtime.programs.device_state import allocate, filled
 from jaxserve.runtime.programs.executables import Programs
 from jaxserve.runtime.programs.forward_programs import Hidden
+from jaxserve.runtime.programs.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.host_kv_programs import ForwardWithHostKV
 from jaxserve.runtime.programs.kinds import ProgramKinds
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
-from jaxserve.runtime.programs.step_layout import FrozenPlan
 from jaxserve.runtime.weights.source import ResidentWeights, WeightSource
 from jaxserve.sampling import (
     needs_state,

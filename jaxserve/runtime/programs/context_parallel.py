@@ -27,7 +27,8 @@ from jax import lax
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.runtime.devices import device_rates
-from jaxserve.runtime.programs.step_layout import SlotMapping, StepLayout
+from jaxserve.runtime.programs.step_inputs import SlotMapping
+from jaxserve.runtime.programs.step_layout import StepLayout
 from pallas_kernels.merge import merge_over, merge_scattered, merge_sinks
 from pallas_kernels.paged_attention import LatentPages, Pages, write_kv
 from pallas_kernels.ring_attention import (

@@ -20,11 +20,12 @@ from jaxserve.runtime.devices import device_rates
 from jaxserve.runtime.programs import step
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.executables import ProgramSpec
+from jaxserve.runtime.programs.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.halves import in_halves
 from jaxserve.runtime.programs.program_kind import ProgramKind, partition_specs
 from jaxserve.runtime.programs.shapes.arrays import placed
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
-from jaxserve.runtime.programs.step_layout import FrozenPlan, StepLayout
+from jaxserve.runtime.programs.step_layout import StepLayout
 from sharding_rules import SEQ, STAGE
 
 BY_RANK = P((STAGE, SEQ))

@@ -20,11 +20,12 @@ from jaxserve.runtime.programs import host_kv_step
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.executables import ProgramSpec
 from jaxserve.runtime.programs.forward_programs import Embed, FinalNorm, Hidden
+from jaxserve.runtime.programs.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.page_programs import GatherPages
 from jaxserve.runtime.programs.program_kind import ProgramKind
 from jaxserve.runtime.programs.shadow_programs import Shadow
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
-from jaxserve.runtime.programs.step_layout import FrozenPlan, StepLayout
+from jaxserve.runtime.programs.step_layout import StepLayout
 
 
 class HostKVStore:

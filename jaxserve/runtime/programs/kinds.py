@@ -24,15 +24,13 @@ from jaxserve.runtime.programs.page_programs import (
 from jaxserve.runtime.programs.program_kind import ProgramKind
 from jaxserve.runtime.programs.sampling_programs import (
     Admit,
-    ForceDrafts,
     General,
     Greedy,
     PromptLogprobs,
-    SetHistory,
     SumChunks,
-    Verify,
 )
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
+from jaxserve.runtime.programs.speculation_programs import ForceDrafts, SetHistory, Verify
 from jaxserve.runtime.proposers import Proposer, proposer_of
 from pallas_kernels import backends
 from pallas_kernels.page_copy import copy_pages

@@ -10,27 +10,36 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxserve.core.steps.plan import ScheduledChunk
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.offload.transfers import MOVE_PAGES, MOVE_SIZES
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.executables import ProgramSpec
+from jaxserve.runtime.programs.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.program_kind import (
     ProgramKind,
     padded,
     partition_specs,
 )
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
-from jaxserve.runtime.programs.step_layout import FrozenPlan, set_tables
 from jaxserve.sampling.speculation import Acceptance, SpeculationState
 from pallas_kernels.page_copy import copy_pages, gather_pages, scatter_pages
 from pallas_kernels.paged_attention import Pages, move_kv
+from sharding_rules import STAGE
 
 COPY_PAGES = 8
 """Pages per call of the copy program."""
 _NO_PAGE = -1
 """Programs skip it."""
+
+
+def set_tables(stages: int, tables: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
+    """`tables` int32 [groups * (slots + 1), max_pages] with one row replaced: in pipeline stage s,
+    row `slots[s]` by `rows[s]`, int32 [stages, max_pages]."""
+    stage = lax.axis_index(STAGE) if stages > 1 else 0
+    return tables.at[slots[stage]].set(rows[stage])
 
 
 class SetTables(ProgramKind[int]):

@@ -17,12 +17,12 @@ from jaxserve.runtime.planning.shadow import CHUNK, ShadowSizes
 from jaxserve.runtime.programs import shadow_step
 from jaxserve.runtime.programs.device_state import filled
 from jaxserve.runtime.programs.executables import ProgramSpec
+from jaxserve.runtime.programs.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.host_kv_step import Partial
 from jaxserve.runtime.programs.program_kind import ProgramKind, padded
 from jaxserve.runtime.programs.shadow_step import NO_CHUNK, Decodes, ShadowLayer
 from jaxserve.runtime.programs.shapes.arrays import placed
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
-from jaxserve.runtime.programs.step_layout import FrozenPlan
 
 FILL_CHUNKS = 256
 """Chunks of values that are copied to the device together, at most."""

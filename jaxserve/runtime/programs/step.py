@@ -24,7 +24,8 @@ from jaxserve.models.family import Family, Params
 from jaxserve.runtime.programs import context_parallel
 from jaxserve.runtime.programs.context_parallel import ShardedTokens
 from jaxserve.runtime.programs.halves import halves, rows_of_half
-from jaxserve.runtime.programs.step_layout import SlotMapping, StepLayout
+from jaxserve.runtime.programs.step_inputs import SlotMapping
+from jaxserve.runtime.programs.step_layout import StepLayout
 from jaxserve.runtime.programs.tiles import batch_of_tile, num_real_tokens, scan_tiles
 from jaxserve.sampling.speculation import SpeculationState
 from pallas_kernels.paged_attention import Pages, paged_attention, tree_attention, write_kv

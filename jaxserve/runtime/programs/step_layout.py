@@ -6,7 +6,7 @@ The layout of the vector is fixed by the program's key and defined once, in `Ste
 Page tables stay on the device, int32 [slots + 1, max_pages] for each KV group, one below the other:
 one row per slot and one for padding. A step uploads the entries of its rows that changed since
 their last step, and `unpack` applies them first. Larger changes, such as a sequence admitted with a
-long prompt, are written as whole rows by a separate program before the step (`set_tables`).
+long prompt, are written as whole rows by a separate program before the step (`SetTables`).
 Programs run in dispatch order, so a table and its slot can be reassigned to another sequence as
 soon as a step is packed. In a pipeline each stage has its own tables and applies a step's changes
 when that step reaches it.
@@ -18,154 +18,25 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxserve.core.steps.buckets import ProgramKey
-from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.pages import TRASH_PAGE
+from jaxserve.runtime.programs.frozen_plan import FrozenPlan, table_updates
+from jaxserve.runtime.programs.step_inputs import (
+    DecodeRows,
+    SlotMapping,
+    StepInputs,
+    VisibleTrees,
+)
 from jaxserve.sampling.speculation import SpeculationState
 from jaxserve.sampling.trees import Trees, trees_of
 from pallas_kernels.paged_attention import DecodeGroups, RaggedBatch
-from sharding_rules import STAGE
-
-
-class VisibleTrees(NamedTuple):
-    """What the tokens of a step with trees see: each the positions before `until` of its row, and
-    before its own, int32 [tokens] each, and those of its tree in `mask` bool [tokens, width].
-    `rows` are the trees, with their pages."""
-
-    positions: jax.Array
-    until: jax.Array
-    mask: jax.Array
-    rows: RaggedBatch
-
-
-class SlotMapping(NamedTuple):
-    """Where a step's keys and values are written and read, in the layers of one KV group: token t
-    is written to page `page_ids[t]` at `offsets[t]`, int32 [tokens] each; `batch` has each row's
-    pages, `trees` what its decodes see where they are trees, and `groups` the decodes that read
-    their first pages together, None where none do."""
-
-    page_ids: jax.Array
-    offsets: jax.Array
-    batch: RaggedBatch
-    trees: VisibleTrees | None = None
-    groups: DecodeGroups | None = None
-
-
-class StepInputs(NamedTuple):
-    """Inputs of a step other than the model, all int32.
-
-    The first tokens are those of decodes, whose ids are on the device in `slots`, `width` of each;
-    the ids of the others are `prefill_ids`. `sampled [sample_rows * width]` are indices of the
-    tokens to sample from. There is a slot mapping for each KV group. `adapters` are the slots of
-    the tokens' LoRA adapters, 0 for none; None without adapters. `since` are the positions from
-    which on their sequences' KV is in the pool; None where that is always from the first.
-    """
-
-    slots: jax.Array
-    prefill_ids: jax.Array
-    positions: jax.Array
-    sampled: jax.Array
-    slot_mappings: tuple[SlotMapping, ...]
-    adapters: jax.Array | None
-    since: jax.Array | None
-
-
-class DecodeRows(NamedTuple):
-    """Decodes on the device: the page tables of all slots, and for each row int32 [rows] its slot
-    and the position after the last that it may write."""
-
-    tables: jax.Array
-    slots: jax.Array
-    stops: jax.Array
-
-
-class Prefill(NamedTuple):
-    """One prefill chunk of a plan. `stop` is the position after its last token, `adapter` the slot
-    of its LoRA adapter."""
-
-    stop: int
-    slot: int
-    token_ids: list[int]
-    samples: bool
-    adapter: int
-
-
-@dataclasses.dataclass(frozen=True)
-class FrozenPlan:
-    """Immutable copy of a plan, taken before the next call of `schedule`.
-
-    `stops`, `slots`, `counts` and `adapters` are of its decodes: the position after the last that
-    each may write, its number of tokens, and the slot of its LoRA adapter. `updates` are page table
-    entries to change, as (row, index, page); `tables` are rows with too many changes for that. The
-    row of a slot is below those of all slots of the KV groups before. Both already count as
-    uploaded, so the step must be dispatched. `host_pages` have the first pages of each decode, then
-    of each prefill, whose sequence is longer than the pool. `groups` are decodes that read their
-    first pages together, as (first, decodes, tokens).
-    """
-
-    stops: SequenceOf[int] = ()
-    slots: SequenceOf[int] = ()
-    counts: SequenceOf[int] = ()
-    adapters: SequenceOf[int] = ()
-    prefills: SequenceOf[Prefill] = ()
-    updates: SequenceOf[tuple[int, int, int]] = ()
-    tables: SequenceOf[tuple[int, list[int]]] = ()
-    host_pages: SequenceOf[SequenceOf[int]] = ()
-    groups: SequenceOf[tuple[int, int, int]] = ()
-
-    @classmethod
-    def of(cls, plan: StepPlan, kv: KVLayout, max_seqs: int) -> FrozenPlan:
-        updates, tables = [], []
-        room = len(kv.groups) * table_updates(
-            len(plan.decodes), len(plan.prefills), plan.num_prefill_tokens, kv.page_size
-        )
-        changes = [
-            (chunk.slot, chunk.pages, chunk.num_uploaded)
-            for chunk in (*plan.decodes, *plan.prefills)
-            if chunk.num_uploaded < len(chunk.pages)
-        ]
-        if len(kv.groups) > 1:
-            changes += [
-                (chunk.slot + group * (max_seqs + 1), pages, first)
-                for chunk in (*plan.decodes, *plan.prefills)
-                for group, (pages, first) in enumerate(chunk.others, 1)
-                if first < len(pages)
-            ]
-        for row, pages, first in changes:
-            if len(updates) + len(pages) - first <= room:
-                updates += [(row, i, pages[i]) for i in range(first, len(pages))]
-            else:
-                tables.append((row, list(pages)))
-        return cls(
-            [chunk.stop for chunk in plan.decodes],
-            [chunk.slot for chunk in plan.decodes],
-            [1 + chunk.num_drafts for chunk in plan.decodes],
-            [chunk.seq.lora_slot for chunk in plan.decodes],
-            [_prefill(chunk) for chunk in plan.prefills],
-            updates,
-            tables,
-            [chunk.host_pages for chunk in (*plan.decodes, *plan.prefills)],
-            [(first, count, pages * kv.page_size) for first, count, pages in plan.groups],
-        )
-
-
-def _prefill(chunk: ScheduledChunk) -> Prefill:
-    token_ids = chunk.seq.token_ids(chunk.start, chunk.stop)
-    return Prefill(chunk.stop, chunk.slot, token_ids, chunk.samples, chunk.seq.lora_slot)
-
-
-def table_updates(decodes: int, chunks: int, prefill_tokens: int, page_size: int) -> int:
-    """Page table entries that a step can change: one per decode, and the pages that its chunks
-    fill. Monotonic in each size, so updates that fit the step fit every program that holds it."""
-    return decodes + chunks + prefill_tokens // page_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -482,10 +353,3 @@ def _updated(tables: jax.Array, raw: dict[str, jax.Array]) -> jax.Array:
     """`tables` with the changes that a step uploads."""
     row, index, page = raw["updates"].T
     return tables.at[row, index].set(page)
-
-
-def set_tables(stages: int, tables: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
-    """`tables` int32 [groups * (slots + 1), max_pages] with one row replaced: in pipeline stage s,
-    row `slots[s]` by `rows[s]`, int32 [stages, max_pages]."""
-    stage = lax.axis_index(STAGE) if stages > 1 else 0
-    return tables.at[slots[stage]].set(rows[stage])

@@ -11,7 +11,8 @@ from jaxserve.core.model_config import ModelConfig
 from jaxserve.models.family import Family, Params
 from jaxserve.models.follower import Follower
 from jaxserve.runtime.programs.step import TokenInputs
-from jaxserve.runtime.programs.step_layout import SlotMapping, StepLayout
+from jaxserve.runtime.programs.step_inputs import SlotMapping
+from jaxserve.runtime.programs.step_layout import StepLayout
 from jaxserve.runtime.proposers.drafter import Drafter, run_layers
 from pallas_kernels.paged_attention import Pages
 

@@ -25,8 +25,8 @@ from jaxserve.runtime.in_flight import PackedInputs
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_kind import ProgramKind, padded
-from jaxserve.runtime.programs.sampling_programs import VerifyKey
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
+from jaxserve.runtime.programs.speculation_programs import VerifyKey
 from jaxserve.runtime.proposers.proposer import Proposer
 from jaxserve.sampling.speculation import NO_DRAFT, Acceptance, SpeculationState, Trajectories
 
