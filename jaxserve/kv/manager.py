@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from jaxserve.kv.group_match import GroupMatcher
 from jaxserve.kv.host_pages import HostKV, HostPages
+from jaxserve.kv.insertion import PrefixInserter
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.match import Match, Preemption, PrefixMatcher
 from jaxserve.kv.node import Node, NodeState
@@ -86,6 +87,7 @@ class KVManager:
         self.page_bytes = page_bytes
         self.prefix_caching = prefix_caching
         self._states = NodeStates(pool, self.tree, tiers or {}, prefix_caching)
+        self._inserter = PrefixInserter(self.tree, self._states)
         self._offload = OffloadManager(
             self._states, transfer_worker, page_bytes, pool.page_size, self.rates
         )
@@ -229,11 +231,6 @@ class KVManager:
 
     # Prefix cache
 
-    def num_known(self, table: PageTable) -> int:
-        """Number of full pages of a table that are in the tree."""
-        nodes = table.nodes
-        return len(nodes) - (bool(nodes) and nodes[-1].num_tokens < self.pool.page_size)
-
     def known(self, table: PageTable, num_tokens: int) -> tuple[list[Node], int]:
         """The nodes that cache the first `num_tokens` tokens of a sequence on any tier, up to the
         first miss, and how many tokens they cover."""
@@ -264,21 +261,8 @@ class KVManager:
         The tokens must be known, and their KV written by steps already dispatched. Those of a table
         longer than the pool are not inserted.
         """
-        if table.num_host_pages:
-            return
-        page_size = self.pool.page_size
-        full = num_tokens // page_size
-        if self.windowed:
-            for own in table.tables:
-                for index in range(len(own.nodes), full):
-                    if not self._enter(own, index, (index + 1) * page_size):
-                        break
-            return
-        for index in range(self.num_known(table), full):
-            if not self._enter(table, index, (index + 1) * page_size):
-                return
-        if partial and num_tokens % page_size and self.num_known(table) == full:
-            self._enter(table, full, num_tokens)
+        if not table.num_host_pages:
+            self._inserter.insert(table, num_tokens, partial and not self.windowed)
 
     def release(
         self, table: PageTable, num_tokens: int, *, pin: bool = False, keep: bool = True
@@ -339,10 +323,6 @@ class KVManager:
         """Undoes one `pin` of each node."""
         for node in reversed(nodes):
             self._states.pin(node, -1)
-
-    def forget(self, node: Node) -> None:
-        """Frees a node's lower-tier pages, unless a transfer is using them."""
-        self._offload.forget(node)
 
     def reset(self) -> None:
         """Clears the prefix cache. Sequences keep their pages, which new ones cannot share."""
@@ -430,53 +410,6 @@ class KVManager:
         table.pages += self._allocate(1, table.pages)
         self._copies.append((source, table.pages[-1]))
         self.counters.copied_pages += 1
-
-    def _enter(self, table: PageTable, index: int, stop: int) -> bool:
-        """Inserts page `index` of a table, up to token `stop`; False if that is not possible."""
-        page_size = self.pool.page_size
-        if index < table.num_released:
-            return False
-        parent = table.nodes[index - 1] if index else self.tree.root(table.salt)
-        own = table.nodes[index] if index < len(table.nodes) else None
-        if not parent.attached or (own is not None and not own.attached):
-            return False
-        tokens = table.tokens(index * page_size, stop)
-        if stop == (index + 1) * page_size:
-            known = self.tree.full(parent, tokens, table.key(index, page_size))
-        else:
-            known, common = self.tree.closest(parent, tokens)
-            if common == stop - index * page_size:
-                return known is own  # Already in the tree.
-            known = None
-        if known is None:
-            self._enter_new(table, index, parent, own, tokens)
-            return True
-        if known.in_transfer:
-            return False
-        if own is not None:
-            table.nodes.pop()
-        if known.device is None:
-            if own is not None:
-                self._states.transition(own, NodeState.ABSENT)
-            self._states.transition(known, NodeState.IN_USE, table.pages[index])
-            table.nodes.append(known)
-        else:  # Computed twice: drop the duplicate page.
-            page = table.pages[index]
-            self._states.use(known)
-            table.replace(index, known.device)
-            table.nodes.append(known)
-            self._states.release(page, own)
-        return True
-
-    def _enter_new(
-        self, table: PageTable, index: int, parent: Node, own: Node | None, tokens: bytes
-    ) -> None:
-        if own is None:
-            node = self.tree.add(parent, tokens)
-            self._states.transition(node, NodeState.IN_USE, table.pages[index])
-            table.nodes.append(node)
-        else:
-            self.tree.grow(own, tokens)
 
     def _allocate(self, count: int, pages: Sequence[int]) -> list[int]:
         """Allocates pages to follow `pages`, evicting cached ones if needed."""

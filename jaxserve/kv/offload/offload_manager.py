@@ -82,12 +82,6 @@ class OffloadManager:
         """Every planned or in-flight transfer."""
         return [*self._saves, *self._in_flight.values()]
 
-    def forget(self, node: Node) -> None:
-        """Frees a node's lower-tier pages, unless a transfer is using them."""
-        if not node.moving:
-            for tier in tuple(node.lower):
-                self._states.discard(node, tier)
-
     def save(self, node: Node) -> bool:
         """Plans to save a cached node, and evicts its device page; False if no lower tier has
         room."""
