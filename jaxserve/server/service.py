@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
 from jaxserve.core.chat_settings import ChatSettings
 from jaxserve.core.errors import RequestError
 from jaxserve.core.requests.lora import LoRARequest
-from jaxserve.core.requests.outputs import CompletionOutput, Delta, RequestOutput
+from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.core.requests.pooling import PoolingParams
 from jaxserve.core.requests.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxserve.engine.beam_search import BeamSearch, BeamSearchParams, beam_output, search_async
@@ -27,6 +27,7 @@ from jaxserve.protocol.errors import FieldError, OverloadedError, UnavailableErr
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.responses import State
 from jaxserve.server.exposition import Exposition
+from jaxserve.server.restored_requests import RestoredRequests
 from jaxserve.server.workers import NUM_THREADS, Kind, Workers
 
 _KV_USAGE, _WAITING = "vllm:kv_cache_usage_perc", "vllm:num_requests_waiting"
@@ -86,7 +87,7 @@ class Service:
         self._draining = False
         self._aborted = False
         self._running: set[str] = set()
-        self._restored: dict[str, Restored] = {}
+        self._restored: RestoredRequests | None = None
         self._workers = {kind: Workers(number) for kind, number in NUM_THREADS.items()}
         self.num_sequences = 0
         self._num_rejected = 0
@@ -140,11 +141,13 @@ class Service:
         whose adapters are then names of models too. Raises AdapterError, SnapshotError."""
         for adapter in self._lora_modules:
             await self._add_lora(engine, adapter)
+        restored: dict[str, Restored] = {}
         if snapshot_dir is not None and exists(snapshot_dir):
-            self._restored = await engine.restore(snapshot_dir)
-            for request in self._restored.values():
-                if request.lora_request is not None:
-                    self._adapters.setdefault(request.lora_request.name, request.lora_request)
+            restored = await engine.restore(snapshot_dir)
+        for request in restored.values():
+            if request.lora_request is not None:
+                self._adapters.setdefault(request.lora_request.name, request.lora_request)
+        self._restored = RestoredRequests(engine, restored)
         self._engine = engine
 
     async def prepare(self, work: Callable[[Model], T], kind: Kind) -> T:
@@ -221,13 +224,7 @@ class Service:
         self.policy.check(call.params)
         ids = self._ids(request_id, len(call.prompts), tenant)
         with self._let_in(len(ids) * call.params.n):
-            restored = {
-                i: self._restored[name]
-                for i, name in enumerate(ids)
-                if name in self._restored and call.beam is None
-            }
-            for number, request in restored.items():
-                _check_same(request, call, number, ids[number])
+            restored = {} if call.beam is not None else self._restored.of(call, ids)
             new = [number for number in range(len(ids)) if number not in restored]
             new_ids = [ids[number] for number in new]
             self._running.update(new_ids)
@@ -248,7 +245,9 @@ class Service:
                 async with await submitted as updates:
                     if self._aborted:  # abort_all() ran while this one was being submitted.
                         await self.abort_all()
-                    seen = self._with_restored(ids, restored, new, updates) if restored else updates
+                    seen: AsyncIterable[tuple[int, Update]] = updates
+                    if restored:
+                        seen = self._restored.claimed(ids, restored, new, updates)
                     yield _without_cached_tokens(seen) if self.policy.hide_cached_tokens else seen
             finally:
                 self._running.difference_update(new_ids)
@@ -321,8 +320,7 @@ class Service:
         """Engine ids for a request's prompts, none of them in use or that of a restored request of
         another tenant."""
         ids = [request_id] if count == 1 else [f"{request_id}-{i}" for i in range(count)]
-        restored = [self._restored[name] for name in ids if name in self._restored]
-        if self._running.isdisjoint(ids) and all(each.tenant == tenant for each in restored):
+        if self._running.isdisjoint(ids) and not self._restored.of_others(ids, tenant):
             return ids
         return self._ids(f"{request_id}~{uuid.uuid4().hex[:8]}", count, tenant)
 
@@ -372,25 +370,6 @@ class Service:
         for number, task in enumerate(tasks):
             yield number, task.result()
 
-    async def _with_restored(
-        self,
-        ids: list[str],
-        restored: Mapping[int, Restored],
-        new: Sequence[int],
-        updates: AsyncIterable[tuple[int, Update]],
-    ) -> AsyncIterator[tuple[int, Update]]:
-        """Updates of a request with restored prompts, `restored`, and new ones, `new`. Yields only
-        when all have finished, because until then the next snapshot must contain them."""
-        outputs = {new[place]: output async for place, output in updates}
-        for number, request in restored.items():
-            outputs[number] = await asyncio.shield(request.output)
-        for number in restored:
-            self._restored.pop(ids[number], None)
-            await self._engine.claim(ids[number])
-        for number, output in sorted(outputs.items()):
-            yield number, [_as_delta(choice) for choice in output.outputs]
-            yield number, output
-
 
 def _shuts_down() -> UnavailableError:
     return UnavailableError("the server shuts down; retry on another server.")
@@ -404,28 +383,3 @@ async def _without_cached_tokens(
             metrics = dataclasses.replace(update.metrics, cached_tokens=0)
             update = dataclasses.replace(update, metrics=metrics)
         yield number, update
-
-
-def _check_same(request: Restored, call: ParsedRequest, number: int, request_id: str) -> None:
-    """Raises RequestError if a restored request differs from prompt `number`."""
-    if list(request.prompt_token_ids) != list(call.prompts[number].token_ids):
-        raise RequestError(f"request_id {request_id!r} was used for another prompt.")
-    if request.lora_request != call.lora_request:
-        raise FieldError("model", f"is not the one that request_id {request_id!r} had.")
-    for field in dataclasses.fields(call.params):
-        was, now = getattr(request.params, field.name, None), getattr(call.params, field.name)
-        if was != now and field.name != "priority":
-            raise FieldError(
-                field.name, f"is {now!r:.80}, but request_id {request_id!r} had {was!r:.80}."
-            )
-
-
-def _as_delta(choice: CompletionOutput) -> Delta:
-    return Delta(
-        choice.index,
-        choice.text,
-        choice.token_ids,
-        choice.logprobs,
-        choice.finish_reason,
-        choice.stop_reason,
-    )
