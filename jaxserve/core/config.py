@@ -12,7 +12,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from jaxserve.core import combinations
+from jaxserve.core import choices, combinations
 from jaxserve.core.dtypes import DTYPES, default_dtype, full_dtype
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ModelConfig
@@ -20,7 +20,6 @@ from jaxserve.core.requests.lora import DEFAULT_MAX_LORA_RANK, DEFAULT_MAX_LORAS
 from jaxserve.core.speculative import SpeculativeConfig
 from jaxserve.core.vllm_settings import answer_to
 
-Quantization = Literal["awq", "gptq", "compressed-tensors", "gguf", "mxfp4", "int8", "int4", "fp8"]
 SHADOW_DEFAULTS = {"shadow_rank": 160, "shadow_budget": 2048, "shadow_outliers": 48}
 """Those of ShadowKV's paper (2410.21465)."""
 _OF_NO_PROGRAM = {"of_programs": False}
@@ -128,12 +127,12 @@ class EngineConfig:
 
     model: str | Path = field(default="smollm2-135m-instruct", metadata=_OF_NO_PROGRAM)
     dtype: str | None = None
-    kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"] = "auto"
-    quantization: Quantization | None = None
-    weights_on: Literal["device", "host", "disk"] = "device"
+    kv_cache_dtype: choices.KVCacheDtype = "auto"
+    quantization: choices.Quantization | None = None
+    weights_on: choices.WeightsOn = "device"
     resident_weight_bytes: int | None = None
-    kv_on: Literal["device", "host"] = "device"
-    kv_compression: Literal["none", "shadow"] = "none"
+    kv_on: choices.KVOn = "device"
+    kv_compression: choices.KVCompression = "none"
     shadow_rank: int | None = None
     shadow_budget: int | None = None
     shadow_outliers: int | None = None
@@ -145,14 +144,12 @@ class EngineConfig:
     pipeline_parallel_size: int = 1
     context_parallel_size: int = 1
     sequence_parallel: bool = False
-    dual_batch_overlap: Literal["auto", "on", "off"] = "auto"
+    dual_batch_overlap: choices.DualBatchOverlap = "auto"
     enable_expert_parallel: bool = False
     devices: tuple[int, ...] | None = field(default=None, metadata=_OF_NO_PROGRAM)
     memory_utilization: float = field(default=0.9, metadata=_OF_NO_PROGRAM)
     kv_cache_memory_bytes: int | None = field(default=None, metadata=_OF_NO_PROGRAM)
-    scheduler: Literal["static", "orca", "vllm", "sarathi", "splitfuse", "medha"] = field(
-        default="sarathi", metadata=_OF_NO_PROGRAM
-    )
+    scheduler: choices.Scheduler = field(default="sarathi", metadata=_OF_NO_PROGRAM)
     target_step_us: int | None = field(default=None, metadata=_OF_NO_PROGRAM)
     priority_ageing_s: float | None = field(default=None, metadata=_OF_NO_PROGRAM)
     fair_share: bool = field(default=False, metadata=_OF_NO_PROGRAM)
@@ -160,20 +157,18 @@ class EngineConfig:
     host_kv_bytes: int | None = field(default=None, metadata=_OF_NO_PROGRAM)
     disk_kv_dir: Path | None = field(default=None, metadata=_OF_NO_PROGRAM)
     disk_kv_bytes: int = field(default=0, metadata=_OF_NO_PROGRAM)
-    preemption: Literal["auto", "swap", "recompute"] = field(
-        default="auto", metadata=_OF_NO_PROGRAM
-    )
+    preemption: choices.Preemption = field(default="auto", metadata=_OF_NO_PROGRAM)
     debug_kv: bool = field(default=False, metadata=_OF_NO_PROGRAM)
     batch_invariant: bool = False
-    shared_prefix_attention: Literal["auto", "enabled", "disabled"] = "auto"
+    shared_prefix_attention: choices.SharedPrefixAttention = "auto"
     seed: int = field(default=0, metadata=_OF_NO_PROGRAM)
-    load_format: Literal["auto", "dummy"] = field(default="auto", metadata=_OF_NO_PROGRAM)
-    attention_backend: Literal["auto", "xla", "pallas"] = "auto"
+    load_format: choices.LoadFormat = field(default="auto", metadata=_OF_NO_PROGRAM)
+    attention_backend: choices.AttentionBackend = "auto"
     speculative_config: SpeculativeConfig | None = None
     enable_lora: bool = False
     max_loras: int | None = None
     max_lora_rank: int | None = None
-    program_scope: Literal["step", "layer"] | None = None
+    program_scope: choices.ProgramScope | None = None
     compilation_cache: bool = field(default=True, metadata=_OF_NO_PROGRAM)
     logits_processors: tuple[str | Callable[..., Any], ...] = ()
 
@@ -186,10 +181,10 @@ class EngineConfig:
             object.__setattr__(self, "dtype", full_dtype(self.dtype))
         if self.kv_cache_dtype == "fp8_e4m3":
             object.__setattr__(self, "kv_cache_dtype", "fp8")
-        for name, choices in _choices().items():
+        for name, allowed in _choices().items():
             value = getattr(self, name)
-            if not any(value == choice and type(value) is type(choice) for choice in choices):
-                known = ", ".join(str(choice) for choice in choices if choice is not None)
+            if not any(value == choice and type(value) is type(choice) for choice in allowed):
+                known = ", ".join(str(choice) for choice in allowed if choice is not None)
                 raise ConfigError(f"{name} is {value!r}; it must be one of {known}.")
         for name, least in (
             ("max_model_len", 2),
@@ -387,14 +382,14 @@ class EngineConfig:
 @functools.cache
 def _choices() -> dict[str, tuple[object, ...]]:
     """The values of the settings that have few: those of their Literal types, True and False."""
-    choices: dict[str, tuple[object, ...]] = {"dtype": (None, *DTYPES)}
+    found: dict[str, tuple[object, ...]] = {"dtype": (None, *DTYPES)}
     for name, hint in get_type_hints(EngineConfig).items():
         kinds = (hint, *get_args(hint))
         literals = [
             choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)
         ]
         if literals:
-            choices[name] = (*literals, None) if type(None) in kinds else tuple(literals)
+            found[name] = (*literals, None) if type(None) in kinds else tuple(literals)
         elif hint is bool:
-            choices[name] = (True, False)
-    return choices
+            found[name] = (True, False)
+    return found

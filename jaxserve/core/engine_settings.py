@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
-from jaxserve.core.config import Quantization
+from jaxserve.core import choices
 from jaxserve.core.speculative import SpeculativeConfig
 
 
@@ -14,12 +14,12 @@ class EngineSettings(TypedDict, total=False):
     """The fields of EngineConfig but for `model`, as keyword arguments that type checkers know."""
 
     dtype: str | None
-    kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"]
-    quantization: Quantization | None
-    weights_on: Literal["device", "host", "disk"]
+    kv_cache_dtype: choices.KVCacheDtype
+    quantization: choices.Quantization | None
+    weights_on: choices.WeightsOn
     resident_weight_bytes: int | None
-    kv_on: Literal["device", "host"]
-    kv_compression: Literal["none", "shadow"]
+    kv_on: choices.KVOn
+    kv_compression: choices.KVCompression
     shadow_rank: int | None
     shadow_budget: int | None
     shadow_outliers: int | None
@@ -31,12 +31,12 @@ class EngineSettings(TypedDict, total=False):
     pipeline_parallel_size: int
     context_parallel_size: int
     sequence_parallel: bool
-    dual_batch_overlap: Literal["auto", "on", "off"]
+    dual_batch_overlap: choices.DualBatchOverlap
     enable_expert_parallel: bool
     devices: list[int] | tuple[int, ...] | None
     memory_utilization: float
     kv_cache_memory_bytes: int | None
-    scheduler: Literal["static", "orca", "vllm", "sarathi", "splitfuse", "medha"]
+    scheduler: choices.Scheduler
     target_step_us: int | None
     priority_ageing_s: float | None
     fair_share: bool
@@ -44,17 +44,17 @@ class EngineSettings(TypedDict, total=False):
     host_kv_bytes: int | None
     disk_kv_dir: str | Path | None
     disk_kv_bytes: int
-    preemption: Literal["auto", "swap", "recompute"]
+    preemption: choices.Preemption
     debug_kv: bool
     batch_invariant: bool
-    shared_prefix_attention: Literal["auto", "enabled", "disabled"]
+    shared_prefix_attention: choices.SharedPrefixAttention
     seed: int
-    load_format: Literal["auto", "dummy"]
-    attention_backend: Literal["auto", "xla", "pallas"]
+    load_format: choices.LoadFormat
+    attention_backend: choices.AttentionBackend
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None
     enable_lora: bool
     max_loras: int | None
     max_lora_rank: int | None
-    program_scope: Literal["step", "layer"] | None
+    program_scope: choices.ProgramScope | None
     compilation_cache: bool
     logits_processors: Sequence[str | Callable[..., Any]]

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from jaxserve.core.choices import Preemption
 from jaxserve.kv.layout import KVLayout
-from jaxserve.kv.match import GroupMatch, Match, Preemption, PrefixMatcher
+from jaxserve.kv.match import GroupMatch, Match, PrefixMatcher
 from jaxserve.kv.node import Node
 from jaxserve.kv.offload.rates import Rates
 from jaxserve.kv.page_table import PageTable

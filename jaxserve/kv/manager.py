@@ -20,11 +20,12 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxserve.core.choices import Preemption
 from jaxserve.kv.group_match import GroupMatcher
 from jaxserve.kv.host_pages import HostKV, HostPages
 from jaxserve.kv.insertion import PrefixInserter
 from jaxserve.kv.layout import KVLayout
-from jaxserve.kv.match import Match, Preemption, PrefixMatcher
+from jaxserve.kv.match import Match, PrefixMatcher
 from jaxserve.kv.node import Node, NodeState
 from jaxserve.kv.node_states import NodeStates
 from jaxserve.kv.offload.offload_manager import MoveCounters, OffloadManager

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from jaxserve.core.choices import Preemption
 from jaxserve.kv.node import Node
 from jaxserve.kv.offload.rates import Rates
 from jaxserve.kv.offload.tiers import Tier
@@ -14,8 +15,6 @@ from jaxserve.kv.offload.transfers import staged_pages
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.pages import PagePool
 from jaxserve.kv.prefix_tree import PrefixTree
-
-Preemption = Literal["auto", "swap", "recompute"]
 
 
 class GroupMatch(NamedTuple):

@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 from cranked_transfer_worker import CrankedTransferWorker
 
+from jaxserve.core.choices import Preemption
 from jaxserve.kv.invariants import check_invariants
 from jaxserve.kv.layout import KVGroup, KVLayout
-from jaxserve.kv.manager import KVManager, Match, Preemption
+from jaxserve.kv.manager import KVManager, Match
 from jaxserve.kv.node import Node
 from jaxserve.kv.offload.tiers import DiskStore, HostStore, Tier
 from jaxserve.kv.offload.transfer_worker import TransferHandle

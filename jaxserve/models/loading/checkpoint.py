@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from jaxserve.core.choices import LoadFormat
 from jaxserve.core.errors import ConfigError, ModelError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.models.family import Params
@@ -22,7 +23,6 @@ from jaxserve.models.registry import get_family, param_specs
 from jaxserve.text.tokenizer import Tokenizer
 from pallas_kernels.quantized_matmul import Format
 
-LoadFormat = Literal["auto", "dummy"]
 _TEXT_PATTERNS = ["*.json", "*.jinja", "merges.txt"]
 _log = logging.getLogger(__name__)
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
 
+from jaxserve.core.choices import WeightsOn
 from jaxserve.core.errors import ConfigError
 
 WINDOW = 2
 """Streamed layers in device memory at once: one computes while the next is read."""
-
-Tier = Literal["device", "host", "disk"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +19,7 @@ class Placement:
     `streamed` are the layers that pass through the window, ascending; all others stay.
     """
 
-    tier: Tier
+    tier: WeightsOn
     outside_bytes: int
     layer_bytes: tuple[int, ...]
     streamed: tuple[int, ...] = ()
@@ -56,7 +54,7 @@ class Placement:
 
 
 def place(
-    tier: Tier, outside_bytes: int, layer_bytes: Sequence[int], budget: int | None
+    tier: WeightsOn, outside_bytes: int, layer_bytes: Sequence[int], budget: int | None
 ) -> Placement:
     """Decide which layers stay on the device.
 

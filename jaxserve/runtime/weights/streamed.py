@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
+from jaxserve.core.choices import WeightsOn
 from jaxserve.core.steps.weight_reads import WeightReads
 from jaxserve.models.family import Params
-from jaxserve.runtime.weights.placement import WINDOW, Tier
+from jaxserve.runtime.weights.placement import WINDOW
 from jaxserve.runtime.weights.stores import LayerStore
 
 SLOW_S = 10.0
@@ -37,7 +38,7 @@ class StreamedWeights:
         staying: Mapping[int, Params],
         order: Sequence[int],
         store: LayerStore,
-        tier: Tier,
+        tier: WeightsOn,
         window: int = WINDOW,
     ) -> None:
         """`staying` are the other layers, by number. A window of one layer reads nothing ahead."""
