@@ -11,12 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from tyro.conf import Positional, arg
+from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from jaxserve.cli.arguments.options import Common
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.process.tables import table
 from jaxserve.runtime.progress import TerminalProgress
+from jaxserve.training.config import TrainingConfig
 
 if TYPE_CHECKING:
     from jaxserve.training.acceptance import Acceptance
@@ -41,41 +42,25 @@ class TrainSpeculator(Common):
         data: a JSONL file of prompts: {"prompt": text} or {"messages": [...]} on each line.
         out: a directory for the heads, the answers, checkpoints and the plot of the loss.
         method: what is trained: "medusa", one head for each token ahead, or "eagle", one layer.
-        num_heads: tokens that are guessed beyond the next one; a layer is only measured with so
-            many, and may draft more.
         max_tokens: maximum number of tokens of an answer.
-        steps: batches to train on.
-        batch_size: sequences of a batch.
-        sequence_length: tokens of a sequence.
-        learning_rate: the highest; it rises, and falls to 0 along a cosine.
-        checkpoint_every: steps between checkpoints.
-        seed: of the order of the batches, and of all else that is random.
     """
 
     model: Annotated[Positional[str | None], arg(metavar="MODEL")] = None
     data: Path = Path("prompts.jsonl")
     out: Path = Path("heads")
     method: Literal["medusa", "eagle"] = "medusa"
-    num_heads: int = 3
     max_tokens: int = 128
-    steps: int = 300
-    batch_size: int = 4
-    sequence_length: int = 256
-    learning_rate: float = 1e-3
-    checkpoint_every: int = 50
-    seed: int = 0
+    training: OmitArgPrefixes[TrainingConfig] = dataclasses.field(default_factory=TrainingConfig)
 
     def run(self) -> int:
         from jaxserve.models.eagle import layer_for
         from jaxserve.models.loading.checkpoint import open_checkpoint
         from jaxserve.training import eagle, medusa
         from jaxserve.training.acceptance import acceptance
-        from jaxserve.training.loop import TrainingConfig
         from jaxserve.training.targets import make_targets, read_prompts
 
+        num_heads = self.training.num_heads
         train = eagle.train if self.method == "eagle" else medusa.train
-        fields = [field.name for field in dataclasses.fields(TrainingConfig)]
-        config = TrainingConfig(**{name: getattr(self, name) for name in fields})
         prompts, model = read_prompts(self.data), open_checkpoint(self.model).config
         if self.method == "eagle":
             layer_for(model)  # Fail now, not after the answers.
@@ -94,7 +79,7 @@ class TrainSpeculator(Common):
                 self.model,
                 learnt,
                 self.out / "checkpoints",
-                config,
+                self.training,
                 functools.partial(progress, "training"),
             )
         trained.save(self.out)
@@ -103,16 +88,14 @@ class TrainSpeculator(Common):
         with tempfile.TemporaryDirectory() as untrained:
             trained.save_untrained(Path(untrained))
             before, after = (
-                acceptance(
-                    self.model, self.method, drafter, self.num_heads, measured, self.max_tokens
-                )
+                acceptance(self.model, self.method, drafter, num_heads, measured, self.max_tokens)
                 for drafter in (Path(untrained), self.out)
             )
         print(_report(before, after))
         drafter = {
             "method": self.method,
             "model": str(self.out),
-            "num_speculative_tokens": self.num_heads,
+            "num_speculative_tokens": num_heads,
         }
         print(f"\njaxserve serve {self.model or ''} --speculative-config '{json.dumps(drafter)}'")
         return 0
@@ -120,11 +103,9 @@ class TrainSpeculator(Common):
     def _check_resumes(self, prompts: str) -> None:
         """Raises ConfigError when `out` has answers of a run with other settings or prompts; notes
         those of this."""
-        settings = {
-            field.name: str(getattr(self, field.name))
-            for field in dataclasses.fields(self)
-            if field.name not in ("out", "log_level")
-        }
+        own = {"model": self.model, "method": self.method, "max_tokens": self.max_tokens}
+        both = own | dataclasses.asdict(self.training)
+        settings = {name: str(value) for name, value in both.items()}
         digest = hashlib.sha256(prompts.encode()).hexdigest()
         settings["data"] = f"a file of prompts of SHA-256 {digest}"
         file, answers = self.out / "settings.json", self.out / _TARGETS

@@ -17,7 +17,8 @@ from jaxserve.models import medusa
 from jaxserve.models.family import Family, Params
 from jaxserve.models.loading.drafters.medusa import save_heads
 from jaxserve.models.medusa import MedusaConfig
-from jaxserve.training.loop import Frozen, Progress, TrainingConfig, fit, learning_rate
+from jaxserve.training.config import TrainingConfig
+from jaxserve.training.loop import Frozen, Progress, fit, learning_rate
 from jaxserve.training.targets import Target
 
 _FURTHER = 0.8

@@ -14,9 +14,9 @@ from jaxserve.cli import main
 from jaxserve.core.errors import ConfigError
 from jaxserve.models import eagle
 from jaxserve.models.loading.drafters.eagle import EagleCheckpoint
+from jaxserve.training.config import TrainingConfig
 from jaxserve.training.dense import draft_states, hidden_states
 from jaxserve.training.eagle import Layer, loss, train, untrained
-from jaxserve.training.loop import TrainingConfig
 from jaxserve.training.targets import windows
 
 __all__ = ["greedy"]  # A fixture.

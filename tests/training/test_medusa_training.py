@@ -12,8 +12,8 @@ import pytest
 from jaxserve.cli import main
 from jaxserve.core.errors import ConfigError
 from jaxserve.models.loading.drafters.medusa import MedusaCheckpoint
+from jaxserve.training.config import TrainingConfig
 from jaxserve.training.dense import hidden_states
-from jaxserve.training.loop import TrainingConfig
 from jaxserve.training.medusa import train
 from jaxserve.training.targets import Target, read_prompts, windows
 
