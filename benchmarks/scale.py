@@ -30,7 +30,7 @@ from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from sharding_rules import make_mesh
 
 ROOT = Path(__file__).parents[1]
-GPU_TARGET = ROOT / "tests/deviceless/h200.txtpb"
+GPU_TARGET = ROOT / "jaxserve/core/devices/h200.txtpb"
 GB = 10**9
 MEMORY_SHARE = 0.9
 SCRATCH_BYTES = GB

@@ -18,7 +18,7 @@ from device import cases, classes, machine, sweep
 from device.parts import Task
 from device.problem import Problem, Shapes, jitted
 
-TARGET = Path(__file__).parents[2] / "tests" / "deviceless" / "h200.txtpb"
+TARGET = Path(__file__).parents[2] / "jaxserve/core/devices/h200.txtpb"
 HAS_COMPILER = importlib.util.find_spec("jax_cuda13_plugin") is not None
 DONE = "compiled" if HAS_COMPILER else "lowered"
 """Without jax-cuda13-plugin, programs go as far as JAX itself takes them."""

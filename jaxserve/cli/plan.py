@@ -42,6 +42,7 @@ class Plan(Common):
 
     With --device or --profile nothing is compiled: scratch memory is an estimate, and the times of
     one user's turn are added. Then --devices is a number of devices, for --tensor-parallel-size.
+    With --exact as well, the programs are compiled by the compiler of those devices.
 
     Attributes:
         programs: list every program with its scratch memory, not only their number.
@@ -49,6 +50,8 @@ class Plan(Common):
         device: plan for a100, b200, h100, h200, l4, v5e, v5p, v6e, or a TOML file with the fields
             of those, instead of the devices here.
         profile: plan for the machine on which `jaxserve profile` wrote this file.
+        exact: of --device, compile every program to know its scratch memory: minutes for a large
+            model. Needs the compiler of the device, a TPU or an h200: jax[tpu] or jax[cuda13].
     """
 
     engine: ModelSettings = dataclasses.field(default_factory=ModelSettings)
@@ -56,10 +59,13 @@ class Plan(Common):
     json: bool = False
     device: str | None = None
     profile: Path | None = None
+    exact: bool = False
 
     def run(self) -> int:
         if self.device is not None or self.profile is not None:
             return self._run_described()
+        if self.exact:
+            raise ConfigError("exact is for --device; plans for the devices here always are.")
         from jaxserve.runtime.planning import engine_plan
         from jaxserve.runtime.startup import compile_programs
 
@@ -81,12 +87,24 @@ class Plan(Common):
         return 0
 
     def _run_described(self) -> int:
-        if self.programs:
+        if self.programs and not self.exact:
             raise ConfigError(
-                "programs lists compiled programs; leave it out for devices that are not here."
+                "programs lists compiled programs; leave it out for devices that are not here, or "
+                "compile for those with --exact."
             )
+        programs: Programs | dict[str, Any] = {}
+        if self.exact:
+            from jaxserve.runtime import deviceless
+
+            deviceless.use_compilers_alone()
         described = Described.of(self.engine, self.device, self.profile)
         plan = described.plan
+        if self.exact:
+            if described.spec is None or self.device is None:
+                raise ConfigError("exact needs --device; a profile names no compiler.")
+            with TerminalProgress() as progress:
+                programs = deviceless.compile_programs_for(described.spec, plan, progress)
+            plan = plan.with_programs(programs)
         prompt, screen = turn_lengths(plan)
         session = described.deployment.session(described.times, prompt, screen)
         if self.json:
@@ -95,16 +113,18 @@ class Plan(Common):
                 "session": {"prompt_tokens": prompt, "output_tokens": screen}
                 | dataclasses.asdict(session),
             }
-            document = _document(plan, {}) | {"device": described.device_name} | shown
+            document = _document(plan, programs) | {"device": described.device_name} | shown
             print(json.dumps(document, default=str))
             return 0
         parts = [
             heading(plan, described.device_name),
-            memory_table(plan, "program scratch, estimated"),
+            memory_table(plan, "program scratch" if programs else "program scratch, estimated"),
         ]
         parts += [capacity(plan), turn(described, session)]
         if plan.shapes.mesh is not None:
             parts.append(placement_table(plan.shapes))
+        if programs:
+            parts.append(program_list(programs) if self.programs else program_summary(programs))
         print(*parts, sep="\n\n")
         return 0
 

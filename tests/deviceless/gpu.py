@@ -28,7 +28,7 @@ from jax._src.lib.mlir import ir
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.mosaic.gpu.launch_context import LaunchContext
 
-TARGET = Path(__file__).with_name("h200.txtpb")
+TARGET = Path(__file__).parents[2] / "jaxserve/core/devices/h200.txtpb"
 
 
 @functools.cache

@@ -46,6 +46,8 @@ class DeviceSpec:
         devices_per_host: of the usual machine.
         gke_accelerator: of TPUs, GKE's name of their nodes.
         gke_topologies: of TPUs, GKE's topologies of single hosts by their number of chips.
+        libtpu_name: of TPUs, what their compiler calls them.
+        xla_target: of GPUs, the file in this directory that describes them to their compiler.
     """
 
     name: str
@@ -67,6 +69,8 @@ class DeviceSpec:
     devices_per_host: int = 8
     gke_accelerator: str = ""
     gke_topologies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    libtpu_name: str = ""
+    xla_target: str = ""
 
     def __post_init__(self) -> None:
         """Raises ValueError for a field of a wrong type or out of range."""
@@ -136,6 +140,11 @@ class DeviceSpec:
         if missing := [name for name in needed if name not in values]:
             raise ValueError(f"it has no field {missing[0]!r}")
         return cls(**values)
+
+
+def xla_target(spec: DeviceSpec) -> str:
+    """XLA's description of a GPU, in the text format of protocol buffers."""
+    return (_DIRECTORY / spec.xla_target).read_text(encoding="utf-8")
 
 
 def device_names() -> list[str]:

@@ -1,0 +1,118 @@
+"""Programs compiled for devices that are not here, by the compilers of those alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+
+from jaxserve.core.devices import DeviceSpec, xla_target
+from jaxserve.core.errors import ConfigError
+from jaxserve.runtime.devices import engine_mesh
+from jaxserve.runtime.planning.engine_plan import EnginePlan
+from jaxserve.runtime.programs.executables import Compilation, Program, Programs, ProgramSpec
+from jaxserve.runtime.programs.kinds import ProgramKinds
+from jaxserve.runtime.startup import Progress, no_progress
+
+_LIBTPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+}
+"""What libtpu would ask the machine where there is no TPU."""
+
+
+def compile_programs_for(
+    spec: DeviceSpec, plan: EnginePlan, progress: Progress = no_progress
+) -> Programs:
+    """Every program of a plan for devices of `spec`, which need not be here: for what their
+    compiler says of them, since they cannot be run.
+
+    Raises ConfigError where no compiler is installed, or it has no topology of so many devices.
+    """
+    config = plan.config
+    devices = compiler_devices(spec, config.num_devices)
+    mesh = engine_mesh(config, devices)
+    shapes = dataclasses.replace(plan.shapes, device=devices[0], mesh=mesh)
+    specs = [_Deviceless.of(spec) for spec in ProgramKinds(shapes).specs()]
+    done: Iterator[int] = iter(range(1, len(specs) + 1))
+
+    def on_done(_: Program) -> None:
+        progress("programs", next(done), len(specs))
+
+    return Compilation(specs, None, on_done).result()
+
+
+def use_compilers_alone() -> None:
+    """Keeps JAX from looking for the accelerators whose compilers are installed. Call it before
+    anything asks JAX for devices."""
+    if not jax.config.jax_platforms:
+        jax.config.update("jax_platforms", "cpu")
+    for name, value in _LIBTPU.items():
+        os.environ.setdefault(name, value)
+
+
+def compiler_devices(spec: DeviceSpec, count: int) -> list[jax.Device]:
+    """`count` devices as their compiler knows them, in one host's topology. Raises ConfigError."""
+    try:
+        if spec.platform == "tpu":
+            topology = _smallest_topology(spec, count)
+            sides = [int(side) for side in topology.split("x")]
+            described = topologies.get_topology_desc(
+                platform="tpu",
+                topology_name=f"{spec.libtpu_name}:{topology}",
+                chips_per_host_bounds=(*sides, 1)[:3],
+            )
+        elif spec.xla_target:
+            described = topologies.get_topology_desc(
+                platform="cuda", target_config=xla_target(spec), topology=f"1x1x{count}"
+            )
+        else:
+            raise ConfigError(
+                f"there is no description of {spec.name} for its compiler; leave exact out, or "
+                "plan for a TPU or an h200."
+            )
+    except (RuntimeError, NotImplementedError) as error:
+        package = "jax[tpu]" if spec.platform == "tpu" else "jax[cuda13]"
+        raise ConfigError(
+            f"exact needs the compiler of {spec.name}, which cannot be used here ({error}); "
+            f"pip install '{package}' of JAX {jax.__version__}, or leave exact out."
+        ) from error
+    return described.devices[:count]
+
+
+def _smallest_topology(spec: DeviceSpec, count: int) -> str:
+    """Name of the smallest topology of one host that has `count` chips. Raises ConfigError."""
+    fitting = {int(chips): name for chips, name in spec.gke_topologies.items() if int(chips) >= count}
+    if not fitting or not spec.libtpu_name:
+        raise ConfigError(
+            f"exact knows topologies of {spec.name} of at most "
+            f"{max(map(int, spec.gke_topologies), default=0)} chips on one host, and the parallel "
+            f"sizes make {count}; leave exact out."
+        )
+    return fitting[min(fitting)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Deviceless(ProgramSpec):
+    """A program whose kernels are chosen for the devices of its arguments, not for those here."""
+
+    @classmethod
+    def of(cls, spec: ProgramSpec) -> _Deviceless:
+        return cls(**{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)})
+
+    def lower(self) -> jax.stages.Lowered:
+        sharding = jax.tree.leaves(self.arguments)[0].sharding
+        if isinstance(sharding, NamedSharding):
+            mesh = sharding.mesh
+        else:
+            mesh = Mesh(np.array(list(sharding.device_set)), ("device",))
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return super().lower()
