@@ -127,7 +127,7 @@ def test_metrics():
     [
         ("migration-from-vllm.md", ["serve"]),
         ("bench-serve.md", ["bench serve"]),
-        ("simulator.md", ["simulate", "profile", "search"]),
+        ("simulator.md", ["plan", "simulate", "profile", "search"]),
     ],
 )
 def test_options(document, commands):

@@ -90,7 +90,9 @@ def compiler_devices(spec: DeviceSpec, count: int) -> list[jax.Device]:
 
 def _smallest_topology(spec: DeviceSpec, count: int) -> str:
     """Name of the smallest topology of one host that has `count` chips. Raises ConfigError."""
-    fitting = {int(chips): name for chips, name in spec.gke_topologies.items() if int(chips) >= count}
+    fitting = {
+        int(chips): name for chips, name in spec.gke_topologies.items() if int(chips) >= count
+    }
     if not fitting or not spec.libtpu_name:
         raise ConfigError(
             f"exact knows topologies of {spec.name} of at most "

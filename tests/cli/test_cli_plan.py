@@ -124,3 +124,16 @@ def test_a_model_that_does_not_fit_gets_its_table_and_what_would_fit(run_here, t
     rows = dict(re.split(r"  +", line)[:2] for line in run.stdout.splitlines() if "  " in line)
     assert {"weights", "program scratch", "total", "missing"} <= set(rows)
     assert "PROGRAMS" not in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--exact"], "exact is for --device"),
+        (["--device=l4", "--exact"], "no description of L4"),
+        (["--device=v5e", "--programs"], "compile for those with --exact"),
+    ],
+)
+def test_programs_of_devices_that_are_not_here(run_here, tiny_model, arguments, reason):
+    run = run_here("plan", tiny_model, *SETTINGS, *arguments)
+    run.assert_error(reason)

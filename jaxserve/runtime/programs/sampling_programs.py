@@ -76,9 +76,15 @@ def greedy(
     def sample(carry, hidden):
         return carry, sample_greedy(family.logits(head, config, hidden))
 
-    hidden = hidden[: len(slots)]
+    hidden = _first(hidden, len(slots))
     _, token_ids = scan_tiles(sample, (), hidden, tile, _num_real(last_tokens, slots))
     return last_tokens.at[slots].set(jnp.maximum(token_ids, 0)), token_ids
+
+
+def _first(hidden: jax.Array, rows: int) -> jax.Array:
+    """The first rows of hidden states, as an array of its own: XLA fuses a slice of one row with
+    the product that follows, and then finds no code for it on GPUs."""
+    return lax.optimization_barrier(hidden[:rows])
 
 
 def general(
@@ -124,7 +130,7 @@ def general(
             if probs is not None:
                 probs = probs[slots, jnp.minimum(rows[:, PLACE], probs.shape[1] - 1)]
             drafted = Drafted(following, probs)
-    arrays = (hidden[: len(rows)], rows, masks, drafts, drafted)
+    arrays = (_first(hidden, len(rows)), rows, masks, drafts, drafted)
     _, output = scan_tiles(sample, (), arrays, tile, _num_real(last_tokens, slots))
     # After all tiles, since a tile may begin between the tokens of a sequence.
     count = tokens_per_rank(config.vocab_size, parallel.num_vocab_ranks())
