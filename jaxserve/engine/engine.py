@@ -28,6 +28,8 @@ from jaxserve.engine.input_processor import InputProcessor, check_priority
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.replication import ReplicatedCore
 from jaxserve.engine.request import Request
+from jaxserve.engine.snapshot.facts import SnapshotFacts
+from jaxserve.engine.snapshot.restorer import Restorer
 from jaxserve.engine.snapshot.snapshots import Snapshots
 from jaxserve.metrics.kv_metrics import kv_metrics
 from jaxserve.metrics.metric import Metric
@@ -115,9 +117,11 @@ class Engine:
         )
         parts = (self.scheduler, self._paging, runner, self._input, log, self.eos_token_ids)
         self._core = EngineCore(*parts) if hosts is None else ReplicatedCore(*parts, hosts=hosts)
-        self.snapshots = Snapshots(
-            plan, tokenizer, self._input, self._core, self._paging, self.adapters, self.check_open
-        )
+        shared = self._core, self._paging
+        limit = plan.config.max_model_len
+        restorer = Restorer(*shared, self._input, tokenizer, self.adapters, limit)
+        facts = SnapshotFacts(plan, tokenizer)
+        self.snapshots = Snapshots(*shared, restorer, facts, self.check_open)
 
     @classmethod
     def load(
@@ -168,7 +172,7 @@ class Engine:
         Requests of different tenants share no cached prefix; `fair_share` divides the engine among
         tenants. Requests with different `cache_salt`s share no cached prefix either.
         `shared_prefix`: the prefix that this prompt is known to share with other requests.
-        `grammar`: the result of `prepare` for these params; if None, it is compiled here.
+        `grammar`: that of `preparation` for these params; if None, it is compiled here.
         `lora_request`: the adapter to use, which is loaded if it is not; requests with different
         adapters share no cached prefix.
 
@@ -180,26 +184,21 @@ class Engine:
         self._core.check_awake()
         if request_id in self._requests:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request.")
-        if grammar is None:
-            grammar = self.prepare(params)
+        if grammar is None and (preparation := self.preparation(params)) is not None:
+            grammar = preparation.result()
         added = self._input.process(
             request_id, prompt, params, priority, tenant, shared_prefix, cache_salt, lora_request
         )
         with interrupts_held():
             return self._core.apply(added, grammar)
 
-    def prepare(self, params: SamplingParams | PoolingParams) -> Grammar | None:
-        """The compiled grammar of `params.structured_outputs`, if set, for `add`. Any thread can
-        compile it while the engine runs.
-
-        Raises RequestError for a grammar that is invalid, too large or too slow to compile, or
-        when too many are queued.
-        """
-        preparation = self.preparation(params)
-        return None if preparation is None else preparation.result()
-
     def preparation(self, params: SamplingParams | PoolingParams) -> Future[Grammar] | None:
-        """As `prepare`, without blocking. The future can be cancelled."""
+        """The grammar of `params.structured_outputs`, if set, for `add`: a thread compiles it while
+        the engine runs. The future can be cancelled.
+
+        Raises RequestError, also by the future, for a grammar that is invalid, too large or too
+        slow to compile, or when too many are queued.
+        """
         return self._input.grammar(params)
 
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:

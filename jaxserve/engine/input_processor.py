@@ -25,6 +25,14 @@ from jaxserve.structured.thinking import ThinkingMarks, ThinkingMatcher
 from jaxserve.text import Tokenizer
 
 
+def prefix_salt(
+    tenant: str | None, cache_salt: str | None, adapter: LoadedAdapter | None = None
+) -> bytes:
+    """Requests with different tenants, salts or adapters share no pages."""
+    parts = [tenant, cache_salt, *([adapter.digest] if adapter else [])]
+    return b"" if parts == [None, None] else json.dumps(parts).encode()
+
+
 class InputProcessor:
     """Validates and tokenizes requests, and assigns sequence ids, seeds and salts."""
 
@@ -192,10 +200,8 @@ class InputProcessor:
     def salt(
         self, tenant: str | None, cache_salt: str | None, adapter: LoadedAdapter | None = None
     ) -> bytes:
-        """Requests with different tenants, salts or adapters share no pages; without a prefix
-        cache, only sequences of one request do."""
-        parts = [tenant, cache_salt, *([adapter.digest] if adapter else [])]
-        salt = b"" if parts == [None, None] else json.dumps(parts).encode()
+        """As `prefix_salt`; without a prefix cache, only sequences of one request share pages."""
+        salt = prefix_salt(tenant, cache_salt, adapter)
         return salt if self._shares else salt + b"\0%d" % next(self._salts)
 
     def _bad_word_ids(self, params: SamplingParams) -> list[list[int]]:

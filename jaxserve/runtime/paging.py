@@ -9,7 +9,6 @@ import numpy as np
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.events import EventLog
-from jaxserve.core.model_config import ModelConfig
 from jaxserve.kv.host_pages import HostPages
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.offload.rates import Rates
@@ -37,6 +36,7 @@ class Paging(PageTransfers):
         """
         config, memory = plan.config, plan.memory
         self._runner = runner
+        self._model = plan.checkpoint.config
         self._stores: dict[Tier, Store] = {}
         if memory.host_pages and not memory.kv_on_host:
             self._stores[Tier.HOST] = HostStore(memory.host_pages, memory.image_bytes)
@@ -71,9 +71,9 @@ class Paging(PageTransfers):
             with log.phase("startup", "calibrate moves"):
                 self._calibrate(rates)
 
-    def images(self, model: ModelConfig) -> PageImages:
-        """Access to pages on any tier; `model` is the config of the checkpoint, unpartitioned."""
-        layout = ImageLayout(self._runner.shapes, model)
+    def images(self) -> PageImages:
+        """Access to pages on any tier."""
+        layout = ImageLayout(self._runner.shapes, self._model)
         return PageImages(layout, self._runner, self._stores)
 
     def close(self) -> None:

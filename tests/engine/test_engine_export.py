@@ -306,6 +306,6 @@ def test_a_request_too_long_for_the_other_engine(llama, engines, kv_llm_for):
 
 def test_kv_of_another_shape_is_refused(llama, engines):
     _, target = engines
-    pages = target.engine._paging.images(target.engine.plan.checkpoint.config)
+    pages = target.engine._paging.images()
     with pytest.raises(SnapshotError, match="float16"):
         pages.write([1], np.zeros((1, 2 * PAGE_SIZE, *pages.layout.token_shape), np.float16))

@@ -266,7 +266,7 @@ def test_when_nothing_that_is_allowed_is_left_the_request_alone_fails(llama, llm
 def test_a_bad_grammar_is_refused_and_changes_nothing(llama, llm):
     bad = SamplingParams(structured_outputs={"regex": "a("})
     with pytest.raises(RequestError, match=r"structured_outputs.regex: .*unclosed"):
-        llm.engine.prepare(bad)
+        llm.engine.preparation(bad).result()
     with pytest.raises(RequestError, match=r"structured_outputs.regex: .*unclosed"):
         llm.engine.add("bad", llama.prompts[1], bad)
     refused, fine = llm.generate(llama.prompts[1:3], [bad, FREE], use_tqdm=False)
@@ -360,7 +360,7 @@ def test_a_snapshot_with_a_grammar_that_is_refused_changes_nothing(
 def test_a_grammar_that_was_prepared_is_not_compiled_again(llama, llm, monkeypatch):
     """Though many others were, since."""
     params = dataclasses.replace(GREEDY, structured_outputs={"regex": "[ab]{3}y"})
-    grammar = llm.engine.prepare(params)
+    grammar = llm.engine.preparation(params).result()
     monkeypatch.setattr(grammars_module, "Grammar", None)
     llm.engine._input._grammars._cached.clear()
     request = llm.engine.add("prepared", llama.prompts[3], params, grammar=grammar)

@@ -20,7 +20,6 @@ from jaxserve.text import Tokenizer
 if TYPE_CHECKING:
     from jaxserve.runtime.adapters import AdapterSlots
     from jaxserve.runtime.paging import Paging
-    from jaxserve.runtime.planning.engine_plan import EnginePlan
 
 Tables = dict[tuple[str, int], PageTable]
 """Page tables by request id and index of a sequence, with the KV pinned that was written for it."""
@@ -38,19 +37,17 @@ class Restorer:
 
     def __init__(
         self,
-        plan: EnginePlan,
-        tokenizer: Tokenizer,
-        input_processor: InputProcessor,
         core: EngineCore,
         paging: Paging,
+        input_processor: InputProcessor,
+        tokenizer: Tokenizer,
         adapters: AdapterSlots,
+        max_model_len: int,
     ) -> None:
-        self._config = plan.config
-        self._model = plan.checkpoint
         self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
         self._input = input_processor
         self._core = core
-        self._scheduler = core.scheduler
         self._paging = paging
         self._adapters = adapters
 
@@ -93,8 +90,8 @@ class Restorer:
                 f"request {added.request_id!r} of the snapshot had another adapter than "
                 f"{adapter.request.path!r} is now; give it the same files."
             )
-        context = self._config.max_model_len
-        state.apply(request, self._tokenizer, now_us, context, self._scheduler.kv)
+        context, kv = self._max_model_len, self._core.kv
+        state.apply(request, self._tokenizer, now_us, context, kv)
         return request
 
     def add(
@@ -128,7 +125,7 @@ class Restorer:
 
         Raises SnapshotError when KV is damaged; what came before it is cached.
         """
-        kv = self._scheduler.kv
+        kv = self._core.kv
         tables = {
             (request.request_id, output.seq.index): PageTable(output.seq.token_ids, output.seq.salt)
             for request in contents.requests
@@ -138,13 +135,13 @@ class Restorer:
         def table_of(prefix: dict[str, Any]) -> PageTable | None:
             if prefix["request_id"] is not None:
                 return tables.get((prefix["request_id"], prefix["index"]))
-            if not self._config.enable_prefix_caching:
+            if not kv.prefix_caching:
                 return None
             return cached_table(prefix)
 
         try:
             if contents.kv is not None:
-                pages = self._paging.images(self._model.config)
+                pages = self._paging.images()
                 contents.kv.restore(kv, pages, table_of, self._paging.settle)
             finish()
         except BaseException:
@@ -156,7 +153,7 @@ class Restorer:
     def _hand_over(self, tables: Tables, requests: Iterable[Request]) -> None:
         """What these tables pin stays pinned until their sequences run; that of a sequence which
         was not added is unpinned."""
-        scheduler = self._scheduler
+        scheduler = self._core.scheduler
         seq_ids = {
             (request.request_id, output.seq.index): output.seq.seq_id
             for request in requests

@@ -23,7 +23,7 @@ from jaxserve.core.process.signals import interrupts_held
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence, SharedPrefix
 from jaxserve.engine.engine_core import EngineCore
-from jaxserve.engine.input_processor import InputProcessor
+from jaxserve.engine.input_processor import prefix_salt
 from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot.facts import SnapshotFacts
 from jaxserve.engine.snapshot.files import SnapshotReader, SnapshotWriter, check_writable
@@ -33,12 +33,9 @@ from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.engine.snapshot.restorer import Contents, Restorer, Tables, cached_table
 from jaxserve.kv.offload.tiers import PageCorruptError
 from jaxserve.kv.page_table import PageTable
-from jaxserve.text import Tokenizer
 
 if TYPE_CHECKING:
-    from jaxserve.runtime.adapters import AdapterSlots
     from jaxserve.runtime.paging import Paging
-    from jaxserve.runtime.planning.engine_plan import EnginePlan
 
 
 def exported_params(parts: Iterable[bytes]) -> SamplingParams:
@@ -62,24 +59,18 @@ class Snapshots:
 
     def __init__(
         self,
-        plan: EnginePlan,
-        tokenizer: Tokenizer,
-        input_processor: InputProcessor,
         core: EngineCore,
         paging: Paging,
-        adapters: AdapterSlots,
+        restorer: Restorer,
+        facts: SnapshotFacts,
         check_open: Callable[[], None],
     ) -> None:
         """`check_open` raises EngineClosedError when the engine is closed."""
         self._check_open = check_open
-        self._config = plan.config
-        self._model = plan.checkpoint
-        self._facts = SnapshotFacts(plan, tokenizer)
-        self._input = input_processor
+        self._facts = facts
         self._core = core
-        self._scheduler = core.scheduler
         self._paging = paging
-        self._restorer = Restorer(plan, tokenizer, input_processor, core, paging, adapters)
+        self._restorer = restorer
         self._staged: dict[str, _Staged] = {}
 
     def check(self, directory: str | Path | None = None) -> None:
@@ -215,7 +206,7 @@ class Snapshots:
         """Give up the KV of a request that does not come, if it was staged."""
         staged = self._staged.pop(request_id, None)
         for table in () if staged is None else staged.tables.values():
-            self._scheduler.kv.unpin_table(table)
+            self._core.kv.unpin_table(table)
 
     def export_prefix(
         self, token_ids: SequenceOf[int], tenant: str | None = None, cache_salt: str | None = None
@@ -227,17 +218,17 @@ class Snapshots:
         Raises SnapshotError in a multi-host job, or for a part that is read too late.
         """
         self._check_ready()
-        kv, salt = self._scheduler.kv, self._input.salt(tenant, cache_salt)
+        kv, salt = self._core.kv, prefix_salt(tenant, cache_salt)
         prefixes = []
-        if self._config.enable_prefix_caching and not kv.windowed:
+        if kv.prefix_caching and not kv.windowed:
             table = PageTable(lambda start, stop: token_ids[start:stop], salt)
-            num_tokens = len(token_ids) // self._config.page_size * self._config.page_size
+            num_tokens = len(token_ids) // kv.pool.page_size * kv.pool.page_size
             nodes, num_tokens = kv.known(table, num_tokens)
             if num_tokens:
                 places = [node.nearest for node in nodes]
                 known = list(token_ids[:num_tokens])
                 prefixes.append(Prefix(num_tokens, places, salt=salt.decode(), token_ids=known))
-        entries = kv_entries(prefixes, self._paging.images(self._model.config))
+        entries = kv_entries(prefixes, self._paging.images())
         return self._while_unchanged(parts(self._facts.ours, entries), self._core.num_changes)
 
     def import_prefix(self, parts: Iterable[bytes]) -> int:
@@ -258,7 +249,7 @@ class Snapshots:
         num_tokens = 0
         for prefix in saved.prefixes:
             table = cached_table(prefix)
-            num_tokens += self._scheduler.kv.known(table, prefix["num_tokens"])[1]
+            num_tokens += self._core.kv.known(table, prefix["num_tokens"])[1]
         return num_tokens
 
     def _write(
@@ -276,9 +267,9 @@ class Snapshots:
         writer.commit(self._facts.ours)
         if with_kv:
             self._paging.settle()
-            scheduler = self._scheduler
+            scheduler = self._core.scheduler
             sequences = [*scheduler.running, *scheduler.waiting]
-            entries = self._kv(sequences, cache=self._config.enable_prefix_caching)
+            entries = self._kv(sequences, cache=self._core.kv.prefix_caching)
             with contextlib.suppress(SnapshotError, PageCorruptError, OSError):
                 for name, content in entries:  # KV that is not saved is recomputed.
                     if isinstance(content, np.ndarray) and time.monotonic() > give_up_s:
@@ -328,9 +319,9 @@ class Snapshots:
         return Contents(requests, saved)
 
     def _kv(self, sequences: Iterable[Sequence], cache: bool) -> Iterator[tuple[str, Any]]:
-        scheduler = self._scheduler
+        scheduler = self._core.scheduler
         prefixes = prefixes_of(scheduler.kv, sequences, scheduler.tables, cache=cache)
-        return kv_entries(prefixes, self._paging.images(self._model.config))
+        return kv_entries(prefixes, self._paging.images())
 
 
 def _states_of(reader: SnapshotReader | PartReader) -> list[RequestSnapshot]:
