@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
-from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -30,19 +30,19 @@ _LIBTPU = {
 
 
 def compile_programs_for(
-    spec: DeviceSpec, plan: EnginePlan, progress: Progress = no_progress
+    device: DeviceSpec, plan: EnginePlan, progress: Progress = no_progress
 ) -> Programs:
-    """Every program of a plan for devices of `spec`, which need not be here: for what their
-    compiler says of them, since they cannot be run.
+    """Every program of a plan for such devices, which need not be here: for what their compiler
+    says of them, since they cannot be run.
 
     Raises ConfigError where no compiler is installed, or it has no topology of so many devices.
     """
     config = plan.config
-    devices = compiler_devices(spec, config.num_devices)
+    devices = compiler_devices(device, config.num_devices)
     mesh = engine_mesh(config, devices)
     shapes = dataclasses.replace(plan.shapes, device=devices[0], mesh=mesh)
     specs = [_Deviceless.of(spec) for spec in ProgramKinds(shapes).specs()]
-    done: Iterator[int] = iter(range(1, len(specs) + 1))
+    done = itertools.count(1)
 
     def on_done(_: Program) -> None:
         progress("programs", next(done), len(specs))
@@ -59,47 +59,45 @@ def use_compilers_alone() -> None:
         os.environ.setdefault(name, value)
 
 
-def compiler_devices(spec: DeviceSpec, count: int) -> list[jax.Device]:
+def compiler_devices(device: DeviceSpec, count: int) -> list[jax.Device]:
     """`count` devices as their compiler knows them, in one host's topology. Raises ConfigError."""
     try:
-        if spec.platform == "tpu":
-            topology = _smallest_topology(spec, count)
+        if device.platform == "tpu":
+            topology = _smallest_topology(device, count)
             sides = [int(side) for side in topology.split("x")]
             described = topologies.get_topology_desc(
                 platform="tpu",
-                topology_name=f"{spec.libtpu_name}:{topology}",
+                topology_name=f"{device.libtpu_name}:{topology}",
                 chips_per_host_bounds=(*sides, 1)[:3],
             )
-        elif spec.xla_target:
+        elif device.xla_target:
             described = topologies.get_topology_desc(
-                platform="cuda", target_config=xla_target(spec), topology=f"1x1x{count}"
+                platform="cuda", target_config=xla_target(device), topology=f"1x1x{count}"
             )
         else:
             raise ConfigError(
-                f"there is no description of {spec.name} for its compiler; leave exact out, or "
+                f"there is no description of {device.name} for its compiler; leave exact out, or "
                 "plan for a TPU or an h200."
             )
     except (RuntimeError, NotImplementedError) as error:
-        package = "jax[tpu]" if spec.platform == "tpu" else "jax[cuda13]"
+        package = "jax[tpu]" if device.platform == "tpu" else "jax[cuda13]"
         raise ConfigError(
-            f"exact needs the compiler of {spec.name}, which cannot be used here ({error}); "
+            f"exact needs the compiler of {device.name}, which cannot be used here ({error}); "
             f"pip install '{package}' of JAX {jax.__version__}, or leave exact out."
         ) from error
     return described.devices[:count]
 
 
-def _smallest_topology(spec: DeviceSpec, count: int) -> str:
+def _smallest_topology(device: DeviceSpec, count: int) -> str:
     """Name of the smallest topology of one host that has `count` chips. Raises ConfigError."""
-    fitting = {
-        int(chips): name for chips, name in spec.gke_topologies.items() if int(chips) >= count
-    }
-    if not fitting or not spec.libtpu_name:
+    known = {int(chips): name for chips, name in device.gke_topologies.items()}
+    fitting = [chips for chips in known if chips >= count]
+    if not fitting or not device.libtpu_name:
         raise ConfigError(
-            f"exact knows topologies of {spec.name} of at most "
-            f"{max(map(int, spec.gke_topologies), default=0)} chips on one host, and the parallel "
-            f"sizes make {count}; leave exact out."
+            f"exact knows topologies of {device.name} of at most {max(known, default=0)} chips on "
+            f"one host, and the parallel sizes make {count}; leave exact out."
         )
-    return fitting[min(fitting)]
+    return known[min(fitting)]
 
 
 @dataclasses.dataclass(frozen=True)
