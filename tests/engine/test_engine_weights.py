@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kv_engines import bytes_of
+from kv_engines import bytes_of, settle
 from tiny_engines import LONGEST, Arrival, TinyModel, assert_idle, drive, generate
 
 from jaxserve.core.config import EngineConfig
@@ -133,6 +133,7 @@ def test_no_tier_keeps_pages_of_the_old_weights(llm, llama, trained):
     for prompt in llama.prompts:  # More than the device holds: some go to host memory.
         generate(llm, prompt, GREEDY)
     llm.update_weights(trained.params)
+    settle(llm.engine)  # A copy in flight holds its pages until it has landed.
     assert all(usage.num_used == 0 for usage in llm.engine.kv.tiers.values())
     for output in llm.generate(llama.prompts, GREEDY, use_tqdm=False):
         trained.check_greedy(output)
