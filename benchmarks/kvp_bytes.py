@@ -37,7 +37,8 @@ def kv_bytes(model: Path, seq: int) -> tuple[int, int, int]:
             for shard in array.addressable_shards:
                 held[shard.device] += shard.data.nbytes
         tokens = plan.memory.num_pages * plan.memory.page_size
-        formula = plan.checkpoint.config.kv_bytes_per_token(4) * tokens // seq
+        elements = sum(spec.elements for spec in plan.checkpoint.config.kv_specs)
+        formula = 4 * elements * tokens // seq
         return formula, plan.memory.kv_bytes, max(held.values())
 
 

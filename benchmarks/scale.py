@@ -280,7 +280,8 @@ class Prediction:
         pairs = tokens * cached + tokens * (tokens + 1) / 2
         attention = 4 * model.num_layers * model.num_heads * model.head_dim * pairs
         flops = 2 * shapes.weights_bytes / size * own + attention / (ranks * shapes.seq)
-        kv_bytes = model.kv_bytes_per_token(size) * cached / (ranks * shapes.seq)
+        token = size * sum(spec.elements for spec in model.kv_specs)
+        kv_bytes = token * cached / (ranks * shapes.seq)
         busy = np.maximum(
             flops / rates.flops_per_s,
             (shapes.weights_bytes + kv_bytes) / rates.memory_bytes_per_s,

@@ -13,11 +13,31 @@ import pytest
 from kv_engines import first_path
 from tiny_engines import CONTEXT, TinyModel
 
-from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.model_config import LayerKind, ModelConfig
 from jaxserve.engine.engine import Engine
-from jaxserve.models.family import Params
+from jaxserve.models.family import Family, Params
 from jaxserve.models.follower import Follower
-from jaxserve.training.dense import aux_states, draft_states, hidden_states
+from jaxserve.training.dense import draft_states, hidden_states
+
+
+def aux_states(
+    family: Family,
+    config: ModelConfig,
+    params: Params,
+    token_ids: jax.Array,
+    aux_layers: Sequence[int],
+) -> jax.Array:
+    """What enters these layers, side by side [sequences, tokens, layers * hidden], for int32
+    [sequences, tokens]."""
+    kept = []
+
+    def layer(p: Params, config: ModelConfig, kind: LayerKind, x: jax.Array, *rest: Any) -> Any:
+        kept.append(x)
+        return family.layer(p, config, kind, x, *rest)
+
+    hidden_states(dataclasses.replace(family, layer=layer), config, params, token_ids)
+    found = jnp.concatenate([kept[layer] for layer in aux_layers], axis=-1)
+    return found.reshape(*token_ids.shape, -1)
 
 
 @dataclasses.dataclass(frozen=True)

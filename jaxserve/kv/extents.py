@@ -28,10 +28,6 @@ class ExtentAllocator:
         if stop > first:
             self._insert(first, stop - first)
 
-    @property
-    def num_runs(self) -> int:
-        return len(self._length)
-
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Allocates `count` pages, those that follow `after` first if they are free.
 

@@ -59,7 +59,8 @@ def plan_prefix_groups(
     *,
     min_prefix_tokens: int,
 ) -> list[PrefixGroup]:
-    """Groups the prompts so that `computed_tokens` is minimal for one level of sharing.
+    """Groups the prompts so that the fewest of their tokens are computed, if each group computes
+    its prefix once: the optimum of one level of sharing.
 
     `prompts` are token ids, of any length. No group has a prefix of fewer than `min_prefix_tokens`
     (at least 1). A prefix without gain is not opened.
@@ -110,16 +111,6 @@ def planned_order(
         shared = SharedPrefix(group.prefix_tokens) if group.prefix_tokens else None
         for index in group.members:
             yield index, shared
-
-
-def computed_tokens(prompts: Sequence[Sequence[int]], groups: Sequence[PrefixGroup]) -> int:
-    """Prompt tokens computed if each group computes its prefix once."""
-    return sum(map(len, prompts)) - saved_tokens(groups)
-
-
-def saved_tokens(groups: Sequence[PrefixGroup]) -> int:
-    """Prompt tokens not computed, because another member of the group computes them."""
-    return sum(group.prefix_tokens * (len(group.members) - 1) for group in groups)
 
 
 def _sort(prompts: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:

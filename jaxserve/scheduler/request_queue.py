@@ -177,11 +177,6 @@ class FairQueue:
             else:
                 heapq.heapreplace(heads, _head(account, following, rest))
 
-    @property
-    def num_tenants(self) -> int:
-        """Number of accounts: tenants with unfinished sequences, and some earlier ones."""
-        return len(self._accounts)
-
     def add(self, seq: Sequence) -> None:
         account = self._accounts.get(seq.tenant)
         if account is None:

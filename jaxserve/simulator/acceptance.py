@@ -62,14 +62,6 @@ class DraftAcceptance:
                 return Verified(num_drafts, place)
         return Verified(num_drafts, most)
 
-    def mean_tokens(self, num_drafts: int) -> float:
-        """Tokens that a decode with so many drafts yields on average."""
-        tokens = kept = 1.0
-        for place in range(min(num_drafts, self.depth) if self.depth else num_drafts):
-            kept *= self.rates[min(place, len(self.rates) - 1)]
-            tokens += kept
-        return tokens
-
     def _drawn(self, seq: Sequence, output_index: int) -> float:
         """A number from 0 to 1, the same for the same output of the same request."""
         return _mixed((self.seed, seq.seq_id, output_index)) / 2**64

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxserve.core.model_config import LayerKind, ModelConfig
+from jaxserve.core.model_config import ModelConfig
 from jaxserve.models import eagle
 from jaxserve.models.family import Family, LayeredAttention, Params
 from jaxserve.models.follower import Follower
@@ -25,26 +22,6 @@ def hidden_states(
     attention = functools.partial(_attention, config, sequences)
     hidden = family.forward(params, config, token_ids.reshape(-1), positions, attention)
     return hidden.reshape(sequences, tokens, -1)
-
-
-def aux_states(
-    family: Family,
-    config: ModelConfig,
-    params: Params,
-    token_ids: jax.Array,
-    aux_layers: Sequence[int],
-) -> jax.Array:
-    """What enters these layers, side by side [sequences, tokens, layers * hidden], for int32
-    [sequences, tokens]."""
-    kept = []
-
-    def layer(p: Params, config: ModelConfig, kind: LayerKind, x: jax.Array, *rest: Any) -> Any:
-        kept.append(x)
-        return family.layer(p, config, kind, x, *rest)
-
-    hidden_states(dataclasses.replace(family, layer=layer), config, params, token_ids)
-    found = jnp.concatenate([kept[layer] for layer in aux_layers], axis=-1)
-    return found.reshape(*token_ids.shape, -1)
 
 
 def draft_states(

@@ -405,7 +405,7 @@ class World:
             while self.begun:
                 self.end_move(0, 0)
             self.poll(0)
-            if not self.transfer_worker.num_pending and not self.manager.num_in_flight_transfers:
+            if not self.manager.num_in_flight_transfers:
                 self.step()
                 return
         raise AssertionError("moves beget moves for ever")

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draft_layers import aux_states
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.core.errors import ConfigError, ModelError, UnsupportedModelError, WeightsError
@@ -19,7 +20,7 @@ from jaxserve.models.loading.directory import CONFIG
 from jaxserve.models.loading.drafters.eagle import WEIGHTS
 from jaxserve.models.loading.drafters.eagle3 import Eagle3Checkpoint, save_layer
 from jaxserve.models.loading.params import load_params
-from jaxserve.training.dense import aux_states, draft_states, hidden_states
+from jaxserve.training.dense import draft_states, hidden_states
 
 AUX_LAYERS = 0, 1
 GUESSABLE = np.sort(np.random.default_rng(4).choice(256, 200, replace=False))

@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from itertools import chain
 
 import pytest
+from group_costs import computed_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import Run, linear_times, simulate
@@ -29,7 +30,7 @@ from jaxserve.core.steps.plan import StepPlan
 from jaxserve.kv.invariants import check_invariants
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.pages import PagePool
-from jaxserve.scheduler.prefix_groups import computed_tokens, plan_prefix_groups, planned_order
+from jaxserve.scheduler.prefix_groups import plan_prefix_groups, planned_order
 from jaxserve.scheduler.scheduler import Scheduler, SchedulerConfig
 
 ROWS, PREFILL = 3, 24

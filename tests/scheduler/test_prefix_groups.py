@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from itertools import accumulate, chain, combinations, pairwise
 
 import pytest
+from group_costs import computed_tokens, saved_tokens
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.core.errors import ConfigError, RequestError
 from jaxserve.scheduler.prefix_groups import (
     PrefixGroup,
-    computed_tokens,
     plan_prefix_groups,
-    saved_tokens,
 )
 
 Prompt = tuple[int, ...]

@@ -192,11 +192,6 @@ class TransferQueue:
             self._changed.wait_for(lambda: self._ended or not self._num_pending, timeout_us / 1e6)
             return bool(self._ended)
 
-    @property
-    def num_pending(self) -> int:
-        """Number of handles that have not ended."""
-        return self._num_pending
-
     def close(self) -> None:
         """Fails the transfers not begun; idempotent. `ended` still returns ended handles."""
         with self._changed:
