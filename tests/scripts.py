@@ -51,20 +51,27 @@ def run_on_eight_devices(
     try:
         _eight_devices(xla_flags).submit(_run, function, arguments, named).result()
     except BrokenExecutor:
-        _eight_devices.cache_clear()
+        del _executors[xla_flags]
         raise
 
 
-@functools.cache
+_executors: dict[str | None, ProcessPoolExecutor] = {}
+"""At most one, by its flags: an idle process still has the memory of the models it ran."""
+
+
 def _eight_devices(xla_flags: str | None) -> ProcessPoolExecutor:
-    # A process is replaced before its programs have more memory mapped than Linux allows.
-    return ProcessPoolExecutor(
-        1,
-        multiprocessing.get_context("spawn"),
-        initializer=_start,
-        initargs=(xla_flags,),
-        max_tasks_per_child=20,
-    )
+    if xla_flags not in _executors:
+        while _executors:
+            _executors.popitem()[1].shutdown()
+        # A process is replaced before its programs have more memory mapped than Linux allows.
+        _executors[xla_flags] = ProcessPoolExecutor(
+            1,
+            multiprocessing.get_context("spawn"),
+            initializer=_start,
+            initargs=(xla_flags,),
+            max_tasks_per_child=20,
+        )
+    return _executors[xla_flags]
 
 
 def _start(xla_flags: str | None) -> None:

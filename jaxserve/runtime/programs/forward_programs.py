@@ -17,7 +17,7 @@ from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.kv.layout import KVPlace
 from jaxserve.models.parallel import sequence_parallel
 from jaxserve.runtime.devices import device_rates
-from jaxserve.runtime.programs import step
+from jaxserve.runtime.programs import pipeline_step, step
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.executables import ProgramSpec
 from jaxserve.runtime.programs.frozen_plan import FrozenPlan
@@ -82,7 +82,7 @@ class PipelineStep(Forward):
     reads = ("adapted_params", "kv", "tables", "carry", "last_tokens", "speculation")
     replaces = ("kv", "tables", "carry")
     outputs = (P(), P(SEQ, STAGE), BY_RANK)
-    pure = step.pipeline_step
+    pure = pipeline_step.pipeline_step
 
     def uploads(self, key: ProgramKey) -> tuple[Any, ...]:
         return (self.shapes.int32(self.shapes.stages, self.shapes.layouts[key].size),)
@@ -141,7 +141,7 @@ class Embed(_OfStep):
 class _EnterStage(Embed):
     title = "enter-stage"
     reads = ("outside_layers", "tables", "carry", "last_tokens")
-    pure = step.enter_stage
+    pure = pipeline_step.enter_stage
     uploads = PipelineStep.uploads
 
     def __call__(self, state: DeviceState, key: ProgramKey, steps: Sequence[FrozenPlan]) -> Any:
@@ -247,7 +247,7 @@ class _Layers(ProgramKind[_LayersKey]):
 
 
 class _StageLayers(_Layers):
-    pure = step.stage_layers
+    pure = pipeline_step.stage_layers
 
 
 class FinalNorm(_OfStep):
@@ -272,7 +272,7 @@ class _LeaveStage(FinalNorm):
     reads = ("outside_layers", "carry")
     replaces = ("carry",)
     outputs = (P(), P(SEQ, STAGE))
-    pure = step.leave_stage
+    pure = pipeline_step.leave_stage
 
 
 def _layout(shapes: ProgramShapes, key: ProgramKey) -> StepLayout:

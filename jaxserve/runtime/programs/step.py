@@ -3,8 +3,7 @@
 Their shapes are fixed by a StepLayout, and the buffers they replace (KV pages, page tables) are
 donated. The model is one program, `forward`, or three kinds of programs, `embed`, `layers` and
 `final_norm`; one `layers` program serves every group of equal layers
-(docs/decisions/002-programs.md). In a pipeline these are `pipeline_step`, or `enter_stage`,
-`stage_layers` and `leave_stage`.
+(docs/decisions/002-programs.md). pipeline_step.py has those of a pipeline.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from jaxserve.runtime.programs.step_layout import StepLayout
 from jaxserve.runtime.programs.tiles import batch_of_tile, num_real_tokens, scan_tiles
 from jaxserve.sampling.speculation import SpeculationState
 from pallas_kernels.paged_attention import Pages, paged_attention, tree_attention, write_kv
-from sharding_rules import STAGE
 
 
 class TokenInputs(NamedTuple):
@@ -288,11 +286,11 @@ def final_norm(
     sampled: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Last part of `forward`: hidden states to sample from, and of the prefill tokens."""
-    picked, of_prefill = _normed(family, config, layout, params, x, sampled)
-    return _for_sampling(layout, picked), of_prefill
+    picked, of_prefill = normed(family, config, layout, params, x, sampled)
+    return for_sampling(layout, picked), of_prefill
 
 
-def _normed(
+def normed(
     family: Family,
     config: ModelConfig,
     layout: StepLayout,
@@ -300,6 +298,9 @@ def _normed(
     x: jax.Array,
     sampled: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
+    """Normed hidden states at the places `sampled` [rows, hidden], and of this rank's prefill
+    tokens [tokens, hidden]."""
+
     def norm(carry, x):
         return carry, family.final_norm(params, config, x)
 
@@ -310,100 +311,6 @@ def _normed(
     return picked, hidden[first : first + own_prefill]
 
 
-def _for_sampling(layout: StepLayout, picked: jax.Array) -> jax.Array:
+def for_sampling(layout: StepLayout, picked: jax.Array) -> jax.Array:
     """Hidden states [tokens, hidden] padded to the one shape that sampling programs take."""
     return jnp.pad(picked, ((0, layout.sample_width - len(picked)), (0, 0)))
-
-
-def pipeline_step(
-    family: Family,
-    config: ModelConfig,
-    layout: StepLayout,
-    params: Params,
-    kv: list[Pages],
-    tables: jax.Array,
-    carry: tuple[jax.Array, jax.Array],
-    last_tokens: jax.Array,
-    speculation: SpeculationState | None,
-    metadata: jax.Array,
-) -> tuple[
-    list[Pages], jax.Array, tuple[jax.Array, jax.Array], jax.Array, jax.Array, list[jax.Array]
-]:
-    """One pipeline stage's part of a dispatch, with one step in flight per stage.
-
-    Stage s holds its slice of the stacked `params["layers"]` and runs the step that `metadata[s]`
-    describes; the first stage runs the newest. Its `tables` are as planned for that step. `carry`
-    holds the activations from the previous stage, of decodes and of prefill tokens.
-
-    Returns what `forward` does, for the oldest step, and the carry for the next stage; nothing is
-    kept. Hidden
-    states of prefill tokens are valid on the last stage only.
-    """
-    tables, x, shared, slot_mappings, sampled = enter_stage(
-        family, config, layout, params, tables, carry, last_tokens, metadata
-    )
-    kinds, places, stacked = config.layer_kinds, layout.kv.places, params["layers"]
-    kv, x, _ = stage_layers(
-        family, config, layout, kinds, places, stacked, kv, x, shared, slot_mappings
-    )
-    return kv, tables, *leave_stage(family, config, layout, params, carry, x, sampled), []
-
-
-def enter_stage(
-    family: Family,
-    config: ModelConfig,
-    layout: StepLayout,
-    params: Params,
-    tables: jax.Array,
-    carry: tuple[jax.Array, jax.Array],
-    last_tokens: jax.Array,
-    metadata: jax.Array,
-) -> tuple[jax.Array, jax.Array, TokenInputs, tuple[SlotMapping, ...], jax.Array]:
-    """First part of `pipeline_step`, as `embed`: the activations are embeddings on the first stage,
-    else the previous stage's; the sampled tokens are those of the oldest step."""
-    stages, stage = lax.axis_size(STAGE), lax.axis_index(STAGE)
-    rows, tokens = layout.key.rows, layout.key.prefill_tokens // layout.seq
-    _, newest, *_ = embed(family, config, layout, params, tables, last_tokens, None, metadata[0])
-    _, oldest = layout.unpack(tables, metadata[stages - 1])
-    tables, _, shared, slot_mappings, _ = embed(
-        family, config, layout, params, tables, last_tokens, None, metadata[stage]
-    )
-    handed = jnp.concatenate([carry[0][:rows], carry[1][:tokens]])
-    handed = jnp.pad(handed, ((0, len(newest) - len(handed)), (0, 0)))
-    x = jnp.where(stage == 0, newest, handed)
-    return tables, x, shared, slot_mappings, oldest.sampled
-
-
-def stage_layers(
-    family: Family,
-    config: ModelConfig,
-    layout: StepLayout,
-    kinds: Sequence[LayerKind],
-    places: Sequence[KVPlace],
-    params: Sequence[Params],
-    *arrays: Any,
-) -> tuple[list[Pages], jax.Array, list[jax.Array]]:
-    """Middle part of `pipeline_step`: `layers` with this stage's slice of the stacked `params`."""
-    own = jax.tree.map(lambda array: array[0], params)
-    return layers(family, config, layout, kinds, places, own, *arrays)
-
-
-def leave_stage(
-    family: Family,
-    config: ModelConfig,
-    layout: StepLayout,
-    params: Params,
-    carry: tuple[jax.Array, jax.Array],
-    x: jax.Array,
-    sampled: jax.Array,
-) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
-    """Last part of `pipeline_step`: the carry for the next stage, and as `final_norm`."""
-    stages, rows = lax.axis_size(STAGE), layout.key.rows
-    tokens = layout.key.prefill_tokens // layout.seq
-    picked, of_prefill = _normed(family, config, layout, params, x, sampled)
-    x = lax.ppermute(x, STAGE, [(s, s + 1) for s in range(stages - 1)])
-    carry = (
-        carry[0].at[:rows].set(x[:rows]),
-        carry[1].at[:tokens].set(x[rows : rows + tokens]),
-    )
-    return carry, _for_sampling(layout, parallel.of_last_stage(picked)), of_prefill
