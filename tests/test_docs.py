@@ -64,7 +64,7 @@ def test_the_files_of_the_architecture_are_there():
     named = PATH.findall(read(ARCHITECTURE))
     beside = ("step.py", "step_layout.py", "kinds.py", "shapes/program.py", "device_state.py")
     beside += ("forward_programs.py", "sampling_programs.py", "speculation_programs.py")
-    beside += ("page_programs.py", "frozen_plan.py", "step_inputs.py")
+    beside += ("page_programs.py", "frozen_plan.py", "step_inputs.py", "pipeline_step.py")
     beside += ("shapes/params.py", "shapes/kv.py")
     beside += ("executables.py", "executable_cache.py", "api.py")
     assert len(named) > 60
