@@ -118,12 +118,28 @@ class Dispatched(NamedTuple):
         return sum(tokens for _, tokens in self.prefill)
 
 
+class DraftTree(NamedTuple):
+    """The drafts of a sequence in a step, as nodes of a tree; a chain is one without branches.
+
+    Node 0 is the sequence's newest token and node i + 1 the draft `token_ids[i]`, -1 where it was
+    missing, which follows node `parents[i]`. `accepted` are the nodes that were kept, in order.
+    """
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+
 class VerifiedDrafts(NamedTuple):
-    """A step verified `num_tokens` drafts of a sequence, and accepted some."""
+    """A step verified `num_tokens` drafts of a sequence, and accepted some.
+
+    `tree` has them one by one: on a device, in a log that keeps all records, else None.
+    """
 
     sequence: int
     num_tokens: int
     num_accepted: int
+    tree: DraftTree | None = None
 
 
 class Collected(NamedTuple):
@@ -200,6 +216,7 @@ class EventLog:
         """`clock` returns integer microseconds and never runs backwards; it may be virtual."""
         self.now = clock
         self.records: list[Record] = []
+        self.keeps_all = keep_all
         self._sinks = (*sinks, self.records.append) if keep_all else sinks
         self._lock = threading.Lock()
 

@@ -263,6 +263,7 @@ class EngineCore:
         gained: list[int] = []
         counts: list[int] = []
         drafts: list[VerifiedDrafts] = []
+        trees = step.draft_trees() if self.log.keeps_all else []
         for row, chunk in enumerate(results.sampled):
             seq = chunk.seq
             if seq.pooling is not None:
@@ -285,7 +286,8 @@ class EngineCore:
                 gained.append(seq.seq_id)
                 counts.append(count)
                 if num_drafts := results.num_drafts[row]:
-                    drafts.append(VerifiedDrafts(seq.seq_id, num_drafts, len(token_ids) - 1))
+                    counted = seq.seq_id, num_drafts, len(token_ids) - 1
+                    drafts.append(VerifiedDrafts(*counted, trees[row] if trees else None))
         self.log.collected(
             step.step_id,
             gained,

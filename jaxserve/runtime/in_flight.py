@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
+from jaxserve.core.events import DraftTree
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.in_flight import DispatchedStep, PackedStep, TokenLogprobs
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
@@ -90,6 +91,23 @@ class DeviceStep(DispatchedStep):
             return None
         order = self._order()
         return jax.tree.map(lambda array: np.asarray(array)[order], self.logprobs)
+
+    def draft_trees(self) -> list[DraftTree]:
+        """As DispatchedStep, copied to the host here."""
+        if self.acceptance is None or self.acceptance.drafts is None:
+            return []
+        token_ids, parents = map(np.asarray, self.acceptance.drafts)
+        kept, path = np.asarray(self.acceptance.num_tokens), self.acceptance.path
+        nodes = np.arange(self.width)[None] if path is None else np.asarray(path)
+        nodes = np.broadcast_to(nodes, (len(token_ids), nodes.shape[1]))
+        return [
+            DraftTree(
+                tuple(token_ids[row, : chunk.num_drafts].tolist()),
+                tuple(parents[row, : chunk.num_drafts].tolist()),
+                tuple(nodes[row, 1 : kept[row]].tolist()),
+            )
+            for row, chunk in enumerate(self.sampled)
+        ]
 
     def _order(self) -> np.ndarray:
         """Indices of the `width` tokens of each of `sampled`: of a tree those of the nodes that

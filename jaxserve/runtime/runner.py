@@ -183,7 +183,8 @@ class Runner:
             self._kinds.proposer.follow(self._state, packed, key, hidden)
         prompt_logprobs = self._score_prompts(packed, hidden.of_prefills)
         chunk_sums = self._sum_chunks(packed, hidden.of_prefills)
-        results = token_ids, acceptance, logprobs, prompt_logprobs, chunk_sums
+        counts = acceptance and acceptance._replace(drafts=None)
+        results = token_ids, counts, logprobs, prompt_logprobs, chunk_sums
         for array in jax.tree.leaves(results):
             array.copy_to_host_async()
         return DeviceStep(

@@ -60,13 +60,23 @@ class SpeculationState(NamedTuple):
     probs: jax.Array | None = None
 
 
+class StepDrafts(NamedTuple):
+    """The drafts of each row of a step, int32 [rows, width - 1], NO_DRAFT for those that it did not
+    verify, and the node that each follows (sampling/trees.py)."""
+
+    token_ids: jax.Array
+    parents: jax.Array
+
+
 class Acceptance(NamedTuple):
     """For each row of a step int32 [rows]: tokens that it gained, and drafts that it verified. Of
-    trees also the nodes [rows, 1 + depth] after which those tokens were sampled, one by one."""
+    trees also the nodes [rows, 1 + depth] after which those tokens were sampled, one by one. Of
+    steps with drafts these themselves, which stay on the device where no log keeps them."""
 
     num_tokens: jax.Array
     num_drafts: jax.Array
     path: jax.Array | None = None
+    drafts: StepDrafts | None = None
 
 
 def abstract_speculation(
@@ -173,7 +183,7 @@ def verify(
     sampled = token_ids[: rows * width].reshape(rows, width)
     drafts = state.drafts[slots, : width - 1]
     drafted = (drafts != NO_DRAFT) & (jnp.arange(1, width) < counts[:, None])
-    path = None
+    parents, path = jnp.broadcast_to(jnp.arange(width - 1), drafts.shape), None
     if tree_depth:
         parents = state.parents[slots, : width - 1]
         equal = drafted & (drafts == jnp.take_along_axis(sampled, parents, axis=1))
@@ -203,7 +213,8 @@ def verify(
         state = state._replace(gained=state.gained.at[slots].set(num_tokens))
     if state.path is not None and path is not None:
         state = state._replace(path=state.path.at[slots].set(path))
-    return state, last_tokens, Acceptance(num_tokens, jnp.sum(drafted, axis=1), path)
+    verified = StepDrafts(jnp.where(drafted, drafts, NO_DRAFT), parents) if width > 1 else None
+    return state, last_tokens, Acceptance(num_tokens, jnp.sum(drafted, axis=1), path, verified)
 
 
 def path_tokens(

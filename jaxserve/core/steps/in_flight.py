@@ -7,6 +7,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from jaxserve.core.events import DraftTree
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
 
@@ -57,6 +58,11 @@ class DispatchedStep:
     """The program of that dispatch."""
     together: tuple[StepPlan, ...]
     """The plans that it ran: in a pipeline one per stage."""
+
+    def draft_trees(self) -> list[DraftTree]:
+        """The drafts that each sampled row verified, read only for a log that keeps them; none
+        where there are no drafts, or only how many is known. Call it after the step was read."""
+        return []
 
 
 @dataclasses.dataclass(frozen=True)

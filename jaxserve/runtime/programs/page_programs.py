@@ -132,7 +132,7 @@ class Compact(ProgramKind[int]):
         """`acceptance` is what `chunks` gained in the step that was verified last."""
         key = holding(self.shapes.buckets.rows, len(chunks))
         slots = padded([chunk.slot for chunk in chunks], key, self.shapes.trash_slot)
-        self.run(state, key, slots, acceptance)
+        self.run(state, key, slots, acceptance._replace(drafts=None))
 
 
 class CopyPages(ProgramKind[int]):
