@@ -17,6 +17,7 @@ PICTURES = {
     "bring_your_own_model": 2,
     "reinforcement_learning": 1,
     "planning": 6,
+    "speculation": 4,
 }
 
 pytestmark = [pytest.mark.notebooks, pytest.mark.timeout(1500)]
