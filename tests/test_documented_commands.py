@@ -87,7 +87,7 @@ NOT_PROGRAMS = {
     "docs/parallel.md": "three engines, as tests/meshes/test_mesh_devices.py has them",
 }
 """Documents whose Python is not to be run."""
-OWN_PROGRAMS = "tensor.parallel.size|speculative.config|(weights|kv).on|page.size"
+OWN_PROGRAMS = "tensor.parallel.size|speculative.config|(weights|kv).on|page.size|enable.lora"
 """Settings that a line shares with no other; tests/real_model has them as users do."""
 URL = "http://127.0.0.1:8000"
 OF_LONG_ANSWERS = "tokens/s at which 99% are fluid"
