@@ -249,6 +249,13 @@ class SpeculativeConfig:
         return self.depth or 0
 
     @property
+    def branches(self) -> int:
+        """Drafts that may follow one token; 1 where the tree is grown by the device, for its rule
+        of acceptance is the exact one."""
+        tree = self.speculative_token_tree
+        return 1 + max(path[-1] for path in tree) if tree else 1
+
+    @property
     def computed(self) -> bool:
         """Whether drafts come from logits, so that one is missing only where those are NaN."""
         return self.method in ("draft_model", "layer_skip", "mtp", *_TRAINED)

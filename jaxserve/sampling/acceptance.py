@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.core.speculative import SpeculativeConfig
 from jaxserve.core.steps.in_flight import NO_TOKEN
 from jaxserve.models import parallel
 from jaxserve.sampling.noise import exponentials
@@ -40,6 +41,15 @@ class AcceptanceRule(NamedTuple):
     name: Literal["rejection", "typical"]
     threshold: float = 0.0
     alpha: float = 0.0
+
+    @classmethod
+    def of(cls, config: SpeculativeConfig) -> AcceptanceRule | None:
+        """The rule of these settings; None for the exact one."""
+        if config.acceptance == "exact":
+            return None
+        if config.acceptance == "rejection":
+            return cls("rejection")
+        return cls("typical", config.posterior_threshold, config.posterior_alpha)
 
 
 class Drafted(NamedTuple):

@@ -233,9 +233,11 @@ class General(_OnHead):
         return len(self.shapes.processors.names)
 
     def static(self, key: int) -> tuple[Any, ...]:
-        shapes = self.shapes
-        of_trees = shapes.tree_depth, shapes.branches
-        return (*super().static(key), shapes.processors, *of_trees, shapes.acceptance_rule)
+        drafts = self.shapes.config.speculative_config
+        branches = 1 if drafts is None else drafts.branches
+        rule = None if drafts is None else AcceptanceRule.of(drafts)
+        processors, tree_depth = self.shapes.processors, self.shapes.tree_depth
+        return (*super().static(key), processors, tree_depth, branches, rule)
 
     def spec(self, key: int) -> ProgramSpec:
         by_name = not self.shapes.processors.names

@@ -35,7 +35,6 @@ from jaxserve.runtime.programs.tiles import DEFAULT_TILE_TOKENS, TILE_TOKENS
 from jaxserve.runtime.weights.placement import Placement, place
 from jaxserve.runtime.weights.source import ResidentWeights
 from jaxserve.sampling import BY_TOKEN, SamplingState, abstract_state, tokens_per_rank
-from jaxserve.sampling.acceptance import AcceptanceRule
 from jaxserve.sampling.processors import Processors
 from jaxserve.sampling.speculation import SpeculationState, abstract_speculation
 from jaxserve.sampling.vocabulary import padded as padded_vocabulary
@@ -365,24 +364,6 @@ class ProgramShapes:
 
         fields = dataclasses.fields(state)
         return SamplingState(**{f.name: placed(getattr(state, f.name), of(f.name)) for f in fields})
-
-    @property
-    def branches(self) -> int:
-        """Drafts that may follow one token; 1 where the tree is grown by the device, for its rule
-        of acceptance is the exact one."""
-        config = self.config.speculative_config
-        tree = config and config.speculative_token_tree
-        return 1 + max(path[-1] for path in tree) if tree else 1
-
-    @property
-    def acceptance_rule(self) -> AcceptanceRule | None:
-        """The rule by which drafts are kept; None for the exact one."""
-        config = self.config.speculative_config
-        if config is None or config.acceptance == "exact":
-            return None
-        if config.acceptance == "rejection":
-            return AcceptanceRule("rejection")
-        return AcceptanceRule("typical", config.posterior_threshold, config.posterior_alpha)
 
     @property
     def _abstract_speculation(self) -> SpeculationState | None:
