@@ -64,7 +64,8 @@ def _specs(tree):
 
 def sampled_on_a_mesh_as_on_one_device(mesh_name: str, vocab: int) -> None:
     tensor, stage = (4, 1) if "PP" not in mesh_name else (2, 2)
-    mesh, ranks, rows = make_mesh(tensor=tensor, stage=stage), tensor * stage, len(PARAMS)
+    ranks, rows = tensor * stage, len(PARAMS)
+    mesh = make_mesh(tensor=tensor, stage=stage, devices=jax.devices()[:ranks])
     rng = np.random.default_rng(vocab)
     logits = (rng.normal(size=(vocab, rows)) * 3).astype(np.float32)
     logits[:, 0] = np.round(logits[:, 0])  # Equals, of which the lowest id is wanted.
