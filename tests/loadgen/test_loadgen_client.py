@@ -78,7 +78,8 @@ def test_each_way_to_fail_has_its_name(server, model, failure, detail, tokens):
 def test_an_answer_that_takes_too_long_has_failed(server):
     answer = ask(server, "hangs", timeout_s=2)
     assert (answer.failure, len(answer.token_us)) == ("timeout", 1)
-    assert 2_000_000 <= answer.end_us < scripted_server.SLOW_S * 1e6
+    # The clock of timeouts is another one, and may be a little ahead.
+    assert 1_900_000 < answer.end_us < scripted_server.SLOW_S * 1e6
     assert " 2 s" in answer.detail
 
 

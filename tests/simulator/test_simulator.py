@@ -218,6 +218,13 @@ class DraftingRunner(TimedRunner):
         return results
 
 
+def without_trees(record: Any) -> Any:
+    """The record without the tokens of drafts, which no simulation has."""
+    if not isinstance(record, Collected):
+        return record
+    return record._replace(drafts=tuple(each._replace(tree=None) for each in record.drafts))
+
+
 def test_decisions_are_those_of_the_engine_that_speculates(llama):
     """With the same drafts kept, the numbers of drafts, the pages and the steps are the same."""
     speculative = {"num_speculative_tokens": "auto"}
@@ -267,6 +274,6 @@ def test_decisions_are_those_of_the_engine_that_speculates(llama):
     for number, (ours, theirs) in enumerate(zip(decided, expected)):
         assert ours == theirs, f"step {number}"
     assert len(decided) == len(expected)
-    assert log.records == simulated.log.records
+    assert [*map(without_trees, log.records)] == simulated.log.records
     assert sum(seen.num_kept for seen in runner.seen.rows.values()) > 0
     assert any(chunk[-2] for _, (decodes, _), *_ in decided for chunk in decodes)
