@@ -37,8 +37,7 @@ def kv_bytes(model: Path, seq: int) -> tuple[int, int, int]:
             for shard in array.addressable_shards:
                 held[shard.device] += shard.data.nbytes
         tokens = plan.memory.num_pages * plan.memory.page_size
-        elements = sum(spec.elements for spec in plan.checkpoint.config.kv_specs)
-        formula = 4 * elements * tokens // seq
+        formula = plan.checkpoint.config.kv_bytes_per_token(4) * tokens // seq
         return formula, plan.memory.kv_bytes, max(held.values())
 
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
-import os
 import re
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,16 +19,16 @@ from jax.experimental import topologies
 from table import print_table
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.devices import DeviceSpec, xla_target
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.models.partition import partition
 from jaxserve.models.registry import get_family
+from jaxserve.runtime import deviceless
 from jaxserve.runtime.devices import device_rates
 from jaxserve.runtime.programs.forward_programs import Forward, PipelineStep
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from sharding_rules import make_mesh
 
-ROOT = Path(__file__).parents[1]
-GPU_TARGET = ROOT / "jaxserve/core/devices/h200.txtpb"
 GB = 10**9
 MEMORY_SHARE = 0.9
 SCRATCH_BYTES = GB
@@ -38,15 +36,7 @@ SCRATCH_BYTES = GB
 ROWS, PREFILL_TOKENS = 64, 2048
 STEPS = ("decode step", "prefill step")
 
-# libtpu reads these when it is first used; without them it asks the machine what TPU it has.
-for _name, _value in {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-}.items():
-    os.environ.setdefault(_name, _value)
+deviceless.use_compilers_alone()
 
 
 def _llama3(hidden: int, layers: int, heads: int, ff: int) -> dict[str, Any]:
@@ -172,7 +162,7 @@ def described(name: str) -> list[jax.Device]:
     if name.startswith("H200:"):
         return topologies.get_topology_desc(
             platform="cuda",
-            target_config=GPU_TARGET.read_text(),
+            target_config=xla_target(DeviceSpec.of("h200")),
             topology=f"1x1x{name.split(':')[1]}",
         ).devices
     return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
@@ -280,8 +270,7 @@ class Prediction:
         pairs = tokens * cached + tokens * (tokens + 1) / 2
         attention = 4 * model.num_layers * model.num_heads * model.head_dim * pairs
         flops = 2 * shapes.weights_bytes / size * own + attention / (ranks * shapes.seq)
-        token = size * sum(spec.elements for spec in model.kv_specs)
-        kv_bytes = token * cached / (ranks * shapes.seq)
+        kv_bytes = model.kv_bytes_per_token(size) * cached / (ranks * shapes.seq)
         busy = np.maximum(
             flops / rates.flops_per_s,
             (shapes.weights_bytes + kv_bytes) / rates.memory_bytes_per_s,

@@ -83,8 +83,8 @@ class Step:
     @property
     def kv_bytes(self) -> int:
         """Keys and values that the step reads, and writes."""
-        token = sum(spec.elements for spec in self.shapes.model.kv_specs)
-        return self.batch * (CONTEXT + 1) * token * self.shapes.dtype.itemsize
+        token = self.shapes.model.kv_bytes_per_token(self.shapes.dtype.itemsize)
+        return self.batch * (CONTEXT + 1) * token
 
     @property
     def floor_bytes(self) -> int:

@@ -14,7 +14,6 @@ import family_members
 import jax
 import numpy as np
 import oracle
-from kv_sizes import bytes_per_token
 from tiny_checkpoints import CONFIG, hf_shapes, write_hf
 
 from jaxserve.core.model_config import ModelConfig
@@ -125,7 +124,7 @@ class TinyModel:
     @property
     def token_bytes(self) -> int:
         """Bytes of a token's KV: float32, or bytes and a float32 scale for each head."""
-        size = bytes_per_token(self.config, 1)
+        size = self.config.kv_bytes_per_token(1)
         return size + 4 * size // self.config.head_dim if self.is_quantized else 4 * size
 
     def with_kv(self, kv_cache_dtype: str) -> TinyModel:

@@ -224,3 +224,7 @@ class ModelConfig:
     @property
     def attention_scale(self) -> float:
         return 1.0 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of one token's keys and values over all layers."""
+        return itemsize * sum(spec.elements for spec in self.kv_specs)

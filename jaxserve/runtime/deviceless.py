@@ -61,31 +61,33 @@ def use_compilers_alone() -> None:
 
 def compiler_devices(device: DeviceSpec, count: int) -> list[jax.Device]:
     """`count` devices as their compiler knows them, in one host's topology. Raises ConfigError."""
+    if device.platform == "tpu":
+        package, topology = "jax[tpu]", _smallest_topology(device, count)
+        sides = [int(side) for side in topology.split("x")]
+        described = {
+            "platform": "tpu",
+            "topology_name": f"{device.libtpu_name}:{topology}",
+            "chips_per_host_bounds": (*sides, 1)[:3],
+        }
+    elif device.xla_target:
+        package = "jax[cuda13]"
+        described = {
+            "platform": "cuda",
+            "topology": f"1x1x{count}",
+            "target_config": xla_target(device),
+        }
+    else:
+        raise ConfigError(
+            f"there is no description of {device.name} for its compiler; leave exact out, or plan "
+            "for a TPU or an h200."
+        )
     try:
-        if device.platform == "tpu":
-            topology = _smallest_topology(device, count)
-            sides = [int(side) for side in topology.split("x")]
-            described = topologies.get_topology_desc(
-                platform="tpu",
-                topology_name=f"{device.libtpu_name}:{topology}",
-                chips_per_host_bounds=(*sides, 1)[:3],
-            )
-        elif device.xla_target:
-            described = topologies.get_topology_desc(
-                platform="cuda", target_config=xla_target(device), topology=f"1x1x{count}"
-            )
-        else:
-            raise ConfigError(
-                f"there is no description of {device.name} for its compiler; leave exact out, or "
-                "plan for a TPU or an h200."
-            )
-    except (RuntimeError, NotImplementedError) as error:
-        package = "jax[tpu]" if device.platform == "tpu" else "jax[cuda13]"
+        return topologies.get_topology_desc(**described).devices[:count]
+    except RuntimeError as error:  # JAX raises it for a compiler that is missing or fails to start.
         raise ConfigError(
             f"exact needs the compiler of {device.name}, which cannot be used here ({error}); "
             f"pip install '{package}' of JAX {jax.__version__}, or leave exact out."
         ) from error
-    return described.devices[:count]
 
 
 def _smallest_topology(device: DeviceSpec, count: int) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from cli_command import CONTEXT, SETTINGS
-from kv_sizes import bytes_per_token
 from tiny_checkpoints import hf_shapes
 
 from jaxserve.core.requests.sampling_params import SamplingParams
@@ -99,7 +98,7 @@ def test_as_many_requests_run_at_once_as_plan_says(run_here, tiny_model, schedul
         "page_size": page_size,
         "scheduler": scheduler,
         "program_scope": "step",
-        "kv_cache_memory_bytes": (1 + 12) * page_size * bytes_per_token(config, 4),
+        "kv_cache_memory_bytes": (1 + 12) * page_size * config.kv_bytes_per_token(4),
     }
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     run = run_here("plan", tiny_model, *flags)

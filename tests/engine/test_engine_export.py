@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_engines import Preempter, count, preemptible, prefilled, token_ids
-from kv_sizes import bytes_per_token
 from tiny_engines import LONGEST, PAGE_SIZE, PROMPT_LENGTHS, assert_idle
 
 from jaxserve.core.errors import RequestError, SnapshotError
@@ -171,7 +170,7 @@ def test_pages_on_a_lower_tier_come_along(llama, alone, engines):
 
 def test_kv_comes_in_parts_and_is_freed_as_it_is_written(llama, alone, engines, monkeypatch):
     source, target = engines
-    page_bytes = bytes_per_token(llama.config, 4) * PAGE_SIZE
+    page_bytes = llama.config.kv_bytes_per_token(4) * PAGE_SIZE
     monkeypatch.setattr(snapshot_kv, "_FILE_BYTES", 4 * page_bytes)
     several = dataclasses.replace(KINDS["several"], max_tokens=12)
     stream = begun(source, llama.prompts[-2], several, 10)

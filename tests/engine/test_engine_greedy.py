@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_sizes import bytes_per_token
 from tiny_engines import CONTEXT, LONGEST, PROMPT_LENGTHS, Arrival, TinyModel, drive, preemptions
 
 from jaxserve.core.events import Dispatched
@@ -95,7 +94,7 @@ def test_every_family(tmp_path, name):
     # The trash page, those of the longest request, and the one an admission leaves free: two
     # requests with 60 tokens are let in, and one has to go when they have grown.
     pages = 1 + -(-CONTEXT // page_size) + 1
-    page_bytes = bytes_per_token(model.config, 4) * page_size
+    page_bytes = model.config.kv_bytes_per_token(4) * page_size
     with model.load(**changes, kv_cache_memory_bytes=pages * page_bytes) as llm:
         everything = [(index, LONGEST, False, 2 * index, 0) for index in range(len(PROMPT_LENGTHS))]
         check(model, llm.engine, everything + crowd(60), apart=True)

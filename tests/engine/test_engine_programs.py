@@ -8,7 +8,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from kv_sizes import bytes_per_token
 from tiny_engines import CONTEXT, LONGEST, NUM_PAGES, Arrival, drive, generate, preemptions
 
 from jaxserve.core.errors import ConfigError, MemoryPlanError
@@ -117,7 +116,7 @@ def test_the_pool_is_the_size_asked_for(llm):
 
 
 def test_a_pool_of_less_than_a_page_is_refused_with_what_fits(llama):
-    page_bytes = bytes_per_token(llama.config, 4) * 4
+    page_bytes = llama.config.kv_bytes_per_token(4) * 4
     with pytest.raises(MemoryPlanError) as refusal:
         llama.load(kv_cache_memory_bytes=2 * page_bytes - 1)
     message = str(refusal.value)

@@ -6,7 +6,6 @@ import threading
 
 import numpy as np
 import pytest
-from kv_sizes import bytes_per_token
 from scripts import run_script
 from tiny_engines import CONTEXT, LONGEST, Arrival, assert_idle, drive
 
@@ -97,7 +96,7 @@ def test_an_id_in_use_is_refused(llama, engine):
 
 
 def test_a_request_that_can_never_fit_the_pool_is_refused_with_what_fits(llama):
-    page_bytes = bytes_per_token(llama.config, 4) * 4
+    page_bytes = llama.config.kv_bytes_per_token(4) * 4
     settings = {"max_num_seqs": 1, "max_num_batched_tokens": 1 + 16}
     with llama.load(kv_cache_memory_bytes=6 * page_bytes, **settings) as llm:
         prompt = llama.prompts[5]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import family_members
-from kv_sizes import bytes_per_token
 from scripts import run_on_eight_devices
 from tiny_checkpoints import CONFIG, hf_shapes, write_hf
 from tiny_engines import CONTEXT, EOS, TinyModel
@@ -66,7 +65,7 @@ def load(
     page_size = settings["page_size"]
     pages = pages or 1 + -(-CONTEXT // page_size) + 1
     heads = HeadLayout(config.num_heads, config.num_kv_heads, tensor).kv_heads
-    token_bytes = bytes_per_token(config, 4)
+    token_bytes = config.kv_bytes_per_token(4)
     if isinstance(model, TinyModel) and model.is_quantized:
         token_bytes = model.token_bytes
         settings["kv_cache_dtype"] = model.kv_cache_dtype

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from golden_prompts import golden_prompts
-from kv_sizes import bytes_per_token
 from mesh_engines import load
 from tiny_engines import Arrival, drive
 
@@ -37,7 +36,7 @@ CHOSEN = SamplingParams(
 
 def page_bytes(path: Path) -> int:
     """Bytes of a page in float32."""
-    return bytes_per_token(open_checkpoint(path).config, 4) * PAGE_SIZE
+    return open_checkpoint(path).config.kv_bytes_per_token(4) * PAGE_SIZE
 
 
 def load_alone(path: Path, **changes: Any) -> LLM:

@@ -8,7 +8,6 @@ import os
 import jax
 import numpy as np
 import pytest
-from kv_sizes import bytes_per_token
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, MemoryPlanError
@@ -23,7 +22,7 @@ from jaxserve.runtime.planning.memory import STAGING_BUFFERS, host_memory, plan_
 
 MODEL = ModelConfig("LlamaForCausalLM", 64, 32, 64, 2, 2, 2, 16, 128, RopeConfig())
 PAGE_SIZE = 4
-PAGE_BYTES = bytes_per_token(MODEL, 4) * PAGE_SIZE
+PAGE_BYTES = MODEL.kv_bytes_per_token(4) * PAGE_SIZE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +172,7 @@ def test_an_engine_refuses_less_than_a_page_before_it_reads_a_weight(llama, tmp_
 
 @pytest.mark.parametrize("pages", [1, 2])
 def test_tiers_of_a_page_work(llama, tmp_path, pages):
-    num_bytes = pages * bytes_per_token(llama.config, 4) * 4
+    num_bytes = pages * llama.config.kv_bytes_per_token(4) * 4
     settings = {"host_kv_bytes": num_bytes, "disk_kv_bytes": num_bytes, "disk_kv_dir": tmp_path}
     with llama.load(**settings, preemption="swap", debug_kv=True) as llm:
         assert llm.plan().memory.host_pages == llm.plan().memory.disk_pages == pages

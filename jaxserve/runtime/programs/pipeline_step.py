@@ -46,8 +46,7 @@ def pipeline_step(
     holds the activations from the previous stage, of decodes and of prefill tokens.
 
     Returns what `forward` does, for the oldest step, and the carry for the next stage; nothing is
-    kept. Hidden
-    states of prefill tokens are valid on the last stage only.
+    kept. Hidden states of prefill tokens are valid on the last stage only.
     """
     tables, x, shared, slot_mappings, sampled = enter_stage(
         family, config, layout, params, tables, carry, last_tokens, metadata
