@@ -1,14 +1,17 @@
 """The error of simulations: a real engine under a load, and the simulation of the same load.
 
-Measures the steps of the engine first (as `jaxserve profile`), then serves Poisson arrivals for
-real and on the virtual clock, and compares percentiles. Run it on an otherwise idle machine.
+Measures the steps of the engine first (as `jaxserve profile`), then serves each load for real and on
+the virtual clock, and compares percentiles. A load is Poisson arrivals, or a trace whose lengths are
+scaled to the engine's context, at each of the request rates. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from table import print_table
 
@@ -18,7 +21,8 @@ from jaxserve.core.events import EventLog, monotonic_us
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.prompts import TokenizedPrompt
-from jaxserve.loadgen.trace import TraceRequest, drawn
+from jaxserve.loadgen.prompts import PromptMaker
+from jaxserve.loadgen.trace import Fit, TraceRequest, drawn, read_trace
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.metrics.statistics import percentile
 from jaxserve.metrics.summaries import SequenceSummary
@@ -28,60 +32,93 @@ from jaxserve.runtime.startup import start
 from jaxserve.simulator.profile import Profile
 from jaxserve.simulator.simulation import Arrival, Simulation
 
-Times = dict[str, list[int]]
+Prompts = Sequence[list[int]]
+
+
+def loads(args: argparse.Namespace) -> Iterator[tuple[str, list[TraceRequest]]]:
+    """Each load and its name."""
+    for rate in args.request_rate:
+        if not args.trace:
+            load = drawn(rate, args.input_len, args.output_len, seed=0)
+            lengths = f"{args.input_len} and {args.output_len} tokens"
+            yield f"{rate:g}/s of {lengths}", [next(load) for _ in range(args.num_requests)]
+    for trace in args.trace:
+        rows = read_trace(trace)[: args.num_requests]
+        trace_rate = (len(rows) - 1) / max(row.arrival_us for row in rows) * 1e6
+        for rate in args.request_rate:
+            fit = Fit(
+                rate_scale=rate / trace_rate,
+                length_scale=args.length_scale,
+                max_prompt_tokens=args.max_model_len * 3 // 4,
+                max_output_tokens=args.max_model_len // 4,
+            )
+            yield f"{trace.stem}, {rate:g}/s", fit(rows)
 
 
 def params(request: TraceRequest) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True)
 
 
-def prompt(number: int, request: TraceRequest) -> list[int]:
-    """Like that of no other request."""
-    return [100 + number] * request.prompt_tokens
-
-
-def serve(engine: Engine, requests: Sequence[TraceRequest]) -> None:
-    """The loop of a server, without clients."""
+def serve(engine: Engine, name: str, prompts: Prompts, requests: Sequence[TraceRequest]) -> float:
+    """The loop of a server, without clients. Returns the seconds that it took."""
     begin_us, waiting = monotonic_us(), list(enumerate(requests))
     while waiting or engine.has_work:
         while waiting and monotonic_us() - begin_us >= waiting[0][1].arrival_us:
             number, request = waiting.pop(0)
-            tokens = TokenizedPrompt(None, prompt(number, request))
-            engine.add(str(number), tokens, params(request))
+            tokens = TokenizedPrompt(None, prompts[number])
+            engine.add(f"{name} {number}", tokens, params(request))
         if engine.has_work:
             engine.step()
         else:
             time.sleep(1e-3)
+    return (monotonic_us() - begin_us) / 1e6
 
 
-def simulate(plan: EnginePlan, profile: Profile, requests: Sequence[TraceRequest]) -> Simulation:
+def simulate(
+    plan: EnginePlan, profile: Profile, prompts: Prompts, requests: Sequence[TraceRequest]
+) -> Simulation:
     buckets, memory = plan.shapes.buckets, plan.memory
     simulation = Simulation(plan.config, buckets, memory.num_pages, profile, layout=memory.layout)
     simulation.run(
-        Arrival(request.arrival_us, prompt(number, request), params(request))
-        for number, request in enumerate(requests)
+        Arrival(request.arrival_us, prompt, params(request))
+        for prompt, request in zip(prompts, requests)
     )
     return simulation
 
 
-def times(summaries: Sequence[SequenceSummary]) -> Times:
-    return {
+def latencies(summaries: Sequence[SequenceSummary]) -> dict[str, float]:
+    """Percentiles in milliseconds."""
+    times = {
         "TTFT": [summary.ttft_us for summary in summaries],
         "ITL": [us for summary in summaries for us in summary.inter_token_us],
         "e2e": [summary.e2e_us for summary in summaries],
+    }
+    return {
+        f"{name} P{percent} ms": percentile(of, percent) / 1e3
+        for name, of in times.items()
+        for percent in (50, 90)
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=EngineConfig.model)
-    parser.add_argument("--request-rate", type=float, default=1.0, help="per second")
+    parser.add_argument("--dtype", default=EngineConfig.dtype)
+    parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--max-num-seqs", type=int, default=4)
+    parser.add_argument("--request-rate", type=float, nargs="+", default=[1.0], help="per second")
     parser.add_argument("--num-requests", type=int, default=40)
-    parser.add_argument("--input-len", type=int, default=100)
-    parser.add_argument("--output-len", type=int, default=20)
+    parser.add_argument("--input-len", type=int, default=100, help="of Poisson arrivals")
+    parser.add_argument("--output-len", type=int, default=20, help="of Poisson arrivals")
+    parser.add_argument("--trace", type=Path, nargs="*", default=[])
+    parser.add_argument("--length-scale", type=float, default=0.1, help="of traces")
     args = parser.parse_args()
     config = EngineConfig(
-        args.model, max_num_seqs=4, max_num_batched_tokens=132, max_model_len=1024
+        args.model,
+        dtype=args.dtype,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=128 + args.max_num_seqs,
+        max_model_len=args.max_model_len,
     )
     metrics = Metrics(keep_tokens=True)
     log = EventLog(metrics.fold)
@@ -89,24 +126,29 @@ def main() -> None:
         plan, tokenizer, runner = start(config, log, progress)
         profile = measured_profile(plan, runner, progress)
     held_out = profile.held_out
-    load = drawn(args.request_rate, args.input_len, args.output_len, seed=0)
-    requests = [next(load) for _ in range(args.num_requests)]
-    engine = Engine(plan, tokenizer, runner, log, metrics)
-    serve(engine, requests)
-    simulation = simulate(plan, profile, requests)
-    real, simulated = times(metrics.finished()), times(simulation.metrics.finished())
-    rows = []
-    for name in real:
-        for percent in (50, 90):
-            measured, modelled = (percentile(of[name], percent) / 1e3 for of in (real, simulated))
-            rows.append((f"{name} P{percent}", measured, modelled, 100 * (modelled / measured - 1)))
-    print_table(
-        f"{len(requests)} requests, {args.request_rate:g}/s, of {args.input_len} and "
-        f"{args.output_len} tokens; {held_out.samples} held-out steps are predicted with a median "
-        f"error of {held_out.median:.1%}",
-        ("", "engine ms", "simulation ms", "error %"),
-        rows,
+    print(
+        f"{held_out.samples} held-out steps are predicted with a median error of "
+        f"{held_out.median:.1%}, at most {held_out.most:.1%}"
     )
+    engine = Engine(plan, tokenizer, runner, log, metrics)
+    vocabulary = range(plan.shapes.model.vocab_size)
+    for seed, (name, requests) in enumerate(loads(args)):
+        maker = PromptMaker(vocabulary, seed)
+        prompts = [maker.units(number, request) for number, request in enumerate(requests)]
+        before = len(metrics.finished())
+        seconds = serve(engine, name, prompts, requests)
+        simulation = simulate(plan, profile, prompts, requests)
+        simulated_seconds = simulation.clock.now() / 1e6
+        tokens = sum(request.output_tokens for request in requests)
+        real = latencies(metrics.finished()[before:])
+        model = latencies(simulation.metrics.finished())
+        real["output tokens/s"] = tokens / seconds
+        model["output tokens/s"] = tokens / simulated_seconds
+        print_table(
+            f"{name}: {len(requests)} requests",
+            ("", "engine", "simulation", "error %"),
+            [(row, real[row], model[row], 100 * (model[row] / real[row] - 1)) for row in real],
+        )
     engine.close()
 
 

@@ -1,6 +1,8 @@
 """Measures the steps of a runner: every forward program, at a few context lengths.
 
 Steps are dispatched and read as the engine does: one is dispatched before the previous is read.
+Everything is timed in several rounds, so that a minute in which the machine is slower, because it is
+warm or another process runs, slows a part of every measurement and not all of some.
 Page tables point to the same few pages, whose content does not matter. Tokens are random, so that a
 mixture of experts takes as many of them as it would in service.
 """
@@ -25,8 +27,10 @@ from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.runner import Runner
 from jaxserve.scheduler.step_time import StepLoad
 
-_LEAST_STEPS, _MOST_STEPS, _ENOUGH_S = 4, 20, 0.5
-"""Steps that are timed of each kind: at least so many, then until they took long enough."""
+_ROUNDS = 4
+_LEAST_STEPS, _MOST_STEPS, _ENOUGH_S = 2, 6, 0.15
+"""Steps of each kind that are timed in a round: at least so many, then until they took long
+enough."""
 _SHARES = ((0.0, 0.0), (0.25, 0.0), (0.0, 0.25), (0.125, 0.125), (0.5, 0.5))
 """How far into the context decodes and prefill chunks begin."""
 _HELD_OUT = (0.125, 0.125)
@@ -38,6 +42,15 @@ class Measurement(NamedTuple):
     key: ProgramKey
     load: StepLoad
     seconds: float
+    held_out: bool
+
+
+class _Point(NamedTuple):
+    """A step to time. `plans`: with page tables to upload, and the same once they are uploaded."""
+
+    key: ProgramKey
+    load: StepLoad
+    plans: tuple[StepPlan, StepPlan]
     held_out: bool
 
 
@@ -62,24 +75,34 @@ class StepMeasurements:
         return self._random.integers(self._shapes.model.vocab_size, size=count).tolist()
 
     def run(self) -> Iterator[tuple[int, int, Measurement | None]]:
-        """Measures step after step. Yields how many are done, of how many, and the measurement;
-        None where a context is too short for the program or for another point."""
-        keys = [*self._shapes.buckets.keys(), *self._shapes.buckets.ring_keys()]
-        points = [(key, shares) for key in keys for shares in _SHARES]
-        seen = set()
-        for done, (key, shares) in enumerate(points, start=1):
-            plans = self._plans(key, *shares)
+        """Measures step after step. Yields how many are done, of how many, and in the last round
+        the measurement."""
+        points = self._points()
+        total = _ROUNDS * len(points)
+        times: list[list[float]] = [[] for _ in points]
+        for done in range(total):
+            point, of_point = points[done % len(points)], times[done % len(points)]
+            of_point += self._time(*point.plans)
             measured = None
-            if plans is not None:
-                load = StepLoad.of(plans[0])
-                found = self._shapes.buckets.program([plans[0].shape])
-                if found == key and (key, load) not in seen:
-                    seen.add((key, load))
-                    seconds = self._time(*plans)
-                    measured = Measurement(key, load, seconds, shares == _HELD_OUT)
-            yield done, len(points), measured
+            if len(points) * (_ROUNDS - 1) <= done:
+                seconds = statistics.median(of_point)
+                measured = Measurement(point.key, point.load, seconds, point.held_out)
+            yield done + 1, total, measured
         for seq in self._sequences:
             self._runner.forget(seq)
+
+    def _points(self) -> list[_Point]:
+        """What is timed, without points whose contexts are too short for the program, or the same
+        as for another point."""
+        points: dict[tuple[ProgramKey, StepLoad], _Point] = {}
+        buckets = self._shapes.buckets
+        for key, shares in itertools.product((*buckets.keys(), *buckets.ring_keys()), _SHARES):
+            plans = self._plans(key, *shares)
+            if plans is None or buckets.program([plans[0].shape]) != key:
+                continue
+            load = StepLoad.of(plans[0])
+            points.setdefault((key, load), _Point(key, load, plans, shares == _HELD_OUT))
+        return list(points.values())
 
     def page_copy_s(self) -> float:
         """Time of copying one page."""
@@ -155,15 +178,15 @@ class StepMeasurements:
             others=others,
         )
 
-    def _time(self, first: StepPlan, again: StepPlan) -> float:
-        """Seconds of one dispatch: with pipeline stages, all of which run such a step."""
+    def _time(self, first: StepPlan, again: StepPlan) -> list[float]:
+        """Seconds of each dispatch: with pipeline stages, all of which run such a step."""
         runner, times = self._runner, []
         ahead = self._shapes.stages
         for _ in range(ahead):
             self._dispatch(first)
         runner.read(runner.in_flight.popleft())
         last = time.perf_counter()
-        while len(times) < _LEAST_STEPS or (sum(times) < _ENOUGH_S and len(times) < _MOST_STEPS):
+        while len(times) <= _LEAST_STEPS or (sum(times) < _ENOUGH_S and len(times) <= _MOST_STEPS):
             self._dispatch(again)
             while len(runner.in_flight) > 1:
                 runner.read(runner.in_flight.popleft())
@@ -174,7 +197,7 @@ class StepMeasurements:
             runner.advance()
         while runner.in_flight:
             runner.read(runner.in_flight.popleft())
-        return statistics.median(times[1:])  # The first is shorter: nothing was in flight.
+        return times[1:]  # The first is shorter: nothing was in flight.
 
     def _dispatch(self, plan: StepPlan) -> None:
         self._runner.set_last_tokens(self._tokens(self._shapes.config.max_num_seqs))
