@@ -128,13 +128,16 @@ class Rearranged:
     def dtype(self) -> str | None:
         return self.source.dtype
 
+    split = False
+
     def abstract(self, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.shape, self.dtype or dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stacked:
-    """Parameters of equal shapes, stacked along a new first dimension "layers"."""
+    """Parameters of equal shapes and formats, stacked along a new first dimension "layers". Of
+    those with a format, each plane is stacked."""
 
     specs: tuple[ParamSpec | Rearranged, ...]
 
@@ -159,11 +162,23 @@ class Stacked:
         return self.specs[0].format
 
     @property
+    def split(self) -> bool:
+        return self.specs[0].split
+
+    @property
     def dtype(self) -> str | None:
         return self.specs[0].dtype
 
-    def abstract(self, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.shape, self.dtype or dtype)
+    def plane_axes(self, columns: int) -> tuple[str | None, ...]:
+        """As of the parameters that are stacked."""
+        return ("layers", *self.specs[0].plane_axes(columns))
+
+    def abstract(self, dtype: jnp.dtype) -> jax.ShapeDtypeStruct | QuantizedWeight:
+        """Shape and dtype of the parameter in a model of `dtype`."""
+        return jax.tree.map(
+            lambda one: jax.ShapeDtypeStruct((len(self.specs), *one.shape), one.dtype),
+            self.specs[0].abstract(dtype),
+        )
 
 
 AnySpec = ParamSpec | Rearranged | Stacked

@@ -43,8 +43,9 @@ def partition(
 
     `vocab`: ranks that the vocabulary is split over. `whole_experts`: each rank of `tensor` has
     some of the experts, instead of a part of each. The returned config has the heads of the
-    returned specs. A parameter keeps its format where its planes divide as they are: in one stage,
-    without padding, between groups of inputs, which may become smaller. Raises ConfigError when
+    returned specs. A parameter keeps its format where its planes divide as they are: without
+    padding, between groups of inputs, which may become smaller, and with the same format in every
+    stage. Raises ConfigError when
     stages do not divide the layers, or would have layers of different kinds at the same position,
     or the ranks do not divide the experts.
     """
@@ -60,8 +61,8 @@ def partition(
         if spec.format is None:
             return fit(spec)
         split = () if whole_experts and "experts" in spec.axes else _SPLIT_INPUTS
-        apart = stages > 1 or fit(spec) is not spec
-        format = None if apart else _split_format(spec, tensor, split)
+        padded = fit(spec) is not spec
+        format = None if padded else _split_format(spec, tensor, split)
         if format is None:
             return fit(dataclasses.replace(spec, format=None))
         return dataclasses.replace(spec, format=format, split=True)
@@ -189,9 +190,17 @@ def _by_stage(config: ModelConfig, layers: list[Params], stages: int) -> list[Pa
             )
 
     def stacked(*specs: AnySpec) -> Stacked:
+        if len({spec.format for spec in specs}) > 1:
+            specs = tuple(_unpacked(spec) for spec in specs)
         return Stacked(specs)
 
     return [jax.tree.map(stacked, *layers[place::count]) for place in range(count)]
+
+
+def _unpacked(spec: AnySpec) -> AnySpec:
+    if spec.format is None:
+        return spec
+    return dataclasses.replace(spec, format=None, split=False)
 
 
 def _divisors(number: int) -> list[int]:

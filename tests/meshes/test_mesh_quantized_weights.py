@@ -9,6 +9,7 @@ from typing import Any
 import family_members
 import pytest
 from gguf import GGMLQuantizationType as Kind
+from gguf import quants
 from mesh_engines import load, on_mesh
 from mesh_workload import GREEDY
 from quantized_checkpoints import FORMATS, write
@@ -43,6 +44,34 @@ def check_formats(mesh: str, directory: Path) -> None:
     with load(drawn, mesh, max_num_seqs=1, load_format="dummy") as llm:
         assert llm.plan().weights_dequantized == (0, 14)
         assert len(drive(llm.engine, [Arrival(drawn.prompts[0], GREEDY)])) == 1
+
+
+def test_stages_have_packed_weights(tmp_path):
+    on_mesh("PP2", check_stages, tmp_path)
+    on_mesh("TP2 PP2", check_mixed_blocks, tmp_path)
+
+
+def check_stages(mesh: str, directory: Path) -> None:
+    """As they are stored, and rounded while they load."""
+    check(written(directory / "awq", RAW, "awq"), mesh, (0, 14))
+    tensors = family_members.tensors(hf_shapes(RAW))
+    plain = TinyModel.open(write_hf(directory / "hf", RAW, tensors))
+    with_packed(plain.rounded("int8"), mesh, "int8")
+
+
+def check_mixed_blocks(mesh: str, directory: Path) -> None:
+    """Layers that run as one, of which one has other blocks."""
+    tensors = family_members.tensors(hf_shapes(RAW))
+    down = quants.quantize(tensors["model.layers.1.mlp.down_proj.weight"], Kind.Q8_0)
+    raw = {"blk.1.ffn_down.weight": (down, Kind.Q8_0)}
+    blocks = write_gguf(directory / "m.gguf", RAW, tensors, kind=Kind.Q4_1, raw=raw)
+    model = TinyModel.open(blocks)
+    with load(model, mesh, max_num_seqs=1, quantization="gguf") as llm:
+        layer = llm.engine._runner._state.params["layers"][0]
+        assert isinstance(layer["gate_up"], QuantizedWeight)
+        assert not isinstance(layer["down"], QuantizedWeight)
+        for output in drive(llm.engine, [Arrival(model.prompts[-1], GREEDY)]):
+            model.check_greedy(output)
 
 
 def test_experts_are_split_or_whole(tmp_path):
@@ -105,8 +134,9 @@ def check(model: TinyModel, mesh: str, dequantized: tuple[int, int], **settings:
         assert llm.plan().weights_dequantized == dequantized
         down = llm.engine._runner._state.params["layers"][0]["attn_out"]
         if isinstance(down, QuantizedWeight):
-            shards = {shard.data.shape for shard in down.values.addressable_shards}
-            assert shards == {(down.values.shape[0], down.values.shape[1] // 2)}
+            halved = list(down.values.shape)
+            halved[0 if mesh == "PP2" else -1] //= 2
+            assert {shard.data.shape for shard in down.values.addressable_shards} == {(*halved,)}
         arrivals = [Arrival(prompt, GREEDY) for prompt in model.prompts[-PROMPTS:]]
         for output in drive(llm.engine, arrivals):
             model.check_greedy(output)

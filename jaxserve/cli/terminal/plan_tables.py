@@ -224,12 +224,12 @@ def placement_table(shapes: ProgramShapes) -> str:
     """Placement on the mesh: parameters, and the pages of one layer per stage."""
     import jax
 
-    from jaxserve.models.family import AnySpec, ParamSpec
+    from jaxserve.models.family import AnySpec
     from jaxserve.runtime.programs.shapes.kv import PAGE_NAMES, PAGES
     from sharding_rules import NamedArray, placement
 
     def named(spec: AnySpec) -> Any:
-        if not isinstance(spec, ParamSpec) or not spec.split:
+        if not spec.split:
             return NamedArray(spec.shape, spec.dtype or shapes.dtype, spec.axes)
         planes = spec.abstract(shapes.dtype)
         return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +13,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxserve.core.dtypes import DTYPES
 from jaxserve.core.errors import ConfigError
-from jaxserve.models.family import AnySpec, Params
+from jaxserve.models.family import AnySpec, Params, ParamSpec, Stacked
 from jaxserve.models.loading.assemble import TensorSource, assemble, by_slice
 from jaxserve.models.loading.checkpoint import Checkpoint, Restorable
 from jaxserve.models.quantization import has_groups_of, regrouped, stack
@@ -88,19 +89,38 @@ def _load_param(
 ) -> jax.Array | QuantizedWeight:
     if spec.format is None:
         return _load_array(source, spec.abstract(dtype).dtype, spec, sharding)
-    stored = (source.stored_format(part.tensor, spec.matrix[1]) for part in spec.parts)
-    if all(has_groups_of(format, spec.format) for format in stored):
-        parts = (source.read_quantized(part.tensor) for part in spec.parts)
-        weight = stack(spec, [regrouped(part, spec.format) for part in parts])
-        if isinstance(sharding, Sharding):
-            return jax.device_put(weight, sharding)
-        return jax.tree.map(_split, weight, sharding)
-    array = _load_array(source, np.dtype(np.float32), spec, _of_values(sharding))
-    return _quantized_after(spec, array, sharding)
+    layers = spec.specs if isinstance(spec, Stacked) else (spec,)
+    if not all(_is_stored(source, layer) for layer in layers):
+        array = _load_array(source, np.dtype(np.float32), spec, _of_values(sharding))
+        return _quantized_after(spec, array, sharding)
+    if isinstance(sharding, Sharding):
+        return jax.device_put(_stored(source, spec), sharding)
+    # A process reads its own stages' layers, each whole and once.
+    stored = functools.cache(lambda layer: jax.tree.leaves(_stored(source, layers[layer])))
+    planes, structure = jax.tree.flatten(spec.abstract(dtype))
+
+    def load(place: int, plane: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
+        def block(index: tuple[slice, ...]) -> np.ndarray:
+            if not isinstance(spec, Stacked):
+                return np.ascontiguousarray(stored(0)[place][index])
+            own = range(*index[0].indices(len(layers)))
+            return np.stack([stored(layer)[place][index[1:]] for layer in own])
+
+        return by_slice(plane.shape, sharding, block)
+
+    shardings = structure.flatten_up_to(sharding)
+    return structure.unflatten(map(load, itertools.count(), planes, shardings))
 
 
-def _split(plane: np.ndarray, sharding: Sharding) -> jax.Array:
-    return by_slice(plane.shape, sharding, lambda index: np.ascontiguousarray(plane[index]))
+def _is_stored(source: TensorSource, spec: ParamSpec) -> bool:
+    """Whether the source has the values of a packed parameter just as its format keeps them."""
+    formats = (source.stored_format(part.tensor, spec.matrix[1]) for part in spec.parts)
+    return all(has_groups_of(format, spec.format) for format in formats)
+
+
+def _stored(source: TensorSource, spec: ParamSpec) -> QuantizedWeight:
+    parts = (source.read_quantized(part.tensor) for part in spec.parts)
+    return stack(spec, [regrouped(part, spec.format) for part in parts])
 
 
 def _of_values(sharding: Sharding | QuantizedWeight) -> Sharding:
@@ -116,20 +136,25 @@ def _quantized_after(
         return array
     if isinstance(sharding, Sharding):
         return _rounded(array.reshape(spec.matrix), spec.format)
-    return _rounded_split(spec.matrix, spec.rows, spec.format, sharding)(array)
+    stages, one = (len(spec.specs), spec.specs[0]) if isinstance(spec, Stacked) else (None, spec)
+    return _rounded_split(stages, one.matrix, one.rows, one.format, sharding)(array)
 
 
 @functools.cache
 def _rounded_split(
-    matrix: tuple[int, int], rows: tuple[int, ...], format: Format, sharding: QuantizedWeight
+    stages: int | None,
+    matrix: tuple[int, int],
+    rows: tuple[int, ...],
+    format: Format,
+    sharding: QuantizedWeight,
 ) -> Callable[[jax.Array], QuantizedWeight]:
-    """One program for all parameters that are split alike."""
+    """One program for all parameters that are split alike, `stages` of them stacked."""
 
     def rounded(array: jax.Array) -> QuantizedWeight:
         weight = quantize(array.reshape(matrix), format)
         return jax.tree.map(lambda plane: plane.reshape(*rows, -1), weight)
 
-    return jax.jit(rounded, out_shardings=sharding)
+    return jax.jit(jax.vmap(rounded) if stages else rounded, out_shardings=sharding)
 
 
 _rounded = jax.jit(quantize, static_argnums=1)

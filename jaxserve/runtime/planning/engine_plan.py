@@ -207,11 +207,6 @@ def decide_on(
     """Like `decide`, for a resolved config on a mesh of devices like `device`, or on `device`."""
     if config.quantization is None:
         config = dataclasses.replace(config, quantization=checkpoint.quantization)
-    if config.quantization != checkpoint.quantization and config.pipeline_parallel_size > 1:
-        raise ConfigError(
-            f"quantization is {config.quantization!r}, but stages have no packed weights, and "
-            f"pipeline_parallel_size is {config.pipeline_parallel_size}; leave one of them out."
-        )
     if config.kv_cache_dtype != "auto":
         _check_quantizes(config, checkpoint.config)
         if draft_checkpoint is not None and not isinstance(draft_checkpoint, MedusaCheckpoint):

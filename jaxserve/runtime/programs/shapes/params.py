@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, Sharding
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.model_config import ModelConfig
-from jaxserve.models.family import AnySpec, Family, Params, ParamSpec
+from jaxserve.models.family import AnySpec, Family, Params
 from jaxserve.models.lora import Adapters, adapter_specs
 from jaxserve.models.parallel import VOCAB
 from jaxserve.models.partition import partition
@@ -46,7 +46,7 @@ class ParamShapes:
 
     def _sharding_of(self, spec: AnySpec) -> Sharding | QuantizedWeight:
         by_name = self.arrays.by_name
-        if not isinstance(spec, ParamSpec) or not spec.split:
+        if not spec.split:
             return by_name(spec.axes, spec.shape, self.rules)
         return jax.tree.map(
             lambda plane: by_name(spec.plane_axes(plane.shape[-1]), plane.shape, self.rules),
