@@ -1,14 +1,13 @@
 """The error of simulations: a real engine under a load, and the simulation of the same load.
 
-Measures the steps of the engine first (as `jaxserve profile`), then serves each load for real and on
-the virtual clock, and compares percentiles. A load is Poisson arrivals, or a trace whose lengths are
-scaled to the engine's context, at each of the request rates. Run it on an otherwise idle machine.
+Measures the steps of the engine first (as `jaxserve profile`), then serves each load for real and
+on the virtual clock, and compares percentiles. A load is Poisson arrivals, or a trace whose lengths
+are scaled to the engine's context, at each of the request rates. Run it on an idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,8 +1,8 @@
 """Measures the steps of a runner: every forward program, at a few context lengths.
 
 Steps are dispatched and read as the engine does: one is dispatched before the previous is read.
-Everything is timed in several rounds, so that a minute in which the machine is slower, because it is
-warm or another process runs, slows a part of every measurement and not all of some.
+Everything is timed in several rounds, so that a minute in which the machine is slower, because it
+is warm or another process runs, slows a part of every measurement and not all of some.
 Page tables point to the same few pages, whose content does not matter. Tokens are random, so that a
 mixture of experts takes as many of them as it would in service.
 """
