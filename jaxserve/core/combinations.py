@@ -19,6 +19,7 @@ _UNUSED: dict[str, tuple[object, ...]] = {
     "kv_compression": ("none",),
     "kv_on": ("device",),
     "layer_skip": (False,),
+    "layers that draft": (False,),
     "max_lora_rank": (None,),
     "max_loras": (None,),
     "pipeline_parallel_size": (1,),
@@ -54,9 +55,16 @@ class Exclusion:
 
 EXCLUSIONS = (
     Exclusion(
-        "speculative_config",
+        "layers that draft",
         ("pipeline_parallel_size",),
-        "drafting needs the lengths of sequences before their steps have left the pipeline",
+        "no stage has all of them",
+        "use 'ngram', 'medusa', 'jacobi' or 'lookahead'",
+    ),
+    Exclusion(
+        "trees of drafts",
+        ("pipeline_parallel_size",),
+        "the path that a step accepts is moved while others are in flight",
+        "draft one guess of each token",
     ),
     Exclusion(
         "trees of drafts",
@@ -226,7 +234,7 @@ def _named(settings: Mapping[str, Any], name: str) -> str:
     """The setting with its value, or what of speculative_config is meant."""
     if name == "layer_skip":
         return "the method of speculative_config is 'layer_skip'"
-    if name == "trees of drafts":
+    if name in ("layers that draft", "trees of drafts"):
         return f"speculative_config has {name}"
     if name == "speculative_config":
         return f"{name} is given"

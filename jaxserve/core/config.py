@@ -320,6 +320,7 @@ class EngineConfig:
         return vars(self) | {
             "acceptance": speculative and speculative.acceptance,
             "layer_skip": speculative is not None and speculative.method == "layer_skip",
+            "layers that draft": speculative is not None and speculative.has_layers,
             "trees of drafts": speculative is not None and bool(speculative.tree_depth),
         }
 

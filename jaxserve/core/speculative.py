@@ -256,6 +256,11 @@ class SpeculativeConfig:
         return 1 + max(path[-1] for path in tree) if tree else 1
 
     @property
+    def has_layers(self) -> bool:
+        """Whether layers of a model draft, which have pages of KV."""
+        return self.method in ("draft_model", "layer_skip", "eagle", "eagle3", "mtp")
+
+    @property
     def computed(self) -> bool:
         """Whether drafts come from logits, so that one is missing only where those are NaN."""
         return self.method in ("draft_model", "layer_skip", "mtp", *_TRAINED)

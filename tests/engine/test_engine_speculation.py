@@ -504,6 +504,7 @@ def test_bad_draft_models_are_refused(llama, drafter, tmp_path, changes, error, 
         llama.load(speculative_config={"model": str(path), "num_speculative_tokens": 3})
 
 
-def test_a_pipeline_is_refused(llama):
-    with pytest.raises(ConfigError, match="pipeline_parallel_size is 2, and drafting needs"):
-        llama.load(speculative_config=NGRAM, pipeline_parallel_size=2)
+def test_layers_that_draft_are_refused_in_a_pipeline(llama):
+    config = {"method": "layer_skip", "num_layers": 1, "num_speculative_tokens": 2}
+    with pytest.raises(ConfigError, match="pipeline_parallel_size is 2, and no stage has all"):
+        llama.load(speculative_config=config, pipeline_parallel_size=2)

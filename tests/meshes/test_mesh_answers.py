@@ -55,6 +55,8 @@ def test_a_mesh_answers_as_one_device(answered, mesh):
         ("TP2 CP2", "lookahead"),
         ("TP2", "eagle tree"),
         ("TP2 CP2", "eagle3"),
+        ("TP2 PP2", "ngram"),
+        ("PP2", "medusa"),
     ],
 )
 def test_speculation_on_a_mesh(answered, mesh, method, tmp_path):
@@ -83,7 +85,10 @@ def test_speculation_on_a_mesh(answered, mesh, method, tmp_path):
         "max_num_batched_tokens": 2 * 3 + 16,
         "program_scope": "step" if method == "draft_model" else "layer",
     }
-    if method in ("medusa", "eagle tree"):
+    if "PP" in mesh and method == "medusa":
+        del settings["speculative_config"]["speculative_token_tree"]
+        settings["speculative_config"]["num_speculative_tokens"] = 2
+    elif method in ("medusa", "eagle tree"):
         settings |= {"max_num_batched_tokens": 2 * 5 + 16, "pages": 20}
     if method == "medusa":
         model = TinyModel.open(answered / "model").config

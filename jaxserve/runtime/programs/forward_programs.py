@@ -140,7 +140,7 @@ class Embed(_OfStep):
 
 class _EnterStage(Embed):
     title = "enter-stage"
-    reads = ("outside_layers", "tables", "carry", "last_tokens")
+    reads = ("outside_layers", "tables", "carry", "last_tokens", "speculation")
     pure = pipeline_step.enter_stage
     uploads = PipelineStep.uploads
 

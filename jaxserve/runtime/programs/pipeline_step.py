@@ -6,6 +6,7 @@ The model is one program, `pipeline_step`, or the three kinds `enter_stage`, `st
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ def pipeline_step(
     kept. Hidden states of prefill tokens are valid on the last stage only.
     """
     tables, x, shared, slot_mappings, sampled = enter_stage(
-        family, config, layout, params, tables, carry, last_tokens, metadata
+        family, config, layout, params, tables, carry, last_tokens, speculation, metadata
     )
     kinds, places, stacked = config.layer_kinds, layout.kv.places, params["layers"]
     kv, x, _ = stage_layers(
@@ -66,18 +67,21 @@ def enter_stage(
     tables: jax.Array,
     carry: tuple[jax.Array, jax.Array],
     last_tokens: jax.Array,
+    speculation: SpeculationState | None,
     metadata: jax.Array,
 ) -> tuple[jax.Array, jax.Array, TokenInputs, tuple[SlotMapping, ...], jax.Array]:
     """First part of `pipeline_step`, as `embed`: the activations are embeddings on the first stage,
-    else the previous stage's; the sampled tokens are those of the oldest step."""
+    else the previous stage's; the sampled tokens are those of the oldest step. A sequence is in one
+    step at most, so that `speculation` has its length and drafts until that step has left."""
     stages, stage = lax.axis_size(STAGE), lax.axis_index(STAGE)
-    rows, tokens = layout.key.rows, layout.key.prefill_tokens // layout.seq
-    _, newest, *_ = embed(family, config, layout, params, tables, last_tokens, None, metadata[0])
-    _, oldest = layout.unpack(tables, metadata[stages - 1])
-    tables, _, shared, slot_mappings, _ = embed(
-        family, config, layout, params, tables, last_tokens, None, metadata[stage]
+    tokens = layout.key.prefill_tokens // layout.seq
+    embed_step = functools.partial(
+        embed, family, config, layout, params, tables, last_tokens, speculation
     )
-    handed = jnp.concatenate([carry[0][:rows], carry[1][:tokens]])
+    _, newest, *_ = embed_step(metadata[0])
+    _, oldest = layout.unpack(tables, metadata[stages - 1])
+    tables, _, shared, slot_mappings, _ = embed_step(metadata[stage])
+    handed = jnp.concatenate([_of_decodes(layout, carry[0]), carry[1][:tokens]])
     handed = jnp.pad(handed, ((0, len(newest) - len(handed)), (0, 0)))
     x = jnp.where(stage == 0, newest, handed)
     return tables, x, shared, slot_mappings, oldest.sampled
@@ -107,12 +111,26 @@ def leave_stage(
     sampled: jax.Array,
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
     """Last part of `pipeline_step`: the carry for the next stage, and as `final_norm`."""
-    stages, rows = lax.axis_size(STAGE), layout.key.rows
+    stages, decodes = lax.axis_size(STAGE), layout.key.decode_tokens
     tokens = layout.key.prefill_tokens // layout.seq
     picked, of_prefill = normed(family, config, layout, params, x, sampled)
     x = lax.ppermute(x, STAGE, [(s, s + 1) for s in range(stages - 1)])
     carry = (
-        carry[0].at[:rows].set(x[:rows]),
-        carry[1].at[:tokens].set(x[rows : rows + tokens]),
+        _with_decodes(layout, carry[0], x[:decodes]),
+        carry[1].at[:tokens].set(x[decodes : decodes + tokens]),
     )
     return carry, for_sampling(layout, parallel.of_last_stage(picked)), of_prefill
+
+
+def _of_decodes(layout: StepLayout, carry: jax.Array) -> jax.Array:
+    """The activations [decode tokens, hidden] of this program's decodes in a carry [most rows *
+    most tokens of a row, hidden], which has those of a row at the same place for every width."""
+    rows, width, hidden = layout.key.rows, layout.key.width, carry.shape[-1]
+    return carry.reshape(-1, layout.max_width, hidden)[:rows, :width].reshape(-1, hidden)
+
+
+def _with_decodes(layout: StepLayout, carry: jax.Array, x: jax.Array) -> jax.Array:
+    """The carry with activations [decode tokens, hidden] of this program's decodes."""
+    rows, width, hidden = layout.key.rows, layout.key.width, carry.shape[-1]
+    by_row = carry.reshape(-1, layout.max_width, hidden)
+    return by_row.at[:rows, :width].set(x.reshape(rows, width, hidden)).reshape(carry.shape)

@@ -412,8 +412,9 @@ class ProgramShapes:
     def _abstract_carry(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Shapes of the activations that a stage passes to the next: of decodes and of prefill
         tokens, at the largest sizes of a step."""
-        rows, tokens = self.buckets.rows[-1], self.buckets.max_prefill_tokens
-        return self.hidden(rows, staged=True), self.hidden(tokens, sharded=True, staged=True)
+        decodes = self.buckets.rows[-1] * self.buckets.widths[-1]
+        tokens = self.buckets.max_prefill_tokens
+        return self.hidden(decodes, staged=True), self.hidden(tokens, sharded=True, staged=True)
 
     @property
     def sampled_hidden(self) -> jax.ShapeDtypeStruct:
