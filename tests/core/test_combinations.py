@@ -29,6 +29,7 @@ IN_USE = {
             "num_speculative_tokens": 2,
         }
     },
+    "layers that draft": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
     "max_lora_rank": {"max_lora_rank": 8},
     "max_loras": {"max_loras": 2},
     "preemption": {"preemption": "swap"},
