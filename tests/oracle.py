@@ -80,13 +80,9 @@ def tiny_model(
         "tie_word_embeddings": False,
     }
     if architecture.startswith(("GptOss", "Mixtral", "Olmoe")) or "Moe" in architecture:
-        raw |= {
-            "num_local_experts": 4,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
-            "shared_expert_intermediate_size": 48,
-        }
+        raw |= {"num_experts": 4, "num_experts_per_tok": 2}
+        raw |= {"moe_intermediate_size": 48} if architecture.startswith("Qwen") else {}
+        raw |= {"shared_expert_intermediate_size": 48} if architecture.startswith("Qwen2") else {}
     if architecture.startswith("Deepseek"):
         raw |= {
             "num_key_value_heads": 4,

@@ -12,8 +12,7 @@ import numpy as np
 from jaxserve.core.errors import ModelError, UnsupportedModelError
 from jaxserve.core.model_config import ModelConfig, RopeConfig
 from jaxserve.core.model_files import shown
-from jaxserve.models.quantization_config import FIELD, METHODS, method_of
-from jaxserve.models.quantization_config import parse as parse_quantization
+from jaxserve.models.config_fields import refuse_others
 from jaxserve.models.rope import frequencies
 
 _ATTENTION_KINDS = ("full_attention", "sliding_attention")
@@ -42,55 +41,6 @@ _MAX_SIZE = {
     "num_nextn_predict_layers": 1 << 8,
     "max_position_embeddings": 1 << 28,
 }
-# Fields that change what some models compute, with the values that change nothing.
-_OPTIONS: dict[str, tuple[Any, ...]] = {
-    "alibi": (None, False),
-    "attention_bias": (None, False),
-    "attention_chunk_size": (None,),
-    "attention_k_eq_v": (None, False),
-    "attention_multiplier": (None, 1),
-    "attn_logit_softcapping": (None,),
-    "attn_output_gate": (None, False),
-    "attn_temperature_tuning": (None, False, 0),
-    "clip_qkv": (None,),
-    "dim_model_base": (None,),
-    "embedding_multiplier": (None, 1),
-    "final_logit_softcapping": (None,),
-    "first_k_dense_replace": (None, 0),
-    "full_attn_mod": (None, 1),
-    "hidden_size_per_layer_input": (None, 0),
-    "index_topk": (None,),
-    "interpolate_factor": (None, 1),
-    "kv_lora_rank": (None,),
-    "lm_head_bias": (None, False),
-    "logit_scale": (None, 1),
-    "logits_scaling": (None, 1),
-    "mlp_bias": (None, False),
-    "moe_layer_freq": (None, 1),
-    "n_group": (None, 1),
-    "n_routed_experts": (None,),
-    "n_shared_experts": (None, 0),
-    "no_rope_layers": (None, []),
-    "num_experts": (None, 0, 1),
-    "num_local_experts": (None, 0, 1),
-    "num_kv_shared_layers": (None, 0),
-    "query_pre_attn_scalar": (None,),
-    "residual_multiplier": (None, 1),
-    "rope_local_base_freq": (None,),
-    "routed_scaling_factor": (None, 1),
-    "scale_depth": (None,),
-    "scale_emb": (None, 1),
-    "scoring_func": (None, "softmax"),
-    "sliding_window_pattern": (None,),
-    "swiglu_alpha": (None,),
-    "swiglu_limit": (None,),
-    "topk_group": (None, 1),
-    "topk_method": (None, "greedy"),
-    "use_bidirectional_attention": (None, False),
-    "use_mrope": (None, False),
-    "use_parallel_residual": (None, False),
-    "use_qk_norm": (None, False),
-}
 _ROPE_FIELDS = {
     *("rope_theta", "rope_type", "type", "factor", "original_max_position_embeddings"),
     *("partial_rotary_factor", "low_freq_factor", "high_freq_factor", "attention_factor"),
@@ -98,7 +48,6 @@ _ROPE_FIELDS = {
     *("short_factor", "long_factor"),
     "finetuned",  # says how the weights came to be
 }
-_ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_pytorch_tanh": ("gelu_pytorch_tanh",)}
 
 
 def common_config(
@@ -111,14 +60,14 @@ def common_config(
 ) -> ModelConfig:
     """ModelConfig from `raw`, with family-specific fields given by name.
 
-    `implements` names the fields of `raw`, of those that change what other models compute, that the
-    family reads itself; `activation` is that of its MLP, `stored` has quantization methods in which
-    its weights may be stored besides those that all families read. Raises ModelError for a field
-    of the wrong type or out of range, UnsupportedModelError when a required field is absent, the
-    weights are quantized otherwise, or a field asks for what the family does not implement.
+    `implements` names the fields of `raw` that the family reads itself; `activation` is that of its
+    MLP, `stored` has quantization methods in which its weights may be stored besides those that all
+    families read. Raises ModelError for a field of the wrong type or out of range,
+    UnsupportedModelError when a required field is absent, the weights are quantized otherwise, or a
+    field asks for what the family does not implement (models/config_fields.py).
     """
     architecture = raw["architectures"][0]
-    _refuse_others(raw, implements, activation, stored)
+    refuse_others(raw, implements, activation, stored)
     # For these fields only, null means absent.
     optional = ("head_dim", "num_key_value_heads", "bos_token_id", "pad_token_id")
     raw = {name: value for name, value in raw.items() if value is not None or name not in optional}
@@ -147,39 +96,6 @@ def common_config(
         "name": name,
     }
     return ModelConfig(**(fields | family_fields))
-
-
-def _refuse_others(
-    raw: dict[str, Any], implements: Collection[str], activation: str, stored: Collection[str]
-) -> None:
-    """Raises UnsupportedModelError for a field that asks for what a family does not implement."""
-    architecture = raw["architectures"][0]
-    quantized = raw.get(FIELD)
-    if quantized is not None and method_of(raw) not in (*METHODS, *stored):
-        raise UnsupportedModelError(
-            f"config.json has {FIELD} {shown(quantized)}; quant_method may be "
-            f"{', '.join((*METHODS, *stored))}: use such a checkpoint, a GGUF, or an unquantized "
-            "one."
-        )
-    parse_quantization(raw)
-    for name in ("hidden_act", "hidden_activation"):
-        if raw.get(name, activation) not in _ACTIVATIONS[activation]:
-            raise UnsupportedModelError(
-                f"{name} {shown(raw[name])} is not implemented for {architecture}; only "
-                f"{activation!r} is."
-            )
-    for name, neutral in _OPTIONS.items():
-        if name not in implements:
-            only(raw, name, *neutral)
-
-
-def only(raw: dict[str, Any], name: str, *values: Any) -> None:
-    """Raises UnsupportedModelError unless the field `name`, None if absent, is one of `values`."""
-    if raw.get(name) not in values:
-        raise UnsupportedModelError(
-            f"{name} {shown(raw[name])} is not implemented for {raw['architectures'][0]}; only "
-            f"{' and '.join(map(repr, values))} {'are' if len(values) > 1 else 'is'}."
-        )
 
 
 def eos_token_ids(

@@ -24,8 +24,9 @@ from jaxserve.models.hf_config import boolean, integer, malformed
 from jaxserve.models.layers import Weight
 from pallas_kernels.quantized_matmul import QuantizedWeight
 
-FIELDS = ("num_experts", "num_local_experts")
-"""Fields of a mixture that change what a model computes, for `common_config`."""
+_COUNTS = ("num_experts", "num_local_experts")
+FIELDS = (*_COUNTS, "num_experts_per_tok")
+"""Fields that `moe_config` reads for every family, for the `implements` of `common_config`."""
 # Several times those of the largest models, in all layers.
 _MOST_EXPERTS = 1 << 16
 _MOST_TOKENS_OF_A_BLOCK = 64
@@ -72,7 +73,7 @@ def moe_config(
 
 def _num_experts(raw: dict[str, Any], default: int) -> int:
     """The number of experts, by either of the two names that versions of transformers write."""
-    names = [name for name in FIELDS if raw.get(name) is not None]
+    names = [name for name in _COUNTS if raw.get(name) is not None]
     found = {integer(raw, name) for name in names} or {default}
     if len(found) > 1:
         required = f"num_experts {raw['num_experts']}"

@@ -106,7 +106,30 @@ def parse(raw: dict[str, Any]) -> QuantizationConfig | None:
     method = method_of(raw)
     if method not in _PARSERS:
         return None
-    return _PARSERS[method](_Fields(fields, FIELD))
+    known = _Fields(fields, FIELD)
+    config = _PARSERS[method](known)
+    known.refuse_others(_HARMLESS)
+    return config
+
+
+_HARMLESS = {
+    # Names of the same, of which one is read.
+    *("quant_method", "bits", "w_bit", "group_size", "q_group_size"),
+    # What made the checkpoint, from which data and how.
+    *("backend", "dataset", "tokenizer", "model_name_or_path", "model_file_base_name", "meta"),
+    *("damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "mse", "nsamples"),
+    *("batch_size", "cache_block_outputs", "model_seqlen", "seqlen", "pad_token_id", "quantizer"),
+    *("parallel_packing", "act_group_aware", "hyb_act", "offload_to_disk", "iters", "lr", "amp"),
+    *("autoround_version", "low_gpu_mem_usage", "enable_quanted_input", "enable_minmax_tuning"),
+    *("gradient_accumulate_steps", "minmax_lr", "global_compression_ratio", "compression_ratio"),
+    # Which modules it went through: the files name those that are stored otherwise.
+    *("block_name_to_quantize", "module_name_preceding_first_block", "to_quant_block_names"),
+    *("modules_in_block_to_quantize", "quant_block_list"),
+    # What other engines do with it.
+    *("use_exllama", "disable_exllama", "exllama_config", "max_input_length", "use_cuda_fp16"),
+    *("do_fuse", "modules_to_fuse", "fuse_max_seq_len", "is_checkpoint_fp8_serialized"),
+}
+"""Fields that say nothing of how the weights in the files are stored."""
 
 
 def method_of(raw: dict[str, Any]) -> str | None:
@@ -123,8 +146,10 @@ class _Fields:
         if not isinstance(fields, dict):
             raise ModelError(f"config.json has {where} {shown(fields)}; it must be an object.")
         self._fields, self._where = fields, where
+        self._read: set[str] = set()
 
     def get(self, name: str, default: Any = None) -> Any:
+        self._read.add(name)
         value = self._fields.get(name)
         return default if value is None else value
 
@@ -150,6 +175,11 @@ class _Fields:
                     f"config.json has {self._where}.{name} {shown(self.get(name))}, which is not "
                     "implemented; use a checkpoint without."
                 )
+
+    def refuse_others(self, harmless: Collection[str]) -> None:
+        """Raises UnsupportedModelError for a field with a value that was not read and is not known
+        to say nothing of how weights are stored."""
+        self.absent(*sorted(self._fields.keys() - self._read - set(harmless)))
 
     def boolean(self, name: str, default: bool | None = None) -> bool:
         value = self.get(name, default)
@@ -253,6 +283,7 @@ _FORMATS = tuple(_OF_COMPRESSED_TENSORS)
 
 def _compressed_tensors(fields: _Fields) -> QuantizationConfig:
     fields.one_of("quantization_status", ("compressed", "frozen"), "compressed")
+    fields.get("version")
     fields.absent("kv_cache_scheme", "transform_config", "moe_sparsity_config")
     if fields.get("sparsity_config"):
         fields.inner("sparsity_config").one_of("format", ("dense",), "dense")
@@ -278,6 +309,7 @@ def _scheme_of_group(group: _Fields, default: str) -> Scheme:
     if group.get("input_activations") is not None:
         group.inner("input_activations").one_of("dynamic", (True,), False)
     weights = group.inner("weights")
+    group.refuse_others(())
     weights.absent("dynamic")
     kind = weights.one_of("type", _OF_COMPRESSED_TENSORS[format], "int")
     packed = format == "pack-quantized"
@@ -302,6 +334,8 @@ def _scheme_of_group(group: _Fields, default: str) -> Scheme:
         # Zero points of blocks are in no published file.
         weights.one_of("symmetric", (True,), True)
     order = weights.one_of("actorder", ("weight", "static", "group", "dynamic", True, False), False)
+    weights.get("symmetric")
+    weights.refuse_others(("observer", "observer_kwargs", "scale_dtype", "zp_dtype"))
     return Scheme(
         "packed" if packed else "int8" if kind == "int" else "fp8",
         bits,

@@ -13,7 +13,7 @@ from gguf import quants
 from mesh_engines import load, on_mesh
 from mesh_workload import GREEDY
 from quantized_checkpoints import FORMATS, write
-from tiny_checkpoints import CONFIG, MOE, hf_shapes, write_gguf, write_hf
+from tiny_checkpoints import CONFIG, hf_shapes, of_experts, write_gguf, write_hf
 from tiny_engines import CONTEXT, EOS, Arrival, TinyModel, drive
 
 from pallas_kernels.quantized_matmul import QuantizedWeight
@@ -27,7 +27,7 @@ RAW = CONFIG | {
     "max_position_embeddings": CONTEXT,
     "eos_token_id": EOS,
 }
-EXPERTS = MOE | {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 64}
+EXPERTS = of_experts("Qwen3MoeForCausalLM") | {"moe_intermediate_size": 64}
 
 
 def test_every_format_gives_the_tokens_of_one_device(tmp_path):

@@ -166,3 +166,22 @@ PHI_4_MINI: dict[str, Any] = {
     "tie_word_embeddings": True,
     "vocab_size": 200_064,
 }
+QWEN3_235B_A22B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "max_position_embeddings": 40_960,
+    "tie_word_embeddings": False,
+}

@@ -27,6 +27,7 @@ V2 = V3 | {
     "topk_method": "group_limited_greedy",
     "scoring_func": "softmax",
     "norm_topk_prob": False,
+    "num_nextn_predict_layers": None,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from published_families import PUBLISHED
 
 from jaxserve.core.errors import ModelError, UnsupportedModelError
 from jaxserve.models.hf_config import rope_config
@@ -216,6 +217,24 @@ def test_what_is_not_implemented_is_refused(fields, message):
         ("Qwen3ForCausalLM", {"attn_output_gate": True}, "attn_output_gate True"),
         ("Phi3ForCausalLM", {"attention_bias": True}, "attention_bias True"),
         ("Phi3ForCausalLM", {"lm_head_bias": True}, "lm_head_bias True"),
+        ("Gemma2ForCausalLM", {"sliding_window_size": 9}, "sliding_window_size 9"),
+        ("GptOssForCausalLM", {"experts_per_token": 9}, "experts_per_token 9"),
+        ("DeepseekV3ForCausalLM", {"qk_head_dim": 9}, "qk_head_dim 9"),
+        ("MixtralForCausalLM", {"norm_topk_prob": False}, "norm_topk_prob False"),
+        *(
+            ("LlamaForCausalLM", {name: value}, f"{name} {value}")
+            for name, value in (
+                ("decoder_sparse_step", 1),
+                ("index_topk", 2048),
+                ("kv_lora_rank", 512),
+                ("moe_intermediate_size", 768),
+                ("num_nextn_predict_layers", 1),
+                ("query_pre_attn_scalar", 168),
+                ("rope_interleaved", True),
+                ("rope_local_base_freq", 1e4),
+                ("shared_expert_intermediate_size", 768),
+            )
+        ),
     ],
 )
 def test_what_a_family_does_not_implement_is_refused(architecture, fields, message):
@@ -225,11 +244,28 @@ def test_what_a_family_does_not_implement_is_refused(architecture, fields, messa
         read(architecture, **fields)
 
 
-def test_what_changes_nothing_is_not_refused():
-    """Fields that published configs of Phi-4-mini and Qwen2 have."""
-    read("Phi3ForCausalLM", attention_bias=False, full_attn_mod=1, lm_head_bias=False)
-    read("Qwen2ForCausalLM", use_mrope=False)
-    read("LlamaForCausalLM", attention_dropout=0.1, pretraining_tp=1, use_cache=False, alibi=False)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_field_that_nobody_knows_is_refused_unless_it_is_null(architecture):
+    read(architecture, headwise_gate=None, num_key_value_heads=None)
+    for value in (True, False, 0, [], "on"):
+        message = f"headwise_gate .* not implemented for {architecture}. If it .* delete it from"
+        with pytest.raises(UnsupportedModelError, match=message):
+            read(architecture, headwise_gate=value, num_key_value_heads=None)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_all_fields_of_published_configs_are_known(name):
+    raw = PUBLISHED[name]
+    config = config_from_files({CONFIG: raw})
+    sizes = raw | raw.get("text_config", {})
+    assert (config.hidden_size, config.num_layers) == (
+        sizes["hidden_size"],
+        sizes["num_hidden_layers"],
+    )
+
+
+def test_every_architecture_has_a_published_config():
+    assert {raw["architectures"][0] for raw in PUBLISHED.values()} == set(ARCHITECTURES)
 
 
 def test_rotation_that_is_not_implemented_is_refused():

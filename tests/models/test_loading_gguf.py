@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 from ggml_blocks import BLOCKS, decode, random_blocks
 from gguf import GGMLQuantizationType as Kind
-from tiny_checkpoints import CONFIG, MOE, fused_experts, random_tensors, write_gguf, write_hf
+from tiny_checkpoints import (
+    CONFIG,
+    fused_experts,
+    of_experts,
+    random_tensors,
+    write_gguf,
+    write_hf,
+)
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import UnsupportedModelError, WeightsError
@@ -193,9 +200,11 @@ def test_phi_4_has_no_window(tmp_path):
 )
 def test_experts_in_one_tensor(tmp_path, architecture, hf):
     """Those of the Hugging Face directory, and packed as they are in the file."""
-    config = CONFIG | MOE | {"architectures": [hf], "norm_topk_prob": hf.startswith("Qwen3")}
+    config = CONFIG | of_experts(hf) | ({"norm_topk_prob": True} if hf[:5] == "Qwen3" else {})
     tensors = random_tensors(config)
-    metadata = {f"{architecture}.{key}": config[name] for key, name in GGUF_MOE.items()}
+    metadata = {
+        f"{architecture}.{key}": config[name] for key, name in GGUF_MOE.items() if name in config
+    }
     path = write_gguf(
         tmp_path / "m.gguf", config, tensors, architecture=architecture, metadata=metadata
     )
@@ -272,7 +281,7 @@ def test_gpt_oss(tmp_path, kind):
 
 
 def test_other_experts_than_the_config_says(tmp_path):
-    config = CONFIG | MOE | {"architectures": ["MixtralForCausalLM"]}
+    config = CONFIG | of_experts("MixtralForCausalLM")
     metadata = {"llama.expert_count": 3, "llama.expert_used_count": 2}
     path = write_gguf(tmp_path / "m.gguf", config, random_tensors(config), metadata=metadata)
     with pytest.raises(WeightsError, match=r"shape \[4, 64, 96\]; the config implies \[64, 96\]"):

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from quantized_checkpoints import FORMATS, GROUP, quantized, write
-from tiny_checkpoints import CONFIG, MOE, random_tensors, write_hf
+from tiny_checkpoints import CONFIG, of_experts, random_tensors, write_hf
 
 from jaxserve.core.errors import ConfigError, ModelError, WeightsError
 from jaxserve.models.loading.checkpoint import open_checkpoint
@@ -93,14 +93,15 @@ def test_the_plan_counts_what_is_held(tmp_path, name, bits):
 
 @pytest.mark.parametrize("name", ["fp8 in blocks", "awq", "compressed-tensors W8A8"])
 def test_fused_tensors_and_experts(tmp_path, name):
-    for architecture, fields in (("Phi3ForCausalLM", {}), ("Qwen3MoeForCausalLM", MOE)):
-        config = CONFIG | fields | {"architectures": [architecture]}
+    moe = of_experts("Qwen3MoeForCausalLM")
+    for fields in ({"architectures": ["Phi3ForCausalLM"]}, moe):
+        architecture, config = fields["architectures"][0], CONFIG | fields
         path, plain = write(tmp_path / architecture, config, random_tensors(config), name)
         expected, method = load(plain), FORMATS[name][0]["quant_method"]
         packed = load(path, method)
         assert_same(packed, expected)
         assert_same(load(path), expected)
-        large = "experts_down" if fields else "qkv"
+        large = "experts_down" if fields is moe else "qkv"
         assert is_packed(packed["layers"][1][large])
 
 
@@ -343,6 +344,9 @@ def with_weights(config, **fields):
         (FORMATS["gptq"][0] | {"is_marlin_format": True}, "is_marlin_format True"),
         (FORMATS["gptq"][0] | {"dynamic": {"-:.*": {}}}, "dynamic {'-:"),
         (FORMATS["gptq"][0] | {"group_size": None}, "group_size None; it must be an integer"),
+        (FORMATS["gptq"][0] | {"rotation": "hadamard"}, "rotation 'hadamard', which is not"),
+        (in_group(W8A8, rotation="hadamard"), r"group_0\.rotation 'hadamard'"),
+        (with_weights(W8A8, offset=0.5), r"weights\.offset 0.5, which is not"),
         (FORMATS["gptq"][0] | {"desc_act": "yes"}, "desc_act 'yes'; it must be true or false"),
         (W8A8 | {"format": "marlin-24"}, "format 'marlin-24'"),
         (W8A8 | {"quantization_status": "initialized"}, "quantization_status 'initialized'"),

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import jax
 import pytest
-from published_configs import GPT_OSS_120B
+from published_configs import GPT_OSS_120B, QWEN3_235B_A22B
+from published_families import PUBLISHED
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, ModelError, UnsupportedModelError
@@ -18,37 +19,7 @@ from jaxserve.runtime.planning import engine_plan
 from jaxserve.runtime.planning.step_work import step_work
 
 MODELS_PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-MIXTRAL_8X7B = {
-    "architectures": ["MixtralForCausalLM"],
-    "vocab_size": 32_000,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 32_768,
-    "tie_word_embeddings": False,
-}
-QWEN3_235B_A22B = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "vocab_size": 151_936,
-    "hidden_size": 4096,
-    "intermediate_size": 12_288,
-    "moe_intermediate_size": 1536,
-    "num_hidden_layers": 94,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "max_position_embeddings": 40_960,
-    "tie_word_embeddings": False,
-}
+MIXTRAL_8X7B = PUBLISHED["Mixtral-8x7B"]
 QWEN2_MOE = QWEN3_235B_A22B | {
     "architectures": ["Qwen2MoeForCausalLM"],
     "num_hidden_layers": 4,

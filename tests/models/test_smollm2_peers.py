@@ -10,9 +10,20 @@ from oracle import dense_logits
 from jaxserve.models.loading.assemble import assemble
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.params import load_params
-from jaxserve.models.registry import get_family, param_specs
+from jaxserve.models.registry import ARCHITECTURES, get_family, param_specs
 
 pytestmark = pytest.mark.peers
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_fields_that_transformers_writes_are_known(architecture):
+    """Those of its config classes, with the values that they have by default."""
+    transformers = pytest.importorskip("transformers")
+    fields = getattr(transformers, architecture).config_class().to_dict()
+    if fields.get("num_experts_per_tok", 0) is None:  # of DeepSeek V2, which needs one
+        fields["num_experts_per_tok"] = 4
+    config = get_family(architecture).config_from_hf(fields | {"architectures": [architecture]})
+    assert config.num_layers == (fields.get("text_config") or fields)["num_hidden_layers"]
 
 
 @pytest.fixture(scope="module")

@@ -29,14 +29,18 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": False,
     "eos_token_id": 2,
 }
-MOE = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 64,
-}
-"""Fields of a mixture of experts, of every architecture that has one."""
+
+
+def of_experts(architecture: str) -> dict[str, Any]:
+    """Fields of a mixture of experts, of an architecture that has one."""
+    fields = {"architectures": [architecture], "num_experts": 4, "num_experts_per_tok": 2}
+    if architecture.startswith("Qwen"):
+        fields["moe_intermediate_size"] = 32
+    if architecture.startswith("Qwen2"):
+        fields["shared_expert_intermediate_size"] = 64
+    return fields
+
+
 _GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",

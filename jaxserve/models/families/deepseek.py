@@ -15,9 +15,10 @@ import jax
 
 from jaxserve.core.model_config import ExpertGroups, LayerKind, MLAConfig, ModelConfig, MoEConfig
 from jaxserve.models import layers, mla, moe, rope
+from jaxserve.models.config_fields import only
 from jaxserve.models.families import llama
 from jaxserve.models.family import Attention, Params
-from jaxserve.models.hf_config import boolean, common_config, flag, integer, malformed, number, only
+from jaxserve.models.hf_config import boolean, common_config, flag, integer, malformed, number
 
 # Defaults of the transformers classes, which a config.json may leave out.
 _DEFAULTS: dict[str, Any] = {
@@ -54,8 +55,10 @@ _V3_DEFAULTS = _DEFAULTS | {
 }
 _MOST_MSCALE = 100  # published models have 1 or less
 _FIELDS = (
-    *("attention_bias", "first_k_dense_replace", "kv_lora_rank", "n_group", "n_routed_experts"),
-    *("n_shared_experts", "routed_scaling_factor", "scoring_func", "topk_group", "topk_method"),
+    *("attention_bias", "first_k_dense_replace", "moe_intermediate_size", "norm_topk_prob"),
+    *("n_group", "n_routed_experts", "n_shared_experts", "routed_scaling_factor", "scoring_func"),
+    *("topk_group", "topk_method", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"),
+    *("qk_rope_head_dim", "qk_head_dim", "v_head_dim", "rope_interleave"),
     *moe.FIELDS,
 )
 
@@ -79,7 +82,7 @@ def v3_config(raw: dict[str, Any]) -> ModelConfig:
     only(raw, "scoring_func", None, "sigmoid")
     mixture = dataclasses.replace(_mixture(raw), scores="sigmoid", corrected=True)
     mixture = dataclasses.replace(mixture, groups=_groups(raw, mixture, best=2))
-    config = _config(raw, mixture)
+    config = _config(raw, mixture, "num_nextn_predict_layers")
     further = integer(raw, "num_nextn_predict_layers", minimum=0)
     return dataclasses.replace(config, num_mtp_layers=further)
 
@@ -114,7 +117,8 @@ def _groups(raw: dict[str, Any], mixture: MoEConfig, best: int) -> ExpertGroups 
     return ExpertGroups(count, chosen, best) if chosen < count else None
 
 
-def _config(raw: dict[str, Any], mixture: MoEConfig) -> ModelConfig:
+def _config(raw: dict[str, Any], mixture: MoEConfig, *further: str) -> ModelConfig:
+    """The config, of whose fields `further` ones are those of one version."""
     latent = MLAConfig(
         q_rank=None if raw["q_lora_rank"] is None else integer(raw, "q_lora_rank"),
         kv_rank=integer(raw, "kv_lora_rank"),
@@ -123,10 +127,11 @@ def _config(raw: dict[str, Any], mixture: MoEConfig) -> ModelConfig:
         value_dim=integer(raw, "v_head_dim"),
         interleaved=boolean(raw, "rope_interleave", True),
     )
+    only(raw, "qk_head_dim", None, latent.nope_dim + latent.rope_dim)
     biased = flag(raw, "attention_bias")
     config = common_config(
         raw | {"head_dim": latent.rope_dim},  # that part of a head alone rotates
-        implements=_FIELDS,
+        implements=(*_FIELDS, *further),
         num_kv_heads=1,
         head_dim=latent.kv_rank + latent.rope_dim,
         qkv_bias=biased,

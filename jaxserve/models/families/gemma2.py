@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxserve.core.model_config import LayerKind, ModelConfig
 from jaxserve.models import layers
+from jaxserve.models.config_fields import only
 from jaxserve.models.families import llama
 from jaxserve.models.family import Attention, Params, ParamSpec, one_tensor
 from jaxserve.models.hf_config import common_config, flag, number, with_layer_types
@@ -34,9 +35,10 @@ _DEFAULTS = {
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     """ModelConfig from the parsed `config.json`."""
     raw = with_layer_types(_DEFAULTS | raw, period=2)
+    only(raw, "sliding_window_size", None, raw["sliding_window"])  # its older name
     return gemma_config(
         raw,
-        implements=("attn_logit_softcapping",),
+        implements=("attn_logit_softcapping", "sliding_window_size"),
         attention_soft_cap=_soft_cap(raw, "attn_logit_softcapping"),
     )
 

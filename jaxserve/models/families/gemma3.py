@@ -38,17 +38,22 @@ _TEXT_DEFAULTS = {
 }
 _THETA, _WINDOW_THETA = 1_000_000.0, 10_000.0
 _PERIOD = 6
+_PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
+_VISION = (
+    *("vision_config", "mm_tokens_per_image", "image_token_index", "image_token_id"),
+    *("boi_token_index", "eoi_token_index"),
+)
+"""Fields of the vision tower, which is not loaded, and of its tokens in a prompt."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     """ModelConfig from the parsed `config.json`, or from the `text_config` in it."""
     raw = _DEFAULTS | _text_fields(raw)
-    given = raw.get("sliding_window_pattern") is not None
-    period = integer(raw, "sliding_window_pattern") if given else _PERIOD
-    full, windowed = _rope_fields(with_layer_types(raw, period))
+    periods = [integer(raw, name) for name in _PATTERNS if raw.get(name) is not None]
+    full, windowed = _rope_fields(with_layer_types(raw, periods[0] if periods else _PERIOD))
     config = gemma2.gemma_config(
-        full, implements=("rope_local_base_freq", "sliding_window_pattern"), qk_norm=True
+        full, implements=("rope_local_base_freq", *_PATTERNS, *_VISION), qk_norm=True
     )
     return dataclasses.replace(config, window_rope=rope_config(windowed, config.head_dim))
 

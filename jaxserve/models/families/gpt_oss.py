@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxserve.core.model_config import ClampedSwiGLU, ModelConfig
 from jaxserve.models import moe
+from jaxserve.models.config_fields import only
 from jaxserve.models.families import llama
 from jaxserve.models.family import Params
 from jaxserve.models.hf_config import boolean, common_config, integer, number, with_layer_types
@@ -38,6 +39,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     raw = with_layer_types(_DEFAULTS | raw, period=2)
     if raw.get("rope_parameters") is None and raw.get("rope_scaling") is None:
         raw["rope_scaling"] = _ROPE
+    only(raw, "experts_per_token", None, raw["num_experts_per_tok"])  # its older name
     clamped = ClampedSwiGLU(number(raw, "swiglu_alpha"), number(raw, "swiglu_limit"))
     mixture = moe.moe_config(
         raw,
@@ -48,7 +50,10 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     biased = boolean(raw, "attention_bias", True)
     return common_config(
         raw,
-        implements=("attention_bias", "swiglu_alpha", "swiglu_limit", *moe.FIELDS),
+        implements=(
+            *("attention_bias", "swiglu_alpha", "swiglu_limit", "experts_per_token"),
+            *moe.FIELDS,
+        ),
         stored=("mxfp4",),
         moe=dataclasses.replace(mixture, biased=True, clamped=clamped),
         qkv_bias=biased,

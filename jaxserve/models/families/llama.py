@@ -26,7 +26,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 2_000_000.0,
     },
 }
-_OWN_FIELDS = {"SmolLM3ForCausalLM": ("no_rope_layers",)}
+_OWN_FIELDS = {"SmolLM3ForCausalLM": ("no_rope_layers", "no_rope_layer_interval")}
 
 
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:

@@ -26,7 +26,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     biased = flag(raw, "attention_bias")
     return common_config(
         raw,
-        implements=("attention_bias", "clip_qkv", *moe.FIELDS),
+        implements=("attention_bias", "clip_qkv", "norm_topk_prob", *moe.FIELDS),
         moe=moe.moe_config(raw, (True,) * integer(raw, "num_hidden_layers"), num_experts=64),
         qkv_bias=biased,
         output_bias=biased,

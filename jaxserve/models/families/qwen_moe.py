@@ -32,6 +32,10 @@ _QWEN3_DEFAULTS = _DEFAULTS | {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
 }
+_FIELDS = (
+    *("moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"),
+    *moe.FIELDS,
+)
 
 
 def qwen2_config(raw: dict[str, Any]) -> ModelConfig:
@@ -51,7 +55,10 @@ def qwen2_config(raw: dict[str, Any]) -> ModelConfig:
         shared_intermediate_size=integer(raw, "shared_expert_intermediate_size"),
     )
     return common_config(
-        raw, implements=moe.FIELDS, moe=mixture, qkv_bias=boolean(raw, "qkv_bias", True)
+        raw,
+        implements=(*_FIELDS, "shared_expert_intermediate_size", "qkv_bias"),
+        moe=mixture,
+        qkv_bias=boolean(raw, "qkv_bias", True),
     )
 
 
@@ -65,7 +72,7 @@ def qwen3_config(raw: dict[str, Any]) -> ModelConfig:
     biased = flag(raw, "attention_bias")
     return common_config(
         raw,
-        implements=("attention_bias", *moe.FIELDS),
+        implements=("attention_bias", *_FIELDS),
         moe=mixture,
         qkv_bias=biased,
         output_bias=biased,

@@ -32,6 +32,10 @@ from jaxserve.models.loading.drafters.eagle import (
 )
 
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_OWN_FIELDS = {
+    *("draft_vocab_size", "target_hidden_size", "norm_before_residual", "eagle_config"),
+    _AUX_LAYERS,
+}
 _MOST_AUX_LAYERS = 8
 _PREFIXES = ("midlayer.", "layers.0.")
 
@@ -63,7 +67,8 @@ class Eagle3Checkpoint(EagleCheckpoint):
                 f"{path / CONFIG} has target_hidden_size {shown(raw['target_hidden_size'])}; only "
                 "layers as wide as the model are implemented."
             )
-        files[CONFIG] = raw | {"architectures": ["LlamaForCausalLM"]}
+        of_llama = {name: value for name, value in raw.items() if name not in _OWN_FIELDS}
+        files[CONFIG] = of_llama | {"architectures": ["LlamaForCausalLM"]}
         return config_from_files(files)
 
     def own(self, num_layers: int) -> Eagle3Config:
