@@ -27,7 +27,7 @@ _LINK_LATENCY_S = 20e-6
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """The plan of an engine, and where its step times are from: exactly one of `profile` and
+    """The plan of an engine, and where its step times are from: the `profile`, or without one the
     `spec`; with a profile, `spec` is of its device if that is known."""
 
     plan: EnginePlan
@@ -43,18 +43,22 @@ class Described:
         *,
         propose: bool = True,
     ) -> Described:
-        """Raises ConfigError, ModelError or MemoryPlanError, with alternatives if `propose`."""
+        """`device` and `profile` together: the device that the profile was measured on.
+
+        Raises ConfigError, ModelError or MemoryPlanError, with alternatives if `propose`.
+        """
         from jaxserve.runtime.devices import DescribedDevice
         from jaxserve.runtime.planning.engine_plan import plan_described
 
-        if (device is None) == (profile is None):
+        if device is None and profile is None:
             raise ConfigError(
-                f"give either --device ({', '.join(device_names())}, or a TOML file) or --profile "
+                f"give --device ({', '.join(device_names())}, or a TOML file) or --profile "
                 "(a file of `jaxserve profile`)."
             )
         config = _counted(config)
-        if device is not None:
-            spec, measured = DeviceSpec.of(device), None
+        spec = None if device is None else DeviceSpec.of(device)
+        if profile is None:
+            measured = None
             place = DescribedDevice(spec.platform, spec.kind, spec.memory_bytes)
         else:
             measured = Profile.read(profile)
@@ -63,7 +67,12 @@ class Described:
                 measured.device["kind"],
                 measured.device["memory_bytes"],
             )
-            spec = device_of_kind(place.device_kind)
+            spec = spec or device_of_kind(place.device_kind)
+            if spec is not None and spec.platform != place.platform:
+                raise ConfigError(
+                    f"device is {spec.name}, but the profile was measured on {place.device_kind} "
+                    f"({place.platform}); give the device that it was measured on, or one of both."
+                )
         plan = plan_described(config, place, propose=propose)
         if measured is not None:
             measured.check(plan.config, sizes(plan.shapes))
@@ -78,23 +87,37 @@ class Described:
 
     @property
     def times(self) -> StepTimes:
-        """Raises ConfigError when the device has no rate for the dtype."""
-        from jaxserve.runtime.planning.step_work import draft_work, prefix_cost
+        """Measured where there is a profile. Raises ConfigError when the device has no rate for the
+        dtype."""
+        if self.profile is None:
+            return self.modelled
+        shared = self._shared
+        return self.profile if shared is None else ProfiledTimes(self.profile, shared)
+
+    @property
+    def modelled(self) -> StepTimes | None:
+        """By the data sheet; None where that is not known. Raises as `times`."""
+        from jaxserve.runtime.planning.step_work import draft_work
         from jaxserve.runtime.programs.halves import in_halves
 
+        if self.spec is None:
+            return None
         shapes = self.plan.shapes
-        cost = prefix_cost(shapes)
-        shared = cost and SharedPrefixes(cost, shapes.config.page_size)
-        if self.profile is not None:
-            return self.profile if shared is None else ProfiledTimes(self.profile, shared)
         return Roofline(
             self.spec,
             self.work,
             self.plan.memory.page_bytes,
             halves=frozenset(key for key in shapes.layouts if in_halves(shapes, key)),
-            shared=shared,
+            shared=self._shared,
             drafts=draft_work(shapes),
         )
+
+    @property
+    def _shared(self) -> SharedPrefixes | None:
+        from jaxserve.runtime.planning.step_work import prefix_cost
+
+        cost = prefix_cost(self.plan.shapes)
+        return cost and SharedPrefixes(cost, self.plan.config.page_size)
 
     @property
     def device_name(self) -> str:

@@ -49,7 +49,8 @@ class Plan(Common):
         json: print one JSON object, with all sizes in bytes and every program.
         device: plan for a100, b200, h100, h200, l4, v5e, v5p, v6e, or a TOML file with the fields
             of those, instead of the devices here.
-        profile: plan for the machine on which `jaxserve profile` wrote this file.
+        profile: plan for the machine on which `jaxserve profile` wrote this file; with --device as
+            well, that machine's device, measured times are printed beside modelled ones.
         exact: of --device, compile every program to know its scratch memory: minutes for a large
             model. Needs the compiler of the device, a TPU or an h200: jax[tpu] or jax[cuda13].
     """
@@ -106,12 +107,20 @@ class Plan(Common):
                 programs = deviceless.compile_programs_for(described.spec, plan, progress)
             plan = plan.with_programs(programs)
         prompt, screen = turn_lengths(plan)
-        session = described.deployment.session(described.times, prompt, screen)
+        sessions = {
+            name: described.deployment.session(times, prompt, screen)
+            for name, times in (
+                ("measured (profile)", described.profile and described.times),
+                ("modelled (roofline)", described.modelled),
+            )
+            if times is not None
+        }
         if self.json:
             shown = {
                 "step_times": described.source,
                 "session": {"prompt_tokens": prompt, "output_tokens": screen}
-                | dataclasses.asdict(session),
+                | dataclasses.asdict(sessions[described.source]),
+                "sessions": {name: dataclasses.asdict(times) for name, times in sessions.items()},
             }
             document = _document(plan, programs) | {"device": described.device_name} | shown
             print(json.dumps(document, default=str))
@@ -120,7 +129,7 @@ class Plan(Common):
             heading(plan, described.device_name),
             memory_table(plan, "program scratch" if programs else "program scratch, estimated"),
         ]
-        parts += [capacity(plan), turn(described, session)]
+        parts += [capacity(plan), turn(described, sessions)]
         if plan.shapes.mesh is not None:
             parts.append(placement_table(plan.shapes))
         if programs:

@@ -19,6 +19,16 @@ from jaxserve.simulator.simulation import Arrival
 
 ON_EIGHT = ("--device=h200", "--devices=8")
 TRACE = "arrived_at,num_prefill_tokens,num_decode_tokens\n0.0,400,20\n0.1,40,40\n0.3,80,1\n"
+MACHINE = """
+name = "two cores"
+kind = "cpu"
+platform = "cpu"
+source = "a guess"
+memory_bytes = 8_000_000_000
+memory_bytes_per_s = 10e9
+flops = {float32 = 50e9}
+link_bytes_per_s = 1e9
+"""
 BLOCKS = [
     {"timestamp": 0, "input_length": 1024, "output_length": 4, "hash_ids": [7, 8]},
     {"timestamp": 9000, "input_length": 1500, "output_length": 4, "hash_ids": [7, 8, 9]},
@@ -239,7 +249,7 @@ def test_a_plan_with_a_draft_model_that_is_not_here(run_here, config_70b, tmp_pa
     [
         ((), ["--device", "--profile", "h200"]),
         (("--device=h20",), ["'h20'", "h100, h200"]),
-        (("--device=h200", "--profile=x.json"), ["either --device"]),
+        (("--device=h200", "--profile=x.json"), ["x.json"]),
         (("--device=h200",), ["--tensor-parallel-size"]),
         (("--device=h200", "--devices=8", "--input-len=9000"), ["9000 tokens", "8192"]),
         (("--device=v5p", "--pipeline-parallel-size=7"), ["80 layers", "choose one of 1, 2, 4"]),
@@ -333,5 +343,18 @@ def test_a_profile_of_this_machine_is_simulated(run_here, tiny_model, tmp_path):
     # The pool is that of the machine, which is the same here.
     planned = json.loads(run_here("plan", config, *settings, "--profile", out, "--json").stdout)
     assert planned["session"]["decode_s"] > 0
+    assert [*planned["sessions"]] == ["measured (profile)"]
+    run = run_here("plan", config, *settings, "--profile", out, "--device", "h200")
+    run.assert_error("the profile was measured on cpu")
+    machine = tmp_path / "machine.toml"
+    machine.write_text(MACHINE)
+    run = run_here("plan", config, *settings, "--profile", out, "--device", machine)
+    assert rows(run.stdout)["ONE USER'S TURN"] == "MODELLED (ROOFLINE)"
+    both = json.loads(
+        run_here("plan", config, *settings, "--profile", out, "--device", machine, "--json").stdout
+    )
+    assert [*both["sessions"]] == ["measured (profile)", "modelled (roofline)"]
+    measured, modelled = both["sessions"].values()
+    assert measured["decode_s"] == planned["session"]["decode_s"] != modelled["decode_s"] > 0
     run = run_here("simulate", config, "--profile", out, *load)
     run.assert_error("but the profile was measured with")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli.described import Described
@@ -29,18 +30,27 @@ def turn_lengths(plan: EnginePlan) -> tuple[int, int]:
     return longest - screen, screen
 
 
-def turn(described: Described, session: SessionTimes) -> str:
-    config = described.plan.config
-    prompt, screen = turn_lengths(described.plan)
-    at_once = described.plan.admission.num_at_once(prompt + screen)
-    drafts = "" if config.speculative_config is None else ", without drafts"
+def turn(described: Described, sessions: Mapping[str, SessionTimes]) -> str:
+    """One user's turn. `sessions`: its times, by where they are from."""
+    plan = described.plan
+    prompt, screen = turn_lengths(plan)
+    at_once = f"{plan.admission.num_at_once(prompt + screen):,}"
+    drafts = "" if plan.config.speculative_config is None else ", without drafts"
+
+    heads = "ONE USER'S TURN", *map(str.upper, sessions)
+    if len(sessions) == 1:
+        heads = ", ".join(heads), ""
+
+    def row(name: str, of: Callable[[SessionTimes], float]) -> tuple[str, ...]:
+        return name, *(f"{of(session):,.3f} s" for session in sessions.values())
+
     return table(
         [
-            (f"ONE USER'S TURN, {described.source.upper()}", ""),
-            (f"users of {prompt + screen:,} tokens at once", f"{at_once:,}"),
-            (f"prefill of {prompt:,} tokens", f"{session.prefill_s:,.3f} s"),
-            (f"decode of {screen} tokens{drafts}", f"{session.decode_s:,.3f} s"),
-            ("switch to another user, by swapping KV", f"{session.switch_s:,.3f} s"),
+            heads,
+            (f"users of {prompt + screen:,} tokens at once", *[at_once] * len(sessions)),
+            row(f"prefill of {prompt:,} tokens", lambda session: session.prefill_s),
+            row(f"decode of {screen} tokens{drafts}", lambda session: session.decode_s),
+            row("switch to another user, by swapping KV", lambda session: session.switch_s),
         ]
     )
 
