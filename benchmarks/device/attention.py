@@ -23,6 +23,7 @@ class Attention:
     kv_dtype: of pages, that of queries unless given.
     kv_scale: of elements of quantized pages; unless given, 1 / 64 of integers, so that values are
         of about 1 in size, and 1 of others.
+    scaled: whether quantized tokens have scales of their own, as those of an engine.
     sinks: whether heads have them.
     tree: most tokens of a chunk that is a speculation tree, a binary one; none unless given.
     sms: multiprocessors that the kernel uses, all of them unless given.
@@ -39,6 +40,7 @@ class Attention:
     window: int | None = None
     soft_cap: float | None = None
     kv_scale: float | None = None
+    scaled: bool = False
     sinks: bool = False
     tree: int = 0
     sms: int | None = None
@@ -79,7 +81,8 @@ class Attention:
     def pages(self) -> PageLayout:
         needed = sum(-(-context // self.page_size) for context in self.contexts)
         dtype = jnp.dtype(self.kv_dtype or self.dtype)
-        return PageLayout(1 + needed, self.page_size, self.kv_heads, self.head_dim, dtype)
+        shape = 1 + needed, self.page_size, self.kv_heads, self.head_dim
+        return PageLayout(*shape, dtype, scaled=self.scaled)
 
     @property
     def seen(self) -> int:
@@ -119,6 +122,8 @@ class Attention:
         """Queries, pages and batch."""
         q = make.random(sum(self.lengths), self.heads, self.head_dim, dtype=self.dtype)
         pages = jax.tree.map(lambda s: make.random(*s.shape, dtype=s.dtype), self.pages.shapes)
+        if self.scaled:
+            pages = pages._replace(scales=jnp.abs(pages.scales) / 64)
         return q, pages, self.batch(make)
 
     def problem(self) -> Problem:
@@ -143,7 +148,8 @@ class Attention:
             return self.attend("pallas", *inputs)
 
     def attend(self, backend, q, pages, batch):
-        scale = self.kv_scale or (1 / 64 if self.kv_dtype == "int8" else None)
+        unscaled = self.kv_dtype == "int8" and not self.scaled
+        scale = self.kv_scale or (1 / 64 if unscaled else None)
         scales = jnp.full(self.kv_heads, scale) if scale else None
         return paged_attention(
             q,

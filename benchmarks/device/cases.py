@@ -44,7 +44,9 @@ SMOKE = [
     Case("smoke: decode on 4 multiprocessors", Attention((600, 2000, 4000, 9000), sms=4)),
     Case("smoke: decode, window, head_dim 64", Attention((3000,) * 4, head_dim=64, window=1000)),
     Case("smoke: decode, int8 pages", Attention((1000,) * 4, kv_dtype="int8")),
+    Case("smoke: decode, scales", Attention((1000,) * 4, kv_dtype="int8", scaled=True)),
     Case("smoke: prefill", Attention(chunks=((1000, 300),))),
+    Case("smoke: prefill, scales", Attention(chunks=((1000, 300),), kv_dtype="int8", scaled=True)),
     Case("smoke: prefill on 4 multiprocessors", Attention(chunks=((1000, 300),), sms=4)),
     *(
         Case(
@@ -107,6 +109,10 @@ MORE = [
         "decode 64 x 8k, int8 pages, scale 0.017",
         Attention((8 * K,) * 64, kv_dtype="int8", kv_scale=0.017),
     ),
+    Case(
+        "decode 64 x 8k, int8 pages, scales of tokens",
+        Attention((8 * K,) * 64, kv_dtype="int8", scaled=True),
+    ),
     Case("decode 64 x 8k, sinks", Attention((8 * K,) * 64, sinks=True)),
     Case("trees of 8 on 32 x 4k", Attention(chunks=((4 * K, 8),) * 32, tree=8)),
     Case("prefill 8 x 2k", Attention(chunks=((2 * K, 2 * K),) * 8), "matmul"),
@@ -121,6 +127,11 @@ MORE = [
     Case(
         "a chunk of 2k at 64k, fp8 pages, scale 0.017",
         Attention(chunks=((64 * K, 2 * K),), kv_dtype="float8_e4m3fn", kv_scale=0.017),
+        "matmul",
+    ),
+    Case(
+        "a chunk of 2k at 64k, int8 pages, scales of tokens",
+        Attention(chunks=((64 * K, 2 * K),), kv_dtype="int8", scaled=True),
         "matmul",
     ),
     Case("write 64 tokens", PageWrite(64)),

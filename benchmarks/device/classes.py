@@ -64,6 +64,7 @@ def _all() -> Iterator[Attention | PageMove | PackedMatmul]:
         yield from _attentions(heads, dtype="float16")
     for kv_dtype in ("int8", "float8_e4m3fn"):
         yield from _attentions(HEADS[0], kv_dtype=kv_dtype)
+        yield from _attentions(HEADS[0], kv_dtype=kv_dtype, scaled=True)
     for page_size in (16, 32, 128):
         for heads in HEADS[:3]:
             yield from _attentions(heads, page_size=page_size)

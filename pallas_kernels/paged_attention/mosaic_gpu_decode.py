@@ -31,6 +31,7 @@ Arithmetic behind the sizes (not measurements), for head_dim 128 and 2-byte elem
   products. That is 900 cycles: quantized pages are read at 88 % of full speed at best. Of 128 KiB
   as above, half holds two dequantized tiles and half four quantized ones, of which at least two are
   in flight.
+- Scales: 512 bytes a tile, of which shared memory has room beside one landing tile, not two.
 
 With head_dim 256 an output takes 128 registers and a stream 224 KiB of shared memory, so there is
 one stream. With pages of 16 or 32 tokens a tile is loaded and multiplied in pieces.
@@ -107,6 +108,10 @@ def _cutting(pages, batch, split_tokens):
     return Cutting.of(tokens, split_tokens, max(1, MAX_SPLITS // pages.k.shape[1]))
 
 
+def _scales(pages):
+    return () if pages.scales is None else (pages.scales,)
+
+
 def _padded(group):
     """Rows of a tile in shared memory come in eights."""
     return group + -group % 8
@@ -166,7 +171,7 @@ def paged_decode(
         blocks=num_sms or compat.num_sms(),
         interpret=interpret,
     )
-    parts = kernel(q, pages.k, pages.v, batch.tables, since, until, ends)
+    parts = kernel(q, pages.k, pages.v, batch.tables, since, until, ends, *_scales(pages))
     return merge_splits(
         *parts, since, until, cutting=cutting, group=group, dtype=q.dtype, interpret=interpret
     )
@@ -177,7 +182,7 @@ def _kernel(q, pages, *, cutting, rows, group, scale, soft_cap, blocks, interpre
     partial out [splits, rows, kv_heads, padded group, dim] and lse [splits, rows, kv_heads, padded
     group], of which only the entries' parts are written."""
     _, kv_heads, padded, dim = q.shape
-    packed = pages.k.dtype != q.dtype
+    packed, scaled = pages.k.dtype != q.dtype, pages.scales is not None
     streams = 1 if dim == 256 else 2
     workers = blocks * streams
     tile_bytes = streams * 2 * TILE * dim * q.dtype.itemsize
@@ -186,7 +191,9 @@ def _kernel(q, pages, *, cutting, rows, group, scale, soft_cap, blocks, interpre
     if packed:
         # One dequantized tile for the tensor cores, and as many quantized ones as fit.
         stages, packed_bytes = 1, tile_bytes // q.dtype.itemsize
-        landings = min(4, (room - tile_bytes) // packed_bytes)
+        # Scales are of every tile in either ring.
+        scale_bytes = streams * 2 * TILE * 4 if scaled else 0
+        landings = min(4, (room - tile_bytes - scale_bytes) // (packed_bytes + scale_bytes))
     num_pages, _, _, page_size = pages.k.shape
     piece = min(page_size, TILE)
     ring = Ring(
@@ -200,12 +207,13 @@ def _kernel(q, pages, *, cutting, rows, group, scale, soft_cap, blocks, interpre
         landings=landings,
         value_columns=piece,
         streams=streams,
+        scaled=scaled,
     )
     in_layout = functools.partial(compat.in_layout, interpret=interpret)
     positions = functools.partial(compat.positions, layout=_WGMMA, interpret=interpret)
 
-    def paged_decode_kernel(q, k, v, tables, since, until, ends, out, lse, *scratch):
-        q_tile, places, out_tile, lse_tile, q_full = scratch
+    def paged_decode_kernel(q, k, v, tables, since, until, ends, *others):
+        *scales, out, lse, q_tile, places, out_tile, lse_tile, q_full = others
         warpgroup = lax.axis_index("warpgroup")
         stream = lax.rem(warpgroup, streams)
         worker = worker_of(lax.axis_index("block"), stream, blocks)
@@ -240,6 +248,10 @@ def _kernel(q, pages, *, cutting, rows, group, scale, soft_cap, blocks, interpre
                     scores = [compat.product(q_tile.at[stream], piece) for piece in keys]
                     plgpu.barrier_arrive(places.k_free.at[slot])
                     new_peak = peak
+                    if scaled:
+                        scale_slot = ring.scale_slot(tiles_before + tile, stream)
+                        of_keys = ring.scales(places, scale_slot, _ROWS, interpret)
+                        scores = [score * own for score, own in zip(scores, of_keys)]
                     for n in range(ring.pieces):
                         position = positions((_ROWS, piece), 1) + (start + n * piece)
                         seen = (position >= entry.since) & (position < entry.until)
@@ -247,11 +259,13 @@ def _kernel(q, pages, *, cutting, rows, group, scale, soft_cap, blocks, interpre
                         new_peak = jnp.maximum(new_peak, jnp.max(scores[n], axis=1))
                     shrink = jnp.exp2(peak - new_peak)
                     total *= shrink
-                    weights = []
-                    for score in scores:
-                        weight = jnp.exp2(score - across(new_peak, piece))
+                    weights = [jnp.exp2(score - across(new_peak, piece)) for score in scores]
+                    for weight in weights:
                         total += jnp.sum(weight, axis=1)
-                        weights.append(weight.astype(q_tile.dtype))
+                    if scaled:
+                        of_values = ring.scales(places, scale_slot + 1, _ROWS, interpret)
+                        weights = [weight * own for weight, own in zip(weights, of_values)]
+                    weights = [weight.astype(q_tile.dtype) for weight in weights]
                     plgpu.barrier_wait(places.v_full.at[slot])
 
                     @pl.when((start < entry.since) | (start + TILE > entry.until))
@@ -306,7 +320,7 @@ def _kernel(q, pages, *, cutting, rows, group, scale, soft_cap, blocks, interpre
             if streams == 2:
                 plgpu.set_max_registers(64 if packed else 40, action="decrease")
 
-            loader = Loader(ring, places, k, v, tables, interpret, stream)
+            loader = Loader(ring, places, k, v, tables, interpret, stream, *scales)
 
             def load_entry(index, tiles_before):
                 head, entry = entry_of(index)

@@ -9,6 +9,11 @@ cores need both operands in one dtype, so the loader, otherwise idle between cop
 tiles to the queries' dtype, keys and values in turn. It converts as many tiles behind its copies as
 the landing ring has slots, and refills each slot as soon as it has read it, without a barrier.
 
+Scales of tokens stay apart from their elements: the readers multiply scores with those of keys, and
+weights with those of values. A ring of their own has as many slots as the other two together. The
+slot of a tile is refilled once the values of the tile that it had are multiplied, which the loader
+has waited for by then.
+
 Memory beyond a row's pages is undefined. Its weight is 0, but 0 times NaN is NaN: the loader, or
 the warpgroup that multiplies them, overwrites values that are not visible with zeros.
 """
@@ -30,6 +35,7 @@ DTYPES = ("bfloat16", "float16")
 PACKED_DTYPES = ("int8", "float8_e4m3fn")
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
+_LARGEST_SCALE = 3e38
 
 
 def unsupported(q: jax.Array, pages: Any) -> str | None:
@@ -38,8 +44,6 @@ def unsupported(q: jax.Array, pages: Any) -> str | None:
     q [.., .., head_dim]; pages as `layout.KVPages`.
     """
     head_dim, page_size = pages.k.shape[2:]
-    if pages.scales is not None:
-        return "pages have a scale for each token, which plain XLA applies and it does not."
     if q.dtype.name not in DTYPES:
         return f"queries are {q.dtype}; they can be {' or '.join(DTYPES)}."
     stored = (q.dtype.name, *PACKED_DTYPES)
@@ -77,6 +81,8 @@ class Places(NamedTuple):
     k [stages, pieces, head_dim, piece], v [stages, tile, head_dim]: tiles to multiply. `full`:
     ready to multiply, `free`: multiplied. landed: the landing ring of quantized tiles and its
     barriers. arrived: barrier of copies of values that must be blanked before they are full.
+    scales: float32 [2 * scale_slots, pieces, piece], of keys and then of values, with a barrier
+    for each.
     """
 
     k: Any
@@ -87,6 +93,8 @@ class Places(NamedTuple):
     v_free: Any
     landed: Any = None
     arrived: Any = None
+    scales: Any = None
+    scales_full: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +105,7 @@ class Ring:
     positions per tile. stages: tiles of a stream that can be full. landings: quantized tiles in
     flight, 0 for unquantized pages. readers: warpgroups that multiply each tile. value_columns:
     contiguous features of values. blanks: whether the loader blanks positions that are not visible;
-    with quantized pages this requires exactly one landing slot.
+    with quantized pages this requires exactly one landing slot. scaled: whether tokens have scales.
     """
 
     num_pages: int
@@ -112,6 +120,7 @@ class Ring:
     streams: int = 1
     readers: int = 1
     blanks: bool = False
+    scaled: bool = False
 
     @property
     def packed(self) -> bool:
@@ -149,6 +158,11 @@ class Ring:
             )
         elif self.blanks:
             arrived = plgpu.Barrier(num_arrivals=self.pieces)
+        scales = scales_full = None
+        if self.scaled:
+            places = 2 * self.streams * self.scale_slots
+            scales = plgpu.SMEM((places, self.pieces, self.piece), jnp.float32)
+            scales_full = plgpu.Barrier(num_barriers=places, num_arrivals=self.pieces)
         return Places(
             matrix(tiles, *keys, columns=self.piece, dtype=self.dtype),
             matrix(tiles, *values, columns=self.value_columns, dtype=self.dtype),
@@ -158,11 +172,42 @@ class Ring:
             free(),
             landed,
             arrived,
+            scales,
+            scales_full,
         )
+
+    @property
+    def scale_slots(self) -> int:
+        """Of each stream."""
+        return self.stages + self.landings
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of all streams."""
+        return self.streams * self.scale_slots * 2 * self.tile * 4 if self.scaled else 0
 
     def slot(self, number: jax.Array, stream: jax.Array | int = 0) -> jax.Array:
         """Slot of tile `number` of a stream, counted from its first tile."""
         return stream * self.stages + _place(number, self.stages)
+
+    def scale_slot(self, number: jax.Array, stream: jax.Array | int = 0) -> jax.Array:
+        """Slot of the scales of the keys of tile `number` of a stream; those of its values are in
+        the next."""
+        return 2 * (stream * self.scale_slots + lax.rem(number, self.scale_slots))
+
+    def scales(self, places: Places, slot: jax.Array, rows: int, interpret: Any) -> list[jax.Array]:
+        """Of each piece, when they have arrived: factors [rows, positions] of scores or weights. 0
+        where a scale is none of a token's: the weight is 0, but undefined memory may be anything.
+        """
+        plgpu.barrier_wait(places.scales_full.at[slot])
+
+        def of_piece(n: int) -> jax.Array:
+            layout = plgpu.Layout.WGMMA.reduce(0)
+            scales = compat.in_layout(places.scales[slot, n], layout, interpret)
+            scales = jnp.where((scales >= 0) & (scales < _LARGEST_SCALE), scales, 0)
+            return lax.broadcast_in_dim(scales, (rows, self.piece), (1,))
+
+        return [of_piece(n) for n in range(self.pieces)]
 
     def free_all(self, places: Places, stream: jax.Array | int = 0) -> None:
         """Every reader must call this first."""
@@ -179,7 +224,7 @@ def _place(number, places):
 
 @dataclasses.dataclass(frozen=True)
 class Loader:
-    """The loader of a stream. k, v, tables: references to device memory."""
+    """The loader of a stream. k, v, tables, scales: references to device memory."""
 
     ring: Ring
     places: Places
@@ -188,6 +233,7 @@ class Loader:
     tables: Any
     interpret: Any
     stream: Any = 0
+    scales: Any = None
 
     def load(
         self,
@@ -229,6 +275,14 @@ class Loader:
             copy_keys(k_land.at[slot], k_landed.at[slot])
             pl.when(before >= 0)(lambda: self._unpack_values(before, landed))
             copy_values(v_land.at[slot], v_landed.at[slot])
+            if ring.scaled:
+                slot = ring.scale_slot(number, self.stream)
+                for values in range(2):
+                    barrier = places.scales_full.at[slot + values]
+                    for n, page in enumerate(ids):
+                        source = self.scales.at[page, head, values, pl.ds(offset, ring.piece)]
+                        target = places.scales.at[slot + values, n]
+                        plgpu.copy_gmem_to_smem(source, target, barrier)
             return
         slot = ring.slot(number, self.stream)
         plgpu.barrier_wait(places.k_free.at[slot])

@@ -44,7 +44,8 @@ whose multiprocessors have 2048 multiply-adds a cycle in tensor cores and 16 exp
 - Quantized pages: a tile needs a third slot of 32 KiB, where it lands. The loader executes some 500
   operations per thread for it, which fit beside those of the others. Shared memory moves more: 32
   KiB from copies, 32 and 64 to dequantize, 192 to the products: 2560 cycles with pages of 64, for
-  what takes the tensor cores 2048.
+  what takes the tensor cores 2048. With scales of tokens, tiles are 64 positions: 32 registers of
+  factors beside 128 positions' scores are more than there are.
 
 A short chunk of a very long row is one unit per KV head, however long the row: few multiprocessors
 work on it.
@@ -127,7 +128,7 @@ def paged_prefill(
         batch,
         visible,
         size=size,
-        tile=_tile_size(head_dim),
+        tile=_tile_size(head_dim, pages.scales is not None),
         end=padded,
         positions=batch.tables.shape[1] * page_size,
     )
@@ -144,7 +145,8 @@ def paged_prefill(
         blocks=num_sms or compat.num_sms(),
         interpret=interpret,
     )
-    out, lse = kernel(q, pages.k, pages.v, batch.tables, work.blocks, limits, work.count)
+    scales = () if pages.scales is None else (pages.scales,)
+    out, lse = kernel(q, pages.k, pages.v, batch.tables, work.blocks, limits, work.count, *scales)
 
     def of_tokens(by_block):
         by_block = by_block.reshape(*by_block.shape[:3], packed, span, *by_block.shape[4:])
@@ -157,9 +159,9 @@ def paged_prefill(
     return out, jnp.where(sees, of_tokens(lse), -jnp.inf)
 
 
-def _tile_size(head_dim):
-    """Positions that are attended to together."""
-    return 64 if head_dim == 256 else 128
+def _tile_size(head_dim, scaled):
+    """Positions that are attended to together: as many as there are registers for."""
+    return 64 if head_dim == 256 or scaled else 128
 
 
 def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
@@ -169,7 +171,7 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
     num_pages, kv_heads, _, page_size = pages.k.shape
     groups = heads // packed
     span = _ROWS // packed
-    tile_size = _tile_size(dim)
+    tile_size = _tile_size(dim, pages.scales is not None)
     ring = Ring(
         num_pages=num_pages,
         page_size=page_size,
@@ -182,6 +184,7 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
         value_columns=dim,
         readers=_CONSUMERS,
         blanks=True,
+        scaled=pages.scales is not None,
     )
     separate = dim < 256  # results have their own memory; otherwise they replace the queries
     # Found by compiling: the most that the loader can release without spilling.
@@ -189,8 +192,9 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
     in_layout = functools.partial(compat.in_layout, interpret=interpret)
     positions = functools.partial(compat.positions, layout=_WGMMA, interpret=interpret)
 
-    def paged_prefill_kernel(q, k, v, tables, work, limits, count, out, lse, *scratch):
-        q_tile, places, lse_tile, limit_tile, q_full, q_free, turn, *results = scratch
+    def paged_prefill_kernel(q, k, v, tables, work, limits, count, *others):
+        scales, others = others[: ring.scaled], others[ring.scaled :]
+        out, lse, q_tile, places, lse_tile, limit_tile, q_full, q_free, turn, *results = others
         (out_tile,) = results or (q_tile,)
         warpgroup = lax.axis_index("warpgroup")
         worker = lax.axis_index("block")
@@ -224,8 +228,16 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
             def attend(index, tiles_before):
                 number, group, block = unit_of(index)
 
+                def factors(slot):
+                    """Of a tile's scores or weights."""
+                    pieces = ring.scales(places, slot, _ROWS, interpret)
+                    return compat.side_by_side(pieces, _WGMMA, interpret)
+
                 def weigh(tile, scores, peak, total):
                     """One step of the online softmax, in base 2: its state and new weights."""
+                    if ring.scaled:
+                        scale_slot = ring.scale_slot(tiles_before + tile)
+                        scores *= factors(scale_slot)
 
                     def masked(scores):
                         own = limit_tile.at[warpgroup]
@@ -253,6 +265,8 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
                     shrink = jnp.exp2(peak - new_peak)
                     weights = jnp.exp2(scores * unit - across(new_peak, tile_size))
                     total = total * shrink + jnp.sum(weights, axis=1)
+                    if ring.scaled:
+                        weights *= factors(scale_slot + 1)
                     return new_peak, total, shrink, weights.astype(q.dtype)
 
                 def keys(slot):
@@ -325,7 +339,7 @@ def _kernel(q, pages, *, capacity, packed, scale, soft_cap, blocks, interpret):
         def load():
             plgpu.set_max_registers(registers[1], action="decrease")
 
-            loader = Loader(ring, places, k, v, tables, interpret)
+            loader = Loader(ring, places, k, v, tables, interpret, 0, *scales)
 
             def load_queries(index):
                 number, group, block = unit_of(index)

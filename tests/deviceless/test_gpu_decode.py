@@ -18,18 +18,29 @@ pytestmark = pytest.mark.deviceless
 
 
 def decode_arguments(
-    rows, heads, kv_heads, head_dim, page_size, context=8192, dtype=jnp.bfloat16, stored=None
+    rows,
+    heads,
+    kv_heads,
+    head_dim,
+    page_size,
+    context=8192,
+    dtype=jnp.bfloat16,
+    stored=None,
+    scaled=False,
 ):
     ints = functools.partial(array, dtype=jnp.int32)
     pages = KVPages(
         array(512, kv_heads, head_dim, page_size, dtype=stored or dtype),
         array(512, kv_heads, page_size, head_dim, dtype=stored or dtype),
+        array(512, kv_heads, 2, page_size, dtype=jnp.float32) if scaled else None,
     )
     batch = RaggedBatch(ints(rows, context // page_size), ints(rows), ints(rows), ints(rows))
     return array(rows, heads, head_dim, dtype=dtype), pages, batch, Visible(ints(rows), ints(rows))
 
 
-def decode_shapes(heads, kv_heads, head_dim, page_size, dtype=jnp.bfloat16, stored=None):
+def decode_shapes(
+    heads, kv_heads, head_dim, page_size, dtype=jnp.bfloat16, stored=None, scaled=False
+):
     return locals()
 
 
@@ -45,6 +56,10 @@ DECODES = [
     (decode_shapes(16, 8, 64, 32, jnp.float16, stored=jnp.int8), 30.0),
     (decode_shapes(16, 8, 256, 64, jnp.float16, stored=jnp.int8), None),
     (decode_shapes(32, 8, 256, 16, stored=jnp.float8_e4m3fn), 30.0),
+    (decode_shapes(32, 8, 128, 64, stored=jnp.int8, scaled=True), None),
+    (decode_shapes(32, 8, 128, 16, stored=jnp.float8_e4m3fn, scaled=True), 30.0),
+    (decode_shapes(9, 3, 64, 128, stored=jnp.int8, scaled=True), None),
+    (decode_shapes(16, 8, 256, 32, stored=jnp.int8, scaled=True), None),
 ]
 
 

@@ -16,18 +16,21 @@ pytestmark = pytest.mark.deviceless
 
 
 def prefill_arguments(
-    tokens, heads, kv_heads, head_dim, page_size, dtype=jnp.bfloat16, stored=None
+    tokens, heads, kv_heads, head_dim, page_size, dtype=jnp.bfloat16, stored=None, scaled=False
 ):
     ints = functools.partial(array, dtype=jnp.int32)
     pages = KVPages(
         array(512, kv_heads, head_dim, page_size, dtype=stored or dtype),
         array(512, kv_heads, page_size, head_dim, dtype=stored or dtype),
+        array(512, kv_heads, 2, page_size, dtype=jnp.float32) if scaled else None,
     )
     batch = RaggedBatch(ints(4, 16384 // page_size), ints(4), ints(4), ints(4))
     return array(tokens, heads, head_dim, dtype=dtype), pages, batch, Visible(*[ints(tokens)] * 2)
 
 
-def prefill_shapes(heads, kv_heads, head_dim, page_size, dtype=jnp.bfloat16, stored=None):
+def prefill_shapes(
+    heads, kv_heads, head_dim, page_size, dtype=jnp.bfloat16, stored=None, scaled=False
+):
     return locals()
 
 
@@ -42,6 +45,10 @@ PREFILLS = [
     (prefill_shapes(32, 8, 128, 16, stored=jnp.float8_e4m3fn), {"soft_cap": 30.0}),
     (prefill_shapes(28, 4, 128, 128, jnp.float16, stored=jnp.float8_e4m3fn), {}),
     (prefill_shapes(64, 8, 64, 32, jnp.float16, stored=jnp.int8), {}),
+    (prefill_shapes(32, 8, 128, 64, stored=jnp.int8, scaled=True), {}),
+    (prefill_shapes(28, 4, 128, 16, stored=jnp.float8_e4m3fn, scaled=True), {"soft_cap": 30.0}),
+    (prefill_shapes(28, 4, 128, 128, jnp.float16, stored=jnp.int8, scaled=True), {}),
+    (prefill_shapes(9, 3, 64, 16, stored=jnp.float8_e4m3fn, scaled=True), {"soft_cap": 30.0}),
 ]
 
 

@@ -17,7 +17,6 @@ from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.runtime.planning import engine_plan
 from jaxserve.scheduler.policies import POLICIES
-from pallas_kernels import backends
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 SEEDED = dataclasses.replace(GREEDY, temperature=0.8, seed=5)
@@ -187,12 +186,3 @@ def test_what_there_is_none_of_is_refused():
         with pytest.raises(ConfigError, match=f"kv_cache_dtype is {value!r}; {known}"):
             EngineConfig(kv_cache_dtype=value)
     assert EngineConfig(kv_cache_dtype="fp8_e4m3").kv_cache_dtype == "fp8"
-
-
-def test_a_kernel_that_cannot_apply_them_is_refused_by_name(llama, monkeypatch):
-    """Here that of a GPU, which is only said to be there."""
-    monkeypatch.setattr(backends, "target", lambda: ("gpu", "NVIDIA H200", False))
-    model = dataclasses.replace(llama, kv_cache_dtype="int8")
-    message = "gpu kernel of paged_attention cannot be used: .* scale for each token, which plain"
-    with pytest.raises(ConfigError, match=message):
-        model.load(attention_backend="pallas")

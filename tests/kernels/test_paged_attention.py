@@ -83,6 +83,17 @@ class Case:
         self.batch = RaggedBatch(*(np.asarray(field, np.int32) for field in fields))
 
 
+def scaled(pages: KVPages, dtype) -> KVPages:
+    """Pages quantized to `dtype`, with scales of tokens; NaNs where nothing was written."""
+    rng, written = np.random.default_rng(1), ~np.isnan(pages.v[..., 0])
+    pages = jax.tree.map(
+        lambda x: (20 * np.where(np.isnan(x), 0, x)).clip(-127, 127).astype(dtype), pages
+    )
+    scales = rng.uniform(0.01, 0.1, (*written.shape[:2], 2, written.shape[2]))
+    scales = np.where(written[:, :, None], scales, np.nan).astype(np.float32)
+    return pages._replace(scales=scales)
+
+
 class PagedAttentionContract:
     """What `implementation`, with the signature of `paged_attention`, must do."""
 
@@ -289,13 +300,7 @@ class PagedAttentionContract:
     def test_scales_of_tokens(self, dtype):
         """Of every token and head; NaNs stand where nothing was written."""
         case = self.case([5, 0, 40], [(20, 7), (4, 4)], page_size=4, padding=2)
-        rng, written = np.random.default_rng(1), ~np.isnan(case.pages.v[..., 0])
-        case.pages = jax.tree.map(
-            lambda x: (20 * np.where(np.isnan(x), 0, x)).clip(-127, 127).astype(dtype), case.pages
-        )
-        scales = rng.uniform(0.01, 0.1, (*written.shape[:2], 2, written.shape[2]))
-        scales = np.where(written[:, :, None], scales, np.nan).astype(np.float32)
-        case.pages = case.pages._replace(scales=scales)
+        case.pages = scaled(case.pages, dtype)
         self.check(case)
         self.check(case, window=6, soft_cap=1.5)
         tree = np.tri(7, dtype=bool)[np.minimum(np.arange(len(case.q)) - 3, 6).clip(0)]

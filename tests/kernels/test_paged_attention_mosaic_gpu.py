@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_paged_attention import Case
+from test_paged_attention import Case, scaled
 
 from pallas_kernels.compat import gpu as compat
 from pallas_kernels.paged_attention import (
@@ -127,6 +127,12 @@ class TestInterpreted:
         case = case_of([200, 0, 30], dtype=dtype, stored=stored, **shapes)
         visible = causal(case, window=150)
         check(case, visible, decode(case, visible, scale=0.02), scale=0.02)
+
+    def test_scales_of_tokens(self):
+        """Of more tiles than the scales' ring has slots."""
+        case = case_of([400, 0, 30], page_size=64, heads=(2, 1), dim=128)
+        case.pages = scaled(Case([400, 0, 30], page_size=64, heads=(2, 1), dim=128).pages, jnp.int8)
+        check(case, causal(case), decode(case, causal(case), split_tokens=512))
 
     def test_a_row_does_not_depend_on_its_neighbours_or_its_worker(self):
         """To the last bit; with the largest head_dim, on one block of threads and on two."""

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_paged_attention import Case
+from test_paged_attention import Case, scaled
 
 from pallas_kernels.compat import gpu as compat
 from pallas_kernels.paged_attention import RaggedBatch, Visible, masks, reference
@@ -109,6 +109,14 @@ class TestInterpreted:
         shapes = {"page_size": page_size, "heads": (4, 1), "dim": dim, "padding": 3}
         case = case_of([(140, 40), (3, 3), (300, 30)], dtype, stored, **shapes)
         check(case, causal(case, window=100), scale=0.02)
+
+    def test_scales_of_tokens(self):
+        """Of more tiles than the scales' ring has slots."""
+        chunks = [(460, 40), (3, 3), (100, 30)]
+        shapes = {"page_size": 32, "heads": (4, 1), "dim": 128, "padding": 3}
+        case = case_of(chunks, **shapes)
+        case.pages = scaled(Case([], chunks, **shapes).pages, jnp.float8_e4m3fn)
+        check(case, causal(case))
 
     @pytest.mark.parametrize(("dim", "context", "window"), [(64, 240, 104), (256, 170, 32)])
     def test_a_first_tile_of_which_some_tokens_see_nothing(self, dim, context, window):
