@@ -123,7 +123,8 @@ class Attention:
         q = make.random(sum(self.lengths), self.heads, self.head_dim, dtype=self.dtype)
         pages = jax.tree.map(lambda s: make.random(*s.shape, dtype=s.dtype), self.pages.shapes)
         if self.scaled:
-            pages = pages._replace(scales=jnp.abs(pages.scales) / 64)
+            scales = make.rng.uniform(0.5, 2, self.pages.shapes.scales.shape) / 64
+            pages = pages._replace(scales=make.known(scales, jnp.float32))
         return q, pages, self.batch(make)
 
     def problem(self) -> Problem:

@@ -31,8 +31,8 @@ class Make(Protocol):
     def random(self, *shape: int, dtype: Any) -> jax.Array:
         """Normal numbers; of an integer dtype, random bits."""
 
-    def known(self, values: Any) -> jax.Array:
-        """These values as int32."""
+    def known(self, values: Any, dtype: Any = jnp.int32) -> jax.Array:
+        """These values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +101,8 @@ class Shapes:
     def random(self, *shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
 
-    def known(self, values):
-        return self.random(*np.shape(values), dtype=jnp.int32)
+    def known(self, values, dtype=jnp.int32):
+        return self.random(*np.shape(values), dtype=dtype)
 
 
 class Arrays:
@@ -114,8 +114,8 @@ class Arrays:
     def random(self, *shape, dtype):
         return _random(self.rng.integers(1 << 31), shape, jnp.dtype(dtype))
 
-    def known(self, values):
-        return jnp.asarray(values, jnp.int32)
+    def known(self, values, dtype=jnp.int32):
+        return jnp.asarray(values, dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
