@@ -28,9 +28,9 @@ MEGATRON: dict[str, MeshAxes] = {
 and the MLP's inner dimension are split and the following projection's outputs are summed; the
 vocabulary is split too. Stacked layers are split over stages."""
 
-EXPERT_PARALLEL: dict[str, MeshAxes] = {"experts": TENSOR, "expert_mlp": None}
-"""Parameters of a mixture, in addition to `MEGATRON`: each rank has some of the experts, instead of
-a part of every expert's inner dimension."""
+EXPERT_PARALLEL: dict[str, MeshAxes] = {"experts": (SEQ, TENSOR), "expert_mlp": None}
+"""Parameters of a mixture, in addition to `MEGATRON`: each rank of a stage has some of the experts,
+instead of a part of every expert's inner dimension, which the ranks of `seq` all have."""
 
 ACTIVATIONS: dict[str, str | tuple[str, ...] | None] = {"tokens": "seq"}
 """Activations between layers: features are not split, and the tokens of a prefill are split over

@@ -71,8 +71,8 @@ class EngineConfig:
         dual_batch_overlap: compute a step of a tensor-parallel mesh as two halves, so that one half
             computes while the other's results are summed over the devices: "auto" where that is
             predicted to be faster (docs/parallel.md), "on" in every step, "off" in none.
-        enable_expert_parallel: of a mixture of experts, each device of a tensor-parallel group
-            holds some of the experts, instead of a part of every expert (docs/parallel.md).
+        enable_expert_parallel: of a mixture of experts, each device of a stage holds some of the
+            experts, instead of a part of every expert (docs/parallel.md).
         devices: ids of the devices to run on (`jax.Device.id`), as many as the product of the
             parallel sizes; comma-separated on the command line. By default the first ones.
         memory_utilization: share of a device's memory that may be used in total.

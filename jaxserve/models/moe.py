@@ -190,11 +190,17 @@ def mixture(moe: MoEConfig, p: Params, x: jax.Array) -> jax.Array:
     """The mixture of x [tokens, hidden]: the weighted sum of each token's experts.
 
     Each rank of a mesh has a part of every expert, or some of the experts; every rank routes all
-    tokens, and the ranks' results are summed.
+    tokens, and the ranks' results are summed. Ranks of `seq` have parts of the same experts for
+    their own tokens, or other experts, for those of all.
     """
     x = parallel.gather_tokens(x)
-    weights, experts = route(moe, p, x)
-    out = _sum_of_experts(moe, _experts(moe, p), x, weights, experts)
+    own = _experts(moe, p)
+    apart = _num_outputs(own.down) < moe.num_experts * x.shape[1]
+    tokens = parallel.gather_over_seq(x) if apart else x
+    weights, experts = route(moe, p, tokens)
+    out = _sum_of_experts(moe, own, tokens, weights, experts)
+    if apart:
+        out = parallel.sum_over_seq(out)
     if moe.shared_intermediate_size:
         shared = _mlp(moe, Experts(_matrix(p["shared_gate_up"]), p["shared_down"]), x)
         if moe.shared_gate:

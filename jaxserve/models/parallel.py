@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.collective_matmul import DeviceRates, all_gather_matmul, matmul_reduce_scatter
-from sharding_rules import STAGE, TENSOR
+from sharding_rules import SEQ, STAGE, TENSOR
 
 VOCAB = (STAGE, TENSOR)
 """Mesh axes that the vocabulary is split over."""
@@ -33,6 +33,7 @@ Product = Callable[[Any, jax.Array], jax.Array]
 _apart: contextvars.ContextVar[DeviceRates | bool | None] = contextvars.ContextVar(
     "apart", default=False
 )
+_replicated: contextvars.ContextVar[int] = contextvars.ContextVar("replicated", default=0)
 
 
 @contextlib.contextmanager
@@ -87,6 +88,37 @@ def leave_layers(x: jax.Array) -> jax.Array:
     return lax.all_gather(x, TENSOR, tiled=True)
 
 
+@contextlib.contextmanager
+def context_parallel(replicated: int) -> Iterator[None]:
+    """Traces a layer with context parallelism: of its tokens the first `replicated` are those of
+    every rank of `seq`, the others its share of as many for each."""
+    token = _replicated.set(replicated)
+    try:
+        yield
+    finally:
+        _replicated.reset(token)
+
+
+def gather_over_seq(x: jax.Array) -> jax.Array:
+    """x of all tokens, those of the other ranks of `seq` too, on each of them."""
+    count = _replicated.get()
+    if not bound(SEQ) or len(x) == count:
+        return x
+    return jnp.concatenate([x[:count], lax.all_gather(x[count:], SEQ, tiled=True)])
+
+
+def sum_over_seq(x: jax.Array) -> jax.Array:
+    """The sum over ranks of `seq` of x, each rank's result for the tokens of `gather_over_seq`: for
+    the tokens of this rank."""
+    if not bound(SEQ):
+        return x
+    count = _replicated.get()
+    if len(x) == count:
+        return lax.psum(x, SEQ)
+    own = lax.psum_scatter(x[count:], SEQ, scatter_dimension=0, tiled=True)
+    return jnp.concatenate([lax.psum(x[:count], SEQ), own]) if count else own
+
+
 def gather_tokens(x: jax.Array) -> jax.Array:
     """All tokens of x, for layers whose weights each rank has a part of; see `sum_parts`."""
     return leave_layers(x)
@@ -109,7 +141,8 @@ def on_first_rank(x: jax.Array) -> jax.Array:
 
 def first_expert(count: int, num_experts: int) -> jax.Array | int:
     """Index of this rank's first expert, where it has `count` of `num_experts`."""
-    return lax.axis_index(TENSOR) * count if count < num_experts else 0
+    axes = bound(SEQ, TENSOR)
+    return lax.axis_index(axes) * count if count < num_experts and axes else 0
 
 
 def sum_over_heads(x: jax.Array) -> jax.Array:

@@ -37,22 +37,22 @@ def partition(
     tensor: int,
     stages: int,
     vocab: int,
-    whole_experts: bool = False,
+    expert_ranks: int | None = None,
 ) -> tuple[ModelConfig, Params]:
     """`config` and `specs` of a model split over `tensor` ranks and `stages`.
 
-    `vocab`: ranks that the vocabulary is split over. `whole_experts`: each rank of `tensor` has
-    some of the experts, instead of a part of each. The returned config has the heads of the
-    returned specs. A parameter keeps its format where its planes divide as they are: without
-    padding, between groups of inputs, which may become smaller, and with the same format in every
-    stage. Raises ConfigError when
-    stages do not divide the layers, or would have layers of different kinds at the same position,
-    or the ranks do not divide the experts.
+    `vocab`: ranks that the vocabulary is split over. `expert_ranks`: ranks of a stage that have
+    some of the experts each; None for a part of every expert on each rank of `tensor`. The returned
+    config has the heads of the returned specs. A parameter keeps its format where its planes divide
+    as they are: without padding, between groups of inputs, which may become smaller, and with the
+    same format in every stage. Raises ConfigError when stages do not divide the layers, or would
+    have layers of different kinds at the same position, or the ranks do not divide the experts.
     """
     heads = HeadLayout(config.num_heads, config.num_kv_heads, tensor)
     padded = {"mlp": tensor, "vocab": vocab}
+    whole_experts = expert_ranks is not None
     if whole_experts:
-        _check_experts(config, tensor)
+        _check_experts(config, expert_ranks)
     else:
         padded["expert_mlp"] = tensor
     fit = functools.partial(_fit, heads=heads, padded=padded)
@@ -96,13 +96,14 @@ def local(config: ModelConfig, *, tensor: int, stages: int) -> ModelConfig:
     )
 
 
-def _check_experts(config: ModelConfig, tensor: int) -> None:
+def _check_experts(config: ModelConfig, ranks: int) -> None:
     experts = config.moe.num_experts if config.moe else 0
-    if experts % tensor:
+    if experts % ranks:
         raise ConfigError(
-            f"enable_expert_parallel splits {experts} experts over tensor_parallel_size {tensor}, "
-            f"which does not divide them; choose one of {', '.join(map(str, _divisors(experts)))}, "
-            "or leave enable_expert_parallel out to split every expert."
+            f"enable_expert_parallel splits {experts} experts over {ranks} devices, "
+            "tensor_parallel_size times context_parallel_size, which does not divide them; choose "
+            f"a product of {', '.join(map(str, _divisors(experts)))}, or leave "
+            "enable_expert_parallel out to split every expert."
         )
 
 

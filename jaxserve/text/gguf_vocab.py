@@ -70,14 +70,22 @@ _O200K_SPLIT = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_CONTRACTION}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_DEEPSEEK_V3_SPLITS = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+    r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 
 
 @dataclass(frozen=True)
 class _BytePairs:
     """Differences between byte-level BPE tokenizers other than the vocabulary."""
 
-    split: str | None = None
-    """Words are the matches of this pattern; None for GPT-2's own pattern."""
+    split: str | tuple[str, ...] | None = None
+    """Words are the matches of this pattern and what is between them; of several, each divides the
+    words of those before. None for GPT-2's own pattern."""
     single_digits: bool = False
     nfc: bool = False
     ignore_merges: bool = False
@@ -87,18 +95,17 @@ class _BytePairs:
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.split is None)
-        if self.split is not None:
-            words = pre_tokenizers.Split(Regex(self.split), behavior="isolated")
-            return pre_tokenizers.Sequence([words, byte_level])
+        patterns = (self.split,) if isinstance(self.split, str) else self.split or ()
+        steps = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in patterns]
         if self.single_digits:
-            digits = pre_tokenizers.Digits(individual_digits=True)
-            return pre_tokenizers.Sequence([digits, byte_level])
-        return byte_level
+            steps.append(pre_tokenizers.Digits(individual_digits=True))
+        return pre_tokenizers.Sequence([*steps, byte_level]) if steps else byte_level
 
 
 _LLAMA3 = _BytePairs(split=_LLAMA3_SPLIT, ignore_merges=True, adds_bos=True)
 _BYTE_PAIRS = {
     "dbrx": _BytePairs(split=_LLAMA3_SPLIT),  # of Phi-4; in OLMo 2's files not seen yet
+    "deepseek-v3": _BytePairs(split=_DEEPSEEK_V3_SPLITS),
     "default": _BytePairs(),
     "gpt-2": _BytePairs(),
     "gpt-4o": _BytePairs(split=_O200K_SPLIT, ignore_merges=True),

@@ -15,10 +15,10 @@ pytestmark = pytest.mark.meshes
 MESHES = {
     "mixtral": ("TP2", {"sequence_parallel": True}),
     "qwen2_moe": ("TP2", {"enable_expert_parallel": True, "sequence_parallel": True}),
-    "qwen3_moe": ("CP2", {"program_scope": "layer"}),
+    "qwen3_moe": ("CP2", {"enable_expert_parallel": True, "program_scope": "layer"}),
     "olmoe_normed": ("PP2", {}),
-    "deepseek_v2_groups": ("TP2 CP2", {"program_scope": "layer"}),
-    "deepseek_v3": ("TP2", {"enable_expert_parallel": True, "sequence_parallel": True}),
+    "deepseek_v2_groups": ("TP2 CP2", {"enable_expert_parallel": True}),
+    "deepseek_v3": ("TP2 CP2", {"enable_expert_parallel": True, "sequence_parallel": True}),
     "gpt_oss": ("TP2", {"enable_expert_parallel": True}),
     "gpt_oss_unbiased": ("TP2 CP2", {"program_scope": "layer"}),
 }
@@ -40,6 +40,7 @@ def check_mixture(mesh: str, directory: Path, member: str, **settings: object) -
 
 def test_a_rank_reads_its_own_experts(tmp_path):
     on_mesh("TP2", check_bytes, tmp_path)
+    on_mesh("TP2 CP3", check_experts_of_every_rank, tmp_path)
 
 
 def check_bytes(mesh: str, directory: Path) -> None:
@@ -53,4 +54,14 @@ def check_bytes(mesh: str, directory: Path) -> None:
         assert shapes.weights_bytes < 0.56 * of_file
         experts = shapes.params.abstract["layers"][1]["experts_gate_up"]
         expected = (6, 24, 64) if whole else (12, 12, 64)
+        assert experts.sharding.shard_shape(experts.shape) == expected
+
+
+def check_experts_of_every_rank(mesh: str, directory: Path) -> None:
+    """Six experts over six devices: one on each, where ranks of `seq` would else repeat them."""
+    path = directory / "qwen2_moe"
+    path = TinyModel.write_member(path, "qwen2_moe").path
+    for whole, expected in ((False, (12, 12, 64)), (True, (2, 24, 64))):
+        experts = geometry_of(mesh, path, enable_expert_parallel=whole).params.abstract
+        experts = experts["layers"][1]["experts_gate_up"]
         assert experts.sharding.shard_shape(experts.shape) == expected

@@ -48,8 +48,12 @@ MODELS = {
     "Qwen3MoeForCausalLM": "Qwen3-30B-A3B, Qwen3-235B-A22B",
     "SmolLM3ForCausalLM": "SmolLM3",
 }
-_OF_LLAMA = ("MistralForCausalLM", "MixtralForCausalLM")
-"""Whose GGUF files have the architecture of a Llama."""
+_FILES_OF = {
+    "MistralForCausalLM": "LlamaForCausalLM",
+    "MixtralForCausalLM": "LlamaForCausalLM",
+    "DeepseekV3ForCausalLM": "DeepseekV2ForCausalLM",
+}
+"""Whose GGUF files have the architecture of another one."""
 _AS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
 """Compared by the members of another architecture, which computes the same."""
 _OPTIONS: dict[str, Callable[[ModelConfig], bool]] = {
@@ -111,8 +115,8 @@ def _row(architecture: str) -> str:
     kinds = sorted({config.rope.kind for config in configs} - {"default"})
     options += [f"`{kind}` rotation" for kind in kinds]
     meshes = sorted({_on_meshes()[name] for name in names if name in _on_meshes()})
-    files = sorted(k for k, v in gguf_config.ARCHITECTURES.items() if v == compared)
-    files += ["llama"] if architecture in _OF_LLAMA else []
+    of_files = _FILES_OF.get(architecture, compared)
+    files = sorted(k for k, v in gguf_config.ARCHITECTURES.items() if v == of_files)
     cells = [
         f"`{architecture}`",
         MODELS[architecture],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from published_configs import DEEPSEEK_V3
-from tiny_checkpoints import write_hf
+from tiny_checkpoints import write_gguf, write_hf
 
 from jaxserve.core.errors import ModelError, UnsupportedModelError, WeightsError
 from jaxserve.core.model_config import ExpertGroups, MLAConfig
@@ -145,3 +146,75 @@ def test_keys_and_values_are_cut_from_one_tensor(tmp_path, files):
     write_hf(tmp_path, raw, tensors | short)
     with pytest.raises(WeightsError, match=r"kv_b_proj.weight has shape \[87, 20\]; the config"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("member", ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_gguf(tmp_path, member, apart):
+    """Files of llama.cpp before and since it has keys and values apart, against the directory."""
+    raw, tensors = GOLDEN["members"][member]["config"], GOLDEN["members"][member]["shapes"]
+    tensors = family_members.tensors(tensors)
+    yarn = GOLDEN["members"]["deepseek_v3"]["config"]["rope_parameters"]
+    yarn = yarn | {"mscale": 0.8, "mscale_all_dim": 0.8}
+    raw = raw | {"attention_bias": False, "rope_parameters": yarn, "rope_theta": yarn["rope_theta"]}
+    tensors = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not name.endswith(".bias")  # of projections
+    }
+    own = raw | {"num_nextn_predict_layers": 0}
+    directory = write_hf(tmp_path / "hf", own, tensors)
+    nope, rotated, value, rank = 12, 8, 10, 20
+    metadata = {
+        "leading_dense_block_count": 1,
+        "attention.kv_lora_rank": rank,
+        "attention.key_length": rank + rotated if apart else nope + rotated,
+        "attention.value_length": rank if apart else value,
+        "rope.dimension_count": rotated,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": yarn["factor"],
+        "rope.scaling.original_context_length": yarn["original_max_position_embeddings"],
+        "rope.scaling.yarn_log_multiplier": 0.1 * 0.8,
+        "expert_count": raw["n_routed_experts"],
+        "expert_used_count": raw["num_experts_per_tok"],
+        "expert_shared_count": raw["n_shared_experts"],
+        "expert_feed_forward_length": raw["moe_intermediate_size"],
+        "expert_weights_scale": raw["routed_scaling_factor"],
+        "expert_gating_func": 2 if member == "deepseek_v3" else 1,
+        "expert_group_count": 1 if member == "deepseek_v2" else raw["n_group"],
+        "expert_group_used_count": 1 if member == "deepseek_v2" else raw["topk_group"],
+    }
+    if raw["q_lora_rank"] is not None:
+        metadata["attention.q_lora_rank"] = raw["q_lora_rank"]
+    if apart:
+        metadata |= {"attention.key_length_mla": nope + rotated}
+        metadata |= {"attention.value_length_mla": value}
+    stored = {}
+    for name, tensor in tensors.items():
+        if apart and name.endswith("kv_b_proj.weight"):
+            stem, both = name.removesuffix("kv_b_proj.weight"), tensor.reshape(4, -1, rank)
+            stored[f"{stem}k_b_proj.weight"] = both[:, :nope].swapaxes(1, 2)
+            stored[f"{stem}v_b_proj.weight"] = both[:, nope:]
+        else:
+            stored[name.replace("correction_bias", "correction.bias")] = tensor
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        raw | {"head_dim": 1, "rope_theta": float(yarn["rope_theta"])},
+        stored,
+        architecture="deepseek2",
+        metadata={f"deepseek2.{key}": value for key, value in metadata.items()}
+        | {"tokenizer.ggml.bos_token_id": raw["bos_token_id"]}
+        | ({"deepseek2.expert_weights_norm": True} if member == "deepseek_v3" else {}),
+    )
+    ours, theirs = open_checkpoint(path), open_checkpoint(directory)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        *(load_params(each, param_specs(each.config), dtype="float32") for each in (ours, theirs)),
+    )
+    for field in vars(theirs.config).keys() - {"name", "rms_norm_eps", "moe"}:
+        left, right = getattr(ours.config, field), getattr(theirs.config, field)
+        assert left == (pytest.approx(right) if field == "query_pre_attn_scalar" else right), field
+    scale = theirs.config.moe.routed_scale
+    moe = dataclasses.replace(ours.config.moe, routed_scale=scale)
+    assert moe == theirs.config.moe
+    assert ours.config.moe.routed_scale == pytest.approx(scale, rel=1e-7)

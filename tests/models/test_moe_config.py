@@ -129,8 +129,6 @@ def test_what_is_not_implemented_is_refused(fields, error, message):
 def test_ranks_must_divide_whole_experts():
     config = config_of(QWEN2_MOE, num_experts=6, num_experts_per_tok=2)
     split = {"tensor": 4, "stages": 1, "vocab": 4}
-    with pytest.raises(
-        ConfigError, match=r"splits 6 experts over tensor_parallel_size 4, .* 1, 2, 3, 6"
-    ):
-        partition(config, param_specs(config), whole_experts=True, **split)
+    with pytest.raises(ConfigError, match=r"splits 6 experts over 4 devices, .* 1, 2, 3, 6"):
+        partition(config, param_specs(config), expert_ranks=4, **split)
     partition(config, param_specs(config), **split)

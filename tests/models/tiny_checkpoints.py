@@ -79,6 +79,20 @@ _GEMMA_NORMS = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 _OWN_GGUF_NAMES = {
+    "deepseek2": {
+        "self_attn.q_a_proj": "attn_q_a",
+        "self_attn.q_a_layernorm": "attn_q_a_norm",
+        "self_attn.q_b_proj": "attn_q_b",
+        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+        "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+        "self_attn.kv_b_proj": "attn_kv_b",
+        "self_attn.k_b_proj": "attn_k_b",
+        "self_attn.v_b_proj": "attn_v_b",
+        "mlp.gate.e_score_correction": "exp_probs_b",
+        "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+        "mlp.shared_experts.up_proj": "ffn_up_shexp",
+        "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    },
     "gemma2": _GEMMA_NORMS,
     "gemma3": _GEMMA_NORMS,
     "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
@@ -277,6 +291,7 @@ def write_gguf(
     writer.add_token_types([gguf.TokenType.NORMAL] * config["vocab_size"])
     writer.add_array("tokenizer.ggml.merges", ["a b"])
     add = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}
+    add[bool] = writer.add_bool
     for key, value in (metadata or {}).items():
         add[type(value)](key, value)
     tensors = _stacked_experts(tensors)

@@ -40,6 +40,7 @@ def _word_metadata(pre: str) -> dict[str, Any]:
         ("qwen2", ["HelloWorld", " ", "1", "2", "3", "4", "5"]),
         ("tekken", ["Hello", "World", " ", "1", "2", "3", "4", "5"]),
         ("gpt-4o", ["Hello", "World", " ", "123", "45"]),
+        ("deepseek-v3", ["HelloWorld", " ", "123", "45"]),
     ],
 )
 def test_pre_tokenizers_split_words_as_their_models_do(pre: str, expected: list[str]) -> None:
@@ -58,6 +59,12 @@ def test_pre_tokenizers_split_words_as_their_models_do(pre: str, expected: list[
         ("tekken", "a//\n/b", ["a", "//\n/", "b"]),
         ("llama-bpe", "a//\n/b", ["a", "//\n", "/b"]),
         ("gpt-4o", "We'll WE'LL//\n/b", ["We'll", " WE'LL", "//\n/", "b"]),
+        (
+            "deepseek-v3",
+            "we'll (a) //\n1234x",
+            ["we", "'ll", " (", "a", ")", " //\n", "123", "4", "x"],
+        ),
+        ("deepseek-v3", "ab一丁cd ά\u0301!", ["ab", "一丁", "cd", " ά\u0301", "!"]),
     ],
 )
 def test_word_boundaries(pre: str, text: str, pieces: list[str]) -> None:

@@ -92,7 +92,7 @@ class Space:
                 "pipeline_parallel_size": stages,
                 "context_parallel_size": seq,
             }
-            ways = [{}, {"enable_expert_parallel": True}] if experts and tensor > 1 else [{}]
+            ways = [{}, {"enable_expert_parallel": True}] if experts and tensor * seq > 1 else [{}]
             replicas = count // (tensor * stages * seq)
             for way, limits, draft, prefill in itertools.product(
                 ways, self._limits(), drafts, self._prefilling(replicas)

@@ -218,7 +218,8 @@ def _layer(
         return out
 
     p = lora.adapted(p, p.get("lora"), shared.adapters)
-    x = family.layer(p, config, kind, x, shared.of_family, attention)
+    with parallel.context_parallel(layout.key.decode_tokens):
+        x = family.layer(p, config, kind, x, shared.of_family, attention)
     return pages, x
 
 

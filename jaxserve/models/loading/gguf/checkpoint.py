@@ -41,6 +41,7 @@ _QUANTIZED = (
     *(Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.MXFP4),
 )
 _INTERLEAVED = ("llama", "smollm3")
+_OF_LATENTS = ".kv_b_proj.weight"
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 # llama.cpp adds the one to norms that multiply by one plus their weight.
 _NORMS_PLUS_ONE = ("gemma2", "gemma3")
@@ -108,10 +109,15 @@ class GgufCheckpoint:
         return _config_files(self.files[0], set(self.tensors))
 
     def shape(self, name: str) -> tuple[int, ...] | None:
+        if (apart := self._keys_and_values(name)) is not None:
+            keys, values = apart
+            return keys.shape[0] * (keys.shape[2] + values.shape[1]), keys.shape[1]
         tensor = self._tensor(name)
         return None if tensor is None else tensor.shape
 
     def read(self, name: str, index: Index) -> np.ndarray:
+        if (apart := self._keys_and_values(name)) is not None:
+            return _read_side_by_side(*apart, index)
         tensor = self._tensor(name)
         if heads := self._interleaved_heads(tensor.name):
             return _read_interleaved(tensor, index, tensor.shape[0] // heads)
@@ -146,6 +152,8 @@ class GgufCheckpoint:
 
     def unclaimed(self, names: set[str]) -> list[str]:
         claimed = {self._gguf_name(name) for name in names}
+        apart = (self._keys_and_values(name) for name in names)
+        claimed |= {tensor.name for both in apart if both is not None for tensor in both}
         return sorted(
             name
             for name in self.tensors.keys() - claimed
@@ -162,8 +170,26 @@ class GgufCheckpoint:
         raw = tensor.raw.reshape(tensor.shape[0], -1)[int(expert[1])]
         return dataclasses.replace(tensor, shape=tensor.shape[1:], raw=raw)
 
+    def _keys_and_values(self, name: str) -> tuple[GgufTensor, GgufTensor] | None:
+        """The two tensors of a latent's keys [heads, rank, dim] and values [heads, dim, rank],
+        which newer files have for one; None for other names and files."""
+        if not name.endswith(_OF_LATENTS) or self._gguf_name(name) in self.tensors:
+            return None
+        stem = name.removesuffix(_OF_LATENTS)
+        names = (self._gguf_name(f"{stem}.{which}_b_proj.weight") for which in "kv")
+        keys, values = map(self.tensors.get, names)
+        if keys is None or values is None:
+            return None
+        fits = len(keys.shape) == len(values.shape) == 3
+        if not fits or keys.shape[:2] != values.shape[::2]:
+            raise WeightsError(
+                f"{keys.name} has shape {list(keys.shape)} and {values.name} "
+                f"{list(values.shape)}; they must have the same heads and latents."
+            )
+        return keys, values
+
     def _gguf_name(self, name: str) -> str:
-        name = _EXPERT.sub(".experts.", name)
+        name = _EXPERT.sub(".experts.", name).replace("correction_bias", "correction.bias")
         name = self.names.get_name(name, (".weight", ".bias")) or name
         # A GGUF has a suffix where transformers has none: at attention sinks.
         return f"{name}.weight" if name.endswith("sinks") else name
@@ -229,6 +255,21 @@ def _read_interleaved(tensor: GgufTensor, index: Index, head_dim: int) -> np.nda
     halves = _halves_of_heads(rows, head_dim)
     offset = first * head_dim
     return halves[index[0].start - offset : index[0].stop - offset, *index[1:]]
+
+
+def _read_side_by_side(keys: GgufTensor, values: GgufTensor, index: Index) -> np.ndarray:
+    """Rows of each head's keys, then of its values, float32 [rows, rank]: those of the one matrix
+    that the files of a latent's keys [heads, rank, dim] and values [heads, dim, rank] are from."""
+    rows = keys.shape[2] + values.shape[1]
+    heads = slice(index[0].start // rows, -(-index[0].stop // rows))
+
+    def of_heads(tensor: GgufTensor) -> np.ndarray:
+        return _read_rows(tensor, heads).astype(np.float32).reshape(-1, *tensor.shape[1:])
+
+    both = np.concatenate([of_heads(keys).swapaxes(1, 2), of_heads(values)], axis=1)
+    both = both.reshape(-1, keys.shape[1])
+    offset = heads.start * rows
+    return both[index[0].start - offset : index[0].stop - offset, *index[1:]]
 
 
 def _halves_of_heads(rows: np.ndarray, head_dim: int) -> np.ndarray:

@@ -12,6 +12,7 @@ from jaxserve.models.loading.gguf.header import GgufFile
 from jaxserve.text.gguf_vocab import check_vocabulary, eos_token_ids
 
 ARCHITECTURES = {
+    "deepseek2": "DeepseekV2ForCausalLM",  # that of V3, R1 and Kimi K2 too
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
@@ -37,6 +38,10 @@ _LONGROPE_FACTORS = {
     "short_factor": "rope_factors_short.weight",
     "long_factor": "rope_factors_long.weight",
 }
+_SIGMOID = 2
+_GATING = (1, _SIGMOID)  # softmax and sigmoid
+_EXPERT_GROUPS = {160: (8, 3), 256: (8, 4)}
+"""Groups and those of a token, by the number of experts."""
 # Gemma of 27B, by its number of layers: its scores are scaled as if heads divided the hidden size.
 _GEMMA_27B = (("gemma2", 46), ("gemma3", 62))
 
@@ -57,7 +62,8 @@ def hf_config(file: GgufFile, tensors: set[str]) -> dict[str, Any]:
     keys = _Keys(file, architecture)
     hidden, heads = keys.size("embedding_length"), keys.size("attention.head_count")
     head_dim = keys.size("attention.key_length", hidden // heads)
-    if keys.size("attention.value_length", head_dim) != head_dim:
+    latent = architecture == "deepseek2"
+    if not latent and keys.size("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModelError(
             f"{file.path}: keys of {head_dim} and values of "
             f"{keys['attention.value_length']} dimensions; their sizes must be equal."
@@ -95,9 +101,53 @@ def hf_config(file: GgufFile, tensors: set[str]) -> dict[str, Any]:
             "final_logit_softcapping": keys.get("final_logit_softcapping"),
             "rope_local_base_freq": keys.get("rope.freq_base_swa"),
         }
-    if keys.get("expert_count", 0):
+    if latent:
+        config |= _deepseek(file, keys)
+    elif keys.get("expert_count", 0):
         config |= _mixture(file, keys, architecture)
-    return {name: value for name, value in config.items() if value is not None}
+    # Without this rank queries are computed from hidden states.
+    kept = ("q_lora_rank",)
+    return {name: value for name, value in config.items() if value is not None or name in kept}
+
+
+def _deepseek(file: GgufFile, keys: _Keys) -> dict[str, Any]:
+    """Fields of a DeepSeek. A file has one head of keys, or all, by llama.cpp's version."""
+    experts, rotated = keys.size("expert_count"), keys.size("rope.dimension_count")
+    of_key = keys.size("attention.key_length_mla", keys.size("attention.key_length"))
+    gating = keys.get("expert_gating_func", 1)
+    if gating not in _GATING:
+        raise UnsupportedModelError(
+            f"{file.path}: expert_gating_func {shown(gating)} is not implemented; known are "
+            f"{' and '.join(map(str, _GATING))}."
+        )
+    fields = {
+        "head_dim": None,
+        "num_key_value_heads": None,
+        "partial_rotary_factor": None,
+        "attention_bias": None,
+        "q_lora_rank": keys.get("attention.q_lora_rank"),
+        "kv_lora_rank": keys.size("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": of_key - rotated,
+        "v_head_dim": keys.size("attention.value_length_mla", keys.size("attention.value_length")),
+        "first_k_dense_replace": keys.get("leading_dense_block_count", 0),
+        "n_routed_experts": experts,
+        "num_experts_per_tok": keys.size("expert_used_count"),
+        "n_shared_experts": keys.get("expert_shared_count", 0),
+        "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+        "routed_scaling_factor": keys.get("expert_weights_scale", 1.0),
+        "norm_topk_prob": keys.get("expert_weights_norm", False),
+        "num_nextn_predict_layers": 0,  # not in such files
+    }
+    # Older files do not say what groups of experts there are: those of V2 and V3, by their number.
+    count, chosen = _EXPERT_GROUPS.get(experts, (1, 1))
+    fields["n_group"] = keys.get("expert_group_count", count)
+    fields["topk_group"] = keys.get("expert_group_used_count", chosen)
+    if gating == _SIGMOID:
+        fields["architectures"] = ["DeepseekV3ForCausalLM"]
+    elif fields["n_group"] > 1:
+        fields["topk_method"] = "group_limited_greedy"
+    return fields
 
 
 def _mixture(file: GgufFile, keys: _Keys, architecture: str) -> dict[str, Any]:
@@ -194,6 +244,10 @@ def _rope_scaling(file: GgufFile, keys: _Keys, architecture: str) -> dict[str, A
     scaling = {"rope_type": kind, "factor": keys["rope.scaling.factor"]}
     if architecture == "gpt-oss":
         scaling["truncate"] = False
+    if architecture == "deepseek2":
+        # Both factors of YaRN's temperature are equal in all models of these files.
+        logarithm = round(keys.get("rope.scaling.yarn_log_multiplier", 0.0) / 0.1, 6)
+        scaling |= {"mscale": logarithm, "mscale_all_dim": logarithm} if logarithm else {}
     optional = {
         "original_max_position_embeddings": "rope.scaling.original_context_length",
         "beta_fast": "rope.scaling.yarn_beta_fast",

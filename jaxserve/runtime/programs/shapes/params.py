@@ -104,7 +104,9 @@ def partitioned(
             tensor=config.tensor_parallel_size,
             stages=config.pipeline_parallel_size,
             vocab=config.tensor_parallel_size * config.pipeline_parallel_size,
-            whole_experts=config.enable_expert_parallel,
+            expert_ranks=config.tensor_parallel_size * config.context_parallel_size
+            if config.enable_expert_parallel
+            else None,
         )
     return model, family, specs
 
