@@ -428,7 +428,7 @@ def test_unknown_architecture(tmp_path):
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(
-        UnsupportedModelError, match="'mamba' is not implemented; known are gemma2, "
+        UnsupportedModelError, match="'mamba' is not implemented; known are deepseek2, gemma2, "
     ):
         open_checkpoint(path)
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from golden_prompts import golden_prompts
+from nnx_llama import NNXLlama
 from real_engines import GREEDY
 from tiny_engines import generate
 
+from jaxserve import from_flax
 from jaxserve.core.requests.pooling import PoolingParams
+from jaxserve.models.registry import param_specs
 
 pytestmark = pytest.mark.real_model
 
@@ -28,6 +32,44 @@ def test_weights_are_replaced_and_sleep(llm, smollm2):
     after = generate(llm, PROMPT, GREEDY).outputs[0]
     assert after.token_ids == before.token_ids
     assert [run.version for run in after.weights] == [llm.engine.weights_version]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_nnx_smollm2_has_every_parameter_of_the_model(llm, smollm2, dtype):
+    """Bit for bit, from kernels [inputs, outputs]; in float32 its answer too, once it is served."""
+    params = jax.tree.map(lambda array: array.astype(dtype), smollm2.params)
+    model = nnx_model(smollm2.config, params)
+    found = from_flax(model, llm.model_config)
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+    if dtype == "float32":
+        before = generate(llm, PROMPT, GREEDY).outputs[0]
+        llm.update_weights(found)
+        assert generate(llm, PROMPT, GREEDY).outputs[0].token_ids == before.token_ids
+
+
+def nnx_model(config, params) -> nnx.Module:
+    """A Llama in Flax NNX with these parameters, and without a head, as SmolLM2 is."""
+    tensors = {}
+    for spec, array in zip(
+        jax.tree.leaves(param_specs(config)), jax.tree.leaves(params), strict=True
+    ):
+        sizes = [part.shape[spec.concat_axis] for part in spec.parts]
+        pieces = np.split(np.asarray(array), np.cumsum(sizes)[:-1], spec.concat_axis)
+        for part, piece in zip(spec.parts, pieces, strict=True):
+            inputs = spec.matrix[1] if spec.num_inputs else piece.size
+            tensors[part.tensor.removeprefix("model.")] = piece.reshape(-1, inputs)
+    model = nnx.eval_shape(lambda: NNXLlama(config, nnx.Rngs(0)))
+    del model.lm_head
+    graph, state = nnx.split(model, nnx.Param)
+
+    def filled(path, shape):
+        *module, kind = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
+        matrix = tensors[".".join([*module, "weight"])]
+        return (matrix.T if kind == "kernel" else matrix).reshape(shape.shape)
+
+    pure = jax.tree_util.tree_map_with_path(filled, nnx.to_pure_dict(state))
+    nnx.replace_by_pure_dict(state, pure)
+    return nnx.merge(graph, state)
 
 
 @pytest.mark.peers
