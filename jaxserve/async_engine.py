@@ -346,13 +346,21 @@ class AsyncEngine:
         """Mark the output of a restored request as delivered: later snapshots omit it."""
         self._thread.call(lambda: self._unclaimed.pop(request_id, None))
 
-    async def export_request(self, request_id: str, with_kv: bool = True) -> list[bytes]:
+    async def export_request(
+        self, request_id: str, with_kv: bool = True, start: int | None = None
+    ) -> list[bytes]:
         """An unfinished request as bytes, for `import_request` of another engine; it runs on here
         until `abort`. Its KV is copied between two steps, which takes as long as its bytes take
-        from the devices to memory. Raises as `LLM.export_request`."""
+        from the devices to memory; with `start` that of one stage, as `Snapshots.export_request`.
+        Raises as `LLM.export_request`."""
         return await self._thread.result_of(
-            lambda: list(self._engine.snapshots.export_request(request_id, with_kv))
+            lambda: list(self._engine.snapshots.export_request(request_id, with_kv, start))
         )
+
+    def num_computed(self, request_id: str) -> int | None:
+        """How many tokens of a request's first sequence have their KV, by the steps that were
+        dispatched; None when it is not unfinished."""
+        return self._engine.snapshots.num_computed(request_id)
 
     async def import_request(
         self, parts: SequenceOf[bytes], request_id: str | None = None, *, wants_deltas: bool = True
@@ -384,13 +392,14 @@ class AsyncEngine:
             lambda: self._resume(self._engine.snapshots.resume_request(state), output_queue)
         )
 
-    async def stage_request(self, parts: SequenceOf[bytes], request_id: str) -> None:
+    async def stage_request(self, parts: SequenceOf[bytes], request_id: str) -> int:
         """Take the KV of a request that another engine has exported and runs on, for
-        `resume_request`. Raises SnapshotError as `Snapshots.stage_request`."""
+        `resume_request`; returns how many tokens have theirs. Raises SnapshotError as
+        `Snapshots.stage_request`."""
         preparation = self._engine.preparation(exported_params(parts))
         if preparation is not None:
             await asyncio.wrap_future(preparation)
-        await self._thread.result_of(
+        return await self._thread.result_of(
             lambda: self._engine.snapshots.stage_request(parts, request_id)
         )
 

@@ -11,7 +11,7 @@ from jaxserve.cluster.policies.migration import plan_moves
 from jaxserve.cluster.routed_replica import RoutedReplica
 
 PERIOD_S = 0.2
-"""How often moves are planned, if no replica that prefills has a first token."""
+"""How often moves are planned, if no request is due to leave a replica that prefills."""
 
 MOST_MOVES = 4
 """Requests whose KV leaves one replica at a time: it lies in memory meanwhile."""
@@ -21,9 +21,9 @@ async def move_requests(replicas: Sequence[RoutedReplica], requests: OpenRequest
     """Move requests between `replicas`, which may change, until cancelled."""
     while True:
         _begin_moves(replicas, requests)
-        requests.prefilled.clear()
+        requests.due.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(requests.prefilled.wait(), PERIOD_S)
+            await asyncio.wait_for(requests.due.wait(), PERIOD_S)
 
 
 def _begin_moves(replicas: Sequence[RoutedReplica], requests: OpenRequests) -> None:

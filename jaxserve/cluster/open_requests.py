@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import logging
 import random
 from collections.abc import Coroutine
 from collections.abc import Sequence as SequenceOf
@@ -18,6 +17,7 @@ from jaxserve.cluster.policies.pulls import MOST_PULLS, plan_pull
 from jaxserve.cluster.prefix_pull import PrefixPull, Pulls
 from jaxserve.cluster.routed_replica import Call, OpenRequest, RoutedReplica
 from jaxserve.cluster.routed_request import RoutedRequest
+from jaxserve.cluster.staged_copy import CopyCounts, StagedCopy
 from jaxserve.cluster.tasks import Tasks
 from jaxserve.core.errors import (
     EngineClosedError,
@@ -38,12 +38,6 @@ what ends them."""
 RETRY_S = 0.5
 """How long a request waits that a replica is too busy for, after another one had accepted it."""
 
-COPY_S = 60.0
-"""How long the KV of a request may take from one replica to another; if it takes longer, the
-request stays."""
-
-_log = logging.getLogger(__name__)
-
 
 class OpenRequests:
     """Dispatches requests to replicas, and hands their output to the clients.
@@ -54,7 +48,8 @@ class OpenRequests:
         num_moved: requests moved with their KV.
         shares_prefixes: whether replicas pull prefixes that others have cached.
         num_pulled_tokens: of prompts, whose KV was pulled from another replica.
-        prefilled: set when a request has its first token in a replica that only prefills.
+        copies: what was copied of requests that move.
+        due: set when a request may leave a replica that only prefills.
     """
 
     page_size: int
@@ -64,7 +59,8 @@ class OpenRequests:
         """`replicas` may change."""
         self.num_redispatched = 0
         self.num_moved = 0
-        self.prefilled = asyncio.Event()
+        self.copies = CopyCounts()
+        self.due = asyncio.Event()
         self._replicas = replicas
         self._tasks = tasks
         self._open: dict[str, OpenRequest] = {}
@@ -158,7 +154,7 @@ class OpenRequests:
             if not deltas:
                 continue
             if replica.load.role == "prefill":
-                self.prefilled.set()
+                self.due.set()
             replica.load.grow(name, sum(len(delta.token_ids) for delta in deltas))
             if request.call.queue.wants_deltas:
                 self._put(request, deltas)
@@ -167,53 +163,32 @@ class OpenRequests:
     def move(self, request: OpenRequest, destination: RoutedReplica) -> asyncio.Task[None]:
         """Begin to move a running request to another replica, with its KV; returns the task.
 
-        It runs on while its KV is copied. Then its tokens go to the destination, which computes the
-        KV of those that came meanwhile, all in one step, and goes on; so a failure before that
-        changes nothing.
+        It runs on while its KV is copied, see `StagedCopy`. Then its tokens go to the destination,
+        which computes the KV of those that came since the last stage, all in one step, and goes on;
+        so a failure before that changes nothing.
         """
         assert request.replica is not None
         name, load = self._next_name(request), destination.load
         load.add(name, request.request.demand)  # Its pages are taken from now on.
         request.moving = True
-        request.replica.num_moving += 1
+        copy = StagedCopy(request, destination, name, self.page_size, self.copies)
 
         async def move(source: RoutedReplica, sent_as: str) -> None:
-            copied = await self._copied(request, source, sent_as, destination, name)
+            copied = await copy.run()
             load.remove(name)
             request.moving = False
-            source.num_moving -= 1
-            is_here = source.requests.get(sent_as) is request and not request.request.aborted
-            if not copied or not is_here or destination.load is not load or load.draining:
+            if not copied or not copy.is_wanted:
                 await tried(destination.client.unstage_request(name))
                 return
             self._leave(request)
             request.request.rewind()
             self.num_moved += 1
+            self.copies.left += copy.num_left
             source.moved[sent_as] = request
             self._send(request, destination, name, request.request.to_resume(name))
             await tried(source.client.abort(sent_as))
 
         return self._tasks.spawn(move(request.replica, request.sent_as))
-
-    async def _copied(
-        self,
-        request: OpenRequest,
-        source: RoutedReplica,
-        sent_as: str,
-        destination: RoutedReplica,
-        name: str,
-    ) -> bool:
-        """Copy the KV of a request to another replica; whether that worked."""
-        try:
-            async with asyncio.timeout(COPY_S):
-                await source.client.stage_in(destination.client, sent_as, name)
-        except (ReplicaLostError, EngineClosedError, RequestError):
-            return False  # A replica is lost, which it says itself, or the request has just ended.
-        except Exception as error:
-            request.stays = True
-            _log.warning("a request stays in replica %d: %r", source.index, error)
-            return False
-        return True
 
     def close(self, error: EngineClosedError) -> None:
         """End all requests with an error."""
@@ -268,6 +243,8 @@ class OpenRequests:
         request.replica, request.sent_as = replica, name
         replica.requests[name] = request
         replica.load.add(name, request.request.demand)
+        if replica.load.role == "prefill":
+            self.due.set()
         if pull is None:
             self._tasks.spawn(self._submit(request, replica, name, sent))
         else:

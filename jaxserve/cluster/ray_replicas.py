@@ -158,13 +158,20 @@ class RayReplica:
     async def abort(self, request_id: str) -> None:
         await self._call("abort", request_id)
 
-    async def stage_in(self, destination: RayReplica, request_id: str, name: str) -> None:
-        """As `Replica.stage_in`. What is exported goes from one process to the other."""
-        exported = self._actor.export_request.remote(request_id)
-        await destination.stage_request(exported, name)
+    async def computed(self, request_id: str, num_tokens: int) -> None:
+        await self._call("computed", request_id, num_tokens)
 
-    async def stage_request(self, parts: ray.ObjectRef, name: str) -> None:
-        await self._call("stage_request", parts, name)
+    async def stage_in(
+        self, destination: RayReplica, request_id: str, name: str, start: int
+    ) -> int:
+        """As `Replica.stage_in`. What is exported goes from one process to the other."""
+        if self._actor is None:
+            raise ReplicaLostError("its process has ended")
+        exported = self._actor.export_request.remote(request_id, start)
+        return await destination.stage_request(exported, name)
+
+    async def stage_request(self, parts: ray.ObjectRef, name: str) -> int:
+        return await self._call("stage_request", parts, name)
 
     async def unstage_request(self, name: str) -> None:
         await self._call("unstage_request", name)

@@ -30,6 +30,10 @@ from jaxserve.runtime.planning.memory import host_share
 from jaxserve.text import Tokenizer
 
 
+_POLL_S = 0.002
+"""How often a prompt that is computed in chunks is looked at; a chunk takes longer."""
+
+
 class Replica:
     """An engine, its requests' updates collected for one caller. For one event loop."""
 
@@ -119,24 +123,31 @@ class Replica:
         """End a request early, if it is still running; the tokens it has are its output."""
         await self._ready.abort(request_id)
 
-    async def export_request(self, request_id: str) -> list[bytes]:
-        """A request and its KV, for `stage_request` of another replica; it runs on here. Raises as
-        `AsyncEngine.export_request`."""
-        return await self._ready.export_request(request_id)
+    async def computed(self, request_id: str, num_tokens: int) -> None:
+        """Returns once so many tokens of a request have their KV, or it has ended."""
+        while (known := self._ready.num_computed(request_id)) is not None and known < num_tokens:
+            await asyncio.sleep(_POLL_S)
 
-    async def stage_request(self, parts: list[bytes], name: str) -> None:
+    async def export_request(self, request_id: str, start: int) -> list[bytes]:
+        """A request and its KV from token `start` on, for `stage_request` of another replica; it
+        runs on here. Raises as `AsyncEngine.export_request`."""
+        return await self._ready.export_request(request_id, start=start)
+
+    async def stage_request(self, parts: list[bytes], name: str) -> int:
         """Take the KV of a request that is submitted later, as `name`, with the tokens that it has
-        then. Raises as `AsyncEngine.stage_request`."""
-        await self._ready.stage_request(parts, name)
+        then; returns how many tokens have theirs here. Raises as `AsyncEngine.stage_request`."""
+        return await self._ready.stage_request(parts, name)
 
     async def unstage_request(self, name: str) -> None:
         """Give up the KV of a request that is not submitted."""
         await self._ready.unstage_request(name)
 
-    async def stage_in(self, destination: Replica, request_id: str, name: str) -> None:
-        """Stage a request's KV in another replica, as `name`. Raises as `export_request` here and
-        `stage_request` there."""
-        await destination.stage_request(await self.export_request(request_id), name)
+    async def stage_in(
+        self, destination: Replica, request_id: str, name: str, start: int
+    ) -> int:
+        """Stage a request's KV from token `start` on in another replica, as `name`; returns how
+        many tokens have theirs there. Raises as `export_request` here and `stage_request` there."""
+        return await destination.stage_request(await self.export_request(request_id, start), name)
 
     async def prefill_us(self, start: int, stop: int) -> int | None:
         """As `AsyncEngine.prefill_us`."""

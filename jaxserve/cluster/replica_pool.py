@@ -324,7 +324,21 @@ class ReplicaPool:
             "Prompt tokens whose KV came from another replica",
             self.requests.num_pulled_tokens,
         )
+        copies = self.requests.copies
         own = {
+            "jaxserve:moved_kv_tokens_total": Metric(
+                "counter", "Tokens whose KV was copied to another replica", copies.copied
+            ),
+            "jaxserve:moved_kv_tokens_during_prefill_total": Metric(
+                "counter",
+                "Of those, tokens whose KV came while later ones of their prompt were computed",
+                copies.during_prefill,
+            ),
+            "jaxserve:moved_uncopied_tokens_total": Metric(
+                "counter",
+                "Tokens of requests that moved whose KV came too late to be copied",
+                copies.left,
+            ),
             "jaxserve:pulled_prefix_tokens_total": pulled,
             "jaxserve:redispatched_requests_total": redispatched,
             "jaxserve:moved_requests_total": moved,

@@ -96,6 +96,12 @@ class RoutedRequest:
         return any(sequence.token_ids for sequence in self.sequences)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of its prompt and of its longest sequence."""
+        longest = max(len(sequence.token_ids) for sequence in self.sequences)
+        return len(self.added.token_ids) + longest
+
+    @property
     def demand(self) -> Demand:
         """What it takes of a replica now."""
         return self._prompt_demand.grown(sum(len(each.token_ids) for each in self.sequences))

@@ -16,12 +16,13 @@ from jaxserve.cluster.mover import MOST_MOVES
 from jaxserve.cluster.mover import PERIOD_S as MOVE_PERIOD_S
 from jaxserve.cluster.policies.autoscale import Autoscaler
 from jaxserve.cluster.policies.dispatch import Demand, ReplicaLoad, dispatch
-from jaxserve.cluster.policies.migration import plan_moves
+from jaxserve.cluster.policies.migration import LAST_TOKENS, MOST_STAGES, plan_moves
 from jaxserve.cluster.policies.prefixes import page_hashes
 from jaxserve.cluster.policies.pulls import MOST_PULLS, Pull, PullCost, plan_pull
 from jaxserve.cluster.scaling import PERIOD_S as SCALE_PERIOD_S
 from jaxserve.core.cluster_status import Role
 from jaxserve.engine.request import Request
+from jaxserve.kv.page_table import PageTable
 from jaxserve.metrics.fluidity import Deadlines, fluidity
 from jaxserve.metrics.summaries import SequenceSummary
 from jaxserve.simulator.deployment import Deployment
@@ -65,6 +66,8 @@ class SimulatedCluster:
     Attributes:
         replicas: all that there have been.
         num_moved: requests that moved, with what KV they had.
+        num_copied_tokens: whose KV was copied of requests that move; `num_tokens_during_prefill` of
+            them while their prompts were computed.
         num_pulled_tokens: of prompts, whose KV was pulled from another replica.
         num_added, num_removed: replicas, after the first ones.
         replica_us: microseconds that replicas were there, in all.
@@ -89,6 +92,7 @@ class SimulatedCluster:
         self.replicas: list[SimulatedReplica] = []
         self.num_moved = self.num_added = self.num_removed = self.replica_us = 0
         self.num_pulled_tokens = self._num_pulling = 0
+        self.num_copied_tokens = self.num_tokens_during_prefill = 0
         self._pulls, self._pull_cost = pulls, PullCost()
         self._deployment = deployment
         self._new_replica = new_replica
@@ -254,20 +258,60 @@ class SimulatedCluster:
                 self._move(each, self._places[move.destination])
 
     def _move(self, each: _Open, destination: _Place) -> None:
-        """Begins to copy the KV of a request, which runs on until it is there."""
+        """Begins to copy the KV of a request in stages, as `StagedCopy`; it runs on meanwhile."""
         source, key = each.place, (each.number, len(self._hops[each.number]))
         destination.load.add(key, each.demand)  # Its pages are taken from now on.
         each.moving = True
-        source.num_moving += 1
-        table = destination.simulation.stage(each.request)
-        num_pages = 0 if table is None else len(table.pinned)
-        link_us = self._deployment.host_link.us(num_pages * self._deployment.page_bytes)
+        page_size = self._deployment.config.page_size
+        prefills = source.load.role == "prefill" and not each.demand.num_output
+        table: PageTable | None = None
+        num_prompt, num_staged, num_stages = len(each.arrival.token_ids), 0, 0
+        has_room = True
+        source.num_moving += not prefills
 
-        def copied() -> None:
+        def num_new() -> int:
+            return source.simulation.num_staged(each.request) - num_staged
+
+        def go_on() -> None:
+            """Copies what is there, or waits for more of a prompt, or has the request move."""
+            nonlocal prefills
+            if each.request.finished or destination.load.draining:
+                end(False)
+            elif prefills and each.demand.num_output:
+                prefills = False
+                source.num_moving += 1
+                go_on()
+            elif prefills and (num_new() < page_size or not has_room):
+                self._at(self._now_us + round(_PREFILLED_S * 1e6), go_on)
+            elif prefills or (
+                num_stages < MOST_STAGES and num_new() > (LAST_TOKENS if num_staged else 0)
+            ):
+                stage()
+            else:
+                end(True)
+
+        def stage() -> None:
+            nonlocal table, num_staged, num_stages, has_room
+            num_stages = num_stages + 1 if not prefills else 0
+            before, count = table, num_new()
+            num_pages = -(-(num_staged + count) // page_size) - num_staged // page_size
+            table = destination.simulation.stage(each.request, num_staged + count, before)
+            has_room = table is not before
+            if not has_room:
+                num_stages = MOST_STAGES
+                go_on()
+                return
+            num_staged += count
+            self.num_copied_tokens += count
+            self.num_tokens_during_prefill += count if num_staged < num_prompt else 0
+            link_us = self._deployment.host_link.us(num_pages * self._deployment.page_bytes)
+            self._at(self._now_us + 2 * link_us, go_on)
+
+        def end(moves: bool) -> None:
             destination.load.remove(key)
             each.moving = False
-            source.num_moving -= 1
-            if each.request.finished or destination.load.draining:
+            source.num_moving -= not prefills
+            if not moves:
                 destination.simulation.unstage(table)
                 return
             left = each.request
@@ -279,7 +323,7 @@ class SimulatedCluster:
             self._enter(each)
             self.num_moved += 1
 
-        self._at(self._now_us + (2 * link_us if num_pages else 0), copied)
+        go_on()
 
     # Autoscaling
 

@@ -163,6 +163,13 @@ class KVManager:
             return Match()
         return self._matcher.match(table, num_tokens)
 
+    def match_on_device(self, table: PageTable, num_tokens: int) -> Match:
+        """As `match`, of full pages on the device alone; not for tables with windows."""
+        shared = self.match(table, num_tokens).shared
+        num_in_use = sum(self.pool.refs(node.device) > 0 for node in shared)
+        num_cached = len(shared) * self.pool.page_size
+        return Match(shared=shared, num_tokens=num_cached, num_in_use=num_in_use)
+
     def fits(
         self, match: Match, num_tokens: int, margin: int, table: PageTable | None = None
     ) -> bool:

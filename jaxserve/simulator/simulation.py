@@ -174,16 +174,32 @@ class Simulation:
         self.clock.advance_to(arrival.time_us if time_us is None else time_us)
         return self._add(arrival)
 
-    def stage(self, request: Request) -> PageTable | None:
-        """Takes the KV that a request of another simulation has now, for `resume`; None if there is
-        none, or no room for it. Models with attention windows have none."""
+    def num_staged(self, request: Request) -> int:
+        """How many tokens of a request of this simulation a stage of its copy would have the KV of:
+        of a prompt that is being computed, those on full pages. Models with attention windows have
+        none."""
         kv, seq = self.core.kv, request.sequence_outputs[0].seq
         num_tokens = 0 if seq.slot is None or kv.windowed else seq.num_written
+        if num_tokens < seq.num_prompt:
+            num_tokens -= num_tokens % kv.pool.page_size
+        return num_tokens
+
+    def stage(
+        self, request: Request, num_tokens: int, before: PageTable | None = None
+    ) -> PageTable | None:
+        """Takes the KV of the first tokens of a request of another simulation, for `resume`, of
+        which the stages `before` have brought some. Returns `before` if there is no room for
+        more."""
+        kv, seq = self.core.kv, request.sequence_outputs[0].seq
         table = PageTable(seq.token_ids, seq.salt)
-        if not num_tokens or not kv.fits(Match(), num_tokens, 0):
-            return None
-        kv.allocate(table, Match(), num_tokens)
+        if kv.windowed or not num_tokens:
+            return before
+        match = kv.match_on_device(table, num_tokens)
+        if not kv.fits(match, num_tokens, 0):
+            return before
+        kv.allocate(table, match, num_tokens)
         kv.release(table, num_tokens, pin=True)
+        self.unstage(before)
         return table
 
     def unstage(self, table: PageTable | None) -> None:
@@ -200,15 +216,9 @@ class Simulation:
         many of these are cached now. Models with attention windows have none."""
         kv = self.core.kv
         table = self._cached(token_ids, tenant)
-        match = kv.match(table, num_tokens)
-        shared = match.shared
-        alone = Match(
-            shared=shared,
-            num_tokens=len(shared) * kv.pool.page_size,
-            num_in_use=sum(kv.pool.refs(node.device) > 0 for node in shared),
-        )
-        if not kv.windowed and kv.fits(alone, num_tokens, 0):
-            kv.allocate(table, alone, num_tokens)
+        match = kv.match_on_device(table, num_tokens)
+        if not kv.windowed and kv.fits(match, num_tokens, 0):
+            kv.allocate(table, match, num_tokens)
             kv.release(table, num_tokens)
         return self.num_cached(token_ids, tenant, num_tokens)
 

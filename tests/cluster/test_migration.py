@@ -67,11 +67,15 @@ def test_prompts_go_to_prefill_and_what_has_begun_to_decode():
     for key in "ab":
         assert dispatch(replicas, demand_of(prompt(1))) == 0
         replicas[0].add(key, demand_of(prompt(1)))
-    assert plan_moves(replicas) == []
-    replicas[0].grow("a", 1)
+    # Pages of the prompt that is computed first are copied meanwhile.
     assert plan_moves(replicas) == [Move("a", 0, 1)]
+    assert plan_moves(replicas, lambda _, key: key != "a") == []
+    replicas[0].grow("b", 1)
+    assert plan_moves(replicas) == [Move("b", 0, 1)]
+    replicas[0].grow("a", 1)
+    assert plan_moves(replicas, lambda _, key: key != "b") == [Move("a", 0, 1)]
     replicas[1].add("full", demand_of(prompt(2, 116)))
-    assert plan_moves(replicas) == [Move("a", 0, 2)]
+    assert plan_moves(replicas, lambda _, key: key != "b") == [Move("a", 0, 2)]
     replicas[2].add("full", demand_of(prompt(3, 116)))
     assert plan_moves(replicas) == []  # It decodes where it is, until there is room.
     replicas[0].draining = True

@@ -9,7 +9,8 @@ import httpx
 import pytest
 from mortal import SEEDED, Mortal, all_up, ask, held, metric, run
 
-from jaxserve.cluster import mover, open_requests
+from jaxserve.cluster import mover, staged_copy
+from jaxserve.cluster.policies.migration import LAST_TOKENS
 from jaxserve.cluster.router import Router
 from jaxserve.core.cluster_status import RestartStatus
 from jaxserve.core.config import EngineConfig
@@ -46,7 +47,7 @@ async def moved(pool):
 def test_a_move_takes_the_kv_along(llama, llm, cluster):
     """Back and forth for as long as it runs: no prompt is computed twice, no token sent twice."""
     router, _ = cluster
-    prompt, params = llama.prompts[7], dataclasses.replace(SEEDED, max_tokens=100)
+    prompt, params = llama.prompts[10], dataclasses.replace(SEEDED, max_tokens=60)
     (alone,) = llm.generate(prompt, params, use_tqdm=False)
 
     async def computed():
@@ -64,7 +65,7 @@ def test_a_move_takes_the_kv_along(llama, llm, cluster):
         assert output.metrics.cached_tokens == 0  # as where it was dispatched to
         # Of a move, what came while KV was copied, and perhaps the last token before.
         assert await computed() - before <= len(prompt) + len(tokens) + num_moved
-        assert num_moved * len(prompt) > 2 * len(tokens)  # Computing it again would be more.
+        assert num_moved * len(prompt) > len(tokens) + num_moved  # To compute it again is more.
 
     run(scenario())
 
@@ -81,7 +82,7 @@ FAULTS = (
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_move_that_fails_costs_no_token(llama, llm, cluster, fault, monkeypatch):
-    monkeypatch.setattr(open_requests, "COPY_S", 0.2 if fault.endswith("hangs") else 60)
+    monkeypatch.setattr(staged_copy, "COPY_S", 0.2 if fault.endswith("hangs") else 60)
     router, replicas = cluster
     pool, params = router._pool, dataclasses.replace(SEEDED, max_tokens=60)
     (alone,) = llm.generate(llama.prompts[8], params, use_tqdm=False)
@@ -181,8 +182,38 @@ def test_prefill_and_decode_apart(llama, llm):
         prefilled = await metric(router, "prefill_tokens_total", str(place))
         return {"prefill": prefilled, "generation": generated}
 
+    async def with_slow_chunks():
+        """A prompt of several chunks, each of which begins once the pages before are copied."""
+        prompt, page_size = llama.prompts[11], router.info.config.page_size
+        (alone,) = llm.generate(prompt, params, use_tqdm=False)
+        await all_up(router)
+        await router.reset_prefix_cache()
+        copies = router._pool.requests.copies
+        before = dataclasses.replace(copies)
+        engine = replicas[0]._replica._engine._engine
+        step, written = engine.step, []
+
+        def step_once_copied():
+            requests = list(engine._requests.values())
+            computed = requests[0].unfinished[0].seq.num_written if requests else 0
+            if computed < len(prompt) and computed - computed % page_size > (
+                copies.copied - before.copied
+            ):
+                return []
+            written.append(computed)
+            return step()
+
+        engine.step = step_once_copied
+        tokens, _ = await ask(router, prompt, params, "long")
+        assert tokens == list(alone.outputs[0].token_ids)
+        last = max(each for each in written if each < len(prompt))
+        assert copies.during_prefill - before.during_prefill == last - last % page_size > 0
+        assert copies.copied - before.copied >= len(prompt)
+        assert copies.left - before.left <= LAST_TOKENS
+
     try:
         run(scenario())
+        run(with_slow_chunks())
     finally:
         router.close()
 

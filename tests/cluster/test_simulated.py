@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 
@@ -128,6 +129,20 @@ def test_prefill_and_decode_apart():
     assert all(summary.output_tokens < 30 for summary in prefills)
     assert sum(s.output_tokens for s in (*prefills, *decodes)) == 60 * len(arrivals)
     assert len(served) == len(arrivals)
+
+
+def test_pages_of_a_prompt_are_copied_while_it_is_computed():
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    arrivals = [Arrival(n * 500_000, [n + 1] * 100, params) for n in range(8)]
+    fast = Link(1e8, 1e-5)
+    each = dataclasses.replace(deployment(max_num_batched_tokens=24), host_link=fast)
+    cluster = SimulatedCluster(each, lambda: replica(each), 2, num_prefill=1)
+    cluster.serve(arrivals)
+    assert all(s.output_tokens == 16 for s in cluster.summaries(INTERACTIVE))
+    assert cluster.num_moved == len(arrivals)
+    # What is left of a prompt is that of the last chunks, and the tokens that came meanwhile.
+    assert 30 * len(arrivals) <= cluster.num_tokens_during_prefill < 100 * len(arrivals)
+    assert 100 * len(arrivals) <= cluster.num_copied_tokens < 116 * len(arrivals)
 
 
 def test_prefixes_are_pulled_and_not_computed_again():

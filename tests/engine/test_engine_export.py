@@ -16,6 +16,7 @@ from jaxserve.core.errors import RequestError, SnapshotError
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.requests.structured_outputs import StructuredOutputs
 from jaxserve.engine.snapshot import kv as snapshot_kv
+from jaxserve.engine.snapshot.parts import PartReader
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
@@ -137,6 +138,57 @@ def test_a_staged_request_computes_only_what_came_since(llama, alone, kv_llm_for
     assert len(held) < num_since <= computed <= num_since + len(held)
     assert_idle(target.engine)
     assert not any(node.pins for node in target.engine.kv.tree)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_pages_are_staged_while_the_prompt_is_computed(llama, alone, kv_llm_for, caching):
+    """Each stage brings what the chunks since the one before have computed, once."""
+    prompt, params = llama.prompts[-1], SEEDED
+    source = kv_llm_for(enable_prefix_caching=False)
+    target = kv_llm_for(page_size=2 * PAGE_SIZE, enable_prefix_caching=caching)
+    target.reset_prefix_cache()
+    stream = begun(source, prompt, params, 0)
+    (output,) = stream.request.sequence_outputs
+    staged, exported, snapshots = [0], 0, target.engine.snapshots
+    while staged[-1] < len(prompt):
+        source.engine.step()
+        before = source.engine.snapshots.num_computed(stream.request_id)
+        assert before == output.seq.num_written
+        parts = list(
+            source.engine.snapshots.export_request(stream.request_id, start=staged[-1])
+        )
+        exported += sum(rows_of(parts))
+        staged.append(snapshots.stage_request(parts, "moved"))
+        whole = before - before % PAGE_SIZE if before < len(prompt) else before
+        assert staged[-1] == whole
+    assert len(staged) > 4 and sorted(set(staged)) == staged
+    # A half of one of the larger pages comes again with the rest of it.
+    assert len(prompt) <= exported <= len(prompt) + PAGE_SIZE * len(staged)
+    state = RequestSnapshot.of(stream.request, None, 0)
+    added = dataclasses.replace(state.added, request_id="moved")
+    num_left = output.seq.num_tokens - staged[-1]
+    stream.close()
+
+    def finished():
+        request = snapshots.resume_request(dataclasses.replace(state, added=added))
+        while not request.finished:
+            target.engine.step()
+        return target.engine.output(request)
+
+    computed, output = prefilled(target.engine, finished)
+    assert token_ids(output) == alone.tokens(prompt, params)
+    assert computed <= max(1, num_left)
+    assert_idle(target.engine)
+    assert not any(node.pins for node in target.engine.kv.tree)
+
+
+def rows_of(parts):
+    """The tokens whose KV is in each array of an exported request."""
+    reader = PartReader(parts)
+    reader.json("requests")
+    if reader.has("kv"):
+        for name, _ in reader.json("kv")["files"]:
+            yield len(reader.rows(name, 0, 1 << 20))
 
 
 def test_what_was_staged_and_does_not_come_is_unpinned(llama, engines):

@@ -18,6 +18,13 @@ from jaxserve.core.cluster_status import Role
 LOW_FREENESS = 1.0
 """A replica whose sequences may grow by fewer pages each gives one up."""
 
+LAST_TOKENS = 32
+"""When so few tokens came since the last stage of a copy, the request moves: its new replica
+computes them in one step."""
+
+MOST_STAGES = 3
+"""A request that generates faster than its KV is copied moves after so many stages."""
+
 HIGH_FREENESS = 3.0
 """A replica takes a request if its sequences may grow by so many pages each after it."""
 
@@ -41,7 +48,8 @@ def plan_moves(
 
     The least free replica gives its smallest request, for that costs least, to the one that is the
     freest with it, among those of its role. One that drains gives all to any with room, and one
-    that prefills those with a token to one that decodes.
+    that prefills gives those with a token to one that decodes; then the first without one, of
+    whose prompt pages can be copied while the others are computed.
     """
     takers = {index for index, load in enumerate(loads) if not _is_full(load)}
     moves = []
@@ -77,6 +85,8 @@ def _offers(
     prefills = load.role == "prefill"
     if prefills:
         yield [key for key, each in load.demands.items() if each.num_output], ("decode",), 0.0
+        first = [key for key, each in load.demands.items() if not each.num_output][:1]
+        yield first, ("decode",), 0.0
     if not busy and _is_full(load):
         keys = [k for k, each in load.demands.items() if not (prefills and each.num_output)]
         yield keys, (load.role,), HIGH_FREENESS

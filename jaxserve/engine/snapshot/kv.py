@@ -22,7 +22,6 @@ from jaxserve.core.errors import SnapshotError
 from jaxserve.core.sequence import Sequence as EngineSequence
 from jaxserve.engine.snapshot.files import RowsMissing
 from jaxserve.kv.manager import KVManager
-from jaxserve.kv.match import Match
 from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.offload.transfers import MOVE_PAGES
 from jaxserve.kv.page_table import PageTable
@@ -48,7 +47,8 @@ class Pages(Protocol):
 
 @dataclasses.dataclass
 class Prefix:
-    """Computed tokens and their pages, `places`, of which the last may be partially filled.
+    """Computed tokens and their pages, `places`, of which the last may be partially filled, and the
+    first begins with token `start`.
 
     It belongs to a sequence, by `request_id` and `index`; or to the prefix cache, as `token_ids`
     under a salt.
@@ -60,6 +60,7 @@ class Prefix:
     index: int = 0
     salt: str = ""
     token_ids: list[int] | None = None
+    start: int = 0
 
 
 def prefixes_of(
@@ -68,11 +69,16 @@ def prefixes_of(
     tables: Mapping[int, PageTable],
     *,
     cache: bool,
+    start: int | None = None,
 ) -> Iterator[Prefix]:
     """The computed prefix of each unfinished sequence that fits the pool and, if `cache`, of the
-    prefix cache; none of a model with attention windows, whose pages do not hold all layers."""
+    prefix cache; none of a model with attention windows, whose pages do not hold all layers.
+    `start`: of sequences only pages that are not before this token, and of prompts that are being
+    computed only full ones."""
     if kv.windowed:
         return
+    page_size = kv.pool.page_size
+    first = (start or 0) // page_size
     for seq in sequences:
         table = tables[seq.seq_id]
         if table.num_host_pages:
@@ -84,8 +90,12 @@ def prefixes_of(
         if not running:
             nodes, num_tokens = kv.known(table, seq.num_prompt + len(seq.output_token_ids))
             places = [node.nearest for node in nodes]
-        if num_tokens:
-            yield Prefix(num_tokens, places, seq.request_id, seq.index)
+        if start is not None and num_tokens < seq.num_prompt:
+            num_tokens -= num_tokens % page_size
+            places = places[: num_tokens // page_size]
+        if places[first:]:
+            own = seq.request_id, seq.index
+            yield Prefix(num_tokens, places[first:], *own, start=first * page_size)
     if cache:
         for path in kv.cached():
             token_ids = [token for node in path for token in unpack_tokens(node.tokens)]
@@ -154,7 +164,9 @@ class SavedKV:
         content = reader.json("kv")
         self._page_tokens: int = content["page_tokens"]
         self._files: list[tuple[str, int]] = content["files"]
-        self.prefixes: list[dict[str, Any]] = content["prefixes"]
+        self.prefixes: list[dict[str, Any]] = [
+            {"start": 0} | prefix for prefix in content["prefixes"]
+        ]
         self._last_use: dict[int, int] = {}
         for number, prefix in enumerate(self.prefixes):
             self._last_use |= {self._file_of(row): number for row in prefix["rows"]}
@@ -204,12 +216,9 @@ class SavedKV:
         if table.num_host_pages:
             return
         num_tokens, page_size = prefix["num_tokens"], kv.pool.page_size
-        shared = kv.match(table, num_tokens).shared
-        match = Match(
-            shared=shared,
-            num_tokens=len(shared) * page_size,
-            num_in_use=sum(kv.pool.refs(node.device) > 0 for node in shared),
-        )
+        match = kv.match_on_device(table, num_tokens)
+        if match.num_tokens < prefix["start"]:
+            return  # What comes before it was evicted.
         num_pages = kv.pool.pages_for(num_tokens)
         if not kv.fits(match, num_tokens, 0):
             return
@@ -217,7 +226,7 @@ class SavedKV:
         carry_out()
         put_tokens = match.num_tokens
         try:
-            for first in range(len(shared), num_pages, MOVE_PAGES):
+            for first in range(len(match.shared), num_pages, MOVE_PAGES):
                 stop = min(first + MOVE_PAGES, num_pages)
                 rows = self._rows(prefix, first * page_size, min(stop * page_size, num_tokens))
                 whole = np.zeros(((stop - first) * page_size, *rows.shape[1:]), rows.dtype)
@@ -232,6 +241,7 @@ class SavedKV:
     def _rows(self, prefix: dict[str, Any], start: int, stop: int) -> np.ndarray:
         """KV [tokens, ...] of tokens start .. stop - 1 of a prefix."""
         parts = []
+        start, stop = start - prefix["start"], stop - prefix["start"]
         while start < stop:
             page, offset = divmod(start, self._page_tokens)
             count = min(self._page_tokens - offset, stop - start)

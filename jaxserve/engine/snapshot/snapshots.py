@@ -134,11 +134,14 @@ class Snapshots:
         kv = SavedKV(reader) if usable and reader.has("kv") else None
         return self._restorer.add(Contents(requests, kv))
 
-    def export_request(self, request_id: str, with_kv: bool = True) -> Iterator[bytes]:
+    def export_request(
+        self, request_id: str, with_kv: bool = True, start: int | None = None
+    ) -> Iterator[bytes]:
         """An unfinished request as bytes, for `import_request` of another engine: its parameters,
         its tokens and, `with_kv`, the KV of its sequences, in a form that knows neither mesh nor
         page size. In parts of about 64 MB, made one by one; read the last before the engine's next
-        step.
+        step. `start`: a stage of a copy, for `stage_request`: KV from about this token on, and of a
+        prompt that is being computed full pages alone.
 
         The request stays here, and runs on. Once it is imported elsewhere, end it here by `abort`;
         if the import fails, nothing has to be undone. Both engines generate the same tokens.
@@ -151,7 +154,15 @@ class Snapshots:
         request = self._core.requests.get(request_id)
         if request is None:
             raise RequestError(f"request_id {request_id!r} is not an unfinished request.")
-        return self._while_unchanged(self._parts_of(request, with_kv), self._core.num_changes)
+        exported = self._parts_of(request, with_kv, start)
+        return self._while_unchanged(exported, self._core.num_changes)
+
+    def num_computed(self, request_id: str) -> int | None:
+        """How many tokens of a request's first sequence have their KV, by the steps that were
+        dispatched; None when it is not unfinished."""
+        request = self._core.requests.get(request_id)
+        outputs = () if request is None else request.unfinished
+        return next((output.seq.num_written for output in outputs), None)
 
     def import_request(self, parts: Iterable[bytes], request_id: str | None = None) -> Request:
         """Add a request that another engine has exported, by default under its id there. It resumes
@@ -185,22 +196,33 @@ class Snapshots:
         (request,) = self._restorer.add(contents, staged.tables)
         return request
 
-    def stage_request(self, parts: Iterable[bytes], request_id: str) -> None:
+    def stage_request(self, parts: Iterable[bytes], request_id: str) -> int:
         """Take the KV of a request that another engine has exported, while the request runs on
         there: `resume_request` with the tokens that it has by then, under `request_id`, adds it
-        here. The KV stays until then, or until `unstage_request`.
+        here. The KV stays until then, or until `unstage_request`. It may come in several stages,
+        each from where the one before has ended.
 
-        Raises as `import_request`.
+        Returns how many tokens of every sequence have their KV here now: there may be no room.
+        Raises as `import_request`; what came in stages before stays.
         """
         self._check_ready()
         reader = PartReader(parts)
         contents = self._exported(reader, request_id)
-        self.unstage_request(request_id)
+        sequences = [output.seq for output in contents.requests[0].unfinished]
+        before = self._staged.get(request_id)
+        if before is not None:
+            for seq in sequences:
+                seq.salt = before.salt
         self._core.num_changes += 1
         with interrupts_held():
             tables = self._restorer.place(contents, reader.finish)
-        salt = contents.requests[0].sequence_outputs[0].seq.salt
-        self._staged[request_id] = _Staged(salt, tables)
+        self.unstage_request(request_id)
+        self._staged[request_id] = _Staged(sequences[0].salt, tables)
+        known = (
+            self._core.kv.known(tables[request_id, seq.index], seq.num_tokens)[1]
+            for seq in sequences
+        )
+        return min(known)
 
     def unstage_request(self, request_id: str) -> None:
         """Give up the KV of a request that does not come, if it was staged."""
@@ -277,16 +299,18 @@ class Snapshots:
                     writer.add(name, content)
             writer.commit(self._facts.ours)
 
-    def _parts_of(self, request: Request, with_kv: bool) -> Iterator[bytes]:
-        """The parts of a snapshot of one unfinished request, with the KV of its sequences. They are
-        read from the pages one after another: the engine must not run until the last."""
+    def _parts_of(self, request: Request, with_kv: bool, start: int | None) -> Iterator[bytes]:
+        """The parts of a snapshot of one unfinished request, with the KV of its sequences, from
+        `start` on. They are read from the pages one after another: the engine must not run until
+        the last."""
         states = _states([request], self._core.log.now())
 
         def entries() -> Iterator[tuple[str, Any]]:
             yield "requests", states
             if with_kv:
                 with contextlib.suppress(PageCorruptError, OSError):
-                    yield from self._kv([output.seq for output in request.unfinished], cache=False)
+                    sequences = [output.seq for output in request.unfinished]
+                    yield from self._kv(sequences, cache=False, start=start)
 
         return parts(self._facts.ours, entries())
 
@@ -318,9 +342,11 @@ class Snapshots:
             prefix["request_id"] = name
         return Contents(requests, saved)
 
-    def _kv(self, sequences: Iterable[Sequence], cache: bool) -> Iterator[tuple[str, Any]]:
+    def _kv(
+        self, sequences: Iterable[Sequence], cache: bool, start: int | None = None
+    ) -> Iterator[tuple[str, Any]]:
         scheduler = self._core.scheduler
-        prefixes = prefixes_of(scheduler.kv, sequences, scheduler.tables, cache=cache)
+        prefixes = prefixes_of(scheduler.kv, sequences, scheduler.tables, cache=cache, start=start)
         return kv_entries(prefixes, self._paging.images())
 
 
