@@ -421,6 +421,14 @@ class AsyncEngine:
         SnapshotError as `Snapshots.import_prefix`."""
         return await self._thread.result_of(lambda: self._engine.snapshots.import_prefix(parts))
 
+    async def exchange_shares(
+        self, counters: Mapping[str | None, int]
+    ) -> tuple[dict[str | None, int], list[str | None]]:
+        """As `FairQueue.exchange`, between two steps; nothing without `fair_share`."""
+        return await self._thread.result_of(
+            lambda: self._engine.scheduler.waiting.exchange(counters)
+        )
+
     def prefill_us(self, start: int, stop: int) -> int | None:
         """How long this engine would compute tokens start .. stop - 1 of a prompt, in microseconds,
         by the steps that it has made; None before the first one."""

@@ -33,7 +33,7 @@ from jaxserve.cli.bench.accuracy import Accuracy
 from jaxserve.cli.bench.offline import Offline
 from jaxserve.cli.bench.serve import Serve as BenchServe
 from jaxserve.cli.chat import Chat
-from jaxserve.cli.cluster import Restart, Status
+from jaxserve.cli.cluster import Resize, Restart, Status
 from jaxserve.cli.compile import Compile
 from jaxserve.cli.generate import Generate
 from jaxserve.cli.launch import Launch
@@ -342,6 +342,7 @@ def test_a_line_for_another_machine_is_accepted(line, tmp_path, monkeypatch, cap
         | Batch
         | BenchServe
         | Profile
+        | Resize
         | Restart
         | Serve
         | Simulate

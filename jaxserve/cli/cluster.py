@@ -1,4 +1,4 @@
-"""`jaxserve cluster`: the replicas of a running server, and a rolling restart of them."""
+"""`jaxserve cluster`: the replicas of a running server, their restart, and other meshes."""
 
 from __future__ import annotations
 
@@ -39,11 +39,16 @@ class _Server(Common):
         if not self.base_url.startswith(("http://", "https://")):
             raise ConfigError(f"base_url is {self.base_url!r}; start it with http:// or https://.")
 
-    def _call(self, path: str, method: str = "GET") -> dict[str, Any]:
+    def _call(
+        self, path: str, method: str = "GET", body: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """The status that a route answers with. Raises EndpointError, with the server's reason."""
         url = self.base_url.rstrip("/").removesuffix("/v1") + path
         headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
-        request = urllib.request.Request(url, headers=headers, method=method)
+        data = None
+        if body is not None:
+            data, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
+        request = urllib.request.Request(url, data, headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
                 return json.load(response)
@@ -59,6 +64,18 @@ class _Server(Common):
             raise EndpointError(
                 f"{self.base_url} cannot be reached ({why}); is the server running?"
             ) from None
+
+    def _end_of(self, change: str, status: dict[str, Any]) -> dict[str, Any]:
+        """Waits for the end of a restart or a resize, printing each step; returns its status."""
+        told = ""
+        while status[change]["running"]:
+            states = ", ".join(f"{each['index']} {each['state']}" for each in status["replicas"])
+            if states != told:
+                print(f"replicas: {states}", flush=True)
+                told = states
+            time.sleep(_POLL_S)
+            status = self._call("/cluster/status")
+        return status[change]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,16 +103,8 @@ class Restart(_Server):
     """
 
     def run(self) -> int:
-        begin, told = time.monotonic(), ""
-        status = self._call("/cluster/restart", "POST")
-        while status["restart"]["running"]:
-            states = ", ".join(f"{each['index']} {each['state']}" for each in status["replicas"])
-            if states != told:
-                print(f"replicas: {states}", flush=True)
-                told = states
-            time.sleep(_POLL_S)
-            status = self._call("/cluster/status")
-        restart = status["restart"]
+        begin = time.monotonic()
+        restart = self._end_of("restart", self._call("/cluster/restart", "POST"))
         took_s = time.monotonic() - begin
         done = f"{restart['num_restarted']} of {restart['num_replicas']} replicas were restarted"
         if restart["error"] is not None:
@@ -104,16 +113,52 @@ class Restart(_Server):
         return 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Resize(_Server):
+    """Give a replica another mesh, and wait until it serves again.
+
+    Its requests go on with the tokens and the KV that they have: in other replicas that have room,
+    and else in its new process, for which they wait. If it cannot be loaded so, it is loaded as it
+    was.
+
+    Attributes:
+        replica: index of the replica.
+        tensor_parallel_size: devices that each layer's heads and MLP are split over; by default, as
+            for the other sizes, it stays.
+        pipeline_parallel_size: stages of consecutive layers.
+        context_parallel_size: devices that the KV of each sequence is split over.
+    """
+
+    replica: int = 0
+    tensor_parallel_size: int | None = None
+    pipeline_parallel_size: int | None = None
+    context_parallel_size: int | None = None
+
+    def run(self) -> int:
+        names = "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"
+        sizes = {name: size for name in names if (size := getattr(self, name)) is not None}
+        body = {"replica": self.replica} | sizes
+        resize = self._end_of("resize", self._call("/cluster/resize", "POST", body))
+        if resize["error"] is not None:
+            raise EndpointError(f"replica {self.replica} was not resized: {resize['error']}")
+        print(
+            f"replica {self.replica} has {resize['sizes']} after {resize['took_s']:.1f} s; "
+            f"{resize['num_kept']} requests waited for it with their KV"
+        )
+        return 0
+
+
 _Kind = (
     Annotated[Status, tyro.conf.subcommand("status")]
     | Annotated[Restart, tyro.conf.subcommand("restart")]
+    | Annotated[Resize, tyro.conf.subcommand("resize")]
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Tell what the replicas of a server are (`status`), or restart one after another
-    (`restart`)."""
+    """Tell what the replicas of a server are (`status`), restart one after another (`restart`), or
+    give one another mesh (`resize`)."""
 
     kind: OmitArgPrefixes[OmitSubcommandPrefixes[_Kind]]
 
@@ -122,7 +167,7 @@ class Cluster:
 
 
 def described(status: dict[str, Any], now_s: float) -> str:
-    """The status of a cluster as a table, and lines about a rolling restart and autoscaling."""
+    """The status of a cluster as a table, and lines about a restart, a resize and autoscaling."""
     rows = [
         (
             "replica",
@@ -135,6 +180,7 @@ def described(status: dict[str, Any], now_s: float) -> str:
             "lost",
             "version",
             "model",
+            "mesh",
         )
     ]
     for each in status["replicas"]:
@@ -150,6 +196,7 @@ def described(status: dict[str, Any], now_s: float) -> str:
                 str(each["num_losses"]),
                 each["version"],
                 f"{each['model']} {each['fingerprint'][:8]}",
+                each["sizes"],
             )
         )
     lines = [table(rows)]
@@ -158,6 +205,11 @@ def described(status: dict[str, Any], now_s: float) -> str:
         done = f"{restart['num_restarted']} of {restart['num_replicas']} replicas"
         why = f": {restart['error']}" if restart["error"] is not None else ""
         lines.append(f"the latest rolling restart {state}, with {done} restarted{why}")
+    if (resize := status.get("resize")) is not None:
+        state = "is going on" if resize["running"] else f"took {resize['took_s']:.1f} s"
+        why = f": {resize['error']}" if resize["error"] is not None else ""
+        what = f"of replica {resize['replica']} to {resize['sizes']}"
+        lines.append(f"the latest resize {what} {state}{why}")
     if (scaling := status.get("scaling")) is not None:
         bounds = f"{scaling['min_replicas']} to {scaling['max_replicas']} replicas"
         done = f"{scaling['num_added']} added, {scaling['num_removed']} removed"

@@ -30,7 +30,8 @@ def _begin_moves(replicas: Sequence[RoutedReplica], requests: OpenRequests) -> N
     def movable(place: int, key: Hashable) -> bool:
         replica = replicas[place]
         request = replica.requests.get(str(key))  # None for one that is on its way there.
-        return request is not None and request.movable and replica.num_moving < MOST_MOVES
+        may_leave = not replica.stays and replica.num_moving < MOST_MOVES
+        return request is not None and request.movable and may_leave
 
     while True:
         busy = {place for place, replica in enumerate(replicas) if replica.num_moving}

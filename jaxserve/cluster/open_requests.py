@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import logging
 import random
 from collections.abc import Coroutine
 from collections.abc import Sequence as SequenceOf
@@ -17,7 +18,7 @@ from jaxserve.cluster.policies.pulls import MOST_PULLS, plan_pull
 from jaxserve.cluster.prefix_pull import PrefixPull, Pulls
 from jaxserve.cluster.routed_replica import Call, OpenRequest, RoutedReplica
 from jaxserve.cluster.routed_request import RoutedRequest
-from jaxserve.cluster.staged_copy import CopyCounts, StagedCopy
+from jaxserve.cluster.staged_copy import COPY_S, CopyCounts, StagedCopy
 from jaxserve.cluster.tasks import Tasks
 from jaxserve.core.errors import (
     EngineClosedError,
@@ -37,6 +38,8 @@ what ends them."""
 
 RETRY_S = 0.5
 """How long a request waits that a replica is too busy for, after another one had accepted it."""
+
+_log = logging.getLogger(__name__)
 
 
 class OpenRequests:
@@ -103,7 +106,7 @@ class OpenRequests:
     def abandon(self, call: Call) -> None:
         """Abort the requests of a call whose output is not read."""
         for request in call.requests:
-            if self._open.get(request.request.added.request_id) is not request:
+            if not self._is_open(request):
                 continue  # It has ended.
             replica, name = request.replica, request.sent_as
             self._end(request)
@@ -135,6 +138,36 @@ class OpenRequests:
                 self.num_redispatched += 1
                 self._route(request)
         self._dispatcher.send()
+
+    def hold(self, left: SequenceOf[OpenRequest]) -> None:
+        """The process of a replica is replaced, which resumes these requests."""
+        for request in left:
+            request.replica = None
+            request.request.rewind()
+
+    async def resume_in(self, replica: RoutedReplica, request: OpenRequest, parts: Any) -> bool:
+        """Send a request that was held to a replica, with the exported KV that it has, if any; or
+        anywhere, if that replica is lost. Whether its KV is there."""
+        if not self._is_open(request):
+            return False
+        name, num_tokens = self._next_name(request), 0
+        if parts is not None:
+            try:
+                async with asyncio.timeout(COPY_S):
+                    num_tokens = await replica.client.stage_request(parts, name)
+            except Exception as error:
+                _log.warning("the KV of a request is computed again: %r", error)
+            if not self._is_open(request):
+                await tried(replica.client.unstage_request(name))
+                return False
+        if replica.state != "ready":
+            self._route(request)
+            return False
+        self._send(request, replica, name, request.request.to_send(name))
+        return num_tokens > 0
+
+    def _is_open(self, request: OpenRequest) -> bool:
+        return self._open.get(request.request.added.request_id) is request
 
     def deliver(self, replica: RoutedReplica, updates: SequenceOf[tuple[str, Update]]) -> None:
         """Hand the updates of a replica to the clients of its requests."""
@@ -199,7 +232,7 @@ class OpenRequests:
     def _demand(self, added: AddRequest) -> Demand:
         hashes = self._page_hashes(added, added.token_ids)
         num_tail = len(added.token_ids) - self.page_size * len(hashes)
-        return Demand(hashes, num_tail, added.params.n)
+        return Demand(hashes, num_tail, added.params.n, priority=added.priority)
 
     def _page_hashes(self, added: AddRequest, token_ids: SequenceOf[int]) -> tuple[bytes, ...]:
         """Hashes of the pages of a request whose tokens are these."""

@@ -74,8 +74,13 @@ def load_replicas(
         options, num_cores = share(config, num_replicas, free, machines)
         actor = ray.remote(**options, max_restarts=-1)(Replica)
         log_level = logging.getLogger("jaxserve").level
+
+        def begin(index: int, num_devices: int) -> Any:
+            sized = actor.options(**_sized(options, num_devices))
+            return sized.remote(index, num_cores, log_level)
+
         replicas = [
-            RayReplica(functools.partial(actor.remote, index, num_cores, log_level))
+            RayReplica(functools.partial(begin, index), config.num_devices)
             for index in range(num_replicas)
         ]
         for replica in replicas[:min_replicas]:
@@ -121,19 +126,30 @@ def share(
     return {"num_cpus": 1, "resources": {"TPU": needed}}, None
 
 
+def _sized(options: Mapping[str, Any], num_devices: int) -> dict[str, Any]:
+    """What Ray reserves for a replica of another number of devices; on CPUs these are virtual, and
+    its cores stay."""
+    if "num_gpus" in options:
+        return {**options, "num_gpus": num_devices}
+    if "resources" in options:
+        return {**options, "resources": {"TPU": num_devices}}
+    return dict(options)
+
+
 class RayReplica:
     """An actor's `Replica`, with the errors of jaxserve instead of Ray's."""
 
-    def __init__(self, start: Callable[[], Any]) -> None:
-        """`start` makes the actor, which `load` begins unless `begin` has."""
+    def __init__(self, start: Callable[[int], Any], num_devices: int) -> None:
+        """`start` makes the actor of so many devices, which `load` begins unless `begin` has."""
         self._start = start
+        self._num_devices = num_devices
         self._actor: Any = None
         self._process = ""  # where the engine was loaded
 
     def begin(self) -> None:
         """Have the actor's process start, unless it has."""
         if self._actor is None:
-            self._actor = self._start()
+            self._actor = self._start(self._num_devices)
 
     async def plan(self, config: EngineConfig, num_replicas: int) -> EngineConfig:
         return await self._call("plan", config, num_replicas)
@@ -173,6 +189,15 @@ class RayReplica:
     async def stage_request(self, parts: ray.ObjectRef, name: str) -> int:
         return await self._call("stage_request", parts, name)
 
+    async def keep_request(self, request_id: str) -> ray.ObjectRef:
+        """As `Replica.keep_request`. What is exported stays in Ray's object store, which outlives
+        the process."""
+        if self._actor is None:
+            raise ReplicaLostError("its process has ended")
+        exported = self._actor.export_request.remote(request_id, 0)
+        await asyncio.to_thread(ray.wait, [exported], fetch_local=False)
+        return exported
+
     async def unstage_request(self, name: str) -> None:
         await self._call("unstage_request", name)
 
@@ -195,6 +220,11 @@ class RayReplica:
     async def import_prefix(self, parts: ray.ObjectRef) -> int:
         return await self._call("import_prefix", parts)
 
+    async def exchange_shares(
+        self, counters: Mapping[str | None, int]
+    ) -> tuple[Mapping[str | None, int], Sequence[str | None]]:
+        return await self._call("exchange_shares", counters)
+
     async def reset_prefix_cache(self) -> None:
         await self._call("reset_prefix_cache")
 
@@ -207,11 +237,17 @@ class RayReplica:
     async def get_metrics(self) -> Mapping[str, Metric]:
         return await self._call("get_metrics")
 
-    async def restart(self) -> None:
+    async def restart(self, num_devices: int) -> None:
         """End the actor's process, stopped or not, and wait for the one that Ray starts in its
-        place."""
-        ray.kill(self._actor, no_restart=False)
-        await self._reached(self._process)
+        place; of another number of devices, for another actor."""
+        if num_devices == self._num_devices:
+            ray.kill(self._actor, no_restart=False)
+            await self._reached(self._process)
+            return
+        await self.close()
+        self._num_devices = num_devices
+        self.begin()
+        await self._reached()
 
     async def close(self) -> None:
         """End the actor, whose process frees what it has, until `load` is called again."""

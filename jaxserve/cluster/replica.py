@@ -29,7 +29,6 @@ from jaxserve.runtime.planning.engine_plan import plan
 from jaxserve.runtime.planning.memory import host_share
 from jaxserve.text import Tokenizer
 
-
 _POLL_S = 0.002
 """How often a prompt that is computed in chunks is looked at; a chunk takes longer."""
 
@@ -138,13 +137,16 @@ class Replica:
         then; returns how many tokens have theirs here. Raises as `AsyncEngine.stage_request`."""
         return await self._ready.stage_request(parts, name)
 
+    async def keep_request(self, request_id: str) -> list[bytes]:
+        """A request and its KV, for `stage_request` of a process that takes the place of this
+        one. Raises as `export_request`."""
+        return await self.export_request(request_id, 0)
+
     async def unstage_request(self, name: str) -> None:
         """Give up the KV of a request that is not submitted."""
         await self._ready.unstage_request(name)
 
-    async def stage_in(
-        self, destination: Replica, request_id: str, name: str, start: int
-    ) -> int:
+    async def stage_in(self, destination: Replica, request_id: str, name: str, start: int) -> int:
         """Stage a request's KV from token `start` on in another replica, as `name`; returns how
         many tokens have theirs there. Raises as `export_request` here and `stage_request` there."""
         return await destination.stage_request(await self.export_request(request_id, start), name)
@@ -176,6 +178,13 @@ class Replica:
         return await destination.import_prefix(
             await self.export_prefix(token_ids, tenant, cache_salt)
         )
+
+    async def exchange_shares(
+        self, counters: Mapping[str | None, int]
+    ) -> tuple[Mapping[str | None, int], Sequence[str | None]]:
+        """Take what tenants were served by all replicas, and tell what by this one and who waits
+        here, as `FairQueue.exchange`."""
+        return await self._ready.exchange_shares(counters)
 
     async def reset_prefix_cache(self) -> None:
         """Drop every cached prefix."""

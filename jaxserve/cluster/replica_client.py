@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol
 
 from jaxserve.core.config import EngineConfig
@@ -35,8 +36,12 @@ class ReplicaClient(Protocol):
     async def stage_in(self, destination: Any, request_id: str, name: str, start: int) -> int: ...
     async def stage_request(self, parts: Any, name: str) -> int: ...
     async def unstage_request(self, request_id: str) -> None: ...
+    async def keep_request(self, request_id: str) -> Any: ...
     async def prefill_us(self, start: int, stop: int) -> int | None: ...
     async def import_prefix(self, parts: Any) -> int: ...
+    async def exchange_shares(
+        self, counters: Mapping[str | None, int]
+    ) -> tuple[Mapping[str | None, int], SequenceOf[str | None]]: ...
     async def reset_prefix_cache(self) -> None: ...
     async def add_lora(self, lora_request: LoRARequest) -> None: ...
     async def remove_lora(self, name: str) -> None: ...
@@ -46,14 +51,15 @@ class ReplicaClient(Protocol):
     async def pull_to(
         self,
         destination: Any,
-        token_ids: Sequence[int],
+        token_ids: SequenceOf[int],
         tenant: str | None,
         cache_salt: str | None,
     ) -> int:
         """Cache a prefix of this replica in another one."""
 
-    async def restart(self) -> None:
-        """End its process, which may not answer, and have another one start in its place."""
+    async def restart(self, num_devices: int) -> None:
+        """End its process, which may not answer, and have another one start in its place, for an
+        engine of so many devices."""
 
 
 class ReplicaSilentError(ReplicaLostError):

@@ -13,10 +13,13 @@ import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
+from jaxserve.cluster.fair_sharing import share_fairly
 from jaxserve.cluster.mover import move_requests
 from jaxserve.cluster.open_requests import OpenRequests, tried
 from jaxserve.cluster.policies.autoscale import Autoscaler
+from jaxserve.cluster.pool_metrics import pool_metrics, replica_metrics
 from jaxserve.cluster.replica_client import ReplicaClient, ReplicaSilentError, silence
+from jaxserve.cluster.resize import Resize, resized
 from jaxserve.cluster.restart import RollingRestart
 from jaxserve.cluster.routed_replica import RoutedReplica
 from jaxserve.cluster.scaling import Scaling
@@ -70,12 +73,13 @@ class ReplicaPool:
         self.failure: BaseException | None = None
         self.stop = asyncio.Event()
         self._clients: SequenceOf[ReplicaClient] = ()
-        self._config = config
+        self._asked = self._config = config
         self._watchdog_timeout = watchdog_timeout
         self._num_prefill = num_prefill
         self._replicas: list[RoutedReplica] = []
         self._given_up: list[RoutedReplica] = []
         self._restart: RollingRestart | None = None
+        self._resize: Resize | None = None
         self._tasks = Tasks(self._fail)
         self.requests = OpenRequests(self._replicas, self._tasks, config.seed)
         self._scaling: Scaling | None = None
@@ -84,7 +88,7 @@ class ReplicaPool:
                 scaler,
                 self._replicas,
                 self._add,
-                lambda: not self._is_restarting,
+                lambda: not self._is_restarting and not self._is_resizing,
                 self.requests.route_waiting,
             )
 
@@ -98,6 +102,8 @@ class ReplicaPool:
         for replica in self._replicas:
             self._tasks.spawn(self._supervise(replica))
         self._tasks.spawn(move_requests(self._replicas, self.requests))
+        if self._config.fair_share:
+            self._tasks.spawn(share_fairly(self._replicas))
         if self._scaling is not None:
             self._tasks.spawn(self._scaling.run())
         await self.stop.wait()
@@ -125,14 +131,16 @@ class ReplicaPool:
         loading = (client.load(self._config, self._watchdog_timeout) for client in others)
         infos = [self.info, *await asyncio.gather(*loading)]
         for index, info in enumerate(infos):
-            self._check_alike(index, info)
+            self._check_alike(index, info, self._config)
         self.requests.page_size = self.info.config.page_size
         windowed = any(self.info.model.sliding_windows)  # Their pages do not hold all layers.
         self.requests.shares_prefixes = self.info.config.enable_prefix_caching and not windowed
         for index, (client, info) in enumerate(zip(clients, infos)):
             process = await client.get_process()
             _log.info("replica %d is ready: %s", index, process)
-            self._replicas.append(RoutedReplica(index, self._role(index), client, info, process))
+            self._replicas.append(
+                RoutedReplica(index, self._role(index), client, self._config, info, process)
+            )
         self._count()
 
     def _role(self, index: int) -> Role:
@@ -140,9 +148,11 @@ class ReplicaPool:
             return "any"
         return "prefill" if index < self._num_prefill else "decode"
 
-    def _check_alike(self, index: int, info: EngineInfo) -> None:
-        """Raises ConfigError for a replica that would answer otherwise than the first one."""
-        for name in ("version", "fingerprint", "device_kind", "num_pages"):
+    def _check_alike(self, index: int, info: EngineInfo, config: EngineConfig) -> None:
+        """Raises ConfigError for a replica that would answer otherwise than the first one. On
+        another mesh its pool may have other pages."""
+        names = ["version", "fingerprint", "device_kind"]
+        for name in names + ["num_pages"] * (config is self._config):
             ours, theirs = getattr(self.info, name), getattr(info, name)
             if ours != theirs:
                 raise ConfigError(
@@ -162,7 +172,8 @@ class ReplicaPool:
         if index is None:
             return False
         _log.info("replica %d is added", index)
-        replica = RoutedReplica(index, self._role(index), self._clients[index], self.info, "")
+        client = self._clients[index]
+        replica = RoutedReplica(index, self._role(index), client, self._config, self.info, "")
         replica.clear()
         self._replicas.append(replica)
         self._tasks.spawn(self._supervise_added(replica))
@@ -187,12 +198,21 @@ class ReplicaPool:
             if replica.leaves:
                 self._replicas.remove(replica)
                 self._count()
-            self.requests.redispatch(tuple(lost.values()))
+            resume, replica.resume = replica.resume, None
+            left = tuple(lost.values())
+            if resume is None:
+                self.requests.redispatch(left)
+            else:
+                self.requests.hold(left)
             if replica.leaves:
                 await tried(replica.client.close())
                 return
             if not await self._load_again(replica, has_process):
+                if resume is not None:
+                    self.requests.redispatch([each for each in left if each.replica is None])
                 return
+            if resume is not None:
+                await resume(left)
 
     async def _serve(self, replica: RoutedReplica) -> JaxserveError | None:
         """Deliver a replica's updates until it has ended: the error by which it was lost, or None
@@ -223,13 +243,16 @@ class ReplicaPool:
         for _ in range(LOAD_ATTEMPTS):
             try:
                 if not has_process:
-                    await replica.client.restart()
+                    await replica.client.restart(replica.config.num_devices)
                     has_process = True
                 info = await self._loaded_anew(replica)
                 process = await replica.client.get_process()
             except Exception as failed:  # Also of a device: the other replicas go on.
                 _log.error("replica %d cannot be loaded again: %s", replica.index, failed)
                 error = failed
+                if replica.fallback is not None:
+                    replica.config, replica.fallback = replica.fallback, None
+                    has_process = False
                 continue
             _log.info("replica %d is ready again: %s", replica.index, process)
             replica.begin(info, process)
@@ -247,26 +270,24 @@ class ReplicaPool:
         return False
 
     async def _loaded_anew(self, replica: RoutedReplica) -> EngineInfo:
-        client = replica.client
+        client, config = replica.client, replica.config
+        planned = config
+        if config is not self._config:
+            planned = await client.plan(config, len(self._clients))
         try:
-            info = await client.load(self._config, self._watchdog_timeout)
+            info = await client.load(planned, self._watchdog_timeout)
         except ReplicaLostError:
             raise
         except Exception:  # The process is there, but its engine has failed, or does not load.
-            await client.restart()
-            info = await client.load(self._config, self._watchdog_timeout)
-        self._check_alike(replica.index, info)
+            await client.restart(config.num_devices)
+            info = await client.load(planned, self._watchdog_timeout)
+        self._check_alike(replica.index, info, config)
         return info
 
     async def restart(self) -> None:
         """Begin to restart all replicas, one after another; `status` tells how far it is. Raises
         RestartError when that is going on already, or when one replica alone would be left."""
-        if self._is_restarting:
-            raise RestartError(
-                "a rolling restart is going on; wait for its end, which /cluster/status tells."
-            )
-        if any(replica.leaves for replica in self._replicas):
-            raise RestartError("a replica is being removed; wait for its end, and try again.")
+        self._check_unchanging()
         if len(self._replicas) < 2:
             raise RestartError(
                 "one replica is left, whose requests would have nowhere to go; restart the server."
@@ -274,15 +295,52 @@ class ReplicaPool:
         self._restart = RollingRestart(self._replicas, self.requests.route_waiting)
         self._tasks.spawn(self._restart.run())
 
+    async def resize(self, index: int, sizes: Mapping[str, int]) -> None:
+        """Begin to load a replica on another mesh, with these parallel sizes; `status` tells how
+        far it is. Raises ConfigError for sizes that cannot be, RestartError when the replica is not
+        ready, or another one is restarted, resized or removed."""
+        self._check_unchanging()
+        replica = next((each for each in self._replicas if each.index == index), None)
+        if replica is None or replica.state != "ready":
+            raise RestartError(
+                f"replica {index} is not one of those that are ready; choose one of those that "
+                "/cluster/status tells."
+            )
+        page_size = self.info.config.page_size
+        config = resized(self._asked, replica.config, sizes, page_size)
+        if self.info.device_kind == "cpu" or config.num_devices <= replica.config.num_devices:
+            await replica.client.plan(config, len(self._clients))
+        self._resize = Resize(replica, config, self._replicas, self.requests)
+        self._tasks.spawn(self._resize.run())
+
+    def _check_unchanging(self) -> None:
+        """Raises RestartError while replicas are restarted, resized or removed."""
+        if self._is_restarting:
+            raise RestartError(
+                "a rolling restart is going on; wait for its end, which /cluster/status tells."
+            )
+        if self._is_resizing:
+            raise RestartError(
+                "a replica is being resized; wait for its end, which /cluster/status tells."
+            )
+        if any(replica.leaves for replica in self._replicas):
+            raise RestartError("a replica is being removed; wait for its end, and try again.")
+
     @property
     def _is_restarting(self) -> bool:
         return self._restart is not None and self._restart.status.running
+
+    @property
+    def _is_resizing(self) -> bool:
+        return self._resize is not None and self._resize.status.running
 
     async def status(self) -> ClusterStatus:
         replicas = sorted([*self._replicas, *self._given_up], key=lambda each: each.index)
         restart = None if self._restart is None else self._restart.status
         scaling = None if self._scaling is None else self._scaling.status
-        return ClusterStatus(tuple(replica.status for replica in replicas), restart, scaling)
+        resize = None if self._resize is None else self._resize.status
+        each = tuple(replica.status for replica in replicas)
+        return ClusterStatus(each, restart, scaling, resize)
 
     async def reset_prefix_cache(self) -> None:
         for replica in tuple(self._replicas):
@@ -302,64 +360,12 @@ class ReplicaPool:
         replicas = tuple(self._replicas)  # One of them may be given up meanwhile.
         of_engines = await asyncio.gather(*map(self._metrics_of, replicas))
         by_replica = {
-            str(replica.index): {
-                "jaxserve:replica_up": Metric(
-                    "gauge", "Whether requests are dispatched to it", not replica.load.draining
-                ),
-                "jaxserve:replica_restarts_total": Metric(
-                    "counter", "Times that it was lost and loaded again", replica.num_losses
-                ),
-                **metrics,
-            }
+            str(replica.index): {**replica_metrics(replica), **metrics}
             for replica, metrics in zip(replicas, of_engines)
         }
-        redispatched = Metric(
-            "counter", "Requests dispatched again, of lost replicas", self.requests.num_redispatched
-        )
-        moved = Metric(
-            "counter", "Requests moved to another replica, with their KV", self.requests.num_moved
-        )
-        pulled = Metric(
-            "counter",
-            "Prompt tokens whose KV came from another replica",
-            self.requests.num_pulled_tokens,
-        )
-        copies = self.requests.copies
-        own = {
-            "jaxserve:moved_kv_tokens_total": Metric(
-                "counter", "Tokens whose KV was copied to another replica", copies.copied
-            ),
-            "jaxserve:moved_kv_tokens_during_prefill_total": Metric(
-                "counter",
-                "Of those, tokens whose KV came while later ones of their prompt were computed",
-                copies.during_prefill,
-            ),
-            "jaxserve:moved_uncopied_tokens_total": Metric(
-                "counter",
-                "Tokens of requests that moved whose KV came too late to be copied",
-                copies.left,
-            ),
-            "jaxserve:pulled_prefix_tokens_total": pulled,
-            "jaxserve:redispatched_requests_total": redispatched,
-            "jaxserve:moved_requests_total": moved,
-        }
-        return {"": own | self._scaling_metrics()} | by_replica
-
-    def _scaling_metrics(self) -> dict[str, Metric]:
-        if self._scaling is None:
-            return {}
-        status = self._scaling.status
-        return {
-            "jaxserve:replicas": Metric(
-                "gauge", "Replicas, those that load or drain among them", len(self._replicas)
-            ),
-            "jaxserve:replicas_added_total": Metric(
-                "counter", "Replicas that were added by autoscaling", status.num_added
-            ),
-            "jaxserve:replicas_removed_total": Metric(
-                "counter", "Replicas that were removed by autoscaling", status.num_removed
-            ),
-        }
+        status = None if self._scaling is None else self._scaling.status
+        own = pool_metrics(self.requests, len(self._replicas), status)
+        return {"": own} | by_replica
 
     async def _metrics_of(self, replica: RoutedReplica) -> Mapping[str, Metric]:
         if replica.state == "loading":

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from collections.abc import Awaitable, Callable, Iterable
 
 from jaxserve.cluster.policies.dispatch import ReplicaLoad
 from jaxserve.cluster.replica_client import ReplicaClient
 from jaxserve.cluster.routed_request import RoutedRequest
 from jaxserve.core.cluster_status import ReplicaState, ReplicaStatus, Role
+from jaxserve.core.config import EngineConfig
 from jaxserve.core.engine_info import EngineInfo
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.requests.outputs import RequestOutput
@@ -68,12 +70,22 @@ class RoutedReplica:
         num_moving: those of its requests whose KV is being copied to others.
         num_pulled: prefixes that are being copied from it to others.
         leaves: its process ends, and none is started in its place.
+        config: what it is loaded with; `fallback` if it cannot be loaded so.
+        stays: its requests do not move to others.
+        resume: called once it is loaded again, with the requests that it had; without, these are
+            dispatched to others.
         num_finished: requests that have ended here, with their output.
         num_losses: how often it was lost.
     """
 
     def __init__(
-        self, index: int, role: Role, client: ReplicaClient, info: EngineInfo, process: str
+        self,
+        index: int,
+        role: Role,
+        client: ReplicaClient,
+        config: EngineConfig,
+        info: EngineInfo,
+        process: str,
     ) -> None:
         self.index = index
         self._role = role
@@ -81,7 +93,10 @@ class RoutedReplica:
         self.requests: dict[str, OpenRequest] = {}
         self.moved: dict[str, OpenRequest] = {}
         self.num_moving = self.num_pulled = 0
-        self.leaves = False
+        self.leaves = self.stays = False
+        self.config = config
+        self.fallback: EngineConfig | None = None
+        self.resume: Callable[[Iterable[OpenRequest]], Awaitable[None]] | None = None
         self.num_finished = 0
         self.num_losses = 0
         self.load = self._no_load(info)
@@ -89,7 +104,9 @@ class RoutedReplica:
 
     def begin(self, info: EngineInfo, process: str) -> None:
         """Its engine is loaded, in this process."""
-        self._info = info
+        self._info, self.fallback, self.stays = info, None, False
+        if self.load.num_pages != info.num_pages:
+            self.load = self._no_load(info)
         self._process = process
         self.ended: asyncio.Future[JaxserveError | None]
         self.ended = asyncio.get_running_loop().create_future()
@@ -138,6 +155,7 @@ class RoutedReplica:
             num_pages=load.num_pages,
             num_finished=self.num_finished,
             num_losses=self.num_losses,
+            sizes=info.config.sizes,
         )
 
     def _no_load(self, info: EngineInfo) -> ReplicaLoad:

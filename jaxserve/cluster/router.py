@@ -177,13 +177,20 @@ class Router:
         return await self._result_of(self._pool.metrics())
 
     async def cluster_status(self) -> ClusterStatus:
-        """What each replica is, how far a rolling restart, and what autoscaling has done."""
+        """What each replica is, how far a rolling restart or a resize, and what autoscaling has
+        done."""
         return await self._result_of(self._pool.status())
 
     async def restart_replicas(self) -> None:
         """Begin to replace the process of one replica after another; none of their requests is
         lost. Raises RestartError when that is going on already, or one replica alone is left."""
         await self._result_of(self._pool.restart())
+
+    async def resize_replica(self, index: int, sizes: Mapping[str, int]) -> None:
+        """Begin to load a replica on another mesh, with these parallel sizes; its requests go on
+        with the tokens and the KV that they have. Raises ConfigError for sizes that cannot be, or
+        that it has, RestartError when it is not ready, or others are changed."""
+        await self._result_of(self._pool.resize(index, sizes))
 
     @property
     def is_sleeping(self) -> bool:

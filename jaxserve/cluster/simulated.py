@@ -12,10 +12,12 @@ import heapq
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
+from jaxserve.cluster.fair_sharing import PERIOD_S as SHARE_PERIOD_S
 from jaxserve.cluster.mover import MOST_MOVES
 from jaxserve.cluster.mover import PERIOD_S as MOVE_PERIOD_S
 from jaxserve.cluster.policies.autoscale import Autoscaler
 from jaxserve.cluster.policies.dispatch import Demand, ReplicaLoad, dispatch
+from jaxserve.cluster.policies.fairness import FairShares
 from jaxserve.cluster.policies.migration import LAST_TOKENS, MOST_STAGES, plan_moves
 from jaxserve.cluster.policies.prefixes import page_hashes
 from jaxserve.cluster.policies.pulls import MOST_PULLS, Pull, PullCost, plan_pull
@@ -94,6 +96,7 @@ class SimulatedCluster:
         self.num_pulled_tokens = self._num_pulling = 0
         self.num_copied_tokens = self.num_tokens_during_prefill = 0
         self._pulls, self._pull_cost = pulls, PullCost()
+        self._shares = FairShares()
         self._deployment = deployment
         self._new_replica = new_replica
         self._scaler = scaler
@@ -110,6 +113,8 @@ class SimulatedCluster:
             self._add(role if num_prefill else "any")
         if moves:
             self._every(_PREFILLED_S if num_prefill else MOVE_PERIOD_S, self._begin_moves)
+        if deployment.config.fair_share:
+            self._every(SHARE_PERIOD_S, self._share)
         if scaler is not None:
             self._every(SCALE_PERIOD_S, self._scale)
 
@@ -178,7 +183,9 @@ class SimulatedCluster:
         hashes = ()
         if config.enable_prefix_caching:
             hashes = page_hashes(arrival.token_ids, config.page_size, arrival.tenant, None)
-        demand = Demand(hashes, len(arrival.token_ids) - config.page_size * len(hashes))
+        priority = arrival.params.priority if arrival.priority is None else arrival.priority
+        num_tail = len(arrival.token_ids) - config.page_size * len(hashes)
+        demand = Demand(hashes, num_tail, priority=priority)
         index = dispatch(self._loads, demand)
         assert index is not None, "the first replicas are ready, and one of them always is"
         place, number = self._places[index], len(self._arrivals)
@@ -324,6 +331,15 @@ class SimulatedCluster:
             self.num_moved += 1
 
         go_on()
+
+    # Fairness
+
+    def _share(self) -> None:
+        """Has all queues know what each tenant was served everywhere."""
+        counters = dict(self._shares.counters)
+        for number, place in enumerate(self._places):
+            queue = place.simulation.scheduler.waiting
+            self._shares.exchange(number, *queue.exchange(counters))
 
     # Autoscaling
 

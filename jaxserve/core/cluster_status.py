@@ -25,6 +25,7 @@ class ReplicaStatus:
         num_used_pages: pages of its requests, as the router counts them, of its `num_pages`.
         num_finished: requests whose last token it has generated.
         num_losses: how often it was lost.
+        sizes: its parallel sizes, for people.
     """
 
     index: int
@@ -42,6 +43,7 @@ class ReplicaStatus:
     num_pages: int
     num_finished: int
     num_losses: int
+    sizes: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,20 @@ class RestartStatus:
     running: bool
     num_restarted: int
     num_replicas: int
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ResizeStatus:
+    """A replica that gets another mesh, of these parallel `sizes`. `num_kept` requests waited for
+    it with their KV, and went on `took_s` seconds after it began. `error`: why it was not resized.
+    """
+
+    running: bool
+    replica: int
+    sizes: str
+    num_kept: int
+    took_s: float
     error: str | None = None
 
 
@@ -67,9 +83,10 @@ class ScalingStatus:
 
 @dataclasses.dataclass(frozen=True)
 class ClusterStatus:
-    """All replicas, the latest rolling restart, if there was one, and what autoscaling has done, if
-    their number changes."""
+    """All replicas, the latest rolling restart and the latest resize, if there was one, and what
+    autoscaling has done, if their number changes."""
 
     replicas: tuple[ReplicaStatus, ...]
     restart: RestartStatus | None
     scaling: ScalingStatus | None = None
+    resize: ResizeStatus | None = None

@@ -126,3 +126,6 @@ class ClusterClient(EngineClient, Protocol):
 
     async def restart_replicas(self) -> None:
         """Begin a rolling restart. Raises RestartError."""
+
+    async def resize_replica(self, index: int, sizes: Mapping[str, int]) -> None:
+        """Begin to load a replica on another mesh. Raises ConfigError, RestartError."""

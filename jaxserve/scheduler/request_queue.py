@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +65,12 @@ class WaitingQueue:
 
     def charge(self, seq: Sequence, prefill_tokens: int, decode_tokens: int) -> None:
         """Does nothing: this queue has no fair shares."""
+
+    def exchange(
+        self, counters: Mapping[str | None, int]
+    ) -> tuple[dict[str | None, int], list[str | None]]:
+        """Nothing: this queue has no fair shares."""
+        return {}, []
 
     def finished(self, seq: Sequence) -> None:
         """Does nothing: this queue has no fair shares."""
@@ -117,6 +123,7 @@ class _Account:
 
     def __init__(self) -> None:
         self.counter = 0
+        self.unshared = 0  # Of it, what was charged since the last exchange.
         self.is_new = True  # Nothing has been charged to it yet.
         self.waiting = WaitingQueue()
         self.unfinished: set[int] = set()  # Ids of its sequences, waiting or running.
@@ -145,6 +152,8 @@ class FairQueue:
       count towards it, and new tenants join at the counter of those served.
 
     A tenant is dropped when it has no unfinished sequence and would return at the lifted counter.
+    Of several engines that serve the same tenants, each is told by `exchange` what the others have
+    served.
     """
 
     def __init__(self) -> None:
@@ -152,6 +161,7 @@ class FairQueue:
         self._waiting: dict[str | None, _Account] = {}  # Those with something waiting.
         self._last = _Account()  # The tenant that stopped waiting last.
         self._level = 0
+        self._shared: Mapping[str | None, int] = {}  # The counters of the last exchange.
         self._num_waiting = 0
         self._sweep_at = 0
 
@@ -182,6 +192,7 @@ class FairQueue:
         if account is None:
             self._sweep()
             account = self._accounts[seq.tenant] = _Account()
+            account.counter = self._shared.get(seq.tenant, 0)
         if not account.waiting:
             account.counter = max(account.counter, self._raise_level())
             self._waiting[seq.tenant] = account
@@ -206,8 +217,26 @@ class FairQueue:
     def charge(self, seq: Sequence, prefill_tokens: int, decode_tokens: int) -> None:
         """Counts tokens served to the tenant of an unfinished sequence."""
         account = self._accounts[seq.tenant]
-        account.counter += prefill_tokens + DECODE_WEIGHT * decode_tokens
+        cost = prefill_tokens + DECODE_WEIGHT * decode_tokens
+        account.counter += cost
+        account.unshared += cost
         account.is_new = False
+
+    def exchange(
+        self, counters: Mapping[str | None, int]
+    ) -> tuple[dict[str | None, int], list[str | None]]:
+        """Takes the counters of all engines, to which what was charged here since the last exchange
+        is added. Returns that, by tenant, and the tenants that wait."""
+        served = {}
+        self._shared = counters
+        for tenant, account in self._accounts.items():
+            if account.unshared:
+                served[tenant] = account.unshared
+            if tenant in counters:
+                account.counter = counters[tenant] + account.unshared
+                account.is_new &= not account.counter
+            account.unshared = 0
+        return served, list(self._waiting)
 
     def finished(self, seq: Sequence) -> None:
         self._accounts[seq.tenant].unfinished.remove(seq.seq_id)

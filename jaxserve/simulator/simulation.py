@@ -22,7 +22,6 @@ from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.manager import KVManager
-from jaxserve.kv.match import Match
 from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.page_transfers import PageTransfers

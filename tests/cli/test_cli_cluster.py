@@ -27,6 +27,7 @@ REPLICA = {
     "num_pages": 40,
     "num_finished": 2,
     "num_losses": 1,
+    "sizes": "tensor_parallel_size 1",
 }
 RESTART = {"running": False, "num_restarted": 1, "num_replicas": 2, "error": "it is lost."}
 
@@ -85,6 +86,26 @@ def test_a_restart_that_ended_early_fails(capsys, server):
     server.answer = 200, {"replicas": [REPLICA], "restart": RESTART}
     status, _, told = run(capsys, "restart", f"--base-url={server.url}")
     assert status == 1 and "1 of 2 replicas were restarted, then: it is lost." in told
+
+
+def test_a_resize_tells_the_mesh_and_who_waited(capsys, server):
+    done = {"running": False, "replica": 1, "sizes": "tensor_parallel_size 2", "took_s": 4.25}
+    done |= {"num_kept": 3, "error": None}
+    server.answer = 200, {"replicas": [REPLICA], "restart": None, "resize": done}
+    options = "--replica=1", "--tensor-parallel-size=2", f"--base-url={server.url}"
+    status, told, _ = run(capsys, "resize", *options)
+    assert status == 0 and told == (
+        "replica 1 has tensor_parallel_size 2 after 4.2 s; 3 requests waited for it with their KV\n"
+    )
+    assert server.asked == [("POST", "/cluster/resize", None)]
+    server.answer[1]["resize"] = done | {"error": "it cannot be loaded so"}
+    status, _, told = run(capsys, "resize", *options)
+    assert status == 1 and "replica 1 was not resized: it cannot be loaded so" in told
+    last = described(server.answer[1], 1075.2).splitlines()[-1]
+    assert last == (
+        "the latest resize of replica 1 to tensor_parallel_size 2 took 4.2 s: "
+        "it cannot be loaded so"
+    )
 
 
 def test_the_status_as_a_table_and_as_json(capsys, server):

@@ -21,7 +21,9 @@ from jaxserve.core.config import EngineConfig
 @pytest.fixture(scope="module")
 def cluster(llama):
     replicas = [Mortal(), Mortal()]
-    router = Router(lambda: replicas, EngineConfig.of(model=llama.path, **llama.settings()))
+    router = Router(
+        lambda: replicas, EngineConfig.of(model=llama.path, fair_share=True, **llama.settings())
+    )
     yield router, replicas
     router.close()
     router.close()

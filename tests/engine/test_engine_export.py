@@ -154,9 +154,7 @@ def test_pages_are_staged_while_the_prompt_is_computed(llama, alone, kv_llm_for,
         source.engine.step()
         before = source.engine.snapshots.num_computed(stream.request_id)
         assert before == output.seq.num_written
-        parts = list(
-            source.engine.snapshots.export_request(stream.request_id, start=staged[-1])
-        )
+        parts = list(source.engine.snapshots.export_request(stream.request_id, start=staged[-1]))
         exported += sum(rows_of(parts))
         staged.append(snapshots.stage_request(parts, "moved"))
         whole = before - before % PAGE_SIZE if before < len(prompt) else before

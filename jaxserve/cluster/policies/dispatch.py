@@ -2,7 +2,8 @@
 
 Virtual usage and freeness are those of Llumnix (Sun et al., OSDI 2024): a replica's freeness is the
 number of steps until its pool is full, if each sequence grows by a token a step, here in pages. It
-counts all waiting requests and not only the first.
+counts all waiting requests and not only the first. As there, requests of a high priority have
+headroom in it: pages that count as used and are not, so that few others run beside them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from collections.abc import Hashable, Iterable, Sequence
 from jaxserve.cluster.policies.prefixes import CachedPrefixes
 from jaxserve.core.cluster_status import Role
 
+HEADROOM = 0.5
+"""The share of a replica's pages that is left free, while others have room, for all requests of a
+high priority there. A step then reads little KV beside theirs."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Demand:
@@ -25,12 +30,14 @@ class Demand:
         num_tail: tokens of its prompt after those pages.
         num_sequences: its samples, each of which has its own pages after those of the prompt.
         num_output: tokens that it has generated, of all samples.
+        priority: lower ones run first; below 0, the default, it is high.
     """
 
     hashes: tuple[bytes, ...]
     num_tail: int
     num_sequences: int = 1
     num_output: int = 0
+    priority: int = 0
 
     def grown(self, num_tokens: int) -> Demand:
         """The demand after `num_tokens` more tokens."""
@@ -66,12 +73,14 @@ class ReplicaLoad:
         self.demands: dict[Hashable, Demand] = {}
         self._shared: Counter[bytes] = Counter()
         self._own_pages = 0
+        self._num_high = 0
 
     def add(self, key: Hashable, demand: Demand) -> None:
         """A request is dispatched to it."""
         self.demands[key] = demand
         self._shared.update(demand.hashes)
         self._own_pages += demand.own_pages(self.page_size)
+        self._num_high += demand.priority < 0
         self.num_sequences += demand.num_sequences
         self.cached.add(demand.hashes)
 
@@ -89,6 +98,7 @@ class ReplicaLoad:
             if not self._shared[page]:
                 del self._shared[page]
         self._own_pages -= demand.own_pages(self.page_size)
+        self._num_high -= demand.priority < 0
         self.num_sequences -= demand.num_sequences
 
     @property
@@ -103,7 +113,12 @@ class ReplicaLoad:
         return hashes + self._own_pages
 
     def virtual_usage(self, more: Demand | None = None) -> float:
-        """Used pages and those of `more`; infinite while it drains."""
+        """Used pages and those of `more`, with the headroom of high priorities; infinite while it
+        drains."""
+        high = self._num_high + (more is not None and more.priority < 0)
+        return self._usage(more) + (HEADROOM * self.num_pages if high else 0)
+
+    def _usage(self, more: Demand | None) -> float:
         if self.draining:
             return math.inf
         usage = self.num_used_pages
@@ -121,7 +136,7 @@ class ReplicaLoad:
     def has_room(self, more: Demand) -> bool:
         """Whether it runs a request at once, and does not have it wait."""
         num_sequences = self.num_sequences + more.num_sequences
-        return num_sequences <= self.max_num_seqs and self.virtual_usage(more) <= self.num_pages
+        return num_sequences <= self.max_num_seqs and self._usage(more) <= self.num_pages
 
     def uncached_pages(self, demand: Demand) -> int:
         """Full pages of a prompt that it has to compute."""
@@ -131,18 +146,20 @@ class ReplicaLoad:
 def dispatch(loads: Sequence[ReplicaLoad], demand: Demand) -> int | None:
     """The index of the replica that should get a request; None while all of them drain.
 
-    Of those with room for it, the one with the fewest pages in use and to compute: a cached prefix
-    attracts requests until the pages of those it attracted outweigh it. When none has room, the one
-    with the highest freeness. Equal ones by their sequences, then by index. One that only decodes
-    gets it where no other is ready.
+    Of those with room for it, first of those where that leaves the headroom of high priorities, the
+    one with the fewest pages in use and to compute: a cached prefix attracts requests until the
+    pages of those it attracted outweigh it. When none has room, the one with the highest freeness.
+    Equal ones by their sequences, then by index. One that only decodes gets it where no other is
+    ready.
     """
 
     def rank(index: int) -> Iterable[float]:
         load = loads[index]
         if load.has_room(demand):
-            cost = load.virtual_usage(demand) + load.uncached_pages(demand)
-            return False, cost, load.num_sequences, index
-        return True, -load.freeness(demand), load.num_sequences, index
+            usage = load.virtual_usage(demand)
+            cost = usage + load.uncached_pages(demand)
+            return usage > load.num_pages, cost, load.num_sequences, index
+        return 2, -load.freeness(demand), load.num_sequences, index
 
     ready = [index for index, load in enumerate(loads) if not load.draining]
     prefilling = [index for index in ready if loads[index].role != "decode"]

@@ -9,6 +9,7 @@ for prompts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -46,10 +47,10 @@ def plan_moves(
     request of a replica can move now. From `busy` replicas requests are moving, which still count
     there.
 
-    The least free replica gives its smallest request, for that costs least, to the one that is the
-    freest with it, among those of its role. One that drains gives all to any with room, and one
-    that prefills gives those with a token to one that decodes; then the first without one, of
-    whose prompt pages can be copied while the others are computed.
+    The least free replica gives its smallest request, for that costs least, of the lowest priority
+    that it has, to the one that is the freest with it, among those of its role. One that drains
+    gives all to any with room, and one that prefills gives those with a token to one that decodes;
+    then the first without one, of whose prompt pages can be copied while others are computed.
     """
     takers = {index for index, load in enumerate(loads) if not _is_full(load)}
     moves = []
@@ -59,7 +60,7 @@ def plan_moves(
             keys = [key for key in keys if movable(source, key)]
             if not keys:
                 continue
-            key = min(reversed(keys), key=lambda key: _num_pages(load, load.demands[key]))
+            key = min(reversed(keys), key=lambda key: _cost(load, load.demands[key]))
             demand = load.demands[key]
             free = [
                 index
@@ -80,13 +81,13 @@ def _offers(
     """What should leave a replica, first to last: keys, the roles of who may take them, and the
     freeness that these must be left with."""
     if load.draining:
-        yield list(load.demands), ("any", "prefill", "decode"), 0.0
+        yield list(load.demands), ("any", "prefill", "decode"), -math.inf
         return
     prefills = load.role == "prefill"
     if prefills:
-        yield [key for key, each in load.demands.items() if each.num_output], ("decode",), 0.0
+        yield [key for key, each in load.demands.items() if each.num_output], ("decode",), -math.inf
         first = [key for key, each in load.demands.items() if not each.num_output][:1]
-        yield first, ("decode",), 0.0
+        yield first, ("decode",), -math.inf
     if not busy and _is_full(load):
         keys = [k for k, each in load.demands.items() if not (prefills and each.num_output)]
         yield keys, (load.role,), HIGH_FREENESS
@@ -101,5 +102,5 @@ def _takes(load: ReplicaLoad, demand: Demand, least: float) -> bool:
     return load.has_room(demand) and load.freeness(demand) >= least
 
 
-def _num_pages(load: ReplicaLoad, demand: Demand) -> int:
-    return len(demand.hashes) + demand.own_pages(load.page_size)
+def _cost(load: ReplicaLoad, demand: Demand) -> tuple[int, int]:
+    return -demand.priority, len(demand.hashes) + demand.own_pages(load.page_size)

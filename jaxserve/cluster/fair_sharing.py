@@ -1,0 +1,33 @@
+"""Has the queues of all replicas know what each tenant was served by the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from jaxserve.cluster.policies.fairness import FairShares
+from jaxserve.cluster.routed_replica import RoutedReplica
+from jaxserve.core.errors import EngineClosedError, ReplicaLostError
+
+PERIOD_S = 0.2
+"""How far counters are behind: by what replicas serve in this time."""
+
+
+async def share_fairly(replicas: Sequence[RoutedReplica]) -> None:
+    """Exchange the counters of tenants between `replicas`, which may change, until cancelled."""
+    shares = FairShares()
+    while True:
+        await asyncio.gather(*(_exchange(shares, replica) for replica in tuple(replicas)))
+        await asyncio.sleep(PERIOD_S)
+
+
+async def _exchange(shares: FairShares, replica: RoutedReplica) -> None:
+    if replica.state == "loading":
+        shares.forget(replica.index)
+        return
+    try:
+        served, waiting = await replica.client.exchange_shares(dict(shares.counters))
+    except (ReplicaLostError, EngineClosedError):
+        shares.forget(replica.index)
+    else:
+        shares.exchange(replica.index, served, waiting)

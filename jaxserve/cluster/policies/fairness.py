@@ -1,0 +1,50 @@
+"""A fair share for each tenant of all replicas, and not of each alone.
+
+The counters are those of the virtual token counter (Sheng et al., OSDI 2024, see `FairQueue`), of
+what a tenant was served by every replica. The queue of a replica orders its tenants by what it is
+told of them, and what it has served since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping
+
+Tenant = str | None
+
+
+class FairShares:
+    """Counters of all replicas together.
+
+    Attributes:
+        counters: tokens that each tenant was served, as a queue counts them, by tenant.
+    """
+
+    def __init__(self) -> None:
+        self.counters: dict[Tenant, int] = {}
+        self._waiting: dict[Hashable, frozenset[Tenant]] = {}
+        self._level = 0
+
+    def exchange(
+        self, replica: Hashable, served: Mapping[Tenant, int], waiting: Collection[Tenant]
+    ) -> None:
+        """A replica tells what it has served to each tenant since the last time, and who waits
+        there. One that waits nowhere else is lifted, as where it begins to wait, to the lowest
+        counter of those who wait, so that idle time earns no credit."""
+        for tenant, amount in served.items():
+            self.counters[tenant] = self.counters.get(tenant, 0) + amount
+        before = frozenset().union(*self._waiting.values())
+        self._waiting[replica] = frozenset(waiting)
+        known = [self.counters[each] for each in before if self.counters.get(each)]
+        self._level = max(self._level, min(known, default=0))
+        for tenant in self._waiting[replica] - before:
+            self.counters[tenant] = max(self.counters.get(tenant, 0), self._level)
+        waits = frozenset().union(*self._waiting.values())
+        self.counters = {
+            tenant: counter
+            for tenant, counter in self.counters.items()
+            if tenant in waits or counter > self._level
+        }
+
+    def forget(self, replica: Hashable) -> None:
+        """A replica is lost, and nobody waits there."""
+        self._waiting.pop(replica, None)
