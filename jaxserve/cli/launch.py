@@ -12,6 +12,7 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.distributed.launch.job import Backend, Job, is_script
 from jaxserve.distributed.launch.k8s import Kubernetes
 from jaxserve.distributed.launch.local import Local
+from jaxserve.distributed.launch.ray_cluster import RayCluster
 from jaxserve.distributed.launch.slurm import Slurm
 from jaxserve.distributed.launch.ssh import Ssh
 from jaxserve.distributed.launch.tpu_vm import TpuVm
@@ -45,7 +46,8 @@ class Launch:
 
     def run(self) -> int:
         backend = self._chosen()
-        self._check_command()
+        if self._check_command():
+            backend = self._of_replicas()
         if self.dry_run:
             sys.stdout.write(backend.dry_run(self.job))
             return 0
@@ -71,17 +73,34 @@ class Launch:
                     )
         return chosen
 
-    def _check_command(self) -> None:
+    def _of_replicas(self) -> Backend:
+        """Several replicas, which Ray starts on the hosts. Raises ConfigError where it cannot."""
+        if self.backend != "k8s":
+            raise ConfigError(
+                "replicas are started by Ray, and not by launch; start a Ray cluster on the hosts, "
+                "and the server there without launch, or give --backend k8s."
+            )
+        if self.k8s.topology is not None:
+            raise ConfigError("--topology is of one TPU slice, and not of several replicas.")
+        return RayCluster(self.k8s.image, self.k8s.namespace)
+
+    def _check_command(self) -> bool:
         """Parse a jaxserve command before it is submitted, so that errors show before queueing.
+        Returns whether it serves several replicas.
 
         Raises what parsing it raises, and ConfigError for a mesh that does not use all devices.
         """
         command = dataclasses.replace(self.job, hosts=self.job.hosts or 1).command_on(0)
         if command[0] != "-m" and not is_script(command):
             from jaxserve.cli import parse
+            from jaxserve.cli.serve import Serve
 
             parsed = parse(command)
-            self._check_mesh(getattr(parsed, "kind", parsed))
+            parsed = getattr(parsed, "kind", parsed)
+            if isinstance(parsed, Serve) and parsed.num_replicas > 1 and not self.job.independent:
+                return True
+            self._check_mesh(parsed)
+        return False
 
     def _check_mesh(self, command: object) -> None:
         """Raises ConfigError when the engine's mesh does not use all devices of the job."""

@@ -155,7 +155,7 @@ class Serve(Common):
             root_path=self.root_path.rstrip("/"),
             allowed_origins=self.allowed_origins,
             dev_mode=self.dev_mode,
-            has_replicas=self._num_replicas > 1,
+            has_replicas=self.num_replicas > 1,
         )
         if self.snapshot_dir is not None:
             self._check_snapshot_dir()
@@ -189,12 +189,12 @@ class Serve(Common):
         )
 
     def _load(self) -> EngineClient:
-        if self._num_replicas > 1:
+        if self.num_replicas > 1:
             from jaxserve.cluster.ray_replicas import load_replicas
 
             return load_replicas(
                 self.engine,
-                self._num_replicas,
+                self.num_replicas,
                 self.watchdog_timeout,
                 self.prefill_replicas,
                 None if self.max_replicas is None else self.min_replicas or 1,
@@ -237,13 +237,13 @@ class Serve(Common):
             raise ConfigError(f"root_path is {self.root_path!r}; start it with a slash.")
         self._check_disaggregation()
         self._check_autoscaling()
-        if self._num_replicas > 1:
+        if self.num_replicas > 1:
             self._check_replicas()
         if self.trace_file is not None:
             check_output_file("trace_file", self.trace_file)
 
     @property
-    def _num_replicas(self) -> int:
+    def num_replicas(self) -> int:
         apart = self.prefill_replicas + self.decode_replicas
         return self.max_replicas or apart or self.data_parallel_size
 
@@ -310,10 +310,10 @@ class Serve(Common):
         if self.dev_mode:
             raise ConfigError(
                 "dev_mode adds routes that change one engine, but there are "
-                f"{self._num_replicas} replicas; leave one of them out."
+                f"{self.num_replicas} replicas; leave one of them out."
             )
         settings = {"snapshot_dir": self.snapshot_dir, "trace_file": self.trace_file}
-        check_replicas(self._num_replicas, settings)
+        check_replicas(self.num_replicas, settings)
 
     @property
     def _names(self) -> tuple[str, ...]:

@@ -72,11 +72,7 @@ class Kubernetes:
         hosts = job.required_hosts()
         if self.image is None:
             raise ConfigError("backend k8s needs --image, a container image with jaxserve.")
-        if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", job.name) or len(job.name) > _MAX_NAME:
-            raise ConfigError(
-                f"name is {job.name!r}; Kubernetes allows at most {_MAX_NAME} lowercase letters, "
-                "digits and dashes, starting with a letter."
-            )
+        check_name(job)
         if self.topology is not None and not _is_tpu(job):
             raise ConfigError(
                 f"topology is {self.topology}, and accelerator {job.accelerator}; only TPUs have "
@@ -156,6 +152,15 @@ class Kubernetes:
             return job.host_command(_PYTHON)
         first = f"{job.name}-{_GROUP}-0-0.{job.name}:{job.port or _PORT}"
         return job.host_command(_PYTHON, coordinator=first, host="$(JOB_COMPLETION_INDEX)")
+
+
+def check_name(job: Job) -> None:
+    """Raises ConfigError for a name that Kubernetes does not allow."""
+    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", job.name) or len(job.name) > _MAX_NAME:
+        raise ConfigError(
+            f"name is {job.name!r}; Kubernetes allows at most {_MAX_NAME} lowercase letters, "
+            "digits and dashes, starting with a letter."
+        )
 
 
 def _secret_name(job: Job) -> str:
