@@ -244,10 +244,19 @@ def test_the_routes(cluster):
         while (found := (await client.get("/cluster/status")).json())["restart"]["running"]:
             await asyncio.sleep(0.02)
         assert [each["state"] for each in found["replicas"]] == ["ready", "ready"]
+        for body, status, told in (
+            ({"replica": 0, "tensor_parallel_size": 1}, 400, "has these sizes"),
+            ({"replica": 0, "tensor_parallel_size": 64}, 400, "take 64 devices"),
+            ({"replica": 7, "tensor_parallel_size": 2}, 409, "replica 7 is not one of those"),
+        ):
+            answer = await client.post("/cluster/resize", json=body)
+            assert (answer.status_code, told in answer.json()["error"]["message"]) == (status, True)
 
     async def refused(client, service):
         await service.begin(router, None)
         assert (await client.post("/cluster/restart")).status_code == 403
+        resize = await client.post("/cluster/resize", json={"replica": 0})
+        assert resize.status_code == 403
         assert (await client.get("/cluster/status")).status_code == 200
 
     run(asked((), restarted))
