@@ -80,7 +80,7 @@ def load_replicas(
             return sized.remote(index, num_cores, log_level)
 
         replicas = [
-            RayReplica(functools.partial(begin, index), config.num_devices)
+            RayReplica(functools.partial(begin, index), config.num_devices, num_cores is not None)
             for index in range(num_replicas)
         ]
         for replica in replicas[:min_replicas]:
@@ -139,10 +139,12 @@ def _sized(options: Mapping[str, Any], num_devices: int) -> dict[str, Any]:
 class RayReplica:
     """An actor's `Replica`, with the errors of jaxserve instead of Ray's."""
 
-    def __init__(self, start: Callable[[int], Any], num_devices: int) -> None:
-        """`start` makes the actor of so many devices, which `load` begins unless `begin` has."""
+    def __init__(self, start: Callable[[int], Any], num_devices: int, virtual: bool) -> None:
+        """`start` makes the actor of so many devices, which `load` begins unless `begin` has.
+        `virtual`: Ray does not count the devices."""
         self._start = start
         self._num_devices = num_devices
+        self._virtual = virtual
         self._actor: Any = None
         self._process = ""  # where the engine was loaded
 
@@ -240,7 +242,7 @@ class RayReplica:
     async def restart(self, num_devices: int) -> None:
         """End the actor's process, stopped or not, and wait for the one that Ray starts in its
         place; of another number of devices, for another actor."""
-        if num_devices == self._num_devices:
+        if self._virtual or num_devices == self._num_devices:
             ray.kill(self._actor, no_restart=False)
             await self._reached(self._process)
             return
@@ -259,7 +261,8 @@ class RayReplica:
         """Wait until the actor's process answers, and return where it runs: Ray may be starting
         another one, in the place of `ended`, which may still answer a few calls. Raises
         ReplicaLostError if there is none in time."""
-        error = ReplicaLostError(f"{ended} does not end")
+        what = "no process starts in its place" if ended is None else f"{ended} does not end"
+        error = ReplicaLostError(f"{what}, within {_RESTART_S:.0f} s")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_RESTART_S):
                 while True:

@@ -182,8 +182,7 @@ class Replica:
     async def exchange_shares(
         self, counters: Mapping[str | None, int]
     ) -> tuple[Mapping[str | None, int], Sequence[str | None]]:
-        """Take what tenants were served by all replicas, and tell what by this one and who waits
-        here, as `FairQueue.exchange`."""
+        """As `FairQueue.exchange`."""
         return await self._ready.exchange_shares(counters)
 
     async def reset_prefix_cache(self) -> None:

@@ -1,8 +1,8 @@
 """A fair share for each tenant of all replicas, and not of each alone.
 
 The counters are those of the virtual token counter (Sheng et al., OSDI 2024, see `FairQueue`), of
-what a tenant was served by every replica. The queue of a replica orders its tenants by what it is
-told of them, and what it has served since.
+what a tenant was served by all replicas. The queue of a replica orders tenants by these counters,
+as of the last exchange, and by what it has served since.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class FairShares:
     def exchange(
         self, replica: Hashable, served: Mapping[Tenant, int], waiting: Collection[Tenant]
     ) -> None:
-        """A replica tells what it has served to each tenant since the last time, and who waits
-        there. One that waits nowhere else is lifted, as where it begins to wait, to the lowest
-        counter of those who wait, so that idle time earns no credit."""
+        """Takes what a replica has served to each tenant since the last time, and the tenants that
+        wait there. One that waits nowhere else is lifted to the lowest counter of those that wait,
+        so that idle time earns no credit."""
         for tenant, amount in served.items():
             self.counters[tenant] = self.counters.get(tenant, 0) + amount
         before = frozenset().union(*self._waiting.values())
@@ -46,5 +46,5 @@ class FairShares:
         }
 
     def forget(self, replica: Hashable) -> None:
-        """A replica is lost, and nobody waits there."""
+        """Takes back what tenants wait at a replica that is lost."""
         self._waiting.pop(replica, None)
