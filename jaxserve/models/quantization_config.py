@@ -114,7 +114,7 @@ def parse(raw: dict[str, Any]) -> QuantizationConfig | None:
 
 _HARMLESS = {
     # Names of the same, of which one is read.
-    *("quant_method", "bits", "w_bit", "group_size", "q_group_size"),
+    *("quant_method", "method", "bits", "w_bit", "group_size", "q_group_size"),
     # What made the checkpoint, from which data and how.
     *("backend", "dataset", "tokenizer", "model_name_or_path", "model_file_base_name", "meta"),
     *("damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "mse", "nsamples"),

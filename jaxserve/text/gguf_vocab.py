@@ -7,6 +7,7 @@ that ids equal those of the original tokenizer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -70,6 +71,25 @@ _O200K_SPLIT = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_CONTRACTION}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CODES = (
+    "41-5A 61-7A B5 C0-D6 D8-F6 F8-1BA 1BC-1BF 1C4-293 295-2AF 370-373 376-377 37B-37D 37F 386 "
+    "388-38A 38C 38E-3A1 3A3-3F5 3F7-481 48A-52F 531-556 10A0-10C5 13A0-13F5 13F8-13FD 1C90-1CBA "
+    "1CBD-1CBF 1D00-1D2B 1D6B-1D77 1D79-1D9A 1E00-1F15 1F18-1F1D 1F20-1F45 1F48-1F4D 1F50-1F57 "
+    "1F59 1F5B 1F5D 1F5F-1F7D 1F80-1FB4 1FB6-1FBC 1FBE 1FC2-1FC4 1FC6-1FCC 1FD0-1FD3 1FD6-1FDB "
+    "1FE0-1FEC 1FF2-1FF4 1FF6-1FFC 2102 2107 210A-2113 2115 2119-211D 2124 2126 2128 212A-212D "
+    "212F-2134 2139 213C-213F 2145-2149 214E 2183-2184 2C00-2C7B 2C7E-2CE4 2CEB-2CEE 2CF2-2CF3 "
+    "A640-A66D A680-A69B A722-A76F A771-A787 A78B-A78E AB70-ABBF FB00-FB06 FB13-FB17 FF21-FF3A "
+    "FF41-FF5A 10400-1044F 104B0-104D3 104D8-104FB 10C80-10CB2 10CC0-10CF2 118A0-118DF 1E900-1E943"
+)
+_DEEPSEEK_LETTERS = re.sub("[0-9A-F]+", lambda code: chr(int(code[0], 16)), _CODES).replace(" ", "")
+"""Ranges of letters with cases that words of DeepSeek V2 are of: not all that Unicode has."""
+_DEEPSEEK_SPLITS = (
+    r"[\r\n]",
+    rf"\s?[{_DEEPSEEK_LETTERS}]+",
+    r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+    r"\s+$",
+    "[一-龥ࠀ-一가-\ud7ff]+",
+)
 _DEEPSEEK_V3_SPLITS = (
     r"\p{N}{1,3}",
     "[一-龥぀-ゟ゠-ヿ]+",
@@ -105,6 +125,7 @@ class _BytePairs:
 _LLAMA3 = _BytePairs(split=_LLAMA3_SPLIT, ignore_merges=True, adds_bos=True)
 _BYTE_PAIRS = {
     "dbrx": _BytePairs(split=_LLAMA3_SPLIT),  # of Phi-4; in OLMo 2's files not seen yet
+    "deepseek-llm": _BytePairs(split=_DEEPSEEK_SPLITS, single_digits=True),
     "deepseek-v3": _BytePairs(split=_DEEPSEEK_V3_SPLITS),
     "default": _BytePairs(),
     "gpt-2": _BytePairs(),

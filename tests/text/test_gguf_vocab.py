@@ -41,6 +41,7 @@ def _word_metadata(pre: str) -> dict[str, Any]:
         ("tekken", ["Hello", "World", " ", "1", "2", "3", "4", "5"]),
         ("gpt-4o", ["Hello", "World", " ", "123", "45"]),
         ("deepseek-v3", ["HelloWorld", " ", "123", "45"]),
+        ("deepseek-llm", ["HelloWorld", " ", "1", "2", "3", "4", "5"]),
     ],
 )
 def test_pre_tokenizers_split_words_as_their_models_do(pre: str, expected: list[str]) -> None:
@@ -64,6 +65,12 @@ def test_pre_tokenizers_split_words_as_their_models_do(pre: str, expected: list[
             "we'll (a) //\n1234x",
             ["we", "'ll", " (", "a", ")", " //\n", "123", "4", "x"],
         ),
+        (
+            "deepseek-llm",
+            "we'll (a)\n\nx一丁y  ",
+            ["we", "'", "ll", " (", "a", ")", "\n", "\n", "x", "一丁", "y", "  "],
+        ),
+        ("deepseek-llm", "Žlutý ა1", ["Ž", "lut", "ý", " ", "ა", "1"]),
         ("deepseek-v3", "ab一丁cd ά\u0301!", ["ab", "一丁", "cd", " ά\u0301", "!"]),
     ],
 )
