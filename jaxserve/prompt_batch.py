@@ -147,7 +147,7 @@ def warn_of_errors(errors: SequenceOf[str | None], stacklevel: int) -> None:
     if failed:
         warnings.warn(
             f"{len(failed)} of {len(errors)} prompts failed, the first at index {failed[0]}: "
-            f"{errors[failed[0]]} See the `error` of each output.",
+            f"{errors[failed[0]].rstrip('.')}. See the `error` of each output.",
             stacklevel=stacklevel,
         )
 

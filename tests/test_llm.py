@@ -81,6 +81,8 @@ def test_of_a_batch_a_bad_prompt_fails_alone(llama, llm):
         assert token_ids(fine) == llama.answers[5]
         assert fine.error is None
     assert "999" in outputs[0].error
+    with pytest.warns(UserWarning, match=r"shorten it to at most \d+\. See the `error`"):
+        llm.generate([[3] * 500, good], GREEDY, use_tqdm=False)
     assert len({output.request_id for output in outputs}) == len(outputs)
 
 

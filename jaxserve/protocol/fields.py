@@ -390,7 +390,7 @@ class GenerationFields(Fields):
         the endpoint's `defaults`, the model's recommendation. Raises RequestError."""
         given = {name: getattr(self, name, None) for name in _SAMPLING}
         if self.logit_bias is not None:
-            given["logit_bias"] = {_token_id(t): bias for t, bias in self.logit_bias.items()}
+            given["logit_bias"] = _biases(self.logit_bias)
         given["structured_outputs"] = self.constraint()
         given["extra_args"] = self.vllm_xargs
         given |= more
@@ -408,7 +408,10 @@ class GenerationFields(Fields):
         return params
 
 
-def _token_id(key: str) -> int:
-    if not key.isascii() or not key.isdigit() or len(key) > 10:
-        raise FieldError("logit_bias", f"must map token ids to biases, got the key {key!r:.80}.")
-    return int(key)
+def _biases(logit_bias: dict[str, float]) -> dict[int, float]:
+    """Biases by token id. Raises FieldError, which names the keys that are none."""
+    wrong = [key for key in logit_bias if not key.isascii() or not key.isdigit() or len(key) > 10]
+    if wrong:
+        told = f"{', '.join(map(repr, wrong)):.200}"
+        raise FieldError("logit_bias", f"must map token ids to biases, got the keys {told}.")
+    return {int(key): bias for key, bias in logit_bias.items()}

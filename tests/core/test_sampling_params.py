@@ -135,5 +135,7 @@ def test_bad_defaults_and_unknown_fields_are_refused():
 def test_vocabulary_bounds_token_ids(fields):
     params = SamplingParams(**fields)
     params.check_vocabulary(10)
-    with pytest.raises(RequestError, match=f"{next(iter(fields))} names token id 9.*0..8"):
+    with pytest.raises(
+        RequestError, match=f"{next(iter(fields))} names token id 9.* 9 tokens.*0..8"
+    ):
         params.check_vocabulary(9)

@@ -59,6 +59,7 @@ def call_of(path: str, fields: dict, model: Model):
         ),
         ("completions", {"prompt": "a" * 99_999, "truncate_prompt_tokens": 5}, "within this limit"),
         ("chat/completions", {"logit_bias": 3}, "logit_bias must be an object"),
+        ("chat/completions", {"logit_bias": {"a": 1, "5": 1, "b": 1}}, "got the keys 'a', 'b'."),
         ("responses", {"max_tokens": 5}, "max_tokens is not accepted; use max"),
         ("responses", {"background": True}, "background needs a server"),
         ("responses", {"max_output_tokns": 5}, "request; did you mean max_output_tokens?"),

@@ -92,7 +92,12 @@ class Suite:
         path, settings = self.model()
         log = Path(tempfile.mkstemp(suffix=".log")[1])
         names = ["--served-model-name", *dict.fromkeys(names)]
-        return ServerProcess(path, log, *settings, *flags, *names).wait_ready()
+        server = ServerProcess(path, log, *settings, *flags, *names)
+        try:
+            return server.wait_ready()
+        except BaseException:
+            server.stop()
+            raise
 
     def table(self, passed: dict[str, str]) -> str:
         """The page's two tables; `passed` has the cells of the files that are run."""

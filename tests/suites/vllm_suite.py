@@ -60,6 +60,7 @@ _WITHOUT_EFFECT = {
     "--max_model_len": 1,
     "--port": 1,
     "--runner": 1,
+    "--served-model-name": 1,
     "--show-hidden-metrics-for-version": 1,
     "--structured-outputs-config.backend": 1,
     "--tool-call-parser": 1,
@@ -71,6 +72,12 @@ _OURS = {
     "--root-path": 1,
     "--no-enable-prefix-caching": 0,
 }
+
+_ABSENT_TESTS = (
+    *("tests.utils", "tests.conftest"),
+    "tests.entrypoints.openai.chat_completion.test_serving_chat",
+)
+"""Modules of the tests that others import: fixtures, and mocks of vLLM's classes."""
 
 
 class Absent:
@@ -217,8 +224,9 @@ class _Vocabulary:
 
 
 def _names_in(text: str) -> list[str]:
-    """The models that a test file names, adapters included."""
-    return re.findall(r'"(\w[\w.-]*/[\w.-]+|\w[\w.-]*-lora)"', text)
+    """The models that a test file names, adapters and other names of its server included."""
+    models = re.findall(r'"(\w[\w.-]*/[\w.-]+|\w[\w.-]*-lora)"', text)
+    return [*models, *re.findall(r'"--served-model-name",\s*"([\w./-]+)"', text)]
 
 
 PROVIDED: dict[str, Any] = {
@@ -269,7 +277,7 @@ class Stand:
 def main(given: list[str]) -> int:
     arguments = Arguments.parse(SUITE, given)
     sys.meta_path.insert(0, Finder())
-    for name in ("tests.utils", "tests.conftest"):  # Pytest's own finder comes first.
+    for name in _ABSENT_TESTS:  # Pytest's own finder comes first.
         sys.modules[name] = AbsentModule(name)
     transformers.AutoTokenizer.from_pretrained = _tokenizer
     RemoteOpenAIServer.names = tuple(

@@ -213,7 +213,8 @@ class SamplingParams:
             worst = max(getattr(self, field) or (), default=0)
             if worst >= vocab_size:
                 raise RequestError(
-                    f"{field} names token id {worst}, but this model's ids are 0..{vocab_size - 1}."
+                    f"{field} names token id {worst}, but this model has {vocab_size} tokens, "
+                    f"of the ids 0..{vocab_size - 1}."
                 )
 
 
