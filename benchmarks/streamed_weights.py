@@ -103,7 +103,7 @@ def measured(llm: LLM, prompt: str | list[int], params: SamplingParams) -> Measu
     llm.reset_prefix_cache()
     reads = llm.engine._runner.weight_reads
     if reads is not None:
-        reads.num_steps, reads.num_bytes = 0, 0
+        reads.num_passes, reads.num_bytes = 0, 0
         reads.read_s = reads.step_s = reads.stall_s = 0.0
     names = "jaxserve:device_busy_seconds_total", "jaxserve:steps_total"
     before = [llm.get_metrics()[name].value for name in names]
@@ -111,7 +111,7 @@ def measured(llm: LLM, prompt: str | list[int], params: SamplingParams) -> Measu
     busy_s, steps = (llm.get_metrics()[name].value - was for name, was in zip(names, before))
     if reads is None:
         return Measured(busy_s / steps, None, None)
-    return Measured(busy_s / steps, reads.bytes_per_step, reads.stall_share)
+    return Measured(busy_s / steps, reads.bytes_per_pass, reads.stall_share)
 
 
 def budget(model: Path, settings: dict[str, Any], staying: int) -> int:

@@ -75,13 +75,15 @@ class TinyModel:
     kv_cache_dtype: str = "auto"
 
     @classmethod
-    def write_llama(cls, directory: Path) -> TinyModel:
-        """Vocabulary of 256, one token for each byte. It ends some of its answers by itself."""
+    def write_llama(cls, directory: Path, **changes: Any) -> TinyModel:
+        """Vocabulary of 256, one token for each byte. It ends some of its answers by itself.
+        `changes` are of its config.json."""
         raw = CONFIG | {
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "max_position_embeddings": CONTEXT,
             "eos_token_id": EOS,
+            **changes,
         }
         return cls._write(directory, raw, hf_shapes(raw))
 

@@ -209,9 +209,13 @@ def _summary(run: BatchRun, reads: WeightReads | None) -> str:
         ]
     if reads is not None:
         rows += [
-            (f"weights read from {reads.tier} a step", size(reads.bytes_per_step)),
+            (f"weights read from {reads.tier} a pass", size(reads.bytes_per_pass)),
             ("time waiting for weights", f"{reads.stall_share:.1%}"),
         ]
+        if run.done and last.output_tokens:
+            rows.append(
+                ("weights read an output token", size(reads.num_bytes / last.output_tokens))
+            )
     return table(rows)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.cli.arguments.options import Common, ModelSettings
 from jaxserve.cli.described import sizes
+from jaxserve.core.errors import ConfigError
 from jaxserve.core.events import EventLog
 from jaxserve.core.process.output_file import check_output_file
 from jaxserve.core.process.tables import table
@@ -37,8 +38,13 @@ class Profile(Common):
     out: Path = Path("profile.json")
 
     def __post_init__(self) -> None:
-        """Raises ConfigError when `out` cannot be written."""
+        """Raises ConfigError when `out` cannot be written, and for steps that do not run alone."""
         check_output_file("out", self.out)
+        if self.engine.steps_per_weight_read > 1:
+            raise ConfigError(
+                f"steps_per_weight_read is {self.engine.steps_per_weight_read}, but only steps "
+                "that run alone have a time of their own; leave it out."
+            )
 
     def run(self) -> int:
         from jaxserve.runtime.startup import start

@@ -11,6 +11,7 @@ from jaxserve.core.errors import ConfigError
 _UNUSED: dict[str, tuple[object, ...]] = {
     "acceptance": (None, "exact"),
     "batch_invariant": (False,),
+    "chosen number of drafts": (False,),
     "context_parallel_size": (1,),
     "disk_kv_dir": (None,),
     "dual_batch_overlap": ("auto", "off"),
@@ -31,7 +32,10 @@ _UNUSED: dict[str, tuple[object, ...]] = {
     "shadow_outliers": (None,),
     "shadow_rank": (None,),
     "shared_prefix_attention": ("auto", "disabled"),
+    "resident_kv_tokens": (None,),
+    "scheduler": ("static", "orca", "vllm", "sarathi", "splitfuse"),
     "speculative_config": (None,),
+    "steps_per_weight_read": (1,),
     "target_step_us": (None,),
     "tensor_parallel_size": (1,),
     "trees of drafts": (False,),
@@ -99,6 +103,22 @@ EXCLUSIONS = (
         ("layer_skip",),
         "it drafts with layers that are not on the device",
         "use 'ngram' or 'draft_model'",
+    ),
+    Exclusion(
+        "steps_per_weight_read",
+        ("scheduler", "chosen number of drafts"),
+        "the time of a step that runs with others is unknown",
+        "use the scheduler 'sarathi', and a number of drafts",
+    ),
+    Exclusion(
+        "steps_per_weight_read",
+        ("kv_compression",),
+        "a step selects chunks of KV by itself",
+    ),
+    Exclusion(
+        "resident_kv_tokens",
+        ("kv_compression",),
+        "it compresses the KV of sequences longer than the pool alone",
     ),
     Exclusion("kv_on", ("program_scope",), "it runs layer after layer"),
     Exclusion(
@@ -180,6 +200,13 @@ NEEDS = (
         set_to="'host' or 'disk'",
     ),
     Need(
+        "steps_per_weight_read",
+        "weights_on",
+        "no weights are read",
+        set_to="'host' or 'disk'",
+    ),
+    Need("resident_kv_tokens", "kv_on", "all KV stays in the pool", set_to="'host'"),
+    Need(
         "kv_compression",
         "kv_on",
         "it refuses the sequences longer than the pool, whose KV would be compressed",
@@ -234,7 +261,7 @@ def _named(settings: Mapping[str, Any], name: str) -> str:
     """The setting with its value, or what of speculative_config is meant."""
     if name == "layer_skip":
         return "the method of speculative_config is 'layer_skip'"
-    if name in ("layers that draft", "trees of drafts"):
+    if name in ("layers that draft", "trees of drafts", "chosen number of drafts"):
         return f"speculative_config has {name}"
     if name == "speculative_config":
         return f"{name} is given"

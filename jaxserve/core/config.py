@@ -48,9 +48,15 @@ class EngineConfig:
         resident_weight_bytes: memory on each device for weights with `weights_on` host or disk:
             embeddings and head, the window, and as many layers to keep there as fit; by default
             none of those.
+        steps_per_weight_read: steps that pass through the layers together with `weights_on` host or
+            disk, each layer computing all of them before the next one is read; up to so many of
+            these share the running sequences (docs/offload.md).
         kv_on: where the KV of sequences longer than the pool is: "device", which refuses them, or
             "host", whose memory has their older pages, which every step reads through a window in
             device memory (docs/offload.md).
+        resident_kv_tokens: with `kv_on` host, tokens of each sequence whose KV stays in the pool,
+            the newest; by default all of a sequence that fits the pool, and of a longer one as many
+            as a third of the pool holds.
         kv_compression: "shadow" with `kv_on` host: decodes of these sequences attend to some chunks
             of the older pages, found by keys of a low rank on the device, and read only their
             values from the host. Answers differ from those of "none" (docs/offload.md).
@@ -131,7 +137,9 @@ class EngineConfig:
     quantization: choices.Quantization | None = None
     weights_on: choices.WeightsOn = "device"
     resident_weight_bytes: int | None = None
+    steps_per_weight_read: int = 1
     kv_on: choices.KVOn = "device"
+    resident_kv_tokens: int | None = None
     kv_compression: choices.KVCompression = "none"
     shadow_rank: int | None = None
     shadow_budget: int | None = None
@@ -197,7 +205,9 @@ class EngineConfig:
             ("target_step_us", 1),
             ("kv_cache_memory_bytes", 1),
             ("resident_weight_bytes", 1),
+            ("steps_per_weight_read", 1),
             ("host_kv_bytes", 0),
+            ("resident_kv_tokens", 1),
             ("shadow_rank", 1),
             ("shadow_budget", 8),
             ("shadow_outliers", 0),
@@ -314,6 +324,12 @@ class EngineConfig:
         """Most drafts of a decode; 0 without speculation."""
         return self.draft_lengths[-1]
 
+    @property
+    def max_step_seqs(self) -> int:
+        """Most sequences that decode in one step: with several steps to a read of the weights, each
+        has its share of the running ones."""
+        return -(-self.max_num_seqs // self.steps_per_weight_read)
+
     def _combined(self) -> dict[str, Any]:
         """The settings that `combinations` has rules for."""
         speculative = self.speculative_config
@@ -321,6 +337,7 @@ class EngineConfig:
             "acceptance": speculative and speculative.acceptance,
             "layer_skip": speculative is not None and speculative.method == "layer_skip",
             "layers that draft": speculative is not None and speculative.has_layers,
+            "chosen number of drafts": len(self.draft_lengths) > 2,
             "trees of drafts": speculative is not None and bool(speculative.tree_depth),
         }
 
@@ -356,6 +373,7 @@ class EngineConfig:
                 f"page_size is {page_size}, which is not divisible by context_parallel_size "
                 f"{shares}; set it to a multiple of {shares}."
             )
+        step_seqs = -(-seqs // self.steps_per_weight_read)
         streamed = self.weights_on != "device" or self.kv_on != "device"
         shares_prefixes = self.shared_prefix_attention
         if shares_prefixes == "auto":
@@ -367,7 +385,7 @@ class EngineConfig:
             max_model_len=length,
             max_num_seqs=seqs,
             max_num_batched_tokens=self.max_num_batched_tokens
-            or ((512 if on_cpu else 2048) + seqs * (1 + self.num_speculative_tokens)),
+            or ((512 if on_cpu else 2048) + step_seqs * (1 + self.num_speculative_tokens)),
             page_size=page_size,
             shared_prefix_attention=shares_prefixes,
             target_step_us=self.target_step_us

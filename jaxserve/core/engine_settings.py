@@ -18,7 +18,9 @@ class EngineSettings(TypedDict, total=False):
     quantization: choices.Quantization | None
     weights_on: choices.WeightsOn
     resident_weight_bytes: int | None
+    steps_per_weight_read: int
     kv_on: choices.KVOn
+    resident_kv_tokens: int | None
     kv_compression: choices.KVCompression
     shadow_rank: int | None
     shadow_budget: int | None

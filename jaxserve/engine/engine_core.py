@@ -306,6 +306,8 @@ class EngineCore:
 
     def _measured(self, step: DispatchedStep, results: StepResults, us: int) -> None:
         """After a step was read: its time `us` updates step times and the rate of prefills."""
+        if not step.together:
+            return
         self.scheduler.observe_step_time(step.together, us)
         key, most = step.key, self.scheduler.config.max_prefill_tokens
         large = 2 * key.prefill_tokens >= key.num_tokens and 4 * key.prefill_tokens >= most

@@ -16,8 +16,8 @@ from jaxserve.kv.pages import PageError
 
 @dataclasses.dataclass(frozen=True)
 class HostKV:
-    """What sequences with more pages than a pool of `capacity` may take: each at most
-    `resident_pages` of the pool, the newest, and all together `num_pages` on the host."""
+    """What sequences with more than `capacity` pages may take, which is at most the pool's: each at
+    most `resident_pages` of the pool, the newest, and all together `num_pages` on the host."""
 
     capacity: int
     resident_pages: int
@@ -29,7 +29,8 @@ class HostKV:
         return max(self.capacity, self.resident_pages + self.num_pages)
 
     def on_host(self, pages: int) -> int:
-        """Pages of a sequence of `pages` that are on the host in the end; 0 if it fits the pool."""
+        """Pages of a sequence of `pages` that are on the host in the end; 0 if it stays in the
+        pool."""
         return pages - self.resident_pages if pages > self.capacity else 0
 
 

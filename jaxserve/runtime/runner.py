@@ -32,6 +32,7 @@ from jaxserve.runtime.programs.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.host_kv_programs import ForwardWithHostKV
 from jaxserve.runtime.programs.kinds import ProgramKinds
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
+from jaxserve.runtime.step_block import StepBlock
 from jaxserve.runtime.weights.source import ResidentWeights, WeightSource
 from jaxserve.sampling import (
     needs_state,
@@ -64,6 +65,7 @@ class Runner:
         self._rows: dict[int, SamplingRow] = {}
         self._masks = GrammarMasks(self._rows)
         self._stages = collections.deque([BUBBLE] * (shapes.stages - 1))
+        self._block = StepBlock(shapes, self._kinds)
         self.num_dispatches = 0
         self.in_flight: collections.deque[DeviceStep] = collections.deque()
 
@@ -92,8 +94,9 @@ class Runner:
 
     @property
     def busy(self) -> bool:
-        """Whether a dispatched step is still in the pipeline."""
-        return any(packed is not BUBBLE for packed in self._stages)
+        """Whether a dispatched step is still in the pipeline, or waits for those that share its
+        reads."""
+        return bool(len(self._block)) or any(packed is not BUBBLE for packed in self._stages)
 
     def register(
         self,
@@ -145,28 +148,49 @@ class Runner:
         """Calls a step's programs; returns before the devices are done.
 
         In a pipeline the step enters the first stage, all others advance by one, and the oldest is
-        completed and joins `in_flight`.
+        completed and joins `in_flight`. Steps that share the reads of weights wait for each other:
+        they run, and join it, when there are enough of them.
         """
         self.num_dispatches += 1
+        if self.shapes.config.steps_per_weight_read > 1:
+            if packed is not BUBBLE:
+                self._block.add(packed)
+            if packed is BUBBLE or self._block.full:
+                self._run_block(begun_us)
+            return
         self._stages.append(packed)
         key, together = self._key(), tuple(step.plan for step in self._stages)
-        if self._kinds.proposer is not None:
-            self._kinds.proposer.propose(self._state, packed)
-            if forced := self._masks.forced(packed.plan):
-                self._kinds.force_drafts(self._state, forced)
+        self._propose(packed)
         hidden = self._forward(key)
         oldest = self._stages.popleft()
         if oldest is not BUBBLE:
             self.in_flight.append(self._sampled(oldest, key, together, begun_us, hidden))
 
     def advance(self, begun_us: int | None = None) -> None:
-        """Moves the pipeline on by one stage, with no step entering."""
+        """Moves the pipeline on by one stage, with no step entering, or runs those that wait for
+        others to share reads with."""
         self.dispatch(BUBBLE, begun_us)
+
+    def _run_block(self, begun_us: int | None) -> None:
+        """Runs the steps that share reads; all of them are completed."""
+        alone = len(self._block) == 1
+        for packed, hidden in self._block.run(self._state, self._propose):
+            together = (packed.plan,) if alone else ()
+            self.in_flight.append(self._sampled(packed, packed.key, together, begun_us, hidden))
+
+    def _propose(self, packed: PackedInputs) -> None:
+        """Drafts for the decodes of a step that is about to run."""
+        if self._kinds.proposer is not None:
+            self._kinds.proposer.propose(self._state, packed)
+            if forced := self._masks.forced(packed.plan):
+                self._kinds.force_drafts(self._state, forced)
 
     def _drain(self) -> None:
         """Completes every step in the pipeline: page operations apply to all stages at once."""
         while self.busy:
             self.advance()
+        if moves := self._block.take_moves():
+            self._to_host(moves)
 
     def _sampled(
         self,
@@ -299,7 +323,13 @@ class Runner:
 
     def to_host(self, pairs: SequenceOf[tuple[int, int]]) -> None:
         """Copy pages of sequences longer than the pool, given as (device, host); waits for the
-        device."""
+        device. Where steps share reads, each layer's are copied as the next step gets to it."""
+        if self.shapes.config.steps_per_weight_read > 1:
+            self._block.add_moves(pairs)
+        else:
+            self._to_host(pairs)
+
+    def _to_host(self, pairs: SequenceOf[tuple[int, int]]) -> None:
         forward = self._kinds.forward
         assert isinstance(forward, ForwardWithHostKV)
         forward.to_host(self._state, pairs)

@@ -130,11 +130,11 @@ class StepMeasurements:
         config, buckets = self._shapes.config, self._shapes.buckets
         longest = config.max_model_len
         rows = key.rows
-        if key.prefill_tokens and rows == config.max_num_seqs:
+        if key.prefill_tokens and rows == config.max_step_seqs:
             rows -= 1  # The last sequence prefills.
         spans = [(int(decodes_at * (longest - key.width)), 1)] * rows
         left = key.prefill_tokens
-        while left and len(spans) < config.max_num_seqs:
+        while left and len(spans) < config.max_step_seqs:
             size = min(left, longest)
             spans.append((min(int(prefills_at * longest), longest - size), size))
             left -= size

@@ -63,7 +63,7 @@ class AdmissionRule:
         preempted as they grow.
         """
         pages, most = self.layout.pages_for(num_tokens - 1), self.max_num_seqs
-        if pages > self.capacity:
+        if pages > (self.capacity if self.host is None else self.host.capacity):
             if self.host is None or pages > self.host.longest:
                 return 0
             most = min(most, self.host.num_pages // self.host.on_host(pages))

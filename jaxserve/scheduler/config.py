@@ -24,6 +24,7 @@ class SchedulerConfig:
     fair_share: admit the tenant that was served least, instead of the oldest request.
     priority_ageing_us: waiting time that equals one priority level; None for strict levels.
     num_stages: steps in flight in a pipeline.
+    steps_per_weight_read: steps that run together, none of which may need a token of another.
     target_step_us: target for the predicted step time with prefills, for "timed" chunks only.
     draft_lengths: numbers of drafts that a decode may have, ascending from 0; of more than two the
         scheduler chooses.
@@ -42,6 +43,7 @@ class SchedulerConfig:
     fair_share: bool = False
     priority_ageing_us: int | None = None
     num_stages: int = 1
+    steps_per_weight_read: int = 1
     target_step_us: int | None = None
     draft_lengths: tuple[int, ...] = (0,)
     drafter: str | None = None
@@ -63,12 +65,18 @@ class SchedulerConfig:
             fair_share=config.fair_share,
             priority_ageing_us=None if ageing_s is None else round(ageing_s * 1e6),
             num_stages=config.pipeline_parallel_size,
+            steps_per_weight_read=config.steps_per_weight_read,
             target_step_us=config.target_step_us,
             draft_lengths=config.draft_lengths,
             drafter=speculative.method if speculative and speculative.computed else None,
             buckets=buckets,
             prefix_cost=prefix_cost,
         )
+
+    @property
+    def max_decodes(self) -> int:
+        """Most sequences that decode in one step."""
+        return -(-self.max_num_seqs // self.steps_per_weight_read)
 
     def __post_init__(self) -> None:
         """Raises ConfigError when a limit is out of range or would starve prefills."""
@@ -99,7 +107,7 @@ class SchedulerConfig:
                 f"max_prefill_tokens is {self.max_prefill_tokens}; "
                 f"it must be at least min_chunk_tokens, {self.min_chunk_tokens}"
             )
-        least = self.max_num_seqs * (1 + self.draft_lengths[-1]) + self.min_chunk_tokens
+        least = self.max_decodes * (1 + self.draft_lengths[-1]) + self.min_chunk_tokens
         if self.max_num_batched_tokens < least:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; with max_num_seqs "

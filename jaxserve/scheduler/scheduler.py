@@ -222,17 +222,23 @@ class Scheduler(SequenceLifecycle):
         are allocated as if every draft were kept.
 
         With pipeline stages, a sequence can decode only after its previous token has left the
-        pipeline. Each step takes 1 / num_stages of the sequences, so that every stage is busy.
+        pipeline. Each step takes 1 / num_stages of the sequences, so that every stage is busy. Of
+        steps that run together, each takes as many as fit it of those that are in none yet.
         """
         page_size = self.pool.page_size
         prefilled = [seq for seq in self.running if seq.num_computed >= seq.prefill_end]
         most = math.ceil(len(prefilled) / self.config.num_stages)
+        together = self.config.steps_per_weight_read > 1
+        if together:
+            most = self.config.max_decodes
         self._drafts.choose(prefilled)
         chunks = []
         for seq in tuple(self.running):
             if seq.slot is None or len(chunks) == most:
                 break  # Preempted by one before it, as are all after it; or the step has its share.
             if seq.num_computed < seq.prefill_end or seq.ready_at > self._num_steps:
+                continue
+            if together and seq.num_in_flight:
                 continue
             table = self.tables[seq.seq_id]
             end = seq.num_computed + 1
@@ -259,7 +265,8 @@ class Scheduler(SequenceLifecycle):
             )
             self._share_by_urgency(budget)
         else:
-            budget = TokenBudget(self.policy.chunk, room, config.min_chunk_tokens)
+            most = config.max_decodes - len(decodes)
+            budget = TokenBudget(self.policy.chunk, room, config.min_chunk_tokens, most)
             self._share_by_order(budget)
         if self.kv.releases_pages:
             return self._extended(budget.taken, {chunk.seq for chunk in decodes})

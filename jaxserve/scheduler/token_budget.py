@@ -20,19 +20,24 @@ class TokenBudget:
         rule: Literal["whole", "budget", "exact"],
         room: int,
         min_chunk_tokens: int,
+        max_chunks: int,
     ) -> None:
-        """`room` tokens in total. A chunk has `min_chunk_tokens`, or is the last of its prompt."""
+        """`room` tokens in total, of at most `max_chunks` sequences. A chunk has
+        `min_chunk_tokens`, or is the last of its prompt."""
         self.taken: list[tuple[Sequence, int]] = []
         self._rule = rule
         self._room = room
         self._min_chunk_tokens = min_chunk_tokens
+        self._max_chunks = max_chunks
 
     @property
     def full(self) -> bool:
-        return not self._room
+        return not self._room or len(self.taken) >= self._max_chunks
 
     def take(self, seq: Sequence, left: int) -> bool:
         """Gives a sequence with `left` tokens to prefill its share; False if it gets none."""
+        if len(self.taken) >= self._max_chunks:
+            return False
         if self._rule == "exact" and self.taken:
             self._take_back(min(left, self._min_chunk_tokens) - self._room)
         share = self._share(left)

@@ -34,6 +34,12 @@ IN_USE = {
     "max_loras": {"max_loras": 2},
     "preemption": {"preemption": "swap"},
     "program_scope": {"program_scope": "step"},
+    "chosen number of drafts": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": "auto"}
+    },
+    "resident_kv_tokens": {"resident_kv_tokens": 64, "kv_on": "host"},
+    "scheduler": {"scheduler": "medha"},
+    "steps_per_weight_read": {"steps_per_weight_read": 2, "weights_on": "disk"},
     "resident_weight_bytes": {"resident_weight_bytes": 1 << 20},
     "shadow_budget": {"shadow_budget": 2048},
     "shadow_outliers": {"shadow_outliers": 48},

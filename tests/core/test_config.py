@@ -117,7 +117,7 @@ def test_what_is_not_said_is_decided():
     pools = ["kv_cache_memory_bytes", "host_kv_bytes", "disk_kv_dir"]
     chosen = ["devices", "quantization", "target_step_us", "priority_ageing_s"]
     chosen += ["max_loras", "max_lora_rank", "resident_weight_bytes"]
-    chosen += ["shadow_rank", "shadow_budget", "shadow_outliers"]
+    chosen += ["shadow_rank", "shadow_budget", "shadow_outliers", "resident_kv_tokens"]
     assert sorted(undecided) == sorted([*chosen, "speculative_config", *pools])
     assert EngineConfig().resolve(model("default"), "gpu").dtype == "bfloat16"
     assert EngineConfig(scheduler="medha").resolve(model("default"), "gpu").target_step_us == 50_000

@@ -6,10 +6,16 @@ import json
 
 import pytest
 from kv_engines import Alone, bytes_of, settle
-from tiny_engines import assert_idle
+from tiny_engines import TinyModel, assert_idle
 
 MOST_ENGINES = 6
 """Kept at once: an engine's programs take some 2,000 memory maps, and a process may have 65,530."""
+
+
+@pytest.fixture(scope="session")
+def deep(tmp_path_factory):
+    """A tiny Llama of more layers than a window of streamed weights has."""
+    return TinyModel.write_llama(tmp_path_factory.mktemp("deep"), num_hidden_layers=5)
 
 
 @pytest.fixture(scope="session")

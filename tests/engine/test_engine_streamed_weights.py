@@ -8,10 +8,9 @@ import re
 
 import jax
 import pytest
-from family_members import tensors
 from lora_adapters import merged, write_adapter
-from tiny_checkpoints import CONFIG, hf_shapes, write_hf
-from tiny_engines import CONTEXT, EOS, LONGEST, Arrival, TinyModel, drive, generate, preemptions
+from tiny_checkpoints import CONFIG
+from tiny_engines import CONTEXT, LONGEST, Arrival, drive, generate, preemptions
 
 from jaxserve import LoRARequest
 from jaxserve.cli.terminal.text import summary
@@ -22,22 +21,8 @@ from jaxserve.runtime.planning import engine_plan, memory
 from jaxserve.runtime.weights.loading import layer_file
 from jaxserve.scheduler.policies import POLICIES
 
-LAYERS = 5
 FEW_PROGRAMS = {"max_num_seqs": 1, "max_num_batched_tokens": 1 + 16}
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory):
-    """A tiny Llama of more layers than a window has."""
-    raw = CONFIG | {
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": CONTEXT,
-        "eos_token_id": EOS,
-    }
-    return TinyModel.open(write_hf(tmp_path_factory.mktemp("deep"), raw, tensors(hf_shapes(raw))))
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +174,7 @@ def test_a_step_reads_each_streamed_layer_once(deep, llm_for):
     # Up to a window of the next step may have been read ahead, then and now.
     assert abs(read - steps * placement.streamed_bytes) <= placement.window_bytes
     assert step_s > 0
-    assert re.search(r"; [\d.]+ KiB of weights a step from disk, \d+% of the time", summary(llm))
+    assert re.search(r"; [\d.]+ KiB of weights a pass from disk, \d+% of the time", summary(llm))
 
 
 def test_the_file_is_made_once(deep, llm_for):

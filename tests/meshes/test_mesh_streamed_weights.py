@@ -1,4 +1,4 @@
-"""Streamed weights on meshes: every device reads its own shards."""
+"""Streamed weights on meshes: every device reads its own shards, for one step or several."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def test_a_mesh_streams_its_shards(tmp_path):
 def check(mesh: str, path: Path) -> None:
     model = TinyModel.open(path)
     resident = sum(array.nbytes for array in jax.tree.leaves(model.params["layers"][0]))
-    for tier in ("disk", "host"):
-        with load(model, mesh, weights_on=tier, program_scope="layer") as llm:
+    for tier, steps in (("disk", 1), ("host", 2)):
+        shared = {"steps_per_weight_read": steps, "program_scope": "layer"}
+        with load(model, mesh, weights_on=tier, **shared) as llm:
             placement = llm.plan().shapes.placement
             # A quarter of the window is not: norms are whole, and `seq` ranks have all weights.
             assert placement.window_bytes < 1.1 * resident

@@ -214,7 +214,7 @@ def test_every_step_gets_every_layer_from_a_window(
     weights = StreamedWeights({}, staying, order, store, "disk", window)
     for _ in range(steps):
         run_step(weights, count)
-    assert weights.reads.num_steps == steps
+    assert weights.reads.num_passes == steps
     of_layer = sum(array.nbytes for array in jax.tree.leaves(layer(0)))
     assert weights.reads.num_bytes >= steps * len(order) * of_layer
     weights.close()

@@ -54,6 +54,6 @@ def _streamed(llm: LLM) -> str:
     if reads is None:
         return ""
     return (
-        f"; {size(reads.bytes_per_step)} of weights a step from {reads.tier}, "
+        f"; {size(reads.bytes_per_pass)} of weights a pass from {reads.tier}, "
         f"{reads.stall_share:.0%} of the time waiting for them"
     )

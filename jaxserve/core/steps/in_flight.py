@@ -57,7 +57,8 @@ class DispatchedStep:
     key: ProgramKey
     """The program of that dispatch."""
     together: tuple[StepPlan, ...]
-    """The plans that it ran: in a pipeline one per stage."""
+    """The plans that it ran: in a pipeline one per stage. Empty for steps that shared the reads of
+    weights, whose own times are unknown."""
 
     def draft_trees(self) -> list[DraftTree]:
         """The drafts that each sampled row verified, read only for a log that keeps them; none

@@ -30,6 +30,7 @@ from jaxserve.runtime.planning.shadow import CHUNK
 from jaxserve.runtime.planning.step_work import prefix_cost
 from jaxserve.runtime.programs.executable_cache import ExecutableCache
 from jaxserve.runtime.programs.executables import Programs
+from jaxserve.runtime.programs.forward_programs import block_bytes
 from jaxserve.runtime.programs.kinds import check_attention
 from jaxserve.runtime.programs.shapes.params import partitioned, partitioned_adapters
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
@@ -241,7 +242,7 @@ def decide_on(
         model,
         shapes.kv_layout,
         shapes.weights_bytes,
-        shapes.state_bytes,
+        shapes.state_bytes + block_bytes(shapes),
         shapes.kv.image_bytes,
         device,
         shapes.lora_bytes,

@@ -66,6 +66,7 @@ class MemoryPlan:
     host_weights_bytes: int = 0
     disk_weights_bytes: int = 0
     kv_on_host: bool = False
+    resident_kv_tokens: int | None = None
     shadow: ShadowSizes | None = None
 
     @property
@@ -93,7 +94,9 @@ class MemoryPlan:
     @property
     def host_kv(self) -> HostKV | None:
         """What sequences longer than the pool may take; None if these are refused."""
-        return host_kv(self.layout, self.num_pages, self.host_pages) if self.kv_on_host else None
+        if not self.kv_on_host:
+            return None
+        return host_kv(self.layout, self.num_pages, self.host_pages, self.resident_kv_tokens)
 
     @property
     def longest_tokens(self) -> int:
@@ -194,10 +197,16 @@ class MemoryPlan:
         raise MemoryPlanError(f"The engine {self.needs()}; {way}.")
 
 
-def host_kv(layout: KVLayout, num_pages: int, host_pages: int) -> HostKV:
+def host_kv(
+    layout: KVLayout, num_pages: int, host_pages: int, resident_tokens: int | None = None
+) -> HostKV:
     """What sequences longer than a pool of `num_pages` may take: a third of the pool each, so that
-    others run beside one, but at least the pages of a step's tokens."""
+    others run beside one, but at least the pages of a step's tokens. With `resident_tokens`, what
+    sequences may take that are longer than that."""
     capacity = num_pages - 1
+    if resident_tokens is not None:
+        resident = max(layout.chunk_pages, layout.pages_for(resident_tokens))
+        return HostKV(min(capacity, resident), resident, host_pages)
     return HostKV(capacity, max(layout.chunk_pages, capacity // 3), host_pages)
 
 
@@ -257,10 +266,12 @@ def plan_memory(
         host_weights_bytes=host_weights_bytes,
         disk_weights_bytes=disk_weights_bytes,
         kv_on_host=on_host,
+        resident_kv_tokens=config.resident_kv_tokens,
         shadow=shadow,
     )
     if on_host and config.host_kv_bytes is None:
-        plan = dataclasses.replace(plan, host_pages=min(host_pages, pages_of_longest))
+        most = pages_of_longest * (config.max_num_seqs if config.resident_kv_tokens else 1)
+        plan = dataclasses.replace(plan, host_pages=min(host_pages, most))
     if host_weights_bytes * num_devices > _free_on_host(device):
         raise MemoryPlanError(
             f"weights_on is 'host', and the layers take {host_weights_bytes * num_devices} bytes, "
@@ -279,7 +290,10 @@ def plan_memory(
     else:
         if on_cpu:
             plan = dataclasses.replace(plan, pool_limit_bytes=_CPU_KV_BYTES // num_devices)
-        most = config.max_num_seqs * pages_of_longest + 1
+        of_each = pages_of_longest
+        if plan.host_kv is not None and config.resident_kv_tokens is not None:
+            of_each = min(of_each, plan.host_kv.resident_pages)
+        most = config.max_num_seqs * of_each + 1
         num_pages = min(most, max(plan.room_bytes // page_bytes, pages_of_one + 1))
     plan = dataclasses.replace(plan, num_pages=num_pages)
     if on_host:
@@ -300,18 +314,22 @@ def plan_memory(
 
 
 def _with_host_kv(plan: MemoryPlan, config: EngineConfig, pages_of_longest: int) -> MemoryPlan:
-    """The plan with no more host pages than one sequence needs, unless there is a budget. Raises
-    MemoryPlanError for a pool that cannot hold a step's tokens of one sequence."""
-    least, host = plan.layout.chunk_pages, plan.host_kv
-    if host.capacity < min(least, pages_of_longest):
+    """The plan with no more host pages than one sequence needs, or with `resident_kv_tokens` all of
+    them, unless there is a budget. Raises MemoryPlanError for a pool that cannot hold a step's
+    tokens of one sequence."""
+    least, host, capacity = plan.layout.chunk_pages, plan.host_kv, plan.num_pages - 1
+    if config.resident_kv_tokens is not None:
+        least = host.resident_pages
+    if capacity < min(least, pages_of_longest):
         raise MemoryPlanError(
-            f"kv_on is 'host', and the pool has {host.capacity} pages, but a step's "
+            f"kv_on is 'host', and the pool has {capacity} pages, but a step's "
             f"{plan.layout.max_chunk} tokens of one sequence may lie on {least}; set "
             f"kv_cache_memory_bytes to at least {(least + 1) * plan.page_bytes}, or "
             "max_num_batched_tokens to less."
         )
     if config.host_kv_bytes is None:
         needed = host.on_host(pages_of_longest)
+        needed *= 1 if config.resident_kv_tokens is None else config.max_num_seqs
         plan = dataclasses.replace(plan, host_pages=min(plan.host_pages, needed))
     return plan
 

@@ -23,7 +23,7 @@ from jaxserve.runtime.programs.executables import ProgramSpec
 from jaxserve.runtime.programs.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.halves import in_halves
 from jaxserve.runtime.programs.program_kind import ProgramKind, partition_specs
-from jaxserve.runtime.programs.shapes.arrays import placed
+from jaxserve.runtime.programs.shapes.arrays import placed, tree_bytes
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.programs.step_layout import StepLayout
 from sharding_rules import SEQ, STAGE
@@ -40,6 +40,19 @@ class Hidden(NamedTuple):
     sampled: jax.Array
     of_prefills: jax.Array
     kept: Sequence[jax.Array] = ()
+
+
+class Entered(NamedTuple):
+    """A step that has passed the first part of the model, and what it brings to each layer.
+    `to_host`: pages to copy to the host before a layer of it runs, as (device, host)."""
+
+    key: ProgramKey
+    steps: Sequence[FrozenPlan]
+    x: jax.Array
+    shared: Any
+    slot_mappings: Any
+    sampled: Any
+    to_host: Sequence[tuple[int, int]] = ()
 
 
 class _OfStep(ProgramKind[ProgramKey]):
@@ -108,9 +121,20 @@ class ForwardByLayer:
 
     def __call__(self, state: DeviceState, key: ProgramKey, steps: Sequence[FrozenPlan]) -> Hidden:
         """Hidden states of the oldest of `steps`, the newest of which is first."""
-        x, shared, slot_mappings, sampled = self._first(state, key, steps)
-        x, kept = self._layers(state, key, x, shared, slot_mappings)
-        return Hidden(*self._last.run(state, key, x, sampled), kept)
+        return self.finish(state, [self.enter(state, key, steps)])[0]
+
+    def enter(self, state: DeviceState, key: ProgramKey, steps: Sequence[FrozenPlan]) -> Entered:
+        """Runs the first part. Steps enter in the order of their plans."""
+        return Entered(key, steps, *self._first(state, key, steps))
+
+    def finish(self, state: DeviceState, block: Sequence[Entered]) -> list[Hidden]:
+        """Hidden states of steps that have entered: each layer runs all of them, in order, before
+        the next layer is taken."""
+        through = self._layers(state, block)
+        return [
+            Hidden(*self._last.run(state, step.key, x, step.sampled), kept)
+            for step, (x, kept) in zip(block, through)
+        ]
 
 
 class Embed(_OfStep):
@@ -232,18 +256,24 @@ class _Layers(ProgramKind[_LayersKey]):
         )
 
     def __call__(
-        self, state: DeviceState, key: ProgramKey, x: jax.Array, shared: Any, slot_mappings: Any
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        kv, kept = state.kv, []
-        for layers, arrays, own in self._slices[key]:
-            params = state.take_layers(layers, x)
-            pages = [kv[array] for array in arrays]
-            pages, x, more = self._executables[own](params, pages, x, shared, slot_mappings)
-            kept += more
-            for array, written in zip(arrays, pages):
-                kv[array] = written
-        state.weights.end_step(x)
-        return x, kept
+        self, state: DeviceState, block: Sequence[Entered]
+    ) -> list[tuple[jax.Array, list[jax.Array]]]:
+        """The result of the last layer for each step, and the inputs kept of others. A layer's
+        pages make each step wait for the one before it, so the last one is ready last."""
+        kv, kept = state.kv, [[] for _ in block]
+        activations = [entered.x for entered in block]
+        for parts in zip(*(self._slices[entered.key] for entered in block), strict=True):
+            params = state.take_layers(parts[0].layers, activations[-1])
+            for number, (entered, (_, arrays, own)) in enumerate(zip(block, parts)):
+                pages, x = [kv[array] for array in arrays], activations[number]
+                pages, activations[number], more = self._executables[own](
+                    params, pages, x, entered.shared, entered.slot_mappings
+                )
+                kept[number] += more
+                for array, written in zip(arrays, pages):
+                    kv[array] = written
+        state.weights.end_step(activations[-1])
+        return [*zip(activations, kept)]
 
 
 class _StageLayers(_Layers):
@@ -273,6 +303,17 @@ class _LeaveStage(FinalNorm):
     replaces = ("carry",)
     outputs = (P(), P(SEQ, STAGE))
     pure = pipeline_step.leave_stage
+
+
+def block_bytes(shapes: ProgramShapes) -> int:
+    """Bytes on one device of what steps that share the reads of weights bring to each layer, and of
+    the hidden states that they leave; 0 where each step runs by itself."""
+    count = shapes.config.steps_per_weight_read
+    if count == 1:
+        return 0
+    largest = max(shapes.layouts, key=lambda key: key.num_tokens)
+    left = shapes.sampled_hidden, shapes.hidden(largest.prefill_tokens, sharded=True)
+    return count * tree_bytes((Embed(shapes).results(largest), left))
 
 
 def _layout(shapes: ProgramShapes, key: ProgramKey) -> StepLayout:

@@ -19,7 +19,7 @@ from jaxserve.runtime.planning.memory import KV_WINDOW
 from jaxserve.runtime.programs import host_kv_step
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.executables import ProgramSpec
-from jaxserve.runtime.programs.forward_programs import Embed, FinalNorm, Hidden
+from jaxserve.runtime.programs.forward_programs import Embed, Entered, FinalNorm, Hidden
 from jaxserve.runtime.programs.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.page_programs import GatherPages
 from jaxserve.runtime.programs.program_kind import ProgramKind
@@ -83,6 +83,16 @@ def groups_of(
         yield _Group([page for _, page in some], tables)
 
 
+class _Running(NamedTuple):
+    """A step on its way through the layers, and what it reads of the host in each."""
+
+    entered: Entered
+    step: FrozenPlan
+    groups: list[_Group]
+    decodes: Any
+    """With compressed keys, its decodes."""
+
+
 class _Key(NamedTuple):
     step: ProgramKey
     kind: LayerKind
@@ -129,38 +139,78 @@ class ForwardWithHostKV:
         return HostKVStore(self._shapes)
 
     def __call__(self, state: DeviceState, key: ProgramKey, steps: Sequence[FrozenPlan]) -> Hidden:
-        """Hidden states of the only one of `steps`. At most a window of groups is on the device."""
-        (step,) = steps
-        x, shared, (slot_mapping,), sampled = self._first(state, key, steps)
-        layout = self._shapes.layouts[key]
+        """Hidden states of the only one of `steps`."""
+        return self.finish(state, [self.enter(state, key, steps)])[0]
+
+    def enter(self, state: DeviceState, key: ProgramKey, steps: Sequence[FrozenPlan]) -> Entered:
+        """As ForwardByLayer."""
+        return Entered(key, steps, *self._first(state, key, steps))
+
+    def finish(self, state: DeviceState, block: Sequence[Entered]) -> list[Hidden]:
+        """As ForwardByLayer. At most a window of groups is on the device."""
+        running = [self._running(step) for step in block]
+        window = collections.deque[jax.Array]()
+        activations = [step.x for step in block]
+        for layer, kind in enumerate(self._shapes.local_model.layer_kinds):
+            (params,) = state.take_layers(slice(layer, layer + 1), activations[-1])
+            for number, step in enumerate(running):
+                self._copy_to_host(state, layer, block[number].to_host)
+                x = activations[number]
+                activations[number] = self._layer(state, step, layer, kind, params, x, window)
+        state.weights.end_step(activations[-1])
+        return [
+            Hidden(*self._last.run(state, step.key, x, step.sampled))
+            for step, x in zip(block, activations)
+        ]
+
+    def _running(self, entered: Entered) -> _Running:
+        (step,) = entered.steps
+        layout = self._shapes.layouts[entered.key]
         first_row, decodes = 0, None
         if self.shadow is not None:  # Decodes have their own way, and only prompts read groups.
-            first_row, decodes = key.rows, self.shadow.begin_step(key, step)
+            first_row = entered.key.rows
+            decodes = self.shadow.begin_step(entered.key, step)
         groups = [*groups_of(layout, step, self._shapes.host_group_pages, first_row)]
-        window = collections.deque[jax.Array]()
-        for layer, kind in enumerate(self._shapes.local_model.layer_kinds):
-            own = _Key(key, kind)
-            (params,) = state.take_layers(slice(layer, layer + 1), x)
-            partial = self._enter(state, own, layer, params, x, shared, slot_mapping)
-            for group in groups:
-                if len(window) == KV_WINDOW:
-                    window.popleft().block_until_ready()
-                images = self.store.read(layer, group.pages)
-                partial = self._attend(key, partial, slot_mapping.batch, images, group.tables)
-                window.append(partial.lse)
-                del images
-            if decodes is not None:
-                partial = self.shadow.attend(key, layer, partial, step, decodes)
-            x = self._leave(own, params, x, shared, partial)
-        state.weights.end_step(x)
-        return Hidden(*self._last.run(state, key, x, sampled))
+        return _Running(entered, step, groups, decodes)
+
+    def _layer(
+        self,
+        state: DeviceState,
+        running: _Running,
+        layer: int,
+        kind: LayerKind,
+        params: Any,
+        x: jax.Array,
+        window: collections.deque[jax.Array],
+    ) -> jax.Array:
+        """A layer of one step."""
+        entered, step, groups, decodes = running
+        (slot_mapping,) = entered.slot_mappings
+        own = _Key(entered.key, kind)
+        partial = self._enter(state, own, layer, params, x, entered.shared, slot_mapping)
+        for group in groups:
+            if len(window) == KV_WINDOW:
+                window.popleft().block_until_ready()
+            images = self.store.read(layer, group.pages)
+            partial = self._attend(own.step, partial, slot_mapping.batch, images, group.tables)
+            window.append(partial.lse)
+            del images
+        if decodes is not None:
+            partial = self.shadow.attend(own.step, layer, partial, step, decodes)
+        return self._leave(own, params, x, entered.shared, partial)
 
     def to_host(self, state: DeviceState, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies pages, given as (device, host), once the steps dispatched so far have run."""
+        for layer in range(len(state.kv)):
+            self._copy_to_host(state, layer, pairs)
+
+    def _copy_to_host(
+        self, state: DeviceState, layer: int, pairs: Sequence[tuple[int, int]]
+    ) -> None:
+        """Copies a layer of pages; waits for the device."""
         for first in range(0, len(pairs), MOVE_PAGES):
             device, host = zip(*pairs[first : first + MOVE_PAGES])
-            for layer, pages in enumerate(state.kv):
-                self.store.write(layer, host, self._gather([pages], device))
+            self.store.write(layer, host, self._gather([state.kv[layer]], device))
 
 
 class _OfLayer(ProgramKind[_Key]):

@@ -69,6 +69,9 @@ class StepLayout:
     """Whether the first pages of rows may be on the host."""
     shares_prefixes: bool = False
     """Whether decodes may read pages that they share together, in the first KV group."""
+    num_slots: int | None = None
+    """Slots of sequences; as many as `max_seqs`, which a step may have, unless others run beside
+    it."""
     in_halves: bool = False
     """Whether layers compute the tokens in two halves (halves.py)."""
 
@@ -110,7 +113,7 @@ class StepLayout:
     @property
     def trash_slot(self) -> int:
         """The row of per-sequence device state that padding uses; real slots come before it."""
-        return self.max_seqs
+        return self.max_seqs if self.num_slots is None else self.num_slots
 
     @functools.cached_property
     def fields(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
@@ -323,7 +326,7 @@ class StepLayout:
             first = jnp.maximum(context - lengths + 1 - window, 0) // self.page_size
             used &= index >= first[:, None]
         if group:
-            slots += group * (self.max_seqs + 1)
+            slots += group * (self.trash_slot + 1)
         return RaggedBatch(
             jnp.where(used, tables[slots], TRASH_PAGE), context, raw["starts"], lengths
         )

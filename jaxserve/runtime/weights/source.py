@@ -9,6 +9,7 @@ import jax
 
 from jaxserve.core.steps.weight_reads import WeightReads
 from jaxserve.models.family import Params
+from jaxserve.runtime.programs.shapes.arrays import tree_bytes
 
 
 class WeightSource(Protocol):
@@ -24,6 +25,10 @@ class WeightSource(Protocol):
     @property
     def reads(self) -> WeightReads | None:
         """What it has read for steps; None where nothing ever is."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of one device that the parameters take now."""
 
     def take(self, layers: slice, x: jax.Array) -> list[Params]:
         """The parameters of consecutive layers, on the devices. `x` is what these layers get: once
@@ -50,6 +55,10 @@ class ResidentWeights:
     @property
     def reads(self) -> None:
         return None
+
+    @property
+    def device_bytes(self) -> int:
+        return tree_bytes(self.params)
 
     def take(self, layers: slice, x: jax.Array) -> list[Params]:
         return self.params["layers"][layers]

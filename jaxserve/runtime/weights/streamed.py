@@ -14,6 +14,7 @@ import jax
 from jaxserve.core.choices import WeightsOn
 from jaxserve.core.steps.weight_reads import WeightReads
 from jaxserve.models.family import Params
+from jaxserve.runtime.programs.shapes.arrays import tree_bytes
 from jaxserve.runtime.weights.placement import WINDOW
 from jaxserve.runtime.weights.stores import LayerStore
 
@@ -55,7 +56,14 @@ class StreamedWeights:
         self._failure: Exception | None = None
         self._begun_s: float | None = None
         self._closing = False
+        self._kept_bytes = tree_bytes((outside_layers, dict(staying)))
+        self._entered_bytes = self._left_bytes = 0
         self._thread = threading.Thread(target=self._run, name="jaxserve-weights", daemon=True)
+
+    @property
+    def device_bytes(self) -> int:
+        """As WeightSource."""
+        return self._kept_bytes + self._entered_bytes - self._left_bytes
 
     def take(self, layers: slice, x: jax.Array) -> list[Params]:
         """As WeightSource; at most a window of layers at once. Waits for `x` before streamed ones:
@@ -76,7 +84,7 @@ class StreamedWeights:
         jax.block_until_ready(x)
         self._release()
         self.reads.step_s += time.perf_counter() - self._begun_s
-        self.reads.num_steps += 1
+        self.reads.num_passes += 1
         self._begun_s = None
 
     def close(self) -> None:
@@ -97,6 +105,7 @@ class StreamedWeights:
     def _release(self) -> None:
         """Frees the slots of the layers taken, which are done."""
         for slot, params in self._taken:
+            self._left_bytes += tree_bytes(params)
             for array in jax.tree.leaves(params):
                 array.delete()
             self._free.put(slot)
@@ -112,6 +121,7 @@ class StreamedWeights:
             self._failure = read
             raise read
         self._taken.append(read)
+        self.reads.num_bytes += sum(array.nbytes for array in jax.tree.leaves(read[1]))
         return read[1]
 
     def _wait(self, layer: int) -> tuple[int, Params] | Exception:
@@ -138,6 +148,6 @@ class StreamedWeights:
                 self._read.put(error)
                 return
             self.reads.read_s += time.perf_counter() - begin_s
-            self.reads.num_bytes += sum(array.nbytes for array in jax.tree.leaves(params))
+            self._entered_bytes += tree_bytes(params)
             self._read.put((slot, params))
             del params

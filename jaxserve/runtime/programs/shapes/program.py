@@ -132,7 +132,7 @@ class ProgramShapes:
     @functools.cached_property
     def buckets(self) -> Buckets:
         buckets = Buckets.from_config(
-            self.config.max_num_seqs,
+            self.config.max_step_seqs,
             self.config.max_num_batched_tokens,
             pipelined=self.stages > 1,
             seq=self.seq,
@@ -202,7 +202,8 @@ class ProgramShapes:
         context = self.buckets.ring_contexts.get(key._replace(ring=False), 0)
         return StepLayout(
             key=key,
-            max_seqs=self.config.max_num_seqs,
+            max_seqs=self.config.max_step_seqs,
+            num_slots=self.config.max_num_seqs,
             max_pages=self.max_pages,
             kv=self.kv_layout,
             seq=self.seq,
@@ -229,7 +230,8 @@ class ProgramShapes:
         Decode steps are short, so they use larger groups and fewer calls, unless layers are
         streamed one by one.
         """
-        one = bool(key.prefill_tokens or self.placement.streamed)
+        in_blocks = self.config.steps_per_weight_read > 1
+        one = bool(key.prefill_tokens or self.placement.streamed or in_blocks)
         size, count = 1 if one else DECODE_LAYERS, self.local_model.num_layers
         return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
@@ -273,7 +275,8 @@ class ProgramShapes:
     @property
     def host_group_pages(self) -> int:
         """Host pages of a layer that are attended to together, with `kv_on` host."""
-        return group_pages(host_kv(self.kv_layout, self.num_pages, self.num_host_pages))
+        resident = self.config.resident_kv_tokens
+        return group_pages(host_kv(self.kv_layout, self.num_pages, self.num_host_pages, resident))
 
     @functools.cached_property
     def shadow(self) -> ShadowSizes | None:
