@@ -10,34 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kv_engines import first_path
-from tiny_engines import CONTEXT, TinyModel
+from kv_engines import first_path, prefilled
+from tiny_engines import CONTEXT, PAGE_SIZE, Arrival, TinyModel, drive
 
-from jaxserve.core.model_config import LayerKind, ModelConfig
+from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.models.family import Family, Params
+from jaxserve.llm import LLM
+from jaxserve.models.family import Params
 from jaxserve.models.follower import Follower
-from jaxserve.training.dense import draft_states, hidden_states
-
-
-def aux_states(
-    family: Family,
-    config: ModelConfig,
-    params: Params,
-    token_ids: jax.Array,
-    aux_layers: Sequence[int],
-) -> jax.Array:
-    """What enters these layers, side by side [sequences, tokens, layers * hidden], for int32
-    [sequences, tokens]."""
-    kept = []
-
-    def layer(p: Params, config: ModelConfig, kind: LayerKind, x: jax.Array, *rest: Any) -> Any:
-        kept.append(x)
-        return family.layer(p, config, kind, x, *rest)
-
-    hidden_states(dataclasses.replace(family, layer=layer), config, params, token_ids)
-    found = jnp.concatenate([kept[layer] for layer in aux_layers], axis=-1)
-    return found.reshape(*token_ids.shape, -1)
+from jaxserve.training.dense import draft_states, followed_states
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +42,8 @@ class Reference:
         self._length = len(tokens)
         arguments = model.family, model.config, model.params, jnp.asarray(self._tokens[None])
         followed = follower.aux_layers
-        states = aux_states(*arguments, followed) if followed else hidden_states(*arguments)
+        hidden, entering = followed_states(*arguments, followed)
+        states = entering if followed else hidden
         self._features = np.asarray(follower.features(layer.params, states[0]))
         self.states = self._after(self._tokens, self._features)
 
@@ -98,6 +81,33 @@ class Reference:
                 assert found == self.drafts(before)[: len(found)]
             checked.add(length)
         return len(checked)
+
+
+def check_moved(
+    llm: LLM, model: TinyModel, layer: Layer, prompt: list[int], params: SamplingParams
+) -> None:
+    """A request that is exported, ended and imported again: the layer goes on as if it had stayed,
+    its own KV included."""
+    stream = llm.stream({"prompt_token_ids": prompt}, params)
+    for _ in range(8):
+        llm.engine.step()
+    parts, seen = list(llm.export_request(stream.request_id)), []
+    stayed = stream.result()
+    llm.reset_prefix_cache()
+    drive(llm.engine, [Arrival(prompt[::-1], params)])  # Its KV is on those pages now.
+    stream = llm.import_request(iter(parts))
+
+    def going_on() -> None:
+        while llm.engine.has_work:
+            llm.engine.step()
+            seen.extend(slots(llm.engine))
+
+    assert prefilled(llm.engine, going_on)[0] <= PAGE_SIZE
+    moved = stream.result()
+    tokens = [completion.token_ids for completion in moved.outputs]
+    assert tokens == [completion.token_ids for completion in stayed.outputs]
+    reference = Reference(model, layer, [*prompt, *tokens[0]])
+    assert reference.check(seen, len(prompt), of_drafts=False) > 3
 
 
 Slot = Sequence[Any]

@@ -41,29 +41,35 @@ class TrainSpeculator(Common):
         model: a directory, a .gguf file, a Hugging Face id, or the name of the default model.
         data: a JSONL file of prompts: {"prompt": text} or {"messages": [...]} on each line.
         out: a directory for the heads, the answers, checkpoints and the plot of the loss.
-        method: what is trained: "medusa", one head for each token ahead, or "eagle", one layer.
+        method: what is trained: "medusa", one head for each token ahead, or one layer, "eagle" or
+            "eagle3".
         max_tokens: maximum number of tokens of an answer.
+        temperature: of the answers; by default that of the model's generation_config.json.
     """
 
     model: Annotated[Positional[str | None], arg(metavar="MODEL")] = None
     data: Path = Path("prompts.jsonl")
     out: Path = Path("heads")
-    method: Literal["medusa", "eagle"] = "medusa"
+    method: Literal["medusa", "eagle", "eagle3"] = "medusa"
     max_tokens: int = 128
+    temperature: float | None = None
     training: OmitArgPrefixes[TrainingConfig] = dataclasses.field(default_factory=TrainingConfig)
 
     def run(self) -> int:
         from jaxserve.models.eagle import layer_for
+        from jaxserve.models.eagle3 import default_aux_layers
         from jaxserve.models.loading.checkpoint import open_checkpoint
-        from jaxserve.training import eagle, medusa
+        from jaxserve.training import eagle, eagle3, medusa
         from jaxserve.training.acceptance import acceptance
         from jaxserve.training.targets import make_targets, read_prompts
 
         num_heads = self.training.num_heads
-        train = eagle.train if self.method == "eagle" else medusa.train
+        train = {"medusa": medusa.train, "eagle": eagle.train, "eagle3": eagle3.train}[self.method]
         prompts, model = read_prompts(self.data), open_checkpoint(self.model).config
-        if self.method == "eagle":
-            layer_for(model)  # Fail now, not after the answers.
+        if self.method != "medusa":
+            layer_for(model, self.method)  # Fail now, not after the answers.
+        if self.method == "eagle3":
+            default_aux_layers(model.num_layers)
         self._check_resumes(json.dumps(prompts))
         with TerminalProgress() as progress:
             targets = make_targets(
@@ -71,6 +77,7 @@ class TrainSpeculator(Common):
                 prompts,
                 self.out / _TARGETS,
                 self.max_tokens,
+                self.temperature,
                 functools.partial(progress, "targets"),
             )
             held_out = targets[::_HELD_OUT]
@@ -103,8 +110,9 @@ class TrainSpeculator(Common):
     def _check_resumes(self, prompts: str) -> None:
         """Raises ConfigError when `out` has answers of a run with other settings or prompts; notes
         those of this."""
-        own = {"model": self.model, "method": self.method, "max_tokens": self.max_tokens}
-        both = own | dataclasses.asdict(self.training)
+        names = "model", "method", "max_tokens", "temperature"
+        both = {name: getattr(self, name) for name in names}
+        both = both | dataclasses.asdict(self.training)
         settings = {name: str(value) for name, value in both.items()}
         digest = hashlib.sha256(prompts.encode()).hexdigest()
         settings["data"] = f"a file of prompts of SHA-256 {digest}"

@@ -92,6 +92,8 @@ class Sequence:
     acceptance: float | None = None
     """How likely a draft of its next token is kept, where the scheduler chooses by that; None
     before any was verified."""
+    num_tried: int = 0
+    """Drafts that that was learned from."""
     observed_at: int = 0
     """Output tokens when that was last learned from."""
     num_drafts_in_flight: int = 0

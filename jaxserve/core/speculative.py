@@ -191,11 +191,10 @@ class SpeculativeConfig:
                 "name of a smaller model of the same vocabulary."
             )
         if self.method in _TRAINED and not self.model:
-            command = f" that `jaxserve train-speculator --method {self.method}` wrote"
             raise ConfigError(
                 f'speculative_config has the method "{self.method}" and no model; give the '
-                f"directory of {_TRAINED[self.method]}"
-                f"{'' if self.method == 'eagle3' else command}."
+                f"directory of {_TRAINED[self.method]} that `jaxserve train-speculator --method "
+                f"{self.method}` wrote."
             )
         for field in dataclasses.fields(self):
             methods = [method for method, names in _OWN_KEYS.items() if field.name in names]

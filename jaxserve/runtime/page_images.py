@@ -6,7 +6,8 @@ head_dim, tokens]`, values `[heads, tokens, head_dim]` and, of quantized pages, 
 tokens]`. Heads may be replicated, or padding. The KV of a token, `[layers, 2, kv_heads, head_dim]`,
 keys before values, is the same for engines of any page size and any mesh. Quantized, it is bytes,
 and each head's elements are followed by their scale. Latents are keys without values, so there the
-2 is a 1.
+2 is a 1. The layers of what drafts come last in each device's part; their KV is apart from that of
+the model.
 """
 
 from __future__ import annotations
@@ -25,31 +26,42 @@ from sharding_rules import HeadLayout
 
 
 class ImageLayout:
-    """Location of each token's KV in the bytes of a page."""
+    """Location of each token's KV of one model in the bytes of a page: its layers are those `after`
+    another's, if that is not None."""
 
-    def __init__(self, shapes: ProgramShapes, model: ModelConfig) -> None:
-        """`model` is the config of the checkpoint, not the partitioned one of `shapes`."""
-        pages = shapes.kv.pages
+    def __init__(
+        self,
+        shapes: ProgramShapes,
+        model: ModelConfig,
+        local_model: ModelConfig,
+        after: ImageLayout | None = None,
+    ) -> None:
+        """`model` is the config of the checkpoint, not the partitioned one of `shapes`, and
+        `local_model` its part on a device."""
+        pages = shapes.kv.pages_of(local_model)
         self.dtype = np.dtype(np.uint8 if pages.scaled else pages.dtype)
         self.page_tokens = shapes.config.page_size
         self._scale_bytes = np.dtype(np.float32).itemsize if pages.scaled else 0
         width = model.head_dim + self._scale_bytes
         self.token_shape = (model.num_layers, 1 if model.mla else 2, model.num_kv_heads, width)
         self._mesh = (shapes.stages, shapes.seq, shapes.tensor)
-        self._local = (shapes.local_model.num_layers, shapes.local_model.num_kv_heads)
+        self._local = (local_model.num_layers, local_model.num_kv_heads)
         self._head_dim = model.head_dim
         # [heads of the mesh] Index of the model's head, -1 for padding.
         self._heads = HeadLayout(model.num_heads, model.num_kv_heads, shapes.tensor).keys()
+        share = self.page_tokens // shapes.seq
+        self._of_layer = self.token_shape[1] * local_model.num_kv_heads * share * width
+        self._first = 0 if after is None else after._stop
+        self._stop = self._first + local_model.num_layers * self._of_layer
 
     def tokens(self, images: np.ndarray) -> np.ndarray:
         """KV [pages, page_tokens, *token_shape] of page bytes [pages, bytes]."""
         count, dim, share = len(images), self._head_dim, self.page_tokens // self._mesh[1]
         (layers, heads), sides = self._local, self.token_shape[1]
         size = heads * share * dim
-        of_layer = sides * (size + heads * share * self._scale_bytes)
-        # A draft model's layers, if a page has them, come last.
         parts = images.view(self.dtype).reshape(count, math.prod(self._mesh), -1)
-        parts = parts[..., : layers * of_layer].reshape(count, *self._mesh, layers, of_layer)
+        parts = parts[..., self._first : self._stop]
+        parts = parts.reshape(count, *self._mesh, layers, self._of_layer)
         k, *v, scales = np.split(parts, [size * side for side in range(1, sides + 1)], axis=-1)
         k = k.reshape(*parts.shape[:5], heads, dim, share).swapaxes(-1, -2)
         v = [values.reshape(*parts.shape[:5], heads, share, dim) for values in v]
@@ -63,7 +75,8 @@ class ImageLayout:
         return whole[..., first[-self.token_shape[2] :], :]
 
     def images(self, tokens: np.ndarray) -> np.ndarray:
-        """Page bytes uint8 [pages, bytes] of KV in the shape that `tokens` returns."""
+        """The bytes uint8 [pages, devices, bytes] of these layers on each device, for KV in the
+        shape that `tokens` returns."""
         (stages, shares, ranks), (layers, heads), dim = self._mesh, self._local, self._head_dim
         there, sides = (self._heads >= 0)[:, None], self.token_shape[1]
         whole = np.where(there, tokens[..., self._heads, :], np.zeros((), self.dtype))
@@ -73,37 +86,52 @@ class ImageLayout:
         k, v = both[..., 0, :, :, :dim].swapaxes(-1, -2), both[..., 1:, :, :, :dim]
         scales = both[..., dim:].swapaxes(5, 6)
         flat = [np.ascontiguousarray(part).reshape(*both.shape[:5], -1) for part in (k, v, scales)]
-        return np.concatenate(flat, axis=-1).reshape(len(tokens), -1).view(np.uint8)
+        parts = np.concatenate(flat, axis=-1)
+        return parts.reshape(len(tokens), math.prod(self._mesh), -1).view(np.uint8)
+
+    def checked(self, tokens: np.ndarray) -> np.ndarray:
+        """`tokens`. Raises SnapshotError for KV of another shape or dtype."""
+        if tokens.shape[2:] != self.token_shape or tokens.dtype != self.dtype:
+            raise SnapshotError(
+                f"a token's KV is {tokens.dtype} {list(tokens.shape[2:])} in the snapshot, and "
+                f"{self.dtype} {list(self.token_shape)} in this engine."
+            )
+        return tokens
 
 
 class PageImages:
-    """Reads an engine's pages on any tier, and writes those of the device, as KV of tokens."""
+    """Reads an engine's pages on any tier, and writes those of the device, as KV of tokens: of the
+    model, and of the layers that draft for it, if there are any."""
 
-    def __init__(self, layout: ImageLayout, runner: Runner, stores: Mapping[Tier, Store]) -> None:
-        self.layout = layout
-        self.page_tokens = layout.page_tokens
-        self.page_bytes = self.page_tokens * math.prod(layout.token_shape) * layout.dtype.itemsize
+    def __init__(
+        self, layouts: Sequence[ImageLayout], runner: Runner, stores: Mapping[Tier, Store]
+    ) -> None:
+        """`layouts` are of the model, and of what drafts for it."""
+        self.layouts = tuple(layouts)
+        self.page_tokens = layouts[0].page_tokens
+        numbers = sum(math.prod(layout.token_shape) for layout in layouts)
+        self.page_bytes = self.page_tokens * numbers * layouts[0].dtype.itemsize
         self._runner = runner
         self._stores = stores
 
-    def read(self, tier: Tier, pages: Sequence[int]) -> np.ndarray:
-        """KV of up to MOVE_PAGES pages, as `ImageLayout.tokens` returns it.
+    def read(self, tier: Tier, pages: Sequence[int]) -> list[np.ndarray]:
+        """KV of up to MOVE_PAGES pages, as `ImageLayout.tokens` returns it, by layout.
 
         Raises PageCorruptError or OSError where a lower tier cannot be read.
         """
         on_device = tier is Tier.DEVICE
         images = self._runner.read_pages(pages) if on_device else self._stores[tier].read(pages)
-        return self.layout.tokens(images)
+        return [layout.tokens(images) for layout in self.layouts]
 
-    def write(self, pages: Sequence[int], tokens: np.ndarray) -> None:
-        """Writes KV of whole pages to up to MOVE_PAGES pages of the device.
+    def write(self, pages: Sequence[int], tokens: Sequence[np.ndarray]) -> None:
+        """Writes KV of whole pages, by layout, to up to MOVE_PAGES pages of the device. Layers that
+        draft have zeros where it is of the model alone.
 
         Raises SnapshotError for KV of another shape or dtype.
         """
-        layout = self.layout
-        if tokens.shape[2:] != layout.token_shape or tokens.dtype != layout.dtype:
-            raise SnapshotError(
-                f"a token's KV is {tokens.dtype} {list(tokens.shape[2:])} in the snapshot, and "
-                f"{layout.dtype} {list(layout.token_shape)} in this engine."
-            )
-        self._runner.write_pages(pages, self.layout.images(tokens))
+        found = [layout.checked(own) for layout, own in zip(self.layouts, tokens)]
+        for layout in self.layouts[len(found) :]:
+            shape = len(pages), self.page_tokens, *layout.token_shape
+            found.append(np.zeros(shape, layout.dtype))
+        parts = [layout.images(own) for layout, own in zip(self.layouts, found)]
+        self._runner.write_pages(pages, np.concatenate(parts, axis=-1).reshape(len(pages), -1))

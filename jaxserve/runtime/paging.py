@@ -36,7 +36,9 @@ class Paging(PageTransfers):
         """
         config, memory = plan.config, plan.memory
         self._runner = runner
-        self._model = plan.checkpoint.config
+        self._models = [plan.checkpoint.config]
+        if plan.drafting_layers is not None:
+            self._models.append(plan.drafting_layers)
         self._stores: dict[Tier, Store] = {}
         if memory.host_pages and not memory.kv_on_host:
             self._stores[Tier.HOST] = HostStore(memory.host_pages, memory.image_bytes)
@@ -73,8 +75,12 @@ class Paging(PageTransfers):
 
     def images(self) -> PageImages:
         """Access to pages on any tier."""
-        layout = ImageLayout(self._runner.shapes, self._model)
-        return PageImages(layout, self._runner, self._stores)
+        shapes = self._runner.shapes
+        layouts: list[ImageLayout] = []
+        for model, local_model in zip(self._models, (shapes.local_model, shapes.local_draft_model)):
+            after = layouts[-1] if layouts else None
+            layouts.append(ImageLayout(shapes, model, local_model, after))
+        return PageImages(layouts, self._runner, self._stores)
 
     def close(self) -> None:
         """Stops the transfer worker, frees the lower tiers and the device's memory. Idempotent."""

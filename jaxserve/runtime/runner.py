@@ -340,27 +340,28 @@ class Runner:
         self._state.kv = self._kinds.scatter(self._state.kv, pages, staging)
 
     def read_pages(self, pages: SequenceOf[int]) -> np.ndarray:
-        """Copy up to MOVE_PAGES pages to the host, uint8 [pages, bytes], layer by layer and without
-        those of a draft model; waits for the device."""
+        """Copy up to MOVE_PAGES pages to the host, uint8 [pages, bytes], layer by layer; waits for
+        the device."""
         self._drain()
-        own = self._state.kv[: self.shapes.kv_layout.layers_per_page]
-        staged = (self._kinds.gather([layer], pages) for layer in own)
+        alike = zip(self._state.kv, self.shapes.kv.alike)
+        staged = (self._kinds.gather([layer], pages, first) for layer, first in alike)
         layers = [np.asarray(layer)[: len(pages)] for layer in staged]
-        parts = np.stack([self._by_device(layer) for layer in layers], axis=2)
+        parts = np.concatenate([self._by_device(layer) for layer in layers], axis=2)
         return np.ascontiguousarray(parts).view(np.uint8).reshape(len(pages), -1)
 
     def write_pages(self, pages: SequenceOf[int], images: np.ndarray) -> None:
         """Write up to MOVE_PAGES pages, given as `read_pages` returns them."""
         self._drain()
-        kv, place = self._state.kv, self.shapes.kv.staging(MOVE_PAGES, 1)
-        parts = self._by_device(images.view(place.dtype))
-        num_layers = self.shapes.kv_layout.layers_per_page
-        parts = parts.reshape(*parts.shape[:2], num_layers, -1)
-        for index in range(num_layers):
+        kv, shapes, done = self._state.kv, self.shapes.kv, 0
+        for index, first in enumerate(shapes.alike):
+            place = shapes.staging(MOVE_PAGES, 1, first)
+            parts = self._by_device(images.view(place.dtype))
+            size = place.shape[1] // parts.shape[1]
             staging = np.zeros(place.shape, place.dtype)
-            staging[: len(pages)] = parts[:, :, index].reshape(len(pages), -1)
-            staged = jax.device_put(staging, place.sharding)
-            kv[index : index + 1] = self._kinds.scatter(kv[index : index + 1], pages, staged)
+            staging[: len(pages)] = parts[:, :, done : done + size].reshape(len(pages), -1)
+            staged, done = jax.device_put(staging, place.sharding), done + size
+            own = kv[index : index + 1]
+            kv[index : index + 1] = self._kinds.scatter(own, pages, staged, first)
 
     def _by_device(self, images: np.ndarray) -> np.ndarray:
         """Pages [pages, elements] as [pages, devices, elements of each]."""

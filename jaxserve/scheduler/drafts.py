@@ -14,10 +14,14 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 
 from jaxserve.core.sequence import Sequence
+from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.scheduler.step_time import StepLoad, StepTime
 
 START_ACCEPTANCE = 0.7
 """Acceptance that is assumed before any draft was verified."""
+
+PRIOR = 8
+"""Drafts that what is assumed at first counts for: of a sequence, what all others accept."""
 
 MEMORY = 48
 """Forgetting horizon in tokens of a sequence: a draft this many tokens ago weighs 1/e of the
@@ -48,8 +52,9 @@ COST_OF_DRAFT = 0.1
 class FixedDrafts:
     """As many drafts for every sequence as it may have."""
 
-    def choose(self, decodes: SequenceOf[Sequence]) -> None:
-        """Called before a step of these sequences is planned."""
+    def choose(self, decodes: SequenceOf[Sequence], prefill_tokens: int = 0) -> None:
+        """Called before a step of these sequences is planned, which may have so many tokens of
+        prompts too."""
 
     def of(self, seq: Sequence) -> int:
         """Drafts of a sequence in that step."""
@@ -66,48 +71,59 @@ class ChosenDrafts(FixedDrafts):
     def __init__(self, lengths: SequenceOf[int], step_time: StepTime) -> None:
         self._lengths = lengths
         self._step_time = step_time
-        self._acceptance = START_ACCEPTANCE
+        self._of_all, self._num_tried = START_ACCEPTANCE, 0
         self._best = lengths[-1]
         self._length = 0
         self._num_steps = 0
         self._saved = 1.0
         """What trials may cost, in steps of the chosen length."""
-        self._last_used: dict[tuple[int, int], int] = {}
-        """The step that last ran a program, by its decode rows and number of drafts."""
+        self._last_used: dict[ProgramKey, int] = {}
+        """The step that last ran a program."""
 
-    def choose(self, decodes: SequenceOf[Sequence]) -> None:
+    def choose(self, decodes: SequenceOf[Sequence], prefill_tokens: int = 0) -> None:
         seqs = [seq for seq in decodes if seq.num_speculative_tokens]
         if not seqs:
             return
         self._num_steps += 1
-        context_tokens = sum(seq.num_computed + 1 for seq in decodes)
-        loads = {
-            length: StepLoad(len(decodes), context_tokens, width=1 + length)
+        alone = StepLoad(len(decodes), sum(seq.num_computed + 1 for seq in decodes))
+        times = self._times_us(self._loads(alone))
+        tokens = {
+            length: len(decodes) - len(seqs) + self._tokens(seqs, length)
             for length in self._lengths
         }
-        times = self._times_us(loads)
-        goodput = {
-            length: (len(decodes) - len(seqs) + self._tokens(seqs, length)) / times[length]
-            for length in self._lengths
-        }
-        usual = self._best
-        self._best = max(goodput, key=goodput.__getitem__)
+        goodput = {length: tokens[length] / times[length] for length in self._lengths}
+        usual, self._best = self._best, max(goodput, key=goodput.__getitem__)
         if goodput[self._best] <= PREFERENCE * goodput[usual]:
             self._best = usual
-        rows = self._step_time.program(loads[0]).rows
-        self._length = self._best
+        self._length, load = self._best, alone
+        if prefill_tokens:
+            # Such a step has to be made anyway, and its program has rows for all sequences: drafts
+            # pay there if they take less time than their tokens would take in steps of decodes.
+            load = alone._replace(prefill_tokens=prefill_tokens)
+            times = self._times_us(self._loads(load))
+        gain = {
+            length: tokens[length] / goodput[self._best] - times[length] for length in self._lengths
+        }
+        if prefill_tokens:
+            self._length = max(gain, key=gain.__getitem__) if self._step_time.observed(load) else 0
         self._saved = min(self._saved + TRIAL_SHARE, 1.0)
-        for other in self._others(rows, loads) if self._tries else ():
-            lost = 1 - goodput[other] / goodput[self._best]
-            cost = lost * times[other] / times[self._best]
+        for other in self._others(load) if self._tries else ():
+            cost = (gain[self._length] - gain[other]) / times[self._length]
             if cost <= self._saved:
                 self._saved -= max(cost, 0.0)
                 self._length = other
                 break
-        self._last_used[rows, self._length] = self._num_steps
+        self._last_used[self._program(load, self._length)] = self._num_steps
+
+    def _loads(self, load: StepLoad) -> dict[int, StepLoad]:
+        """`load` with decodes of each length."""
+        return {length: load._replace(width=1 + length) for length in self._lengths}
+
+    def _program(self, load: StepLoad, length: int) -> ProgramKey:
+        return self._step_time.program(load._replace(width=1 + length))
 
     def of(self, seq: Sequence) -> int:
-        accepts = seq.acceptance is None or seq.acceptance >= LEAST_ACCEPTANCE
+        accepts = self._acceptance(seq) >= LEAST_ACCEPTANCE
         if not seq.num_speculative_tokens or not (accepts or self._tries):
             return 0
         return self._length
@@ -120,17 +136,24 @@ class ChosenDrafts(FixedDrafts):
     def observe(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         tried = min(num_accepted + 1, num_drafts)
         share = num_accepted / tried
-        before = self._acceptance if seq.acceptance is None else seq.acceptance
         num_tokens = len(seq.output_token_ids)
-        seq.acceptance = _moved(before, share, (num_tokens - seq.observed_at) / MEMORY)
+        age = (num_tokens - seq.observed_at) / MEMORY
+        seq.acceptance = _moved(self._acceptance(seq), share, age, tried, seq.num_tried)
+        seq.num_tried += tried
         seq.observed_at = num_tokens
-        self._acceptance = _moved(self._acceptance, share, tried / MEMORY_OF_ALL)
+        age = tried / MEMORY_OF_ALL
+        self._of_all = _moved(self._of_all, share, age, tried, self._num_tried)
+        self._num_tried += tried
+
+    def _acceptance(self, seq: Sequence) -> float:
+        """The probability that a draft of `seq` is right, if the one before it is."""
+        return self._of_all if seq.acceptance is None else seq.acceptance
 
     def _tokens(self, seqs: SequenceOf[Sequence], length: int) -> float:
         """Tokens that a step is expected to yield for `seqs`, with so many drafts of each."""
         total = 0.0
         for seq in seqs:
-            accepted = self._acceptance if seq.acceptance is None else seq.acceptance
+            accepted = self._acceptance(seq)
             kept = 1.0
             for _ in range(length):
                 total += kept
@@ -139,12 +162,14 @@ class ChosenDrafts(FixedDrafts):
         return total
 
     def _times_us(self, loads: dict[int, StepLoad]) -> dict[int, float]:
-        """The time of a step with each length: predicted where measured, else by the nearest that
-        was."""
+        """The time of a step with each length: predicted where it was measured, of any number of
+        rows, else by the nearest length that was. With prefill all are predicted: programs of
+        decodes are no guide to those."""
+        widths = {program.width for program in self._last_used}
         known = {
             length: self._step_time.predict(load) or 1.0
             for length, load in loads.items()
-            if self._step_time.observed(load)
+            if load.prefill_tokens or self._step_time.observed(load) or load.width in widths
         } or {0: 1.0}
 
         def guessed(length: int) -> float:
@@ -153,17 +178,22 @@ class ChosenDrafts(FixedDrafts):
 
         return {length: known.get(length) or guessed(length) for length in loads}
 
-    def _others(self, rows: int, loads: dict[int, StepLoad]) -> Iterator[int]:
+    def _others(self, load: StepLoad) -> Iterator[int]:
         """Lengths to try: one whose time is unknown or old, and a few drafts if none are chosen."""
-        others = [length for length in self._lengths if length != self._best]
-        oldest = min(others, key=lambda length: self._last_used.get((rows, length), 0))
-        age = self._num_steps - self._last_used.get((rows, oldest), 0)
-        if not self._step_time.observed(loads[oldest]) or age > REMEASURE_STEPS:
+        last = {
+            length: self._last_used.get(self._program(load, length), 0)
+            for length in self._lengths
+            if length != self._length
+        }
+        oldest = min(last, key=last.__getitem__)
+        known = self._step_time.observed(load._replace(width=1 + oldest))
+        if not known or self._num_steps - last[oldest] > REMEASURE_STEPS:
             yield oldest
-        if not self._best:
+        if not self._length:
             yield self._lengths[1]
 
 
-def _moved(mean: float, value: float, age: float) -> float:
-    """An exponential mean with a new value, `age` horizons after the last."""
-    return value + (mean - value) * math.exp(-age)
+def _moved(mean: float, share: float, age: float, tried: int, num_tried: int) -> float:
+    """A mean with the share of `tried` drafts that were right, after `num_tried` others: at first
+    the mean of all, the first value among them; later an exponential one, `age` horizons on."""
+    return mean + (share - mean) * max(1 - math.exp(-age), tried / (PRIOR + num_tried + tried))

@@ -231,7 +231,7 @@ class Scheduler(SequenceLifecycle):
         together = self.config.steps_per_weight_read > 1
         if together:
             most = self.config.max_decodes
-        self._drafts.choose(prefilled)
+        self._drafts.choose(prefilled, self._expected_prefill_tokens())
         chunks = []
         for seq in tuple(self.running):
             if seq.slot is None or len(chunks) == most:
@@ -253,6 +253,13 @@ class Scheduler(SequenceLifecycle):
         return chunks
 
     # Prefills
+
+    def _expected_prefill_tokens(self) -> int:
+        """Tokens of prompts that a step may have beside its decodes, if they get their pages."""
+        tokens = sum(seq.remaining for seq in self._in_progress())
+        if self._free_slots and self.policy.joins:
+            tokens += next((seq.remaining for seq in self.waiting), 0)
+        return min(tokens, self.config.max_prefill_tokens)
 
     def _plan_prefills(self, room: int, decodes: list[ScheduledChunk]) -> list[ScheduledChunk]:
         """Chunks of prefills in progress and of sequences admitted for this step."""

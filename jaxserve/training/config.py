@@ -15,7 +15,10 @@ class TrainingConfig:
 
     Attributes:
         num_heads: tokens that are guessed beyond the next one: by Medusa each by a head of its own;
-            a layer is only measured with so many, and may draft more.
+            a layer of EAGLE-3 is trained in so many passes, and one of EAGLE only measured with so
+            many. Either may draft more.
+        draft_vocab_size: tokens that a layer of EAGLE-3 can guess, the most frequent of the
+            answers; all if the model has no more.
         steps: batches to train on.
         batch_size: sequences of a batch.
         sequence_length: tokens of a sequence.
@@ -26,6 +29,7 @@ class TrainingConfig:
     """
 
     num_heads: int = 3
+    draft_vocab_size: int = 8192
     steps: int = 300
     batch_size: int = 4
     sequence_length: int = 256
@@ -35,7 +39,7 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         """Raises ConfigError, naming the field and its value."""
-        for field in ("num_heads", "steps", "batch_size", "checkpoint_every"):
+        for field in ("num_heads", "draft_vocab_size", "steps", "batch_size", "checkpoint_every"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field} is {getattr(self, field)}; it must be 1 or more.")
         if self.num_heads > MAX_SPECULATIVE_TOKENS:

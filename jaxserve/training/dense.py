@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.model_config import LayerKind, ModelConfig
 from jaxserve.models import eagle
 from jaxserve.models.family import Family, LayeredAttention, Params
 from jaxserve.models.follower import Follower
@@ -22,6 +25,27 @@ def hidden_states(
     attention = functools.partial(_attention, config, sequences)
     hidden = family.forward(params, config, token_ids.reshape(-1), positions, attention)
     return hidden.reshape(sequences, tokens, -1)
+
+
+def followed_states(
+    family: Family,
+    config: ModelConfig,
+    params: Params,
+    token_ids: jax.Array,
+    aux_layers: Sequence[int],
+) -> tuple[jax.Array, jax.Array]:
+    """As `hidden_states`, and what enters `aux_layers`, side by side [sequences, tokens, layers *
+    hidden]."""
+    entered = []
+
+    def layer(p: Params, config: ModelConfig, kind: LayerKind, x: jax.Array, *rest: Any) -> Any:
+        entered.append(x)
+        return family.layer(p, config, kind, x, *rest)
+
+    watched = dataclasses.replace(family, layer=layer)
+    hidden = hidden_states(watched, config, params, token_ids)
+    kept = [entered[index].reshape(hidden.shape) for index in aux_layers]
+    return hidden, jnp.concatenate([hidden[..., :0], *kept], axis=-1)
 
 
 def draft_states(

@@ -26,7 +26,7 @@ _OF_TOKENS = 0.1
 _NOISE = 0.1
 """Most noise that is added to a hidden state, so that errors of its own mislead the layer less
 (section 4.2)."""
-_MOST_GRADIENT, _SECOND_MOMENT = 0.5, 0.95
+MOST_GRADIENT, SECOND_MOMENT = 0.5, 0.95
 """Norm that gradients are clipped to, and the decay of their squares (section 4)."""
 
 
@@ -62,9 +62,8 @@ class Layer(nnx.Module):
         )
 
 
-def untrained(config: ModelConfig, seed: int) -> Params:
-    """Parameters of a layer that gives the hidden state that it gets, so that at first it guesses
-    the model's own next token again."""
+def random_params(specs: Params, seed: int) -> Params:
+    """Parameters of these specs: matrices with results as large as their inputs."""
     rng = np.random.default_rng(seed)
 
     def initial(spec: ParamSpec) -> np.ndarray:
@@ -73,7 +72,13 @@ def untrained(config: ModelConfig, seed: int) -> Params:
             return rng.normal(0, inputs**-0.5, spec.shape).astype(np.float32)
         return np.full(spec.shape, spec.init == "ones", np.float32)
 
-    params = jax.tree.map(initial, eagle.param_specs(config, biased=True))
+    return jax.tree.map(initial, specs)
+
+
+def untrained(config: ModelConfig, seed: int) -> Params:
+    """Parameters of a layer that gives the hidden state that it gets, so that at first it guesses
+    the model's own next token again."""
+    params = random_params(eagle.param_specs(config, biased=True), seed)
     size, (layer,) = config.hidden_size, params["layers"]
     params["fc"] = np.concatenate([np.zeros((size, size)), np.eye(size)], axis=1, dtype=np.float32)
     for name in ("attn_out", "down"):
@@ -95,7 +100,7 @@ def train(
     first = untrained(shapes, config.seed)
     layer, rate = Layer(first), learning_rate(config)
     transform = optax.chain(
-        optax.clip_by_global_norm(_MOST_GRADIENT), optax.adamw(rate, b2=_SECOND_MOMENT)
+        optax.clip_by_global_norm(MOST_GRADIENT), optax.adamw(rate, b2=SECOND_MOMENT)
     )
     of_batch = functools.partial(loss, frozen.family, frozen.config, shapes)
     losses = fit(frozen, layer, of_batch, transform, targets, directory, config, progress)

@@ -10,6 +10,8 @@ from typing import Any
 
 import grain
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
@@ -21,32 +23,54 @@ from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.params import load_params
 from jaxserve.models.registry import get_family, param_specs
 from jaxserve.training.config import TrainingConfig
-from jaxserve.training.dense import hidden_states
+from jaxserve.training.dense import followed_states
 from jaxserve.training.targets import Target, Window, windows
 
 Progress = Callable[[int, int], None]
 _WARM_UP = 0.1
 """Share of the steps in which the learning rate rises."""
+_KEPT_BYTES = 4 << 30
+"""Host memory for hidden states, so that windows that come again are not computed again."""
 
 
 class Frozen:
-    """The model that a drafter is trained for."""
+    """The model that a drafter is trained for, which follows what enters `aux_layers`."""
 
-    def __init__(self, model: str | Path | None) -> None:
+    def __init__(self, model: str | Path | None, aux_layers: tuple[int, ...] = ()) -> None:
         checkpoint = open_checkpoint(model)
         self.config: ModelConfig = checkpoint.config
         self.family: Family = get_family(self.config.architecture)
         self.params: Params = load_params(checkpoint, param_specs(self.config), dtype="float32")
 
-    def hidden_states(self, params: Params, token_ids: jax.Array) -> jax.Array:
-        """As `dense.hidden_states`, of these parameters, which are arguments of programs."""
-        return hidden_states(self.family, self.config, params, token_ids)
+        self._aux_layers = aux_layers
+        self._program = jax.jit(self._states)
+        self._kept: dict[int, np.ndarray] = {}
+        self._num_bytes = 0
+
+    def states(self, windows: list[Window]) -> np.ndarray:
+        """The final hidden states of each window, and what enters the layers that are followed,
+        side by side [windows, tokens, (1 + layers) * hidden]."""
+        return np.stack([self._of(window) for window in windows])
+
+    def _of(self, window: Window) -> np.ndarray:
+        """Each window is computed alone, so that its states do not depend on those beside it."""
+        kept = self._kept.get(window.index)
+        if kept is None:
+            kept = np.asarray(self._program(self.params, window.token_ids[None])[0])
+            if self._num_bytes + kept.nbytes <= _KEPT_BYTES:
+                self._kept[window.index] = kept
+                self._num_bytes += kept.nbytes
+        return kept
+
+    def _states(self, params: Params, token_ids: jax.Array) -> jax.Array:
+        of_model = self.family, self.config, params, token_ids
+        return jnp.concatenate(followed_states(*of_model, self._aux_layers), axis=-1)
 
 
 Loss = Callable[[Any, Params, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-"""The loss float32 of a drafter, an nnx.Module, for the model's parameters, its hidden states
-[batch, tokens, hidden] of token ids int32 [batch, tokens], which of them the model generated bool
-[batch, tokens], and a random key of the step."""
+"""The loss float32 of a drafter, an nnx.Module, for the model's parameters, its states
+[batch, tokens, ...] as `Frozen.states` has them, of token ids int32 [batch, tokens], which of them
+the model generated bool [batch, tokens], and a random key of the step."""
 
 
 def fit(
@@ -71,7 +95,7 @@ def fit(
             f"batch_size is {config.batch_size}; give more prompts, or a smaller batch_size."
         )
     optimizer = nnx.Optimizer(drafter, transform, wrt=nnx.Param)
-    step = nnx.jit(functools.partial(_step, frozen, loss))
+    step = nnx.jit(functools.partial(_step, loss))
     key = jax.random.key(config.seed)
     batches, losses = iter(_batches(data, config)), []
     with ocp.CheckpointManager(directory.absolute(), options=_options(config)) as manager:
@@ -79,26 +103,27 @@ def fit(
             losses = _restore(manager, drafter, optimizer, batches)
         while len(losses) < config.steps:
             own = jax.random.fold_in(key, len(losses))
-            losses.append(float(step(frozen.params, drafter, optimizer, own, *next(batches))))
+            chosen = [data[index] for index in next(batches)]
+            arrays = frozen.states(chosen), *_stacked(chosen)
+            losses.append(float(step(frozen.params, drafter, optimizer, own, *arrays)))
             progress(len(losses), config.steps)
             _save(manager, drafter, optimizer, batches, losses)
     return losses
 
 
 def _step(
-    frozen: Frozen,
     loss: Loss,
     params: Params,
     drafter: nnx.Module,
     optimizer: nnx.Optimizer,
     key: jax.Array,
+    states: jax.Array,
     token_ids: jax.Array,
     generated: jax.Array,
 ) -> jax.Array:
     """Updates the drafter by a batch, and returns its loss."""
-    hidden = frozen.hidden_states(params, token_ids)
     value, gradients = nnx.value_and_grad(
-        lambda drafter: loss(drafter, params, hidden, token_ids, generated, key)
+        lambda drafter: loss(drafter, params, states, token_ids, generated, key)
     )(drafter)
     optimizer.update(drafter, gradients)
     return value
@@ -112,10 +137,17 @@ def learning_rate(config: TrainingConfig) -> optax.Schedule:
     )
 
 
+def _stacked(windows: list[Window]) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids int32 and which the model generated bool, each [windows, tokens]."""
+    return (
+        np.stack([window.token_ids for window in windows]),
+        np.stack([window.generated for window in windows]),
+    )
+
+
 def _batches(data: list[Window], config: TrainingConfig) -> grain.IterDataset:
-    """Token ids int32 and which the model generated bool, each [batch_size, sequence_length]."""
-    dataset = grain.MapDataset.source(data).seed(config.seed).shuffle().repeat()
-    dataset = dataset.map(lambda window: (window.token_ids, window.generated))
+    """Indices of windows, int [batch_size]."""
+    dataset = grain.MapDataset.source(range(len(data))).seed(config.seed).shuffle().repeat()
     ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
     return dataset.batch(config.batch_size, drop_remainder=True).to_iter_dataset(ahead)
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.llm import LLM
 
 Prompt = str | list[dict[str, Any]]
@@ -71,10 +72,12 @@ def make_targets(
     prompts: list[Prompt],
     path: Path,
     max_tokens: int,
+    temperature: float | None,
     progress: Progress,
 ) -> list[Target]:
-    """Answers every prompt with up to `max_tokens` tokens, as the model's files say it is
-    sampled. Those in `path`, which is written as they end, are not answered again.
+    """Answers every prompt with up to `max_tokens` tokens, sampled as the model's files say, but
+    for a `temperature` that is given. Those in `path`, which is written as they end, are not
+    answered again.
 
     Raises RequestError for a prompt that is too long.
     """
@@ -83,7 +86,10 @@ def make_targets(
         _write(path, done)  # Without a line that was cut off.
         with LLM(model, max_num_seqs=NUM_STREAMS) as llm, path.open("a", encoding="utf-8") as file:
             while len(done) < len(prompts):
-                chunk = list(_answered(llm, prompts[len(done) : len(done) + _CHUNK], max_tokens))
+                params = llm.default_sampling_params(max_tokens=max_tokens, seed=0)
+                if temperature is not None:
+                    params = dataclasses.replace(params, temperature=temperature)
+                chunk = list(_answered(llm, prompts[len(done) : len(done) + _CHUNK], params))
                 done += chunk
                 file.writelines(map(_line, chunk))
                 file.flush()
@@ -91,8 +97,7 @@ def make_targets(
     return done
 
 
-def _answered(llm: LLM, prompts: list[Any], max_tokens: int) -> Iterator[Target]:
-    params = llm.default_sampling_params(max_tokens=max_tokens, seed=0)
+def _answered(llm: LLM, prompts: list[Any], params: SamplingParams) -> Iterator[Target]:
     texts = [prompt if isinstance(prompt, str) else llm.chat_prompt(prompt) for prompt in prompts]
     for output in llm.generate(texts, params, use_tqdm=False):
         yield Target(tuple(output.prompt_token_ids), tuple(output.outputs[0].token_ids))
@@ -120,20 +125,23 @@ def _read(path: Path) -> Iterator[Target]:
 @dataclasses.dataclass(frozen=True)
 class Window:
     """Consecutive tokens int32 [length] of a target, and which of them, bool [length], the model
-    generated."""
+    generated; `index` is its place among all."""
 
+    index: int
     token_ids: np.ndarray
     generated: np.ndarray
 
 
 def windows(targets: list[Target], length: int) -> list[Window]:
     """All tokens of the targets in windows of `length`, the last one of each filled up."""
-    found = []
+    found: list[Window] = []
     for target in targets:
         tokens = np.array([*target.prompt, *target.output], np.int32)
         generated = np.arange(len(tokens)) >= len(target.prompt)
         for first in range(0, len(tokens), length):
             part = slice(first, first + length)
             padding = (0, length - len(tokens[part]))
-            found.append(Window(np.pad(tokens[part], padding), np.pad(generated[part], padding)))
-    return [window for window in found if window.generated.any()]
+            if generated[part].any():
+                padded = (np.pad(each[part], padding) for each in (tokens, generated))
+                found.append(Window(len(found), *padded))
+    return found

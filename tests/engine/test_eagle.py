@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from draft_layers import Layer, Reference, slots
+from draft_layers import Layer, Reference, check_moved, slots
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_engines import Preempter, bytes_of
@@ -181,6 +181,11 @@ def test_drafts_are_of_the_hidden_states_of_the_tokens_kept(
     reference = Reference(llama, layer, tokens)
     of_drafts = option == "greedy" and not share
     assert reference.check(seen, len(prompt), of_drafts) >= LONGEST // (1 + DRAFTS)
+
+
+def test_a_layer_goes_on_where_its_request_does(drafting, llama, layer):
+    prompt = max(llama.prompts, key=len)
+    check_moved(drafting(), llama, layer, prompt, PLAIN)
 
 
 @pytest.fixture(scope="module")

@@ -232,8 +232,8 @@ def test_kv_comes_in_parts_and_is_freed_as_it_is_written(llama, alone, engines, 
     readers = []
 
     class Reader(snapshot_kv.SavedKV):
-        def __init__(self, reader):
-            super().__init__(reader)
+        def __init__(self, reader, **options):
+            super().__init__(reader, **options)
             readers.append(reader)
 
         def _row_range(self, row, number):
@@ -358,4 +358,5 @@ def test_kv_of_another_shape_is_refused(llama, engines):
     _, target = engines
     pages = target.engine._paging.images()
     with pytest.raises(SnapshotError, match="float16"):
-        pages.write([1], np.zeros((1, 2 * PAGE_SIZE, *pages.layout.token_shape), np.float16))
+        shape = 1, 2 * PAGE_SIZE, *pages.layouts[0].token_shape
+        pages.write([1], [np.zeros(shape, np.float16)])

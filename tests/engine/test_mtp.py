@@ -11,7 +11,7 @@ import family_members
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from draft_layers import Layer, Reference, slots
+from draft_layers import Layer, Reference, check_moved, slots
 from kv_engines import Preempter, token_ids
 from tiny_checkpoints import write_hf
 from tiny_engines import LONGEST, Arrival, TinyModel, drive
@@ -136,6 +136,11 @@ def test_drafts_are_those_of_the_published_layer(llm, alone, model, layer, share
         assert reference.check(seen, len(prompt), of_drafts) >= LONGEST // (1 + DRAFTS)
         counts.append(int(llm.get_metrics()["vllm:spec_decode_num_accepted_tokens_total"].value))
     assert counts[1] > counts[0] + 5  # Of three tokens many are guessed right.
+
+
+def test_the_layer_goes_on_where_its_request_does(llm, model, layer):
+    """Its KV is latents, as that of the model."""
+    check_moved(llm, model, layer, max(model.prompts, key=len), PLAIN)
 
 
 def test_models_without_the_layer_are_refused(checkpoint, llama, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,9 +21,11 @@ KEY = "sesame"
 
 @pytest.fixture(scope="module")
 def base_url(tmp_path_factory):
-    """A server that wants a key, of a tiny model whose tokens are bytes."""
+    """A server that wants a key and drafts, of a tiny model whose tokens are bytes."""
     directory = tmp_path_factory.mktemp("bench_served")
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
     options = ("--served-model-name=tiny", f"--api-key={KEY}")
+    options += (f"--speculative-config={json.dumps(drafts)}",)
     server = ServerProcess(write_chat_model(directory), directory / "log", *options)
     yield f"http://127.0.0.1:{server.wait_ready().port}/v1"
     assert server.stop() == 0, server.text()
@@ -80,6 +83,18 @@ def test_chats_of_text_have_about_the_length_that_was_asked_for(bench):
     assert (summary["completed"], summary["output_tokens"]) == (10, 120)
     assert summary["prompt_tokens"] == pytest.approx(10 * 200, rel=0.1)
     assert "fluidity index" in done.stdout
+
+
+def test_drafts_are_those_that_the_server_counted_meanwhile(bench):
+    load = ("--request-rate=50", "--num-requests=6", "--input-len=60", "--output-len=30")
+    for _ in range(2):
+        done, run = bench(*load, f"--api-key={KEY}", "--seed=3")
+        assert done.returncode == 0, done.stderr
+        drafts = run["drafts"]
+        assert 0 < drafts["drafts"] < 6 * 30, "those of earlier loads are not in it"
+        assert drafts["drafts"] <= drafts["draft_tokens"] <= 2 * drafts["drafts"]
+        assert sum(drafts["accepted_by_position"]) == drafts["accepted_tokens"]
+        assert re.search(rf"^draft tokens +{drafts['draft_tokens']:,}$", done.stdout, re.MULTILINE)
 
 
 def test_more_than_the_server_can_do_at_once_is_sent_all_the_same(bench):

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from draft_layers import aux_states
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.core.errors import ConfigError, ModelError, UnsupportedModelError, WeightsError
@@ -20,7 +19,7 @@ from jaxserve.models.loading.directory import CONFIG
 from jaxserve.models.loading.drafters.eagle import WEIGHTS
 from jaxserve.models.loading.drafters.eagle3 import Eagle3Checkpoint, save_layer
 from jaxserve.models.loading.params import load_params
-from jaxserve.training.dense import draft_states, hidden_states
+from jaxserve.training.dense import draft_states, followed_states, hidden_states
 
 AUX_LAYERS = 0, 1
 GUESSABLE = np.sort(np.random.default_rng(4).choice(256, 200, replace=False))
@@ -119,7 +118,9 @@ def test_the_states_are_what_enters_the_layers(llama):
     """After the first layer of a model of one, which norms it."""
     token_ids = jnp.asarray(np.random.default_rng(3).integers(0, 256, (1, 16)), jnp.int32)
     family, config, params = llama.family, llama.config, llama.params
-    first, second = np.split(aux_states(family, config, params, token_ids, AUX_LAYERS)[0], 2, -1)
+    first, second = np.split(
+        followed_states(family, config, params, token_ids, AUX_LAYERS)[1][0], 2, -1
+    )
     assert np.array_equal(first, params["embed"][token_ids[0]])
     shorter = dataclasses.replace(
         config, num_layers=1, sliding_windows=(None,), rope_layers=(True,)
@@ -202,5 +203,5 @@ def test_a_layer_that_is_not_there_is_refused(llama, tmp_path):
         ModelError, match=r"there is no EAGLE-3 draft layer in .* safetensors files"
     ):
         llama.load(speculative_config=drafts | {"model": str(tmp_path / "absent")})
-    with pytest.raises(ConfigError, match=r"no model; give the directory of a draft layer\.$"):
+    with pytest.raises(ConfigError, match="no model; give the directory of a draft layer that"):
         llama.load(speculative_config=drafts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from statistics import median
 
 import pytest
 
@@ -33,16 +34,17 @@ class World:
         self.step_time = StepTime(self.buckets)
         self.drafts = ChosenDrafts(AUTO_LENGTHS, self.step_time)
 
-    def us(self, num_decodes: int, width: int) -> float:
-        return self.base_us + self.token_us * self.buckets.pick(num_decodes, 0, width).num_tokens
+    def us(self, num_decodes: int, width: int, prefill_tokens: int = 0) -> float:
+        program = self.buckets.pick(num_decodes, prefill_tokens, width)
+        return self.base_us + self.token_us * program.num_tokens
 
-    def step(self, chances: dict[Sequence, float]) -> tuple[float, float]:
+    def step(self, chances: dict[Sequence, float], prefill_tokens: int = 0) -> tuple[float, float]:
         """Expected tokens and time of a step for sequences that accept with these chances."""
-        self.drafts.choose([*chances])
+        self.drafts.choose([*chances], prefill_tokens)
         lengths = {seq: self.drafts.of(seq) for seq in chances}
         width = 1 + max(lengths.values())
-        us = self.us(len(chances), width)
-        load = StepLoad(len(chances), width=width)
+        us = self.us(len(chances), width, prefill_tokens)
+        load = StepLoad(len(chances), prefill_tokens=prefill_tokens, width=width)
         self.step_time.observe(load, round(us * self.random.uniform(0.95, 1.05)))
         for seq, length in lengths.items():
             accepted = 0
@@ -78,6 +80,8 @@ def sequences(count: int) -> list[Sequence]:
 
 
 MEMORY_BOUND, COMPUTE_BOUND = (20_000, 100), (1_000, 1_000)
+SMOLLM2 = 36_000, 3_900
+"""About as on two CPU cores."""
 
 
 @pytest.mark.parametrize(
@@ -105,6 +109,20 @@ def test_every_phase_of_a_load_is_served_about_as_well_as_by_its_best_length(wor
         chances = dict.fromkeys(sequences(count), chance)
         world.goodput(chances, WARM_UP)
         assert world.goodput(chances, STEPS) > 0.9 * world.best(chances), (count, chance)
+
+
+def test_drafts_of_a_step_with_prompts_pay_for_themselves():
+    """Such a step has rows for all sequences: two of them draft in it where a token of a row costs
+    next to nothing, and otherwise in steps of decodes alone."""
+    for times, beside in (((20_000, 20), 7), (SMOLLM2, 0)):
+        world, seqs = World(*times), sequences(2)
+        lengths: dict[int, list[int]] = {0: [], 32: []}
+        for number in range(40 * TRIAL_STEPS):
+            prefill_tokens = 0 if number % 3 else 32
+            world.step(dict.fromkeys(seqs, 0.95), prefill_tokens)
+            lengths[prefill_tokens].append(world.drafts.of(seqs[0]))
+        late = [median(each[len(each) // 2 :]) for each in lengths.values()]
+        assert late == [7, beside], times
 
 
 def test_a_sequence_that_accepts_nothing_is_drafted_for_only_in_trials():

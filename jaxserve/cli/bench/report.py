@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from jaxserve.cli.terminal.text import milliseconds
 from jaxserve.core.process.tables import table
 from jaxserve.loadgen.results import FLUID, Objectives, Summary
 
+if TYPE_CHECKING:
+    from jaxserve.loadgen.draft_counts import DraftCounts
 
-def report(facts: Iterable[tuple[str, str]], summary: Summary, objectives: Objectives) -> str:
-    """Tables of throughput, latencies (with the generator's own lag), goodput and fluidity.
+
+def report(
+    facts: Iterable[tuple[str, str]],
+    summary: Summary,
+    objectives: Objectives,
+    drafts: DraftCounts | None = None,
+) -> str:
+    """Tables of throughput, latencies (with the generator's own lag), goodput and fluidity, and of
+    the `drafts` that the server verified.
 
     `facts` are rows about the endpoint, which come first.
     """
     parts = [[*facts, *_served(summary)], _latencies(summary), _quality(summary, objectives)]
+    parts.append([] if drafts is None else list(drafts.rows()))
     return "\n\n".join(table(rows) for rows in parts if rows)
 
 

@@ -27,6 +27,7 @@ from jaxserve.runtime.progress import TerminalProgress
 from jaxserve.simulator import slo as limits
 
 if TYPE_CHECKING:
+    from jaxserve.loadgen.draft_counts import DraftCounts
     from jaxserve.loadgen.endpoint import Endpoint
 
 _PLOT_SUFFIXES = (".html", ".svg", ".png")
@@ -123,7 +124,7 @@ class Serve(Common):
             return self._search(seed)
         requests = self.load.requests(seed)
         try:
-            endpoint, results = self._served(requests, seed)
+            endpoint, results, drafts = self._served(requests, seed)
         except asyncio.CancelledError:  # SIGTERM, before anything was sent.
             return STOPPED
         if len(results) < len(requests):
@@ -132,10 +133,11 @@ class Serve(Common):
                 return STOPPED
         objectives, deadlines = self.objectives.objectives(), self.deadline.deadlines()
         summary = Summary.of(results, objectives, deadlines)
-        text = report(_facts(endpoint, seed), summary, objectives)
+        text = report(_facts(endpoint, seed), summary, objectives, drafts)
         document = self._settings(endpoint, seed) | {
             "fields": endpoint.fields,
             "summary": dataclasses.asdict(summary),
+            "drafts": drafts and dataclasses.asdict(drafts),
         }
         print(_as_text(document) if self.json else text)
         self._tell_troubles(results, summary)
@@ -157,7 +159,7 @@ class Serve(Common):
 
         def serve(asked: Sequence[TraceRequest], number: int) -> Sequence[RequestResult]:
             nonlocal endpoint
-            endpoint, results = self._served(asked, seed + number, endpoint)
+            endpoint, results, _ = self._served(asked, seed + number, endpoint)
             return results
 
         finder = CapacityFinder(serve, requests, self.load.rate_of(requests), slo, self._tell)
@@ -188,8 +190,8 @@ class Serve(Common):
 
     def _served(
         self, requests: Sequence[TraceRequest], seed: int, endpoint: Endpoint | None = None
-    ) -> tuple[Endpoint, list[RequestResult]]:
-        """One load, until all of its requests have ended."""
+    ) -> tuple[Endpoint, list[RequestResult], DraftCounts | None]:
+        """One load, until all of its requests have ended, and what was drafted in that time."""
         with TerminalProgress() as progress:
             return asyncio.run(self._measure(requests, seed, progress, endpoint))
 
@@ -199,8 +201,9 @@ class Serve(Common):
         seed: int,
         progress: TerminalProgress,
         endpoint: Endpoint | None,
-    ) -> tuple[Endpoint, list[RequestResult]]:
+    ) -> tuple[Endpoint, list[RequestResult], DraftCounts | None]:
         from jaxserve.loadgen.client import open_session, stream
+        from jaxserve.loadgen.draft_counts import draft_counts
         from jaxserve.loadgen.endpoint import find_out
         from jaxserve.loadgen.prompts import prompt_maker
         from jaxserve.loadgen.replay import replay
@@ -218,13 +221,15 @@ class Serve(Common):
             def body(place: int, request: TraceRequest) -> bytes:
                 return endpoint.body(prompt(place, request), request.output_tokens)
 
+            before = await draft_counts(http, endpoint.base_url)
             results = await replay(
                 requests,
                 body,
                 lambda made: stream(http, endpoint.url, made),
                 lambda done, total: progress("requests", done, total),
             )
-        return endpoint, results
+            after = before and await draft_counts(http, endpoint.base_url)
+        return endpoint, results, after and after.since(before)
 
     def _tell_troubles(self, results: Sequence[RequestResult], summary: Summary) -> None:
         for reason in summary.failures:

@@ -23,6 +23,10 @@ class SnapshotFacts:
     def __init__(self, plan: EnginePlan, tokenizer: Tokenizer) -> None:
         self._config = plan.config
         self._model = plan.checkpoint
+        self._drafter = None
+        if plan.drafting_layers is not None:
+            method = plan.config.speculative_config.method
+            self._drafter = f"{method} {plan.draft_checkpoint.fingerprint}"
         self._tokenizer = tokenizer
 
     @property
@@ -40,12 +44,17 @@ class SnapshotFacts:
             "quantization": config.quantization,
             "vocabulary": self._tokenizer.fingerprint,
             "rope_context": config.max_model_len if stretched else None,
+            "drafter": self._drafter,
         }
 
     def can_use_kv(self, theirs: Mapping[str, Any]) -> bool:
         """Whether this engine would have computed the same KV."""
         ours = self.ours
         return all(theirs.get(name, before) == ours[name] for name, before in _KV_FACTS.items())
+
+    def can_use_draft_kv(self, theirs: Mapping[str, Any]) -> bool:
+        """Whether there is KV of layers that draft, of those of this engine."""
+        return self._drafter is not None and theirs.get("drafter") == self._drafter
 
     def check_kv(self, theirs: Mapping[str, Any]) -> None:
         """Raises SnapshotError for KV that this engine would not have computed."""

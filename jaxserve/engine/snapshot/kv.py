@@ -34,15 +34,20 @@ Place = tuple[Tier, int]
 """A page's tier and number."""
 
 
+_NAMES = "kv", "draft"
+"""What the names of arrays begin with: KV of the model, and of layers that draft for it."""
+
+
 class Pages(Protocol):
-    """KV [pages, page_tokens, layers, 2, kv_heads, head_dim] of up to MOVE_PAGES pages."""
+    """KV [pages, page_tokens, layers, 2, kv_heads, head_dim] of up to MOVE_PAGES pages: of the
+    model, and of the layers that draft for it, if there are any."""
 
     page_tokens: int
     page_bytes: int
 
-    def read(self, tier: Tier, pages: Sequence[int]) -> np.ndarray: ...
+    def read(self, tier: Tier, pages: Sequence[int]) -> list[np.ndarray]: ...
 
-    def write(self, pages: Sequence[int], tokens: np.ndarray) -> None: ...
+    def write(self, pages: Sequence[int], tokens: Sequence[np.ndarray]) -> None: ...
 
 
 @dataclasses.dataclass
@@ -123,19 +128,21 @@ def kv_entries(prefixes: Iterable[Prefix], pages: Pages) -> Iterator[tuple[str, 
     files, num_rows = [], 0
     for batch in batches:
         num_rows += len(batch) * page_tokens
-        files.append((f"kv-{len(files):05d}", num_rows))
+        files.append((f"{len(files):05d}", num_rows))
     listed = []
     for prefix in prefixes:
         fields = dataclasses.asdict(prefix)
         rows = [numbers[place] * page_tokens for place in fields.pop("places")]
         listed.append(fields | {"rows": rows})
-    yield "kv", {"page_tokens": page_tokens, "files": files, "prefixes": listed}
-    for (name, _), batch in zip(files, batches):
-        kv = np.concatenate(list(_read(batch, pages)))
-        yield name, kv.reshape(-1, *kv.shape[2:])
+    named = [(f"{_NAMES[0]}-{file}", stop) for file, stop in files]
+    yield "kv", {"page_tokens": page_tokens, "files": named, "prefixes": listed}
+    for (file, _), batch in zip(files, batches):
+        for name, parts in zip(_NAMES, zip(*_read(batch, pages))):
+            kv = np.concatenate(parts)
+            yield f"{name}-{file}", kv.reshape(-1, *kv.shape[2:])
 
 
-def _read(places: Sequence[Place], pages: Pages) -> Iterator[np.ndarray]:
+def _read(places: Sequence[Place], pages: Pages) -> Iterator[list[np.ndarray]]:
     """The KV of these pages in order, up to MOVE_PAGES of one tier at a time."""
     for tier, group in itertools.groupby(places, key=operator.itemgetter(0)):
         numbers = [page for _, page in group]
@@ -158,9 +165,11 @@ class Reader(Protocol):
 class SavedKV:
     """The KV of a snapshot that is being restored."""
 
-    def __init__(self, reader: Reader) -> None:
-        """Raises SnapshotError when the snapshot is damaged."""
+    def __init__(self, reader: Reader, *, with_drafts: bool = False) -> None:
+        """`with_drafts`: KV of layers that draft is there, and is used. Raises SnapshotError when
+        the snapshot is damaged."""
         self._reader = reader
+        self._names = _NAMES if with_drafts else _NAMES[:1]
         content = reader.json("kv")
         self._page_tokens: int = content["page_tokens"]
         self._files: list[tuple[str, int]] = content["files"]
@@ -228,18 +237,20 @@ class SavedKV:
         try:
             for first in range(len(match.shared), num_pages, MOVE_PAGES):
                 stop = min(first + MOVE_PAGES, num_pages)
-                rows = self._rows(prefix, first * page_size, min(stop * page_size, num_tokens))
-                whole = np.zeros(((stop - first) * page_size, *rows.shape[1:]), rows.dtype)
-                whole[: len(rows)] = rows
-                pages.write(
-                    table.pages[first:stop], whole.reshape(stop - first, page_size, *rows.shape[1:])
-                )
+                places = first * page_size, min(stop * page_size, num_tokens)
+                tokens = []
+                for rows in self._rows(prefix, *places):
+                    whole = np.zeros(((stop - first) * page_size, *rows.shape[1:]), rows.dtype)
+                    whole[: len(rows)] = rows
+                    tokens.append(whole.reshape(stop - first, page_size, *rows.shape[1:]))
+                pages.write(table.pages[first:stop], tokens)
                 put_tokens = min(stop * page_size, num_tokens)
         finally:
             kv.release(table, put_tokens, pin=prefix["request_id"] is not None)
 
-    def _rows(self, prefix: dict[str, Any], start: int, stop: int) -> np.ndarray:
-        """KV [tokens, ...] of tokens start .. stop - 1 of a prefix."""
+    def _rows(self, prefix: dict[str, Any], start: int, stop: int) -> list[np.ndarray]:
+        """KV [tokens, ...] of tokens start .. stop - 1 of a prefix: of the model and, with drafts,
+        of what drafts for it."""
         parts = []
         start, stop = start - prefix["start"], stop - prefix["start"]
         while start < stop:
@@ -248,20 +259,28 @@ class SavedKV:
             row = prefix["rows"][page] + offset
             parts.append(self._row_range(row, count))
             start += count
-        return np.concatenate(parts)
+        return [np.concatenate(own) for own in zip(*parts)]
 
-    def _row_range(self, row: int, count: int) -> np.ndarray:
+    def _row_range(self, row: int, count: int) -> list[np.ndarray]:
         """Consecutive rows of one page, and so of one file. Frees the files before it that no later
         prefix has rows of."""
         index = self._file_of(row)
         for earlier in range(index):
             if self._last_use.get(earlier, 0) <= self._number:
-                self._reader.forget(self._files[earlier][0])
-        before = self._files[index - 1][1] if index else 0
-        rows = self._reader.rows(self._files[index][0], row - before, row - before + count)
-        if len(rows) != count:
-            raise SnapshotError(f"the snapshot's {self._files[index][0]} has too few rows of KV.")
-        return rows
+                for name in self._arrays_of(earlier):
+                    self._reader.forget(name)
+        before, found = self._files[index - 1][1] if index else 0, []
+        for name in self._arrays_of(index):
+            rows = self._reader.rows(name, row - before, row - before + count)
+            if len(rows) != count:
+                raise SnapshotError(f"the snapshot's {name} has too few rows of KV.")
+            found.append(rows)
+        return found
+
+    def _arrays_of(self, index: int) -> list[str]:
+        """The names of the arrays of a file: of the model's KV, and with drafts of theirs."""
+        first, rest = self._files[index][0], self._names[1:]
+        return [first, *(first.replace(_NAMES[0], name, 1) for name in rest)]
 
     def _file_of(self, row: int) -> int:
         """The index of the file with a row."""

@@ -131,7 +131,7 @@ class Snapshots:
         self._facts.check_model(reader.facts)
         requests = self._restorer.built(_states_of(reader))
         usable = self._facts.can_use_kv(reader.facts)
-        kv = SavedKV(reader) if usable and reader.has("kv") else None
+        kv = self._saved(reader) if usable and reader.has("kv") else None
         return self._restorer.add(Contents(requests, kv))
 
     def export_request(
@@ -264,7 +264,7 @@ class Snapshots:
         reader = PartReader(parts)
         self._facts.check_model(reader.facts)
         self._facts.check_kv(reader.facts)
-        saved = SavedKV(reader)
+        saved = self._saved(reader)
         self._core.num_changes += 1
         with interrupts_held():
             self._restorer.place(Contents([], saved), reader.finish)
@@ -337,10 +337,14 @@ class Snapshots:
         name = request_id or state.added.request_id
         added = dataclasses.replace(state.added, request_id=name)
         requests = self._restorer.built([dataclasses.replace(state, added=added)])
-        saved = SavedKV(reader) if reader.has("kv") else None
+        saved = self._saved(reader) if reader.has("kv") else None
         for prefix in saved.prefixes if saved is not None else ():
             prefix["request_id"] = name
         return Contents(requests, saved)
+
+    def _saved(self, reader: SnapshotReader | PartReader) -> SavedKV:
+        """The KV of a snapshot. That of another engine's drafter is not used."""
+        return SavedKV(reader, with_drafts=self._facts.can_use_draft_kv(reader.facts))
 
     def _kv(
         self, sequences: Iterable[Sequence], cache: bool, start: int | None = None

@@ -6,6 +6,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ModelError
+from jaxserve.core.model_config import ModelConfig
 from jaxserve.models import mtp
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.drafters import mtp as mtp_layer
@@ -49,6 +50,18 @@ def open_drafter(
         raise type(error)(f"the model of speculative_config: {error}") from error
     check_draft_model(draft.config, checkpoint.config, config.max_model_len)
     return draft
+
+
+def drafting_layers(
+    checkpoint: Checkpoint, draft_checkpoint: Checkpoint | MedusaCheckpoint | None
+) -> ModelConfig | None:
+    """The config, before it is partitioned, of the layers that draft and have KV of their own; None
+    without such."""
+    if draft_checkpoint is None or isinstance(draft_checkpoint, MedusaCheckpoint):
+        return None
+    if draft_checkpoint is checkpoint:
+        return mtp.layer_of(checkpoint.config)
+    return draft_checkpoint.config
 
 
 def drafting(

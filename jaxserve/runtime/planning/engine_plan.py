@@ -24,7 +24,7 @@ from jaxserve.runtime.devices import (
 )
 from jaxserve.runtime.hosts import Hosts
 from jaxserve.runtime.planning.alternatives import Changes, gib, refusal
-from jaxserve.runtime.planning.drafters import drafting, open_drafter
+from jaxserve.runtime.planning.drafters import drafting, drafting_layers, open_drafter
 from jaxserve.runtime.planning.memory import MemoryPlan, plan_memory, reserve_memory
 from jaxserve.runtime.planning.shadow import CHUNK
 from jaxserve.runtime.planning.step_work import prefix_cost
@@ -103,6 +103,11 @@ class EnginePlan:
         if self.draft_checkpoint is not None:
             digests["the digest of the draft model's weights"] = self.draft_checkpoint.fingerprint
         return digests
+
+    @property
+    def drafting_layers(self) -> ModelConfig | None:
+        """The config of the layers that draft and have KV of their own; None without such."""
+        return drafting_layers(self.checkpoint, self.draft_checkpoint)
 
     @property
     def info(self) -> EngineInfo:

@@ -145,10 +145,9 @@ class CopyPages(ProgramKind[int]):
 
     def __init__(self, shapes: ProgramShapes) -> None:
         super().__init__(shapes)
-        kv = shapes.kv.abstract
-        by_layer = shapes.config.program_scope == "layer"
-        self._keys = [kv.index(layer) for layer in kv] if by_layer else [0]
-        self._layers = 1 if by_layer else len(kv)
+        by_layer, alike = shapes.config.program_scope == "layer", shapes.kv.alike
+        self._keys = alike if by_layer else [0]
+        self._layers = 1 if by_layer else len(alike)
 
     def keys(self) -> Iterable[int]:
         return dict.fromkeys(self._keys)
@@ -179,19 +178,21 @@ class CopyPages(ProgramKind[int]):
 class _MoveKey(NamedTuple):
     pages: int
     layers: int
+    first: int = 0
 
     def __str__(self) -> str:
-        return f"{self.pages}-of-{self.layers}-layers"
+        own = f"-from-{self.first}" if self.first else ""
+        return f"{self.pages}-of-{self.layers}-layers{own}"
 
 
 class _Move(ProgramKind[_MoveKey]):
     """A kind that moves pages of all layers, or of one: rare transfers use the programs of a single
-    layer, which all layers share and which are quick to compile."""
+    layer, which all layers with such pages share and which are quick to compile."""
 
     donated: ClassVar[tuple[int, ...]]
 
     def keys(self) -> Iterable[_MoveKey]:
-        keys = [_MoveKey(MOVE_PAGES, 1)]
+        keys = [_MoveKey(MOVE_PAGES, 1, first) for first in self.shapes.kv.alike]
         if self.shapes.moves_pages:
             layers = len(self.shapes.kv.abstract)
             keys += [_MoveKey(count, layers) for count in MOVE_SIZES]
@@ -202,7 +203,7 @@ class _Move(ProgramKind[_MoveKey]):
         """Shapes of its results."""
 
     def spec(self, key: _MoveKey) -> ProgramSpec:
-        layers = self.shapes.abstract_state.kv[: key.layers]
+        layers = self.shapes.abstract_state.kv[key.first :][: key.layers]
         return ProgramSpec(
             self.name(key),
             self.function(key),
@@ -225,11 +226,11 @@ class GatherPages(_Move):
     def results(self, key: _MoveKey) -> Any:
         return self.shapes.kv.staging(*key)
 
-    def __call__(self, layers: Sequence[Pages], pages: Sequence[int]) -> jax.Array:
-        """A staging array [at least pages, elements] of up to MOVE_PAGES pages, all layers or
-        one."""
+    def __call__(self, layers: Sequence[Pages], pages: Sequence[int], first: int = 0) -> jax.Array:
+        """A staging array [at least pages, elements] of up to MOVE_PAGES pages, all layers or one,
+        which is like the layer `first`."""
         sizes = (key.pages for key in self.keys() if key.layers == len(layers))
-        key = _MoveKey(holding(sizes, len(pages)), len(layers))
+        key = _MoveKey(holding(sizes, len(pages)), len(layers), first)
         return self._executables[key](layers, padded(pages, key.pages, _NO_PAGE))
 
 
@@ -244,11 +245,12 @@ class ScatterPages(_Move):
         return self.shapes.int32(key.pages), self.shapes.kv.staging(*key)
 
     def results(self, key: _MoveKey) -> Any:
-        return self.shapes.abstract_state.kv[: key.layers]
+        return self.shapes.abstract_state.kv[key.first :][: key.layers]
 
     def __call__(
-        self, layers: list[Pages], pages: Sequence[int], staging: jax.Array
+        self, layers: list[Pages], pages: Sequence[int], staging: jax.Array, first: int = 0
     ) -> list[Pages]:
-        """The layers, all or one, with the first rows of `staging` in these pages."""
-        key = _MoveKey(staging.shape[0], len(layers))
+        """The layers, all or one like the layer `first`, with the first rows of `staging` in these
+        pages."""
+        key = _MoveKey(staging.shape[0], len(layers), first)
         return self._executables[key](layers, padded(pages, key.pages, _NO_PAGE), staging)

@@ -49,7 +49,7 @@ class Eagle3Checkpoint(EagleCheckpoint):
         ".t2d": ("BOOL",),
     }
     title: ClassVar[str] = "EAGLE-3 draft layer"
-    origin: ClassVar[str] = ""
+    origin: ClassVar[str] = ", such as `jaxserve train-speculator --method eagle3` writes"
     not_loaded: ClassVar[tuple[str, ...]] = ("t2d",)
     """It follows from `d2t`."""
 

@@ -82,6 +82,11 @@ class KVShapes:
             pages += [self._abstract_pages(self.draft)] * self.draft.num_layers
         return pages
 
+    @property
+    def alike(self) -> list[int]:
+        """For each of these arrays the first one of the same shapes."""
+        return [self.abstract.index(pages) for pages in self.abstract]
+
     def _abstract_pages(self, model: ModelConfig) -> Pages:
         """Shapes of the pages of a layer of `model`."""
         pages = self._pages(model, self._stages * self.num_pages, self.config.page_size)
@@ -98,10 +103,12 @@ class KVShapes:
         kv = self.abstract
         return self._stages * image_elements(kv) * image_dtype(kv).itemsize
 
-    def staging(self, count: int, layers: int | None = None) -> jax.ShapeDtypeStruct:
+    def staging(
+        self, count: int, layers: int | None = None, first: int = 0
+    ) -> jax.ShapeDtypeStruct:
         """Shape of a staging array of `count` pages, each the parts of all devices in turn; of all
-        layers of a stage, or of `layers` of them."""
-        kv = self.abstract[:layers]
+        layers of a stage, or of `layers` of them from `first` on."""
+        kv = self.abstract[first:][:layers]
         shape = (count, self._stages * image_elements(kv))
         array = jax.ShapeDtypeStruct(shape, image_dtype(kv))
         return placed(array, self.arrays.sharding(None, (STAGE, SEQ, TENSOR)))
