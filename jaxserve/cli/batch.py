@@ -10,12 +10,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
 from jaxserve.cli.arguments.options import Common, EngineOptions, load
 from jaxserve.cli.arguments.values import Texts
+from jaxserve.cli.batch_offload import Chosen, choose
 from jaxserve.cli.follow import follow
 from jaxserve.cli.replicas import check_replicas, platform_of_replicas
 from jaxserve.cli.terminal.batch_progress import BatchProgress
@@ -47,6 +48,9 @@ class Batch(Common):
         output: a .jsonl file; OUTPUT.job next to it identifies the job.
         report: an .html file for a report of the job, with plots; with several hosts, the last to
             finish writes it.
+        offload: auto: measure this machine, and decide what of weights and KV is kept on the host
+            or on disk, and how many sequences a step and how many steps a read of the weights have
+            (docs/offload.md); none leaves that to the settings.
         shard: I/N: this process is host I, from 0, of N hosts that share the input and the output.
         served_model_name: names that requests may use for the model, instead of its own.
         reasoning_parser: how reasoning is split from content, by vLLM's name for the model; auto
@@ -59,6 +63,7 @@ class Batch(Common):
     output: Annotated[Positional[Path], arg(metavar="OUTPUT")]
     data_parallel_size: int = 1
     report: Path | None = None
+    offload: Literal["none", "auto"] = "none"
     shard: str = "0/1"
     served_model_name: Texts = ()
     reasoning_parser: ReasoningParser = "auto"
@@ -101,6 +106,11 @@ class Batch(Common):
             )
         if self.data_parallel_size > 1:
             check_replicas(self.data_parallel_size, {"trace_file": self.trace_file})
+        if self.offload == "auto" and (self.data_parallel_size > 1 or self.engine.num_devices > 1):
+            raise ConfigError(
+                "offload is 'auto', which is for one device and one engine, but data_parallel_size "
+                f"is {self.data_parallel_size}, and {self.engine.sizes}; leave one of them out."
+            )
 
     def _check_report(self) -> None:
         """Raises BatchError or ConfigError if the report would overwrite another file, and
@@ -139,7 +149,7 @@ class Batch(Common):
     def _run(self, job: BatchJob, alone: bool = True) -> int:
         from jaxserve.offline.run import BatchRun
 
-        run, reads = BatchRun(job), None
+        run, reads, chosen = BatchRun(job), None, None
         if job.earlier:
             _say(f"{job.earlier:,} of {len(job.lines):,} lines are already done.")
         status = 0
@@ -150,7 +160,12 @@ class Batch(Common):
                     if self.data_parallel_size > 1:
                         self._run_on_replicas(run)
                     else:
-                        with load(self.engine, self.trace_file) as llm, BatchProgress() as progress:
+                        engine = self.engine
+                        if self.offload == "auto":
+                            chosen = choose(engine, job, self.served_model_name, self._chat)
+                            _say(str(chosen))
+                            engine = chosen.engine
+                        with load(engine, self.trace_file) as llm, BatchProgress() as progress:
                             reads = llm.engine.weight_reads
                             run.run(llm.engine, self.served_model_name, progress, self._chat)
                 except _Stopped as stopped:
@@ -165,7 +180,7 @@ class Batch(Common):
             from jaxserve.offline.report import write_report
 
             write_report(self.report, run, shlex.join(["jaxserve", *sys.argv[1:]]))
-        print(_summary(run, reads))
+        print(_summary(run, reads, chosen))
         return status
 
     def _run_on_replicas(self, run: BatchRun) -> None:
@@ -180,7 +195,7 @@ class Batch(Common):
                 run.run(worker, self.served_model_name, progress, self._chat)
 
 
-def _summary(run: BatchRun, reads: WeightReads | None) -> str:
+def _summary(run: BatchRun, reads: WeightReads | None, chosen: Chosen | None) -> str:
     from jaxserve.offline.timeline import duration
 
     totals = run.totals
@@ -216,6 +231,8 @@ def _summary(run: BatchRun, reads: WeightReads | None) -> str:
             rows.append(
                 ("weights read an output token", size(reads.num_bytes / last.output_tokens))
             )
+    if chosen is not None:
+        rows.append(("output tokens/s as modelled", f"{chosen.tokens_per_s:,.1f}"))
     return table(rows)
 
 

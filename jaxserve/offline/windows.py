@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from jaxserve.core.errors import RequestError
 from jaxserve.core.requests.sampling_params import SamplingParams
@@ -17,6 +18,10 @@ from jaxserve.offline.journal import Result
 from jaxserve.offline.requests import BatchRequest, parse, refused
 from jaxserve.protocol.model import Model
 from jaxserve.scheduler.prefix_groups import planned_order
+
+if TYPE_CHECKING:
+    from jaxserve.core.chat_settings import ChatSettings
+    from jaxserve.engine.engine import Engine
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +76,25 @@ def windows(job: BatchJob, model: Model, page_size: int) -> Iterator[Iterator[Wi
     iterator.set_state({"next_index": first})
     with contextlib.closing(iterator):
         yield iterator
+
+
+def lengths(
+    job: BatchJob,
+    engine: Engine,
+    count: int,
+    names: Sequence[str] = (),
+    chat: ChatSettings | None = None,
+) -> list[tuple[int, int]]:
+    """Tokens of the prompts of the first `count` lines, and of the answers that they may get;
+    invalid lines have none. `names` and `chat` are as for `BatchRun.run`."""
+    model = Model.of(engine.plan.info, engine.tokenizer, names, chat)
+    found = []
+    for index in range(min(count, len(job.lines))):
+        request = _request(job, model, index)
+        if isinstance(request, BatchRequest):
+            for place, prompt in enumerate(request.prompts):
+                found.append((len(prompt.token_ids), _decode_tokens(request, place, model)))
+    return found
 
 
 def _read(job: BatchJob, model: Model, page_size: int, window: range) -> Window:

@@ -1,0 +1,207 @@
+"""`jaxserve batch --offload auto`: the settings of the fastest policy, from measured rates."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.cli.arguments.options import EngineOptions, load
+from jaxserve.cli.terminal.text import size
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.process.cache_dir import cache_directory
+from jaxserve.core.process.tables import table
+
+if TYPE_CHECKING:
+    from jaxserve.core.chat_settings import ChatSettings
+    from jaxserve.llm import LLM
+    from jaxserve.offline.job import BatchJob
+    from jaxserve.offline.offload_policy import Lengths, Policy, Problem
+
+_LINES = 64
+"""Lines of the job whose lengths count."""
+_MOST_ROWS = 16
+_MOST_STEPS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """Settings of an engine, and the policy that they carry out, with its modelled time."""
+
+    engine: EngineOptions
+    policy: Policy
+    problem: Problem
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens a second, as modelled."""
+        return 1 / self.policy.token_s
+
+    def __str__(self) -> str:
+        shares = {
+            name: ", ".join(
+                f"{self.policy.shares[kind, tier]:.0%} on {tier}"
+                for tier in ("device", "host", "disk")
+                if self.policy.shares[kind, tier] > 1e-6
+            )
+            for kind, name in (("weights", "layers"), ("kv", "KV"), ("activations", "activations"))
+        }
+        rates = self.problem.rates
+        return table(
+            [
+                ("OFFLOAD", ""),
+                *shares.items(),
+                ("sequences in a step", f"{self.policy.rows}"),
+                ("steps to a read of the layers", f"{self.policy.steps}"),
+                ("modelled output tokens/s", f"{self.tokens_per_s:,.1f}"),
+                ("mean tokens of prompts", f"{self.problem.lengths.prompt:,.0f}"),
+                ("mean tokens of answers, at most", f"{self.problem.lengths.output:,.0f}"),
+                ("measured: reads", f"{size(rates.disk_to_host)}/s"),
+                ("measured: a decode of one", f"{1e3 * (rates.step_s + rates.row_s):,.1f} ms"),
+                ("measured: another row", f"{1e3 * rates.row_s:,.2f} ms"),
+                ("measured: prefill of a token", f"{1e3 * rates.prefill_s:,.2f} ms"),
+                ("measured: computing lost to reads", f"{rates.contention:.0%}"),
+            ]
+        )
+
+
+def choose(
+    engine: EngineOptions, job: BatchJob, names: tuple[str, ...], chat: ChatSettings
+) -> Chosen:
+    """Measure this machine with an engine that streams its layers, and solve for the policy.
+
+    Raises ConfigError for settings that the policy is to decide, and when nothing fits.
+    """
+    for name in ("weights_on", "kv_on", "resident_weight_bytes", "resident_kv_tokens"):
+        given = getattr(engine, name)
+        if given not in (None, "device"):
+            raise ConfigError(
+                f"offload is 'auto', which decides {name}, but that is {given!r}; leave one of "
+                "them out."
+            )
+    rows = min(_MOST_ROWS, engine.max_num_seqs or _MOST_ROWS)
+    probe = dataclasses.replace(engine, weights_on="disk", max_num_seqs=rows)
+    with load(probe) as llm:
+        problem = _problem(llm, job, names, chat, rows)
+    sizes = [1 << power for power in range(rows.bit_length())]
+    steps = [1 << power for power in range(_MOST_STEPS.bit_length())]
+    policy = problem.best(sizes, steps, _never(engine, problem))
+    return carried_out(engine, problem, policy)
+
+
+def _problem(
+    llm: LLM, job: BatchJob, names: tuple[str, ...], chat: ChatSettings, rows: int
+) -> Problem:
+    from jaxserve.offline import step_rates
+    from jaxserve.offline.offload_policy import Capacity, ModelBytes, Problem, Rates
+    from jaxserve.runtime import link_rates
+    from jaxserve.runtime.weights.loading import layer_file
+
+    plan, lengths = llm.plan(), _lengths(llm, job, names, chat)
+    placement, memory, config = plan.shapes.placement, plan.memory, plan.config
+    if not placement.streamed:
+        raise ConfigError(
+            f"offload is 'auto', but the model has only {len(placement.layer_bytes)} layers, which "
+            "a window of two holds; leave offload out."
+        )
+    longest = config.max_model_len - 2 * step_rates.MOST_DECODES
+    in_pool = (memory.num_pages - 2) // rows * config.page_size - 2 * step_rates.MOST_DECODES
+    context = max(1, min(round(lengths.prompt + lengths.output / 2), longest, in_pool))
+    steps = step_rates.measure(llm.engine, rows, context)
+    links = link_rates.measure(plan.device, layer_file(plan.checkpoint, plan.shapes).path)
+    model = plan.shapes.model
+    itemsize = plan.shapes.dtype.itemsize
+    return Problem(
+        ModelBytes(
+            layers=len(placement.layer_bytes),
+            layer=max(placement.layer_bytes),
+            outside=placement.outside_bytes,
+            kv_token=memory.page_bytes // config.page_size,
+            activation_token=model.hidden_size * itemsize,
+        ),
+        Rates(
+            **steps._asdict(),
+            host_to_disk=links.host_to_disk,
+            host_to_device=links.host_to_device,
+            device_to_host=links.device_to_host,
+            contention=links.contention,
+        ),
+        lengths,
+        Capacity(
+            device=memory.limit_bytes,
+            host=0 if memory.host_is_device else _free_on_host(),
+            disk=_free_on_disk() + memory.disk_weights_bytes,
+        ),
+        work_bytes=memory.state_bytes + memory.scratch_bytes,
+    )
+
+
+def _lengths(llm: LLM, job: BatchJob, names: tuple[str, ...], chat: ChatSettings) -> Lengths:
+    """Means of the first lines. Of answers they are the most that may be generated."""
+    from jaxserve.offline.offload_policy import Lengths
+    from jaxserve.offline.windows import lengths
+
+    found = lengths(job, llm.engine, _LINES, names, chat)
+    if not found:
+        raise ConfigError(
+            f"offload is 'auto', but none of the first {_LINES} lines is valid, so that nothing is "
+            "known of their lengths; leave offload out."
+        )
+    prompts, outputs = zip(*found)
+    return Lengths(statistics.mean(prompts), max(1.0, statistics.mean(outputs)))
+
+
+def _never(engine: EngineOptions, problem: Problem) -> set[tuple[str, str]]:
+    """Places that this engine cannot use."""
+    never = {("activations", "host"), ("activations", "disk"), ("kv", "disk")}
+    if not problem.capacity.host:
+        never |= {("weights", "host"), ("kv", "host")}
+    else:
+        never.add(("weights", "disk"))  # Layers are read from one place.
+    try:
+        dataclasses.replace(engine, kv_on="host")
+    except ConfigError:
+        never.add(("kv", "host"))
+    return never
+
+
+def carried_out(engine: EngineOptions, problem: Problem, policy: Policy) -> Chosen:
+    """The settings nearest to a policy that hold no more: layers are whole, and pages too."""
+    from jaxserve.offline.offload_policy import TIERS
+
+    model, shares = problem.model, dict(policy.shares)
+    changes: dict[str, Any] = {"max_num_seqs": policy.rows * policy.steps}
+    staying = int(shares["weights", "device"] * model.layers + 1e-6)
+    below = "host" if shares["weights", "host"] > shares["weights", "disk"] else "disk"
+    if staying + problem.window < model.layers:
+        budget = (staying + problem.window) * model.layer + model.outside
+        changes |= {
+            "weights_on": below,
+            "resident_weight_bytes": budget,
+            "steps_per_weight_read": policy.steps,
+        }
+        for tier in TIERS:
+            shares["weights", tier] = 0.0
+        shares["weights", "device"] = staying / model.layers
+        shares["weights", below] = 1 - staying / model.layers
+    if shares["kv", "device"] < 1 - 1e-6:
+        tokens = problem.lengths.prompt + problem.lengths.output
+        changes |= {
+            "kv_on": "host",
+            "resident_kv_tokens": max(1, int(shares["kv", "device"] * tokens)),
+        }
+    rounded = dataclasses.replace(
+        policy, shares=shares, token_s=problem.seconds(policy.rows, policy.steps, shares)
+    )
+    return Chosen(dataclasses.replace(engine, **changes), rounded, problem)
+
+
+def _free_on_host() -> int:
+    from jaxserve.runtime.planning.memory import host_memory
+
+    return host_memory()
+
+
+def _free_on_disk() -> int:
+    return shutil.disk_usage(cache_directory()).free
