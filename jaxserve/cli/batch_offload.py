@@ -84,10 +84,28 @@ def choose(
     probe = dataclasses.replace(engine, weights_on="disk", max_num_seqs=rows)
     with load(probe) as llm:
         problem = _problem(llm, job, names, chat, rows)
+    return fastest(engine, problem, rows)
+
+
+def fastest(engine: EngineOptions, problem: Problem, rows: int) -> Chosen:
+    """The settings of the fastest policy that fit. `rows`: most sequences of a step.
+
+    State and programs of an engine grow with its sequences, and pages are whole, which the problem
+    does not know: what the plan of the settings needs beyond the memory is added to its work.
+    Raises ConfigError when nothing fits.
+    """
+    from jaxserve.runtime.planning import engine_plan
+
     sizes = [1 << power for power in range(rows.bit_length())]
     steps = [1 << power for power in range(_MOST_STEPS.bit_length())]
-    policy = problem.best(sizes, steps, _never(engine, problem))
-    return carried_out(engine, problem, policy)
+    never = _never(engine, problem)
+    while True:
+        chosen = carried_out(engine, problem, problem.best(sizes, steps, never))
+        memory = engine_plan.decide(chosen.engine).memory
+        if memory.fits:
+            return chosen
+        missing = memory.kv_bytes - memory.room_bytes
+        problem = dataclasses.replace(problem, work_bytes=problem.work_bytes + missing)
 
 
 def _problem(

@@ -11,7 +11,7 @@ from tiny_engines import TinyModel
 
 from jaxserve.cli.arguments.options import EngineOptions
 from jaxserve.cli.batch import Batch
-from jaxserve.cli.batch_offload import carried_out, choose
+from jaxserve.cli.batch_offload import carried_out, choose, fastest
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.offline.offload_policy import Capacity, Lengths, ModelBytes, Policy, Problem, Rates
@@ -62,6 +62,30 @@ def test_no_more_is_held_than_the_policy_says(model, layers, kv, rows, steps):
         assert config.resident_kv_tokens <= max(1, 96 * kv)
     if config.weights_on == "disk":
         assert chosen.policy.token_s >= policy.token_s * (1 - 1e-9)
+
+
+def test_the_settings_fit_where_the_policy_alone_would_not(model):
+    """Which here knows nothing of the memory for programs and state."""
+    options = EngineOptions(**model.settings(model=model.path, max_num_seqs=None))
+    probe = dataclasses.replace(options, weights_on="disk", max_num_seqs=4)
+    planned = engine_plan.decide(dataclasses.replace(probe, memory_utilization=1.0))
+    placement, memory = planned.shapes.placement, planned.memory
+    layer = max(placement.layer_bytes)
+    device = memory.limit_bytes - memory.room_bytes + memory.page_bytes * 8 + 3 * layer
+    options = dataclasses.replace(options, memory_utilization=device / memory.limit_bytes)
+    problem = Problem(
+        ModelBytes(LAYERS, layer, placement.outside_bytes, 512, 256),
+        Rates(1e-3, 1e-4, 1e-7, 1e-4, 1e6, 1e6, 1e7, 1e7, 0.5),
+        Lengths(64, 32),
+        Capacity(device, 0, 1e12),
+    )
+    sizes = [1, 2, 4]
+    first = carried_out(options, problem, problem.best(sizes, [1, 2, 4, 8, 16], ()))
+    assert not engine_plan.decide(first.engine).memory.fits
+    chosen = fastest(options, problem, 4)
+    assert engine_plan.decide(chosen.engine).memory.fits
+    assert chosen.engine.weights_on == "disk"
+    assert chosen.policy.token_s >= first.policy.token_s
 
 
 @pytest.mark.parametrize(
