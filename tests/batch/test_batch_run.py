@@ -14,6 +14,7 @@ from jaxserve.core.chat_settings import ChatSettings
 from jaxserve.core.errors import BatchError
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.llm import LLM
+from jaxserve.models.loading import directory as model_directory
 from jaxserve.offline import run_batch
 from jaxserve.offline.custom_ids import seed_of
 from jaxserve.offline.job import BatchJob, settings_of
@@ -269,6 +270,22 @@ def test_the_engine_is_never_left_with_less_than_it_can_run(batch_llm, tmp_path:
 
         run.run(batch_llm.engine, progress=progress)
     assert waiting and min(waiting) >= most
+
+
+def test_the_weights_are_not_read_again_in_every_step(batch_llm, tmp_path: Path, monkeypatch):
+    """To tell them apart from others, which takes longer than some steps."""
+    read = []
+    fingerprint_of = model_directory.fingerprint_of
+    monkeypatch.setattr(
+        model_directory,
+        "fingerprint_of",
+        lambda *files: read.append(files) or fingerprint_of(*files),
+    )
+    write_lines(tmp_path / "in.jsonl", prompts(12))
+    with job_of(batch_llm, tmp_path) as job:
+        count = len(read)  # Of the job's settings.
+        BatchRun(job).run(batch_llm.engine)
+    assert len(read) <= count + 1
 
 
 def test_times_and_lengths_are_kept(batch_llm, tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -109,9 +110,10 @@ class EnginePlan:
         """The config of the layers that draft and have KV of their own; None without such."""
         return drafting_layers(self.checkpoint, self.draft_checkpoint)
 
-    @property
+    @functools.cached_property
     def info(self) -> EngineInfo:
-        """What others need to know of this engine."""
+        """What others need to know of this engine. To tell the weights apart, samples of their
+        files are read."""
         return EngineInfo(
             self.config,
             self.shapes.model,
