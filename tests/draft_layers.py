@@ -88,6 +88,7 @@ def check_moved(
 ) -> None:
     """A request that is exported, ended and imported again: the layer goes on as if it had stayed,
     its own KV included."""
+    llm.reset_prefix_cache()  # What followed the last page was another token.
     stream = llm.stream({"prompt_token_ids": prompt}, params)
     for _ in range(8):
         llm.engine.step()

@@ -17,6 +17,7 @@ OF_CLUSTERS = "cluster"
 """An extra whose tests have an environment of their own."""
 NEEDING = (
     "loadgen.client",
+    "loadgen.draft_counts",
     "loadgen.endpoint",
     "loadgen.plot",
     "metrics.svg_page",

@@ -227,7 +227,7 @@ def without_trees(record: Any) -> Any:
 
 def test_decisions_are_those_of_the_engine_that_speculates(llama):
     """With the same drafts kept, the numbers of drafts, the pages and the steps are the same."""
-    speculative = {"num_speculative_tokens": "auto"}
+    speculative = {"num_speculative_tokens": "auto", "prompt_lookup_min": 1}
     settings = llama.settings(debug_kv=True, host_kv_bytes=0)
     settings |= {"speculative_config": speculative, "max_num_batched_tokens": 64}
     plan, tokenizer, runner = start(EngineConfig(str(llama.path), **settings), EventLog())
