@@ -90,6 +90,8 @@ class Generate(Common):
     def _stream(self, llm: LLM, prompt: str | list[int], stopped: list[DeltaStream]) -> DeltaStream:
         """A new stream, or the resumed one. Raises SnapshotError if that is of another request."""
         params = self.sampling.params(llm, n=self.n)
+        if params.n > 1 and params.greedy:
+            print("At temperature 0 all answers are equal; set --temperature.", file=sys.stderr)
         if not stopped:
             return llm.stream(prompt, params)
         decode = llm.get_tokenizer().decode

@@ -61,6 +61,9 @@ def test_several_answers(run_here, tiny_model):
     assert shown.stdout == "".join(texts)
     cut = sum(answer["finish_reason"] == "length" for answer in told)
     assert f"{cut} of 3 answers were cut by --max-tokens 6.\n" in shown.stderr
+    equal = "At temperature 0 all answers are equal"
+    assert equal not in shown.stderr
+    assert equal in run_here(*args[:-5], "--temperature=0", "-n=2", "--max-tokens=1").stderr
 
 
 def test_debug_messages_are_those_of_the_engine(run_here, tiny_model, caplog):
