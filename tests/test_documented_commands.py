@@ -59,6 +59,7 @@ ELSEWHERE = {
     "batch in.jsonl out.jsonl --tensor-parallel-size": "compiles for minutes on every host; "
     "tests/batch/test_batch_command.py runs two hosts as one engine, on a tiny model",
     "jaxserve profile": "measures for minutes; tests/cli/test_cli_simulate.py has a tiny model",
+    "--offload auto": "compiles two engines; tests/batch/test_offload_settings.py has its policy",
     "bench accuracy": "compiles two engines; tests/cli/test_cli_bench.py has a tiny model",
     "--find-capacity": "sends a dozen loads; tests/loadgen/test_find_capacity.py has its server",
     "train-speculator": "trains for minutes; tests/training has a tiny model",
