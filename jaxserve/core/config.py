@@ -328,7 +328,7 @@ class EngineConfig:
     def max_step_seqs(self) -> int:
         """Most sequences that decode in one step: with several steps to a read of the weights, each
         has its share of the running ones."""
-        return -(-self.max_num_seqs // self.steps_per_weight_read)
+        return share_of_step(self.max_num_seqs, self.steps_per_weight_read)
 
     def _combined(self) -> dict[str, Any]:
         """The settings that `combinations` has rules for."""
@@ -373,7 +373,7 @@ class EngineConfig:
                 f"page_size is {page_size}, which is not divisible by context_parallel_size "
                 f"{shares}; set it to a multiple of {shares}."
             )
-        step_seqs = -(-seqs // self.steps_per_weight_read)
+        step_seqs = share_of_step(seqs, self.steps_per_weight_read)
         streamed = self.weights_on != "device" or self.kv_on != "device"
         shares_prefixes = self.shared_prefix_attention
         if shares_prefixes == "auto":
@@ -396,6 +396,11 @@ class EngineConfig:
             or (DEFAULT_MAX_LORA_RANK if self.enable_lora else None),
             program_scope=self.program_scope or ("layer" if on_cpu or streamed else "step"),
         )
+
+
+def share_of_step(max_num_seqs: int, steps_per_weight_read: int) -> int:
+    """Most sequences that decode in one step, of the running ones."""
+    return -(-max_num_seqs // steps_per_weight_read)
 
 
 @functools.cache

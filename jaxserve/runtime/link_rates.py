@@ -6,6 +6,7 @@ import os
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,7 +51,7 @@ def measure(device: jax.Device, file: Path) -> LinkRates:
     )
 
 
-def _seconds(work: object) -> float:
+def _seconds(work: Callable[[], object]) -> float:
     """The median time of some calls, after one that warms up."""
     times = []
     for _ in range(1 + _REPEATS):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxserve.core.config import EngineConfig
+from jaxserve.core.config import EngineConfig, share_of_step
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.steps.buckets import Buckets
 from jaxserve.scheduler.decode_groups import PrefixCost
@@ -74,9 +74,9 @@ class SchedulerConfig:
         )
 
     @property
-    def max_decodes(self) -> int:
-        """Most sequences that decode in one step."""
-        return -(-self.max_num_seqs // self.steps_per_weight_read)
+    def max_step_seqs(self) -> int:
+        """As of EngineConfig."""
+        return share_of_step(self.max_num_seqs, self.steps_per_weight_read)
 
     def __post_init__(self) -> None:
         """Raises ConfigError when a limit is out of range or would starve prefills."""
@@ -107,7 +107,7 @@ class SchedulerConfig:
                 f"max_prefill_tokens is {self.max_prefill_tokens}; "
                 f"it must be at least min_chunk_tokens, {self.min_chunk_tokens}"
             )
-        least = self.max_decodes * (1 + self.draft_lengths[-1]) + self.min_chunk_tokens
+        least = self.max_step_seqs * (1 + self.draft_lengths[-1]) + self.min_chunk_tokens
         if self.max_num_batched_tokens < least:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; with max_num_seqs "

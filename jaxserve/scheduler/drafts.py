@@ -10,7 +10,7 @@ give the same lengths, on every host of a job.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 
 from jaxserve.core.sequence import Sequence
@@ -52,9 +52,9 @@ COST_OF_DRAFT = 0.1
 class FixedDrafts:
     """As many drafts for every sequence as it may have."""
 
-    def choose(self, decodes: SequenceOf[Sequence], prefill_tokens: int = 0) -> None:
-        """Called before a step of these sequences is planned, which may have so many tokens of
-        prompts too."""
+    def choose(self, decodes: SequenceOf[Sequence], expected: Callable[[], int]) -> None:
+        """Called before a step of these sequences is planned, which may have as many tokens of
+        prompts as `expected` says."""
 
     def of(self, seq: Sequence) -> int:
         """Drafts of a sequence in that step."""
@@ -80,10 +80,11 @@ class ChosenDrafts(FixedDrafts):
         self._last_used: dict[ProgramKey, int] = {}
         """The step that last ran a program."""
 
-    def choose(self, decodes: SequenceOf[Sequence], prefill_tokens: int = 0) -> None:
+    def choose(self, decodes: SequenceOf[Sequence], expected: Callable[[], int]) -> None:
         seqs = [seq for seq in decodes if seq.num_speculative_tokens]
         if not seqs:
             return
+        prefill_tokens = expected()
         self._num_steps += 1
         alone = StepLoad(len(decodes), sum(seq.num_computed + 1 for seq in decodes))
         times = self._times_us(self._loads(alone))

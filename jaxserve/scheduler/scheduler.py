@@ -230,8 +230,8 @@ class Scheduler(SequenceLifecycle):
         most = math.ceil(len(prefilled) / self.config.num_stages)
         together = self.config.steps_per_weight_read > 1
         if together:
-            most = self.config.max_decodes
-        self._drafts.choose(prefilled, self._expected_prefill_tokens())
+            most = self.config.max_step_seqs
+        self._drafts.choose(prefilled, self._expected_prefill_tokens)
         chunks = []
         for seq in tuple(self.running):
             if seq.slot is None or len(chunks) == most:
@@ -272,7 +272,7 @@ class Scheduler(SequenceLifecycle):
             )
             self._share_by_urgency(budget)
         else:
-            most = config.max_decodes - len(decodes)
+            most = config.max_step_seqs - len(decodes)
             budget = TokenBudget(self.policy.chunk, room, config.min_chunk_tokens, most)
             self._share_by_order(budget)
         if self.kv.releases_pages:

@@ -40,7 +40,7 @@ class World:
 
     def step(self, chances: dict[Sequence, float], prefill_tokens: int = 0) -> tuple[float, float]:
         """Expected tokens and time of a step for sequences that accept with these chances."""
-        self.drafts.choose([*chances], prefill_tokens)
+        self.drafts.choose([*chances], lambda: prefill_tokens)
         lengths = {seq: self.drafts.of(seq) for seq in chances}
         width = 1 + max(lengths.values())
         us = self.us(len(chances), width, prefill_tokens)
