@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -26,26 +27,27 @@ _OF_TOKENS = 0.1
 _NOISE = 0.1
 """Most noise that is added to a hidden state, so that errors of its own mislead the layer less
 (section 4.2)."""
-MOST_GRADIENT, SECOND_MOMENT = 0.5, 0.95
+_MOST_GRADIENT, _SECOND_MOMENT = 0.5, 0.95
 """Norm that gradients are clipped to, and the decay of their squares (section 4)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainedLayer:
-    """A layer, its config, and the loss of every step; `untrained` is how it began."""
+    """A layer, of which `write` makes files for speculation, and the loss of every step;
+    `untrained` is how it began."""
 
-    config: ModelConfig
+    write: Callable[[Path, Params], None]
     params: Params
     untrained: Params
     losses: list[float]
 
     def save(self, directory: Path) -> None:
         """Write it for speculation."""
-        save_layer(directory, self.config, self.params)
+        self.write(directory, self.params)
 
     def save_untrained(self, directory: Path) -> None:
         """Write the layer that training began with."""
-        save_layer(directory, self.config, self.untrained)
+        self.write(directory, self.untrained)
 
 
 class Layer(nnx.Module):
@@ -98,13 +100,22 @@ def train(
     frozen = Frozen(model)
     shapes = eagle.layer_for(frozen.config)
     first = untrained(shapes, config.seed)
-    layer, rate = Layer(first), learning_rate(config)
-    transform = optax.chain(
-        optax.clip_by_global_norm(MOST_GRADIENT), optax.adamw(rate, b2=SECOND_MOMENT)
-    )
+    layer = Layer(first)
     of_batch = functools.partial(loss, frozen.family, frozen.config, shapes)
-    losses = fit(frozen, layer, of_batch, transform, targets, directory, config, progress)
-    return TrainedLayer(shapes, jax.tree.map(np.asarray, layer.arrays), first, losses)
+    losses = fit(frozen, layer, of_batch, optimizer(config), targets, directory, config, progress)
+
+    def write(path: Path, params: Params) -> None:
+        save_layer(path, shapes, params)
+
+    return TrainedLayer(write, jax.tree.map(np.asarray, layer.arrays), first, losses)
+
+
+def optimizer(config: TrainingConfig) -> optax.GradientTransformation:
+    """As the paper trains (section 4)."""
+    return optax.chain(
+        optax.clip_by_global_norm(_MOST_GRADIENT),
+        optax.adamw(learning_rate(config), b2=_SECOND_MOMENT),
+    )
 
 
 def loss(

@@ -25,32 +25,13 @@ from jaxserve.models.family import Params
 from jaxserve.models.loading.drafters.eagle3 import save_layer
 from jaxserve.training.config import TrainingConfig
 from jaxserve.training.dense import draft_states
-from jaxserve.training.eagle import MOST_GRADIENT, SECOND_MOMENT, Layer, random_params
-from jaxserve.training.loop import Frozen, Progress, fit, learning_rate
+from jaxserve.training.eagle import Layer, TrainedLayer, optimizer, random_params
+from jaxserve.training.loop import Frozen, Progress, fit
 from jaxserve.training.targets import Target, windows
 
 _FURTHER = 0.8
 """Weight of the loss of a pass, relative to that of the pass before it."""
 _UNSEEN = -1e30
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainedLayer:
-    """A layer, its config, and the loss of every step; `untrained` is how it began."""
-
-    config: ModelConfig
-    own: Eagle3Config
-    params: Params
-    untrained: Params
-    losses: list[float]
-
-    def save(self, directory: Path) -> None:
-        """Write it for speculation."""
-        save_layer(directory, self.config, self.own, self.params)
-
-    def save_untrained(self, directory: Path) -> None:
-        """Write the layer that training began with."""
-        save_layer(directory, self.config, self.own, self.untrained)
 
 
 def train(
@@ -72,16 +53,17 @@ def train(
     guessable = frequent(targets, config.draft_vocab_size, frozen.config.vocab_size)
     own = Eagle3Config(aux_layers, len(guessable), mapped=False)
     first = untrained(frozen, shapes, own, guessable, targets, config)
-    layer, rate = Layer(first), learning_rate(config)
-    transform = optax.chain(
-        optax.clip_by_global_norm(MOST_GRADIENT), optax.adamw(rate, b2=SECOND_MOMENT)
-    )
+    layer = Layer(first)
     of_batch = functools.partial(loss, frozen, shapes, guessable, config.num_heads)
-    losses = fit(frozen, layer, of_batch, transform, targets, directory, config, progress)
+    losses = fit(frozen, layer, of_batch, optimizer(config), targets, directory, config, progress)
     d2t = {"d2t": (guessable - np.arange(len(guessable))).astype(np.int32)}
     trained = jax.tree.map(np.asarray, layer.arrays)
     own = dataclasses.replace(own, mapped=True)
-    return TrainedLayer(shapes, own, trained | d2t, first | d2t, losses)
+
+    def write(path: Path, params: Params) -> None:
+        save_layer(path, shapes, own, params)
+
+    return TrainedLayer(write, trained | d2t, first | d2t, losses)
 
 
 def frequent(targets: list[Target], count: int, vocab_size: int) -> np.ndarray:
