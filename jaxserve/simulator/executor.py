@@ -87,7 +87,10 @@ class SimulatedExecutor:
         """Does nothing: `token_of` alone decides what a sequence samples."""
 
     def forget(self, seq: Sequence) -> None:
-        self._num_output.pop(seq.seq_id, None)
+        """Drops what is known of a sequence, once no dispatched step decodes it any more."""
+        steps = (*self.in_flight, *self._stages)
+        if not any(chunk.seq is seq for step in steps for chunk in step.plan.decodes):
+            self._num_output.pop(seq.seq_id, None)
 
     def pack(self, plan: StepPlan, step_id: int) -> PackedStep:
         """Raises ProgramMissError when no program holds the plan."""
@@ -141,8 +144,9 @@ class SimulatedExecutor:
                     found, kept = self._acceptance.verified(seq, first, chunk.num_drafts)
             tokens.append([self._token_of(seq, first + index) for index in range(kept + 1)])
             num_drafts.append(found)
-            if not seq.finished:
-                self._num_output[seq.seq_id] = first + kept + 1
+            self._num_output[seq.seq_id] = first + kept + 1
+            if seq.finished:
+                self.forget(seq)
         return StepResults(sampled, tokens, num_drafts, step.key.width)
 
     def gather(self, pages: SequenceOf[int]) -> int:

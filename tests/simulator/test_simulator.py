@@ -225,6 +225,14 @@ def without_trees(record: Any) -> Any:
     return record._replace(drafts=tuple(each._replace(tree=None) for each in record.drafts))
 
 
+def predictable(params: SamplingParams) -> SamplingParams:
+    """As `params`, of an answer that repeats itself, so that drafts are found and kept: also those
+    of a step that was dispatched before its sequence had finished."""
+    longer = params.max_tokens + 20
+    two = {"temperature": 0.0, "n": 1, "allowed_token_ids": (97, 98), "max_tokens": longer}
+    return dataclasses.replace(params, **two)
+
+
 def test_decisions_are_those_of_the_engine_that_speculates(llama):
     """With the same drafts kept, the numbers of drafts, the pages and the steps are the same."""
     speculative = {"num_speculative_tokens": "auto", "prompt_lookup_min": 1}
@@ -238,7 +246,7 @@ def test_decisions_are_those_of_the_engine_that_speculates(llama):
     shadow = SimulatedExecutor(plan.shapes.buckets, 1, TIMES, clock, lambda seq, index: 0)
     runner.simulate(shadow, clock)
     greedy = [
-        dataclasses.replace(each, params=dataclasses.replace(each.params, temperature=0.0, n=1))
+        dataclasses.replace(each, params=predictable(each.params))
         for each in tiny_trace(seed=3)
     ]
     decided, requests = [], []
