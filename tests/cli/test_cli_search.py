@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from jaxserve.cli import parse
+from jaxserve.cli.search.space import Space
 from jaxserve.simulator.capacity import CapacitySearch
 
 SPACE = (
@@ -230,3 +231,47 @@ def test_prefill_apart_and_drafts_are_searched(run_here, config_70b):
     assert parse(words).engine.speculative_config.num_speculative_tokens == 2
     apart = [each["command"] for each in deployments if each["prefill_replicas"]]
     assert all("--prefill-replicas 1 --decode-replicas 1" in command for command in apart)
+
+
+def test_prefill_apart_comes_out_as_a_command_and_a_manifest(run_here, config_70b, tmp_path):
+    manifest = tmp_path / "serving.yaml"
+    space = ("--device=h200", "--devices=8", "--tensor-parallel-size=2", *SPACE[3:6], SPACE[7])
+    space += ("--max-num-batched-tokens=576", "--prefill-replicas=1,3")
+    more = ("--manifest", manifest, "--image", "here/j:1")
+    run = run_here("search", config_70b, *space, *LOAD, SLO, *more)
+    assert run.status == 0, run.stderr
+    (line,) = [line for line in run.stdout.splitlines() if line.startswith("best: ")]
+    serve = parse(shlex.split(line.removeprefix("best: jaxserve ")))
+    assert serve.prefill_replicas in (1, 3)
+    assert serve.num_replicas == 4
+    _, deployment, _ = yaml.safe_load_all(manifest.read_text())
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    of_pod = parse(container["args"])
+    assert of_pod.engine == serve.engine
+    roles = of_pod.prefill_replicas, of_pod.decode_replicas
+    assert roles == (serve.prefill_replicas, serve.decode_replicas)
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+
+
+def test_the_grid_has_every_mesh():
+    """Sizes are combined with each other, and with experts that are split or spread."""
+    space = Space(
+        tensor_parallel_size=(1, 2, 4),
+        pipeline_parallel_size=(1, 2),
+        context_parallel_size=(1, 2),
+        scheduler=("sarathi",),
+        max_num_batched_tokens=(576,),
+        max_num_seqs=(64,),
+    )
+    choices = list(space.choices(["h200"], [8], experts=True))
+    meshes = {choice.mesh for choice in choices}
+    assert len(meshes) == len(choices)
+    assert meshes == {
+        "DP8",
+        *("TP2 DP4", "TP2 EP DP4", "TP4 DP2", "TP4 EP DP2"),
+        *("PP2 DP4", "CP2 DP4", "CP2 EP DP4", "PP2 CP2 DP2", "PP2 EP CP2 DP2"),
+        *("TP2 PP2 DP2", "TP2 EP PP2 DP2", "TP4 PP2", "TP4 EP PP2"),
+        *("TP2 CP2 DP2", "TP2 EP CP2 DP2", "TP4 CP2", "TP4 EP CP2"),
+        *("TP2 PP2 CP2", "TP2 EP PP2 CP2"),
+    }
+    assert all(8 % choice.replicas == 0 for choice in choices)

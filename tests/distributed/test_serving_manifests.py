@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shlex
+from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 
@@ -14,6 +18,7 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.distributed.launch.serving import ServedDeployment
 
 GIB = 2**30
+RAY_CLUSTER = json.loads((Path(__file__).parent / "raycluster_v1.json").read_text())["schema"]
 
 
 def served(device: str, replicas: int, devices: int, **more: object) -> ServedDeployment:
@@ -95,6 +100,38 @@ def test_replicas_on_several_hosts_are_a_pod_each():
     assert "# - where there are several kinds of GPUs" in text
 
 
+def test_prefill_and_decode_on_one_host_are_one_pod():
+    found = objects(served("h200", 4, 2, prefill_replicas=3))
+    assert found.keys() == {"PersistentVolumeClaim", "Deployment", "Service"}
+    pod = pod_of(found["Deployment"])
+    serve = serve_of(pod)
+    assert (serve.prefill_replicas, serve.decode_replicas, serve.num_replicas) == (3, 1, 4)
+    assert pod["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+
+
+@pytest.mark.parametrize(("replicas", "devices", "hosts"), [(4, 4, 2), (3, 8, 3), (5, 3, 3)])
+def test_prefill_and_decode_on_several_hosts_are_a_ray_cluster(replicas, devices, hosts):
+    deployment = served("h200", replicas, devices, prefill_replicas=1)
+    found = objects(deployment)
+    assert found.keys() == {"RayCluster", "Service"}
+    cluster = found["RayCluster"]
+    jsonschema.validate(cluster, RAY_CLUSTER)
+    head = cluster["spec"]["headGroupSpec"]["template"]
+    (workers,) = cluster["spec"]["workerGroupSpecs"]
+    assert workers["replicas"] == hosts - 1
+    (container,) = head["spec"]["containers"]
+    # No engine has GPUs of two hosts.
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert gpus % devices == 0
+    assert gpus * hosts >= replicas * devices
+    words = shlex.split(container["args"][0].splitlines()[-1])
+    serve = parse(words[words.index("jaxserve") + 1 :])
+    assert (serve.prefill_replicas, serve.decode_replicas) == (1, replicas - 1)
+    assert serve.engine.tensor_parallel_size == devices
+    assert found["Service"]["spec"]["selector"] == head["metadata"]["labels"]
+    assert "# - the cluster must have the operator KubeRay" in deployment.manifest()
+
+
 @pytest.mark.parametrize(("devices", "hosts"), [(16, 2), (12, 2), (9, 3)])
 def test_an_engine_over_hosts_is_the_job_of_jaxserve_launch(devices, hosts):
     found = objects(served("h200", 1, devices))
@@ -146,6 +183,7 @@ def test_a_model_that_is_here_is_not_there(tmp_path):
         (served("h200", 2, 16), "spans 2 hosts of up to 8, and there are 2 of them"),
         (served("v6e", 1, 16), "launch --backend k8s --topology"),
         (served("v6e", 1, 2), "those with 1, 4, 8 chips have"),
+        (served("v6e", 4, 4, prefill_replicas=2), "one server has those of GPUs only"),
     ],
 )
 def test_what_no_manifest_can_say(deployment, words):
@@ -158,6 +196,7 @@ def test_what_no_manifest_can_say(deployment, words):
     "deployment",
     [
         served("h200", 4, 2),
+        served("h200", 4, 2, prefill_replicas=1),
         served("h100", 3, 4),
         served("v6e", 1, 8),
         served("l4", 1, 1),

@@ -246,8 +246,7 @@ def test_decisions_are_those_of_the_engine_that_speculates(llama):
     shadow = SimulatedExecutor(plan.shapes.buckets, 1, TIMES, clock, lambda seq, index: 0)
     runner.simulate(shadow, clock)
     greedy = [
-        dataclasses.replace(each, params=predictable(each.params))
-        for each in tiny_trace(seed=3)
+        dataclasses.replace(each, params=predictable(each.params)) for each in tiny_trace(seed=3)
     ]
     decided, requests = [], []
     with decisions(engine._core, decided):

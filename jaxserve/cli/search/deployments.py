@@ -81,13 +81,7 @@ class Planned:
         return dataclasses.asdict(self.choice) | {"cost": self.candidate.cost}
 
     def manifest(self, image: str) -> str:
-        """For Kubernetes. Raises ConfigError as `ServedDeployment.manifest` does, and for prefill
-        and decode apart."""
-        if self.choice.prefill_replicas:
-            raise ConfigError(
-                "prefill and decode apart have no manifest; set prefill_replicas to 0, or leave "
-                "the manifest out."
-            )
+        """For Kubernetes. Raises ConfigError as `ServedDeployment.manifest` does."""
         memory, config = self.described.plan.memory, self.asked
         # The files of a model that is quantized when it is loaded are up to four times as large.
         larger = 1 if config.quantization is None else 4
@@ -100,6 +94,7 @@ class Planned:
             larger * weights_bytes + memory.disk_weights_bytes,
             memory.disk_bytes,
             image,
+            self.choice.prefill_replicas,
         ).manifest()
 
 

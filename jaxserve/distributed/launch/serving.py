@@ -1,4 +1,5 @@
-"""Kubernetes manifests of a server: a Deployment, a StatefulSet or a JobSet, and its Service."""
+"""Kubernetes manifests of a server and its Service: a Deployment, a StatefulSet, a JobSet, or for
+prefill and decode apart on several hosts a RayCluster."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from jaxserve.distributed.launch.k8s import (
     mount,
     share_memory,
 )
+from jaxserve.distributed.launch.ray_cluster import RayCluster
 
 _NAME = "jaxserve"
 _PORT = 8000
@@ -43,6 +45,8 @@ class ServedDeployment:
         model_bytes: of the model's files.
         disk_kv_bytes: of the disk tier of each engine.
         image: container image with jaxserve and, for several replicas, with Ray.
+        prefill_replicas: of the replicas, those that only prefill; if any do, the others only
+            decode, and all are of one server, whatever their hosts.
     """
 
     command: tuple[str, ...]
@@ -52,6 +56,7 @@ class ServedDeployment:
     model_bytes: int
     disk_kv_bytes: int
     image: str
+    prefill_replicas: int = 0
 
     def manifest(self) -> str:
         """YAML that `kubectl apply -f` takes, after a comment that says what it needs.
@@ -59,8 +64,11 @@ class ServedDeployment:
         Raises ConfigError for engines that span hosts where there are several, or of TPUs, and for
         a number of TPU chips that no host has.
         """
-        if self.devices > self.spec.devices_per_host:
+        per_host = self.spec.devices_per_host
+        if self.devices > per_host:
             documents, needs = self._over_hosts()
+        elif self.prefill_replicas and self.replicas * self.devices > per_host:
+            documents, needs = self._apart_on_hosts()
         else:
             documents, needs = self._on_hosts()
         always = [
@@ -116,6 +124,35 @@ class ServedDeployment:
         )
         return [_object("apps/v1", "StatefulSet", _NAME, spec), self._service(labels)], needs
 
+    def _apart_on_hosts(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """One server with prefill and decode replicas on several hosts: requests move among them.
+        Raises ConfigError for TPUs."""
+        if self.spec.platform == "tpu":
+            raise ConfigError(
+                f"{self.replicas} replicas that prefill and decode apart need several hosts, and "
+                "one server has those of GPUs only; search with fewer devices, or set "
+                "prefill_replicas to 0."
+            )
+        engines = min(self.spec.devices_per_host // self.devices, self.replicas)
+        hosts = math.ceil(self.replicas / engines)
+        accelerator = "gpu" if self.spec.platform == "gpu" else None
+        command = (*self.command, *self._replicas_words(self.replicas))
+        job = Job(command, hosts, engines * self.devices, accelerator, name=_NAME)
+        needs = [
+            "the cluster must have the operator KubeRay (ray.io/v1)",
+            f"{self.image} must have jaxserve[cluster], for {self.replicas} replicas",
+            "each pod downloads the model: put it into the image, or into a volume for its cache",
+        ]
+        return RayCluster(self.image).manifests(job), needs
+
+    def _replicas_words(self, engines: int) -> tuple[str, ...]:
+        """The options of a server of so many engines."""
+        if self.prefill_replicas:
+            decode = engines - self.prefill_replicas
+            prefill = str(self.prefill_replicas)
+            return ("--prefill-replicas", prefill, "--decode-replicas", str(decode))
+        return ("--data-parallel-size", str(engines)) if engines > 1 else ()
+
     def _over_hosts(self) -> tuple[list[dict[str, Any]], list[str]]:
         """The JobSet of `jaxserve launch`, with the key, and the Service of its first host."""
         per_host = self.spec.devices_per_host
@@ -152,8 +189,7 @@ class ServedDeployment:
         return [secret, job_set, self._service(first, f"{_NAME}-api")], needs
 
     def _pod(self, engines: int) -> dict[str, Any]:
-        more = ("--data-parallel-size", str(engines)) if engines > 1 else ()
-        words = (*self.command, *more, *_served())
+        words = (*self.command, *self._replicas_words(engines), *_served())
         pod: dict[str, Any] = {
             "terminationGracePeriodSeconds": _GRACE_S,
             "securityContext": {"fsGroup": _USER, "fsGroupChangePolicy": "OnRootMismatch"},
