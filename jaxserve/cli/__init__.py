@@ -41,8 +41,9 @@ Examples:
   jaxserve generate "Why is the sky blue?"      downloads a small model on first use
   jaxserve chat                                 chat with the model
   jaxserve generate "Hi" --model ./my-model     a directory, a .gguf file, or org/name
+  jaxserve serve                                an OpenAI-compatible server on localhost:8000
   jaxserve plan ./my-model                      memory use and maximum concurrency
-  jaxserve plan ./my-model --device h200        the same on a device that is not here
+  jaxserve plan ./my-model --device h200        the same for a device that is not here
   jaxserve bench offline                        throughput on this machine
 
 See `jaxserve COMMAND --help` for each command. `jaxserve --version` prints the version, and

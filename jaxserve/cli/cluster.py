@@ -80,7 +80,7 @@ class _Server(Common):
 
 @dataclasses.dataclass(frozen=True)
 class Status(_Server):
-    """Print what each replica of a server is: state, load, model, version, and since when.
+    """Print each replica of a server: its state, load, model and version, and since when.
 
     Attributes:
         json: print the server's answer instead.
@@ -118,8 +118,8 @@ class Resize(_Server):
     """Give a replica another mesh, and wait until it serves again.
 
     Its requests go on with the tokens and the KV that they have: in other replicas that have room,
-    and else in its new process, for which they wait. If it cannot be loaded so, it is loaded as it
-    was.
+    else in its new process, for which they wait. If it cannot be loaded with that mesh, it is
+    loaded with the one that it had.
 
     Attributes:
         replica: index of the replica.
@@ -157,8 +157,8 @@ _Kind = (
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Tell what the replicas of a server are (`status`), restart one after another (`restart`), or
-    give one another mesh (`resize`)."""
+    """Show the replicas of a server (`status`), restart them one after another (`restart`), or give
+    one of them another mesh (`resize`)."""
 
     kind: OmitArgPrefixes[OmitSubcommandPrefixes[_Kind]]
 

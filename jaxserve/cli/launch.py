@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Literal
+from typing import Annotated, Literal
 
-from tyro.conf import Positional, UseAppendAction
+from tyro.conf import Positional, UseAppendAction, arg
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.distributed.launch.job import Backend, Job, is_script
@@ -22,7 +22,7 @@ from jaxserve.distributed.launch.tpu_vm import TpuVm
 class JobSettings(Job):
     """What to launch. The command goes last, after `--`."""
 
-    command: Positional[tuple[str, ...]]
+    command: Annotated[Positional[tuple[str, ...]], arg(metavar="COMMAND")]
 
 
 @dataclasses.dataclass(frozen=True)

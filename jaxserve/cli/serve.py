@@ -30,26 +30,11 @@ _KEY = re.compile("[!-~]+")
 class Serve(Common):
     """Serve a model with an OpenAI-compatible HTTP API, on localhost by default.
 
-    Chats, completions and responses are OpenAI's, messages Anthropic's. Returns 503 until the model
-    is loaded. On SIGTERM or Ctrl-C, drains requests in flight; a second signal stops the drain.
+    Completions, chats, responses and embeddings are as in OpenAI's API, messages as in Anthropic's.
+    Requests get 503 until the model is loaded. On SIGTERM or Ctrl-C the server finishes the
+    requests in flight and ends; a second signal ends it without waiting for them.
 
     Attributes:
-        data_parallel_size: replicas of the engine, each on devices of its own, on CPUs on its share
-            of the cores; more than one needs jaxserve[cluster] (docs/cluster.md).
-        prefill_replicas: replicas that only compute prompts and the first token of each, beside
-            decode_replicas; instead of data_parallel_size.
-        decode_replicas: replicas to which requests move, with their KV, once they have a token.
-        disaggregation: auto simulates, before the replicas start, how many of data_parallel_size
-            should only compute prompts and how many only decode, or that all should do both.
-        slo: limits of percentiles, such as ttft=2s,itl=100ms, within which auto compares them.
-        expected_trace: requests that auto compares them under, a file as for `jaxserve simulate
-            --trace`; by default prompts of 1024 tokens and outputs of 128.
-        profile: step times for auto, a file of `jaxserve profile`; by default those modelled for
-            GPUs and TPUs that `jaxserve plan` knows.
-        min_replicas: replicas from the start, of which none is removed, with max_replicas; by
-            default 1.
-        max_replicas: as many replicas as there may be when the load is high; the server adds and
-            removes them. Instead of data_parallel_size; there have to be devices for all.
         host: address to listen on; 0.0.0.0 is all interfaces.
         port: port to listen on.
         uds: listen on a Unix socket at this path instead.
@@ -62,16 +47,15 @@ class Serve(Common):
             list: prefer a file.
         api_key_file: a file with one API key per line.
         metrics_without_api_key: let scrapers read /metrics without a key.
-        served_model_name: names that requests may use for the model; by default the name given
-            here.
-        lora_modules: LoRA adapters to serve, each as name=path, with enable_lora: requests use one
-            by its name as their model (docs/lora.md).
+        served_model_name: names that requests may use for the model; by default MODEL, as given.
+        lora_modules: LoRA adapters to serve, each as name=path; needs enable_lora. A request names
+            one as its model (docs/lora.md).
         allowed_hosts: names accepted in a request's Host header, in addition to localhost and
             addresses. By default any with API keys or uds, and none without: add the name of the
             host, or of a proxy in front of it.
-        min_priority: the lowest, that is best, priority that requests may set; by default any.
-        hide_cached_tokens: report 0 cached tokens in every `usage`, which else tells what was
-            asked before under the same API key.
+        min_priority: lowest priority that requests may set, where lower runs first; by default any.
+        hide_cached_tokens: report 0 cached tokens in every `usage`: the number tells what was asked
+            before with the same API key.
         allowed_origins: origins of web pages that may use this server (CORS), such as
             https://chat.example.com; * is any. By default none.
         reasoning_parser: how reasoning is split from content, by vLLM's name for the model; auto
@@ -92,18 +76,27 @@ class Serve(Common):
             /v1/unload_lora_adapter. Every client may then use them.
         log_requests: log a line per request, with times and token counts.
         trace_file: write a trace at exit, to open in ui.perfetto.dev.
+        data_parallel_size: number of replicas of the engine, each on devices of its own, on CPUs on
+            its share of the cores; more than one needs jaxserve[cluster] (docs/cluster.md).
+        prefill_replicas: number of replicas that only compute prompts and the first token of each;
+            needs decode_replicas, instead of data_parallel_size.
+        decode_replicas: number of replicas to which requests move, with their KV, once they have a
+            token.
+        disaggregation: with auto, a simulation before the start decides how many of the
+            data_parallel_size replicas only compute prompts and how many only decode, or that all
+            do both.
+        slo: for disaggregation: limits of percentiles that requests should meet, such as
+            ttft=2s,itl=100ms.
+        expected_trace: for disaggregation: the requests to expect, a file as for `jaxserve simulate
+            --trace`; by default prompts of 1024 tokens and outputs of 128.
+        profile: for disaggregation: measured times of steps, a file of `jaxserve profile`; by
+            default those modelled for GPUs and TPUs that `jaxserve plan` knows.
+        min_replicas: with max_replicas, number of replicas to start, and to keep; by default 1.
+        max_replicas: most replicas while the load is high: the server adds and removes them. Needs
+            devices for all of them; instead of data_parallel_size.
     """
 
     engine: ModelSettings = dataclasses.field(default_factory=ModelSettings)
-    data_parallel_size: int = 1
-    prefill_replicas: int = 0
-    decode_replicas: int = 0
-    disaggregation: Literal["none", "auto"] = "none"
-    slo: str | None = None
-    expected_trace: Path | None = None
-    profile: Path | None = None
-    min_replicas: int | None = None
-    max_replicas: int | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     uds: Path | None = None
@@ -131,6 +124,15 @@ class Serve(Common):
     dev_mode: bool = False
     log_requests: bool = False
     trace_file: Path | None = None
+    data_parallel_size: int = 1
+    prefill_replicas: int = 0
+    decode_replicas: int = 0
+    disaggregation: Literal["none", "auto"] = "none"
+    slo: str | None = None
+    expected_trace: Path | None = None
+    profile: Path | None = None
+    min_replicas: int | None = None
+    max_replicas: int | None = None
 
     def run(self) -> int:
         self._check()

@@ -36,7 +36,7 @@ from jaxserve.simulator.replicas import SimulatedReplica, shares
 
 @dataclasses.dataclass(frozen=True)
 class Simulate(Common):
-    """Serve a load on devices that need not be here: the real scheduler on a virtual clock.
+    """Simulate a load: the real scheduler on a virtual clock, for devices that need not be here.
 
     Reads the model's config only. Step times are modelled from the device's data sheet, or those
     that `jaxserve profile` measured. Outputs have the full length of the load, which --seed draws.

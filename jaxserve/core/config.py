@@ -32,36 +32,37 @@ class EngineConfig:
 
     Attributes:
         model: the default model's name, a .gguf file, a directory, or a Hugging Face id.
-        dtype: of weights, activations and KV pages: float32, bfloat16 (bf16) or float16 (fp16);
-            by default float32 on CPUs, else bfloat16.
-        kv_cache_dtype: of KV pages: "auto", that of activations; "int8" or "fp8" (fp8_e4m3),
-            quantized as they are written, with a scale for each token and head (docs/kv.md).
+        dtype: dtype of weights, activations and KV pages: float32, bfloat16 (bf16) or float16
+            (fp16); by default float32 on CPUs, else bfloat16.
+        kv_cache_dtype: dtype of KV pages: "auto" is that of activations; with "int8" or "fp8"
+            (fp8_e4m3) they are quantized as they are written, with a scale for each token and head
+            (docs/kv.md).
         quantization: format of the weights in memory: "awq", "gptq", "fp8" or
             "compressed-tensors", as a checkpoint of this quantization_config stores them, which is
             the default for one (docs/models.md); "gguf", bit-exact in the blocks of
             the GGUF file (docs/kernels.md); "mxfp4", the MXFP4 experts of gpt-oss alone;
             "int8", "int4" (groups of 32) or "fp8", quantized on loading, except embeddings and
-            head. None for other files: dequantized to `dtype`.
-        weights_on: where the layers are: "device", or "host" (its memory) or "disk", from where
-            every step reads them through a window of two in device memory, so that a model may be
+            head. By default other files are dequantized to `dtype`.
+        weights_on: where the layers are: "device"; or "host" (its memory) or "disk", from where
+            every step reads them, with two at a time in device memory, so that a model may be
             larger than the device (docs/offload.md).
         resident_weight_bytes: memory on each device for weights with `weights_on` host or disk:
-            embeddings and head, the window, and as many layers to keep there as fit; by default
-            none of those.
+            embeddings and head, two layers that are being read, and as many layers to keep there
+            as fit; by default none are kept.
         steps_per_weight_read: steps that pass through the layers together with `weights_on` host or
             disk, each layer computing all of them before the next one is read; up to so many of
             these share the running sequences (docs/offload.md).
-        kv_on: where the KV of sequences longer than the pool is: "device", which refuses them, or
-            "host", whose memory has their older pages, which every step reads through a window in
-            device memory (docs/offload.md).
+        kv_on: where the KV of sequences longer than the pool is: with "device" they are refused;
+            with "host" their older pages are in host memory, from where every step reads them, a
+            few at a time (docs/offload.md).
         resident_kv_tokens: with `kv_on` host, tokens of each sequence whose KV stays in the pool,
             the newest; by default all of a sequence that fits the pool, and of a longer one as many
             as a third of the pool holds.
         kv_compression: "shadow" with `kv_on` host: decodes of these sequences attend to some chunks
             of the older pages, found by keys of a low rank on the device, and read only their
             values from the host. Answers differ from those of "none" (docs/offload.md).
-        shadow_rank: numbers of a compressed key, of all heads of a layer together, at most as many
-            as a key has; 160 by default with `kv_compression` shadow.
+        shadow_rank: rank of the compressed keys of a layer, all heads together; at most the size of
+            its keys; 160 by default with `kv_compression` shadow.
         shadow_budget: tokens of the older pages that a decode attends to, for each KV head, in
             chunks of eight; 2,048 by default.
         shadow_outliers: chunks of a sequence that are kept exactly on the device; 48 by default.
@@ -77,7 +78,7 @@ class EngineConfig:
         dual_batch_overlap: compute a step of a tensor-parallel mesh as two halves, so that one half
             computes while the other's results are summed over the devices: "auto" where that is
             predicted to be faster (docs/parallel.md), "on" in every step, "off" in none.
-        enable_expert_parallel: of a mixture of experts, each device of a stage holds some of the
+        enable_expert_parallel: in a mixture of experts, each device of a stage holds some of the
             experts, instead of a part of every expert (docs/parallel.md).
         devices: ids of the devices to run on (`jax.Device.id`), as many as the product of the
             parallel sizes; comma-separated on the command line. By default the first ones.
@@ -91,7 +92,7 @@ class EngineConfig:
         priority_ageing_s: seconds of waiting that equal one priority level, so that no request
             starves; by default levels are strict, and a request waits for as long as any request
             of a better level does.
-        fair_share: admit the tenant served least, instead of the oldest request.
+        fair_share: admit requests of the tenant served least first, instead of the oldest.
         enable_prefix_caching: cache computed KV for prompts with a common prefix.
         host_kv_bytes: host memory for KV pages evicted from the device; by default the size of the
             pool, at most a quarter of free memory, and none on CPUs, whose pool is in host memory
@@ -108,7 +109,7 @@ class EngineConfig:
         shared_prefix_attention: "enabled": decodes that share their first pages read them once a
             group, where that pays; "auto": on CPUs, without the settings with which it does not
             combine (docs/parallel.md).
-        seed: seed of all randomness without a seed of the request.
+        seed: seed for requests without one of their own.
         load_format: "dummy" makes random weights of the model's config.
         attention_backend: implementation of attention, page copies and matmuls with quantized
             weights: "pallas", the device's kernels of pallas_kernels, on CPUs those of TPUs,
@@ -117,8 +118,8 @@ class EngineConfig:
         speculative_config: how to draft tokens that one step then verifies, with vLLM's keys:
             num_speculative_tokens (a number or "auto"), method ("ngram", "draft_model",
             "layer_skip", "medusa", "eagle", "eagle3", "mtp", "jacobi" or "lookahead") and the
-            method's own keys (docs/speculation.md); a JSON object on the command line. None: one
-            token at a time.
+            method's own keys (docs/speculation.md); a JSON object on the command line. By
+            default a step makes one token.
         enable_lora: serve LoRA adapters beside the model (docs/lora.md).
         max_loras: adapters that are held on the devices at once, which every step multiplies with;
             4 by default with `enable_lora`.
@@ -128,7 +129,7 @@ class EngineConfig:
             step.
         compilation_cache: store compiled programs in the cache directory.
         logits_processors: functions that change a row's logits before it is sampled, or
-            `module:function`; a request applies those that its `extra_args` name (docs/serving.md).
+            `module:function`; a request names those to apply (docs/serving.md).
     """
 
     model: str | Path = field(default="smollm2-135m-instruct", metadata=_OF_NO_PROGRAM)

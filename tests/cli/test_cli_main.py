@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
 import random
@@ -14,7 +15,8 @@ import threading
 import pytest
 
 import jaxserve
-from jaxserve.cli import main, parse
+from jaxserve.cli import Command, main, parse
+from jaxserve.cli.arguments.chosen import chosen
 from jaxserve.cli.arguments.errors import in_flags
 from jaxserve.cli.plan import Plan
 from jaxserve.core.config import EngineConfig
@@ -38,14 +40,34 @@ def test_help_names_every_command_and_does_not_wait_for_jax():
     assert run.stdout.endswith("no JAX\n")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_of_a_command_is_explained(name, capsys):
+GROUPS = {"bench": ("offline", "serve", "accuracy"), "cluster": ("status", "restart", "resize")}
+ALL = [
+    [name, *rest]
+    for name in (*COMMANDS, "batch", "serve", "cluster", "launch", "search", "train-speculator")
+    for rest in ([[word] for word in GROUPS[name]] if name in GROUPS else [[]])
+]
+
+
+@pytest.mark.parametrize("words", ALL, ids=" ".join)
+def test_help_explains_every_option_in_words_of_the_command_line(words, capsys, monkeypatch):
+    """A default is a value or is said in words, and options are named by their flags."""
+    monkeypatch.setenv("COLUMNS", "100")  # one column of options
     with pytest.raises(SystemExit) as stop:
-        main([name, "--help"])
+        main([*words, "--help"])
     assert stop.value.code == 0
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    explained = re.findall(r"(--[\w-]+) (?:\S*[A-Z{]\S* )?(.*?) ?\(default", text)
-    assert all(words for _, words in explained), explained
+    lines = capsys.readouterr().out.splitlines()
+    options = [
+        (found[1], re.search(r"  \w", found[2]) or re.match(r".{3,} {3}\S", after))
+        for line, after in itertools.pairwise(lines)
+        if (found := re.match(r". (?:-\w \w+, )?(--\w[\w-]*)(.*)", line))
+    ]
+    assert all(is_told for _, is_told in options), options
+    names = {each.name for each in chosen(words, Command).settings.values()}
+    assert {flag[2:].replace("-", "_") for flag, _ in options} <= names
+    text = " ".join(" ".join(lines).replace("│", " ").split())
+    assert options and not re.search(r"\(default: (?:None)?\)", text)
+    names -= {"num_speculative_tokens"}  # a key of --speculative-config, too
+    assert not {word for word in re.findall(r"(?<!`)\b\w+_\w+", text) if word in names}
 
 
 def test_version(capsys):

@@ -1,12 +1,14 @@
-"""How --help groups the engine's settings: a few that are common, and the rest."""
+"""How --help describes options, and groups the engine's: a few that are common, and the rest."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, get_type_hints
 
+import tyro
 from tyro.conf import arg
 from tyro.constructors import StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
@@ -66,25 +68,44 @@ def _fields(
     kind: type[EngineConfig], values: dict[str, Any], basic: bool
 ) -> tuple[StructFieldSpec, ...]:
     """A kind may have settings `without_flags`, which keep their defaults."""
-    hints, descriptions = get_type_hints(kind, include_extras=True), _descriptions()
     hidden = getattr(kind, "without_flags", ())
     return tuple(
-        StructFieldSpec(
-            field.name, hints[field.name], values[field.name], descriptions.get(field.name)
-        )
-        for field in dataclasses.fields(kind)
+        field
+        for field in _described(kind, values)
         if (field.name in _BASIC) == basic and field.name not in hidden
     )
 
 
-def _descriptions() -> dict[str, str]:
-    """What EngineConfig's docstring says of each setting, with the names of others as flags."""
-    text = inspect.getdoc(EngineConfig) or ""
-    attributes = text.partition("Attributes:\n")[2]
-    found = re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w|\Z)", attributes, re.MULTILINE | re.DOTALL)
-    names = {field.name for field in dataclasses.fields(EngineConfig)}
+@CONSTRUCTORS.struct_rule
+def _options(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """The options of a command, or of a part of it."""
+    kind = info.type
+    is_ours = dataclasses.is_dataclass(kind) and kind.__module__.startswith("jaxserve.")
+    if not is_ours or issubclass(kind, EngineConfig | _Advanced):
+        return None
+    given = vars(info.default) if isinstance(info.default, kind) else {}
+    return StructConstructorSpec(kind, tuple(_described(kind, given)))
 
-    def in_flags(words: str) -> str:
+
+def _described(kind: type, values: dict[str, Any]) -> Iterator[StructFieldSpec]:
+    """A dataclass's fields, with the text and the default that --help has of each."""
+    hints, descriptions = get_type_hints(kind, include_extras=True), _descriptions(kind)
+    for field in dataclasses.fields(kind):
+        default = values.get(field.name, field.default)
+        if default is dataclasses.MISSING:
+            makes_one = field.default_factory is not dataclasses.MISSING
+            default = field.default_factory() if makes_one else tyro.MISSING
+        hint, text = hints[field.name], descriptions.get(field.name)
+        if default in (None, (), tyro.MISSING):  # Its text says what happens then.
+            hint = Annotated[hint, arg(help_behavior_hint="")]
+        yield StructFieldSpec(field.name, hint, default, text)
+
+
+def _descriptions(kind: type) -> dict[str, str]:
+    """What the docstrings of a dataclass and its bases say of each field, with the names of others
+    as flags."""
+
+    def in_flags(words: str, names: set[str]) -> str:
         return re.sub(
             r"`(\w+)`|\b(\w+_\w+)\b",
             lambda match: (
@@ -95,4 +116,11 @@ def _descriptions() -> dict[str, str]:
             words,
         )
 
-    return {name: in_flags(" ".join(words.split())) for name, words in found}
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        kinds = [kind for kind in (base, EngineConfig) if dataclasses.is_dataclass(kind)]
+        names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+        attributes = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
+        told = re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w|\Z)", attributes, re.M | re.S)
+        found |= {name: in_flags(" ".join(words.split()), names) for name, words in told}
+    return found

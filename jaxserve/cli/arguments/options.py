@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class EngineOptions(EngineConfig):
-    """Settings of one engine. None: chosen from the model and the device. A size is in bytes, or
-    has a unit, such as 2GiB."""
+    """Settings of one engine. Those without a default are chosen from the model and the device. A
+    size is in bytes, or has a unit, such as 2GiB."""
 
     dtype: OptionalDtype = None
     kv_cache_memory_bytes: OptionalSize = None
@@ -41,15 +41,15 @@ class EngineOptions(EngineConfig):
 
 @dataclasses.dataclass(frozen=True)
 class ModelSettings(EngineOptions):
-    """The model and engine settings. None: chosen from the model and the device. A size is in
-    bytes, or has a unit, such as 2GiB."""
+    """Settings of the engine. Those without a default are chosen from the model and the device. A
+    size is in bytes, or has a unit, such as 2GiB."""
 
     model: Annotated[Positional[str | Path], arg(metavar="MODEL")] = EngineConfig.model
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters. None: the model's recommended value.
+    """Sampling parameters. Those without a default have the value that the model recommends.
 
     Attributes:
         max_tokens: maximum number of tokens to generate.
@@ -92,8 +92,8 @@ class Common:
     Attributes:
         config: a YAML file with more options, such as `log-level: debug`; those of the command line
             take precedence.
-        log_level: least severe messages to log; by default that of JAXSERVE_LOG_LEVEL, else info
-            for `serve` and warning for other commands.
+        log_level: log messages of this level and above; by default that of JAXSERVE_LOG_LEVEL,
+            else info for `serve` and warning for other commands.
     """
 
     config: Path | None = dataclasses.field(default=None, kw_only=True)

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Accuracy(Common):
-    """Compare greedy answers with kv_compression to those of full attention.
+    """Compare greedy answers with --kv-compression to those of full attention.
 
     Each prompt is answered twice, by an engine with the settings given and by one without
-    kv_compression.
+    --kv-compression.
 
     Attributes:
         prompts: a text file, of which each line is a prompt, or with --whole all of it; "-" is

@@ -28,21 +28,22 @@ class Load:
 
     Attributes:
         trace: CSV with arrived_at, num_prefill_tokens, num_decode_tokens, or JSON lines with
-            timestamp, input_length, output_length, hash_ids. None draws arrivals and lengths.
+            timestamp, input_length, output_length, hash_ids. Without one, arrivals and lengths are
+            drawn.
         rate_scale: speeds up the trace's arrivals by this factor.
         length_scale: multiplies the trace's lengths, and the prefixes that its prompts share.
-        request_rate: without a trace, requests per second on average; None is 1, and inf sends all
+        request_rate: without a trace, requests per second on average, by default 1; inf sends all
             at once.
         burstiness: without a trace, the shape of the gamma distribution of gaps between requests:
-            1 (None) for Poisson arrivals, less for bursts, inf for equal gaps.
-        input_len: without a trace, tokens per prompt; None is 128.
-        output_len: without a trace, output tokens per request; None is 64.
-        random_range_ratio: without a trace, draw lengths within this share of the given ones; None
-            is 0.
+            1, the default, for Poisson arrivals, less for bursts, inf for equal gaps.
+        input_len: without a trace, tokens per prompt; by default 128.
+        output_len: without a trace, output tokens per request; by default 64.
+        random_range_ratio: without a trace, draw lengths within this share of the given ones; by
+            default 0.
         max_input_tokens: longer prompts are truncated.
         max_output_tokens: longer outputs are truncated.
-        num_requests: send at most this many; None is the whole trace, or 32 without one (100 where
-            a rate is searched for).
+        num_requests: send at most this many; by default the whole trace, or 32 without one (100
+            where a rate is searched for).
         duration_s: send only requests that arrive within this many seconds.
     """
 

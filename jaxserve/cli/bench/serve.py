@@ -43,8 +43,8 @@ class Serve(Common):
     Outputs have the full length if the server supports ignore_eos. Ctrl-C or SIGTERM ends the load
     and prints what was measured.
 
-    With find_capacity the load is sent again and again, at other rates, until the highest is known
-    at which it meets the SLO.
+    With --find-capacity the load is sent again and again, at other rates, until the highest is
+    known at which it meets the SLO.
 
     Attributes:
         base_url: URL of the server, including /v1.
@@ -53,8 +53,8 @@ class Serve(Common):
         endpoint: which kind of request to send.
         prompt_format: auto sends token ids if the server can tokenize, else text.
         timeout_s: a request that takes longer has failed.
-        seed: for prompts and arrival times. None draws one, so that a second run does not hit the
-            first run's prompts in the server's prefix cache.
+        seed: for prompts and arrival times. By default one is drawn, so that a second run does not
+            hit the first run's prompts in the server's prefix cache.
         find_capacity: search for the highest rate of requests that meets slo.
         slo: with find_capacity, limits of percentiles, such as ttft=2s,itl_p90=50ms: of ttft, itl,
             tpot, e2e, and at least of fluidity; without _pN of the 99th.

@@ -186,8 +186,8 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class FixedSettings(ModelSettings):
-    """The model and the engine settings that all deployments have. None: chosen from the model and
-    the device. A size is in bytes, or has a unit, such as 2GiB."""
+    """The model and the engine settings that all deployments have. Those without a default are
+    chosen from the model and the device. A size is in bytes, or has a unit, such as 2GiB."""
 
     without_flags: ClassVar[frozenset[str]] = frozenset(
         {"devices", "enable_expert_parallel", *(field.name for field in dataclasses.fields(Space))}
