@@ -117,6 +117,10 @@ class ResponseNotFoundError(RequestError):
         super().__init__(f"Response with id {response_id!r:.200} not found.")
 
 
+class TextTooLongError(PromptTooLongError):
+    """A text has too many characters to be tokenized, so that no field can have it truncated."""
+
+
 class GenerationFailedError(RequestError):
     """Generation failed for a valid request."""
 
@@ -153,7 +157,10 @@ def reply_to(error: BaseException) -> ErrorReply:
             return ErrorReply(404, message, "invalid_request_error", "model", "model_not_found")
         case ResponseNotFoundError():
             return ErrorReply(404, message, "invalid_request_error", None, "response_not_found")
+        case TextTooLongError():
+            return _invalid(message, None, "context_length_exceeded")
         case PromptTooLongError():
+            message += ", or set truncate_prompt_tokens to keep a part of the prompt"
             return _invalid(message, None, "context_length_exceeded")
         case GenerationFailedError():
             return ErrorReply(422, message, "invalid_request_error", None, "generation_failed")

@@ -15,7 +15,7 @@ from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.core.requests.sampling_params import MAX_LOGPROBS
 from jaxserve.core.version import __version__
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt, tokenize_prompt
-from jaxserve.protocol.errors import FieldError, ModelNotFoundError
+from jaxserve.protocol.errors import FieldError, ModelNotFoundError, TextTooLongError
 from jaxserve.text import Tokenizer
 
 _OURS = frozenset(
@@ -123,11 +123,11 @@ class Model:
         return tokenize_prompt(prompt, self.tokenizer, self.vocab_size, add_special_tokens)
 
     def check_text(self, text: str) -> None:
-        """Raises PromptTooLongError for a text with more characters than a context of the longest
+        """Raises TextTooLongError for a text with more characters than a context of the longest
         tokens: tokenizing it could take many seconds."""
         most = self.max_model_len * self.tokenizer.longest_token
         if len(text) > most:
-            raise PromptTooLongError(
+            raise TextTooLongError(
                 f"the prompt has {len(text)} characters and the context limit of "
                 f"{self.max_model_len} tokens is at most {most} characters; shorten it: "
                 "truncate_prompt_tokens is for texts within this limit"

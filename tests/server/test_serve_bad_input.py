@@ -128,6 +128,35 @@ def test_each_bad_field_is_named(server):
     assert server.complete(PROMPT)["usage"]["completion_tokens"] > 0
 
 
+LONG = "é" * 1100  # of two tokens each
+LONG_TURN = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        completion(prompt=LONG),
+        completion(prompt=[97] * 3000),
+        (CHAT, LONG_TURN),
+        ("/v1/messages", LONG_TURN),
+        ("/v1/responses", {"input": LONG, "max_output_tokens": 2}),
+        ("/v1/embeddings", {"input": LONG}),
+        ("/v1/score", {"text_1": LONG, "text_2": "hi"}),
+    ],
+)
+def test_a_refused_long_prompt_is_accepted_with_the_field_that_the_refusal_names(
+    server, path, body
+):
+    refused = server.post(path, body)
+    assert refused.status_code == 400
+    message = refused.json()["error"]["message"]
+    assert "or set truncate_prompt_tokens to keep a part" in message
+    for keep in (-1, 9):
+        assert server.post(path, body | {"truncate_prompt_tokens": keep}).status_code == 200
+    beyond = server.post(path, body | {"truncate_prompt_tokens": 2048})
+    assert beyond.status_code == 400 and "2048 tokens and" in beyond.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [
