@@ -138,7 +138,7 @@ class Bounds:
                     return None  # A step may yield several tokens.
                 least_s = least_decode_s(times, buckets, config.pipeline_parallel_size)
                 return least_s * 1e6 if tokens.decode else None
-            if metric == "fluidity" or shares_prefixes:
+            if metric in ("fluidity", "queue") or shares_prefixes:
                 return None
             return alone_us(percentile(prompts, percent), 1)
 
@@ -253,9 +253,11 @@ class _Late:
         """Of sequences without a token."""
         self._last_us: dict[int, int] = {}
         """The last tokens of the others."""
-        self._requests = [
-            _Allowed(limit.limit, limit.may_miss(len(arrivals))) for limit in slo.first_token_us
+        allowed = [
+            [_Allowed(limit.limit, limit.may_miss(len(arrivals))) for limit in limits]
+            for limits in (slo.queue_us, slo.first_token_us)
         ]
+        self._queued, self._requests = allowed
         num_gaps = sum(num_decodes(arrivals, config))
         self._gaps = [_Allowed(limit.limit, limit.may_miss(num_gaps)) for limit in slo.gaps_us]
 
@@ -263,7 +265,7 @@ class _Late:
         if type(record) is Arrived:
             self._arrived_us[record.sequence] = self._arrivals[int(record.request_id)].time_us
         elif type(record) is Admitted:
-            self._waited(record.sequence, record.time_us)
+            self._waited(record.sequence, record.time_us, (*self._queued, *self._requests))
         elif type(record) is Collected:
             self._collected(record)
 
@@ -271,7 +273,7 @@ class _Late:
         now_us, last_us = record.time_us, self._last_us
         for seq in record.sequences:
             if seq not in last_us:
-                self._waited(seq, now_us)
+                self._waited(seq, now_us, self._requests)
                 last_us[seq] = now_us
         for limit in self._gaps:
             since_us = now_us - limit.us
@@ -279,10 +281,10 @@ class _Late:
             self.too_many |= limit.left < 0
         last_us.update(dict.fromkeys(record.sequences, now_us))
 
-    def _waited(self, seq: int, now_us: int) -> None:
+    def _waited(self, seq: int, now_us: int, limits: Iterable[_Allowed]) -> None:
         """Of a sequence that got its first step or its first token now."""
         waited_us = now_us - self._arrived_us[seq]
-        for limit in self._requests:
+        for limit in limits:
             if waited_us > limit.us and seq not in limit.late:
                 limit.late.add(seq)
                 limit.left -= 1

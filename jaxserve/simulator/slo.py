@@ -12,8 +12,8 @@ from jaxserve.metrics.fluidity import INTERACTIVE, Deadlines, fluidity
 from jaxserve.metrics.statistics import percentile
 from jaxserve.metrics.summaries import SequenceSummary
 
-_LATENCIES = ("ttft", "itl", "tpot", "e2e")
-_OF_THE_QUEUE = ("ttft", "e2e", "fluidity")
+_LATENCIES = ("queue", "ttft", "itl", "tpot", "e2e")
+_OF_THE_QUEUE = ("queue", "ttft", "e2e", "fluidity")
 """Those that a queue that grows for ever breaks at last."""
 _PERCENT = 99
 _UNITS_US = {"us": 1, "ms": 1_000, "s": 1_000_000}
@@ -24,7 +24,8 @@ _TIME = re.compile(r"(?P<number>\d*\.?\d+)(?P<unit>us|ms|s)")
 @dataclasses.dataclass(frozen=True)
 class Limit:
     """`percent` % of the requests, of `itl` of all gaps between tokens, take at most `limit`
-    microseconds; of `fluidity` they have at least that index."""
+    microseconds; of `fluidity` they have at least that index. `queue` is the scheduling delay, from
+    the arrival to the first step, which clients do not see."""
 
     metric: str
     percent: int
@@ -85,6 +86,11 @@ class Slo:
         return cls(limits, deadlines)
 
     @property
+    def queue_us(self) -> tuple[Limit, ...]:
+        """The limits of the time before a request's first step."""
+        return tuple(limit for limit in self.limits if limit.metric == "queue")
+
+    @property
     def first_token_us(self) -> tuple[Limit, ...]:
         """The limits that a request is over when its first token takes longer than they."""
         return tuple(limit for limit in self.limits if limit.metric in ("ttft", "e2e"))
@@ -122,6 +128,7 @@ class Slo:
 
 
 _VALUES_US: dict[str, Callable[[SequenceSummary], Sequence[int]]] = {
+    "queue": lambda request: (request.queue_us,),
     "ttft": lambda request: (request.ttft_us,),
     "itl": lambda request: request.inter_token_us,
     "tpot": lambda request: _mean(request.inter_token_us),

@@ -192,6 +192,7 @@ def test_ctrl_c_between_two_loads(search, monkeypatch):
         (["--find-capacity"], ["--find-capacity needs", "--slo ttft=2s"]),
         (["--find-capacity", "--slo=ttft=2"], ["ttft=2", "unit"]),
         (["--find-capacity", "--slo=itl=2s"], ["any rate meets", "ttft=2s"]),
+        (["--find-capacity", "--slo=queue=2s"], ["queue=2s", "clients do not see", "ttft"]),
         (["--find-capacity", "--slo=ttft=2s", "--slo-ttft-ms=5"], ["--slo-ttft-ms", "no effect"]),
         (["--find-capacity", "--slo=ttft=2s", "--plot=a.svg"], ["--plot", "leave it out"]),
         (["--slo=ttft=2s"], ["--slo has no effect", "--find-capacity"]),

@@ -121,7 +121,14 @@ def test_a_capacity_meets_the_slo_and_the_next_rate_does_not():
 
 
 @pytest.mark.parametrize(
-    "slo", ["itl_p90=2500us,ttft=1s", "ttft_p90=12ms", "e2e_p50=28ms", "fluidity_p90=0.9"]
+    "slo",
+    [
+        "itl_p90=2500us,ttft=1s",
+        "ttft_p90=12ms",
+        "e2e_p50=28ms",
+        "fluidity_p90=0.9",
+        "queue_p90=3ms",
+    ],
 )
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_rate_is_given_up_only_where_it_misses_the_slo(slo, stages):

@@ -45,13 +45,13 @@ def test_limits_are_of_the_99th_percentile_unless_they_name_another():
         ("ttft=0s", "above 0"),
         ("ttft=-1s", "above 0"),
         ("ttft=1h", "us, ms or s"),
-        ("latency=2s", "'latency'; it must be ttft, itl, tpot, e2e or fluidity"),
+        ("latency=2s", "'latency'; it must be queue, ttft, itl, tpot, e2e or fluidity"),
         ("ttft_p0=2s", "percentile 0"),
         ("ttft_p101=2s", "percentile 101"),
         ("fluidity=90%", "the index"),
         ("fluidity=1.5", "at most 1"),
         ("ttft=1s,ttft_p99=2s", "ttft_p99 twice"),
-        ("itl=50ms,tpot=50ms", "long enough queue; add a limit of ttft, e2e or fluidity"),
+        ("itl=50ms,tpot=50ms", "long enough queue; add a limit of queue, ttft, e2e or fluidity"),
     ],
 )
 def test_what_is_no_slo(text, words):

@@ -106,7 +106,11 @@ class Serve(Common):
             raise ConfigError(
                 "find_capacity needs limits; give --slo, such as --slo ttft=2s,itl_p90=50ms."
             )
-        limits.Slo.of(self.slo)
+        if limits.Slo.of(self.slo).queue_us:
+            raise ConfigError(
+                f"slo is {self.slo!r}, but clients do not see how long a request waits for its "
+                "first step; give a limit of ttft in the place of queue."
+            )
         if any(vars(self.objectives).values()):
             raise ConfigError(
                 "slo_ttft_ms, slo_itl_ms, slo_tpot_ms and slo_e2e_ms have no effect with "

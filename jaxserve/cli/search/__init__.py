@@ -40,8 +40,8 @@ class Search(Common):
         device: kinds of devices to try, each a100, b200, h100, h200, l4, v5e, v5p, v6e, or a TOML
             file with the fields of those; comma-separated.
         devices: numbers of devices to try.
-        slo: limits of percentiles, such as ttft=2s,itl_p90=50ms: of ttft, itl, tpot, e2e, and at
-            least of fluidity; without _pN of the 99th.
+        slo: limits of percentiles, such as ttft=2s,itl_p90=50ms: of queue, ttft, itl, tpot, e2e,
+            and at least of fluidity; without _pN of the 99th.
         draft_acceptance: with speculative_config, the share of drafts that are kept, as in
             `jaxserve simulate`.
         prices: a TOML file with the price of each device for an hour, with lines such as
