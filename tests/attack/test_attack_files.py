@@ -12,14 +12,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 from tiny_checkpoints import CONFIG, random_tensors, write_gguf, write_hf
 
 from jaxserve.core.errors import JaxserveError, WeightsError
+from jaxserve.models.loading.adapter import read_adapter
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.directory import config_from_files
+from jaxserve.models.loading.drafters.eagle import EagleCheckpoint
+from jaxserve.models.loading.drafters.eagle3 import Eagle3Checkpoint
+from jaxserve.models.loading.drafters.medusa import MedusaCheckpoint
 from jaxserve.models.loading.gguf.config import ARCHITECTURES as GGUF_ARCHITECTURES
 from jaxserve.models.loading.gguf.header import read_gguf
 from jaxserve.models.quantization_config import METHODS, parse
@@ -355,6 +361,59 @@ def test_any_tokenizer_json(directory, part, content):
         (directory / "tokenizer.json").write_text(json.dumps(whole))
 
 
+ADAPTER = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+ADAPTER_FIELDS = (*ADAPTER, "bias", "use_rslora", "use_dora", "init_lora_weights", "rank_pattern")
+LINEAR = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory, tensors):
+    model = write_hf(tmp_path_factory.mktemp("base") / "model", CONFIG, tensors)
+    return param_specs(open_checkpoint(model).config)
+
+
+@fuzzed(300)
+@given(changes=st.dictionaries(st.sampled_from(ADAPTER_FIELDS), VALUES, min_size=1, max_size=3))
+@example(changes={"lora_alpha": 10**400})
+def test_any_adapter_config(tmp_path, tensors, specs, changes):
+    outputs, inputs = tensors[f"{LINEAR}.weight"].shape
+    halves = {"A": (4, inputs), "B": (outputs, 4)}
+    made = {
+        f"base_model.model.{LINEAR}.lora_{h}.weight": np.ones(s, "f") for h, s in halves.items()
+    }
+    save_file(made, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER | changes))
+    with soon_or_refused():
+        read_adapter(tmp_path, specs, 8, np.dtype("float32"))
+
+
+DRAFTERS = {
+    MedusaCheckpoint: {
+        **{"model_type": "medusa", "original_lm_head": True, "num_heads": 2},
+        **{"num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 256, "medusa_fc_bias": False},
+    },
+    EagleCheckpoint: CONFIG | {"num_hidden_layers": 1},
+    Eagle3Checkpoint: CONFIG
+    | {"num_hidden_layers": 1, "draft_vocab_size": 32, "target_hidden_size": 64}
+    | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "eagle_config": {},
+        "norm_before_residual": True,
+    },
+}
+
+
+@fuzzed(300)
+@given(kind=st.sampled_from(list(DRAFTERS)), data=st.data())
+def test_any_config_of_a_drafter(directory, kind, data):
+    config = DRAFTERS[kind]
+    names = st.sampled_from(sorted(config))
+    changes = data.draw(st.dictionaries(names, VALUES | st.just(1 << 20), min_size=1, max_size=3))
+    (directory / "config.json").write_text(json.dumps(config | changes))
+    with soon_or_refused():
+        kind.open(directory)
+
+
 PIECES = st.sampled_from(
     [
         *("{% for m in messages %}", "{% endfor %}", "{% if tools %}", "{% else %}", "{% endif %}"),
@@ -362,6 +421,7 @@ PIECES = st.sampled_from(
         *("{% macro f(a) %}", "{% endmacro %}", "{{ f(9) }}", "{{ raise_exception('no') }}"),
         *("{{ range(99999) | list }}", "{{ 'a' * 99999 }}", "{{ x[0] }}", "{{ m.__class__ }}"),
         *("{% generation %}", "{% endgeneration %}", "{% include 'a' %}", "{{ loop.index }}", "{"),
+        *("{% set x = [x, x] %}", "{% set x = {'a': x, 'b': x} %}", "{{ x == [x] }}", "{{ x }}"),
     ]
 )
 

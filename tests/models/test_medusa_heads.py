@@ -63,7 +63,7 @@ def test_other_weights_have_another_fingerprint(directory):
             "truncated_vocab_size 4, which is not",
         ),
         ({"medusa_fc_bias": True}, UnsupportedModelError, "medusa_fc_bias True, which is not"),
-        ({"num_heads": 0}, ModelError, "num_heads 0; it must be an integer from 1 on"),
+        ({"num_heads": 0}, ModelError, "num_heads 0; it must be an integer of at least 1"),
         ({"num_heads": 3}, WeightsError, "blocks.2.layers.0.weight"),
         ({"hidden_size": 4}, WeightsError, "blocks.0.layers.0.weight"),
     ],

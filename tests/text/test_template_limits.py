@@ -36,6 +36,11 @@ def grows(step: str) -> str:
     )
 
 
+def doubles(step: str, end: str, first: str = "[1]") -> str:
+    """A template with a value that holds the one before it twice, and so on sixty times."""
+    return "{% set x = " + first + " %}" + ("{% set x = " + step + " %}") * 60 + end
+
+
 LONG = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 HOSTILE = [
     LONG,
@@ -68,6 +73,27 @@ HOSTILE = [
     f"{{{{ '{{:{BILLION}}}'.format(1) }}}}",
     f"{{{{ '{{:{{}}}}'.format(1, {BILLION}) }}}}",
     f"{{{{ range({BILLION})|list }}}}",
+    doubles("[x, x]", "{{ x }}"),
+    doubles("[x, x]", "{% set y = x ~ 'a' %}"),
+    doubles("[x, x]", "{{ x|tojson }}"),
+    doubles("[x, x]", "{{ '%s' % x }}"),
+    doubles("[x] * 2", "{{ x }}"),
+    doubles("[x] + [x]", "{{ x }}"),
+    doubles("[x, x]|map('list')|list", "{{ x }}"),
+    doubles("(x, x)", "{{ {x: 1}[x] }}", "(1,)"),
+    doubles("{'a': x, 'b': x}", "{{ x }}"),
+    doubles("dict(a=x, b=x)", "{{ x }}", "{}"),
+    doubles("namespace(a=x, b=x)", "{{ x }}"),
+    doubles("[x, x]", "{{ x == y }}").replace("set x = [x, x]", "set x, y = [x, x], [y, y]"),
+    "{% set ns = namespace() %}{% set ns.x = [ns, ns] %}",
+    "{% set ns = namespace() %}{% set ns.x = ns %}",
+    "{{ namespace(a=1) }}",
+    "{{ ('a' * 9999999)|title }}",
+    "{{ ['a' * 9999999, 'b' * 9999999]|tojson }}",
+    "{{ '{0}{0}'.format('a' * 9999999) }}",
+    "{{ '%(a)s%(a)s' % {'a': 'a' * 9999999} }}",
+    "{% set s = 'a' * 9999999 %}"
+    "{{ range(99999)|map('string')|map('replace', '1', s)|join|length }}",
     f"{{{{ lipsum({BILLION}) }}}}",
     "{{" + "(" * 100_000 + "1",
     "{% if 1 %}" * 5000,
@@ -101,6 +127,10 @@ ORDINARY = [
     "{{ messages|selectattr('role', 'equalto', 'user')|list|length }}{{ 1.5|round }}{{ '5'|int }}",
     "{{ '%s is %5.2f' % ('a', 1) }}{{ 'a%s'|format('b') }}{{ 'In 2024: {} {}'.format(1, 'x') }}",
     "{% filter upper %}abc{% endfilter %}{{ 'aXbX'|replace('X', '--') }}{{ messages|last|length }}",
+    "{% set x, y = [1, (2, 'a')], {'a': [3], 'b': {}} %}{{ x }}{{ y }}{{ x + [y] }}{{ (1,) * 2 }}"
+    "{{ x ~ y }}{{ [x, x] == [x, x] }}{{ y|tojson }}{{ dict(y, c=x) }}{% for a, b in [(1, 2)] %}"
+    "{{ a }}{{ b }}{% endfor %}{{ x|map('string')|list }}{{ messages|groupby('role')|length }}",
+    "{% macro m(ns, x=[1]) %}{{ ns.n }}{{ x }}{% endmacro %}{{ m(namespace(n=[2])) }}",
     "{{ 1 ~ 2.5 ~ none ~ true ~ missing ~ ['a'] }}{{ 'abc'[::-1] }}{{ 'a' if 1 else 'b' }}",
 ]
 
@@ -131,8 +161,11 @@ def test_any_template(source):
 
 def test_a_long_conversation_is_within_the_limits():
     template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content|trim }}</{{ m.role }}>{% endfor %}"
+        "{% set ns = namespace(seen=[]) %}{% for m in messages %}"
+        "{% if loop.index <= 500 %}{% set ns.seen = ns.seen + [m] %}{% endif %}"
+        "<{{ m.role }}>{{ m.content|trim }}</{{ m.role }}>"
+        "{% if loop.index == messages|length %}{{ ns.seen|length }}{% endif %}{% endfor %}"
     )
     messages = [{"role": "user", "content": "word " * 200}] * 4000
     text = render_chat(template, messages, add_generation_prompt=True, variables={})
-    assert len(text) == 4000 * (999 + len("<user></user>"))
+    assert len(text) == 4000 * (999 + len("<user></user>")) + len("500")

@@ -25,6 +25,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _BESIDE_VISION = "language_model."
+_MOST_ALPHA = 1e30
 _ABSENT = (
     *("use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "rank_pattern"),
     *("alpha_pattern", "layer_replication", "trainable_token_indices", "target_parameters"),
@@ -101,8 +102,8 @@ def _read_adapter(path: Path, specs: Params, max_rank: int, dtype: np.dtype) -> 
     rank, scale = _rank(path, config), _scale(path, config)
     if rank > max_rank:
         raise AdapterError(
-            f"{path} has r {rank}, and max_lora_rank is {max_rank}; load the engine with "
-            f"max_lora_rank of {rank} or more."
+            f"{path} has r {shown(rank)}, and max_lora_rank is {max_rank}; load the engine with "
+            f"max_lora_rank of {shown(rank)} or more."
         )
     file = path / WEIGHTS
     if not file.exists() and (path / _PICKLE).exists():
@@ -171,8 +172,10 @@ def _rank(path: Path, config: Mapping[str, Any]) -> int:
 def _scale(path: Path, config: Mapping[str, Any]) -> float:
     """The factor of B A: alpha / r, or alpha / sqrt(r) with rsLoRA (2312.03732)."""
     alpha, rank = config.get("lora_alpha"), config["r"]
-    if type(alpha) not in (int, float) or not math.isfinite(alpha):
-        raise AdapterError(f"{path} has lora_alpha {shown(alpha)}; it must be a number.")
+    if type(alpha) not in (int, float) or not abs(alpha) <= _MOST_ALPHA:
+        raise AdapterError(
+            f"{path} has lora_alpha {shown(alpha)}; it must be a number of at most {_MOST_ALPHA:g}."
+        )
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 

@@ -26,7 +26,7 @@ _SIZES = {
     "vocab_size": "vocab_size",
 }
 """Fields of the file, and ours."""
-_MOST = 1 << 20
+_MOST = {"num_heads": 128, "num_layers": 128, "hidden_size": 1 << 18, "vocab_size": 1 << 24}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +98,10 @@ def _config(path: Path, raw: Mapping[str, Any]) -> MedusaConfig:
     sizes = {}
     for theirs, ours in _SIZES.items():
         value = raw.get(theirs)
-        if type(value) is not int or not 1 <= value <= _MOST:
+        if type(value) is not int or not 1 <= value <= _MOST[ours]:
             raise ModelError(
-                f"{path / CONFIG} has {theirs} {shown(value)}; it must be an integer from 1 on."
+                f"{path / CONFIG} has {theirs} {shown(value)}; it must be an integer of at least 1 "
+                f"and at most {_MOST[ours]}."
             )
         sizes[ours] = value
     return MedusaConfig(**sizes)
