@@ -5,20 +5,28 @@ prompts of 512 and outputs of 64 tokens, P90 TTFT within 0.4 s and P90 TPOT with
 data sheet first; then with the shares of its peaks that make prefill and decode alone as fast as
 reported, so that an engine that has both to do is predicted.
 
-Sarathi-Serve (Agrawal et al. 2024): Mistral-7B on an A100, and Yi-34B on two, by the data sheet,
-with lengths drawn by the medians and 90th percentiles of its two data sets; P99 of times between
-tokens, strict and relaxed.
+Sarathi-Serve (Agrawal et al. 2024, sections 5.1 and 5.2): Mistral-7B on an A100, and Yi-34B on two,
+by the data sheet; P99 of times between tokens, strict and relaxed, and at most 2 s for the median
+scheduling delay. Lengths are drawn by the medians and 90th percentiles of its two data sets, or are
+those of a file.
+
+Vidur (Agrawal et al. 2024, section 7.3): LLaMA2-70B on 16 GPUs, A100s or H100s, chunks of 512
+tokens, for three data sets: the deployment with the most requests per dollar, and what that of one
+data set costs with the requests of another.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
+import itertools
 import json
 import math
 import random
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +34,12 @@ from table import print_table
 
 from jaxserve.cli.described import Described
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import MemoryPlanError
 from jaxserve.core.requests.sampling_params import SamplingParams
-from jaxserve.simulator.capacity import Load
+from jaxserve.simulator.capacity import Capacity, Load, rate_at
 from jaxserve.simulator.phases import decode_only, goodput, goodput_by_role, prefill_only
 from jaxserve.simulator.placement import EngineGoodput, best_placement
-from jaxserve.simulator.search import Engine
+from jaxserve.simulator.search import Candidate, Engine, outcomes
 from jaxserve.simulator.simulation import Arrival
 from jaxserve.simulator.slo import Slo
 
@@ -58,6 +67,15 @@ MODELS = {
         "num_key_value_heads": 8,
         "vocab_size": 32000,
     },
+    "LLaMA2-70B": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+    },
     "Yi-34B": {
         "hidden_size": 7168,
         "intermediate_size": 20480,
@@ -70,23 +88,41 @@ MODELS = {
 LENGTHS = {
     "openchat": ((1730, 5696), (415, 834), 8192),
     "arxiv": ((7059, 12985), (208, 371), 16384),
+    "Chat-1M": ((417, 1678), (139, 484), 4096),
+    "Arxiv-4K": ((2730, 3702), (167, 372), 4096),
+    "BWB-4K": ((1037, 1453), (1601, 2149), 4096),
 }
 """Median and 90th percentile of prompts and of outputs, and the longest sequence."""
 PREFILL, DECODE, BOTH = 5.6, 10.0, 1.6
 """Requests/s that DistServe reports of one A100."""
 ROUNDS = 7
-SARATHI = [
-    # Model, devices that split a layer, strict and relaxed limits in seconds, and "up to".
-    ("Mistral-7B", 1, 0.1, 0.5, 2.6),
-    ("Yi-34B", 2, 0.2, 1.0, 3.7),
-]
+SARATHI = {
+    # Devices that split a layer, and limits of times between tokens in seconds with the budgets of
+    # steps: strict and relaxed.
+    "Mistral-7B": (1, {"strict": (0.1, 512), "relaxed": (0.5, 2048)}),
+    "Yi-34B": (2, {"strict": (0.2, 512), "relaxed": (1.0, 2048)}),
+}
+SARATHI_RATIOS = {
+    ("Mistral-7B", "openchat", "strict"): 2.6,  # "up to" in the abstract.
+    ("Yi-34B", "openchat", "strict"): 3.7,
+    ("Yi-34B", "openchat", "relaxed"): 1.65,
+}
+"""Capacities over vLLM's that the text states; the others are bars of a figure."""
+VIDUR_GPUS, VIDUR_PRICES = 16, {"a100": 2.21, "h100": 4.25}
+VIDUR_BEST = {
+    "Chat-1M": "h100, TP2 PP2, 256 sequences",
+    "Arxiv-4K": None,
+    "BWB-4K": "a100, 64 sequences",
+}
+"""What the text and figure 5 state."""
 
 
-def described(folder: Path, model: str, **settings: Any) -> Described:
+def described(folder: Path, model: str, device: str = "a100", **settings: Any) -> Described:
     path = folder / model
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(LLAMA | MODELS[model]))
-    return Described.of(EngineConfig(str(path), dtype="bfloat16", **settings), "a100", None)
+    config = EngineConfig(str(path), dtype="bfloat16", **settings)
+    return Described.of(config, device, None, propose=False)
 
 
 def load(lengths: Iterator[tuple[int, int]], count: int) -> Load:
@@ -173,14 +209,15 @@ def compared(found: EngineGoodput, shown: str) -> None:
     )
 
 
-def sarathi(
-    folder: Path, count: int, model: str, tensor: int, strict: float, relaxed: float, most: float
-) -> None:
+def sarathi(folder: Path, count: int, model: str, openchat: Path | None) -> None:
+    tensor, limits = SARATHI[model]
     rows = []
-    for data in LENGTHS:
-        requests = load(drawn(data), count)
-        for name, limit, budget in (("strict", strict, 512), ("relaxed", relaxed, 2048)):
-            slo = Slo.of(f"itl_p99={limit}s,ttft_p50=4s")
+    for data in ("openchat", "arxiv"):
+        longest = LENGTHS[data][2]
+        own = data == "openchat" and openchat is not None
+        requests = load(of_file(openchat) if own else drawn(data), count)
+        for name, (limit, budget) in limits.items():
+            slo = Slo.of(f"itl_p99={limit}s,queue_p50=2s")
             found = {}
             for scheduler in ("vllm", "sarathi"):
                 plan = described(
@@ -189,31 +226,126 @@ def sarathi(
                     scheduler=scheduler,
                     tensor_parallel_size=tensor,
                     max_num_seqs=128,
-                    max_num_batched_tokens=128 + (16384 if scheduler == "vllm" else budget),
-                    max_model_len=LENGTHS[data][2],
+                    max_num_batched_tokens=128 + (longest if scheduler == "vllm" else budget),
+                    max_model_len=longest,
                 )
                 engine = Engine(plan.deployment, plan.times, requests)
                 found[scheduler] = goodput(engine, slo)
             ratio = found["sarathi"] / found["vllm"] if found["vllm"] else None
-            rows.append((model, data, name, found["vllm"], found["sarathi"], ratio, most))
+            published = SARATHI_RATIOS.get((model, data, name))
+            off = 100 * (ratio / published - 1) if ratio and published else None
+            rows.append((data, name, found["vllm"], found["sarathi"], ratio, published, off))
     print_table(
         f"Sarathi-Serve over vLLM, {model} on {tensor} x A100: requests/s within the SLO",
-        ("model", "lengths", "SLO", "vLLM", "Sarathi", "ratio", "published, up to"),
+        ("lengths", "SLO", "vLLM", "Sarathi", "ratio", "published", "difference %"),
         rows,
     )
+
+
+def of_file(path: Path) -> Iterator[tuple[int, int]]:
+    """The lengths of a CSV file with Vidur's columns, in an order drawn from a seed."""
+    with path.open() as lines:
+        rows = list(csv.DictReader(lines))
+    random.Random(1).shuffle(rows)
+    return ((int(row["num_prefill_tokens"]), int(row["num_decode_tokens"])) for row in rows)
+
+
+def vidur(folder: Path, count: int) -> None:
+    """The most requests per dollar of each kind of GPU, and the best deployment of each data set
+    with the requests of the others."""
+    slo = Slo.of("ttft_p90=2s,itl_p99=200ms,queue_p99=5s")
+    loads = {data: load(drawn(data), count) for data in VIDUR_BEST}
+    found: dict[str, dict[tuple[str, str], float]] = {}
+    for data, requests in loads.items():
+        found[data] = {}
+        for device, price in VIDUR_PRICES.items():
+            engines = list(vidur_engines(folder, device, requests))
+            candidates = [Candidate(price, engine.bounds(slo)) for _, engine in engines]
+            done = outcomes(
+                candidates,
+                lambda number, above, last, engines=engines: finished(
+                    engines[number][1].capacity(slo, above, last)
+                ),
+                slo,
+                ahead=1,
+                prune=False,
+            )
+            for number, outcome in done:
+                if outcome.step is not None:
+                    per_dollar = rate_at(outcome.step, 1.0) / price / VIDUR_GPUS
+                    found[data][device, engines[number][0]] = per_dollar
+    best = {data: max(of, key=of.__getitem__) for data, of in found.items()}
+    rows = []
+    for data, of in found.items():
+        for device in VIDUR_PRICES:
+            of_device = {name: value for (kind, name), value in of.items() if kind == device}
+            name = max(of_device, key=of_device.__getitem__, default=None)
+            chosen = "best" if best[data] == (device, name) else ""
+            rows.append((data, device, name, of_device.get(name), chosen, VIDUR_BEST[data]))
+    print_table(
+        f"Vidur's search: LLaMA2-70B on {VIDUR_GPUS} GPUs, requests/s per dollar an hour",
+        ("lengths", "GPU", "best of it", "requests/s per $", "", "published"),
+        rows,
+    )
+    rows = [
+        (data, *(of[best[data]] / of[best[other]] if best[other] in of else None for other in best))
+        for data, of in found.items()
+    ]
+    print()
+    print_table(
+        "What requests cost with the best deployment of others, over their own "
+        "(published: 2 for Chat-1M with that of Arxiv-4K)",
+        ("lengths", *(f"best of {data}" for data in best)),
+        rows,
+    )
+
+
+def vidur_engines(folder: Path, device: str, requests: Load) -> Iterator[tuple[str, Engine]]:
+    """One engine of each deployment that fits, with its share of a load of 1 request a second."""
+    for tensor, stages, seqs in itertools.product((1, 2, 4), (1, 2, 4), (64, 128, 256)):
+        try:
+            plan = described(
+                folder,
+                "LLaMA2-70B",
+                device,
+                scheduler="sarathi",
+                tensor_parallel_size=tensor,
+                pipeline_parallel_size=stages,
+                max_num_seqs=seqs,
+                max_num_batched_tokens=seqs + 512,
+                max_model_len=4096,
+            )
+        except MemoryPlanError:
+            continue
+        replicas = VIDUR_GPUS // (tensor * stages)
+        arrivals = [
+            dataclasses.replace(arrival, time_us=arrival.time_us * replicas)
+            for arrival in requests.arrivals
+        ]
+        engine = Engine(plan.deployment, plan.times, Load(arrivals, 1 / replicas))
+        yield f"TP{tensor} PP{stages}, {seqs} sequences", engine
+
+
+def finished(found: Capacity) -> Future[Capacity]:
+    future: Future[Capacity] = Future()
+    future.set_result(found)
+    return future
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-requests", type=int, default=100)
-    parser.add_argument("--only", choices=["distserve", *(row[0] for row in SARATHI)])
+    parser.add_argument("--only", choices=["distserve", *SARATHI, "vidur"])
+    parser.add_argument("--openchat", type=Path, help="a CSV file with Vidur's columns of lengths")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if args.only in (None, "distserve"):
             distserve(Path(folder), args.num_requests)
-        for setup in SARATHI:
-            if args.only in (None, setup[0]):
-                sarathi(Path(folder), args.num_requests, *setup)
+        for model in SARATHI:
+            if args.only in (None, model):
+                sarathi(Path(folder), args.num_requests, model, args.openchat)
+        if args.only in (None, "vidur"):
+            vidur(Path(folder), args.num_requests)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 Steps are dispatched and read as the engine does: one is dispatched before the previous is read.
 Everything is timed in several rounds, so that a minute in which the machine is slower, because it
-is warm or another process runs, slows a part of every measurement and not all of some.
+is warm or another process runs, slows a part of every measurement and not all of some. What else
+the machine does only ever adds to a time: of each step its fastest round counts, and where no other
+round is as fast there are more of them.
 Page tables point to the same few pages, whose content does not matter. Tokens are random, so that a
 mixture of experts takes as many of them as it would in service.
 """
@@ -27,7 +29,9 @@ from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.runner import Runner
 from jaxserve.scheduler.step_time import StepLoad
 
-_ROUNDS = 4
+_LEAST_ROUNDS, _MOST_ROUNDS = 4, 12
+_NOISE = 1.05
+"""How many times its fastest round the one after it may take."""
 _LEAST_STEPS, _MOST_STEPS, _ENOUGH_S = 2, 6, 0.15
 """Steps of each kind that are timed in a round: at least so many, then until they took long
 enough."""
@@ -37,7 +41,8 @@ _HELD_OUT = (0.125, 0.125)
 
 
 class Measurement(NamedTuple):
-    """The median time of a dispatch. `held_out`: not to be fitted to, but to judge a fit by."""
+    """The time of a dispatch: the median of the fastest round. `held_out`: not to be fitted to, but
+    to judge a fit by."""
 
     key: ProgramKey
     load: StepLoad
@@ -75,19 +80,22 @@ class StepMeasurements:
         return self._random.integers(self._shapes.model.vocab_size, size=count).tolist()
 
     def run(self) -> Iterator[tuple[int, int, Measurement | None]]:
-        """Measures step after step. Yields how many are done, of how many, and in the last round
-        the measurement."""
+        """Times step after step. Yields how many are done, of how many, and at the end all
+        measurements."""
         points = self._points()
-        total = _ROUNDS * len(points)
-        times: list[list[float]] = [[] for _ in points]
-        for done in range(total):
-            point, of_point = points[done % len(points)], times[done % len(points)]
-            of_point += self._time(*point.plans)
-            measured = None
-            if len(points) * (_ROUNDS - 1) <= done:
-                seconds = statistics.median(of_point)
-                measured = Measurement(point.key, point.load, seconds, point.held_out)
-            yield done + 1, total, measured
+        medians: list[list[float]] = [[] for _ in points]
+        done, noisy = 0, list(range(len(points)))
+        for rounds_left in reversed(range(_MOST_ROUNDS)):
+            more = max(0, _LEAST_ROUNDS - _MOST_ROUNDS + rounds_left)
+            total = done + (1 + more) * len(noisy)
+            for number in noisy:
+                medians[number].append(statistics.median(self._time(*points[number].plans)))
+                done += 1
+                yield done, total, None
+            if not more:
+                noisy = [number for number in noisy if _is_noisy(medians[number])]
+        for point, seconds in zip(points, map(min, medians)):
+            yield done, done, Measurement(point.key, point.load, seconds, point.held_out)
         for seq in self._sequences:
             self._runner.forget(seq)
 
@@ -202,3 +210,8 @@ class StepMeasurements:
     def _dispatch(self, plan: StepPlan) -> None:
         self._runner.set_last_tokens(self._tokens(self._shapes.config.max_num_seqs))
         self._runner.dispatch(self._runner.pack(plan, next(self._ids)), None)
+
+
+def _is_noisy(medians: list[float]) -> bool:
+    fastest, second, *_ = sorted(medians)
+    return second > _NOISE * fastest

@@ -143,7 +143,7 @@ def test_an_slo_out_of_reach(run_here, config_70b, options, words):
         ((SLO, "--device=h200", "--devices=0"), ["--devices is (0,)"]),
         (
             (SLO, "--device=h200", "--devices=8", "--tensor-parallel-size=3"),
-            ["--tensor-parallel-size 3", "divides devices 8"],
+            ["--tensor-parallel-size 3", "--pipeline-parallel-size 1,2,4", "divides devices 8"],
         ),
         ((SLO, "--device=h200", "--scheduler=fifo"), ["--scheduler is 'fifo'", "sarathi"]),
         ((SLO, "--device=h200", "--max-num-seqs=0"), ["--max-num-seqs is 0"]),

@@ -44,3 +44,25 @@ def test_tokens_differ_so_that_they_take_different_experts(llama):
     assert chunks
     for chunk in chunks:
         assert len({*chunk.seq.token_ids(chunk.start, chunk.start + chunk.num_tokens)}) > 4
+
+
+def test_the_fastest_round_of_a_step_counts(llama):
+    """Other processes slow down whole rounds: there are more until two are as fast."""
+    shapes = engine_plan.plan(EngineConfig.of(model=llama.path, **llama.settings())).shapes
+    steps = StepMeasurements(shapes, Recorder())
+    counts = collections.Counter()
+    slow = [3.0, 2.0, 1.3, 1.1, 1.7, 1.0, 1.02]  # The third point's rounds; the others are quiet.
+
+    def timed(first, again):
+        counts[id(first)] += 1
+        place = list(counts).index(id(first))
+        factor = slow[counts[id(first)] - 1] if place == 2 else 1.0
+        return [(1 + place) * factor * jitter for jitter in (0.6, 1.0, 1.4)]
+
+    steps._time = timed
+    told = list(steps.run())
+    measured = [found.seconds for *_, found in told if found is not None]
+    assert measured == [1.0 + place for place in range(len(measured))]
+    assert list(counts.values()) == [4, 4, 7, *[4] * (len(measured) - 3)]
+    assert [done for done, _, found in told if found is None] == list(range(1, counts.total() + 1))
+    assert all(done <= total for done, total, _ in told)

@@ -82,7 +82,7 @@ class Space:
         if not meshes:
             raise ConfigError(
                 f"no product of tensor_parallel_size {_listed(self.tensor_parallel_size)}, "
-                f"pipeline_parallel_size {_listed(self.pipeline_parallel_size)} and "
+                f"pipeline_parallel_size {_listed(self.pipeline_parallel_size or _STAGES)} and "
                 f"context_parallel_size {_listed(self.context_parallel_size)} divides devices "
                 f"{_listed(counts)}; add a size that does."
             )
