@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jaxserve.core.errors import ConfigError
 
-_CSV_COLUMNS = ("arrived_at", "num_prefill_tokens", "num_decode_tokens")
+_CSV_TIME, _CSV_LENGTHS = "arrived_at", ("num_prefill_tokens", "num_decode_tokens")
 _BLOCK_TOKENS = 512
 
 
@@ -32,20 +32,24 @@ class TraceRequest:
     block_tokens: int = _BLOCK_TOKENS
 
 
-def read_trace(path: Path) -> list[TraceRequest]:
+def read_trace(path: Path, gaps_s: Iterator[float] | None = None) -> list[TraceRequest]:
     """The requests of a trace in order of arrival, the first at 0.
 
     The first character selects one of two formats. CSV with a header: `arrived_at` (seconds),
     `num_prefill_tokens`, `num_decode_tokens` (Azure's traces as in Vidur). JSON lines:
     `timestamp` (milliseconds), `input_length`, `output_length`, and `hash_ids`, one for each block
-    of 512 prompt tokens (Mooncake, Qin et al., FAST 2025). Raises ConfigError, naming the line.
+    of 512 prompt tokens (Mooncake, Qin et al., FAST 2025). With `gaps_s` requests arrive so far
+    apart, in the order in which they would have, or of the lines where these have no `arrived_at`
+    (Vidur's traces of lengths). Raises ConfigError, naming the line.
     """
     try:
         with path.open(encoding="utf-8", newline="") as lines:
             first = lines.read(1)
             lines.seek(0)
             requests = list(
-                _read_json_lines(path, lines) if first == "{" else _read_csv(path, lines)
+                _read_json_lines(path, lines)
+                if first == "{"
+                else _read_csv(path, lines, timed=gaps_s is None)
             )
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the trace {path} cannot be read: {error}") from error
@@ -53,10 +57,28 @@ def read_trace(path: Path) -> list[TraceRequest]:
         raise ConfigError(f"the trace {path} has no requests.")
     requests.sort(key=lambda request: request.arrival_us)
     begin_us = requests[0].arrival_us
+    times_us = (request.arrival_us - begin_us for request in requests)
+    if gaps_s is not None:
+        times_us = _times_us(gaps_s)
     return [
-        dataclasses.replace(request, arrival_us=request.arrival_us - begin_us)
-        for request in requests
+        dataclasses.replace(request, arrival_us=time_us)
+        for request, time_us in zip(requests, times_us)
     ]
+
+
+def gaps(rate_per_s: float, seed: int, burstiness: float = 1.0) -> Iterator[float]:
+    """Endless gaps between requests in seconds, `rate_per_s` requests a second on average, 0 for an
+    infinite rate. They are gamma distributed with the shape `burstiness`: 1 for Poisson arrivals,
+    less for bursts, infinite for equal gaps.
+    """
+    draw, mean_s = random.Random(seed), 1 / rate_per_s
+    while True:
+        if burstiness == 1:
+            yield draw.expovariate(rate_per_s) if mean_s else 0.0
+        elif not mean_s or math.isinf(burstiness):
+            yield mean_s
+        else:
+            yield draw.gammavariate(burstiness, mean_s / burstiness)
 
 
 def drawn(
@@ -67,30 +89,17 @@ def drawn(
     burstiness: float = 1.0,
     range_ratio: float = 0.0,
 ) -> Iterator[TraceRequest]:
-    """Endless requests, `rate_per_s` on average; with an infinite rate all arrive at 0.
-
-    Gaps are gamma distributed with the shape `burstiness`: 1 for Poisson arrivals, less for bursts,
-    infinite for equal gaps. Lengths are uniform in `1 - range_ratio .. 1 + range_ratio` times the
-    given ones.
+    """Endless requests, whose gaps are those of `gaps`; with an infinite rate all arrive at 0.
+    Lengths are uniform in `1 - range_ratio .. 1 + range_ratio` times the given ones.
     """
-    draw, lengths = random.Random(seed), random.Random(f"{seed} lengths")
-    mean_s = 1 / rate_per_s
-
-    def gap_s() -> float:
-        if burstiness == 1:
-            return draw.expovariate(rate_per_s) if mean_s else 0.0
-        if not mean_s or math.isinf(burstiness):
-            return mean_s
-        return draw.gammavariate(burstiness, mean_s / burstiness)
+    lengths = random.Random(f"{seed} lengths")
 
     def length(mean: int) -> int:
         spread = int(mean * range_ratio)
         return max(1, lengths.randint(mean - spread, mean + spread)) if spread else mean
 
-    arrival_s = 0.0
-    while True:
-        yield TraceRequest(round(arrival_s * 1e6), length(prompt_tokens), length(output_tokens))
-        arrival_s += gap_s()
+    for time_us in _times_us(gaps(rate_per_s, seed, burstiness)):
+        yield TraceRequest(time_us, length(prompt_tokens), length(output_tokens))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,20 +141,33 @@ class Fit:
         return max(1, math.ceil(num_tokens * self.length_scale))
 
 
+def _times_us(gaps_s: Iterable[float]) -> Iterator[int]:
+    """Times of arrival, from 0 on."""
+    for arrival_s in itertools.accumulate(gaps_s, initial=0.0):
+        yield round(arrival_s * 1e6)
+
+
 def _at_most(limit: int | None, num_tokens: int) -> int:
     return num_tokens if limit is None else min(limit, num_tokens)
 
 
-def _read_csv(path: Path, lines: Iterable[str]) -> Iterator[TraceRequest]:
+def _read_csv(path: Path, lines: Iterable[str], timed: bool) -> Iterator[TraceRequest]:
     rows = csv.DictReader(lines)
-    if missing := [name for name in _CSV_COLUMNS if name not in (rows.fieldnames or ())]:
+    there = rows.fieldnames or ()
+    if missing := [name for name in _CSV_LENGTHS if name not in there]:
         raise ConfigError(
             f"the trace {path} has no column {missing[0]!r}; a CSV trace has the columns "
-            f"{', '.join(_CSV_COLUMNS)}, and a trace in JSON lines begins with {{."
+            f"{', '.join((_CSV_TIME, *_CSV_LENGTHS))}, and a trace in JSON lines begins with {{."
+        )
+    if timed and _CSV_TIME not in there:
+        raise ConfigError(
+            f"the trace {path} has no column {_CSV_TIME!r}; give request_rate, by which arrivals "
+            "are drawn."
         )
     for row in rows:
         try:
-            arrived_at, prompt, output = (row[name] for name in _CSV_COLUMNS)
+            arrived_at = row[_CSV_TIME] if _CSV_TIME in there else 0
+            prompt, output = (row[name] for name in _CSV_LENGTHS)
             yield _request(float(arrived_at) * 1e6, int(prompt), int(output))
         except (TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"{path}, line {rows.line_num}: {error}") from error

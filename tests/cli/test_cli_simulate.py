@@ -261,6 +261,7 @@ def test_a_plan_with_a_draft_model_that_is_not_here(run_here, config_70b, tmp_pa
         ((*ON_EIGHT, "--request-rate=0"), ["--request-rate is 0"]),
         ((*ON_EIGHT, "--random-range-ratio=2"), ["from 0 to 1"]),
         (("--profile=missing.json",), ["missing.json"]),
+        ((*ON_EIGHT, "--trace=x.csv", "--burstiness=2"), ["--burstiness has no", "--request-rate"]),
         ((*ON_EIGHT, "--replicas=0"), ["--replicas is 0"]),
         ((*ON_EIGHT, "--prefill-replicas=2"), ["--prefill-replicas is 2", "one of each"]),
         (

@@ -9,13 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.loadgen.trace import Fit, TraceRequest, drawn, read_trace
+from jaxserve.loadgen.trace import Fit, TraceRequest, drawn, gaps, read_trace
 
 CSV = """\
 arrived_at,num_prefill_tokens,num_decode_tokens
 2.0,374,44
 6.314579,396,0
 3.5,10,109
+"""
+LENGTHS = """\
+num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio
+3772,54,3826,69.9
+10,109,119,0.1
 """
 JSON_LINES = """\
 {"timestamp": 3000, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
@@ -49,11 +54,28 @@ def test_json_lines_with_shared_blocks(trace):
     ]
 
 
+def test_lengths_of_a_trace_with_arrivals_of_their_own(trace):
+    """Those of the lines where it has no times, or else in the order of its times."""
+    apart = list(itertools.islice(gaps(2.0, seed=1), 2))
+    assert read_trace(trace(LENGTHS), iter(apart)) == [
+        TraceRequest(0, 3772, 54),
+        TraceRequest(round(apart[0] * 1e6), 10, 109),
+    ]
+    assert read_trace(trace(CSV), gaps(2.0, seed=1, burstiness=math.inf)) == [
+        TraceRequest(0, 374, 44),
+        TraceRequest(500_000, 10, 109),
+        TraceRequest(1_000_000, 396, 1),
+    ]
+    (first, second) = read_trace(trace(JSON_LINES), gaps(math.inf, seed=1))
+    assert (first.block_ids, second.arrival_us) == ((0, 1), 0)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", ["no column 'arrived_at'"]),
-        ("a,b\n1,2\n", ["no column 'arrived_at'"]),
+        ("", ["no column 'num_prefill_tokens'", "arrived_at"]),
+        ("a,b\n1,2\n", ["no column 'num_prefill_tokens'"]),
+        (LENGTHS, ["no column 'arrived_at'", "request_rate"]),
         (CSV.splitlines()[0], ["no requests"]),
         (CSV + "x,1,2\n", ["line 5", "'x'"]),
         (CSV + "1.0,1\n", ["line 5"]),
@@ -89,16 +111,16 @@ def test_poisson_arrivals_have_their_rate_and_seed():
 
 
 def test_gaps_and_lengths_of_drawn_loads():
-    def gaps(burstiness: float) -> list[int]:
+    def found_gaps(burstiness: float) -> list[int]:
         load = itertools.islice(drawn(50.0, 8, 4, seed=1, burstiness=burstiness), 4000)
         return [b.arrival_us - a.arrival_us for a, b in itertools.pairwise(load)]
 
-    assert set(gaps(math.inf)) == {20_000}
+    assert set(found_gaps(math.inf)) == {20_000}
     for burstiness in (
         0.25,
         4.0,
     ):  # The variance of a gamma law is its squared mean over its shape.
-        found = gaps(burstiness)
+        found = found_gaps(burstiness)
         assert statistics.fmean(found) == pytest.approx(20_000, rel=0.1)
         assert statistics.pstdev(found) == pytest.approx(20_000 / burstiness**0.5, rel=0.15)
     load = list(itertools.islice(drawn(math.inf, 100, 4, seed=1, range_ratio=0.5), 2000))

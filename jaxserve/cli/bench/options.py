@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.loadgen.results import Objectives
-from jaxserve.loadgen.trace import Fit, TraceRequest, drawn, read_trace
+from jaxserve.loadgen.trace import Fit, TraceRequest, drawn, gaps, read_trace
 from jaxserve.metrics.fluidity import Deadlines, linear_prefill
 
 NOTABLE_LAG_US = 50_000
@@ -19,7 +19,7 @@ _NUM_REQUESTS = 32
 _NUM_TO_SEARCH = 100
 _FEWEST_TO_SEARCH = 10
 _TRACED = ("rate_scale", "length_scale")
-_DRAWN = ("request_rate", "burstiness", "input_len", "output_len", "random_range_ratio")
+_DRAWN = ("input_len", "output_len", "random_range_ratio")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +29,14 @@ class Load:
     Attributes:
         trace: CSV with arrived_at, num_prefill_tokens, num_decode_tokens, or JSON lines with
             timestamp, input_length, output_length, hash_ids. Without one, arrivals and lengths are
-            drawn.
+            drawn, and with request_rate arrivals alone.
         rate_scale: speeds up the trace's arrivals by this factor.
         length_scale: multiplies the trace's lengths, and the prefixes that its prompts share.
-        request_rate: without a trace, requests per second on average, by default 1; inf sends all
-            at once.
-        burstiness: without a trace, the shape of the gamma distribution of gaps between requests:
-            1, the default, for Poisson arrivals, less for bursts, inf for equal gaps.
+        request_rate: requests per second on average, by default those of the trace, or 1; inf sends
+            all at once.
+        burstiness: with request_rate or without a trace, the shape of the gamma distribution of
+            gaps between requests: 1, the default, for Poisson arrivals, less for bursts, inf for
+            equal gaps.
         input_len: without a trace, tokens per prompt; by default 128.
         output_len: without a trace, output tokens per request; by default 64.
         random_range_ratio: without a trace, draw lengths within this share of the given ones; by
@@ -66,6 +67,13 @@ class Load:
         for name in names:
             if getattr(self, name) is not None:
                 raise ConfigError(f"{name} has no effect {why} a trace; leave it out.")
+        if self.trace is not None and self.request_rate is None and self.burstiness is not None:
+            raise ConfigError(
+                "burstiness has no effect with the times of a trace; leave it out, or give "
+                "request_rate, by which arrivals are drawn."
+            )
+        if self.rate_scale is not None and self.request_rate is not None:
+            raise ConfigError("rate_scale has no effect with request_rate; leave one of them out.")
         _check_positive(self, but=("request_rate", "burstiness", "random_range_ratio"))
         for name in ("request_rate", "burstiness"):
             value = getattr(self, name)
@@ -93,7 +101,7 @@ class Load:
         ConfigError for one that arrives all at once."""
         span_s = requests[-1].arrival_us / 1e6
         rate = (len(requests) - 1) / span_s if span_s else math.inf
-        if self.trace is None:
+        if self.trace is None or self.request_rate is not None:
             rate = self.request_rate or 1.0
         if math.isinf(rate):
             raise ConfigError(
@@ -112,6 +120,9 @@ class Load:
             self.num_requests,
             None if self.duration_s is None else round(self.duration_s * 1e6),
         )
+        if self.trace is not None and self.request_rate is not None:
+            apart = gaps(self.request_rate, seed, self.burstiness or 1.0)
+            return fit(read_trace(self.trace, apart))
         if self.trace is not None:
             return fit(read_trace(self.trace))
         all_at_once = self.request_rate == math.inf
