@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from jaxserve.core.errors import JaxserveError, ModelError, RequestError
+from jaxserve.core.errors import ModelError, RequestError
 from jaxserve.core.model_files import check_regular, read_json, read_text, shown
 from jaxserve.text import gguf_vocab
 from jaxserve.text.chat import render_chat
 from jaxserve.text.token_bytes import Spelling
+from jaxserve.text.tokenizer_limits import check_backend, library_errors
 
 _MAX_TOKENIZER_BYTES = 256 << 20
 _MAX_VOCABULARY = 1 << 24
-_PROBE_LENGTH = 48
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -59,11 +58,11 @@ class Tokenizer:
             tokenizer_class: the class in transformers that the model names.
 
         Raises `ModelError` for a tokenizer that cannot be used: of an unknown kind, with ids out of
-        range, or with a pattern that takes exponential time.
+        range, or that takes exponential time or memory for a text.
         """
         backend.no_truncation()
         backend.no_padding()
-        _check_patterns(backend)
+        check_backend(backend)
         self._backend = backend
         self._spelling = Spelling.of(backend.decoder)
         self._special_tokens = dict(special_tokens)
@@ -104,7 +103,7 @@ class Tokenizer:
                 f"AutoTokenizer.from_pretrained(...).save_pretrained({str(directory)!r})"
             )
         check_regular(file, _MAX_TOKENIZER_BYTES)
-        with _library_errors(ModelError, f"{file} is not a valid tokenizer"):
+        with library_errors(ModelError, f"{file} is not a valid tokenizer"):
             backend = tokenizers.Tokenizer.from_file(str(file))
         config = _read_json(directory / "special_tokens_map.json")
         config |= _read_json(directory / "tokenizer_config.json")
@@ -124,7 +123,7 @@ class Tokenizer:
         Raises `ModelError` if the file has no tokenizer or one of an unknown kind.
         """
         gguf_vocab.check_vocabulary(metadata)
-        with _library_errors(ModelError, "the GGUF vocabulary is inconsistent"):
+        with library_errors(ModelError, "the GGUF vocabulary is inconsistent"):
             backend = gguf_vocab.build_backend(metadata)
         return cls(
             backend,
@@ -222,7 +221,7 @@ class Tokenizer:
         can represent but UTF-8 cannot, and for text that the tokenizer's patterns take too long
         for.
         """
-        with _library_errors(RequestError, "the tokenizer cannot encode this text"):
+        with library_errors(RequestError, "the tokenizer cannot encode this text"):
             try:
                 return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
             except TypeError as error:
@@ -308,40 +307,6 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
                 raise ModelError(f"the tokenizer's {name} is {shown(token)}; it must be a string.")
             found[name] = token
     return found
-
-
-@contextmanager
-def _library_errors(kind: type[JaxserveError], what: str) -> Iterator[None]:
-    """Raises `kind` for whatever the tokenizers library raises: bare Exception, and where it panics
-    (a pattern that exceeds its limit of retries) something that is not even one."""
-    try:
-        yield
-    except JaxserveError:
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise kind(f"{what}: {error}") from error
-
-
-def _check_patterns(backend: tokenizers.Tokenizer) -> None:
-    """Raises `ModelError` for a pattern that takes exponential time on a run of equal characters.
-
-    The library limits the retries of a match, to some tenths of a second. A pattern that gets there
-    with a short text would take that long for every few words.
-    """
-    steps = [step for step in (backend.normalizer, backend.pre_tokenizer) if step is not None]
-    parts = "".join(step.__getstate__().decode() for step in steps)
-    if '"Regex"' not in parts:
-        return
-    for run in sorted(set(parts) | set("a0 \n\t.é中"))[:256]:
-        with (
-            _library_errors(
-                ModelError, "the tokenizer has a pattern that takes exponential time; do not use it"
-            ),
-            suppress(Exception),  # A character that the vocabulary lacks.
-        ):
-            backend.encode(run * _PROBE_LENGTH + "\0", add_special_tokens=False)
 
 
 def _eos_token_ids(

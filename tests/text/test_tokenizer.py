@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -267,6 +268,52 @@ def _split_by(directory: Path, pattern: str) -> None:
 def test_a_pattern_of_exponential_time_is_refused(directory: Path, pattern: str) -> None:
     _split_by(directory, pattern)
     with pytest.raises(ModelError, match="takes exponential time"):
+        Tokenizer.from_directory(directory)
+
+
+def _template(*pieces: str, ids: int = 1) -> dict[str, Any]:
+    """A post-processor that writes texts, named A, and special tokens, named S."""
+    kinds = {"A": {"Sequence": {"id": "A", "type_id": 0}}}
+    kinds["S"] = {"SpecialToken": {"id": "S", "type_id": 0}}
+    tokens = {"S": {"id": "S", "ids": [0] * ids, "tokens": ["S"] * ids}}
+    single = [kinds[piece] for piece in pieces]
+    pair = [kinds["A"], {"Sequence": {"id": "B", "type_id": 0}}]
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": tokens}
+
+
+def _replacing(*contents: str, pattern: str = "String") -> dict[str, Any]:
+    steps = [{"type": "Replace", "pattern": {pattern: "a"}, "content": text} for text in contents]
+    return {"type": "Sequence", "normalizers": steps}
+
+
+def _prepending(text: str) -> dict[str, Any]:
+    return {"type": "Prepend", "prepend": text}
+
+
+def _charsmap(longest: int) -> dict[str, Any]:
+    content = (4).to_bytes(4, "little") + bytes(4) + b"a\0" + b"b" * longest + b"\0"
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(content).decode()}
+
+
+@pytest.mark.parametrize(
+    ("name", "fine", "hostile"),
+    [
+        ("normalizer", _replacing("b" * 16, "a" * 16), _replacing(*["a" * 16] * 8)),
+        ("normalizer", _replacing("b" * 99, pattern="Regex"), _replacing("b" * 999)),
+        ("normalizer", _prepending("_"), _prepending("_" * 9999)),
+        ("normalizer", _charsmap(33), _charsmap(999)),
+        ("post_processor", _template("S", "A", "S", ids=9), _template("A", "A")),
+        ("post_processor", _template("A", "S"), _template("A", *["S"] * 9999)),
+        ("post_processor", _template("A", "S"), _template("A", "S", ids=9999)),
+    ],
+)
+def test_a_tokenizer_that_makes_texts_long_is_refused(directory, name, fine, hostile):
+    file = directory / "tokenizer.json"
+    content = json.loads(file.read_text())
+    _write(file, content | {name: fine})
+    assert Tokenizer.from_directory(directory).encode("abc")
+    _write(file, content | {name: hostile})
+    with pytest.raises(ModelError, match="the tokenizer"):
         Tokenizer.from_directory(directory)
 
 
