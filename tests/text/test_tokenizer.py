@@ -291,7 +291,8 @@ def _prepending(text: str) -> dict[str, Any]:
 
 
 def _charsmap(longest: int) -> dict[str, Any]:
-    content = (4).to_bytes(4, "little") + bytes(4) + b"a\0" + b"b" * longest + b"\0"
+    trie = bytes(2048)  # in which nothing is found
+    content = len(trie).to_bytes(4, "little") + trie + b"a\0" + b"b" * longest + b"\0"
     return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(content).decode()}
 
 
