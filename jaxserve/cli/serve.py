@@ -12,6 +12,7 @@ from jaxserve.cli.arguments.options import Common, ModelSettings
 from jaxserve.cli.arguments.values import Size, Texts
 from jaxserve.cli.follow import follow
 from jaxserve.cli.replicas import check_replicas
+from jaxserve.cluster.policies.autoscale import check_bounds
 from jaxserve.core.chat_settings import ChatSettings, ReasoningParser
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.process.output_file import check_output_file
@@ -287,18 +288,9 @@ class Serve(Common):
 
     def _check_autoscaling(self) -> None:
         """Raises ConfigError for bounds without a range, or beside a fixed number."""
-        least, most = self.min_replicas, self.max_replicas
-        if most is None:
-            if least is not None:
-                raise ConfigError(
-                    f"min_replicas is {least}, but max_replicas is missing; add it, or use "
-                    "data_parallel_size for a fixed number."
-                )
+        check_bounds(self.min_replicas, self.max_replicas)
+        if self.max_replicas is None:
             return
-        if least is not None and least > most:
-            raise ConfigError(
-                f"min_replicas is {least}, but max_replicas is {most}; set it to at most {most}."
-            )
         for name, default in (("data_parallel_size", 1), ("prefill_replicas", 0)):
             if (value := getattr(self, name)) != default:
                 raise ConfigError(

@@ -20,7 +20,7 @@ from jaxserve.cli.bench.report import report
 from jaxserve.cli.described import Described, draft_acceptance
 from jaxserve.cli.simulated_load import arrivals, check_lengths, result
 from jaxserve.cli.terminal.text import milliseconds
-from jaxserve.cluster.policies.autoscale import Autoscaler
+from jaxserve.cluster.policies.autoscale import Autoscaler, check_bounds
 from jaxserve.cluster.simulated import SimulatedCluster
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.process.output_file import check_output_file
@@ -166,19 +166,9 @@ class Simulate(Common):
 
     def _check_scaling(self) -> None:
         """Raises ConfigError."""
-        least, most = self.min_replicas, self.max_replicas
-        if most is None:
-            if least is not None:
-                raise ConfigError(
-                    f"min_replicas is {least}, but max_replicas is missing; add it, or use "
-                    "replicas for a fixed number."
-                )
+        check_bounds(self.min_replicas, self.max_replicas)
+        if self.max_replicas is None:
             return
-        if not 1 <= (least or 1) < most:
-            raise ConfigError(
-                f"min_replicas is {least or 1} and max_replicas {most}; the first must be 1 or "
-                "more, and the second larger."
-            )
         if self.replicas > 1:
             raise ConfigError(
                 f"replicas is {self.replicas}, a fixed number, but max_replicas has it change with "

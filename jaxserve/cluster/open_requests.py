@@ -16,7 +16,7 @@ from jaxserve.cluster.policies.dispatch import Demand, dispatch
 from jaxserve.cluster.policies.prefixes import page_hashes
 from jaxserve.cluster.policies.pulls import MOST_PULLS, plan_pull
 from jaxserve.cluster.prefix_pull import PrefixPull, Pulls
-from jaxserve.cluster.routed_replica import Call, OpenRequest, RoutedReplica
+from jaxserve.cluster.routed_replica import OpenRequest, RoutedReplica, Submission
 from jaxserve.cluster.routed_request import RoutedRequest
 from jaxserve.cluster.staged_copy import COPY_S, CopyCounts, StagedCopy
 from jaxserve.cluster.tasks import Tasks
@@ -73,23 +73,23 @@ class OpenRequests:
         self._sends = itertools.count()
         self._pulls = Pulls()
 
-    def admit(self, call: Call, added: SequenceOf[AddRequest]) -> None:
-        """Dispatch the requests of one call. One of them that is refused ends the others."""
+    def admit(self, submission: Submission, added: SequenceOf[AddRequest]) -> None:
+        """Dispatch the requests of one submission. One of them that is refused ends the others."""
         for number, each in enumerate(added):
             if each.request_id in self._open:
                 error = RequestError(
                     f"request_id {each.request_id!r} is in use by an unfinished request."
                 )
-                self._refuse(call, error)
+                self._refuse(submission, error)
                 return
             seed = each.params.seed
             if seed is None:
                 seed = self._seeds.getrandbits(63)
             params = dataclasses.replace(each.params, seed=seed)
             each = dataclasses.replace(each, params=params, seed=seed)
-            request = OpenRequest(RoutedRequest(each, self._demand(each)), call, number)
+            request = OpenRequest(RoutedRequest(each, self._demand(each)), submission, number)
             self._open[each.request_id] = request
-            call.requests.append(request)
+            submission.requests.append(request)
             self._route(request)
 
     @property
@@ -99,18 +99,18 @@ class OpenRequests:
     def abort(self, request_id: str) -> None:
         request = self._open.get(request_id)
         if request is not None:
-            request.request.aborted = True
+            request.routed.aborted = True
             if request.replica is not None:
                 self._tasks.spawn(tried(request.replica.client.abort(request.sent_as)))
 
-    def abandon(self, call: Call) -> None:
-        """Abort the requests of a call whose output is not read."""
-        for request in call.requests:
+    def abandon(self, submission: Submission) -> None:
+        """Abort the requests of a submission whose output is not read."""
+        for request in submission.requests:
             if not self._is_open(request):
                 continue  # It has ended.
             replica, name = request.replica, request.sent_as
             self._end(request)
-            request.request.aborted = True
+            request.routed.aborted = True
             if replica is not None:
                 self._tasks.spawn(tried(replica.client.abort(name)))
 
@@ -124,9 +124,9 @@ class OpenRequests:
         """Dispatch the requests of a lost replica to others, with the tokens that they have."""
         for request in lost:
             request.replica, request.stays = None, False
-            request.request.lose()
-            if request.request.num_losses >= MAX_LOSSES:
-                name = request.request.added.request_id
+            request.routed.lose()
+            if request.routed.num_losses >= MAX_LOSSES:
+                name = request.routed.added.request_id
                 self._fail(
                     request,
                     EngineClosedError(
@@ -143,7 +143,7 @@ class OpenRequests:
         """The process of a replica is replaced, which resumes these requests."""
         for request in left:
             request.replica = None
-            request.request.rewind()
+            request.routed.rewind()
 
     async def resume_in(self, replica: RoutedReplica, request: OpenRequest, parts: Any) -> bool:
         """Send a request that was held to a replica, with the exported KV that it has, if any; or
@@ -163,11 +163,11 @@ class OpenRequests:
         if replica.state != "ready":
             self._route(request)
             return False
-        self._send(request, replica, name, request.request.to_send(name))
+        self._send(request, replica, name, request.routed.to_send(name))
         return num_tokens > 0
 
     def _is_open(self, request: OpenRequest) -> bool:
-        return self._open.get(request.request.added.request_id) is request
+        return self._open.get(request.routed.added.request_id) is request
 
     def deliver(self, replica: RoutedReplica, updates: SequenceOf[tuple[str, Update]]) -> None:
         """Hand the updates of a replica to the clients of its requests."""
@@ -183,13 +183,13 @@ class OpenRequests:
                 self._end(request, update)
                 self._put(request, _as_asked(request, update))
                 continue
-            deltas = request.request.receive(update)
+            deltas = request.routed.receive(update)
             if not deltas:
                 continue
             if replica.load.role == "prefill":
                 self.due.set()
             replica.load.grow(name, sum(len(delta.token_ids) for delta in deltas))
-            if request.call.queue.wants_deltas:
+            if request.submission.queue.wants_deltas:
                 self._put(request, deltas)
         self._dispatcher.send()
 
@@ -202,7 +202,7 @@ class OpenRequests:
         """
         assert request.replica is not None
         name, load = self._next_name(request), destination.load
-        load.add(name, request.request.demand)  # Its pages are taken from now on.
+        load.add(name, request.routed.demand)  # Its pages are taken from now on.
         request.moving = True
         copy = StagedCopy(request, destination, name, self.page_size, self.copies)
 
@@ -214,11 +214,11 @@ class OpenRequests:
                 await tried(destination.client.unstage_request(name))
                 return
             self._leave(request)
-            request.request.rewind()
+            request.routed.rewind()
             self.num_moved += 1
             self.copies.left += copy.num_left
             source.moved[sent_as] = request
-            self._send(request, destination, name, request.request.to_resume(name))
+            self._send(request, destination, name, request.routed.to_resume(name))
             await tried(source.client.abort(sent_as))
 
         return self._tasks.spawn(move(request.replica, request.sent_as))
@@ -226,7 +226,7 @@ class OpenRequests:
     def close(self, error: EngineClosedError) -> None:
         """End all requests with an error."""
         for request in self._open.values():
-            self._dispatcher.put(request.call.queue, 0, error)
+            self._dispatcher.put(request.submission.queue, 0, error)
         self._dispatcher.send()
 
     def _demand(self, added: AddRequest) -> Demand:
@@ -241,20 +241,18 @@ class OpenRequests:
 
     def _route(self, request: OpenRequest) -> None:
         """Send a request to a replica, or have it wait until one is ready."""
-        place = dispatch([replica.load for replica in self._replicas], request.request.demand)
+        place = dispatch([replica.load for replica in self._replicas], request.routed.demand)
         if place is None:
             self._unrouted.append(request)
             return
         name, pull = self._next_name(request), self._pull(request, place)
-        self._send(request, self._replicas[place], name, request.request.to_send(name), pull)
+        self._send(request, self._replicas[place], name, request.routed.to_send(name), pull)
 
     def _pull(self, request: OpenRequest, place: int) -> PrefixPull | None:
         """The pull of a prefix that the request's replica has not cached, but another one has."""
-        if not self.shares_prefixes or request.request.added.lora_request is not None:
+        if not self.shares_prefixes or request.routed.added.lora_request is not None:
             return None  # A prefix of an adapter is of the digest that the engine gives it.
-        pull = plan_pull(
-            [replica.load for replica in self._replicas], place, request.request.demand
-        )
+        pull = plan_pull([replica.load for replica in self._replicas], place, request.routed.demand)
         if pull is None or self._replicas[pull.source].num_pulled >= MOST_PULLS:
             return None
         return PrefixPull(
@@ -263,7 +261,7 @@ class OpenRequests:
 
     def _next_name(self, request: OpenRequest) -> str:
         """An id for the replica that it is sent to next."""
-        return f"{request.request.added.request_id}~{next(self._sends)}"
+        return f"{request.routed.added.request_id}~{next(self._sends)}"
 
     def _send(
         self,
@@ -275,7 +273,7 @@ class OpenRequests:
     ) -> None:
         request.replica, request.sent_as = replica, name
         replica.requests[name] = request
-        replica.load.add(name, request.request.demand)
+        replica.load.add(name, request.routed.demand)
         if replica.load.role == "prefill":
             self.due.set()
         if pull is None:
@@ -291,7 +289,7 @@ class OpenRequests:
         name: str,
         sent: AddRequest | RequestSnapshot,
     ) -> None:
-        await pull.run(request.request.added)
+        await pull.run(request.routed.added)
         if replica.requests.get(name) is request:  # Neither has its replica been lost meanwhile,
             await self._submit(request, replica, name, sent)  # nor has its client left.
 
@@ -318,7 +316,7 @@ class OpenRequests:
             return
         except OverloadedError as error:
             if not request.accepted:
-                self._refuse(request.call, error)
+                self._refuse(request.submission, error)
                 return
             await asyncio.sleep(RETRY_S)
             if replica.requests.get(name) is request:
@@ -326,9 +324,9 @@ class OpenRequests:
             return
         except Exception as error:
             if request.sent_as == name:
-                self._refuse(request.call, error)
+                self._refuse(request.submission, error)
             return
-        if request.request.aborted or request.sent_as != name:  # It runs elsewhere by now.
+        if request.routed.aborted or request.sent_as != name:  # It runs elsewhere by now.
             await tried(replica.client.abort(name))
         self._accept(request)
 
@@ -337,23 +335,23 @@ class OpenRequests:
         if request.accepted:
             return
         request.accepted = True
-        call = request.call
-        call.num_waited_for -= 1
-        if not call.num_waited_for:
-            for number, update in [(0, []), *call.held]:
-                self._dispatcher.put(call.queue, number, update)
+        submission = request.submission
+        submission.num_waited_for -= 1
+        if not submission.num_waited_for:
+            for number, update in [(0, []), *submission.held]:
+                self._dispatcher.put(submission.queue, number, update)
             self._dispatcher.send()
 
     def _put(self, request: OpenRequest, update: Update) -> None:
-        call = request.call
-        if call.num_waited_for:
-            call.held.append((request.number, update))
+        submission = request.submission
+        if submission.num_waited_for:
+            submission.held.append((request.number, update))
         else:
-            self._dispatcher.put(call.queue, request.number, update)
+            self._dispatcher.put(submission.queue, request.number, update)
 
     def _end(self, request: OpenRequest, output: RequestOutput | None = None) -> None:
         """A request ends; the pages of its output are cached."""
-        added = request.request.added
+        added = request.routed.added
         del self._open[added.request_id]
         replica = request.replica
         if replica is None:
@@ -370,12 +368,12 @@ class OpenRequests:
 
     def _fail(self, request: OpenRequest, error: JaxserveError) -> None:
         self._end(request)
-        self._dispatcher.put(request.call.queue, request.number, error)
+        self._dispatcher.put(request.submission.queue, request.number, error)
 
-    def _refuse(self, call: Call, error: Exception) -> None:
-        """None of a call's prompts is accepted."""
-        self.abandon(call)
-        self._dispatcher.put(call.queue, 0, error)
+    def _refuse(self, submission: Submission, error: Exception) -> None:
+        """None of its prompts is accepted."""
+        self.abandon(submission)
+        self._dispatcher.put(submission.queue, 0, error)
         self._dispatcher.send()
 
 
@@ -384,7 +382,7 @@ def _as_asked(request: OpenRequest, output: RequestOutput) -> RequestOutput:
     cached_tokens = request.cached_tokens or 0
     return dataclasses.replace(
         output,
-        request_id=request.request.added.request_id,
+        request_id=request.routed.added.request_id,
         metrics=dataclasses.replace(output.metrics, cached_tokens=cached_tokens),
     )
 

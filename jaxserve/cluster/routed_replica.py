@@ -18,7 +18,7 @@ from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.engine.output_queue import OutputQueue, Update
 
 
-class Call:
+class Submission:
     """The prompts of one `submit`: none is streamed before all have been accepted."""
 
     def __init__(self, output_queue: OutputQueue, num_requests: int) -> None:
@@ -30,13 +30,13 @@ class Call:
 
 @dataclasses.dataclass(eq=False)
 class OpenRequest:
-    """A request whose output is not complete. `number` is its place in its call; `sent_as` its id
-    in `replica`, while it is with one. `stays`: it has not been possible to move it.
+    """A request whose output is not complete. `number` is its place in its submission; `sent_as`
+    its id in `replica`, while it is with one. `stays`: it has not been possible to move it.
     `cached_tokens`: those of the replica that computed its prompt; where a request moves to, all of
     it is cached."""
 
-    request: RoutedRequest
-    call: Call
+    routed: RoutedRequest
+    submission: Submission
     number: int
     accepted: bool = False
     stays: bool = False
@@ -49,7 +49,7 @@ class OpenRequest:
     def movable(self) -> bool:
         """Whether another replica can go on with it. Of an embedding, what a replica has summed up
         stays there."""
-        bound = self.stays or self.moving or self.request.added.pooling is not None
+        bound = self.stays or self.moving or self.routed.added.pooling is not None
         return self.accepted and not bound
 
     def note(self, output: RequestOutput) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 from jaxserve.cluster.policies.autoscale import Autoscaler
 from jaxserve.cluster.replica_client import ReplicaClient
 from jaxserve.cluster.replica_pool import ReplicaPool
-from jaxserve.cluster.routed_replica import Call
+from jaxserve.cluster.routed_replica import Submission
 from jaxserve.core.cluster_status import ClusterStatus
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.engine_info import EngineInfo
@@ -138,10 +138,10 @@ class Router:
             for request_id, prompt in zip(request_ids, tokenized, strict=True)
         ]
         output_queue = OutputQueue(asyncio.get_running_loop(), wants_deltas)
-        call = Call(output_queue, len(added))
-        abandon = functools.partial(self._in_thread, self._pool.requests.abandon, call)
+        submission = Submission(output_queue, len(added))
+        abandon = functools.partial(self._in_thread, self._pool.requests.abandon, submission)
         updates = OutputStream(output_queue, len(added), abandon)
-        if not self._in_thread(self._pool.requests.admit, call, added):
+        if not self._in_thread(self._pool.requests.admit, submission, added):
             raise self._closed()
         try:
             await output_queue.wait()

@@ -66,19 +66,19 @@ class StagedCopy:
 
     @property
     def num_left(self) -> int:
-        return max(0, self._request.request.num_tokens - 1 - self._num_staged)
+        return max(0, self._request.routed.num_tokens - 1 - self._num_staged)
 
     @property
     def is_wanted(self) -> bool:
         """Whether the request is still in its source, and can go to its destination."""
         here = self._source.requests.get(self._sent_as) is self._request
         ready = self._destination.load is self._load and not self._load.draining
-        return here and ready and not self._request.request.aborted
+        return here and ready and not self._request.routed.aborted
 
     async def run(self) -> bool:
         """Copy until little is left; False if that did not work."""
         try:
-            if self._source.load.role == "prefill" and not self._request.request.begun:
+            if self._source.load.role == "prefill" and not self._request.routed.begun:
                 await self._during_prefill()
             self._source.num_moving += 1
             try:
@@ -95,7 +95,7 @@ class StagedCopy:
 
     async def _during_prefill(self) -> None:
         """Copy pages as they are computed, until the prompt has its first token."""
-        request = self._request.request
+        request = self._request.routed
         num_prompt, wanted = len(request.added.token_ids), self._page_size
         while self.is_wanted and not request.begun and self._num_staged < num_prompt:
             await self._source.client.computed(self._sent_as, min(wanted, num_prompt))

@@ -298,7 +298,7 @@ class Engine:
         with self._changing("sleep"):
             if not self.is_sleeping:
                 self._core.retract()
-            self._core.asleep = True
+            self._core.sleep()
             self._weights.sleep(level)
 
     def wake_up(self, tags: SequenceOf[str] | None = None) -> None:
@@ -308,7 +308,8 @@ class Engine:
         self.check_open()
         with interrupts_held():
             self._weights.wake_up(wanted)
-            self._core.asleep = bool(self._weights.asleep)
+            if not self._weights.asleep:
+                self._core.wake_up()
 
     @property
     def is_sleeping(self) -> bool:

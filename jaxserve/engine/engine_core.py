@@ -72,6 +72,18 @@ class EngineCore:
         """Unfinished requests, by id."""
         return self._outputs.requests
 
+    def pages_change(self) -> None:
+        """Notes that the content or the owners of pages may change."""
+        self.num_changes += 1
+
+    def sleep(self) -> None:
+        """Plans no step until `wake_up`: the devices' memory is given back."""
+        self.asleep = True
+
+    def wake_up(self) -> None:
+        """Ends `sleep`."""
+        self.asleep = False
+
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished, or a dispatched step not yet read, and can go on."""
@@ -99,7 +111,7 @@ class EngineCore:
                 self.accept(request)
                 return request
             case Abort(request_id):
-                self.num_changes += 1
+                self.pages_change()
                 request = self.requests.get(request_id)
                 if request is not None:
                     self._abort(request)
@@ -156,7 +168,7 @@ class EngineCore:
         """Reads every step in flight, takes pages and slots from all sequences, and clears the
         prefix cache on every tier. What was computed so far is not used again: sequences keep
         their tokens, and recompute the rest when they run."""
-        self.num_changes += 1
+        self.pages_change()
         executor = self._executor
         while executor.busy:
             executor.advance(self.log.now())
@@ -175,7 +187,7 @@ class EngineCore:
                 output.use_weights(version)
 
     def _step(self, now_us: int) -> list[Request]:
-        self.num_changes += 1
+        self.pages_change()
         touched, self._touched = self._touched, {}
         if self.asleep:
             return list(touched.values())
@@ -193,7 +205,7 @@ class EngineCore:
 
         `failed`: a step was interrupted, so state may be inconsistent.
         """
-        self.num_changes += 1
+        self.pages_change()
         try:
             for request in list(self.requests.values()):
                 self._abort(request)

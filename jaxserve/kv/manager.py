@@ -304,6 +304,10 @@ class KVManager:
         self.unpin(table.pinned)
         table.pinned = []
 
+    def hand_over_pins(self, table: PageTable, other: PageTable) -> None:
+        """Makes `other` the table that unpins what `table` has pinned."""
+        other.pinned, table.pinned = table.pinned, []
+
     def prefers_swap(self, table: PageTable, num_tokens: int) -> bool:
         """Whether to swap a sequence that is being preempted to a lower tier, rather than
         recompute its first `num_tokens` tokens."""
@@ -323,7 +327,8 @@ class KVManager:
         return swap
 
     def pin(self, nodes: Iterable[Node]) -> None:
-        """Pins nodes: their pages are evicted only when no unpinned page is left."""
+        """Pins nodes: their pages on the devices are evicted when no unpinned page is left there,
+        and their only copy on a lower tier never is."""
         for node in nodes:
             self._states.pin(node)
 

@@ -50,7 +50,7 @@ class CompletionRequest(GenerationFields):
         truncates = self.truncate_prompt_tokens is not None
         return tuple(tokenized(model, "prompt", self.prompt, self.add_special_tokens, truncates))
 
-    def call(self, model: Model) -> ParsedCompletion:
+    def parse(self, model: Model) -> ParsedCompletion:
         """Convert the body to a request for the engine. Raises RequestError."""
         model = self.check(model)
         logprobs = self._logprobs
@@ -254,51 +254,54 @@ def _mean_logprob(choice: CompletionOutput) -> float:
 class CompletionChunks:
     """Chunks of a streamed completion. Echoed prompts come first."""
 
-    def __init__(self, call: ParsedCompletion, head: dict[str, Any]) -> None:
-        self._call = call
+    def __init__(self, parsed: ParsedCompletion, head: dict[str, Any]) -> None:
+        self._parsed = parsed
         self._head = head
         self._usage = StreamUsage(
-            call.prompts, call.include_usage, call.continuous_usage, dropped=call.scores_only
+            parsed.prompts,
+            parsed.include_usage,
+            parsed.continuous_usage,
+            dropped=parsed.scores_only,
         )
         self._offsets: dict[int, TextOffsets] = {}
 
     def begin(self) -> Iterator[dict[str, Any]]:
-        call = self._call
-        if not call.echo and not call.token_ids:
+        parsed = self._parsed
+        if not parsed.echo and not parsed.token_ids:
             return
-        for number, prompt in enumerate(call.prompts):
-            for index in range(number * call.params.n, (number + 1) * call.params.n):
-                choice = self._choice(index, call.echoed(number) if call.echo else "")
-                if call.token_ids:
+        for number, prompt in enumerate(parsed.prompts):
+            for index in range(number * parsed.params.n, (number + 1) * parsed.params.n):
+                choice = self._choice(index, parsed.echoed(number) if parsed.echo else "")
+                if parsed.token_ids:
                     choice |= {"token_ids": [], "prompt_token_ids": list(prompt.token_ids)}
                 yield self._chunk(choice)
 
     def add(self, number: int, deltas: Sequence[Delta]) -> Iterator[dict[str, Any]]:
         """Chunks for new deltas of prompt `number`."""
-        call = self._call
+        parsed = self._parsed
         for delta in deltas:
             self._usage.count(delta)
-            index = number * call.params.n + delta.index
+            index = number * parsed.params.n + delta.index
             choice = self._choice(index, delta.text)
             choice["finish_reason"], choice["stop_reason"] = delta.finish_reason, delta.stop_reason
             token_ids, entries = delta.token_ids, delta.logprobs
-            if call.scores_only:
+            if parsed.scores_only:
                 choice["text"], token_ids, entries = "", (), None
             if entries:
                 if index not in self._offsets:
-                    self._offsets[index] = call.offsets(number)
+                    self._offsets[index] = parsed.offsets(number)
                 offsets = self._offsets[index].of(token_ids)
-                name = token_names(call.model.tokenizer, call.tokens_as_ids)
+                name = token_names(parsed.model.tokenizer, parsed.tokens_as_ids)
                 choice["logprobs"] = completion_logprobs(token_ids, entries, name, offsets)
-            if call.token_ids:
+            if parsed.token_ids:
                 choice["token_ids"] = list(token_ids)
-            if choice["text"] or entries or delta.finish_reason or (call.token_ids and token_ids):
+            if choice["text"] or entries or delta.finish_reason or (parsed.token_ids and token_ids):
                 yield self._chunk(choice)
 
     def end(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
         """The final chunks, once every prompt has its output."""
-        if self._call.include_usage:
-            counted = usage(outputs, dropped=self._call.scores_only)
+        if self._parsed.include_usage:
+            counted = usage(outputs, dropped=self._parsed.scores_only)
             yield {**self._head, "choices": [], "usage": counted}
 
     def failed(self, reply: ErrorReply) -> Iterator[dict[str, Any]]:

@@ -76,7 +76,7 @@ class EmbeddingRequest(_PoolingFields):
         None, description="Whether to scale embeddings to length 1, which is the default."
     )
 
-    def call(self, model: Model) -> ParsedEmbedding:
+    def parse(self, model: Model) -> ParsedEmbedding:
         """Convert the body to a request for the engine. Raises RequestError."""
         model = model.named(self.model)
         params = self._params(dimensions=self.dimensions, normalize=self.normalize)
@@ -95,7 +95,7 @@ class ScoreRequest(_PoolingFields):
     text_1: str | ListOf[str] = Field(examples=["The sky"])
     text_2: str | ListOf[str] = Field(examples=[["The sea", "A train"]])
 
-    def call(self, model: Model) -> ParsedScore:
+    def parse(self, model: Model) -> ParsedScore:
         """Convert the body to a request for the engine. Raises RequestError."""
         model = model.named(self.model)
         first, second = ([t] if isinstance(t, str) else t for t in (self.text_1, self.text_2))

@@ -86,7 +86,7 @@ class Endpoint(NamedTuple):
             request = self.request.model_validate(body)
         except ValidationError as error:
             raise field_error(error, self.request) from None
-        return request.call(model)
+        return request.parse(model)
 
 
 ENDPOINTS: Mapping[str, Endpoint] = {

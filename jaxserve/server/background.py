@@ -13,7 +13,7 @@ from jaxserve.core.errors import JaxserveError, RequestError
 from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.engine.output_queue import Update
 from jaxserve.protocol.errors import ErrorReply, FieldError, check_generated, renamed, reply_to
-from jaxserve.protocol.responses_api.reply import ResponsesCall, ResponsesChunks
+from jaxserve.protocol.responses_api.reply import ParsedResponses, ResponsesChunks
 from jaxserve.server.response_store import ResponseStore
 from jaxserve.server.service import Service
 
@@ -36,21 +36,21 @@ class BackgroundResponses:
         self._running: dict[tuple[str | None, str], asyncio.Task[None]] = {}
 
     async def begin(
-        self, call: ResponsesCall, request_id: str, tenant: str | None
+        self, parsed: ParsedResponses, request_id: str, tenant: str | None
     ) -> dict[str, Any]:
         """Submit a request to the engine, and return its response, which is queued.
 
         Raises as `Service.follow`, and FieldError for a request that is too large to be stored.
         """
-        chunks = call.chunks(request_id, int(time.time()))
+        chunks = parsed.chunks(request_id, int(time.time()))
         stack = contextlib.AsyncExitStack()
         try:
             updates = await stack.enter_async_context(
-                self._service.follow(call, request_id, tenant)
+                self._service.submit(parsed, request_id, tenant)
             )
         except RequestError as error:
-            raise renamed(error, call.names) from None
-        if not call.store(chunks.without_output("in_progress")):
+            raise renamed(error, parsed.names) from None
+        if not parsed.store(chunks.without_output("in_progress")):
             await stack.aclose()
             raise FieldError(
                 "background",
@@ -58,7 +58,7 @@ class BackgroundResponses:
                 "leave it out, or shorten the input.",
             )
         queued = chunks.without_output("queued")
-        task = asyncio.create_task(self._generate(call, chunks, stack, updates))
+        task = asyncio.create_task(self._generate(parsed, chunks, stack, updates))
         self._running[tenant, queued["id"]] = task
         task.add_done_callback(lambda _: self._running.pop((tenant, queued["id"])))
         await asyncio.sleep(0)  # A task that is cancelled before it runs would not leave the stack.
@@ -72,7 +72,7 @@ class BackgroundResponses:
 
     async def _generate(
         self,
-        call: ResponsesCall,
+        parsed: ParsedResponses,
         chunks: ResponsesChunks,
         stack: contextlib.AsyncExitStack,
         updates: AsyncIterable[tuple[int, Update]],
@@ -86,11 +86,11 @@ class BackgroundResponses:
             check_generated(outputs)
             response = chunks.whole(outputs)
         except asyncio.CancelledError:
-            call.store(chunks.without_output("cancelled"))
+            parsed.store(chunks.without_output("cancelled"))
             raise
         except Exception as error:
             if not isinstance(error, JaxserveError):
                 _log.exception("a response in the background failed")
             response = chunks.failure(reply_to(error))
-        if not call.store(response):
-            call.store(chunks.failure(_TOO_LARGE) | {"output": []})
+        if not parsed.store(response):
+            parsed.store(chunks.failure(_TOO_LARGE) | {"output": []})

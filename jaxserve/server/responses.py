@@ -53,9 +53,9 @@ def error_response(reply: ErrorReply, path: str) -> JsonResponse:
     return JsonResponse(body, reply.status, headers)
 
 
-def warning_of(call: ParsedRequest) -> dict[str, str]:
+def warning_of(parsed: ParsedRequest) -> dict[str, str]:
     """The header that says what the response leaves out. 199 is a warning of any kind."""
-    return {} if call.warning is None else {"warning": f'199 jaxserve "{call.warning}"'}
+    return {} if parsed.warning is None else {"warning": f'199 jaxserve "{parsed.warning}"'}
 
 
 class GeneratedResponse(Response):
@@ -64,34 +64,34 @@ class GeneratedResponse(Response):
     If the client disconnects, its requests are aborted. A slow client gets larger chunks.
     """
 
-    def __init__(self, service: Service, call: ParsedRequest) -> None:
+    def __init__(self, service: Service, parsed: ParsedRequest) -> None:
         self.status_code = 200
         self.background: BackgroundTask | None = None
         self._service = service
-        self._call = call
+        self._parsed = parsed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_state = state_of(scope)
         self._load_format = dict(scope["headers"]).get(b"endpoint-load-metrics-format", b"")
-        work = self._stream if self._call.stream else self._whole
+        work = self._stream if self._parsed.stream else self._whole
         try:
             await unless_hung_up(receive, work(request_state, send))
         except ClientGoneError:
             request_state.client_gone = True
         except RequestError as error:
-            raise renamed(error, self._call.names) from None
+            raise renamed(error, self._parsed.names) from None
 
     async def _whole(self, request_state: RequestState, send: Send) -> None:
-        call, created = self._call, int(time.time())
-        request_state.outputs = outputs = [None] * len(call.prompts)
-        async with self._service.follow(
-            call, request_state.request_id, request_state.tenant
+        parsed, created = self._parsed, int(time.time())
+        request_state.outputs = outputs = [None] * len(parsed.prompts)
+        async with self._service.submit(
+            parsed, request_state.request_id, request_state.tenant
         ) as updates:
             async for number, update in updates:
                 if isinstance(update, RequestOutput):
                     outputs[number] = update
         check_generated(outputs)
-        body = to_json(call.response(outputs, request_state.request_id, created))
+        body = to_json(parsed.response(outputs, request_state.request_id, created))
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
@@ -102,15 +102,15 @@ class GeneratedResponse(Response):
         await send({"type": "http.response.body", "body": body})
 
     async def _stream(self, request_state: RequestState, send: Send) -> None:
-        call: ParsedGeneration = self._call
-        chunks = call.chunks(request_state.request_id, int(time.time()))
-        request_state.outputs = outputs = [None] * len(call.prompts)
-        async with self._service.follow(
-            call, request_state.request_id, request_state.tenant
+        parsed: ParsedGeneration = self._parsed
+        chunks = parsed.chunks(request_state.request_id, int(time.time()))
+        request_state.outputs = outputs = [None] * len(parsed.prompts)
+        async with self._service.submit(
+            parsed, request_state.request_id, request_state.tenant
         ) as updates:
             headers = [*_STREAM_HEADERS, *self._warning()]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            named = call.named_events
+            named = parsed.named_events
             await _send_events(send, chunks.begin(), named)
             try:
                 async for number, update in updates:
@@ -145,7 +145,7 @@ class GeneratedResponse(Response):
         return [(b"endpoint-load-metrics", form + b" " + said)]
 
     def _warning(self) -> list[tuple[bytes, bytes]]:
-        named = warning_of(self._call).items()
+        named = warning_of(self._parsed).items()
         return [(name.encode(), value.encode()) for name, value in named]
 
 

@@ -29,12 +29,12 @@ class RestoredRequests:
         found = [self._requests[name] for name in ids if name in self._requests]
         return any(request.tenant != tenant for request in found)
 
-    def of(self, call: ParsedRequest, ids: Sequence[str]) -> dict[int, Restored]:
+    def of(self, parsed: ParsedRequest, ids: Sequence[str]) -> dict[int, Restored]:
         """Those of a request whose prompts have these ids, by number of prompt. Raises RequestError
         if one differs from its prompt."""
         found = {i: self._requests[name] for i, name in enumerate(ids) if name in self._requests}
         for number, request in found.items():
-            _check_same(request, call, number, ids[number])
+            _check_same(request, parsed, number, ids[number])
         return found
 
     async def claimed(
@@ -58,14 +58,14 @@ class RestoredRequests:
             yield number, output
 
 
-def _check_same(request: Restored, call: ParsedRequest, number: int, request_id: str) -> None:
+def _check_same(request: Restored, parsed: ParsedRequest, number: int, request_id: str) -> None:
     """Raises RequestError if a restored request differs from prompt `number`."""
-    if list(request.prompt_token_ids) != list(call.prompts[number].token_ids):
+    if list(request.prompt_token_ids) != list(parsed.prompts[number].token_ids):
         raise RequestError(f"request_id {request_id!r} was used for another prompt.")
-    if request.lora_request != call.lora_request:
+    if request.lora_request != parsed.lora_request:
         raise FieldError("model", f"is not the one that request_id {request_id!r} had.")
-    for field in dataclasses.fields(call.params):
-        was, now = getattr(request.params, field.name, None), getattr(call.params, field.name)
+    for field in dataclasses.fields(parsed.params):
+        was, now = getattr(request.params, field.name, None), getattr(parsed.params, field.name)
         if was != now and field.name != "priority":
             raise FieldError(
                 field.name, f"is {now!r:.80}, but request_id {request_id!r} had {was!r:.80}."

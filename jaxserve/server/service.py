@@ -208,8 +208,8 @@ class Service:
             workers.close()
 
     @contextlib.asynccontextmanager
-    async def follow(
-        self, call: ParsedRequest, request_id: str, tenant: str | None
+    async def submit(
+        self, parsed: ParsedRequest, request_id: str, tenant: str | None
     ) -> AsyncIterator[AsyncIterable[tuple[int, Update]]]:
         """Submit a request to the engine, and iterate over updates with the index of their prompt.
         Leaving the block aborts prompts that have not finished. `tenant` is the sender.
@@ -221,26 +221,26 @@ class Service:
         Raises RequestError, OverloadedError when the queue is full, UnavailableError.
         """
         engine = self.engine
-        self.policy.check(call.params)
-        ids = self._ids(request_id, len(call.prompts), tenant)
-        with self._let_in(len(ids) * call.params.n):
-            restored = {} if call.beam is not None else self._restored.of(call, ids)
+        self.policy.check(parsed.params)
+        ids = self._ids(request_id, len(parsed.prompts), tenant)
+        with self._let_in(len(ids) * parsed.params.n):
+            restored = {} if parsed.beam is not None else self._restored.of(parsed, ids)
             new = [number for number in range(len(ids)) if number not in restored]
             new_ids = [ids[number] for number in new]
             self._running.update(new_ids)
             try:
-                if call.beam is not None:
-                    found = self._beams(call, call.beam, ids, tenant)
+                if parsed.beam is not None:
+                    found = self._beams(parsed, parsed.beam, ids, tenant)
                     yield _without_cached_tokens(found) if self.policy.hide_cached_tokens else found
                     return
                 submitted = engine.submit(
-                    [call.prompts[number] for number in new],
-                    call.params,
+                    [parsed.prompts[number] for number in new],
+                    parsed.params,
                     new_ids,
                     tenant=tenant,
-                    cache_salt=call.cache_salt,
-                    lora_request=call.lora_request,
-                    wants_deltas=call.stream and not restored,
+                    cache_salt=parsed.cache_salt,
+                    lora_request=parsed.lora_request,
+                    wants_deltas=parsed.stream and not restored,
                 )
                 async with await submitted as updates:
                     if self._aborted:  # abort_all() ran while this one was being submitted.
@@ -325,7 +325,7 @@ class Service:
         return self._ids(f"{request_id}~{uuid.uuid4().hex[:8]}", count, tenant)
 
     async def _beams(
-        self, call: ParsedRequest, beam: BeamSearchParams, ids: Sequence[str], tenant: str | None
+        self, parsed: ParsedRequest, beam: BeamSearchParams, ids: Sequence[str], tenant: str | None
     ) -> AsyncIterator[tuple[int, Update]]:
         """The output of each prompt of a beam search, once all are found."""
         engine, model = self.engine, self.model
@@ -342,22 +342,22 @@ class Service:
                 raise _shuts_down()
             return await engine.submit(
                 prompts,
-                dataclasses.replace(params, priority=call.params.priority),
+                dataclasses.replace(params, priority=parsed.params.priority),
                 step_ids,
                 tenant=tenant,
-                cache_salt=call.cache_salt,
-                lora_request=call.lora_request,
+                cache_salt=parsed.cache_salt,
+                lora_request=parsed.lora_request,
                 wants_deltas=False,
             )
 
         async def found(number: int) -> RequestOutput:
-            num_logprobs = call.params.logprobs or 0
+            num_logprobs = parsed.params.logprobs or 0
             ends = engine.info.eos_token_ids
             search = BeamSearch(beam, ends, model.max_model_len, num_logprobs)
-            prompt = call.prompts[number]
+            prompt = parsed.prompts[number]
             sequences, metrics = await search_async(submit, search, prompt, ids[number])
             return beam_output(
-                ids[number], prompt, call.params, sequences, metrics, model.tokenizer
+                ids[number], prompt, parsed.params, sequences, metrics, model.tokenizer
             )
 
         try:

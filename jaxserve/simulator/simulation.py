@@ -250,7 +250,7 @@ class Simulation:
             raise
         if table is not None:
             (output,) = resumed.sequence_outputs
-            self.scheduler.tables[output.seq.seq_id].pinned = table.pinned
+            self.core.kv.hand_over_pins(table, self.scheduler.tables[output.seq.seq_id])
         return resumed
 
     def abort(self, request: Request) -> None:

@@ -38,7 +38,7 @@ async def moved(pool):
     """Moves a request that has begun, if there is one, and returns how many have moved."""
     before = pool.requests.num_moved
     for request in pool.requests._open.values():
-        if request.request.begun and request.replica is not None:
+        if request.routed.begun and request.replica is not None:
             (other,) = (each for each in pool._replicas if each is not request.replica)
             await pool.requests.move(request, other)
             break

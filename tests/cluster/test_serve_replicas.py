@@ -36,7 +36,7 @@ from jaxserve.cli import main
         (["--max-replicas=1"], "--max-replicas is 1; it must be 2 or more"),
         (
             ["--min-replicas=3", "--max-replicas=2"],
-            "--min-replicas is 3, but --max-replicas is 2; set it to at most 2",
+            "--min-replicas is 3 and --max-replicas 2; the first must be 1 or more",
         ),
         (
             ["--max-replicas=2", "--data-parallel-size=2"],

@@ -137,17 +137,17 @@ def test_one_that_is_too_large_is_refused_or_fails(chatty, more_bytes, status):
 
     async def scenario(client, service, engine):
         body = ResponsesRequest(input="Hi", background=True, include=[LOGPROBS], **MORE)
-        call = body.call(service.model, keep=lambda stored: True)
-        begun = call.chunks("mine", 1_800_000_000).without_output("in_progress")
-        num_bytes = StoredResponse.of(begun, call.input).num_bytes
+        parsed = body.parse(service.model, keep=lambda stored: True)
+        begun = parsed.chunks("mine", 1_800_000_000).without_output("in_progress")
+        num_bytes = StoredResponse.of(begun, parsed.input).num_bytes
         store = ResponseStore(max_response_bytes=num_bytes + more_bytes)
         responses = BackgroundResponses(service, store)
-        call = dataclasses.replace(call, keep=functools.partial(store.add, None))
+        parsed = dataclasses.replace(parsed, keep=functools.partial(store.add, None))
         if status is None:
             with pytest.raises(FieldError, match="shorten the input"):
-                await responses.begin(call, "mine", None)
+                await responses.begin(parsed, "mine", None)
             return
-        queued = await responses.begin(call, "mine", None)
+        queued = await responses.begin(parsed, "mine", None)
         while service.num_sequences or responses._running:
             await asyncio.sleep(0.01)
         response = json.loads(store.get(None, queued["id"]).response)

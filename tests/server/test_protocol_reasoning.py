@@ -59,7 +59,7 @@ def streamed(call, text: str) -> list[dict]:
 
 
 def parse(kind, model: Model, **fields):
-    return kind.model_validate(fields).call(model)
+    return kind.model_validate(fields).parse(model)
 
 
 def test_chats_have_it_beside_the_content(model):
@@ -240,7 +240,7 @@ def test_a_template_of_the_request_needs_trust(model):
     for kind in (ChatCompletionRequest, TokenizeRequest):
         request = kind.model_validate(fields)
         with pytest.raises(RequestError, match="--trust-request-chat-template"):
-            request.answer(model) if kind is TokenizeRequest else request.call(model)
+            request.answer(model) if kind is TokenizeRequest else request.parse(model)
     with pytest.raises(RequestError, match="must not set 'chat_template'"):
         given = {"chat_template_kwargs": {"chat_template": "x"}}
         parse(ChatCompletionRequest, model, messages=MESSAGES, **given)

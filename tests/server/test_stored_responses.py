@@ -173,7 +173,7 @@ def test_requests_of_one_id_have_responses_of_their_own(chatty):
 def test_a_batch_job_stores_nothing(llama):
     request = ResponsesRequest(input="Hi", previous_response_id="resp_1")
     with pytest.raises(RequestError, match="only a server has"):
-        request.call(None)
+        request.parse(None)
 
 
 def stored(name, said):

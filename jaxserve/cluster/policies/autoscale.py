@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 from typing import Literal
 
 from jaxserve.cluster.policies.dispatch import ReplicaLoad
+from jaxserve.core.errors import ConfigError
 
 LOW_FREENESS = 2.0
 """A replica is added when sequences may grow by fewer pages each, or more of them than run wait."""
@@ -34,6 +35,22 @@ class Removal:
     """The index of the replica that drains, and then ends."""
 
     replica: int
+
+
+def check_bounds(min_replicas: int | None, max_replicas: int | None) -> None:
+    """Raises ConfigError for bounds of the number of replicas that leave no number. Without
+    `max_replicas` that number is fixed."""
+    if max_replicas is None:
+        if min_replicas is not None:
+            raise ConfigError(
+                f"min_replicas is {min_replicas}, but max_replicas is missing; add it, or leave "
+                "both out for a fixed number of replicas."
+            )
+    elif not 1 <= (min_replicas or 1) <= max_replicas:
+        raise ConfigError(
+            f"min_replicas is {min_replicas or 1} and max_replicas {max_replicas}; the first must "
+            "be 1 or more, and the second no smaller."
+        )
 
 
 class Autoscaler:

@@ -105,7 +105,7 @@ class Restorer:
         for request in contents.requests:  # Of more adapters than slots, some are gone again.
             if not request.finished:
                 self._adapters.check(request.sequence_outputs[0].seq.adapter)
-        self._core.num_changes += 1
+        self._core.pages_change()
         with interrupts_held():
             tables = self.place(contents, finish) | (staged or {})
             try:
@@ -164,7 +164,7 @@ class Restorer:
             if added is None:
                 scheduler.kv.unpin_table(table)
             else:
-                added.pinned = table.pinned
+                scheduler.kv.hand_over_pins(table, added)
 
 
 def cached_table(prefix: dict[str, Any]) -> PageTable:

@@ -213,7 +213,7 @@ class Snapshots:
         if before is not None:
             for seq in sequences:
                 seq.salt = before.salt
-        self._core.num_changes += 1
+        self._core.pages_change()
         with interrupts_held():
             tables = self._restorer.place(contents, reader.finish)
         self.unstage_request(request_id)
@@ -265,7 +265,7 @@ class Snapshots:
         self._facts.check_model(reader.facts)
         self._facts.check_kv(reader.facts)
         saved = self._saved(reader)
-        self._core.num_changes += 1
+        self._core.pages_change()
         with interrupts_held():
             self._restorer.place(Contents([], saved), reader.finish)
         num_tokens = 0

@@ -16,7 +16,7 @@ from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.beam_search import BeamSearchParams
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.chat.messages import Message
-from jaxserve.protocol.chat.reply import Chat
+from jaxserve.protocol.chat.reply import ParsedChat
 from jaxserve.protocol.chat.request import ChatCompletionRequest
 from jaxserve.protocol.errors import FieldError, renamed
 from jaxserve.protocol.fields import ListOf, StreamOptions, only
@@ -36,7 +36,7 @@ class BatchedChatsRequest(ChatCompletionRequest):
     stream: Annotated[Literal[False] | None, only(False, remedy="stream chats one by one")] = None
     stream_options: Annotated[StreamOptions | None, only(remedy="stream chats one by one")] = None
 
-    def call(self, model: Model) -> BatchedChats:
+    def parse(self, model: Model) -> ParsedChatBatch:
         """Convert the body to a request for the engine. Raises RequestError."""
         conversations = self.messages
         if not 1 <= len(conversations) <= MAX_PROMPTS:
@@ -49,10 +49,10 @@ class BatchedChatsRequest(ChatCompletionRequest):
         for number, messages in enumerate(conversations):
             chat = ChatCompletionRequest.model_construct(**shared | {"messages": messages})
             try:
-                chats.append(chat.call(model))
+                chats.append(chat.parse(model))
             except RequestError as error:
                 raise renamed(error, {"messages": f"messages[{number}]"}) from None
-        return BatchedChats(tuple(chats))
+        return ParsedChatBatch(tuple(chats))
 
     def _check_repeated(self) -> None:
         functions = [tool.function for tool in self.tools or ()]
@@ -71,10 +71,10 @@ class BatchedChatsRequest(ChatCompletionRequest):
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchedChats:
+class ParsedChatBatch:
     """Chats that differ in their messages only; choice p * n + i is sequence i of the p-th."""
 
-    chats: tuple[Chat, ...]
+    chats: tuple[ParsedChat, ...]
     stream: ClassVar[bool] = False
 
     @property

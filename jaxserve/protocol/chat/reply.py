@@ -40,7 +40,7 @@ class ToolUse:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chat:
+class ParsedChat:
     """A chat request, with one prompt; choice i is its sequence i.
 
     `reasons`: how outputs mark reasoning, None if they do not; `begun_reasoning` is what the prompt
@@ -73,7 +73,7 @@ class Chat:
     def lora_request(self) -> LoRARequest | None:
         return self.model.lora_request
 
-    def with_names(self, names: Mapping[str, str]) -> Chat:
+    def with_names(self, names: Mapping[str, str]) -> ParsedChat:
         """This request of another API, in which fields of chats have other `names`."""
         own = {name: name_by(names, other) for name, other in self.names.items()}
         return dataclasses.replace(self, names={**names, **own})
@@ -190,7 +190,7 @@ class InBlocks:
     """A chat request of one choice, to be answered in the blocks of another API, whose events are
     named by their `type`."""
 
-    chat: Chat
+    chat: ParsedChat
     named_events: ClassVar[bool] = True
 
     @property
@@ -230,23 +230,23 @@ class ChatChunks:
     """Chunks of a streamed response: role, deltas of reasoning, content and tool calls, finish
     reason."""
 
-    def __init__(self, call: Chat, request_id: str, created: int) -> None:
-        self._call = call
+    def __init__(self, parsed: ParsedChat, request_id: str, created: int) -> None:
+        self._parsed = parsed
         self._request_id = request_id
-        self._head = call.head(request_id, created, "chat.completion.chunk")
-        self._usage = StreamUsage(call.prompts, call.include_usage, call.continuous_usage)
-        self._readers = [call.reader() for _ in range(call.params.n)]
-        self._num_calls = [0] * call.params.n
+        self._head = parsed.head(request_id, created, "chat.completion.chunk")
+        self._usage = StreamUsage(parsed.prompts, parsed.include_usage, parsed.continuous_usage)
+        self._readers = [parsed.reader() for _ in range(parsed.params.n)]
+        self._num_calls = [0] * parsed.params.n
 
     def begin(self) -> Iterator[dict[str, Any]]:
-        for index in range(self._call.params.n):
-            content, reasoning = self._call.echo
+        for index in range(self._parsed.params.n):
+            content, reasoning = self._parsed.echo
             start = {"role": "assistant", "content": content, "refusal": None}
-            if reasoning and self._call.include_reasoning:
+            if reasoning and self._parsed.include_reasoning:
                 start |= in_both_names(reasoning)
             chunk = self._chunk(index, start)
-            if self._call.token_ids:
-                chunk["prompt_token_ids"] = list(self._call.prompts[0].token_ids)
+            if self._parsed.token_ids:
+                chunk["prompt_token_ids"] = list(self._parsed.prompts[0].token_ids)
             yield chunk
 
     def add(self, number: int, deltas: Sequence[Delta]) -> Iterator[dict[str, Any]]:
@@ -258,7 +258,7 @@ class ChatChunks:
             if delta.finish_reason is not None:
                 pieces += reader.finish()
             gained = self._gained(delta.index, pieces)
-            scores = self._call.scores(delta)
+            scores = self._parsed.scores(delta)
             chunk = self._chunk(delta.index, gained)
             choice = chunk["choices"][0]
             choice["logprobs"] = scores
@@ -266,16 +266,16 @@ class ChatChunks:
             choice["finish_reason"] = finish_reason(delta.finish_reason, has_calls)
             if delta.finish_reason is not None:
                 choice["stop_reason"] = delta.stop_reason
-            if self._call.token_ids:
+            if self._parsed.token_ids:
                 choice["token_ids"] = list(delta.token_ids)
             wanted = gained or scores or delta.finish_reason
-            if wanted or (self._call.token_ids and delta.token_ids):
+            if wanted or (self._parsed.token_ids and delta.token_ids):
                 yield chunk
 
     def end(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
         """The final chunks, once the output is complete."""
-        if self._call.include_usage:
-            yield {**self._head, "choices": [], "usage": self._call.usage(outputs)}
+        if self._parsed.include_usage:
+            yield {**self._head, "choices": [], "usage": self._parsed.usage(outputs)}
 
     def failed(self, reply: ErrorReply) -> Iterator[dict[str, Any]]:
         """The event of an error after the beginning."""
@@ -288,7 +288,7 @@ class ChatChunks:
             match piece.kind:
                 case "content":
                     gained["content"] = gained.get("content", "") + piece.text
-                case "reasoning" if self._call.include_reasoning:
+                case "reasoning" if self._parsed.include_reasoning:
                     gained |= in_both_names(gained.get("reasoning", "") + piece.text)
                 case "call":
                     number = self._num_calls[index]

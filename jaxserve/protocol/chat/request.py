@@ -9,7 +9,7 @@ from pydantic import Field, StrictBool, StrictInt
 
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.chat.messages import Message
-from jaxserve.protocol.chat.reply import Chat, ToolUse
+from jaxserve.protocol.chat.reply import ParsedChat, ToolUse
 from jaxserve.protocol.errors import FieldError
 from jaxserve.protocol.fields import GenerationFields, Ignored, JsonObject, ListOf
 from jaxserve.protocol.model import Model
@@ -56,7 +56,7 @@ class ChatCompletionRequest(GenerationFields):
         None, description="Extra variables for the chat template, such as enable_thinking."
     )
 
-    def call(self, model: Model) -> Chat:
+    def parse(self, model: Model) -> ParsedChat:
         """Convert the body to a request for the engine. Raises RequestError."""
         model = self.check(model)
         if not self.messages:
@@ -102,7 +102,7 @@ class ChatCompletionRequest(GenerationFields):
             reasons = None  # The format begins with the first token.
         if reasons == "channels":
             params = dataclasses.replace(params, skip_special_tokens=False)
-        return Chat(
+        return ParsedChat(
             model=model,
             prompts=(prompt,),
             params=params,

@@ -32,7 +32,7 @@ def error_body(reply: ErrorReply) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class MessagesCall(InBlocks):
+class ParsedMessages(InBlocks):
     """A chat request, answered in content blocks."""
 
     def response(
@@ -66,17 +66,17 @@ class MessagesChunks:
     """Events of a streamed response: those of one content block after the other, within those of
     the message."""
 
-    def __init__(self, call: MessagesCall, request_id: str) -> None:
-        self._call = call
+    def __init__(self, parsed: ParsedMessages, request_id: str) -> None:
+        self._parsed = parsed
         self._request_id = request_id
-        self._reader = call.chat.reader()
+        self._reader = parsed.chat.reader()
         self._blocks: list[dict[str, Any]] = []
         self._is_open = False  # The last block.
         self._arguments = ""
         self._reasons: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
 
     def begin(self) -> Iterator[Event]:
-        (prompt,) = self._call.prompts
+        (prompt,) = self._parsed.prompts
         # What comes from the cache is not known yet.
         usage = {
             "input_tokens": len(prompt.token_ids),
@@ -100,7 +100,7 @@ class MessagesChunks:
 
     def end(self, outputs: Sequence[RequestOutput]) -> Iterator[Event]:
         """The final events, once the output is complete."""
-        usage = self._call.usage(outputs)
+        usage = self._parsed.usage(outputs)
         yield {"type": "message_delta", "delta": self._reasons, "usage": usage}
         yield {"type": "message_stop"}
 
@@ -111,14 +111,14 @@ class MessagesChunks:
     def message(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The whole message. A call that was cut off is left out."""
         blocks = [block for block in self._blocks if block.get("input", True) is not None]
-        return self._message(blocks, self._call.usage(outputs))
+        return self._message(blocks, self._parsed.usage(outputs))
 
     def _message(self, blocks: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
         return {
             "id": f"msg_{self._request_id}",
             "type": "message",
             "role": "assistant",
-            "model": self._call.chat.model.name,
+            "model": self._parsed.chat.model.name,
             "content": blocks,
             **self._reasons,
             "usage": usage,
@@ -137,7 +137,7 @@ class MessagesChunks:
 
     def _gain(self, piece: Piece) -> Iterator[Event]:
         match piece.kind:
-            case "reasoning" if not self._call.chat.include_reasoning:
+            case "reasoning" if not self._parsed.chat.include_reasoning:
                 pass
             case "reasoning":
                 if not self._in("thinking"):

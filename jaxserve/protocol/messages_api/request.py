@@ -20,7 +20,7 @@ from jaxserve.protocol.fields import (
     only,
 )
 from jaxserve.protocol.messages_api.blocks import Text, Turn, messages_of
-from jaxserve.protocol.messages_api.reply import MessagesCall
+from jaxserve.protocol.messages_api.reply import ParsedMessages
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.tools import ChosenName, ChosenTool, Function, Name, Tool, tool_of_type
 
@@ -108,7 +108,7 @@ class MessagesRequest(GenerationFields):
     logprob_token_ids: Annotated[None, only(remedy="/v1/chat/completions has it")] = None
     return_token_ids: Annotated[None, only(remedy="/v1/chat/completions has it")] = None
 
-    def call(self, model: Model) -> MessagesCall:
+    def parse(self, model: Model) -> ParsedMessages:
         """Convert the body to a request for the engine. Raises RequestError."""
         is_older = self.output_config is None or self.output_config.format is None
         form = "output_format" if is_older else "output_config.format"
@@ -118,7 +118,7 @@ class MessagesRequest(GenerationFields):
             budget = self._budget(chat, model)
             names |= dict.fromkeys(budget, "thinking.budget_tokens")
             chat = chat.model_copy(update=budget)
-            return MessagesCall(chat.call(model).with_names(names))
+            return ParsedMessages(chat.parse(model).with_names(names))
         except RequestError as error:
             raise renamed(error, names) from None
 
@@ -196,7 +196,7 @@ class CountTokensRequest(MessagesRequest):
 
     def answer(self, model: Model) -> dict[str, int]:
         """Raises RequestError."""
-        (prompt,) = self.call(model).prompts
+        (prompt,) = self.parse(model).prompts
         return {"input_tokens": len(prompt.token_ids)}
 
 

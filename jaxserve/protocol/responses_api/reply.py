@@ -17,7 +17,7 @@ Event = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class ResponsesCall(InBlocks):
+class ParsedResponses(InBlocks):
     """A chat request, answered in items. `described` are fields that repeat the request; `before`
     are the items that it goes on from, and `input` its own. `keep` stores the response, and tells
     whether it did."""
@@ -70,11 +70,11 @@ class ResponsesChunks:
     """Events of a streamed response: those of one item after the other, within those of the
     response."""
 
-    def __init__(self, call: ResponsesCall, request_id: str, created: int) -> None:
-        self._call = call
+    def __init__(self, parsed: ParsedResponses, request_id: str, created: int) -> None:
+        self._parsed = parsed
         self._request_id = request_id
         self._created = created
-        self._reader = call.chat.reader()
+        self._reader = parsed.chat.reader()
         self._sequence_number = 0
         self._items: list[dict[str, Any]] = []
         self._num_calls = 0
@@ -102,7 +102,7 @@ class ResponsesChunks:
     def add(self, number: int, deltas: Sequence[Delta]) -> Iterator[Event]:
         """Events for new deltas; `number` is the index of the single prompt."""
         for delta in deltas:
-            scores = self._call.chat.scores(delta)
+            scores = self._parsed.chat.scores(delta)
             self._scores += scores["content"] if scores is not None else []
             pieces = self._reader.push(delta.text)
             if delta.finish_reason is not None:
@@ -119,9 +119,9 @@ class ResponsesChunks:
         yield from self._end("incomplete" if cut_off else "completed")
         status = "incomplete" if cut_off else "completed"
         completed_at = None if cut_off else self._created + _duration_s(outputs[0].metrics)
-        response = self._response(status, self._call.usage(outputs), completed_at)
-        if not self._call.in_background:  # Else it was stored when it began.
-            self._call.store(response)  # Before the client knows that there is one.
+        response = self._response(status, self._parsed.usage(outputs), completed_at)
+        if not self._parsed.in_background:  # Else it was stored when it began.
+            self._parsed.store(response)  # Before the client knows that there is one.
         yield self._event(f"response.{status}", response=response)
 
     def failed(self, reply: ErrorReply) -> Iterator[Event]:
@@ -135,7 +135,7 @@ class ResponsesChunks:
 
     def _gain(self, piece: Piece) -> Iterator[Event]:
         match piece.kind:
-            case "reasoning" if not self._call.chat.include_reasoning:
+            case "reasoning" if not self._parsed.chat.include_reasoning:
                 pass
             case "reasoning":
                 if not self._in("reasoning"):
@@ -243,5 +243,5 @@ class ResponsesChunks:
             "incomplete_details": {"reason": "max_output_tokens"} if too_long else None,
             "output": list(self._items) if status != "in_progress" else [],
             "usage": usage,
-            **self._call.described,
+            **self._parsed.described,
         }

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, StrictBool, StrictInt, model_validator
 
 from jaxserve.core.errors import RequestError
 from jaxserve.protocol.chat.messages import Message
-from jaxserve.protocol.chat.reply import Chat
+from jaxserve.protocol.chat.reply import ParsedChat
 from jaxserve.protocol.chat.request import ChatCompletionRequest
 from jaxserve.protocol.errors import FieldError, renamed
 from jaxserve.protocol.fields import (
@@ -24,7 +24,7 @@ from jaxserve.protocol.fields import (
 )
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.responses_api.items import InputItem, messages_of
-from jaxserve.protocol.responses_api.reply import ResponsesCall
+from jaxserve.protocol.responses_api.reply import ParsedResponses
 from jaxserve.protocol.responses_api.stored import (
     NOTHING,
     Conversation,
@@ -135,12 +135,12 @@ class ResponsesRequest(GenerationFields):
     prompt_logprobs: Annotated[None, only(remedy="/v1/chat/completions has it")] = None
     return_token_ids: Annotated[None, only(remedy="/v1/chat/completions has it")] = None
 
-    def call(
+    def parse(
         self,
         model: Model,
         before: Conversation | None = None,
         keep: Callable[[StoredResponse], bool] | None = None,
-    ) -> ResponsesCall:
+    ) -> ParsedResponses:
         """Convert the body to a request for the engine. `before`: the conversation of the previous
         response; `keep` stores the response, if that is wanted. Raises RequestError."""
         if self.previous_response_id is not None and before is None:
@@ -162,13 +162,13 @@ class ResponsesRequest(GenerationFields):
             raise FieldError("logprob_token_ids", f"needs {LOGPROBS!r} in include.")
         before = before or NOTHING
         try:
-            chat = self._as_chat(before.items).call(model)
+            chat = self._as_chat(before.items).parse(model)
         except RequestError as error:
             raise renamed(error, _NAMES) from None
         chat, described = chat.with_names(_NAMES), self._described(chat)
         if keep is None or self.store is False:
-            return ResponsesCall(chat, described)
-        return ResponsesCall(
+            return ParsedResponses(chat, described)
+        return ParsedResponses(
             chat, described | {"store": True}, before, input_of(self._items()), keep
         )
 
@@ -240,7 +240,7 @@ class ResponsesRequest(GenerationFields):
         functions = [tool.model_dump(exclude={"type"}) for tool in tools]
         return [Tool(type="function", function=Function(**given)) for given in functions], choice
 
-    def _described(self, chat: Chat) -> dict[str, Any]:
+    def _described(self, chat: ParsedChat) -> dict[str, Any]:
         """The fields of a response that repeat the request."""
         choice = self.tool_choice or "auto"
         given = (self.text and self.text.format) or TextFormat()

@@ -45,7 +45,7 @@ class FrozenPlan:
     groups: SequenceOf[tuple[int, int, int]] = ()
 
     @classmethod
-    def of(cls, plan: StepPlan, kv: KVLayout, max_seqs: int) -> FrozenPlan:
+    def of(cls, plan: StepPlan, kv: KVLayout, num_slots: int) -> FrozenPlan:
         updates, tables = [], []
         room = len(kv.groups) * table_updates(
             len(plan.decodes), len(plan.prefills), plan.num_prefill_tokens, kv.page_size
@@ -57,7 +57,7 @@ class FrozenPlan:
         ]
         if len(kv.groups) > 1:
             changes += [
-                (chunk.slot + group * (max_seqs + 1), pages, first)
+                (chunk.slot + group * (num_slots + 1), pages, first)
                 for chunk in (*plan.decodes, *plan.prefills)
                 for group, (pages, first) in enumerate(chunk.others, 1)
                 if first < len(pages)

@@ -58,8 +58,8 @@ async def batched_chats(body: BatchedChatsRequest, request: Request) -> Response
     """Generate the next message of each of several conversations, as vLLM does."""
     # Each prompt may have most of the body, its tools.
     more = len(await request.body()) * len(body.messages)
-    call = await _parsed(body, body.call, request, more_bytes=more)
-    return GeneratedResponse(request.app.state.service, call)
+    parsed = await _parse(body, body.parse, request, more_bytes=more)
+    return GeneratedResponse(request.app.state.service, parsed)
 
 
 @router.post("/responses", include_in_schema=False)
@@ -83,14 +83,14 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
         if not previous.is_complete:
             raise FieldError("previous_response_id", "is not complete yet; poll for it first.")
         before = previous.conversation
-    parse = functools.partial(body.call, before=before, keep=functools.partial(store.add, tenant))
+    parse = functools.partial(body.parse, before=before, keep=functools.partial(store.add, tenant))
     more = 0 if before is None else len(before.text)
-    call = await _parsed(body, parse, request, more_bytes=more)
-    if not call.in_background:
-        return GeneratedResponse(request.app.state.service, call)
+    parsed = await _parse(body, parse, request, more_bytes=more)
+    if not parsed.in_background:
+        return GeneratedResponse(request.app.state.service, parsed)
     request_id = state_of(request.scope).request_id
-    queued = await request.app.state.background.begin(call, request_id, tenant)
-    return JsonResponse(queued, headers=warning_of(call))
+    queued = await request.app.state.background.begin(parsed, request_id, tenant)
+    return JsonResponse(queued, headers=warning_of(parsed))
 
 
 @router.post(
@@ -143,11 +143,11 @@ async def _generated(
     | ScoreRequest,
     request: Request,
 ) -> Response:
-    call = await _parsed(body, body.call, request)
-    return GeneratedResponse(request.app.state.service, call)
+    parsed = await _parse(body, body.parse, request)
+    return GeneratedResponse(request.app.state.service, parsed)
 
 
-async def _parsed(
+async def _parse(
     body: GenerationFields | EmbeddingRequest,
     parse: Callable[[Model], T],
     request: Request,
