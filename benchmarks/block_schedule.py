@@ -22,7 +22,14 @@ from table import print_table
 from jaxserve import LLM, SamplingParams
 from jaxserve.models.loading.fetch import default_model_path
 from jaxserve.offline import step_rates
-from jaxserve.offline.offload_policy import TIERS, Capacity, Lengths, ModelBytes, Problem, Rates
+from jaxserve.offline.offload_policy import (
+    TIERS,
+    Lengths,
+    MemoryCapacity,
+    ModelBytes,
+    PolicyRates,
+    Problem,
+)
 from jaxserve.runtime import link_rates
 from jaxserve.runtime.weights.loading import layer_file
 
@@ -81,7 +88,7 @@ def measured(llm: LLM, options: argparse.Namespace) -> Problem:
             plan.memory.page_bytes // plan.config.page_size,
             plan.shapes.model.hidden_size * plan.shapes.dtype.itemsize,
         ),
-        Rates(
+        PolicyRates(
             **steps._asdict(),
             host_to_disk=links.host_to_disk,
             host_to_device=links.host_to_device,
@@ -89,7 +96,7 @@ def measured(llm: LLM, options: argparse.Namespace) -> Problem:
             contention=links.contention,
         ),
         Lengths(PROMPT, options.tokens),
-        Capacity(0, 0, 0),
+        MemoryCapacity(0, 0, 0),
     )
 
 

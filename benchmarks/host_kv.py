@@ -86,7 +86,7 @@ def run(options: argparse.Namespace, pool_pages: int, **changes: Any) -> Found:
             token_ids,
             pool_pages,
             on_host,
-            on_host * memory.image_bytes,
+            on_host * memory.whole_page_bytes,
             prefill_s,
             (both_s - prefill_s) / (options.tokens - 1),
         )

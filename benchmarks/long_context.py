@@ -212,7 +212,7 @@ def _print_answers(done: Run) -> None:
 
 def _print_memory(done: Run) -> None:
     memory = done.memory
-    of_all = memory.num_pages * memory.image_bytes
+    of_all = memory.num_pages * memory.whole_page_bytes
     print_table(
         f"\nBytes on each of {memory.num_devices} devices",
         ("", "MiB", "all / this"),

@@ -25,7 +25,7 @@ from scale import MODELS
 from table import print_table
 
 from jaxserve.runtime.devices import device_rates
-from pallas_kernels.collective_matmul import DeviceRates
+from pallas_kernels.collective_matmul import CollectiveRates
 from pallas_kernels.compat.gpu import HOPPER_SMS
 from pallas_kernels.paged_attention.decode_work import TILE, Cutting, worker_of
 from pallas_kernels.paged_attention.mosaic_gpu_decode import MAX_SPLITS, SPLIT_TOKENS
@@ -43,7 +43,7 @@ STREAMS = 2
 """Of a multiprocessor in the Hopper decode kernel."""
 
 
-def rates_of(device: str) -> DeviceRates:
+def rates_of(device: str) -> CollectiveRates:
     """As its maker states them."""
     return device_rates(SimpleNamespace(device_kind=device))
 

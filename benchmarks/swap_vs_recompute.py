@@ -40,9 +40,9 @@ def slowed_link(bytes_per_s: float) -> Iterator[None]:
 
     def slowed(copy: Callable) -> Callable:
         @functools.wraps(copy)
-        def slow(self, images):
-            time.sleep(images.nbytes / bytes_per_s)
-            return copy(self, images)
+        def slow(self, payload):
+            time.sleep(payload.nbytes / bytes_per_s)
+            return copy(self, payload)
 
         return slow
 

@@ -31,7 +31,7 @@ from jaxserve.metrics.metric import Metric
 from jaxserve.metrics.trace import write_trace
 from jaxserve.runtime.live_weights import WeightsSource
 from jaxserve.runtime.planning.engine_plan import EnginePlan
-from jaxserve.runtime.startup import Progress, no_progress
+from jaxserve.runtime.startup import StartupProgress, no_progress
 from jaxserve.text import Tokenizer
 
 
@@ -62,7 +62,7 @@ class AsyncEngine:
         cls,
         model: str | Path = EngineConfig.model,
         *,
-        progress: Progress = no_progress,
+        progress: StartupProgress = no_progress,
         trace_file: str | Path | None = None,
         watchdog_timeout: float | None = None,
         **settings: Unpack[EngineSettings],

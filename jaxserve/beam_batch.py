@@ -40,13 +40,13 @@ def search(
     """
     if not isinstance(params, BeamSearchParams):
         raise RequestError(f"params is {params!r:.80}; it must be a BeamSearchParams.")
-    searches = [_OfPrompt(engine, prompt, params, tenant, lora_request) for prompt in prompts]
+    searches = [_PromptSearch(engine, prompt, params, tenant, lora_request) for prompt in prompts]
     waiting = collections.deque(searches)
     # Enough to fill the running step and the one planned meanwhile. More would only alternate, and
     # evict each other's pages from the prefix cache.
     most_open = max(1, 2 * engine.plan.config.max_num_seqs // params.beam_width)
     num_open = 0
-    asked: dict[str, _OfPrompt] = {}
+    asked: dict[str, _PromptSearch] = {}
     try:
         while waiting or num_open:
             ready = [waiting.popleft() for _ in range(min(most_open - num_open, len(waiting)))]
@@ -63,14 +63,14 @@ def search(
     return [each.output() for each in searches]
 
 
-def _answered(engine: Engine, asked: dict[str, _OfPrompt]) -> list[_OfPrompt]:
+def _answered(engine: Engine, asked: dict[str, _PromptSearch]) -> list[_PromptSearch]:
     """Run one engine step; returns the searches that now have all requested tokens."""
     touched = [request.request_id for request in engine.step()]
     owners = [asked.pop(request_id) for request_id in touched if request_id in asked]
     return [owner for owner in dict.fromkeys(owners) if owner.answered]
 
 
-class _OfPrompt:
+class _PromptSearch:
     """The search of one prompt in an engine that the caller steps."""
 
     def __init__(
@@ -98,7 +98,9 @@ class _OfPrompt:
         """Whether the next tokens of every live beam have arrived."""
         return all(request.finished for request in self._requests)
 
-    def go_on(self, request_ids: Iterator[str], asked: dict[str, _OfPrompt], alone: bool) -> None:
+    def go_on(
+        self, request_ids: Iterator[str], asked: dict[str, _PromptSearch], alone: bool
+    ) -> None:
         """Extend the beams by the tokens that have arrived, then request the next ones.
 
         New requests are added to `asked`. Raises RequestError if the engine rejects one and
@@ -117,7 +119,9 @@ class _OfPrompt:
             [dataclasses.replace(sequence, text=self._text(sequence)) for sequence in found]
         )
 
-    def _ask(self, request_ids: Iterator[str], asked: dict[str, _OfPrompt], alone: bool) -> None:
+    def _ask(
+        self, request_ids: Iterator[str], asked: dict[str, _PromptSearch], alone: bool
+    ) -> None:
         self._requests = []
         try:
             for prompt in self._search.prompts(self._prompt):

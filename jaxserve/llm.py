@@ -40,7 +40,7 @@ from jaxserve.prompt_batch import PromptBatch, is_single, warn_of_errors
 from jaxserve.runtime.live_weights import WeightsSource
 from jaxserve.runtime.planning.engine_plan import EnginePlan
 from jaxserve.runtime.progress import TerminalProgress
-from jaxserve.runtime.startup import Progress, no_progress
+from jaxserve.runtime.startup import StartupProgress, no_progress
 from jaxserve.text import Tokenizer
 
 Messages = SequenceOf[Mapping[str, Any]]
@@ -73,7 +73,7 @@ class LLM:
         self,
         model: str | Path = EngineConfig.model,
         *,
-        progress: Progress | None = None,
+        progress: StartupProgress | None = None,
         trace_file: str | Path | None = None,
         **settings: Unpack[EngineSettings],
     ) -> None:

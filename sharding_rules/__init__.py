@@ -4,7 +4,7 @@ Parameters, activations and the KV cache name their dimensions (`kv_heads`, `mlp
 a rule table says which mesh axis each name is split over. Usable without the rest of jaxserve.
 """
 
-from sharding_rules.axes import DATA, DIMENSIONS, MESH_AXES, SEQ, STAGE, TENSOR
+from sharding_rules.axes import DIMENSIONS, MESH_AXES, SEQ, STAGE, TENSOR
 from sharding_rules.heads import HeadLayout, pad_to
 from sharding_rules.mesh import make_mesh
 from sharding_rules.report import NamedArray, PlacedArrays, Placement, placement
@@ -20,7 +20,6 @@ from sharding_rules.rules import (
 
 __all__ = [
     "ACTIVATIONS",
-    "DATA",
     "DIMENSIONS",
     "EXPERT_PARALLEL",
     "KV",

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-DATA = "data"
-"""Mesh axis of independent replicas (data parallelism)."""
-
 STAGE = "stage"
 """Mesh axis of consecutive layers (pipeline parallelism): stages pass on activations."""
 
@@ -18,7 +15,7 @@ TENSOR = "tensor"
 """Mesh axis of heads, of the MLP's inner dimension, of the vocabulary (Megatron): one reduction per
 sublayer."""
 
-MESH_AXES = (DATA, STAGE, SEQ, TENSOR)
+MESH_AXES = (STAGE, SEQ, TENSOR)
 """Axes of every mesh, outermost first: the inner axes communicate most."""
 
 DIMENSIONS: Mapping[str, str] = {

@@ -10,12 +10,11 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from sharding_rules.axes import DATA, MESH_AXES, SEQ, STAGE, TENSOR
+from sharding_rules.axes import MESH_AXES, SEQ, STAGE, TENSOR
 
 
 def make_mesh(
     *,
-    data: int = 1,
     stage: int = 1,
     seq: int = 1,
     tensor: int = 1,
@@ -24,12 +23,12 @@ def make_mesh(
     """Mesh of `devices` (by default all) with the axes `MESH_AXES`.
 
     Within a slice (TPUs joined by their torus, hosts that are one NVLink domain or one machine)
-    `tensor` gets the nearest devices. Across slices goes `data` first, then `stage`, then `seq`,
-    and `tensor` last. Raises ValueError when the product of the degrees is not the number of
+    `tensor` gets the nearest devices. Across slices goes `stage` first, then `seq`, and
+    `tensor` last. Raises ValueError when the product of the degrees is not the number of
     devices, when slices differ in size, and when TPUs do not fill a box.
     """
     devices = list(jax.devices() if devices is None else devices)
-    degrees = {DATA: data, STAGE: stage, SEQ: seq, TENSOR: tensor}
+    degrees = {STAGE: stage, SEQ: seq, TENSOR: tensor}
     _check(degrees, len(devices))
     across = _across_slices(degrees, devices)
     within = [degree // factor for degree, factor in zip(degrees.values(), across, strict=True)]

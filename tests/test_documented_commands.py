@@ -31,9 +31,9 @@ from unoptimised import XLA_FLAGS
 from jaxserve.cli.batch import Batch
 from jaxserve.cli.bench.accuracy import Accuracy
 from jaxserve.cli.bench.offline import Offline
-from jaxserve.cli.bench.serve import Serve as BenchServe
+from jaxserve.cli.bench.serve import BenchServe
 from jaxserve.cli.chat import Chat
-from jaxserve.cli.cluster import Resize, Restart, Status
+from jaxserve.cli.cluster import ResizeReplica, Restart, Status
 from jaxserve.cli.compile import Compile
 from jaxserve.cli.generate import Generate
 from jaxserve.cli.launch import Launch
@@ -343,7 +343,7 @@ def test_a_line_for_another_machine_is_accepted(line, tmp_path, monkeypatch, cap
         | Batch
         | BenchServe
         | Profile
-        | Resize
+        | ResizeReplica
         | Restart
         | Serve
         | Simulate

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,9 @@ REPLACED = {
     "request_queue, in_flight": r"waiting\.py|under_way",
     "OffloadManager, TransferWorker, TierPool": r"class (Mover|Copier|Ticket|Shelf)\b",
     "ProgramShapes": r"\bGeometry\b|geometry\.py",
+    "page bytes": r"ImageLayout|PageImages|\bimage_(bytes|elements|dtype)\b",
+    "ParsedRequest": r"class (Messages|Responses)Call\b|def call\(self, model|class Chat:",
+    "step_times_us": r"\b_took(_us)?\b",
     "QuantizedWeight, self_check": r"PackedWeight|\btrial_process|class Trial\b",
     "OutputQueue": r"\b(Mailbox|Outbox)\b",
     "kv_offload_pages, kv_transfers_in_flight": "kv_lower_pages|kv_moves_under_way",
@@ -61,3 +66,17 @@ def test_replaced_names_are_gone(ours):
 
 def test_the_prose_is_plain():
     assert lines_with(QUAINT) == []
+
+
+def test_public_classes_have_names_of_their_own():
+    """Bodies of HTTP are called as in OpenAPI, and commands as they are typed; these may be called
+    as what they are about."""
+    modules = {
+        path: {node.name for node in ast.parse(path.read_text()).body if type(node) is ast.ClassDef}
+        for path in FILES
+        if path.suffix == ".py" and path.is_relative_to(ROOT / "jaxserve")
+    }
+    counts = Counter(name for names in modules.values() for name in names if name[0] != "_")
+    package = ROOT / "jaxserve"
+    exempt = modules[package / "protocol/responses.py"] | modules[package / "cli/profile.py"]
+    assert {name for name, count in counts.items() if count > 1} <= exempt

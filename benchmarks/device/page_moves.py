@@ -38,7 +38,7 @@ class PageMove:
         return PageLayout(self.num_pages, self.page_size, self.kv_heads, self.head_dim, dtype)
 
     @property
-    def image_bytes(self) -> int:
+    def whole_page_bytes(self) -> int:
         return self.layers * self.layout.page_bytes
 
     def carry(self, make: Make) -> list[KVPages]:
@@ -50,14 +50,14 @@ class PageMove:
         ]
 
     def inputs(self, make: Make):
-        """Page ids, for a scatter the images, and for a copy the ids of targets."""
+        """Page ids, for a scatter the rows, and for a copy the ids of targets."""
         order = 1 + make.rng.permutation(self.num_pages - 1)
         ids = make.known(order[: self.moved])
         if self.direction == "copy":
             return ids, make.known(order[-self.moved :])
         if self.direction == "gather":
             return (ids,)
-        elements = self.image_bytes // jnp.dtype(self.dtype).itemsize
+        elements = self.whole_page_bytes // jnp.dtype(self.dtype).itemsize
         return ids, make.random(self.moved, elements, dtype=self.dtype)
 
     def problem(self) -> Problem:
@@ -70,7 +70,7 @@ class PageMove:
             xla=by_xla,
             exact=by_xla,
             error=errors.differing,
-            bytes_moved=2 * self.moved * self.image_bytes,
+            bytes_moved=2 * self.moved * self.whole_page_bytes,
         )
 
 

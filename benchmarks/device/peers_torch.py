@@ -209,7 +209,7 @@ def _transformers(spec):
 
 
 def _page_move(spec):
-    elements = spec.image_bytes // 2
+    elements = spec.whole_page_bytes // 2
     pool = _random(spec.num_pages, elements)
 
     def inputs():
@@ -218,7 +218,7 @@ def _page_move(spec):
 
     if spec.direction == "gather":
         return inputs, lambda ids: pool.index_select(0, ids)
-    return inputs, lambda ids, images: pool.index_copy_(0, ids, images)
+    return inputs, lambda ids, rows: pool.index_copy_(0, ids, rows)
 
 
 def _tiny_gemm(spec):

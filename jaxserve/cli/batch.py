@@ -16,7 +16,7 @@ from tyro.conf import Positional, arg
 
 from jaxserve.cli.arguments.options import Common, EngineOptions, load
 from jaxserve.cli.arguments.values import Texts
-from jaxserve.cli.batch_offload import Chosen, choose
+from jaxserve.cli.batch_offload import ChosenOffload, choose
 from jaxserve.cli.follow import follow
 from jaxserve.cli.replicas import check_replicas, platform_of_replicas
 from jaxserve.cli.terminal.batch_progress import BatchProgress
@@ -195,7 +195,7 @@ class Batch(Common):
                 run.run(worker, self.served_model_name, progress, self._chat)
 
 
-def _summary(run: BatchRun, reads: WeightReads | None, chosen: Chosen | None) -> str:
+def _summary(run: BatchRun, reads: WeightReads | None, chosen: ChosenOffload | None) -> str:
     from jaxserve.offline.timeline import duration
 
     totals = run.totals

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxserve.core.chat_settings import ChatSettings
     from jaxserve.llm import LLM
     from jaxserve.offline.job import BatchJob
-    from jaxserve.offline.offload_policy import Lengths, Policy, Problem
+    from jaxserve.offline.offload_policy import Lengths, OffloadPolicy, Problem
 
 _LINES = 64
 """Lines of the job whose lengths count."""
@@ -26,11 +26,11 @@ _MOST_STEPS = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Chosen:
+class ChosenOffload:
     """Settings of an engine, and the policy that they carry out, with its modelled time."""
 
     engine: EngineOptions
-    policy: Policy
+    policy: OffloadPolicy
     problem: Problem
 
     @property
@@ -68,7 +68,7 @@ class Chosen:
 
 def choose(
     engine: EngineOptions, job: BatchJob, names: tuple[str, ...], chat: ChatSettings
-) -> Chosen:
+) -> ChosenOffload:
     """Measure this machine with an engine that streams its layers, and solve for the policy.
 
     Raises ConfigError for settings that the policy is to decide, and when nothing fits.
@@ -87,7 +87,7 @@ def choose(
     return fastest(engine, problem, rows)
 
 
-def fastest(engine: EngineOptions, problem: Problem, rows: int) -> Chosen:
+def fastest(engine: EngineOptions, problem: Problem, rows: int) -> ChosenOffload:
     """The settings of the fastest policy that fit. `rows`: most sequences of a step.
 
     State and programs of an engine grow with its sequences, and pages are whole, which the problem
@@ -112,7 +112,7 @@ def _problem(
     llm: LLM, job: BatchJob, names: tuple[str, ...], chat: ChatSettings, rows: int
 ) -> Problem:
     from jaxserve.offline import step_rates
-    from jaxserve.offline.offload_policy import Capacity, ModelBytes, Problem, Rates
+    from jaxserve.offline.offload_policy import MemoryCapacity, ModelBytes, PolicyRates, Problem
     from jaxserve.runtime import link_rates
     from jaxserve.runtime.weights.loading import layer_file
 
@@ -138,7 +138,7 @@ def _problem(
             kv_token=memory.page_bytes // config.page_size,
             activation_token=model.hidden_size * itemsize,
         ),
-        Rates(
+        PolicyRates(
             **steps._asdict(),
             host_to_disk=links.host_to_disk,
             host_to_device=links.host_to_device,
@@ -146,7 +146,7 @@ def _problem(
             contention=links.contention,
         ),
         lengths,
-        Capacity(
+        MemoryCapacity(
             device=memory.limit_bytes,
             host=0 if memory.host_is_device else _free_on_host(),
             disk=_free_on_disk() + memory.disk_weights_bytes,
@@ -184,7 +184,7 @@ def _never(engine: EngineOptions, problem: Problem) -> set[tuple[str, str]]:
     return never
 
 
-def carried_out(engine: EngineOptions, problem: Problem, policy: Policy) -> Chosen:
+def carried_out(engine: EngineOptions, problem: Problem, policy: OffloadPolicy) -> ChosenOffload:
     """The settings nearest to a policy that hold no more: layers are whole, and pages too."""
     from jaxserve.offline.offload_policy import TIERS
 
@@ -212,7 +212,7 @@ def carried_out(engine: EngineOptions, problem: Problem, policy: Policy) -> Chos
     rounded = dataclasses.replace(
         policy, shares=shares, token_s=problem.seconds(policy.rows, policy.steps, shares)
     )
-    return Chosen(dataclasses.replace(engine, **changes), rounded, problem)
+    return ChosenOffload(dataclasses.replace(engine, **changes), rounded, problem)
 
 
 def _free_on_host() -> int:

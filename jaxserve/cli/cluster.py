@@ -114,7 +114,7 @@ class Restart(_Server):
 
 
 @dataclasses.dataclass(frozen=True)
-class Resize(_Server):
+class ResizeReplica(_Server):
     """Give a replica another mesh, and wait until it serves again.
 
     Its requests go on with the tokens and the KV that they have: in other replicas that have room,
@@ -151,7 +151,7 @@ class Resize(_Server):
 _Kind = (
     Annotated[Status, tyro.conf.subcommand("status")]
     | Annotated[Restart, tyro.conf.subcommand("restart")]
-    | Annotated[Resize, tyro.conf.subcommand("resize")]
+    | Annotated[ResizeReplica, tyro.conf.subcommand("resize")]
 )
 
 

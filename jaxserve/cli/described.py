@@ -14,7 +14,7 @@ from jaxserve.simulator.acceptance import DraftAcceptance
 from jaxserve.simulator.deployment import Deployment
 from jaxserve.simulator.profile import Profile, ProfiledTimes
 from jaxserve.simulator.roofline import Roofline
-from jaxserve.simulator.step_times import SharedPrefixes, StepTimes
+from jaxserve.simulator.step_times import PrefixSharing, StepTimes
 from jaxserve.simulator.transfers import Link
 
 if TYPE_CHECKING:
@@ -113,11 +113,11 @@ class Described:
         )
 
     @property
-    def _shared(self) -> SharedPrefixes | None:
+    def _shared(self) -> PrefixSharing | None:
         from jaxserve.runtime.planning.step_work import prefix_cost
 
         cost = prefix_cost(self.plan.shapes)
-        return cost and SharedPrefixes(cost, self.plan.config.page_size)
+        return cost and PrefixSharing(cost, self.plan.config.page_size)
 
     @property
     def device_name(self) -> str:
@@ -162,7 +162,7 @@ class Described:
             buckets=plan.shapes.buckets,
             layout=memory.layout,
             num_pages=memory.num_pages,
-            page_bytes=memory.image_bytes,
+            page_bytes=memory.whole_page_bytes,
             host_pages=memory.host_pages,
             disk_pages=memory.disk_pages,
             host_link=Link(host_bytes_per_s, _LINK_LATENCY_S),

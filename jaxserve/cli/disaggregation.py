@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from jaxserve.cli.bench.options import Load
+from jaxserve.cli.bench.options import LoadOptions
 from jaxserve.cli.described import Described
 from jaxserve.cli.simulated_load import arrivals, check_lengths
 from jaxserve.core.config import EngineConfig
@@ -77,9 +77,9 @@ class Chooser:
         known of the devices' step times."""
         slo = Slo.of(self.slo)
         device = None if self.profile is not None else _device()
-        load = Load(trace=self.trace)
+        load = LoadOptions(trace=self.trace)
         if self.trace is None:
-            load = Load(input_len=PROMPT_TOKENS, output_len=OUTPUT_TOKENS)
+            load = LoadOptions(input_len=PROMPT_TOKENS, output_len=OUTPUT_TOKENS)
         requests = load.requests_to_search(config.seed)
         described = Described.of(config, device, self.profile)
         check_lengths(requests, described.plan.config.max_model_len)

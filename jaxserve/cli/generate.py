@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import Positional, arg
 
 from jaxserve.cli.arguments.options import Common, EngineOptions, Sampling, load, one_at_a_time
-from jaxserve.cli.terminal.streaming import Response, receive
+from jaxserve.cli.terminal.streaming import StreamedResponse, receive
 from jaxserve.cli.terminal.text import device_name, summary
 from jaxserve.core.errors import ModelError, RequestError, SnapshotError
 from jaxserve.metrics.summaries import RunSummary
@@ -120,7 +120,7 @@ def _read_prompt() -> str:
     return sys.stdin.buffer.read().decode("utf-8", "replace").removesuffix("\n")
 
 
-def _document(llm: LLM, response: Response) -> dict[str, Any]:
+def _document(llm: LLM, response: StreamedResponse) -> dict[str, Any]:
     """What --json prints; times are in seconds, and null where nothing was generated."""
     run = RunSummary.of(llm.engine.metrics.finished())
     return {

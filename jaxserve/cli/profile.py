@@ -20,7 +20,7 @@ from jaxserve.simulator.profile import StepSample, fitted
 if TYPE_CHECKING:
     from jaxserve.runtime.planning.engine_plan import EnginePlan
     from jaxserve.runtime.runner import Runner
-    from jaxserve.runtime.startup import Progress
+    from jaxserve.runtime.startup import StartupProgress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,9 @@ class Profile(Common):
         return 0
 
 
-def measured_profile(plan: EnginePlan, runner: Runner, progress: Progress) -> MeasuredProfile:
+def measured_profile(
+    plan: EnginePlan, runner: Runner, progress: StartupProgress
+) -> MeasuredProfile:
     """Measures a runner that serves nothing else."""
     from jaxserve.runtime.paging import Paging
     from jaxserve.runtime.planning.memory import device_memory

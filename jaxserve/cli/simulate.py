@@ -15,7 +15,7 @@ from tyro.conf import OmitArgPrefixes
 
 from jaxserve.cli.arguments.options import Common, ModelSettings
 from jaxserve.cli.arguments.values import Shares
-from jaxserve.cli.bench.options import Deadline, Load, Slo
+from jaxserve.cli.bench.options import Deadline, LoadOptions, SloOptions
 from jaxserve.cli.bench.report import report
 from jaxserve.cli.described import Described, draft_acceptance
 from jaxserve.cli.simulated_load import arrivals, check_lengths, result
@@ -74,8 +74,8 @@ class Simulate(Common):
     json: bool = False
     report: Path | None = None
     trace_file: Path | None = None
-    load: OmitArgPrefixes[Load] = dataclasses.field(default_factory=Load)
-    slo: Slo = dataclasses.field(default_factory=Slo)
+    load: OmitArgPrefixes[LoadOptions] = dataclasses.field(default_factory=LoadOptions)
+    slo: SloOptions = dataclasses.field(default_factory=SloOptions)
     deadline: Deadline = dataclasses.field(default_factory=Deadline)
 
     def __post_init__(self) -> None:

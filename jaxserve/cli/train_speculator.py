@@ -20,7 +20,7 @@ from jaxserve.runtime.progress import TerminalProgress
 from jaxserve.training.config import TrainingConfig
 
 if TYPE_CHECKING:
-    from jaxserve.training.acceptance import Acceptance
+    from jaxserve.training.acceptance import MeasuredAcceptance
 
 _TARGETS = "targets.jsonl"
 _HELD_OUT = 8
@@ -142,7 +142,7 @@ class TrainSpeculator(Common):
         figure.savefig(self.out / "loss.svg")
 
 
-def _report(before: Acceptance, after: Acceptance) -> str:
+def _report(before: MeasuredAcceptance, after: MeasuredAcceptance) -> str:
     rows = [("drafts accepted up to position", "untrained", "trained")]
     for place, shares in enumerate(zip(before.by_position, after.by_position), 1):
         rows.append((str(place), *(f"{share:.1%}" for share in shares)))

@@ -239,9 +239,9 @@ def _plan(config: EngineConfig, num_replicas: int) -> EngineConfig:
     if host_bytes is None:
         pages = memory.host_pages // num_replicas
         if memory.kv_on_host:  # Those of the longest request: each replica needs them all.
-            most = host_share(planned.device) // num_replicas // memory.image_bytes
+            most = host_share(planned.device) // num_replicas // memory.whole_page_bytes
             pages = min(memory.host_pages, most)
-        host_bytes = pages * memory.image_bytes
+        host_bytes = pages * memory.whole_page_bytes
     return dataclasses.replace(
         config, kv_cache_memory_bytes=memory.kv_bytes, host_kv_bytes=host_bytes
     )

@@ -42,13 +42,13 @@ class _Open:
     number: int
     arrival: Arrival
     demand: Demand
-    place: _Place
+    place: _SimulatedPlace
     key: Hashable
     request: Request
     moving: bool = False
 
 
-class _Place:
+class _SimulatedPlace:
     """A replica, and its load as the router counts it."""
 
     def __init__(self, replica: SimulatedReplica, deployment: Deployment, role: Role) -> None:
@@ -102,7 +102,7 @@ class SimulatedCluster:
         self._scaler = scaler
         self._load_us = load_us
         self._now_us = 0
-        self._places: list[_Place] = []
+        self._places: list[_SimulatedPlace] = []
         self._open: dict[int, _Open] = {}
         self._hops: dict[int, list[tuple[SimulatedReplica, str]]] = {}
         self._arrivals: list[Arrival] = []
@@ -196,7 +196,7 @@ class SimulatedCluster:
         if pull is None or not self._begin_pull(pull, place, arrival, number, demand):
             self._begin(place, arrival, number, demand)
 
-    def _begin(self, place: _Place, arrival: Arrival, number: int, demand: Demand) -> None:
+    def _begin(self, place: _SimulatedPlace, arrival: Arrival, number: int, demand: Demand) -> None:
         """A replica gets a request, which counts there already."""
         request = place.simulation.add(arrival, self._now_us)
         each = _Open(number, arrival, demand, place, (number, 0), request)
@@ -204,7 +204,7 @@ class SimulatedCluster:
         self._enter(each)
 
     def _begin_pull(
-        self, pull: Pull, place: _Place, arrival: Arrival, number: int, demand: Demand
+        self, pull: Pull, place: _SimulatedPlace, arrival: Arrival, number: int, demand: Demand
     ) -> bool:
         """Begins to copy a prefix to a replica, which then gets the request; False if computing it
         takes less time, or too much leaves its source already."""
@@ -264,7 +264,7 @@ class SimulatedCluster:
                 each = self._places[move.source].requests[move.key]
                 self._move(each, self._places[move.destination])
 
-    def _move(self, each: _Open, destination: _Place) -> None:
+    def _move(self, each: _Open, destination: _SimulatedPlace) -> None:
         """Begins to copy the KV of a request in stages, as `StagedCopy`; it runs on meanwhile."""
         source, key = each.place, (each.number, len(self._hops[each.number]))
         destination.load.add(key, each.demand)  # Its pages are taken from now on.
@@ -343,8 +343,8 @@ class SimulatedCluster:
 
     # Autoscaling
 
-    def _add(self, role: Role = "any") -> _Place:
-        place = _Place(self._new_replica(), self._deployment, role)
+    def _add(self, role: Role = "any") -> _SimulatedPlace:
+        place = _SimulatedPlace(self._new_replica(), self._deployment, role)
         self.replicas.append(place.replica)
         self._places.append(place)
         self.replica_us -= self._now_us
@@ -366,7 +366,7 @@ class SimulatedCluster:
             place = self._places[decision.replica]
             place.leaves = place.load.draining = True
 
-    def _end(self, place: _Place) -> None:
+    def _end(self, place: _SimulatedPlace) -> None:
         """Removes a replica that has drained, or has it serve again when the others fill up."""
         if self._scaler.are_full([each.load for each in self._places if each is not place]):
             place.leaves = place.load.draining = False

@@ -47,6 +47,11 @@ class LayerKind(NamedTuple):
     rotates: bool
     sparse: bool = False
 
+    def __str__(self) -> str:
+        """Part of the names of its programs."""
+        rotates = "" if self.rotates else "-unrotated"
+        return f"{self.window or 'full'}{rotates}{'-moe' if self.sparse else ''}"
+
 
 class ClampedSwiGLU(NamedTuple):
     """The activation of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1), with the gate at most

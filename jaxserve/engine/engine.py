@@ -50,7 +50,7 @@ from jaxserve.runtime.paging import Paging
 from jaxserve.runtime.planning.engine_plan import EnginePlan
 from jaxserve.runtime.planning.memory import reserve_memory
 from jaxserve.runtime.runner import Runner
-from jaxserve.runtime.startup import Progress, no_progress, start
+from jaxserve.runtime.startup import StartupProgress, no_progress, start
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.structured.grammar import Grammar
 from jaxserve.text import Tokenizer
@@ -125,7 +125,11 @@ class Engine:
 
     @classmethod
     def load(
-        cls, config: EngineConfig, *, progress: Progress = no_progress, keep_events: bool = False
+        cls,
+        config: EngineConfig,
+        *,
+        progress: StartupProgress = no_progress,
+        keep_events: bool = False,
     ) -> Self:
         """Open the model, compile programs and load weights; ready to serve on return.
 

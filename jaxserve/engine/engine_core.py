@@ -23,11 +23,11 @@ from jaxserve.core.requests.sampling_params import sequence_seed
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.steps.in_flight import NO_TOKEN, DispatchedStep, StepResults
 from jaxserve.core.steps.plan import StepPlan
+from jaxserve.core.steps.work import causal_pairs
 from jaxserve.engine.executor import Executor, Transfers
 from jaxserve.engine.input_processor import InputProcessor
 from jaxserve.engine.output_processor import Ended, OutputProcessor
 from jaxserve.engine.request import Request, SequenceOutput, Stop
-from jaxserve.kv.offload.rates import causal_pairs
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.structured.grammar import Grammar
 

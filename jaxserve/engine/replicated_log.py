@@ -75,7 +75,7 @@ class ReplicatedLog:
         self._number = 0
         self._commands: list[list[Any]] = []
         self._arrivals_us: list[int] = []
-        self._took_us: list[int] = []
+        self._step_times_us: list[int] = []
         self._digest = hashlib.blake2b(digest_size=16)
         self._numbers: dict[SharedPrefix, int] = {}
         self._prefixes: dict[int, SharedPrefix] = {}
@@ -86,7 +86,7 @@ class ReplicatedLog:
         """Whether this is host 0, whose commands are authoritative."""
         return self._channel.host == 0
 
-    def note(self, command: Command) -> None:
+    def add_command(self, command: Command) -> None:
         """Adds a command applied on this host to the next entry."""
         if isinstance(command, AddRequest):
             prefix = self._number_of(command.shared_prefix)
@@ -99,16 +99,16 @@ class ReplicatedLog:
 
     def observe_step_time(self, us: int) -> None:
         """Adds a measured step time to the next entry."""
-        self._took_us.append(us)
+        self._step_times_us.append(us)
 
-    def saw(self, plan: StepPlan) -> None:
+    def add_plan(self, plan: StepPlan) -> None:
         """Adds a plan to the digest."""
         self._update(
             (chunk.seq.seq_id, chunk.start, chunk.num_tokens)
             for chunk in (*plan.decodes, *plan.prefills)
         )
 
-    def sampled(self, token_ids: Sequence[int]) -> None:
+    def add_tokens(self, token_ids: Sequence[int]) -> None:
         """Adds a step's tokens to the digest."""
         self._update([token_ids])
 
@@ -131,14 +131,16 @@ class ReplicatedLog:
             prefix = self._prefixes.setdefault(number, SharedPrefix(num_tokens))
         return AddRequest.from_json(fields, prefix, next(arrivals_us))
 
-    def agree(self, now_us: int, wait: bool = False) -> tuple[LogEntry, list[tuple[Command, bool]]]:
+    def next_entry(
+        self, now_us: int, wait: bool = False
+    ) -> tuple[LogEntry, list[tuple[Command, bool]]]:
         """The entry of the next step, and its commands, each with whether this host noted it too.
 
         Raises DistributedError when the hosts have diverged, or host 0 does not respond.
         """
         own, self._commands = self._commands, []
         arrivals_us, self._arrivals_us = self._arrivals_us, []
-        step_times_us, self._took_us = self._took_us, []
+        step_times_us, self._step_times_us = self._step_times_us, []
         if self.leads:
             digest = self._digest.hexdigest() if self._number % _DIGEST_STEPS == 0 else None
             entry = LogEntry(now_us, own, arrivals_us, step_times_us, digest)
@@ -148,12 +150,12 @@ class ReplicatedLog:
         self._number += 1
         here = self._digest.hexdigest()
         if entry.digest is not None and entry.digest != here:
-            raise self._apart(f"digest {entry.digest} of plans and tokens", here)
+            raise self._diverged(f"digest {entry.digest} of plans and tokens", here)
         if entry.last:
             self.ended = True
             return entry, []
         if len(entry.step_times_us) != len(step_times_us):
-            raise self._apart(f"{len(entry.step_times_us)} steps read", str(len(step_times_us)))
+            raise self._diverged(f"{len(entry.step_times_us)} steps read", str(len(step_times_us)))
         return entry, self._compared(entry, own)
 
     def end(self, checked: bool) -> None:
@@ -183,10 +185,10 @@ class ReplicatedLog:
             compared.append((self._read(command, arrivals_us), here))
         if noted:
             command = f"{noted[0][0]} {noted[0][1:]!s:.200}"
-            raise self._apart(f"{len(entry.commands)} commands", command)
+            raise self._diverged(f"{len(entry.commands)} commands", command)
         return compared
 
-    def _apart(self, theirs: str, ours: str | None) -> DistributedError:
+    def _diverged(self, theirs: str, ours: str | None) -> DistributedError:
         step = self._number - 1
         return DistributedError(
             f"host {self._channel.host} diverged from host 0 at step {step}: host 0 has {theirs}, "

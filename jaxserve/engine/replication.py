@@ -43,7 +43,7 @@ class ReplicatedCore(EngineCore):
 
     def apply(self, command: Command, grammar: Grammar | None = None) -> Request | None:
         request = super().apply(command, grammar)
-        self._replicated.note(command)
+        self._replicated.add_command(command)
         return request
 
     def step(self, wait: bool = False) -> list[Request]:
@@ -52,7 +52,7 @@ class ReplicatedCore(EngineCore):
         Raises DistributedError when the hosts have diverged, or another host failed.
         """
         try:
-            entry, commands = self._replicated.agree(self.log.now(), wait)
+            entry, commands = self._replicated.next_entry(self.log.now(), wait)
             if self.ended:
                 return []
             for command, applied in commands:
@@ -93,10 +93,10 @@ class ReplicatedCore(EngineCore):
                 self.scheduler.set_priority(output.seq.seq_id, output.seq.priority)
 
     def _planned(self, plan: StepPlan) -> None:
-        self._replicated.saw(plan)
+        self._replicated.add_plan(plan)
 
     def _measured(self, step: DispatchedStep, results: StepResults, us: int) -> None:
         """Logs the step time: every host's scheduler observes host 0's, from the next entry."""
         self._read.append(step.together)
         self._replicated.observe_step_time(us)
-        self._replicated.sampled(results.token_ids)
+        self._replicated.add_tokens(results.token_ids)

@@ -9,7 +9,7 @@ from jaxserve.core.choices import Preemption
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.match import GroupMatch, Match, PrefixMatcher
 from jaxserve.kv.node import Node
-from jaxserve.kv.offload.rates import Rates
+from jaxserve.kv.offload.rates import OffloadRates
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.pages import PagePool
 from jaxserve.kv.prefix_tree import PrefixTree
@@ -22,7 +22,7 @@ class GroupMatcher(PrefixMatcher):
         self,
         tree: PrefixTree,
         pool: PagePool,
-        rates: Rates,
+        rates: OffloadRates,
         page_bytes: int,
         preemption: Preemption,
         layout: KVLayout,

@@ -29,7 +29,7 @@ from jaxserve.kv.match import Match, PrefixMatcher
 from jaxserve.kv.node import Node, NodeState
 from jaxserve.kv.node_states import NodeStates
 from jaxserve.kv.offload.offload_manager import MoveCounters, OffloadManager
-from jaxserve.kv.offload.rates import Rates
+from jaxserve.kv.offload.rates import OffloadRates
 from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.offload.transfer_worker import TransferHandle, TransferQueue
 from jaxserve.kv.offload.transfers import Operations, Transfer
@@ -70,7 +70,7 @@ class KVManager:
         tiers: Mapping[Tier, int] | None = None,
         page_bytes: int = 0,
         transfer_worker: TransferQueue | None = None,
-        rates: Rates | None = None,
+        rates: OffloadRates | None = None,
         host_pages: HostPages | None = None,
     ) -> None:
         """`layout` has the KV groups, one without a window by default. `tiers` gives the number of
@@ -83,7 +83,7 @@ class KVManager:
         self.windowed = self.layout.windowed
         self.host_pages = host_pages
         self.tree = PrefixTree(pool.page_size)
-        self.rates = rates or Rates()
+        self.rates = rates or OffloadRates()
         self.counters = KVCounters()
         self.page_bytes = page_bytes
         self.prefix_caching = prefix_caching
@@ -369,12 +369,13 @@ class KVManager:
             freed=[page for page in self._states.take_freed() if page not in copied],
         )
 
-    def begin(self, save: Transfer, staging: Any) -> None:
-        """Starts a save whose source pages were gathered into `staging`; None cancels it."""
-        if staging is None:
-            self._offload.refuse_save(save)
-        else:
-            self._offload.begin_save(save, staging)
+    def start_save(self, save: Transfer, staging: Any) -> None:
+        """Starts a save whose source pages were gathered into `staging`."""
+        self._offload.begin_save(save, staging)
+
+    def cancel_save(self, save: Transfer) -> None:
+        """Gives up a save: there is no room for its pages."""
+        self._offload.refuse_save(save)
 
     # Internals
 

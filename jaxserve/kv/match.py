@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jaxserve.core.choices import Preemption
 from jaxserve.kv.node import Node
-from jaxserve.kv.offload.rates import Rates
+from jaxserve.kv.offload.rates import OffloadRates
 from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.offload.transfers import staged_pages
 from jaxserve.kv.page_table import PageTable
@@ -69,7 +69,7 @@ class PrefixMatcher:
         self,
         tree: PrefixTree,
         pool: PagePool,
-        rates: Rates,
+        rates: OffloadRates,
         page_bytes: int,
         preemption: Preemption,
     ) -> None:

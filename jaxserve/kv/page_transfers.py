@@ -86,11 +86,11 @@ class PageTransfers:
         for load in operations.loads:
             self._device.scatter(load.target_pages, load.handle.consume())
         for save in operations.saves:
-            staging = None
             self._stalled = not self._worker.reserve(0 if self._stalled else _STAGING_WAIT_US)
-            if not self._stalled:
-                staging = self._device.gather(save.source_pages)
-            self.manager.begin(save, staging)
+            if self._stalled:
+                self.manager.cancel_save(save)
+            else:
+                self.manager.start_save(save, self._device.gather(save.source_pages))
         if operations.copies:
             self._device.copy(operations.copies)
         if self._debug and operations.freed:

@@ -17,7 +17,7 @@ _POSITION = re.compile(r'position="(\d+)"')
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftCounts:
+class ServerDraftCounts:
     """Drafts that steps verified, each of one sequence, their tokens, and those accepted; also by
     the position in the draft, from 0."""
 
@@ -26,10 +26,10 @@ class DraftCounts:
     accepted_tokens: int
     accepted_by_position: tuple[int, ...] = ()
 
-    def since(self, before: DraftCounts) -> DraftCounts:
+    def since(self, before: ServerDraftCounts) -> ServerDraftCounts:
         """What was counted after `before`."""
         places = (*before.accepted_by_position, *[0] * len(self.accepted_by_position))
-        return DraftCounts(
+        return ServerDraftCounts(
             self.drafts - before.drafts,
             self.draft_tokens - before.draft_tokens,
             self.accepted_tokens - before.accepted_tokens,
@@ -49,7 +49,7 @@ class DraftCounts:
             yield f"drafts accepted up to position {place}", f"{count / self.drafts:.1%}"
 
 
-async def draft_counts(http: aiohttp.ClientSession, base_url: str) -> DraftCounts | None:
+async def draft_counts(http: aiohttp.ClientSession, base_url: str) -> ServerDraftCounts | None:
     """Those since the server at `base_url` began, of all its replicas; None where its /metrics is
     missing or has no such counts."""
     url = base_url.removesuffix("/v1") + "/metrics"
@@ -62,7 +62,7 @@ async def draft_counts(http: aiohttp.ClientSession, base_url: str) -> DraftCount
         return None
 
 
-def parsed(text: str) -> DraftCounts | None:
+def parsed(text: str) -> ServerDraftCounts | None:
     """The counts in metrics in Prometheus's text format; None without any."""
     sums: dict[str, int] = {}
     places: dict[int, int] = {}
@@ -80,7 +80,7 @@ def parsed(text: str) -> DraftCounts | None:
             sums[name] = sums.get(name, 0) + round(float(value))
     if "drafts" not in sums:
         return None
-    return DraftCounts(
+    return ServerDraftCounts(
         sums["drafts"],
         sums.get("draft_tokens", 0),
         sums.get("accepted_tokens", 0),

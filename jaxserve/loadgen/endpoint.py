@@ -31,7 +31,7 @@ _FEW, _MANY = 8, len(WORDS)
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class LoadEndpoint:
     """How to send requests to one endpoint.
 
     `token_ids` are ordinary tokens to build prompts from; None for text prompts, whose length in
@@ -68,7 +68,7 @@ async def find_out(
     kind: Kind,
     model: str | None,
     prompt_format: PromptFormat,
-) -> Endpoint:
+) -> LoadEndpoint:
     """Probe the server at `base_url`, to which `/completions` is appended.
 
     `model` None selects the one it serves. Sends a few requests for one token each. Raises
@@ -88,7 +88,7 @@ async def find_out(
             )
     formats = (token_ids,) if prompt_format == "token_ids" else dict.fromkeys((token_ids, None))
     for ids, limit_name, fields in itertools.product(formats, _LIMIT_NAMES[kind], _FIELDS):
-        endpoint = Endpoint(base_url, kind, model, fields, limit_name, ids)
+        endpoint = LoadEndpoint(base_url, kind, model, fields, limit_name, ids)
         response = await _probe(http, endpoint, _FEW)
         if response.failure in (None, "no tokens"):
             break
@@ -108,7 +108,7 @@ async def find_out(
     return dataclasses.replace(endpoint, text_length=TextLength.measured(counts))
 
 
-async def _probe(http: aiohttp.ClientSession, endpoint: Endpoint, length: int) -> TimedResponse:
+async def _probe(http: aiohttp.ClientSession, endpoint: LoadEndpoint, length: int) -> TimedResponse:
     """Request one token after a prompt of `length` words or tokens."""
     ids = endpoint.token_ids
     prompt = "".join(WORDS[:length]).lstrip() if ids is None else list(ids[:length])

@@ -20,7 +20,7 @@ Init = Literal["normal", "ones", "zeros"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class TensorPart:
     """One checkpoint tensor, reshaped to `shape`, that makes up all or part of a parameter.
 
     `tensor` is the name in a Hugging Face checkpoint; other formats translate from it. Of a tensor
@@ -49,7 +49,7 @@ class ParamSpec:
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     concat_axis: int = 0
     init: Init = "normal"
     num_inputs: int = 0
@@ -117,7 +117,7 @@ class Rearranged:
         return math.prod(self.shape)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[TensorPart, ...]:
         return self.source.parts
 
     @property
@@ -154,7 +154,7 @@ class Stacked:
         return math.prod(self.shape)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[TensorPart, ...]:
         return tuple(part for spec in self.specs for part in spec.parts)
 
     @property
@@ -194,7 +194,7 @@ def one_tensor(
     num_inputs: int = 0,
 ) -> ParamSpec:
     """Spec of a parameter that is one checkpoint tensor, seen as `shape`."""
-    return ParamSpec(shape, axes, (Part(tensor, shape),), init=init, num_inputs=num_inputs)
+    return ParamSpec(shape, axes, (TensorPart(tensor, shape),), init=init, num_inputs=num_inputs)
 
 
 class Attention(Protocol):

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve.models.family import AnySpec, Params, ParamSpec, Part, Rearranged, Stacked
+from jaxserve.models.family import AnySpec, Params, ParamSpec, Rearranged, Stacked, TensorPart
 
 SLOTS = "adapters"
 """The dimension of slots, of which no mesh axis has a part."""
@@ -90,7 +90,7 @@ def _specs_of(spec: ParamSpec, num_slots: int, rank: int) -> Adapters:
     a = ParamSpec(
         shape=(num_slots, len(modules), rank, *inputs),
         axes=(SLOTS, None, None, *names),
-        parts=tuple(Part(module + A, (1, 1, rank, *inputs)) for module in modules),
+        parts=tuple(TensorPart(module + A, (1, 1, rank, *inputs)) for module in modules),
     )
     b = []
     for place, (module, part) in enumerate(zip(modules, spec.parts)):
@@ -98,7 +98,7 @@ def _specs_of(spec: ParamSpec, num_slots: int, rank: int) -> Adapters:
         if len(modules) > 1:  # Of fused projections the first are the queries.
             fused = axes[spec.concat_axis]
             axes[spec.concat_axis] = "queries" if fused == "qkv" and place == 0 else None
-        own = Part(module + B, outputs, part.first, part.rows)
+        own = TensorPart(module + B, outputs, part.first, part.rows)
         b.append(ParamSpec((*outputs, num_slots, rank), (*axes, SLOTS, None), (own,)))
     return Adapters(a, tuple(b), spec.concat_axis)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.models.family import Params, ParamSpec, Part
+from jaxserve.models.family import Params, ParamSpec, TensorPart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ def param_specs(config: MedusaConfig) -> Params:
     """The blocks of all heads, [heads * layers, hidden, hidden], as [outputs, inputs] each."""
     size = config.hidden_size
     parts = tuple(
-        Part(tensor_name(head, layer), (1, size, size))
+        TensorPart(tensor_name(head, layer), (1, size, size))
         for head in range(config.num_heads)
         for layer in range(config.num_layers)
     )

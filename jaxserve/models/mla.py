@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxserve.core.model_config import LayerKind, ModelConfig
 from jaxserve.models import layers, parallel, rope
-from jaxserve.models.family import Attention, Params, ParamSpec, Part, one_tensor
+from jaxserve.models.family import Attention, Params, ParamSpec, TensorPart, one_tensor
 
 _EPS = 1e-6
 """Of the norms of latents, whatever `rms_norm_eps` is: so the models were trained."""
@@ -43,7 +43,9 @@ def _attention_specs(config: ModelConfig, prefix: str) -> dict[str, ParamSpec]:
         return ParamSpec(
             shape=(sum(size for _, size in down), *inputs),
             axes=(None, *axes),
-            parts=tuple(Part(f"{prefix}{name}.{suffix}", (size, *inputs)) for name, size in down),
+            parts=tuple(
+                TensorPart(f"{prefix}{name}.{suffix}", (size, *inputs)) for name, size in down
+            ),
             init="normal" if inputs else "zeros",
             num_inputs=len(inputs),
         )
@@ -51,7 +53,7 @@ def _attention_specs(config: ModelConfig, prefix: str) -> dict[str, ParamSpec]:
     def of_values_or_keys(first: int, dim: int) -> ParamSpec:
         """Each head's rows of the one tensor that has those of both."""
         rows, shape = mla.nope_dim + mla.value_dim, (1, heads, dim, mla.kv_rank)
-        part = Part(prefix + "kv_b_proj.weight", shape, first, rows, axis=2)
+        part = TensorPart(prefix + "kv_b_proj.weight", shape, first, rows, axis=2)
         return ParamSpec(shape, (*of_heads, None), (part,))
 
     specs = {

@@ -19,7 +19,7 @@ from jax import lax
 
 from jaxserve.core.model_config import ExpertGroups, ModelConfig, MoEConfig
 from jaxserve.models import layers, parallel
-from jaxserve.models.family import AnySpec, Params, ParamSpec, Part, one_tensor
+from jaxserve.models.family import AnySpec, Params, ParamSpec, TensorPart, one_tensor
 from jaxserve.models.hf_config import boolean, integer, malformed
 from jaxserve.models.layers import Weight
 from pallas_kernels.quantized_matmul import QuantizedWeight
@@ -116,7 +116,7 @@ def _mixture_specs(
             shape=(2 * count, ff, hidden),
             axes=("experts", "expert_mlp", "embed"),
             parts=tuple(
-                Part(f"{expert}{half}.weight", (1, ff, hidden))
+                TensorPart(f"{expert}{half}.weight", (1, ff, hidden))
                 for expert in experts
                 for half in (gate, up)
             ),
@@ -125,7 +125,9 @@ def _mixture_specs(
         "experts_down": ParamSpec(
             shape=(count, hidden, ff),
             axes=("experts", "embed", "expert_mlp"),
-            parts=tuple(Part(f"{expert}{down}.weight", (1, hidden, ff)) for expert in experts),
+            parts=tuple(
+                TensorPart(f"{expert}{down}.weight", (1, hidden, ff)) for expert in experts
+            ),
             num_inputs=1,
         ),
     }
@@ -136,7 +138,7 @@ def _mixture_specs(
                 shape=(2 * count, ff),
                 axes=("experts", "expert_mlp"),
                 parts=tuple(
-                    Part(f"{expert}{half}.bias", (1, ff))
+                    TensorPart(f"{expert}{half}.bias", (1, ff))
                     for expert in experts
                     for half in (gate, up)
                 ),
@@ -145,7 +147,7 @@ def _mixture_specs(
             "experts_down_bias": ParamSpec(
                 shape=(count, hidden),
                 axes=("experts", "embed"),
-                parts=tuple(Part(f"{expert}{down}.bias", (1, hidden)) for expert in experts),
+                parts=tuple(TensorPart(f"{expert}{down}.bias", (1, hidden)) for expert in experts),
                 init="zeros",
             ),
         }
@@ -162,8 +164,8 @@ def _mixture_specs(
                 shape=(2, ff, hidden),
                 axes=("gate_up", "mlp", "embed"),
                 parts=(
-                    Part(f"{shared}{gate}.weight", (1, ff, hidden)),
-                    Part(f"{shared}{up}.weight", (1, ff, hidden)),
+                    TensorPart(f"{shared}{gate}.weight", (1, ff, hidden)),
+                    TensorPart(f"{shared}{up}.weight", (1, ff, hidden)),
                 ),
                 num_inputs=1,
             ),

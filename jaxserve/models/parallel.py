@@ -21,7 +21,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.collective_matmul import DeviceRates, all_gather_matmul, matmul_reduce_scatter
+from pallas_kernels.collective_matmul import (
+    CollectiveRates,
+    all_gather_matmul,
+    matmul_reduce_scatter,
+)
 from sharding_rules import SEQ, STAGE, TENSOR
 
 VOCAB = (STAGE, TENSOR)
@@ -30,23 +34,23 @@ VOCAB = (STAGE, TENSOR)
 Product = Callable[[Any, jax.Array], jax.Array]
 """weight [out, in], x [tokens, in] -> [tokens, out]."""
 
-_apart: contextvars.ContextVar[DeviceRates | bool | None] = contextvars.ContextVar(
-    "apart", default=False
+_sequence_parallel: contextvars.ContextVar[CollectiveRates | bool | None] = contextvars.ContextVar(
+    "sequence_parallel", default=False
 )
 _replicated: contextvars.ContextVar[int] = contextvars.ContextVar("replicated", default=0)
 
 
 @contextlib.contextmanager
-def sequence_parallel(rates: DeviceRates | None) -> Iterator[None]:
+def sequence_parallel(rates: CollectiveRates | None) -> Iterator[None]:
     """Traces layers with sequence parallelism: each rank of `tensor` has its share of the tokens.
 
     `rates` of the devices decide whether products and collectives overlap.
     """
-    token = _apart.set(rates)
+    token = _sequence_parallel.set(rates)
     try:
         yield
     finally:
-        _apart.reset(token)
+        _sequence_parallel.reset(token)
 
 
 def bound(*axes: str) -> tuple[str, ...]:
@@ -57,7 +61,7 @@ def bound(*axes: str) -> tuple[str, ...]:
 
 def column_parallel(product: Product, weight: Any, x: jax.Array) -> jax.Array:
     """This rank's outputs, `product(weight, x)`, for all tokens; x may hold a share of them."""
-    rates = _apart.get()
+    rates = _sequence_parallel.get()
     if rates is False or not bound(TENSOR):
         return product(weight, x)
     return all_gather_matmul(weight, x, TENSOR, rates=rates, product=product)
@@ -65,7 +69,7 @@ def column_parallel(product: Product, weight: Any, x: jax.Array) -> jax.Array:
 
 def row_parallel(product: Product, weight: Any, x: jax.Array) -> jax.Array:
     """The sum over ranks of `product(weight, x)`: for all tokens, or for this rank's share."""
-    rates = _apart.get()
+    rates = _sequence_parallel.get()
     if not bound(TENSOR):
         return product(weight, x)
     if rates is False:
@@ -75,7 +79,7 @@ def row_parallel(product: Product, weight: Any, x: jax.Array) -> jax.Array:
 
 def enter_layers(x: jax.Array) -> jax.Array:
     """x [tokens, features] as a rank has it between layers: its share with sequence parallelism."""
-    if _apart.get() is False or not bound(TENSOR):
+    if _sequence_parallel.get() is False or not bound(TENSOR):
         return x
     count = len(x) // lax.axis_size(TENSOR)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(TENSOR) * count, count)
@@ -83,7 +87,7 @@ def enter_layers(x: jax.Array) -> jax.Array:
 
 def leave_layers(x: jax.Array) -> jax.Array:
     """All tokens of x, on every rank."""
-    if _apart.get() is False or not bound(TENSOR):
+    if _sequence_parallel.get() is False or not bound(TENSOR):
         return x
     return lax.all_gather(x, TENSOR, tiled=True)
 
@@ -129,7 +133,7 @@ def sum_parts(x: jax.Array) -> jax.Array:
     rank's share."""
     if not bound(TENSOR):
         return x
-    if _apart.get() is False:
+    if _sequence_parallel.get() is False:
         return lax.psum(x, TENSOR)
     return lax.psum_scatter(x, TENSOR, scatter_dimension=0, tiled=True)
 

@@ -16,10 +16,10 @@ from jaxserve.core.errors import BatchError
 from jaxserve.core.process.output_file import sync_directory
 from jaxserve.core.version import __version__
 from jaxserve.offline.custom_ids import duplicates
-from jaxserve.offline.journal import Journal, Result, lock, read_results
+from jaxserve.offline.journal import BatchJournal, Result, lock, read_results
 from jaxserve.offline.lines import open_lines
 from jaxserve.offline.shards import Shard, merge, parts_of, results_so_far
-from jaxserve.offline.totals import Totals
+from jaxserve.offline.totals import JobTotals
 
 if TYPE_CHECKING:
     from jaxserve.core.config import EngineConfig
@@ -87,10 +87,10 @@ class BatchJob:
         }
         # Claim before anything is written, so that a rejected output leaves no files behind.
         self.created = _claim(self.output, identity, str(self.input))
-        self.journal = Journal(shard.file(self.output))
+        self.journal = BatchJournal(shard.file(self.output))
         try:
             self._done = bytearray(self.lines.number(len(self.lines) - 1) + 1)
-            self.totals = Totals.of(self._noted(results_so_far(self.output, self.journal)))
+            self.totals = JobTotals.of(self._noted(results_so_far(self.output, self.journal)))
         except BaseException:
             self.close()
             raise
@@ -144,7 +144,7 @@ class BatchJob:
             return self.finished
         if not merge(self.output, len(self.lines)):
             return False
-        self.totals = Totals.of(read_results(self.output))
+        self.totals = JobTotals.of(read_results(self.output))
         return True
 
     def _noted(self, results: Iterable[Result]) -> Iterator[Result]:

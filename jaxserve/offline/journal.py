@@ -67,7 +67,7 @@ def _is_sound(content: dict[str, Any]) -> bool:
     return all(type(count) is int for count in num_tokens(content["response"]["body"]["usage"]))
 
 
-class Journal:
+class BatchJournal:
     """A file of results with a single writer."""
 
     def __init__(self, path: Path, wait: bool = False) -> None:

@@ -35,7 +35,7 @@ class ModelBytes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rates:
+class PolicyRates:
     """What a machine does in a second, as measured.
 
     A decode step of b sequences after c tokens computes for `step_s + b * (row_s + c * context_s)`
@@ -63,7 +63,7 @@ class Lengths:
     output: float
 
 
-class Capacity(NamedTuple):
+class MemoryCapacity(NamedTuple):
     """Bytes that each tier may hold."""
 
     device: float
@@ -76,7 +76,7 @@ Shares = Mapping[tuple[str, Tier], float]
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
+class OffloadPolicy:
     """`steps` of `rows` sequences each in a block, and where what they need is. `token_s`: modelled
     time of an output token, prompts included."""
 
@@ -92,9 +92,9 @@ class Problem:
     state. `window` layers are on the device where any is not kept there."""
 
     model: ModelBytes
-    rates: Rates
+    rates: PolicyRates
     lengths: Lengths
-    capacity: Capacity
+    capacity: MemoryCapacity
     work_bytes: int = 0
     window: int = 2
 
@@ -107,19 +107,21 @@ class Problem:
         output = self.lengths.output
         return (prefill_s + (output - 1) * decode_s) / (rows * steps * output)
 
-    def held(self, rows: int, steps: int, shares: Shares) -> Capacity:
+    def held(self, rows: int, steps: int, shares: Shares) -> MemoryCapacity:
         """Bytes on each tier when all sequences have their last token."""
         total = self._totals(rows, steps)
         held = [sum(shares[kind, tier] * total[kind] for kind in KINDS) for tier in TIERS]
         held[0] += self._fixed
-        return Capacity(*held)
+        return MemoryCapacity(*held)
 
     def fits(self, rows: int, steps: int, shares: Shares, slack: float = 1e-9) -> bool:
         """Whether no tier holds more than it may."""
         held = self.held(rows, steps, shares)
         return all(own <= most * (1 + slack) for own, most in zip(held, self.capacity))
 
-    def solve(self, rows: int, steps: int, never: Iterable[tuple[str, Tier]] = ()) -> Policy | None:
+    def solve(
+        self, rows: int, steps: int, never: Iterable[tuple[str, Tier]] = ()
+    ) -> OffloadPolicy | None:
         """The shares with the least time, none of those in `never`; None if nothing fits."""
         from scipy.optimize import linprog  # SciPy takes a quarter of a second.
 
@@ -167,14 +169,14 @@ class Problem:
         if not solved.success:
             return None
         shares = {place: min(1.0, max(0.0, float(x))) for place, x in zip(places, solved.x[:count])}
-        return Policy(rows, steps, shares, self.seconds(rows, steps, shares))
+        return OffloadPolicy(rows, steps, shares, self.seconds(rows, steps, shares))
 
     def best(
         self,
         rows: Iterable[int],
         steps: Iterable[int],
         never: Iterable[tuple[str, Tier]] = (),
-    ) -> Policy:
+    ) -> OffloadPolicy:
         """The fastest policy; of equal ones, that with the fewest sequences at once. Raises
         ConfigError when none fits."""
         never = tuple(never)
@@ -242,7 +244,7 @@ class Problem:
         return phases
 
 
-def _longest(rates: Rates, compute_s: float, copies: tuple[float, ...]) -> float:
+def _longest(rates: PolicyRates, compute_s: float, copies: tuple[float, ...]) -> float:
     """Seconds of work whose copies overlap with each other and, but for contention, with
     computing."""
     return max(*copies, compute_s + rates.contention * sum(copies))

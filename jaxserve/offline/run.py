@@ -20,9 +20,9 @@ from jaxserve.offline.job import BatchJob, settings_of
 from jaxserve.offline.journal import Result
 from jaxserve.offline.requests import BatchRequest, refused
 from jaxserve.offline.timeline import Timeline
-from jaxserve.offline.totals import Totals
+from jaxserve.offline.totals import JobTotals
 from jaxserve.offline.windows import Prompt, Window, windows
-from jaxserve.offline.workers import EngineWorker, Progress, ReplicasWorker, Worker
+from jaxserve.offline.workers import EngineWorker, PromptProgress, ReplicasWorker, Worker
 from jaxserve.protocol.errors import renamed
 from jaxserve.protocol.model import Model
 
@@ -61,7 +61,7 @@ class BatchRun:
         self._next: tuple[Prompt, Future[Grammar] | None] | None = None
 
     @property
-    def totals(self) -> Totals:
+    def totals(self) -> JobTotals:
         return self.job.totals
 
     @property
@@ -163,7 +163,7 @@ class BatchRun:
             _log.error("line %d failed.", request.number, exc_info=error)
         self._write([refused(request.number, request.custom_id, error)])
 
-    def _take(self, worker: Worker, steps: Iterable[Progress]) -> None:
+    def _take(self, worker: Worker, steps: Iterable[PromptProgress]) -> None:
         """Count the new tokens of prompts, and write the lines that they finish."""
         results = []
         for name, num_prompt_tokens, num_output_tokens, ended in steps:

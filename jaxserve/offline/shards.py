@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxserve.core.errors import BatchError
-from jaxserve.offline.journal import Journal, Result, in_use, read_results
+from jaxserve.offline.journal import BatchJournal, Result, in_use, read_results
 
 _APPEND_RESULTS = 1024
 
@@ -46,7 +46,7 @@ class Shard:
         return output.with_name(f"{output.name}.part-{self.index:05}-of-{self.count:05}")
 
 
-def results_so_far(output: Path, own: Journal) -> Iterator[Result]:
+def results_so_far(output: Path, own: BatchJournal) -> Iterator[Result]:
     """All results so far, for any number of hosts, each line once. Truncates an incomplete line in
     this host's own file.
 
@@ -75,7 +75,7 @@ def merge(output: Path, num_lines: int) -> bool:
 
     Safe to call from several hosts concurrently and again after a kill, as the output is a journal.
     """
-    with contextlib.closing(Journal(output, wait=True)) as journal:
+    with contextlib.closing(BatchJournal(output, wait=True)) as journal:
         done = {result.number for result in journal.results()}
         parts = parts_of(output)
         missing = {result.number for part in parts for result in read_results(part)} - done

@@ -17,7 +17,7 @@ def _ints() -> array[int]:
 
 
 @dataclasses.dataclass
-class Totals:
+class JobTotals:
     """Counts over results. `errors` counts by code, and `examples` has one message per code."""
 
     lines: int = 0

@@ -36,7 +36,7 @@ STATUS_S = 5.0
 """How long the status of replicas may take."""
 
 
-class Progress(NamedTuple):
+class PromptProgress(NamedTuple):
     """New tokens of a prompt by its request id, and how it has ended, if it has: by its output, or
     by an error of it alone."""
 
@@ -70,7 +70,7 @@ class Worker(Protocol):
     def wait(self) -> None:
         """Until there is progress, or for a moment. An interrupt ends it."""
 
-    def step(self) -> Iterable[Progress]:
+    def step(self) -> Iterable[PromptProgress]:
         """The progress of prompts since the last call. Raises what ends the job."""
 
     def abort(self, request_id: str) -> None:
@@ -114,7 +114,7 @@ class EngineWorker:
     def wait(self) -> None:
         """`step` computes."""
 
-    def step(self) -> list[Progress]:
+    def step(self) -> list[PromptProgress]:
         progress = []
         for request in self._engine.step():
             deltas, name = request.take_deltas(), request.request_id
@@ -128,7 +128,7 @@ class EngineWorker:
             if request.finished:
                 output = self._engine.output(request)
                 del self._running[name]
-            progress.append(Progress(name, num_prompt_tokens, num_output_tokens, output))
+            progress.append(PromptProgress(name, num_prompt_tokens, num_output_tokens, output))
         return progress
 
     def abort(self, request_id: str) -> None:
@@ -193,7 +193,7 @@ class ReplicasWorker:
     def wait(self) -> None:
         self._any_ended.wait(WAIT_S)
 
-    def step(self) -> list[Progress]:
+    def step(self) -> list[PromptProgress]:
         """Raises EngineClosedError when no replica is left."""
         self._any_ended.clear()
         progress = []
@@ -208,7 +208,7 @@ class ReplicasWorker:
             if isinstance(ended, RequestOutput):
                 num_prompt_tokens = len(ended.prompt_token_ids)
                 num_output_tokens = sum(len(choice.token_ids) for choice in ended.outputs)
-            progress.append(Progress(name, num_prompt_tokens, num_output_tokens, ended))
+            progress.append(PromptProgress(name, num_prompt_tokens, num_output_tokens, ended))
         if not progress and self._is_closed:
             raise EngineClosedError(
                 f"no replica is left: {self._client.failure}. Run the same command again to resume."

@@ -17,7 +17,7 @@ from jaxserve.runtime.devices import engine_mesh
 from jaxserve.runtime.planning.engine_plan import EnginePlan
 from jaxserve.runtime.programs.executables import Compilation, Program, Programs, ProgramSpec
 from jaxserve.runtime.programs.kinds import ProgramKinds
-from jaxserve.runtime.startup import Progress, no_progress
+from jaxserve.runtime.startup import StartupProgress, no_progress
 
 _LIBTPU = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -30,7 +30,7 @@ _LIBTPU = {
 
 
 def compile_programs_for(
-    device: DeviceSpec, plan: EnginePlan, progress: Progress = no_progress
+    device: DeviceSpec, plan: EnginePlan, progress: StartupProgress = no_progress
 ) -> Programs:
     """Every program of a plan for such devices, which need not be here: for what their compiler
     says of them, since they cannot be run.

@@ -12,10 +12,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.devices import device_of_kind
 from jaxserve.core.errors import ConfigError
-from pallas_kernels.collective_matmul import DeviceRates
+from pallas_kernels.collective_matmul import CollectiveRates
 from sharding_rules import MESH_AXES, make_mesh
 
-_OTHER_RATES = DeviceRates(1e11, 1e10, 1e10, hop_latency_us=10.0, both_ways=False)
+_OTHER_RATES = CollectiveRates(1e11, 1e10, 1e10, hop_latency_us=10.0, both_ways=False)
 """For CPUs, whose virtual devices send by copying in memory, and for unlisted devices: links are
 fast relative to arithmetic, so full chunks use ring attention."""
 
@@ -92,7 +92,6 @@ def described_mesh(config: EngineConfig) -> AbstractMesh | None:
         return None
     return AbstractMesh(
         (
-            1,
             config.pipeline_parallel_size,
             config.context_parallel_size,
             config.tensor_parallel_size,
@@ -102,7 +101,7 @@ def described_mesh(config: EngineConfig) -> AbstractMesh | None:
     )
 
 
-def device_rates(device: jax.Device) -> DeviceRates:
+def device_rates(device: jax.Device) -> CollectiveRates:
     """Rates of one device by its vendor's specification, to choose the programs of a mesh.
 
     The choice must be the same on all hosts and at every start, and is made before anything runs,
@@ -111,7 +110,7 @@ def device_rates(device: jax.Device) -> DeviceRates:
     spec = device_of_kind(device.device_kind)
     if spec is None:
         return _OTHER_RATES
-    return DeviceRates(
+    return CollectiveRates(
         spec.flops_of("bfloat16"),
         spec.memory_bytes_per_s,
         spec.link_bytes_per_s,

@@ -11,16 +11,16 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.events import EventLog
 from jaxserve.kv.host_pages import HostPages
 from jaxserve.kv.manager import KVManager
-from jaxserve.kv.offload.rates import Rates
+from jaxserve.kv.offload.rates import OffloadRates
 from jaxserve.kv.offload.tiers import DiskStore, HostStore, Store, Tier
 from jaxserve.kv.offload.transfer_worker import TransferHandle, TransferWorker
 from jaxserve.kv.offload.transfers import MOVE_SIZES
 from jaxserve.kv.page_transfers import PageTransfers
 from jaxserve.kv.pages import TRASH_PAGE, PagePool
-from jaxserve.runtime.page_images import ImageLayout, PageImages
 from jaxserve.runtime.planning.engine_plan import EnginePlan
 from jaxserve.runtime.planning.memory import STAGING_BUFFERS
 from jaxserve.runtime.runner import Runner
+from jaxserve.runtime.token_kv import PageBytesLayout, TokenKV
 
 _CALIBRATIONS = 3
 _CALIBRATION_WAIT_US = 100_000
@@ -41,19 +41,19 @@ class Paging(PageTransfers):
             self._models.append(plan.drafting_layers)
         self._stores: dict[Tier, Store] = {}
         if memory.host_pages and not memory.kv_on_host:
-            self._stores[Tier.HOST] = HostStore(memory.host_pages, memory.image_bytes)
+            self._stores[Tier.HOST] = HostStore(memory.host_pages, memory.whole_page_bytes)
         if memory.disk_pages:
             self._stores[Tier.DISK] = DiskStore(
-                config.disk_kv_dir, memory.disk_pages, memory.image_bytes
+                config.disk_kv_dir, memory.disk_pages, memory.whole_page_bytes
             )
-        worker, rates = None, Rates()
+        worker, rates = None, OffloadRates()
         if self._stores:
             staging = Staging(plan.shapes.kv.staging(1))
             worker = TransferWorker(
                 self._stores,
                 download=staging.download,
                 upload=staging.upload,
-                page_bytes=memory.image_bytes,
+                page_bytes=memory.whole_page_bytes,
                 clock=log.now,
                 staging_buffers=STAGING_BUFFERS,
             )
@@ -63,7 +63,7 @@ class Paging(PageTransfers):
             prefix_caching=config.enable_prefix_caching,
             preemption=config.preemption,
             tiers={tier: store.num_pages for tier, store in self._stores.items()},
-            page_bytes=memory.image_bytes,
+            page_bytes=memory.whole_page_bytes,
             transfer_worker=worker,
             rates=rates,
             host_pages=memory.host_kv and HostPages(memory.host_kv),
@@ -73,14 +73,14 @@ class Paging(PageTransfers):
             with log.phase("startup", "calibrate moves"):
                 self._calibrate(rates)
 
-    def images(self) -> PageImages:
+    def token_kv(self) -> TokenKV:
         """Access to pages on any tier."""
         shapes = self._runner.shapes
-        layouts: list[ImageLayout] = []
+        layouts: list[PageBytesLayout] = []
         for model, local_model in zip(self._models, (shapes.local_model, shapes.local_draft_model)):
             after = layouts[-1] if layouts else None
-            layouts.append(ImageLayout(shapes, model, local_model, after))
-        return PageImages(layouts, self._runner, self._stores)
+            layouts.append(PageBytesLayout(shapes, model, local_model, after))
+        return TokenKV(layouts, self._runner, self._stores)
 
     def close(self) -> None:
         """Stops the transfer worker, frees the lower tiers and the device's memory. Idempotent."""
@@ -90,7 +90,7 @@ class Paging(PageTransfers):
             store.close()
         self._stores.clear()
 
-    def _calibrate(self, rates: Rates) -> None:
+    def _calibrate(self, rates: OffloadRates) -> None:
         """Times transfers of one page and of many between neighbouring tiers, all still empty."""
         tiers = list(self._stores)
         for _ in range(_CALIBRATIONS):
@@ -138,13 +138,13 @@ class Staging:
     On accelerators pages pass through pinned host memory, which the device accesses by DMA.
     """
 
-    def __init__(self, image: jax.ShapeDtypeStruct) -> None:
-        """`image`: shape and sharding of a staging array of one page."""
-        self._place = image.sharding
-        self._dtype = image.dtype
+    def __init__(self, row: jax.ShapeDtypeStruct) -> None:
+        """`row`: shape and sharding of a staging array of one page."""
+        self._place = row.sharding
+        self._dtype = row.dtype
         self._pinned = None
-        if next(iter(image.sharding.device_set)).platform != "cpu":
-            self._pinned = image.sharding.with_memory_kind("pinned_host")
+        if next(iter(row.sharding.device_set)).platform != "cpu":
+            self._pinned = row.sharding.with_memory_kind("pinned_host")
 
     def download(self, staging: jax.Array) -> np.ndarray:
         """Waits for a gather and returns its pages [rows, elements], read-only."""
@@ -152,12 +152,12 @@ class Staging:
             staging = jax.device_put(staging, self._pinned)
         return np.asarray(staging)
 
-    def upload(self, images: np.ndarray) -> jax.Array:
+    def upload(self, payload: np.ndarray) -> jax.Array:
         """A staging array of pages uint8 [rows, bytes], padded to the rows of a scatter program;
         waits until it is on the device."""
-        size = next(size for size in MOVE_SIZES if size >= len(images))
-        padded = np.zeros((size, images.shape[1]), np.uint8)
-        padded[: len(images)] = images
+        size = next(size for size in MOVE_SIZES if size >= len(payload))
+        padded = np.zeros((size, payload.shape[1]), np.uint8)
+        padded[: len(payload)] = payload
         staging = padded.view(self._dtype)
         if self._pinned is not None:
             staging = jax.device_put(staging, self._pinned)

@@ -349,13 +349,13 @@ class Runner:
         parts = np.concatenate([self._by_device(layer) for layer in layers], axis=2)
         return np.ascontiguousarray(parts).view(np.uint8).reshape(len(pages), -1)
 
-    def write_pages(self, pages: SequenceOf[int], images: np.ndarray) -> None:
+    def write_pages(self, pages: SequenceOf[int], payload: np.ndarray) -> None:
         """Write up to MOVE_PAGES pages, given as `read_pages` returns them."""
         self._drain()
         kv, shapes, done = self._state.kv, self.shapes.kv, 0
         for index, first in enumerate(shapes.alike):
             place = shapes.staging(MOVE_PAGES, 1, first)
-            parts = self._by_device(images.view(place.dtype))
+            parts = self._by_device(payload.view(place.dtype))
             size = place.shape[1] // parts.shape[1]
             staging = np.zeros(place.shape, place.dtype)
             staging[: len(pages)] = parts[:, :, done : done + size].reshape(len(pages), -1)
@@ -363,9 +363,9 @@ class Runner:
             own = kv[index : index + 1]
             kv[index : index + 1] = self._kinds.scatter(own, pages, staged, first)
 
-    def _by_device(self, images: np.ndarray) -> np.ndarray:
+    def _by_device(self, payload: np.ndarray) -> np.ndarray:
         """Pages [pages, elements] as [pages, devices, elements of each]."""
-        return images.reshape(len(images), self.shapes.config.num_devices, -1)
+        return payload.reshape(len(payload), self.shapes.config.num_devices, -1)
 
     def copy(self, pairs: SequenceOf[tuple[int, int]]) -> None:
         """Copy pages, given as (source, target); every source is read before a later pair

@@ -26,7 +26,7 @@ from pallas_kernels import self_check
 _log = logging.getLogger(__name__)
 
 
-class Progress(Protocol):
+class StartupProgress(Protocol):
     """Callback for startup progress, called from any thread: part name, amount done, total."""
 
     def __call__(self, part: str, done: int, total: int) -> None: ...
@@ -39,7 +39,7 @@ def no_progress(part: str, done: int, total: int) -> None:
 def start(
     config: EngineConfig,
     log: EventLog,
-    progress: Progress = no_progress,
+    progress: StartupProgress = no_progress,
     hosts: Hosts | None = None,
 ) -> tuple[EnginePlan, Tokenizer, Runner]:
     """Make a model ready to run: programs compile in threads while weights load.
@@ -86,7 +86,7 @@ def _planned(config: EngineConfig, hosts: Hosts | None) -> EnginePlan:
 
 def compile_programs(
     plan: EnginePlan,
-    progress: Progress = no_progress,
+    progress: StartupProgress = no_progress,
     log: EventLog | None = None,
     *,
     cached: bool = True,

@@ -18,7 +18,7 @@ from typing import NamedTuple, Self
 
 from jaxserve.core.steps.buckets import Buckets, ProgramKey, StepShape
 from jaxserve.core.steps.plan import StepPlan
-from jaxserve.kv.offload.rates import causal_pairs
+from jaxserve.core.steps.work import causal_pairs
 
 MEMORY = 32
 """Forgetting horizon in steps: one this many steps old weighs 1/e of the latest."""

@@ -19,7 +19,7 @@ class Verified(NamedTuple):
     num_kept: int
 
 
-class Acceptance(Protocol):
+class AcceptanceModel(Protocol):
     """Decides what becomes of drafts."""
 
     def verified(self, seq: Sequence, output_index: int, num_drafts: int) -> Verified:

@@ -82,11 +82,11 @@ class Deployment:
         (summary,) = simulation.metrics.finished()
         stop = prompt_tokens + output_tokens - 1
         # As many pages at its end; out for it, and in for the one that runs instead.
-        image_bytes = self.layout.pages_at(stop - 1, stop) * self.page_bytes
+        whole_page_bytes = self.layout.pages_at(stop - 1, stop) * self.page_bytes
         return SessionTimes(
             prefill_s=summary.ttft_us / 1e6,
             decode_s=(summary.last_token_us - summary.first_token_us) / 1e6,
-            switch_s=2 * self.host_link.us(image_bytes) / 1e6,
+            switch_s=2 * self.host_link.us(whole_page_bytes) / 1e6,
         )
 
 

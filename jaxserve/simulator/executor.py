@@ -12,7 +12,7 @@ from jaxserve.core.steps.buckets import Buckets, ProgramKey
 from jaxserve.core.steps.in_flight import DispatchedStep, PackedStep, StepResults
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
 from jaxserve.kv.offload.transfers import staged_pages
-from jaxserve.simulator.acceptance import Acceptance
+from jaxserve.simulator.acceptance import AcceptanceModel
 from jaxserve.simulator.step_times import StepTimes
 from jaxserve.structured.matcher import TokenMatcher
 
@@ -55,7 +55,7 @@ class SimulatedExecutor:
         times: StepTimes,
         clock: VirtualClock,
         token_of: Callable[[Sequence, int], int],
-        acceptance: Acceptance | None = None,
+        acceptance: AcceptanceModel | None = None,
     ) -> None:
         """`token_of` gives the token that a sequence samples at a position of its output;
         `acceptance` says which drafts are kept, and is needed where there are any."""

@@ -23,7 +23,7 @@ from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.plan import StepPlan
 from jaxserve.metrics.statistics import percentile
 from jaxserve.scheduler.step_time import StepLoad
-from jaxserve.simulator.step_times import SharedPrefixes
+from jaxserve.simulator.step_times import PrefixSharing
 
 _FORMAT = 1
 
@@ -154,7 +154,7 @@ class ProfiledTimes:
     """The step times of a profile, where decodes that share a prefix read it together."""
 
     profile: Profile
-    shared: SharedPrefixes
+    shared: PrefixSharing
 
     def step(self, key: ProgramKey, plans: Sequence[StepPlan]) -> float:
         saved = min(self.shared.saved(plan) for plan in plans)

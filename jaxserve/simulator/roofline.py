@@ -15,9 +15,8 @@ from jaxserve.core.devices import DeviceSpec
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.layer_times import DeviceRates, layer_times
 from jaxserve.core.steps.plan import StepPlan
-from jaxserve.core.steps.work import DraftWork, StepWork
-from jaxserve.kv.offload.rates import causal_pairs
-from jaxserve.simulator.step_times import SharedPrefixes
+from jaxserve.core.steps.work import DraftWork, StepWork, causal_pairs
+from jaxserve.simulator.step_times import PrefixSharing
 
 
 class Roofline:
@@ -30,7 +29,7 @@ class Roofline:
         page_bytes: int,
         *,
         halves: Collection[ProgramKey] = (),
-        shared: SharedPrefixes | None = None,
+        shared: PrefixSharing | None = None,
         drafts: DraftWork | None = None,
     ) -> None:
         """`page_bytes`: the part of a KV page on one device. `halves`: programs that compute their

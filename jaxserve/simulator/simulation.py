@@ -31,7 +31,7 @@ from jaxserve.metrics.metrics import Metrics
 from jaxserve.scheduler.config import SchedulerConfig
 from jaxserve.scheduler.decode_groups import PrefixCost
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.simulator.acceptance import Acceptance
+from jaxserve.simulator.acceptance import AcceptanceModel
 from jaxserve.simulator.executor import SimulatedExecutor, VirtualClock
 from jaxserve.simulator.step_times import StepTimes
 from jaxserve.simulator.transfers import Link, SimulatedTransfers
@@ -85,7 +85,7 @@ class Simulation:
         page_bytes: int = 0,
         tiers: Mapping[Tier, LowerTier] | None = None,
         token_of: Callable[[Sequence, int], int] = new_tokens,
-        acceptance: Acceptance | None = None,
+        acceptance: AcceptanceModel | None = None,
         prefix_cost: PrefixCost | None = None,
         deadlines: Deadlines = INTERACTIVE,
         sinks: SequenceOf[Callable[[Record], None]] = (),

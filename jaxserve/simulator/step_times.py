@@ -8,7 +8,7 @@ from typing import Protocol
 
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.plan import StepPlan
-from jaxserve.kv.offload.rates import causal_pairs
+from jaxserve.core.steps.work import causal_pairs
 from jaxserve.scheduler.decode_groups import PrefixCost
 
 
@@ -24,7 +24,7 @@ class StepTimes(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedPrefixes:
+class PrefixSharing:
     """What decodes save that read their first pages together.
 
     Attributes:

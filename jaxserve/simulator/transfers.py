@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from jaxserve.kv.offload.rates import Rates
+from jaxserve.kv.offload.rates import OffloadRates
 from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.offload.transfer_worker import TransferHandle, TransferQueue
 from jaxserve.kv.offload.transfers import MOVE_SIZES
@@ -55,7 +55,7 @@ class SimulatedTransfers(TransferQueue):
             self._links[tier].us(num_bytes) for tier in (source, target) if tier is not Tier.DEVICE
         )
 
-    def calibrate(self, rates: Rates) -> None:
+    def calibrate(self, rates: OffloadRates) -> None:
         """Tells `rates` how long transfers take, as an engine measures them when it starts."""
         above = Tier.DEVICE
         for below in self._links:

@@ -15,6 +15,11 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // WORD_BITS)
 
 
+def packed(tokens: np.ndarray) -> np.ndarray:
+    """The mask int32 [words] of bool [words * WORD_BITS]: whether each token is in the set."""
+    return np.packbits(tokens, bitorder="little").view(np.int32)
+
+
 def has_token(mask: np.ndarray, token_id: int) -> bool:
     """Whether a mask int32 [words] has the bit of a token."""
     return bool(mask[token_id // WORD_BITS] >> token_id % WORD_BITS & 1)

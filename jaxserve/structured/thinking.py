@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxserve.core.errors import RequestError
 from jaxserve.core.requests.sampling_params import SamplingParams
-from jaxserve.structured.bitmask import WORD_BITS, has_token, mask_words
+from jaxserve.structured.bitmask import WORD_BITS, has_token, mask_words, packed
 from jaxserve.structured.matcher import Matcher
 from jaxserve.text import Tokenizer
 from jaxserve.text.thinking import CLOSE, OPEN, begun_thinking, has_channels
@@ -46,7 +46,7 @@ class ThinkingMarks:
         """The mask int32 [words] of these tokens."""
         bits = np.zeros(self.words * WORD_BITS, np.bool_)
         bits[list(token_ids)] = True
-        return np.packbits(bits, bitorder="little").view(np.int32)
+        return packed(bits)
 
     @functools.cached_property
     def any_token(self) -> np.ndarray:

@@ -8,7 +8,7 @@ import llguidance
 import numpy as np
 
 from jaxserve.core.errors import RequestError
-from jaxserve.structured.bitmask import WORD_BITS, mask_words
+from jaxserve.structured.bitmask import WORD_BITS, mask_words, packed
 from jaxserve.text import Tokenizer
 
 
@@ -34,7 +34,7 @@ class Vocabulary:
         text = np.zeros(self.words * WORD_BITS, np.bool_)
         text[:vocab_size] = True
         text[eos] = False
-        self.text_mask = np.packbits(text, bitorder="little").view(np.int32)
+        self.text_mask = packed(text)
         """Mask of all tokens except end-of-text tokens."""
 
 

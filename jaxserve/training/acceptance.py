@@ -12,7 +12,7 @@ from jaxserve.training.targets import NUM_STREAMS
 
 
 @dataclasses.dataclass(frozen=True)
-class Acceptance:
+class MeasuredAcceptance:
     """Of drafts of several tokens, each for one step of one sequence.
 
     Attributes:
@@ -31,7 +31,7 @@ def acceptance(
     num_drafts: int,
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
-) -> Acceptance:
+) -> MeasuredAcceptance:
     """What the drafter in a directory gains on prompts, in tokens, answered greedily."""
     drafts = {"method": method, "model": str(drafter), "num_speculative_tokens": num_drafts}
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
@@ -41,4 +41,4 @@ def acceptance(
     counts = metrics["vllm:spec_decode_num_accepted_tokens_per_pos_total"].value
     drafts = max(1, metrics["vllm:spec_decode_num_drafts_total"].value)
     shares = tuple(counts.get(str(place), 0) / drafts for place in range(num_drafts))
-    return Acceptance(shares, 1 + sum(shares))
+    return MeasuredAcceptance(shares, 1 + sum(shares))

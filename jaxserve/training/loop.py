@@ -24,7 +24,7 @@ from jaxserve.models.loading.params import load_params
 from jaxserve.models.registry import get_family, param_specs
 from jaxserve.training.config import TrainingConfig
 from jaxserve.training.dense import followed_states
-from jaxserve.training.targets import Target, Window, windows
+from jaxserve.training.targets import Target, TargetWindow, windows
 
 Progress = Callable[[int, int], None]
 _WARM_UP = 0.1
@@ -47,12 +47,12 @@ class Frozen:
         self._kept: dict[int, np.ndarray] = {}
         self._num_bytes = 0
 
-    def states(self, windows: list[Window]) -> np.ndarray:
+    def states(self, windows: list[TargetWindow]) -> np.ndarray:
         """The final hidden states of each window, and what enters the layers that are followed,
         side by side [windows, tokens, (1 + layers) * hidden]."""
         return np.stack([self._of(window) for window in windows])
 
-    def _of(self, window: Window) -> np.ndarray:
+    def _of(self, window: TargetWindow) -> np.ndarray:
         """Each window is computed alone, so that its states do not depend on those beside it."""
         kept = self._kept.get(window.index)
         if kept is None:
@@ -137,7 +137,7 @@ def learning_rate(config: TrainingConfig) -> optax.Schedule:
     )
 
 
-def _stacked(windows: list[Window]) -> tuple[np.ndarray, np.ndarray]:
+def _stacked(windows: list[TargetWindow]) -> tuple[np.ndarray, np.ndarray]:
     """Token ids int32 and which the model generated bool, each [windows, tokens]."""
     return (
         np.stack([window.token_ids for window in windows]),
@@ -145,7 +145,7 @@ def _stacked(windows: list[Window]) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-def _batches(data: list[Window], config: TrainingConfig) -> grain.IterDataset:
+def _batches(data: list[TargetWindow], config: TrainingConfig) -> grain.IterDataset:
     """Indices of windows, int [batch_size]."""
     dataset = grain.MapDataset.source(range(len(data))).seed(config.seed).shuffle().repeat()
     ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)

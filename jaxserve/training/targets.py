@@ -123,7 +123,7 @@ def _read(path: Path) -> Iterator[Target]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Window:
+class TargetWindow:
     """Consecutive tokens int32 [length] of a target, and which of them, bool [length], the model
     generated; `index` is its place among all."""
 
@@ -132,9 +132,9 @@ class Window:
     generated: np.ndarray
 
 
-def windows(targets: list[Target], length: int) -> list[Window]:
+def windows(targets: list[Target], length: int) -> list[TargetWindow]:
     """All tokens of the targets in windows of `length`, the last one of each filled up."""
-    found: list[Window] = []
+    found: list[TargetWindow] = []
     for target in targets:
         tokens = np.array([*target.prompt, *target.output], np.int32)
         generated = np.arange(len(tokens)) >= len(target.prompt)
@@ -143,5 +143,5 @@ def windows(targets: list[Target], length: int) -> list[Window]:
             padding = (0, length - len(tokens[part]))
             if generated[part].any():
                 padded = (np.pad(each[part], padding) for each in (tokens, generated))
-                found.append(Window(len(found), *padded))
+                found.append(TargetWindow(len(found), *padded))
     return found

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import jax
 
 from pallas_kernels.collective_matmul import xla
-from pallas_kernels.collective_matmul.choice import DeviceRates, worth_it
+from pallas_kernels.collective_matmul.choice import CollectiveRates, worth_it
 
 
 class Weight(Protocol):
@@ -42,7 +42,7 @@ def all_gather_matmul(
     axis_name: str,
     *,
     num_tokens: int | None = None,
-    rates: DeviceRates | None = None,
+    rates: CollectiveRates | None = None,
     product: Product = xla.dot,
 ) -> jax.Array:
     """This rank's outputs for all ranks' tokens: [num_tokens, out / n] in the dtype of x.
@@ -69,7 +69,7 @@ def matmul_reduce_scatter(
     x: jax.Array,
     axis_name: str,
     *,
-    rates: DeviceRates | None = None,
+    rates: CollectiveRates | None = None,
     product: Product = xla.dot,
 ) -> jax.Array:
     """This rank's tokens of the sum of all ranks' products: [tokens / n, out] in the dtype of x.

@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class DeviceRates(NamedTuple):
+class CollectiveRates(NamedTuple):
     """Measured rates of the devices.
 
     flops_per_s: of such products, on one device.
@@ -39,7 +39,7 @@ class DeviceRates(NamedTuple):
 
 
 def worth_it(
-    rates: DeviceRates,
+    rates: CollectiveRates,
     *,
     ranks: int,
     tokens: int,

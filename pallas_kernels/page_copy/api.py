@@ -2,7 +2,7 @@
 
 A staged page holds everything that the pool has under one page id: layer by layer, keys
 [kv_heads, head_dim, page_size], values [kv_heads, page_size, head_dim], then scales if there are
-any, [kv_heads, 2, page_size], without gaps. Staging [n, image_elements] is an array of staged
+any, [kv_heads, 2, page_size], without gaps. Staging [n, row_elements] is an array of staged
 pages that no step reads or writes: it is transferred between device and host while the pool itself
 is donated from step to step. It has the dtype of the pages; with scales, its elements are bytes.
 
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from pallas_kernels import backends
 from pallas_kernels.compat import GPU_KERNELS_WRITE_IN_PLACE
 from pallas_kernels.page_copy import check_case, xla
-from pallas_kernels.page_copy.image import image_dtype, image_elements
+from pallas_kernels.page_copy.rows import row_dtype, row_elements
 from pallas_kernels.paged_attention import Pages
 
 _GPU, _TPU = "pallas_kernels.page_copy.mosaic_gpu", "pallas_kernels.page_copy.mosaic_tpu"
@@ -35,7 +35,7 @@ _GATHER, _SCATTER = (
 def gather_pages(
     layers: Sequence[Pages], page_ids: jax.Array, *, backend: backends.Backend = "auto"
 ) -> jax.Array:
-    """Staging [n, image_elements]: row i is page page_ids[i].
+    """Staging [n, row_elements]: row i is page page_ids[i].
 
     layers: the pages of each layer, all with the same number of pages and the same dtype.
     page_ids [n] int32, n at least 1; ids may repeat. An id outside the pool, negative ones
@@ -54,7 +54,7 @@ def scatter_pages(
     *,
     backend: backends.Backend = "auto",
 ) -> list[Pages]:
-    """The layers with row i of staging [n, image_elements] written to page page_ids[i], int32 [n].
+    """The layers with row i of staging [n, row_elements] written to page page_ids[i], int32 [n].
 
     In place when the layers are donated. An id outside the pool, negative ones included, writes
     nothing. A repeated id ends with one of its rows, unspecified which: only the trash page should
@@ -62,14 +62,14 @@ def scatter_pages(
     many ids returns, and as `gather_pages` does.
     """
     _check(layers, page_ids)
-    expected = (page_ids.shape[0], image_elements(layers))
+    expected = (page_ids.shape[0], row_elements(layers))
     if staging.shape != expected:
         raise ValueError(
             f"staging has shape {staging.shape}; {expected[0]} page ids of {len(layers)} layers "
             f"need {expected}."
         )
-    if staging.dtype != image_dtype(layers):
-        raise ValueError(f"staging is {staging.dtype}; it must be {image_dtype(layers)}.")
+    if staging.dtype != row_dtype(layers):
+        raise ValueError(f"staging is {staging.dtype}; it must be {row_dtype(layers)}.")
     return _SCATTER.run(backend, layers, page_ids, staging)
 
 
@@ -96,8 +96,8 @@ def copy_pages(
     _check(layers, sources)
     num_pages = layers[0].k.shape[0]
     targets = jnp.where((sources >= 0) & (sources < num_pages), targets, -1)
-    images = gather_pages(layers, sources, backend=backend)
-    return scatter_pages(layers, targets, images, backend=backend)
+    rows = gather_pages(layers, sources, backend=backend)
+    return scatter_pages(layers, targets, rows, backend=backend)
 
 
 def _check(layers, page_ids):

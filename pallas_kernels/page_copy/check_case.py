@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from pallas_kernels.page_copy.image import image_dtype, image_elements
+from pallas_kernels.page_copy.rows import row_dtype, row_elements
 from pallas_kernels.self_check import CheckCase, random_like
 
 _NUM_PAGES = 7
@@ -29,5 +29,5 @@ def check_case(arguments, options, rng) -> CheckCase:
         list(layers[:2]),
     )
     if staging:
-        staging = [random_like(rng, (len(_PAGES), image_elements(small)), image_dtype(small))]
+        staging = [random_like(rng, (len(_PAGES), row_elements(small)), row_dtype(small))]
     return CheckCase((small, _PAGES, *staging), options, 0.0)

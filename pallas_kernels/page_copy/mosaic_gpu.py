@@ -165,7 +165,7 @@ def scatter_pages(
 
 
 class _Cut(NamedTuple):
-    """How `arrays` arrays of `num_pages` pages, and `images` staged pages, are cut into slabs.
+    """How `arrays` arrays of `num_pages` pages, and `rows` staged pages, are cut into slabs.
 
     A page of an array is `per_page` slabs of `slab_size` elements; a staged page is one page of
     each array in turn.
@@ -173,7 +173,7 @@ class _Cut(NamedTuple):
 
     num_pages: int
     arrays: int
-    images: int
+    rows: int
     per_page: int
     slab_size: int
     dtype: jnp.dtype
@@ -192,7 +192,7 @@ class _Cut(NamedTuple):
     @property
     def num_slabs(self):
         """Of all staged pages."""
-        return self.images * self.arrays * self.per_page
+        return self.rows * self.arrays * self.per_page
 
     def slabs(self, array):
         """An array or staging as [slabs, slab_size]."""
@@ -201,8 +201,8 @@ class _Cut(NamedTuple):
     def locate(self, slab, page_ids):
         """For slab `slab` of staging: whether its page is in the pool, its array and slab there."""
         part, place = lax.div(slab, self.per_page), lax.rem(slab, self.per_page)
-        image, array = lax.div(part, self.arrays), lax.rem(part, self.arrays)
-        page = page_ids[image]
+        row, array = lax.div(part, self.arrays), lax.rem(part, self.arrays)
+        page = page_ids[row]
         inside = (page >= 0) & (page < self.num_pages)
         return inside, array, page * self.per_page + place
 

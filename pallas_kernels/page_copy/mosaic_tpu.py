@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.arrays import as_bits
-from pallas_kernels.page_copy.image import elements_of_each, image_dtype, to_elements, to_pages
+from pallas_kernels.page_copy.rows import elements_of_each, row_dtype, to_elements, to_pages
 
 if TYPE_CHECKING:
     from pallas_kernels.paged_attention.layout import Pages
@@ -68,24 +68,24 @@ def gather_pages(
     """
     _check(unsupported(layers, page_ids, interpret=interpret))
     pool = _stored(layers, interpret)
-    num_pages, images = pool[0].shape[0], len(page_ids)
+    num_pages, rows = pool[0].shape[0], len(page_ids)
     gathered = _copy(
         page_ids,
         sources=pool,
-        targets=[jax.ShapeDtypeStruct((images, *array.shape[1:]), array.dtype) for array in pool],
-        pair=lambda source, target, image, page: (source.at[page], target.at[image]),
+        targets=[jax.ShapeDtypeStruct((rows, *array.shape[1:]), array.dtype) for array in pool],
+        pair=lambda source, target, row, page: (source.at[page], target.at[row]),
         num_pages=num_pages,
         interpret=interpret,
     )
     # As integers, which no compiler rounds. Skipped rows are uninitialised.
     inside = (page_ids >= 0) & (page_ids < num_pages)
-    bits = jnp.dtype(f"uint{8 * image_dtype(layers).itemsize}")
+    bits = jnp.dtype(f"uint{8 * row_dtype(layers).itemsize}")
     parts = [
         to_elements(_turned(as_bits(part), array), bits)
         for part, array in zip(gathered, jax.tree.leaves(layers))
     ]
     staging = jnp.where(inside[:, None], jnp.concatenate(parts, axis=1), 0)
-    return lax.bitcast_convert_type(staging, image_dtype(layers))
+    return lax.bitcast_convert_type(staging, row_dtype(layers))
 
 
 def scatter_pages(
@@ -106,7 +106,7 @@ def scatter_pages(
             for part, array, own in zip(parts, arrays, pool)
         ],
         targets=pool,
-        pair=lambda source, target, image, page: (source.at[image], target.at[page]),
+        pair=lambda source, target, row, page: (source.at[row], target.at[page]),
         num_pages=pool[0].shape[0],
         interpret=interpret,
     )
@@ -120,34 +120,34 @@ def scatter_pages(
 def _copy(page_ids, *, sources, targets, pair, num_pages, interpret):
     """The targets after one copy for each staged page and each array.
 
-    pair(source, target, image, page): source and target references of one copy. Targets that are
+    pair(source, target, row, page): source and target references of one copy. Targets that are
     arrays and not only shapes are written in place.
     """
-    images, arrays = len(page_ids), len(sources)
+    rows, arrays = len(page_ids), len(sources)
     given = [target for target in targets if isinstance(target, jax.Array)]
 
     def page_copy_kernel(page_ids, *refs):
         sources, targets, done = refs[:arrays], refs[-arrays - 1 : -1], refs[-1]
 
-        def for_each_copy(image, act):
-            page = page_ids[image]
+        def for_each_copy(row, act):
+            page = page_ids[row]
 
             @pl.when((page >= 0) & (page < num_pages))
             def _():
                 for source, target in zip(sources, targets):
-                    ends = pair(source, target, image, page)
-                    act(pltpu.make_async_copy(*ends, done.at[lax.rem(image, 2)]))
+                    ends = pair(source, target, row, page)
+                    act(pltpu.make_async_copy(*ends, done.at[lax.rem(row, 2)]))
 
-        def step(image, _):
-            @pl.when(image < images)
+        def step(row, _):
+            @pl.when(row < rows)
             def _():
-                for_each_copy(image, lambda copy: copy.start())
+                for_each_copy(row, lambda copy: copy.start())
 
-            @pl.when(image > 0)
+            @pl.when(row > 0)
             def _():
-                for_each_copy(image - 1, lambda copy: copy.wait())
+                for_each_copy(row - 1, lambda copy: copy.wait())
 
-        lax.fori_loop(0, images + 1, step, None)
+        lax.fori_loop(0, rows + 1, step, None)
 
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(

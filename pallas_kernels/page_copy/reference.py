@@ -11,23 +11,23 @@ def gather_pages(layers, page_ids):
     arrays, num_pages = jax.tree.leaves(layers), len(layers[0].k)
     dtypes = {array.dtype for array in arrays}
     dtype = dtypes.pop() if len(dtypes) == 1 else np.uint8
-    images = []
+    rows = []
     for page in page_ids:
-        image = np.concatenate([array[page % num_pages].ravel().view(dtype) for array in arrays])
-        images.append(image if 0 <= page < num_pages else np.zeros_like(image))
-    return np.stack(images)
+        row = np.concatenate([array[page % num_pages].ravel().view(dtype) for array in arrays])
+        rows.append(row if 0 <= page < num_pages else np.zeros_like(row))
+    return np.stack(rows)
 
 
 def scatter_pages(layers, page_ids, staging):
     """Same as `api.scatter_pages`; the last row of a repeated page id wins."""
     layers = jax.tree.map(np.copy, layers)
-    for page, image in zip(page_ids, staging):
+    for page, row in zip(page_ids, staging):
         if not 0 <= page < len(layers[0].k):
             continue
         for array in jax.tree.leaves(layers):
-            size = array[page].nbytes // image.itemsize
-            array[page] = image[:size].view(array.dtype).reshape(array[page].shape)
-            image = image[size:]
+            size = array[page].nbytes // row.itemsize
+            array[page] = row[:size].view(array.dtype).reshape(array[page].shape)
+            row = row[size:]
     return layers
 
 

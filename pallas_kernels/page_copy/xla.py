@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.arrays import as_bits
-from pallas_kernels.page_copy.image import elements_of_each, image_dtype, to_elements, to_pages
+from pallas_kernels.page_copy.rows import elements_of_each, row_dtype, to_elements, to_pages
 
 if TYPE_CHECKING:
     from pallas_kernels.paged_attention.api import Pages
@@ -47,31 +47,31 @@ def scatter_pages(layers: Sequence[Pages], page_ids, staging):
 
 
 def gather_by_page(arrays, page_ids):
-    """Staging [n, image_elements] from arrays [pages, ...]."""
+    """Staging [n, row_elements] from arrays [pages, ...]."""
     offsets = _offsets(arrays)
 
-    def add_image(index, staging):
+    def add_row(index, staging):
         page = page_ids[index]
 
         def add(staging):
-            image = jnp.zeros((1, offsets[-1]), as_bits(staging).dtype)
+            row = jnp.zeros((1, offsets[-1]), as_bits(staging).dtype)
             for array, offset in zip(arrays, offsets):
                 part = _slice(as_bits(array), (page, 0, 0, 0), (1, *array.shape[1:]))
-                image = _update(image, to_elements(part, image.dtype), (0, offset))
-            bits = _update(as_bits(staging), image, (index, 0))
+                row = _update(row, to_elements(part, row.dtype), (0, offset))
+            bits = _update(as_bits(staging), row, (index, 0))
             return lax.bitcast_convert_type(bits, staging.dtype)
 
         return lax.cond(_inside(page, arrays), add, _unchanged, staging)
 
-    zeros = jnp.zeros((len(page_ids), offsets[-1]), image_dtype(arrays))
-    return lax.fori_loop(0, len(page_ids), add_image, zeros)
+    zeros = jnp.zeros((len(page_ids), offsets[-1]), row_dtype(arrays))
+    return lax.fori_loop(0, len(page_ids), add_row, zeros)
 
 
 def scatter_by_page(arrays, page_ids, staging):
-    """Arrays [pages, ...] with the rows of staging [n, image_elements] written."""
+    """Arrays [pages, ...] with the rows of staging [n, row_elements] written."""
     bounds = [*itertools.pairwise(_offsets(arrays))]
 
-    def write_image(index, arrays):
+    def write_row(index, arrays):
         page = page_ids[index]
 
         def write(arrays):
@@ -86,7 +86,7 @@ def scatter_by_page(arrays, page_ids, staging):
 
         return lax.cond(_inside(page, arrays), write, _unchanged, arrays)
 
-    return lax.fori_loop(0, len(page_ids), write_image, arrays)
+    return lax.fori_loop(0, len(page_ids), write_row, arrays)
 
 
 def gather_by_array(arrays, page_ids):
@@ -95,7 +95,7 @@ def gather_by_array(arrays, page_ids):
         array.at[page_ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
         for array in arrays
     ]
-    return jnp.concatenate([to_elements(part, image_dtype(arrays)) for part in parts], axis=1)
+    return jnp.concatenate([to_elements(part, row_dtype(arrays)) for part in parts], axis=1)
 
 
 def scatter_by_array(arrays, page_ids, staging):

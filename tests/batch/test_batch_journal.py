@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.core.errors import BatchError
-from jaxserve.offline.journal import Journal, Result, in_use, read_results
+from jaxserve.offline.journal import BatchJournal, Result, in_use, read_results
 
 texts = st.lists(st.text(max_size=6), max_size=6)
 
@@ -32,7 +32,7 @@ def test_a_file_cut_anywhere_goes_on_after_its_last_whole_line(path, texts, more
     path.write_bytes(whole[:size] + tail)
     kept = [result for result in results if whole.index(result.text) + len(result.text) <= size]
 
-    journal = Journal(path)
+    journal = BatchJournal(path)
     assert list(journal.results()) == kept
     added = [answer(number, text) for number, text in enumerate(more, len(results) + 1)]
     journal.append(added)
@@ -71,7 +71,7 @@ def test_what_is_no_result_is_none(text: bytes):
 def test_an_answer_of_another_shape_is_told_of_and_not_cut_off(path: Path, rest: dict):
     content = answer(1).text + Result.of(2, **rest).text
     path.write_bytes(content)
-    journal = Journal(path)
+    journal = BatchJournal(path)
     with pytest.raises(BatchError, match=r"line 2 of .*: batch_req_2 has neither"):
         list(journal.results())
     journal.close()
@@ -83,7 +83,7 @@ def test_results_are_on_the_disk_soon_also_when_nothing_follows(path: Path, monk
     now, synced, fsync = [1.0], [], os.fsync
     monkeypatch.setattr("jaxserve.offline.journal.time.monotonic", lambda: now[0])
     monkeypatch.setattr("os.fsync", lambda file: synced.append(now[0]) or fsync(file))
-    journal = Journal(path)
+    journal = BatchJournal(path)
     for moment in (1.0, 1.5, 2.5, 3.5, 4.5, 9.0, 10.0, 11.0, 12.0):
         now[0] = moment
         if moment in (1.5, 2.5, 9.0):
@@ -96,7 +96,7 @@ def test_results_are_on_the_disk_soon_also_when_nothing_follows(path: Path, monk
 def test_damage_before_the_end_is_told_of_and_nothing_is_thrown_away(path: Path):
     content = answer(1).text + b"torn" + answer(2).text + answer(3).text
     path.write_bytes(content)
-    journal = Journal(path)
+    journal = BatchJournal(path)
     with pytest.raises(BatchError, match=r"line 2 of .* is damaged"):
         list(journal.results())
     journal.close()
@@ -106,21 +106,21 @@ def test_damage_before_the_end_is_told_of_and_nothing_is_thrown_away(path: Path)
 def test_one_process_writes(path: Path):
     path.unlink(missing_ok=True)
     assert not in_use(path)
-    journal = Journal(path)
+    journal = BatchJournal(path)
     assert in_use(path)
     with pytest.raises(BatchError, match="another process is writing"):
-        Journal(path)
+        BatchJournal(path)
     journal.close()
     journal.close()
     assert not in_use(path)
-    Journal(path).close()
+    BatchJournal(path).close()
 
 
 def test_where_nothing_can_be_written_is_refused(tmp_path: Path):
     with pytest.raises(BatchError, match="cannot be written: No such file or directory"):
-        Journal(tmp_path / "missing" / "out.jsonl")
+        BatchJournal(tmp_path / "missing" / "out.jsonl")
     with pytest.raises(BatchError, match="cannot be written: Is a directory"):
-        Journal(tmp_path)
+        BatchJournal(tmp_path)
 
 
 def test_a_full_disk_leaves_whole_lines(path: Path):
@@ -131,8 +131,8 @@ import resource
 from pathlib import Path
 from batch_files import answer
 from jaxserve.core.errors import BatchError
-from jaxserve.offline.journal import Journal
-journal = Journal(Path({str(path)!r}))
+from jaxserve.offline.journal import BatchJournal
+journal = BatchJournal(Path({str(path)!r}))
 journal.append([answer(1), answer(2)])
 size = len(answer(1).text + answer(2).text)
 resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, resource.RLIM_INFINITY))

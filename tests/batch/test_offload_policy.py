@@ -12,11 +12,11 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.offline.offload_policy import (
     KINDS,
     TIERS,
-    Capacity,
     Lengths,
+    MemoryCapacity,
     ModelBytes,
+    PolicyRates,
     Problem,
-    Rates,
 )
 
 
@@ -35,7 +35,8 @@ ENDS = [*grid(1), (0.5, 0.5, 0.0)]
 
 def problem(capacity, rates, lengths=(16, 8)):
     model = ModelBytes(layers=8, layer=1000, outside=500, kv_token=10, activation_token=4)
-    return Problem(model, Rates(*rates), Lengths(*lengths), Capacity(*capacity), work_bytes=7)
+    held = MemoryCapacity(*capacity)
+    return Problem(model, PolicyRates(*rates), Lengths(*lengths), held, work_bytes=7)
 
 
 def brute_force(problem, rows, steps, weights, others):

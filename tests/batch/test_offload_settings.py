@@ -14,7 +14,14 @@ from jaxserve.cli.batch import Batch
 from jaxserve.cli.batch_offload import carried_out, choose, fastest
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
-from jaxserve.offline.offload_policy import Capacity, Lengths, ModelBytes, Policy, Problem, Rates
+from jaxserve.offline.offload_policy import (
+    Lengths,
+    MemoryCapacity,
+    ModelBytes,
+    OffloadPolicy,
+    PolicyRates,
+    Problem,
+)
 from jaxserve.runtime.planning import engine_plan
 
 LAYERS = 7
@@ -36,9 +43,9 @@ def test_no_more_is_held_than_the_policy_says(model, layers, kv, rows, steps):
     ).shapes.placement
     one = Problem(
         ModelBytes(LAYERS, max(placement.layer_bytes), placement.outside_bytes, 512, 256),
-        Rates(1e-3, 1e-4, 1e-7, 1e-4, 1e6, 1e6, 1e7, 1e7, 0.5),
+        PolicyRates(1e-3, 1e-4, 1e-7, 1e-4, 1e6, 1e6, 1e7, 1e7, 0.5),
         Lengths(64, 32),
-        Capacity(1e9, 1e9, 1e9),
+        MemoryCapacity(1e9, 1e9, 1e9),
     )
     shares = {
         (kind, tier): 0.0
@@ -47,7 +54,7 @@ def test_no_more_is_held_than_the_policy_says(model, layers, kv, rows, steps):
     }
     shares |= {("weights", "device"): layers, ("weights", "disk"): 1 - layers}
     shares |= {("kv", "device"): kv, ("kv", "host"): 1 - kv, ("activations", "device"): 1.0}
-    policy = Policy(rows, steps, shares, one.seconds(rows, steps, shares))
+    policy = OffloadPolicy(rows, steps, shares, one.seconds(rows, steps, shares))
     chosen = carried_out(options, one, policy)
     decided = engine_plan.decide(EngineConfig(**dataclasses.asdict(chosen.engine)))
     held = decided.shapes.placement.device_bytes
@@ -75,9 +82,9 @@ def test_the_settings_fit_where_the_policy_alone_would_not(model):
     options = dataclasses.replace(options, memory_utilization=device / memory.limit_bytes)
     problem = Problem(
         ModelBytes(LAYERS, layer, placement.outside_bytes, 512, 256),
-        Rates(1e-3, 1e-4, 1e-7, 1e-4, 1e6, 1e6, 1e7, 1e7, 0.5),
+        PolicyRates(1e-3, 1e-4, 1e-7, 1e-4, 1e6, 1e6, 1e7, 1e7, 0.5),
         Lengths(64, 32),
-        Capacity(device, 0, 1e12),
+        MemoryCapacity(device, 0, 1e12),
     )
     sizes = [1, 2, 4]
     first = carried_out(options, problem, problem.best(sizes, [1, 2, 4, 8, 16], ()))

@@ -12,11 +12,15 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.collective_matmul import DeviceRates, all_gather_matmul, matmul_reduce_scatter
+from pallas_kernels.collective_matmul import (
+    CollectiveRates,
+    all_gather_matmul,
+    matmul_reduce_scatter,
+)
 
 pytestmark = pytest.mark.deviceless
 
-WORTH_IT = DeviceRates(1.0, 1e15, 1e9, 0.0, both_ways=True)
+WORTH_IT = CollectiveRates(1.0, 1e15, 1e9, 0.0, both_ways=True)
 TOKENS, WIDE, NARROW = 8192, 8192, 4096
 
 

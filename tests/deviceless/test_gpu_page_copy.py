@@ -10,12 +10,12 @@ import pytest
 from gpu import array, h200
 
 from pallas_kernels.compat import GPU_KERNELS_WRITE_IN_PLACE
-from pallas_kernels.page_copy import image_elements, mosaic_gpu
+from pallas_kernels.page_copy import mosaic_gpu, row_elements
 from pallas_kernels.paged_attention import KVPages
 
 pytestmark = pytest.mark.deviceless
 
-NUM_LAYERS, IMAGES = 32, 16
+NUM_LAYERS, NUM_ROWS = 32, 16
 
 
 def pool(dtype, heads=8, head_dim=128, page_size=64, num_pages=256):
@@ -26,11 +26,11 @@ def pool(dtype, heads=8, head_dim=128, page_size=64, num_pages=256):
 
 def move(name, layers):
     """The kernel's function, and its arguments."""
-    arguments = [layers, array(IMAGES, dtype=jnp.int32)]
+    arguments = [layers, array(NUM_ROWS, dtype=jnp.int32)]
     if name == "scatter":
         if not GPU_KERNELS_WRITE_IN_PLACE:
             pytest.skip("needs JAX 0.11 or newer")
-        arguments += [array(IMAGES, image_elements(layers), dtype=layers[0].k.dtype)]
+        arguments += [array(NUM_ROWS, row_elements(layers), dtype=layers[0].k.dtype)]
     return getattr(mosaic_gpu, f"{name}_pages"), arguments
 
 
@@ -78,6 +78,6 @@ def test_the_pool_is_not_copied(name):
     executable = lowered.compile()
     assert operations(executable) == ["custom-call"]
     memory = executable.memory_analysis()
-    pool_bytes = 256 * image_elements(layers) * layers[0].k.dtype.itemsize
+    pool_bytes = 256 * row_elements(layers) * layers[0].k.dtype.itemsize
     assert memory.alias_size_in_bytes == (pool_bytes if donated else 0)
     assert memory.temp_size_in_bytes < 2**16

@@ -6,12 +6,12 @@ import jax.numpy as jnp
 import pytest
 from tpu import array, compiled, sharding
 
-from pallas_kernels.page_copy import image_elements, mosaic_tpu
+from pallas_kernels.page_copy import mosaic_tpu, row_elements
 from pallas_kernels.paged_attention import KVPages
 
 pytestmark = pytest.mark.deviceless
 
-NUM_PAGES, IMAGES = 512, 16
+NUM_PAGES, NUM_ROWS = 512, 16
 
 KINDS = [
     ("v5e:2x2", "int8", 8, 128, 128),
@@ -31,8 +31,8 @@ def move(kind):
     k = array(on, NUM_PAGES, heads, head_dim, page_size, dtype=dtype)
     v = array(on, NUM_PAGES, heads, page_size, head_dim, dtype=dtype)
     layers = [KVPages(k, v)] * 2
-    staging = array(on, IMAGES, image_elements(layers), dtype=dtype)
-    return layers, array(on, IMAGES, dtype=jnp.int32), staging
+    staging = array(on, NUM_ROWS, row_elements(layers), dtype=dtype)
+    return layers, array(on, NUM_ROWS, dtype=jnp.int32), staging
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -40,9 +40,9 @@ def test_pages_are_scattered_where_the_pool_lies(kind):
     layers, ids, staging = move(kind)
     executable = compiled(mosaic_tpu.scatter_pages, layers, ids, staging, donate=(0,))
     memory = executable.memory_analysis()
-    page_bytes = image_elements(layers) * staging.dtype.itemsize
+    page_bytes = row_elements(layers) * staging.dtype.itemsize
     assert memory.alias_size_in_bytes == NUM_PAGES * page_bytes
-    assert memory.temp_size_in_bytes <= 2 * IMAGES * page_bytes
+    assert memory.temp_size_in_bytes <= 2 * NUM_ROWS * page_bytes
     assert executable.as_text().count('custom_call_target="tpu_custom_call"') == 1
 
 
@@ -51,5 +51,5 @@ def test_gathering_only_reads_the_pool(kind):
     layers, ids, staging = move(kind)
     executable = compiled(mosaic_tpu.gather_pages, layers, ids)
     temporary = executable.memory_analysis().temp_size_in_bytes
-    assert temporary <= 2 * IMAGES * image_elements(layers) * staging.dtype.itemsize
+    assert temporary <= 2 * NUM_ROWS * row_elements(layers) * staging.dtype.itemsize
     assert executable.as_text().count('custom_call_target="tpu_custom_call"') == 1

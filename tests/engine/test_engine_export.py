@@ -356,7 +356,7 @@ def test_a_request_too_long_for_the_other_engine(llama, engines, kv_llm_for):
 
 def test_kv_of_another_shape_is_refused(llama, engines):
     _, target = engines
-    pages = target.engine._paging.images()
+    pages = target.engine._paging.token_kv()
     with pytest.raises(SnapshotError, match="float16"):
         shape = 1, 2 * PAGE_SIZE, *pages.layouts[0].token_shape
         pages.write([1], [np.zeros(shape, np.float16)])

@@ -217,7 +217,7 @@ def test_others_run_while_a_fetch_hangs(llama, alone, llm, copies_of):
 
 @pytest.mark.parametrize("name", ["download", "host write", "disk write"])
 def test_a_save_that_hangs_does_not_stop_decoding(llama, alone, llm, copies_of, name):
-    """Staging buffers run out; images are then lost, and not waited for at each step."""
+    """Staging buffers run out; page bytes are then lost, and not waited for at each step."""
     hang = threading.Event()
 
     def wait(copy, *given):
@@ -268,7 +268,7 @@ def test_a_damaged_page_is_computed_again(llama, alone, disk_llm, damage):
     assert token_ids(output) == alone.tokens(prompt, SEEDED)
     assert output.metrics.cached_tokens == 0
     assert fallbacks(engine)["failed"] > before
-    # It is never tried again: its image was given up.
+    # It is never tried again: its KV was given up.
     before = fallbacks(engine)["failed"]
     generate(disk_llm, prompt, SEEDED)
     assert fallbacks(engine)["failed"] == before
@@ -314,11 +314,11 @@ def test_a_disk_that_is_full(llama, alone, disk_llm, copies_of):
     engine = disk_llm.engine
     full = [True]
 
-    def refuse(copy, pages, images):
+    def refuse(copy, pages, payload):
         if full[0]:
-            copy(pages[:1], images)
+            copy(pages[:1], payload)
             raise OSError(errno.ENOSPC, "No space left on device")
-        return copy(pages, images)
+        return copy(pages, payload)
 
     copies.wrap("disk write", refuse)
     before = fallbacks(engine)["failed"]

@@ -65,6 +65,6 @@ def _check(done: long_context.Run, num_tokens: int) -> None:
     assert set(others) == {(num_tokens - 1) // page_size * page_size}
     assert memory.num_pages > memory.layout.pages_for(num_tokens)
     assert done.held_bytes == [memory.kv_bytes] * 8
-    assert memory.kv_bytes * 8 == memory.num_pages * memory.image_bytes
+    assert memory.kv_bytes * 8 == memory.num_pages * memory.whole_page_bytes
     taken = [progress.rss_bytes for progress in done.progress[1:]]
     assert taken[-1] - taken[0] < 64 * MIB

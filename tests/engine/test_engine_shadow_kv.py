@@ -123,9 +123,9 @@ def test_a_needle_in_an_outlier_is_found(small, seed):
     needle = draw.randn(heads, dim).astype(np.float32)
     needle *= 8 / np.linalg.norm(needle, axis=1, keepdims=True)
     keys[page, :, :, place] = -needle
-    images = np.concatenate([keys.reshape(6, -1), values.reshape(6, -1)], axis=1)
+    payload = np.concatenate([keys.reshape(6, -1), values.reshape(6, -1)], axis=1)
     for layer in range(sizes.num_layers):
-        store.write(layer, pages, jnp.asarray(images, jnp.float32))
+        store.write(layer, pages, jnp.asarray(payload, jnp.float32))
     key = next(key for key in shapes.layouts if key.rows and not key.prefill_tokens)
     shadow.begin_step(key, FrozenPlan(prefills=[Prefill(96, 0, [1], True, 0)]))
     step = FrozenPlan(stops=[97], slots=[0], counts=[1], adapters=[0], host_pages=[pages])

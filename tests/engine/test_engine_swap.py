@@ -1,4 +1,4 @@
-"""Sequences that lose their pages, and images that come and go: always the same tokens."""
+"""Sequences that lose their pages, and page bytes that come and go: always the same tokens."""
 
 from __future__ import annotations
 

@@ -56,13 +56,13 @@ def test_commands_come_in_order_and_are_known_where_they_were_given(steps):
     first, other = logs()
     for given_here, also_there, now_us in steps:
         for command in given_here:
-            first.note(command)
+            first.add_command(command)
             if also_there:
-                other.note(command)
+                other.add_command(command)
         for log in (first, other):
-            log.sampled([now_us])
-        mine, done = first.agree(now_us)
-        theirs, heard = other.agree(now_us + 5)
+            log.add_tokens([now_us])
+        mine, done = first.next_entry(now_us)
+        theirs, heard = other.next_entry(now_us + 5)
         assert mine == theirs and mine.now_us == now_us
         assert done == [(command, True) for command in given_here]
         assert heard == [(command, also_there) for command in given_here]
@@ -85,9 +85,9 @@ def test_an_addition_is_the_same_on_the_other_side(hosts):
         arrival_us=17,
     )
     for _ in range(2):
-        first.note(added)
-        first.agree(0)
-    (_, [(read, given_here)]), (_, [(again, _)]) = other.agree(0), other.agree(0)
+        first.add_command(added)
+        first.next_entry(0)
+    (_, [(read, given_here)]), (_, [(again, _)]) = other.next_entry(0), other.next_entry(0)
     assert read == again == added and not given_here
     assert read.arrival_us == 17
     assert read.shared_prefix.num_tokens == 7
@@ -96,40 +96,40 @@ def test_an_addition_is_the_same_on_the_other_side(hosts):
 
 def test_a_command_that_host_0_was_not_given(hosts):
     first, other = hosts
-    other.note(Abort("only here"))
-    first.agree(0)
+    other.add_command(Abort("only here"))
+    first.next_entry(0)
     with pytest.raises(DistributedError, match=r"host 1 .* step 0: .*0 commands.*only here"):
-        other.agree(0)
+        other.next_entry(0)
 
 
 @pytest.mark.parametrize("when", ["later", "at the end"])
 def test_tokens_that_differ(hosts, when):
     first, other = hosts
     for log in hosts:
-        log.saw(StepPlan())
-        log.agree(0)
-    first.sampled([1, 2])
-    other.sampled([1, 3])
+        log.add_plan(StepPlan())
+        log.next_entry(0)
+    first.add_tokens([1, 2])
+    other.add_tokens([1, 3])
     with pytest.raises(DistributedError, match="digest"):
         if when == "at the end":
             first.end(checked=True)
-            other.agree(0)
+            other.next_entry(0)
         for _ in range(20):
-            first.agree(0)
-            other.agree(0)
+            first.next_entry(0)
+            other.next_entry(0)
 
 
 def test_a_step_that_only_host_0_read(hosts):
     first, other = hosts
     first.observe_step_time(100)
-    first.agree(0)
+    first.next_entry(0)
     with pytest.raises(DistributedError, match="host 0 has 1 steps read, this host has 0"):
-        other.agree(0)
+        other.next_entry(0)
 
 
 def test_the_end(hosts):
     first, other = hosts
     first.end(checked=True)
     first.end(checked=True)
-    entry, heard = other.agree(0, wait=True)
+    entry, heard = other.next_entry(0, wait=True)
     assert entry.last and other.ended and not heard

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from scripts import on_eight_devices
 
 from pallas_kernels.collective_matmul import (
-    DeviceRates,
+    CollectiveRates,
     all_gather_matmul,
     matmul_reduce_scatter,
     reference,
@@ -30,7 +30,7 @@ from pallas_kernels.quantized_matmul import reference as quantized_reference
 ROWS, COLUMNS = P("tensor"), P(None, "tensor")
 """Of a weight its outputs and inputs; of activations tokens and features."""
 
-ONE_WAY = DeviceRates(1.0, 1e15, 1e9, 0.0, both_ways=False)
+ONE_WAY = CollectiveRates(1.0, 1e15, 1e9, 0.0, both_ways=False)
 BOTH_WAYS = ONE_WAY._replace(both_ways=True)
 """Of devices that multiply once a second: always worth it."""
 
@@ -166,7 +166,7 @@ def test_a_packed_weight_is_never_unpacked_for_it():
 
 
 # Of the order of an accelerator's, and round: a product of 1e15 FLOP/s, memory of 1e12 bytes/s.
-ROUND = DeviceRates(1e15, 1e12, 1e11, 0.0, both_ways=False)
+ROUND = CollectiveRates(1e15, 1e12, 1e11, 0.0, both_ways=False)
 
 
 def gathers(rates, tokens, ranks=8, outputs=1000, inputs=4000, element_bytes=2):
@@ -208,7 +208,7 @@ def test_one_rank_has_nothing_to_hide():
 @settings(deadline=None)
 @given(
     rates=st.builds(
-        DeviceRates,
+        CollectiveRates,
         st.floats(1e12, 1e15),
         st.floats(1e11, 1e13),
         st.floats(1e9, 1e12),

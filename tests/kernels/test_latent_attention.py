@@ -62,13 +62,13 @@ def test_latents_are_written_and_copied_as_keys_are(dtype):
 
     layers = [written, LatentPages(k, VALUE_DIM)]
     ids = jnp.int32([4, 1])
-    images = gather_pages(layers, ids)
-    assert images.shape == (2, 2 * 4 * DIM)
+    rows = gather_pages(layers, ids)
+    assert rows.shape == (2, 2 * 4 * DIM)
     for layer, page in zip(layers, copy_pages(layers, ids, jnp.int32([1, 3])), strict=True):
         moved = np.array(layer.k)
         moved[[1, 3]] = moved[[4, 1]]
         np.testing.assert_array_equal(page.k, moved)
-    back = scatter_pages([LatentPages(jnp.zeros_like(k), VALUE_DIM)] * 2, ids, images)
+    back = scatter_pages([LatentPages(jnp.zeros_like(k), VALUE_DIM)] * 2, ids, rows)
     np.testing.assert_array_equal(back[0].k[ids], written.k[ids])
 
 

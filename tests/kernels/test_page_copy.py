@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from pallas_kernels.page_copy import (
     copy_pages,
     gather_pages,
-    image_dtype,
-    image_elements,
     reference,
+    row_dtype,
+    row_elements,
     scatter_pages,
     xla,
 )
@@ -27,7 +27,7 @@ PAGES, LAYERS, IDS = 7, 2, 4
 OUTSIDE = (-(2**31), -PAGES - 1, -PAGES, -1, PAGES, PAGES + 1, 2**31 - 1)
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8")
 SCALED = ("scaled int8", "scaled float8_e4m3fn")
-"""Elements with scales of another dtype: images of bytes."""
+"""Elements with scales of another dtype: rows of bytes."""
 
 sources = st.lists(
     st.one_of(st.integers(0, PAGES - 1), st.sampled_from(OUTSIDE)), min_size=IDS, max_size=IDS
@@ -105,8 +105,8 @@ class PageCopyContract:
     @given(page_ids=targets(), data=st.data())
     def test_scatter(self, page_ids, data):
         layers = pool(data.draw(st.sampled_from(self.dtypes)))
-        shape = (IDS, image_elements(layers))
-        staging = random_bits(shape, image_dtype(layers), np.random.default_rng(1))
+        shape = (IDS, row_elements(layers))
+        staging = random_bits(shape, row_dtype(layers), np.random.default_rng(1))
         written = self.run("scatter", layers, page_ids, staging)
         trash = int(np.sum(page_ids == 0) > 1)
         assert_same_pages(written, reference.scatter_pages(layers, page_ids, staging), trash)
@@ -129,7 +129,7 @@ class PageCopyContract:
                 assert_same_bits(np.asarray(new)[[2, 3, 4, 1]], old[ring])
                 assert_same_bits(np.asarray(new)[[0, 5, 6]], old[[0, 5, 6]])
 
-    def test_a_gathered_image_can_be_put_elsewhere(self):
+    def test_a_gathered_page_can_be_put_elsewhere(self):
         """Keys and values of all layers, padded at both ends with the trash page."""
         for dtype in self.dtypes:
             layers = pool(dtype)
@@ -162,13 +162,13 @@ class TestXla(PageCopyContract):
         pages = layout(dtype, num_pages=64, page_size=256)
         layers = [pages.shapes] * LAYERS
         pool_bytes = LAYERS * pages.num_pages * pages.page_bytes
-        image_bytes = LAYERS * pages.page_bytes
+        whole_page_bytes = LAYERS * pages.page_bytes
         ids = jax.ShapeDtypeStruct((IDS,), jnp.int32)
-        staging = jax.ShapeDtypeStruct((IDS, image_elements(layers)), pages.dtype)
+        staging = jax.ShapeDtypeStruct((IDS, row_elements(layers)), pages.dtype)
         for name, arguments in (("scatter", (ids, staging)), ("copy", (ids, ids))):
             memory = self.jitted(name).lower(layers, *arguments).compile().memory_analysis()
             assert memory.alias_size_in_bytes == pool_bytes
-            assert memory.temp_size_in_bytes < (IDS + 2) * image_bytes < pool_bytes
+            assert memory.temp_size_in_bytes < (IDS + 2) * whole_page_bytes < pool_bytes
 
 
 @settings(max_examples=40, deadline=None)
@@ -188,17 +188,17 @@ def test_array_by_array_means_the_same(source_ids, target_ids, dtype):
     assert_same_pages(written, reference.scatter_pages(layers, target_ids, expected), trash)
 
 
-def test_an_image_has_the_elements_of_one_page_of_every_layer():
-    assert image_elements([layout("float32").shapes] * 3) == 3 * 2 * (2 * 4 * 6)
+def test_a_row_has_the_elements_of_one_page_of_every_layer():
+    assert row_elements([layout("float32").shapes] * 3) == 3 * 2 * (2 * 4 * 6)
     scaled = [layout("scaled int8").shapes] * 3
-    assert image_dtype(scaled) == np.uint8
-    assert image_elements(scaled) == 3 * (2 * (2 * 4 * 6) + 2 * 2 * 6 * 4)
+    assert row_dtype(scaled) == np.uint8
+    assert row_elements(scaled) == 3 * (2 * (2 * 4 * 6) + 2 * 2 * 6 * 4)
 
 
 def test_what_does_not_fit_is_refused():
     layers = jax.tree.map(jnp.asarray, pool("float32"))
     ids = jnp.zeros(IDS, jnp.int32)
-    size = image_elements(layers)
+    size = row_elements(layers)
     with pytest.raises(ValueError, match=rf"shape \(3, {size}\); 4 page ids of 2 layers need"):
         scatter_pages(layers, ids, jnp.zeros((3, size)))
     with pytest.raises(ValueError, match="staging is float16; it must be float32"):

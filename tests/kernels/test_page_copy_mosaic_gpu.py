@@ -13,7 +13,7 @@ from test_page_copy import PAGES, assert_same_bits, assert_same_pages, layout, p
 
 from pallas_kernels.compat import GPU_KERNELS_WRITE_IN_PLACE
 from pallas_kernels.compat import gpu as compat
-from pallas_kernels.page_copy import image_elements, mosaic_gpu, reference
+from pallas_kernels.page_copy import mosaic_gpu, reference, row_elements
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.oldest_jax]
 
@@ -39,8 +39,8 @@ def run(function, *arguments):
         return jax.tree.map(np.asarray, program(*jax.tree.map(jnp.asarray, arguments)))
 
 
-def images(layers, count):
-    return random_bits((count, image_elements(layers)), layers[0].k.dtype, np.random.default_rng(1))
+def staged_rows(layers, count):
+    return random_bits((count, row_elements(layers)), layers[0].k.dtype, np.random.default_rng(1))
 
 
 KINDS = [
@@ -64,17 +64,17 @@ def test_gather(dtype, kind):
 @pytest.mark.parametrize(("dtype", "kind"), KINDS)
 def test_scatter(dtype, kind):
     layers = pool(dtype, **kind)
-    staging = images(layers, len(MIXED))
+    staging = staged_rows(layers, len(MIXED))
     written = run(mosaic_gpu.scatter_pages, layers, MIXED, staging)
     assert_same_pages(written, reference.scatter_pages(layers, MIXED, staging))
 
 
 @writes_in_place
 def test_places_are_used_again_only_when_stores_are_done():
-    """Dropped images between others: fewer stores than loads could be counted by."""
+    """Dropped rows between others: fewer stores than loads could be counted by."""
     layers = pool("bfloat16", **SEVERAL_SLABS)
     ids = np.int32([1, -1, 2, 3, -1, -1, 4, 5, 6])
-    staging = images(layers, len(ids))
+    staging = staged_rows(layers, len(ids))
     written = run(mosaic_gpu.scatter_pages, layers, ids, staging)
     assert_same_pages(written, reference.scatter_pages(layers, ids, staging))
 
@@ -105,7 +105,7 @@ def test_what_the_kernels_cannot_do_is_refused(layers, message):
 def test_writing_in_place_is_refused_by_versions_that_cannot():
     layers = [layout("float32", **ONE_SLAB).shapes]
     ids = jax.ShapeDtypeStruct((3,), jnp.int32)
-    staging = jax.ShapeDtypeStruct((3, image_elements(layers)), jnp.float32)
+    staging = jax.ShapeDtypeStruct((3, row_elements(layers)), jnp.float32)
     assert mosaic_gpu.unsupported(layers, ids) is None
     with pytest.raises(ValueError, match=r"write in place from 0\.11 on"):
         jax.eval_shape(mosaic_gpu.scatter_pages, layers, ids, staging)

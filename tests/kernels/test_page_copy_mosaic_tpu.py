@@ -25,7 +25,7 @@ from test_page_copy import (
 )
 
 from pallas_kernels.compat import tpu as compat
-from pallas_kernels.page_copy import image_elements, mosaic_tpu, reference
+from pallas_kernels.page_copy import mosaic_tpu, reference, row_elements
 
 pytestmark = pytest.mark.interpreted
 
@@ -51,7 +51,7 @@ IDS = np.int32([5, -1, 2, PAGES, 6, 0])
 def test_no_copy_races_with_another(dtype):
     layers = pool(dtype)
     staging = random_bits(
-        (len(IDS), image_elements(layers)), layers[0].k.dtype, np.random.default_rng(1)
+        (len(IDS), row_elements(layers)), layers[0].k.dtype, np.random.default_rng(1)
     )
     with compat.tpu_interpreter() as interpreter:
         arguments = jax.tree.map(jnp.asarray, (layers, IDS))

@@ -83,7 +83,7 @@ class World:
         self.transfer_worker = CrankedTransferWorker(
             self.stores,
             download=np.copy,
-            upload=lambda images: images.view(np.int64),
+            upload=lambda payload: payload.view(np.int64),
             page_bytes=page_bytes,
             clock=lambda: self.now_us,
             staging_buffers=staging_buffers,
@@ -350,11 +350,13 @@ class World:
         """Carries out what has been planned, in order; then everybody reads all he may."""
         operations = self.manager.operations()
         for load in operations.loads:
-            images = load.handle.consume()
-            self.device[load.target_pages] = images[: len(load.target_pages)]
+            payload = load.handle.consume()
+            self.device[load.target_pages] = payload[: len(load.target_pages)]
         for save in operations.saves:
-            staging = self.device[save.source_pages] if self.transfer_worker.reserve() else None
-            self.manager.begin(save, staging)
+            if self.transfer_worker.reserve():
+                self.manager.start_save(save, self.device[save.source_pages])
+            else:
+                self.manager.cancel_save(save)
         if operations.copies:
             sources, targets = zip(*operations.copies)
             self.device[list(targets)] = self.device[list(sources)]
@@ -372,8 +374,8 @@ class World:
                 read = self.device[table.pages].ravel()[start:stop].tolist()
                 assert read == self.contents(table.salt, sample.token_ids)[start:stop]
 
-    def check_images(self) -> None:
-        """Every image that the tree knows is that of its prefix, on the device and in the host's
+    def check_page_bytes(self) -> None:
+        """Every page that the tree knows is that of its prefix, on the device and in the host's
         memory. (On a disk it may have been changed; then its checksum says so.)"""
         assert all(node.attached for node in self.manager.tree._full.values())
         for node in self.manager.tree:
@@ -381,8 +383,8 @@ class World:
             if node.device is not None:
                 assert self.device[node.device, : node.num_tokens].tolist() == contents
             if Tier.HOST in node.lower:
-                (image,) = self.stores[Tier.HOST].read([node.lower[Tier.HOST]]).view(np.int64)
-                assert image[: node.num_tokens].tolist() == contents
+                (row,) = self.stores[Tier.HOST].read([node.lower[Tier.HOST]]).view(np.int64)
+                assert row[: node.num_tokens].tolist() == contents
 
     def contents(self, salt: bytes, token_ids: list[int]) -> list[int]:
         """What the KV of each of these tokens is, after all before it."""
@@ -419,7 +421,7 @@ class World:
             self.manager.unpin(group)
         self.settle()
         check_invariants(self.manager, [])
-        self.check_images()
+        self.check_page_bytes()
         pool, tree = self.manager.pool, self.manager.tree
         assert pool.num_used == 0
         assert pool.num_cached == self.manager.pool.num_cached

@@ -107,7 +107,7 @@ def drive(seed: int, num_operations: int, **fixed) -> World:
             world.do(operation, *(chooser.randrange(4096) for _ in range(NUM_CHOICES[operation])))
             if number % 32 == 0:
                 world.step()
-                world.check_images()
+                world.check_page_bytes()
         world.end()
     return world
 

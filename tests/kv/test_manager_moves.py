@@ -178,7 +178,7 @@ def test_what_is_being_fetched_does_not_give_way_to_what_is_saved(make):
     assert bench.manager.counters.lost_pages == 2
 
 
-def test_a_tail_whose_other_image_gives_way_still_goes_before_its_head(make):
+def test_a_tail_whose_other_copy_gives_way_still_goes_before_its_head(make):
     bench = make(host_pages=2)
     sample = swapped_out(bench, 8)
     bench.leave(bench.run(OTHER[:4]))
@@ -187,7 +187,7 @@ def test_a_tail_whose_other_image_gives_way_still_goes_before_its_head(make):
     head, tail = sample.table.nodes
     assert None not in (head.device, tail.device) and head.lower and tail.lower
     bench.leave(sample)
-    bench.manager.evict(1)  # That of the other, whose image takes the room of one of these.
+    bench.manager.evict(1)  # That of the other, whose copy takes the room of one of these.
     assert bool(head.lower) != bool(tail.lower)
     bench.settle()
     bench.manager.evict(1)

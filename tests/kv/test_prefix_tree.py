@@ -22,7 +22,7 @@ def tree():
 
 
 def add(tree: PrefixTree, parent: Node, *token_ids: int) -> Node:
-    """A child that has an image."""
+    """A child that has KV."""
     node = tree.add(parent, pack_tokens(list(token_ids)))
     node.lower[Tier.HOST] = 0
     return node
@@ -145,13 +145,13 @@ def test_closest_is_as_close_as_any_sibling(siblings, wanted):
 # What is given up
 
 
-def test_a_node_is_taken_out_when_it_has_no_image_and_no_descendant(tree):
+def test_a_node_is_taken_out_when_it_has_no_kv_and_no_descendant(tree):
     root = tree.root(b"")
     first = add(tree, root, 1, 2, 3, 4)
     second = add(tree, first, 5, 6, 7, 8)
     third = add(tree, second, 9)
     other = add(tree, first, 5, 6)
-    lose(tree, second)  # Its child still has an image.
+    lose(tree, second)  # Its child still has KV.
     assert second.attached and len(tree) == 4
     lose(tree, third)
     assert not third.attached and not second.attached
@@ -165,7 +165,7 @@ def test_a_node_is_taken_out_when_it_has_no_image_and_no_descendant(tree):
 
 
 @pytest.mark.parametrize("place", [Tier.HOST, Tier.DISK, *list(NodeState)[1:]])
-def test_a_node_with_an_image_anywhere_or_on_its_way_stays(tree, place):
+def test_a_node_with_kv_anywhere_or_on_its_way_stays(tree, place):
     node = tree.add(tree.root(b""), pack_tokens([1]))
     if isinstance(place, Tier):
         node.lower[place] = 0
@@ -206,7 +206,7 @@ def test_pages_whose_keys_collide_are_told_apart(tree, monkeypatch):
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """A tree of two salts against a dictionary of all prefixes that have an image."""
+    """A tree of two salts against a dictionary of all prefixes that have KV."""
 
     @initialize()
     def start(self) -> None:
@@ -251,7 +251,7 @@ class TreeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.nodes)
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
-        """A node loses its image; it is forgotten once those after it are."""
+        """A node loses its KV; it is forgotten once those after it are."""
         salt, token_ids = data.draw(st.sampled_from(sorted(self.nodes)))
         lose(self.tree, self.nodes[salt, token_ids])
         self.nodes = {key: node for key, node in self.nodes.items() if node.attached}
@@ -272,7 +272,7 @@ class TreeMachine(RuleBasedStateMachine):
                 assert self.tree.closest(parent, pack_tokens(page))[1] == 1
             else:
                 assert parent is node and before == token_ids
-            # A node stays for an image of its own or for the sake of those after it.
+            # A node stays for KV of its own or for the sake of those after it.
             assert node.lower or node.children
 
 

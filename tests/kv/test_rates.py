@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.kv.offload.rates import LinearCost, Rates, causal_pairs
+from jaxserve.core.steps.work import causal_pairs
+from jaxserve.kv.offload.rates import LinearCost, OffloadRates
 
 US_PER_TOKEN, US_PER_PAIR = 100.0, 0.02
 LATENCY_US, BYTES_PER_US = 300.0, 4_000.0
@@ -24,7 +25,7 @@ def true_move_us(num_bytes: int) -> float:
     return LATENCY_US + num_bytes / BYTES_PER_US
 
 
-def watch(rates: Rates, steps: int, *, noise=0.0, slowness=1.0, seed=0, contexts=(0, 8192)):
+def watch(rates: OffloadRates, steps: int, *, noise=0.0, slowness=1.0, seed=0, contexts=(0, 8192)):
     """Reports `steps` prefill steps of up to 512 tokens, with log-normal noise."""
     rng = random.Random(seed)
     for _ in range(steps):
@@ -34,7 +35,7 @@ def watch(rates: Rates, steps: int, *, noise=0.0, slowness=1.0, seed=0, contexts
         rates.prefilled(stop - start, causal_pairs(start, stop), round(us))
 
 
-def watch_moves(rates: Rates, moves: int, *, noise=0.0, slowness=1.0, seed=0):
+def watch_moves(rates: OffloadRates, moves: int, *, noise=0.0, slowness=1.0, seed=0):
     """Reports `moves` moves of 64 KiB to 16 MiB each way."""
     rng = random.Random(seed)
     for _ in range(moves):
@@ -44,7 +45,7 @@ def watch_moves(rates: Rates, moves: int, *, noise=0.0, slowness=1.0, seed=0):
             rates.moved(*direction, num_bytes, round(us))
 
 
-def worst_error(rates: Rates, slowness=1.0) -> float:
+def worst_error(rates: OffloadRates, slowness=1.0) -> float:
     """The largest relative error of a prediction for a whole prompt."""
     return max(
         abs(rates.prefill_us(0, stop) / (slowness * true_prefill_us(0, stop)) - 1)
@@ -68,7 +69,7 @@ def test_pairs_are_counted_one_by_one_and_do_not_depend_on_the_cut(start, sizes)
 
 
 def test_nothing_is_known_before_the_first_observation():
-    rates = Rates()
+    rates = OffloadRates()
     assert rates.prefill_us(0, 1) is None
     assert rates.move_us("device", "host", 1) is None
     assert rates.prefill_tokens_per_s() is None
@@ -78,13 +79,13 @@ def test_nothing_is_known_before_the_first_observation():
 
 
 def test_nothing_to_do_takes_no_time_known_or_not():
-    rates = Rates()
+    rates = OffloadRates()
     assert rates.prefill_us(7, 7) == 0
     assert rates.move_us("device", "host", 0) == 0
 
 
 def test_one_observation_predicts_itself_and_puts_its_cost_on_tokens_and_bytes():
-    rates = Rates()
+    rates = OffloadRates()
     rates.prefilled(100, causal_pairs(0, 100), 5000)
     rates.moved("device", "host", 1000, 500)
     assert rates.prefill_us(0, 100) == 5000
@@ -95,7 +96,7 @@ def test_one_observation_predicts_itself_and_puts_its_cost_on_tokens_and_bytes()
 
 
 def test_exact_steps_give_both_costs_back():
-    rates = Rates()
+    rates = OffloadRates()
     watch(rates, 300)
     assert worst_error(rates) < 0.005
     assert rates.prefill_us(4096, 4608) == pytest.approx(true_prefill_us(4096, 4608), rel=0.005)
@@ -103,7 +104,7 @@ def test_exact_steps_give_both_costs_back():
 
 
 def test_exact_moves_give_latency_and_rate_back():
-    rates = Rates()
+    rates = OffloadRates()
     watch_moves(rates, 100)
     assert rates.move_us("device", "host", 1) == pytest.approx(LATENCY_US, rel=0.01)
     assert rates.bytes_per_s("host", "device") == pytest.approx(1e6 * BYTES_PER_US, rel=0.01)
@@ -111,7 +112,7 @@ def test_exact_moves_give_latency_and_rate_back():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_noisy_data_give_predictions_within_a_tenth(seed):
-    rates = Rates()
+    rates = OffloadRates()
     watch(rates, 200, noise=0.1, seed=seed)
     watch_moves(rates, 200, noise=0.1, seed=seed)
     assert worst_error(rates) < 0.1
@@ -121,7 +122,7 @@ def test_noisy_data_give_predictions_within_a_tenth(seed):
 
 
 def test_directions_are_learnt_apart():
-    rates = Rates()
+    rates = OffloadRates()
     for num_bytes in (10_000, 20_000, 40_000) * 20:
         rates.moved("host", "disk", num_bytes, num_bytes // 100)
         rates.moved("disk", "host", num_bytes, num_bytes // 10)
@@ -133,7 +134,7 @@ def test_directions_are_learnt_apart():
 
 
 def test_while_steps_are_all_alike_speed_is_followed_and_the_split_kept():
-    rates = Rates()
+    rates = OffloadRates()
     watch(rates, 100)
     for slowness, steps in ((1, 300), (3, 100), (1, 100)):
         for _ in range(steps):
@@ -143,7 +144,7 @@ def test_while_steps_are_all_alike_speed_is_followed_and_the_split_kept():
 
 
 def test_a_cost_that_does_not_depend_on_size_has_no_rate_and_no_negative_one():
-    rates = Rates()
+    rates = OffloadRates()
     for num_bytes in (1000, 2000, 4000, 8000) * 50:
         rates.moved("device", "host", num_bytes, 1000 - num_bytes // 100)
     assert rates.bytes_per_s("device", "host") is None
@@ -153,11 +154,11 @@ def test_a_cost_that_does_not_depend_on_size_has_no_rate_and_no_negative_one():
 @pytest.mark.parametrize(("tokens", "pairs"), [(0, 1), (1, 0), (-1, 1)])
 def test_an_empty_step_is_refused(tokens, pairs):
     with pytest.raises(ValueError, match=rf"\({tokens}, {pairs}\)"):
-        Rates().prefilled(tokens, pairs, 10)
+        OffloadRates().prefilled(tokens, pairs, 10)
 
 
 def test_an_empty_move_is_refused_and_leaves_no_trace():
-    rates = Rates()
+    rates = OffloadRates()
     with pytest.raises(ValueError, match="at least 1"):
         rates.moved("device", "host", 0, 10)
     assert rates.move_us("device", "host", 1) is None
@@ -168,7 +169,7 @@ def test_an_empty_move_is_refused_and_leaves_no_trace():
 
 @pytest.mark.parametrize("factor", [10, 1000])
 def test_a_slow_first_step_is_forgotten_within_a_few(factor):
-    rates = Rates()
+    rates = OffloadRates()
     rates.prefilled(128, causal_pairs(0, 128), round(factor * true_prefill_us(0, 128)))
     watch(rates, 30)
     assert worst_error(rates) < 0.1
@@ -176,7 +177,7 @@ def test_a_slow_first_step_is_forgotten_within_a_few(factor):
 
 @pytest.mark.parametrize(("factor", "bound"), [(1000, 0.12), (5, 0.12), (0.0, 0.2)])
 def test_one_outlier_among_good_steps_does_little(factor, bound):
-    rates = Rates()
+    rates = OffloadRates()
     watch(rates, 100)
     rates.prefilled(256, causal_pairs(0, 256), round(factor * true_prefill_us(0, 256)))
     assert worst_error(rates) < bound
@@ -186,7 +187,7 @@ def test_one_outlier_among_good_steps_does_little(factor, bound):
 
 @pytest.mark.parametrize("slowness", [0.1, 0.5, 2.0, 10.0])
 def test_a_changed_machine_is_followed_within_some_tens_of_observations(slowness):
-    rates = Rates()
+    rates = OffloadRates()
     watch(rates, 100)
     watch_moves(rates, 100)
     watch(rates, 60, slowness=slowness, seed=1)
@@ -219,7 +220,7 @@ def test_coefficients_are_finite_and_never_negative(observations):
 def test_exact_data_seen_often_are_predicted_whatever_the_costs_and_sizes(
     per_token, per_pair, chunks
 ):
-    rates = Rates()
+    rates = OffloadRates()
     for _ in range(100):
         for start, size in chunks:
             pairs = causal_pairs(start, start + size)
@@ -237,7 +238,7 @@ def both_ways(num_bytes: int):
 
 
 def test_unknown_moves_are_not_tried_and_an_unknown_prefill_is_not_repeated():
-    rates = Rates()
+    rates = OffloadRates()
     assert not rates.prefers_swap(0, 100, both_ways(1000))
     rates.moved("device", "host", 1000, 10)
     assert not rates.prefers_swap(0, 100, both_ways(1000))  # The rate of the way back is unknown.
@@ -248,14 +249,14 @@ def test_unknown_moves_are_not_tried_and_an_unknown_prefill_is_not_repeated():
 
 
 def test_what_lies_in_the_tier_already_need_not_be_moved_there():
-    rates = Rates()
+    rates = OffloadRates()
     rates.moved("host", "device", 1000, 10)
     rates.prefilled(100, causal_pairs(0, 100), 11)
     assert rates.prefers_swap(0, 100, [("device", "host", 0), ("host", "device", 1000)])
 
 
 def test_equal_costs_are_recomputed():
-    rates = Rates()
+    rates = OffloadRates()
     rates.moved("host", "device", 1000, 10)
     rates.prefilled(100, causal_pairs(0, 100), 10)
     assert not rates.prefers_swap(0, 100, [("host", "device", 1000)])
@@ -265,7 +266,7 @@ def test_equal_costs_are_recomputed():
 @pytest.mark.parametrize("bytes_per_token", [10_000, 100_000, 190_000, 250_000, 1_000_000])
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_the_choice_costs_at_most_a_tenth_more_than_the_better_one(bytes_per_token, noise):
-    rates = Rates()
+    rates = OffloadRates()
     watch(rates, 200, noise=noise)
     watch_moves(rates, 200, noise=noise)
     chosen = set()

@@ -39,7 +39,7 @@ def disk(tmp_path):
         yield opened
 
 
-def images_of(count: int, seed: int = 0) -> np.ndarray:
+def payload_of(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, PAGE_BYTES), np.uint8)
 
 
@@ -63,33 +63,33 @@ def test_reads_what_was_written_last(kind, tmp_path, writes, padding):
     model = {}
     with contextlib.closing(open_store(kind, tmp_path)) as store:
         for number, pages in enumerate(writes):
-            images = images_of(len(pages) + padding, seed=number)
-            store.write(pages, images)
-            model.update(zip(pages, images))
+            payload = payload_of(len(pages) + padding, seed=number)
+            store.write(pages, payload)
+            model.update(zip(pages, payload))
         pages = sorted(model, key=lambda page: model[page].tobytes())  # any order
         np.testing.assert_array_equal(store.read(pages), [model[page] for page in pages])
 
 
-def test_images_of_any_shape_and_dtype(store):
-    images = np.arange(3 * 48).reshape(3, 2, 4, 6).astype(ml_dtypes.bfloat16)
-    store.write([7, 2], images)
+def test_payload_of_any_shape_and_dtype(store):
+    payload = np.arange(3 * 48).reshape(3, 2, 4, 6).astype(ml_dtypes.bfloat16)
+    store.write([7, 2], payload)
     read = store.read([2, 7])
     assert read.dtype == np.uint8 and read.shape == (2, PAGE_BYTES)
     np.testing.assert_array_equal(
-        read.view(ml_dtypes.bfloat16).reshape(2, 2, 4, 6), images[[1, 0]], strict=True
+        read.view(ml_dtypes.bfloat16).reshape(2, 2, 4, 6), payload[[1, 0]], strict=True
     )
 
 
 def test_a_copy_for_each_run(store):
     pages = [3, 4, 5, 9, 8, 1, 2]
-    store.write(pages, images_of(len(pages)))
+    store.write(pages, payload_of(len(pages)))
     assert store.num_copies == 4
     store.read([1, 2, 3, 4, 5])
     assert store.num_copies == 5
 
 
 def test_what_is_read_is_the_callers_own(store):
-    before, after = images_of(1, seed=1), images_of(1, seed=2)
+    before, after = payload_of(1, seed=1), payload_of(1, seed=2)
     store.write([0], before)
     read = store.read([0])
     store.write([0], after)
@@ -99,24 +99,24 @@ def test_what_is_read_is_the_callers_own(store):
 
 
 def test_no_pages_are_no_copies(store):
-    store.write([], images_of(1))
+    store.write([], payload_of(1))
     assert store.read([]).shape == (0, PAGE_BYTES)
     assert store.num_copies == 0
 
 
 @pytest.mark.parametrize("page", [-1, NUM_PAGES])
 def test_a_page_outside_is_refused_and_nothing_changes(store, page):
-    images = images_of(2)
-    store.write([0], images)
+    payload = payload_of(2)
+    store.write([0], payload)
     with pytest.raises(IndexError, match=f"page {page} is not in 0 .. {NUM_PAGES - 1}"):
-        store.write([0, page], images[::-1].copy())
+        store.write([0, page], payload[::-1].copy())
     with pytest.raises(IndexError):
         store.read([page])
-    np.testing.assert_array_equal(store.read([0]), images[:1])
+    np.testing.assert_array_equal(store.read([0]), payload[:1])
 
 
 @pytest.mark.parametrize(
-    "images",
+    "payload",
     [
         np.zeros((2, PAGE_BYTES - 1), np.uint8),
         np.zeros((2, PAGE_BYTES), np.uint16),
@@ -125,9 +125,9 @@ def test_a_page_outside_is_refused_and_nothing_changes(store, page):
     ],
     ids=["narrow", "wide", "too few", "strided"],
 )
-def test_images_that_do_not_fit_are_refused(store, images):
+def test_a_payload_that_does_not_fit_is_refused(store, payload):
     with pytest.raises(ValueError, match="at least 2 rows of 96 bytes"):
-        store.write([0, 1], images)
+        store.write([0, 1], payload)
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
@@ -145,7 +145,7 @@ def test_a_budget_beyond_the_machine_is_refused(kind, tmp_path, num_pages):
 
 
 def test_closed_once_or_twice(store):
-    store.write([0], images_of(1))
+    store.write([0], payload_of(1))
     store.close()
     store.close()
     with pytest.raises(ValueError, match="closed"):
@@ -177,25 +177,25 @@ def test_the_file_has_no_name_and_grows_as_written(tmp_path):
         assert not os.listdir(tmp_path)
 
 
-def test_a_page_never_written_is_no_image(disk):
-    disk.write([3], images_of(1))
+def test_a_page_never_written_holds_no_kv(disk):
+    disk.write([3], payload_of(1))
     with pytest.raises(PageCorruptError, match="pages 2, 4 ") as caught:
         disk.read([2, 3, 4])
     assert caught.value.pages == (2, 4)
 
 
 def test_a_changed_byte_is_noticed_until_the_page_is_written_again(disk):
-    images = images_of(4)
-    disk.write([4, 5, 6, 7], images)
-    changed = bytes([images[2, 10] ^ 1])
+    payload = payload_of(4)
+    disk.write([4, 5, 6, 7], payload)
+    changed = bytes([payload[2, 10] ^ 1])
     os.pwrite(disk._file.fileno(), changed, 6 * PAGE_BYTES + 10)
     for _ in range(2):
         with pytest.raises(PageCorruptError) as caught:
             disk.read([7, 6, 5, 4])
         assert caught.value.pages == (6,)
-    np.testing.assert_array_equal(disk.read([4, 5, 7]), images[[0, 1, 3]])
-    disk.write([6], images[:1])
-    np.testing.assert_array_equal(disk.read([6]), images[:1])
+    np.testing.assert_array_equal(disk.read([4, 5, 7]), payload[[0, 1, 3]])
+    disk.write([6], payload[:1])
+    np.testing.assert_array_equal(disk.read([6]), payload[:1])
 
 
 def test_a_disk_that_fills_in_the_middle_of_a_write():
@@ -207,14 +207,14 @@ def test_a_disk_that_fills_in_the_middle_of_a_write():
 
         PAGE = 4096
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        images = np.random.default_rng(0).integers(0, 256, (8, PAGE), np.uint8)
+        payload = np.random.default_rng(0).integers(0, 256, (8, PAGE), np.uint8)
         with tempfile.TemporaryDirectory() as directory:
             disk = DiskStore(directory, 8, PAGE)
-            disk.write([1, 2, 3, 4, 5, 6], images)
+            disk.write([1, 2, 3, 4, 5, 6], payload)
             _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (5 * PAGE + 100, hard))
             try:
-                disk.write([0, 3, 4, 5, 6], images)
+                disk.write([0, 3, 4, 5, 6], payload)
             except OSError as error:
                 assert error.errno == errno.EFBIG, error
             else:
@@ -226,12 +226,12 @@ def test_a_disk_that_fills_in_the_middle_of_a_write():
                 assert error.pages == (0, 3, 4, 5, 6), error
             else:
                 raise AssertionError("a page half written was read")
-            assert (disk.read([1, 2]) == images[:2]).all()
-            disk.write([3, 4], images[4:])
-            assert (disk.read([3, 4]) == images[4:6]).all()
+            assert (disk.read([1, 2]) == payload[:2]).all()
+            disk.write([3, 4], payload[4:])
+            assert (disk.read([3, 4]) == payload[4:6]).all()
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-            disk.write([5, 6], images)
-            assert (disk.read([5, 6]) == images[:2]).all()
+            disk.write([5, 6], payload)
+            assert (disk.read([5, 6]) == payload[:2]).all()
             disk.close()
     """
     run_script(script, timeout_s=60)

@@ -50,10 +50,10 @@ class Link:
         self._pass(self.download_gate)
         return staging.copy()
 
-    def upload(self, images: np.ndarray) -> np.ndarray:
+    def upload(self, payload: np.ndarray) -> np.ndarray:
         self.uploading.set()
         self._pass(self.upload_gate)
-        return padded(images)
+        return padded(payload)
 
     def _pass(self, gate: threading.Event) -> None:
         assert gate.wait(LONG_US / 1e6)
@@ -61,15 +61,15 @@ class Link:
             raise self.failure
 
 
-def padded(images: np.ndarray) -> np.ndarray:
-    """Images and rows of rubbish up to a power of two, as a program of fixed shapes has them."""
-    rows = 1 << (len(images) - 1).bit_length()
+def padded(payload: np.ndarray) -> np.ndarray:
+    """Pages and rows of rubbish up to a power of two, as a program of fixed shapes has them."""
+    rows = 1 << (len(payload) - 1).bit_length()
     staging = np.full((rows, PAGE_BYTES), 0xAB, np.uint8)
-    staging[: len(images)] = images
+    staging[: len(payload)] = payload
     return staging
 
 
-def images_of(count: int, seed: int = 0) -> np.ndarray:
+def payload_of(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, PAGE_BYTES), np.uint8)
 
 
@@ -102,10 +102,12 @@ class Bench:
         """Moves that have not ended."""
         return self.transfer_worker._num_pending
 
-    def save(self, images: np.ndarray, pages: list[int], target: Tier = HOST) -> TransferHandle:
-        """Moves images away from the device."""
+    def save(self, payload: np.ndarray, pages: list[int], target: Tier = HOST) -> TransferHandle:
+        """Moves page bytes away from the device."""
         assert self.transfer_worker.reserve(LONG_US)
-        return self.transfer_worker.move(DEVICE, range(len(images)), target, pages, padded(images))
+        return self.transfer_worker.move(
+            DEVICE, range(len(payload)), target, pages, padded(payload)
+        )
 
     def fetch(self, pages: list[int], source: Tier = HOST) -> TransferHandle:
         return self.transfer_worker.move(source, pages, DEVICE, range(len(pages)))
@@ -145,10 +147,10 @@ def eventually(condition: Callable[[], bool]) -> bool:
 
 
 def test_a_round_trip_through_all_tiers(bench):
-    images = images_of(3)
+    payload = payload_of(3)
     handles = []
     for move in (
-        lambda: bench.save(images, [5, 6, 1]),
+        lambda: bench.save(payload, [5, 6, 1]),
         lambda: bench.transfer_worker.move(HOST, [5, 6, 1], DISK, [0, 1, 2]),
         lambda: bench.transfer_worker.move(DISK, [2, 0], HOST, [7, 3]),
         lambda: bench.fetch([3, 6, 7]),
@@ -160,12 +162,12 @@ def test_a_round_trip_through_all_tiers(bench):
         assert handle.state is TransferState.LANDED
     assert [handle.num_bytes for handle in handles] == [192, 192, 128, 192]
     staged = handles[-1].consume()
-    np.testing.assert_array_equal(staged[:3], images[[0, 1, 2]])
+    np.testing.assert_array_equal(staged[:3], payload[[0, 1, 2]])
     assert len(staged) == 4  # padded by upload
 
 
 def test_times_and_the_order_of_ending(bench):
-    handles = [bench.save(images_of(1), [page]) for page in range(6)]
+    handles = [bench.save(payload_of(1), [page]) for page in range(6)]
     assert bench.drain() == handles
     times = [time_us for t in handles for time_us in (t.begun_us, t.ended_us)]
     assert times == sorted(times)  # begun when taken up, not when asked for
@@ -179,7 +181,7 @@ def test_wait_is_over_at_once_when_nothing_is_pending(bench):
 
 def test_wait_gives_up_in_time(bench):
     bench.link.download_gate.clear()
-    handle = bench.save(images_of(1), [0])
+    handle = bench.save(payload_of(1), [0])
     assert not bench.transfer_worker.wait(1000)
     assert handle.state is TransferState.PENDING and bench.num_pending == 1
     bench.link.download_gate.set()
@@ -189,15 +191,15 @@ def test_wait_gives_up_in_time(bench):
 
 
 def test_fetches_do_not_wait_behind_a_slow_download(bench):
-    images = images_of(2)
-    bench.host.write([2, 3], images)
+    payload = payload_of(2)
+    bench.host.write([2, 3], payload)
     bench.link.download_gate.clear()
-    slow = bench.save(images_of(1, seed=1), [0])
+    slow = bench.save(payload_of(1, seed=1), [0])
     assert bench.link.downloading.wait(LONG_US / 1e6)
     fetch = bench.fetch([3, 2])
     assert bench.transfer_worker.wait(LONG_US)
     assert bench.transfer_worker.ended() == [fetch]
-    np.testing.assert_array_equal(fetch.consume(), images[::-1])
+    np.testing.assert_array_equal(fetch.consume(), payload[::-1])
     assert slow.state is TransferState.PENDING
     bench.link.download_gate.set()
     assert bench.drain() == [slow]
@@ -205,9 +207,9 @@ def test_fetches_do_not_wait_behind_a_slow_download(bench):
 
 @pytest.mark.parametrize("direction", ["up", "down"])
 def test_a_failing_link_fails_its_ticket_only(bench, direction):
-    images = images_of(2)
-    bench.host.write([0, 1], images)
-    move = {"up": lambda: bench.fetch([0, 1]), "down": lambda: bench.save(images, [4, 5])}[
+    payload = payload_of(2)
+    bench.host.write([0, 1], payload)
+    move = {"up": lambda: bench.fetch([0, 1]), "down": lambda: bench.save(payload, [4, 5])}[
         direction
     ]
     bench.link.failure = RuntimeError("the link is down")
@@ -221,15 +223,15 @@ def test_a_failing_link_fails_its_ticket_only(bench, direction):
     assert bench.drain() == [landed] and landed.state is TransferState.LANDED
     if direction == "up":
         landed.consume()
-    np.testing.assert_array_equal(bench.host.read([0, 1]), images)
+    np.testing.assert_array_equal(bench.host.read([0, 1]), payload)
     assert bench.num_free_buffers() == 2
 
 
 def test_a_corrupt_page_fails_the_fetch_and_stages_nothing(bench):
-    images = images_of(3)
-    bench.save(images, [0, 1, 2], DISK)
+    payload = payload_of(3)
+    bench.save(payload, [0, 1, 2], DISK)
     bench.drain()
-    os.pwrite(bench.disk._file.fileno(), bytes([images[1, 0] ^ 1]), PAGE_BYTES)
+    os.pwrite(bench.disk._file.fileno(), bytes([payload[1, 0] ^ 1]), PAGE_BYTES)
     corrupt = bench.fetch([0, 1, 2], DISK)
     onward = bench.transfer_worker.move(DISK, [1], HOST, [1])
     bench.drain()
@@ -238,7 +240,7 @@ def test_a_corrupt_page_fails_the_fetch_and_stages_nothing(bench):
         assert handle.error.startswith("PageCorruptError: pages 1 ")
     whole = bench.fetch([0, 2], DISK)
     bench.drain()
-    np.testing.assert_array_equal(whole.consume(), images[[0, 2]])
+    np.testing.assert_array_equal(whole.consume(), payload[[0, 2]])
     assert bench.num_free_buffers() == 2
 
 
@@ -252,13 +254,13 @@ def test_a_full_disk_fails_the_move_and_the_next_one_lands():
 
         PAGE = 4096
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        images = np.random.default_rng(0).integers(0, 256, (4, PAGE), np.uint8)
+        payload = np.random.default_rng(0).integers(0, 256, (4, PAGE), np.uint8)
         with tempfile.TemporaryDirectory() as directory:
             stores = {Tier.HOST: HostStore(4, PAGE), Tier.DISK: DiskStore(directory, 4, PAGE)}
             worker = TransferWorker(
                 stores, download=None, upload=np.copy, page_bytes=PAGE, clock=lambda: 0
             )
-            stores[Tier.HOST].write([0, 1, 2, 3], images)
+            stores[Tier.HOST].write([0, 1, 2, 3], payload)
             _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE + 1, hard))
             full = worker.move(Tier.HOST, [0, 1, 2], Tier.DISK, [0, 1, 2])
@@ -268,20 +270,20 @@ def test_a_full_disk_fails_the_move_and_the_next_one_lands():
                 worker.ended()
             assert full.state == "failed" and full.error.startswith("OSError: [Errno 27]"), full
             assert small.state == "landed", small
-            assert (stores[Tier.DISK].read([0]) == images[3]).all()
-            assert (stores[Tier.HOST].read([0, 1, 2, 3]) == images).all()
+            assert (stores[Tier.DISK].read([0]) == payload[3]).all()
+            assert (stores[Tier.HOST].read([0, 1, 2, 3]) == payload).all()
             worker.close()
     """
     run_script(script, timeout_s=60)
 
 
 def test_abandoned_before_it_began_it_ends_at_once(bench):
-    before = images_of(1, seed=1)
+    before = payload_of(1, seed=1)
     bench.host.write([1], before)
     bench.link.download_gate.clear()
-    running = bench.save(images_of(1), [0])
+    running = bench.save(payload_of(1), [0])
     assert bench.link.downloading.wait(LONG_US / 1e6)
-    waiting = bench.save(images_of(1), [1])
+    waiting = bench.save(payload_of(1), [1])
     waiting.abandon()
     assert waiting.state is TransferState.ABANDONED
     assert bench.transfer_worker.ended() == [waiting]
@@ -293,10 +295,10 @@ def test_abandoned_before_it_began_it_ends_at_once(bench):
 
 
 def test_abandoned_while_downloading_it_ends_when_the_thread_lets_go(bench):
-    before = images_of(1, seed=1)
+    before = payload_of(1, seed=1)
     bench.host.write([0], before)
     bench.link.download_gate.clear()
-    handle = bench.save(images_of(1), [0])
+    handle = bench.save(payload_of(1), [0])
     assert bench.link.downloading.wait(LONG_US / 1e6)
     handle.abandon()
     handle.abandon()
@@ -308,7 +310,7 @@ def test_abandoned_while_downloading_it_ends_when_the_thread_lets_go(bench):
 
 
 def test_abandoned_while_uploading_it_stages_nothing(bench):
-    bench.host.write([0], images_of(1))
+    bench.host.write([0], payload_of(1))
     bench.link.upload_gate.clear()
     handle = bench.fetch([0])
     assert bench.link.uploading.wait(LONG_US / 1e6)
@@ -322,7 +324,7 @@ def test_abandoned_while_uploading_it_stages_nothing(bench):
 
 def test_abandoned_when_it_failed_it_is_still_a_failure(bench):
     bench.link.download_gate.clear()
-    handle = bench.save(images_of(1), [0])
+    handle = bench.save(payload_of(1), [0])
     assert bench.link.downloading.wait(LONG_US / 1e6)
     handle.abandon()
     bench.link.failure = RuntimeError("the link is down")
@@ -331,7 +333,7 @@ def test_abandoned_when_it_failed_it_is_still_a_failure(bench):
 
 
 def test_abandoned_after_it_landed_it_gives_up_what_it_staged(bench):
-    bench.host.write([0], images_of(1))
+    bench.host.write([0], payload_of(1))
     handle = bench.fetch([0])
     assert bench.drain() == [handle]
     handle.abandon()
@@ -344,7 +346,7 @@ def test_abandoned_after_it_landed_it_gives_up_what_it_staged(bench):
 
 
 def test_consumed_once(bench):
-    bench.host.write([0], images_of(1))
+    bench.host.write([0], payload_of(1))
     bench.link.upload_gate.clear()
     handle = bench.fetch([0])
     with pytest.raises(MoveError, match="pending"):
@@ -359,7 +361,7 @@ def test_consumed_once(bench):
 
 def test_the_copier_keeps_no_staging_array_alive(bench):
     """A device array that somebody forgot to let go of is device memory lost."""
-    staging = padded(images_of(2))
+    staging = padded(payload_of(2))
     gathered = weakref.ref(staging)
     assert bench.transfer_worker.reserve()
     bench.transfer_worker.move(DEVICE, [0, 1], HOST, [0, 1], staging)
@@ -376,33 +378,35 @@ def test_the_copier_keeps_no_staging_array_alive(bench):
 
 def test_reserved_buffers_run_out_and_come_back(bench):
     bench.link.download_gate.clear()
-    handles = [bench.save(images_of(1), [page]) for page in (0, 1)]
+    handles = [bench.save(payload_of(1), [page]) for page in (0, 1)]
     assert not bench.transfer_worker.reserve() and not bench.transfer_worker.reserve(1000)
     opener = threading.Timer(0.05, bench.link.download_gate.set)
     opener.start()
     assert bench.transfer_worker.reserve(LONG_US)
     opener.join()
-    assert bench.transfer_worker.move(DEVICE, [0], HOST, [2], padded(images_of(1))) in bench.drain()
+    assert (
+        bench.transfer_worker.move(DEVICE, [0], HOST, [2], padded(payload_of(1))) in bench.drain()
+    )
     assert all(handle.state is TransferState.LANDED for handle in handles)
     assert bench.num_free_buffers() == 2
 
 
 def test_fetches_wait_for_staging_to_be_consumed(bench):
-    images = images_of(5)
-    bench.host.write(range(5), images)
+    payload = payload_of(5)
+    bench.host.write(range(5), payload)
     handles = [bench.fetch([page]) for page in range(5)]
     for handle, left in zip(handles, (3, 2, 1, 0, 0)):
         assert eventually(lambda left=left: bench.num_pending == left)
         time.sleep(0.005)  # time enough for a thread that took one too many
         assert bench.num_pending == left
         page = handle.source_pages[0]
-        np.testing.assert_array_equal(handle.consume(), images[page : page + 1])
+        np.testing.assert_array_equal(handle.consume(), payload[page : page + 1])
     assert bench.transfer_worker.ended() == handles
     assert bench.num_free_buffers() == 2
 
 
 def test_a_fetch_that_waits_for_a_buffer_can_be_abandoned(bench):
-    bench.host.write([0], images_of(1))
+    bench.host.write([0], payload_of(1))
     staged = [bench.fetch([0]) for _ in range(2)]
     waiting = bench.fetch([0])
     assert eventually(lambda: bench.num_pending == 1)
@@ -412,12 +416,12 @@ def test_a_fetch_that_waits_for_a_buffer_can_be_abandoned(bench):
 
 
 def test_close_finishes_transfers_in_flight_and_fails_the_rest(bench):
-    images = images_of(1)
-    bench.host.write([4], images)
+    payload = payload_of(1)
+    bench.host.write([4], payload)
     bench.link.download_gate.clear()
-    running = bench.save(images, [0])
+    running = bench.save(payload, [0])
     assert bench.link.downloading.wait(LONG_US / 1e6)
-    waiting = [bench.save(images, [1]), bench.transfer_worker.move(HOST, [4], DISK, [0])]
+    waiting = [bench.save(payload, [1]), bench.transfer_worker.move(HOST, [4], DISK, [0])]
     closer = threading.Thread(target=bench.transfer_worker.close)
     closer.start()
     assert eventually(lambda: bench.num_pending == 1)
@@ -429,14 +433,14 @@ def test_close_finishes_transfers_in_flight_and_fails_the_rest(bench):
     bench.transfer_worker.close()
     assert bench.transfer_worker.ended() == [*waiting, running]
     assert running.state is TransferState.LANDED
-    np.testing.assert_array_equal(bench.host.read([0]), images)
+    np.testing.assert_array_equal(bench.host.read([0]), payload)
     assert not any(thread.is_alive() for thread in bench.transfer_worker._threads)
     with pytest.raises(EngineClosedError):
         bench.fetch([0])
 
 
 def test_close_while_fetches_wait_for_a_buffer(bench):
-    bench.host.write([0], images_of(1))
+    bench.host.write([0], payload_of(1))
     handles = [bench.fetch([0]) for _ in range(4)]
     assert eventually(lambda: bench.num_pending == 2)
     bench.transfer_worker.close()
@@ -447,7 +451,7 @@ def test_close_while_fetches_wait_for_a_buffer(bench):
 
 
 def test_moves_that_make_no_sense_are_refused(bench):
-    staging = padded(images_of(1))
+    staging = padded(payload_of(1))
     move = bench.transfer_worker.move
     for arguments, message in (
         ((DEVICE, [0], DEVICE, [1], staging), "within the device"),
@@ -508,9 +512,9 @@ class MovesMachine(RuleBasedStateMachine):
     def compute(self, pages: set[int], seed: int) -> None:
         """The device writes pages."""
         free = sorted({(DEVICE, page) for page in pages} - self.busy(), key=lambda key: key[1])
-        for key, image in zip(free, images_of(len(free), seed)):
-            self.device[key[1]] = image
-            self.model[key] = image.tobytes()
+        for key, row in zip(free, payload_of(len(free), seed)):
+            self.device[key[1]] = row
+            self.model[key] = row.tobytes()
 
     @precondition(lambda self: self.model)
     @rule(
@@ -538,11 +542,11 @@ class MovesMachine(RuleBasedStateMachine):
                 self.settle()  # they may hold every buffer until somebody consumes them
             assert self.bench.transfer_worker.reserve(LONG_US)
             staging = padded(self.device[sources])
-        images = [self.model[source, page] for page in sources]
+        payload = [self.model[source, page] for page in sources]
         for page in targets:
             self.model.pop((target, page), None)
         self.moving[self.bench.transfer_worker.move(source, sources, target, targets, staging)] = (
-            images
+            payload
         )
 
     @precondition(lambda self: self.moving)
@@ -557,7 +561,7 @@ class MovesMachine(RuleBasedStateMachine):
         while self.moving:
             assert self.bench.transfer_worker.wait(LONG_US)
             for handle in self.bench.transfer_worker.ended():
-                images = self.moving.pop(handle)
+                payload = self.moving.pop(handle)
                 assert handle.error is None
                 if handle in self.dropped:  # abandoned, or landed before that
                     assert handle.staged is None
@@ -565,15 +569,15 @@ class MovesMachine(RuleBasedStateMachine):
                 assert handle.state is TransferState.LANDED
                 if handle.target is DEVICE:
                     staged = handle.consume()
-                    self.device[list(handle.target_pages)] = staged[: len(images)]
+                    self.device[list(handle.target_pages)] = staged[: len(payload)]
                 keys = [(handle.target, page) for page in handle.target_pages]
-                self.model.update(zip(keys, images))
-        for (tier, page), image in self.model.items():
+                self.model.update(zip(keys, payload))
+        for (tier, page), row in self.model.items():
             if tier is DEVICE:
-                assert self.device[page].tobytes() == image
+                assert self.device[page].tobytes() == row
             else:
                 store = self.bench.host if tier is HOST else self.bench.disk
-                assert store.read([page]).tobytes() == image
+                assert store.read([page]).tobytes() == row
 
     def teardown(self) -> None:
         with self.context:

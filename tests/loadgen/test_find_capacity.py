@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxserve.cli import main
 from jaxserve.cli.bench.find_capacity import CapacityFinder, Found, Probe, Stopped
-from jaxserve.cli.bench.serve import Serve
+from jaxserve.cli.bench.serve import BenchServe
 from jaxserve.core.errors import EndpointError
 from jaxserve.loadgen.results import RequestResult
 from jaxserve.loadgen.timed_response import TimedResponse
@@ -173,14 +173,14 @@ def test_what_is_printed_when_no_rate_will_do(search):
 
 def test_ctrl_c_between_two_loads(search, monkeypatch):
     """What was measured before is printed."""
-    served, numbers = Serve._served, iter(range(3))
+    served, numbers = BenchServe._served, iter(range(3))
 
     def interrupted(*args):
         if next(numbers) == 2:  # after the warm-up and a probe
             raise KeyboardInterrupt
         return served(*args)
 
-    monkeypatch.setattr(Serve, "_served", interrupted)
+    monkeypatch.setattr(BenchServe, "_served", interrupted)
     status, out, err = search("--slo=ttft=9s", "--json")
     assert status == 130 and err.endswith("stopped after 1 probes\n")
     assert len(json.loads(out)["probes"]) == 1

@@ -8,7 +8,7 @@ import pytest
 import scripted_server
 
 from jaxserve.loadgen.client import open_session, spread, stream
-from jaxserve.loadgen.endpoint import Endpoint
+from jaxserve.loadgen.endpoint import LoadEndpoint
 
 GAP_US = round(scripted_server.GAP_S * 1e6)
 USAGE = {"stream_options": {"include_usage": True}}
@@ -17,7 +17,7 @@ TOKENS = 7
 
 def ask(server, model, kind="completions", timeout_s=20.0, **fields):
     async def run():
-        endpoint = Endpoint(f"{server}/v1", kind, model, fields)
+        endpoint = LoadEndpoint(f"{server}/v1", kind, model, fields)
         async with open_session(None, timeout_s) as http:
             return await stream(http, endpoint.url, endpoint.body("some words", TOKENS))
 

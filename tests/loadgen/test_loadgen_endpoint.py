@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.core.errors import ConfigError, EndpointError
 from jaxserve.loadgen.client import open_session
-from jaxserve.loadgen.endpoint import Endpoint, find_out
+from jaxserve.loadgen.endpoint import LoadEndpoint, find_out
 from jaxserve.loadgen.prompts import TextLength
 
 
@@ -54,7 +54,8 @@ def test_the_newer_name_of_the_limit(server):
 
 
 def test_a_prompt_of_token_ids():
-    body = json.loads(Endpoint("http://h/v1", "completions", "m", token_ids=(7,)).body([7, 7], 5))
+    endpoint = LoadEndpoint("http://h/v1", "completions", "m", token_ids=(7,))
+    body = json.loads(endpoint.body([7, 7], 5))
     assert body == {"model": "m", "prompt": [7, 7], "stream": True, "max_tokens": 5}
 
 

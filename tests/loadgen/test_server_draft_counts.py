@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxserve.loadgen.draft_counts import DraftCounts, parsed
+from jaxserve.loadgen.draft_counts import ServerDraftCounts, parsed
 
 METRICS = """\
 # HELP vllm:spec_decode_num_drafts_total Drafts.
@@ -20,13 +20,13 @@ vllm:num_requests_running{engine="0"} 3.0
 
 
 def test_replicas_are_summed():
-    assert parsed(METRICS) == DraftCounts(12, 32, 9, (6, 3))
+    assert parsed(METRICS) == ServerDraftCounts(12, 32, 9, (6, 3))
     assert parsed("vllm:num_requests_running 1.0\n") is None
 
 
 def test_a_load_has_what_was_counted_during_it():
-    counts = DraftCounts(12, 32, 9, (6, 3)).since(DraftCounts(2, 4, 3, (3,)))
-    assert counts == DraftCounts(10, 28, 6, (3, 3))
+    counts = ServerDraftCounts(12, 32, 9, (6, 3)).since(ServerDraftCounts(2, 4, 3, (3,)))
+    assert counts == ServerDraftCounts(10, 28, 6, (3, 3))
     assert dict(counts.rows()) == {
         "drafts": "10",
         "draft tokens": "28",
@@ -35,4 +35,4 @@ def test_a_load_has_what_was_counted_during_it():
         "drafts accepted up to position 1": "30.0%",
         "drafts accepted up to position 2": "30.0%",
     }
-    assert dict(DraftCounts(0, 0, 0).rows()) == {"drafts": "0"}
+    assert dict(ServerDraftCounts(0, 0, 0).rows()) == {"drafts": "0"}

@@ -69,8 +69,8 @@ def load(
     if isinstance(model, TinyModel) and model.is_quantized:
         token_bytes = model.token_bytes
         settings["kv_cache_dtype"] = model.kv_cache_dtype
-    image_bytes = token_bytes // config.num_kv_heads * heads * page_size
-    settings["kv_cache_memory_bytes"] = pages * image_bytes // math.prod(sizes.values())
+    whole_page_bytes = token_bytes // config.num_kv_heads * heads * page_size
+    settings["kv_cache_memory_bytes"] = pages * whole_page_bytes // math.prod(sizes.values())
     if "host_pages" in settings:
-        settings["host_kv_bytes"] = settings.pop("host_pages") * image_bytes
+        settings["host_kv_bytes"] = settings.pop("host_pages") * whole_page_bytes
     return LLM(model.path, **sizes, **settings)

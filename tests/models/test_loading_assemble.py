@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.core.errors import WeightsError
-from jaxserve.models.family import ParamSpec, Part
+from jaxserve.models.family import ParamSpec, TensorPart
 from jaxserve.models.loading.assemble import aligned_empty, assemble, check_tensors
 
 KV, GROUP, DIM, HIDDEN, FF = 4, 3, 2, 8, 6
@@ -20,20 +20,25 @@ SPECS = {
         (KV, GROUP + 2, DIM, HIDDEN),
         ("kv", "qkv", "dim", "embed"),
         (
-            Part("q", (KV, GROUP, DIM, HIDDEN)),
-            Part("k", (KV, 1, DIM, HIDDEN)),
-            Part("v", (KV, 1, DIM, HIDDEN)),
+            TensorPart("q", (KV, GROUP, DIM, HIDDEN)),
+            TensorPart("k", (KV, 1, DIM, HIDDEN)),
+            TensorPart("v", (KV, 1, DIM, HIDDEN)),
         ),
         concat_axis=1,
     ),
     "out": ParamSpec(
-        (HIDDEN, KV, GROUP, DIM), ("embed",) * 4, (Part("o", (HIDDEN, KV, GROUP, DIM)),)
+        (HIDDEN, KV, GROUP, DIM), ("embed",) * 4, (TensorPart("o", (HIDDEN, KV, GROUP, DIM)),)
     ),
     "gate_up": ParamSpec(
-        (2, FF, HIDDEN), (None,) * 3, (Part("gate", (1, FF, HIDDEN)), Part("up", (1, FF, HIDDEN)))
+        (2, FF, HIDDEN),
+        (None,) * 3,
+        (TensorPart("gate", (1, FF, HIDDEN)), TensorPart("up", (1, FF, HIDDEN))),
     ),
     "bias": ParamSpec(
-        (KV, 2, DIM), (None,) * 3, (Part("kb", (KV, 1, DIM)), Part("vb", (KV, 1, DIM))), 1
+        (KV, 2, DIM),
+        (None,) * 3,
+        (TensorPart("kb", (KV, 1, DIM)), TensorPart("vb", (KV, 1, DIM))),
+        1,
     ),
 }
 SHAPES = {

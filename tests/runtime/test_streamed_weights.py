@@ -20,7 +20,7 @@ from jaxserve.core.errors import ConfigError, WeightsError
 from jaxserve.runtime.weights import streamed
 from jaxserve.runtime.weights.layer_layout import LayerLayout
 from jaxserve.runtime.weights.placement import WINDOW, place
-from jaxserve.runtime.weights.stores import HostStore, LayerFile
+from jaxserve.runtime.weights.stores import HostLayerStore, LayerFile
 from jaxserve.runtime.weights.streamed import StreamedWeights
 
 X = np.zeros(1, np.float32)
@@ -207,7 +207,7 @@ def test_every_step_gets_every_layer_from_a_window(
         file.write(map(layer, range(count)))
         store = Counted(file.open(window))
     else:
-        host = HostStore(layouts(count))
+        host = HostLayerStore(layouts(count))
         for number in order:
             host.put(number, layer(number))
         store = Counted(host)

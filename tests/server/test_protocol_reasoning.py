@@ -13,7 +13,7 @@ from jaxserve.core.requests.outputs import CompletionOutput, Delta, RequestMetri
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.offline.journal import Result
 from jaxserve.offline.requests import parse as batch_request
-from jaxserve.offline.totals import Totals
+from jaxserve.offline.totals import JobTotals
 from jaxserve.protocol.chat.request import ChatCompletionRequest
 from jaxserve.protocol.completions import CompletionRequest
 from jaxserve.protocol.errors import ErrorReply
@@ -142,7 +142,7 @@ def test_lines_of_batch_jobs_may_ask_for_responses(model):
     body = result.content["response"]["body"]
     assert body["output"][1]["content"][0]["text"] == "Yes."
     assert body["usage"]["input_tokens_details"] == {"cached_tokens": 0}
-    totals = Totals.of([Result.parse(result.text)])
+    totals = JobTotals.of([Result.parse(result.text)])
     assert [*totals.prompt_tokens, *totals.output_tokens] == [2, len(TEXT)]
 
 

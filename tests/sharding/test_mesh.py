@@ -18,9 +18,9 @@ from sharding_rules import MESH_AXES, make_mesh
 @on_eight_devices
 def test_all_devices_in_order_with_tensor_innermost():
     mesh = make_mesh(stage=2, tensor=4)
-    assert mesh.axis_names == MESH_AXES == ("data", "stage", "seq", "tensor")
-    assert dict(mesh.shape) == {"data": 1, "stage": 2, "seq": 1, "tensor": 4}
-    ids = [[device.id for device in row] for row in mesh.devices[0, :, 0]]
+    assert mesh.axis_names == MESH_AXES == ("stage", "seq", "tensor")
+    assert dict(mesh.shape) == {"stage": 2, "seq": 1, "tensor": 4}
+    ids = [[device.id for device in row] for row in mesh.devices[:, 0]]
     assert ids == [[0, 1, 2, 3], [4, 5, 6, 7]]
     two = jax.devices()[6:]
     assert list(make_mesh(seq=2, devices=two).devices.flat) == two
@@ -58,7 +58,7 @@ def test_what_talks_most_stays_within_a_process():
             ranks = make_mesh(**degrees).devices.reshape(-1, degrees["tensor"])
             return ["".join(str(device.process_index) for device in row) for row in ranks]
 
-        print(hosts(stage=2, tensor=4), hosts(data=2, stage=2, tensor=2),
+        print(hosts(stage=2, tensor=4), hosts(stage=2, seq=2, tensor=2),
               hosts(seq=4, tensor=2), hosts(tensor=8), sep="; ")
     """
     started = [

@@ -32,7 +32,7 @@ def mesh(**axes: int) -> AbstractMesh:
 
 
 def test_what_is_alike_is_put_together_and_counted():
-    table = placement(MODEL, mesh(data=1, stage=1, seq=2, tensor=4))
+    table = placement(MODEL, mesh(stage=1, seq=2, tensor=4))
     by_name = {placed.name: placed for placed in table.arrays}
     assert set(by_name) == {"embed", "layers.*.norm", "layers.*.qkv", "pool"}
     assert by_name["layers.*.qkv"].count == 3
@@ -74,7 +74,7 @@ def test_what_does_not_divide_is_named():
 
 @on_eight_devices
 def test_devices_hold_what_the_table_says():
-    on = make_mesh(data=2, seq=2, tensor=2)
+    on = make_mesh(stage=2, seq=2, tensor=2)
     table = placement(MODEL, on)
 
     def zeros(array: NamedArray) -> jax.Array:

@@ -29,13 +29,13 @@ def mesh(**axes: int) -> jax.sharding.AbstractMesh:
 
 
 def test_a_named_dimension_is_split_over_its_axis():
-    sharding = named_sharding(mesh(data=2, tensor=4), ("embed", "mlp"), (64, 96))
+    sharding = named_sharding(mesh(stage=2, tensor=4), ("embed", "mlp"), (64, 96))
     assert sharding.spec == PartitionSpec(None, "tensor")
     assert sharding.shard_shape((64, 96)) == (64, 24)
 
 
 def test_an_axis_the_mesh_lacks_splits_nothing():
-    assert named_sharding(mesh(data=2), ("embed", "mlp"), (64, 96)).spec == PartitionSpec(
+    assert named_sharding(mesh(stage=2), ("embed", "mlp"), (64, 96)).spec == PartitionSpec(
         None, None
     )
 
@@ -92,7 +92,7 @@ def test_shards_lie_where_the_tables_say():
     on = make_mesh(stage=2, seq=2, tensor=2)
     placed = jax.device_put(jnp.asarray(pool), named_sharding(on, names, pool.shape, KV))
     held = {shard.device: shard.data for shard in placed.addressable_shards}
-    for (_, stage, seq, tensor), device in np.ndenumerate(on.devices):
+    for (stage, seq, tensor), device in np.ndenumerate(on.devices):
         layers, tokens = slice(2 * stage, 2 * stage + 2), slice(4 * seq, 4 * seq + 4)
         np.testing.assert_array_equal(held[device], pool[layers, :, [tensor], :, tokens])
 

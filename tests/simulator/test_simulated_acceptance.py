@@ -22,7 +22,7 @@ from jaxserve.scheduler.decode_groups import PrefixCost
 from jaxserve.simulator.acceptance import DraftAcceptance
 from jaxserve.simulator.roofline import Roofline
 from jaxserve.simulator.simulation import Arrival, Simulation
-from jaxserve.simulator.step_times import LinearTimes, SharedPrefixes
+from jaxserve.simulator.step_times import LinearTimes, PrefixSharing
 
 TIMES = LinearTimes(base_s=2e-3, token_s=1e-4)
 
@@ -153,7 +153,7 @@ def test_a_drafter_takes_its_passes():
 def test_a_shared_prefix_is_read_once():
     """Four decodes at 100 tokens share 5 pages of 16: 80 tokens once in place of four times, but
     for what the merge and the group cost."""
-    shared = SharedPrefixes(PrefixCost(once=1.0, in_group=0.0, row=2.0, group=10.0), page_size=16)
+    shared = PrefixSharing(PrefixCost(once=1.0, in_group=0.0, row=2.0, group=10.0), page_size=16)
     decodes = tuple(chunk(99) for _ in range(4))
     together = StepPlan(decodes, groups=(DecodeGroup(0, 4, 5),))
     times = Roofline(DEVICE, WORK, 0, shared=shared)

@@ -10,12 +10,12 @@ from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes
 
 from jaxserve.cli.bench.accuracy import Accuracy
 from jaxserve.cli.bench.offline import Offline
-from jaxserve.cli.bench.serve import Serve
+from jaxserve.cli.bench.serve import BenchServe
 
 _Kind = (
     Annotated[Accuracy, tyro.conf.subcommand("accuracy")]
     | Annotated[Offline, tyro.conf.subcommand("offline")]
-    | Annotated[Serve, tyro.conf.subcommand("serve")]
+    | Annotated[BenchServe, tyro.conf.subcommand("serve")]
 )
 
 

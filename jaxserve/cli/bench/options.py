@@ -23,7 +23,7 @@ _DRAWN = ("input_len", "output_len", "random_range_ratio")
 
 
 @dataclasses.dataclass(frozen=True)
-class Load:
+class LoadOptions:
     """Arrival times and lengths: from a trace, or drawn at random.
 
     Attributes:
@@ -134,7 +134,7 @@ class Load:
 
 
 @dataclasses.dataclass(frozen=True)
-class Slo:
+class SloOptions:
     """Goodput counts the requests that meet all of these.
 
     Attributes:

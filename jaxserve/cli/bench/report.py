@@ -10,14 +10,14 @@ from jaxserve.core.process.tables import table
 from jaxserve.loadgen.results import FLUID, Objectives, Summary
 
 if TYPE_CHECKING:
-    from jaxserve.loadgen.draft_counts import DraftCounts
+    from jaxserve.loadgen.draft_counts import ServerDraftCounts
 
 
 def report(
     facts: Iterable[tuple[str, str]],
     summary: Summary,
     objectives: Objectives,
-    drafts: DraftCounts | None = None,
+    drafts: ServerDraftCounts | None = None,
 ) -> str:
     """Tables of throughput, latencies (with the generator's own lag), goodput and fluidity, and of
     the `drafts` that the server verified.

@@ -16,7 +16,7 @@ from tyro.conf import OmitArgPrefixes
 
 from jaxserve.cli.arguments.options import Common
 from jaxserve.cli.bench.find_capacity import CapacityFinder, Probe, Stopped
-from jaxserve.cli.bench.options import NOTABLE_LAG_US, Deadline, Load, Slo
+from jaxserve.cli.bench.options import NOTABLE_LAG_US, Deadline, LoadOptions, SloOptions
 from jaxserve.cli.bench.report import report
 from jaxserve.cli.terminal.text import milliseconds
 from jaxserve.core.errors import ConfigError
@@ -27,8 +27,8 @@ from jaxserve.runtime.progress import TerminalProgress
 from jaxserve.simulator import slo as limits
 
 if TYPE_CHECKING:
-    from jaxserve.loadgen.draft_counts import DraftCounts
-    from jaxserve.loadgen.endpoint import Endpoint
+    from jaxserve.loadgen.draft_counts import ServerDraftCounts
+    from jaxserve.loadgen.endpoint import LoadEndpoint
 
 _PLOT_SUFFIXES = (".html", ".svg", ".png")
 STOPPED = 130
@@ -36,7 +36,7 @@ STOPPED = 130
 
 
 @dataclasses.dataclass(frozen=True)
-class Serve(Common):
+class BenchServe(Common):
     """Benchmark any OpenAI endpoint under load, as clients see it.
 
     The load is open-loop: each request is sent at its arrival time and never waits for another.
@@ -76,8 +76,8 @@ class Serve(Common):
     json: bool = False
     output: Path | None = None
     plot: Path | None = None
-    load: OmitArgPrefixes[Load] = dataclasses.field(default_factory=Load)
-    objectives: OmitArgPrefixes[Slo] = dataclasses.field(default_factory=Slo)
+    load: OmitArgPrefixes[LoadOptions] = dataclasses.field(default_factory=LoadOptions)
+    objectives: OmitArgPrefixes[SloOptions] = dataclasses.field(default_factory=SloOptions)
     deadline: Deadline = dataclasses.field(default_factory=Deadline)
 
     def __post_init__(self) -> None:
@@ -159,7 +159,7 @@ class Serve(Common):
         """Find the capacity, and print each probe when it has ended."""
         requests = self.load.requests_to_search(seed)
         slo = limits.Slo.of(self.slo, self.deadline.deadlines())
-        endpoint: Endpoint | None = None
+        endpoint: LoadEndpoint | None = None
 
         def serve(asked: Sequence[TraceRequest], number: int) -> Sequence[RequestResult]:
             nonlocal endpoint
@@ -193,8 +193,8 @@ class Serve(Common):
         print(probe.text(), file=sys.stderr if self.json else sys.stdout, flush=True)
 
     def _served(
-        self, requests: Sequence[TraceRequest], seed: int, endpoint: Endpoint | None = None
-    ) -> tuple[Endpoint, list[RequestResult], DraftCounts | None]:
+        self, requests: Sequence[TraceRequest], seed: int, endpoint: LoadEndpoint | None = None
+    ) -> tuple[LoadEndpoint, list[RequestResult], ServerDraftCounts | None]:
         """One load, until all of its requests have ended, and what was drafted in that time."""
         with TerminalProgress() as progress:
             return asyncio.run(self._measure(requests, seed, progress, endpoint))
@@ -204,8 +204,8 @@ class Serve(Common):
         requests: Sequence[TraceRequest],
         seed: int,
         progress: TerminalProgress,
-        endpoint: Endpoint | None,
-    ) -> tuple[Endpoint, list[RequestResult], DraftCounts | None]:
+        endpoint: LoadEndpoint | None,
+    ) -> tuple[LoadEndpoint, list[RequestResult], ServerDraftCounts | None]:
         from jaxserve.loadgen.client import open_session, stream
         from jaxserve.loadgen.draft_counts import draft_counts
         from jaxserve.loadgen.endpoint import find_out
@@ -248,7 +248,7 @@ class Serve(Common):
                 file=sys.stderr,
             )
 
-    def _settings(self, endpoint: Endpoint, seed: int) -> dict[str, Any]:
+    def _settings(self, endpoint: LoadEndpoint, seed: int) -> dict[str, Any]:
         """What was measured, without the key."""
         settings = dataclasses.asdict(self) | {"model_name": endpoint.model, "seed": seed}
         del settings["api_key"]
@@ -262,7 +262,7 @@ def _as_text(document: dict[str, Any]) -> str:
     return json.dumps(document, default=str)
 
 
-def _facts(endpoint: Endpoint, seed: int) -> list[tuple[str, str]]:
+def _facts(endpoint: LoadEndpoint, seed: int) -> list[tuple[str, str]]:
     return [
         ("endpoint", endpoint.url),
         ("model", endpoint.model),

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxserve.cli.bench.options import Load
+from jaxserve.cli.bench.options import LoadOptions
 from jaxserve.cli.described import Described, draft_acceptance
 from jaxserve.cli.search.command import serve_words
 from jaxserve.cli.search.space import Choice, FixedSettings
@@ -22,7 +22,7 @@ from jaxserve.simulator.slo import Slo
 
 
 @dataclasses.dataclass(frozen=True)
-class SearchLoad(Load):
+class SearchLoad(LoadOptions):
     """The load: its lengths, prefixes and pattern of arrivals. Capacities are searched for at other
     rates; its own is that which the best deployment must serve.
 

@@ -189,7 +189,7 @@ def capacity(decided: EnginePlan) -> str:
             )
         )
         pages = memory.host_kv.on_host(layout.pages_for(config.max_model_len))
-        num_bytes = pages * memory.image_bytes
+        num_bytes = pages * memory.whole_page_bytes
         label = f"KV that a decode after {config.max_model_len:,} tokens reads from the host"
         if memory.shadow is not None:
             label = f"values that a decode after {config.max_model_len:,} tokens reads, at most"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass
-class Choice:
+class StreamedChoice:
     """One choice of a response: what was generated before its end, or before Ctrl-C."""
 
     text: str = ""
@@ -28,19 +28,19 @@ class Choice:
 
 
 @dataclasses.dataclass(frozen=True)
-class Response:
+class StreamedResponse:
     """The answers to a prompt of `prompt_tokens`, one for each of its `n` choices."""
 
     prompt_tokens: int
-    answers: list[Choice]
+    answers: list[StreamedChoice]
     interrupted: bool
 
 
-def receive(stream: DeltaStream, show: bool = True) -> Response:
+def receive(stream: DeltaStream, show: bool = True) -> StreamedResponse:
     """Receive a response until it ends or the user presses Ctrl-C, and `show` it: one answer as it
     is generated, several with a heading each when all of them have ended."""
     params = stream.request.params
-    answers = [Choice() for _ in range(params.n)]
+    answers = [StreamedChoice() for _ in range(params.n)]
     with _deferred_interrupt() as interrupt, contextlib.closing(stream) as deltas:
         for delta in deltas:
             answer = answers[delta.index]
@@ -58,10 +58,10 @@ def receive(stream: DeltaStream, show: bool = True) -> Response:
             for number, answer in enumerate(answers, 1):
                 print(f"[{number}/{params.n}]\n{answer.text}", flush=True)
         _warn_of_cut_answers(answers, params.max_tokens)
-    return Response(len(stream.request.prompt_token_ids), answers, interrupt.is_set())
+    return StreamedResponse(len(stream.request.prompt_token_ids), answers, interrupt.is_set())
 
 
-def _warn_of_cut_answers(answers: list[Choice], max_tokens: int | None) -> None:
+def _warn_of_cut_answers(answers: list[StreamedChoice], max_tokens: int | None) -> None:
     """Say on stderr if an answer ended before the model ended it."""
     cut = [answer for answer in answers if answer.finish_reason == "length"]
     if cut:

@@ -85,3 +85,9 @@ class DraftWork:
     tokens: int = 1
     always: bool = False
     prompts: bool = False
+
+
+def causal_pairs(start: int, stop: int) -> int:
+    """Query-key pairs of the tokens at positions `start .. stop - 1` under a causal mask. Additive
+    over chunks: the chunking of a prompt makes no difference."""
+    return (stop * (stop + 1) - start * (start + 1)) // 2

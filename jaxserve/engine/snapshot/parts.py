@@ -22,7 +22,7 @@ _HEADER = "header"
 _END = "end"
 
 
-def parts(facts: dict[str, Any], entries: Iterable[tuple[str, Any]]) -> Iterator[bytes]:
+def encode_parts(facts: dict[str, Any], entries: Iterable[tuple[str, Any]]) -> Iterator[bytes]:
     """The parts of a snapshot of these named entries, JSON or arrays."""
     yield _part(_HEADER, {"version": VERSION, "facts": facts})
     count = 1

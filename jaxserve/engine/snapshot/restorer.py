@@ -141,7 +141,7 @@ class Restorer:
 
         try:
             if contents.kv is not None:
-                pages = self._paging.images()
+                pages = self._paging.token_kv()
                 contents.kv.restore(kv, pages, table_of, self._paging.settle)
             finish()
         except BaseException:

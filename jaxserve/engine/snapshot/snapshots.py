@@ -28,7 +28,7 @@ from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot.facts import SnapshotFacts
 from jaxserve.engine.snapshot.files import SnapshotReader, SnapshotWriter, check_writable
 from jaxserve.engine.snapshot.kv import Prefix, SavedKV, kv_entries, prefixes_of
-from jaxserve.engine.snapshot.parts import PartReader, parts
+from jaxserve.engine.snapshot.parts import PartReader, encode_parts
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.engine.snapshot.restorer import Contents, Restorer, Tables, cached_table
 from jaxserve.kv.offload.tiers import PageCorruptError
@@ -250,8 +250,9 @@ class Snapshots:
                 places = [node.nearest for node in nodes]
                 known = list(token_ids[:num_tokens])
                 prefixes.append(Prefix(num_tokens, places, salt=salt.decode(), token_ids=known))
-        entries = kv_entries(prefixes, self._paging.images())
-        return self._while_unchanged(parts(self._facts.ours, entries), self._core.num_changes)
+        entries = kv_entries(prefixes, self._paging.token_kv())
+        exported = encode_parts(self._facts.ours, entries)
+        return self._while_unchanged(exported, self._core.num_changes)
 
     def import_prefix(self, parts: Iterable[bytes]) -> int:
         """Cache a prefix that another engine has exported, as far as there is room, and return how
@@ -312,7 +313,7 @@ class Snapshots:
                     sequences = [output.seq for output in request.unfinished]
                     yield from self._kv(sequences, cache=False, start=start)
 
-        return parts(self._facts.ours, entries())
+        return encode_parts(self._facts.ours, entries())
 
     def _while_unchanged(self, parts: Iterator[bytes], num_changes: int) -> Iterator[bytes]:
         """These parts, while no step writes to the pages that they are read from."""
@@ -351,7 +352,7 @@ class Snapshots:
     ) -> Iterator[tuple[str, Any]]:
         scheduler = self._core.scheduler
         prefixes = prefixes_of(scheduler.kv, sequences, scheduler.tables, cache=cache, start=start)
-        return kv_entries(prefixes, self._paging.images())
+        return kv_entries(prefixes, self._paging.token_kv())
 
 
 def _states_of(reader: SnapshotReader | PartReader) -> list[RequestSnapshot]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxserve.kv.node import Node, NodeState
 from jaxserve.kv.node_states import NodeStates
-from jaxserve.kv.offload.rates import Rates
+from jaxserve.kv.offload.rates import OffloadRates
 from jaxserve.kv.offload.tier_pool import TierPool
 from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.offload.transfer_worker import TransferHandle, TransferQueue, TransferState
@@ -48,7 +48,7 @@ class OffloadManager:
         transfer_worker: TransferQueue | None,
         page_bytes: int,
         page_size: int,
-        rates: Rates,
+        rates: OffloadRates,
     ) -> None:
         self.counters = MoveCounters()
         self.page_bytes = page_bytes

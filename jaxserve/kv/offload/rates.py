@@ -1,8 +1,8 @@
 """Cost models of prefill and of KV transfers, fitted online to measured times.
 
 A preempted sequence can be recomputed or swapped. Which is cheaper depends on the machine, the
-model and the load, so nothing is assumed: the engine reports measured times, and `Rates` predicts
-from them. Two costs, both of the form `first * x + second * y`:
+model and the load, so nothing is assumed: the engine reports measured times, and `OffloadRates`
+predicts from them. Two costs, both of the form `first * x + second * y`:
 
 - a step: `us_per_token * tokens + us_per_pair * pairs`, where pairs are (query, visible key) pairs
   (the prefill term of Vidur's predictor, Agrawal et al. 2024, without its constant);
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
+from jaxserve.core.steps.work import causal_pairs
+
 MEMORY = 64
 """Forgetting horizon in observations: one this many steps old weighs 1/e of the latest."""
 
@@ -22,12 +24,6 @@ SPEED_MEMORY = 8
 SURPRISE = 2
 """Outlier limit: an observation is clipped to this many times faster than predicted, and its effect
 on the speed to this many times faster or slower."""
-
-
-def causal_pairs(start: int, stop: int) -> int:
-    """Query-key pairs of the tokens at positions `start .. stop - 1` under a causal mask. Additive
-    over chunks: the chunking of a prompt makes no difference."""
-    return (stop * (stop + 1) - start * (start + 1)) // 2
 
 
 class LinearCost:
@@ -106,7 +102,7 @@ class LinearCost:
         self.first, self.second = first, second
 
 
-class Rates:
+class OffloadRates:
     """Predicts prefill and transfer times from observed ones.
 
     A tier is named by any hashable; each direction between two tiers has its own cost. There is no

@@ -1,6 +1,6 @@
 """The stores of the tiers below the device: host memory, and a file on disk.
 
-A store holds page bytes (`images`: all layers, keys then values) under its own page numbers
+A store holds page bytes (`payload`: all layers, keys then values) under its own page numbers
 `0 .. num_pages - 1`, and is independent of their content. Pages with consecutive numbers are copied
 together as one *run* (the block groups of FastSwitch, Shen et al. 2024), so the fewer runs a
 sequence's pages form, the fewer and larger the copies.
@@ -53,10 +53,10 @@ class Store(Protocol):
     num_copies: int
     """Runs read and written so far."""
 
-    def write(self, pages: Sequence[int], images: np.ndarray) -> None:
-        """Writes `images[i]` to `pages[i]`.
+    def write(self, pages: Sequence[int], payload: np.ndarray) -> None:
+        """Writes `payload[i]` to `pages[i]`.
 
-        `images` is C-contiguous, of any dtype, `[rows, ...]` with rows of `page_bytes` bytes; rows
+        `payload` is C-contiguous, of any dtype, `[rows, ...]` with rows of `page_bytes` bytes; rows
         beyond `len(pages)` are padding. Raises OSError when the write fails; the pages then have
         no valid content.
         """
@@ -111,15 +111,15 @@ class _PagedStore:
             self.num_copies += len(runs)
         return runs
 
-    def _as_rows(self, images: np.ndarray, least: int) -> np.ndarray:
-        """`images` as uint8 `[rows, page_bytes]`, without a copy; at least `least` rows."""
-        fits = images.flags.c_contiguous and images.nbytes == len(images) * self.page_bytes
-        if not fits or len(images) < least:
+    def _as_rows(self, payload: np.ndarray, least: int) -> np.ndarray:
+        """`payload` as uint8 `[rows, page_bytes]`, without a copy; at least `least` rows."""
+        fits = payload.flags.c_contiguous and payload.nbytes == len(payload) * self.page_bytes
+        if not fits or len(payload) < least:
             raise ValueError(
-                f"images are {images.dtype} {list(images.shape)}; at least {least} rows "
+                f"the payload is {payload.dtype} {list(payload.shape)}; at least {least} rows "
                 f"of {self.page_bytes} bytes are needed, C-contiguous"
             )
-        return images.view(np.uint8).reshape(-1, self.page_bytes)
+        return payload.view(np.uint8).reshape(-1, self.page_bytes)
 
 
 class HostStore(_PagedStore):
@@ -143,16 +143,16 @@ class HostStore(_PagedStore):
         self._memory = memory
         self._pages = np.frombuffer(memory, np.uint8).reshape(num_pages, page_bytes)
 
-    def write(self, pages: Sequence[int], images: np.ndarray) -> None:
-        images = self._as_rows(images, len(pages))
+    def write(self, pages: Sequence[int], payload: np.ndarray) -> None:
+        payload = self._as_rows(payload, len(pages))
         for rows, run in self._runs(pages):
-            self._pages[run] = images[rows]
+            self._pages[run] = payload[rows]
 
     def read(self, pages: Sequence[int]) -> np.ndarray:
-        images = np.empty((len(pages), self.page_bytes), np.uint8)
+        payload = np.empty((len(pages), self.page_bytes), np.uint8)
         for rows, run in self._runs(pages):
-            images[rows] = self._pages[run]
-        return images
+            payload[rows] = self._pages[run]
+        return payload
 
     def close(self) -> None:
         if not self.closed:
@@ -194,26 +194,26 @@ class DiskStore(_PagedStore):
             ) from error
         self._checksums: list[int | None] = [None] * num_pages
 
-    def write(self, pages: Sequence[int], images: np.ndarray) -> None:
-        images = self._as_rows(images, len(pages))
+    def write(self, pages: Sequence[int], payload: np.ndarray) -> None:
+        payload = self._as_rows(payload, len(pages))
         runs = self._runs(pages)
         for page in pages:
             self._checksums[page] = None  # invalid until all pages are written
         for rows, run in runs:
-            self._write_at(run.start * self.page_bytes, memoryview(images[rows]).cast("B"))
-        for page, image in zip(pages, images):
-            self._checksums[page] = zlib.crc32(image)
+            self._write_at(run.start * self.page_bytes, memoryview(payload[rows]).cast("B"))
+        for page, row in zip(pages, payload):
+            self._checksums[page] = zlib.crc32(row)
 
     def read(self, pages: Sequence[int]) -> np.ndarray:
-        images = np.empty((len(pages), self.page_bytes), np.uint8)
+        payload = np.empty((len(pages), self.page_bytes), np.uint8)
         for rows, run in self._runs(pages):
-            self._read_at(run.start * self.page_bytes, memoryview(images[rows]).cast("B"))
+            self._read_at(run.start * self.page_bytes, memoryview(payload[rows]).cast("B"))
         corrupt = [
-            page for page, image in zip(pages, images) if zlib.crc32(image) != self._checksums[page]
+            page for page, row in zip(pages, payload) if zlib.crc32(row) != self._checksums[page]
         ]
         if corrupt:
             raise PageCorruptError(corrupt)
-        return images
+        return payload
 
     def close(self) -> None:
         self.closed = True

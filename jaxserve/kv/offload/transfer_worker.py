@@ -350,11 +350,11 @@ class TransferWorker(TransferQueue):
     def _copy(self, handle: TransferHandle) -> Any:
         """Copies the pages; returns the staged array of a transfer to the device, else None."""
         if handle.source is Tier.DEVICE:
-            images = self._download(handle._gathered)
+            payload = self._download(handle._gathered)
         else:
-            images = self._stores[handle.source].read(handle.source_pages)
+            payload = self._stores[handle.source].read(handle.source_pages)
         if handle._abandoned:
             return None
         if handle.target is Tier.DEVICE:
-            return self._upload(images)
-        return self._stores[handle.target].write(handle.target_pages, images)
+            return self._upload(payload)
+        return self._stores[handle.target].write(handle.target_pages, payload)

@@ -13,7 +13,7 @@ import jax
 
 from jaxserve.core.model_config import LayerKind, ModelConfig
 from jaxserve.models import layers, moe, rope
-from jaxserve.models.family import Attention, Family, Params, ParamSpec, Part, one_tensor
+from jaxserve.models.family import Attention, Family, Params, ParamSpec, TensorPart, one_tensor
 from jaxserve.models.hf_config import common_config, flag, integer, malformed
 
 # Defaults of the transformers classes, which a config.json may leave out.
@@ -85,9 +85,9 @@ def layer_specs(config: ModelConfig, prefix: str) -> dict[str, ParamSpec]:
             shape=(kv_heads, group + 2, dim, *inputs),
             axes=("kv_heads", "qkv", "head_dim", *axes),
             parts=(
-                Part(attn + "q_proj." + suffix, (kv_heads, group, dim, *inputs)),
-                Part(attn + "k_proj." + suffix, (kv_heads, 1, dim, *inputs)),
-                Part(attn + "v_proj." + suffix, (kv_heads, 1, dim, *inputs)),
+                TensorPart(attn + "q_proj." + suffix, (kv_heads, group, dim, *inputs)),
+                TensorPart(attn + "k_proj." + suffix, (kv_heads, 1, dim, *inputs)),
+                TensorPart(attn + "v_proj." + suffix, (kv_heads, 1, dim, *inputs)),
             ),
             concat_axis=1,
             init="normal" if inputs else "zeros",
@@ -99,8 +99,8 @@ def layer_specs(config: ModelConfig, prefix: str) -> dict[str, ParamSpec]:
             shape=(2, ff, *inputs),
             axes=("gate_up", "mlp", *axes),
             parts=(
-                Part(mlp + "gate_proj." + suffix, (1, ff, *inputs)),
-                Part(mlp + "up_proj." + suffix, (1, ff, *inputs)),
+                TensorPart(mlp + "gate_proj." + suffix, (1, ff, *inputs)),
+                TensorPart(mlp + "up_proj." + suffix, (1, ff, *inputs)),
             ),
             init="normal" if inputs else "zeros",
             num_inputs=len(inputs),

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from jax.sharding import Sharding
 
 from jaxserve.core.errors import WeightsError
-from jaxserve.models.family import AnySpec, Params, ParamSpec, Part, Rearranged, Stacked
+from jaxserve.models.family import AnySpec, Params, ParamSpec, Rearranged, Stacked, TensorPart
 from pallas_kernels.quantized_matmul import Format, QuantizedWeight
 
 Index = tuple[slice, ...]
@@ -147,7 +147,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def _read_part(source: TensorSource, part: Part, index: Index) -> np.ndarray:
+def _read_part(source: TensorSource, part: TensorPart, index: Index) -> np.ndarray:
     """The slice `index` of a tensor seen as `part.shape`.
 
     Each tensor dimension is split into some of the part's. The slice's range of the outermost of
@@ -173,15 +173,15 @@ def _read_part(source: TensorSource, part: Part, index: Index) -> np.ndarray:
     return source.read(part.tensor, (rows, *ranges[1:])).reshape(shape)[tuple(rest)]
 
 
-def _whole(part: Part) -> Part:
+def _whole(part: TensorPart) -> TensorPart:
     """The part with all entries of its dimension `axis`, if it has one."""
     if part.axis is None:
         return part
     shape = (*part.shape[: part.axis], part.rows, *part.shape[part.axis + 1 :])
-    return Part(part.tensor, shape)
+    return TensorPart(part.tensor, shape)
 
 
-def _rows_of(part: Part, whole: tuple[int, ...]) -> tuple[int, ...]:
+def _rows_of(part: TensorPart, whole: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of the rows of a tensor of shape `whole` that are the part's."""
     if part.rows is None:
         return whole
@@ -205,7 +205,7 @@ def _split(whole: tuple[int, ...], parts: tuple[int, ...]) -> list[range] | None
     return groups if at == len(parts) else None
 
 
-def _mismatch(source: TensorSource, part: Part) -> str | None:
+def _mismatch(source: TensorSource, part: TensorPart) -> str | None:
     shape = source.shape(part.tensor)
     if shape is None:
         return f"{part.tensor} is missing"

@@ -13,7 +13,7 @@ from jax.sharding import Sharding
 
 from jaxserve.core.errors import WeightsError
 from jaxserve.core.model_config import ModelConfig
-from jaxserve.models.family import AnySpec, Params, ParamSpec, Part
+from jaxserve.models.family import AnySpec, Params, ParamSpec, TensorPart
 from jaxserve.models.loading.assemble import Index, aligned_empty, by_slice, cut
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.params import load_params
@@ -91,7 +91,7 @@ def moved(
 
 
 def _moved(
-    sources: Mapping[tuple[Part, ...], _Source], spec: AnySpec, sharding: Sharding
+    sources: Mapping[tuple[TensorPart, ...], _Source], spec: AnySpec, sharding: Sharding
 ) -> jax.Array:
     if isinstance(spec, ParamSpec):
         indices = sharding.addressable_devices_indices_map(spec.shape)

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxserve.core.errors import WeightsError
 from jaxserve.core.model_config import ModelConfig
-from jaxserve.models.family import Params, ParamSpec, Part
+from jaxserve.models.family import Params, ParamSpec, TensorPart
 from jaxserve.models.registry import param_specs
 
 _LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
@@ -54,7 +54,9 @@ def _assembled(arrays: Mapping[str, tuple[str, jax.Array]], spec: ParamSpec) -> 
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=spec.concat_axis)
 
 
-def _part(arrays: Mapping[str, tuple[str, jax.Array]], spec: ParamSpec, part: Part) -> jax.Array:
+def _part(
+    arrays: Mapping[str, tuple[str, jax.Array]], spec: ParamSpec, part: TensorPart
+) -> jax.Array:
     name = _short(part.tensor)
     if name not in arrays:
         raise WeightsError(f"{name} is missing in the NNX model.")

@@ -186,7 +186,7 @@ class ParsedChat:
 
 
 @dataclasses.dataclass(frozen=True)
-class InBlocks:
+class ParsedBlocks:
     """A chat request of one choice, to be answered in the blocks of another API, whose events are
     named by their `type`."""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxserve.core.requests.outputs import Delta, RequestOutput
-from jaxserve.protocol.chat.reply import InBlocks, call_id
+from jaxserve.protocol.chat.reply import ParsedBlocks, call_id
 from jaxserve.protocol.errors import ErrorReply
 from jaxserve.protocol.parsing.tool_calls import Piece
 
@@ -32,7 +32,7 @@ def error_body(reply: ErrorReply) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class ParsedMessages(InBlocks):
+class ParsedMessages(ParsedBlocks):
     """A chat request, answered in content blocks."""
 
     def response(

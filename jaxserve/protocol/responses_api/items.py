@@ -14,7 +14,7 @@ from jaxserve.protocol.fields import Fields, ListOf
 _ROLES = {"developer": "system"}  # Chat templates do not know the newer name.
 
 
-class Part(Fields):
+class ContentPart(Fields):
     """A text part. Images, audio and files are not supported; other fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
@@ -32,12 +32,12 @@ class InputItem(Fields):
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: str | None = None
-    content: str | ListOf[Part] | None = None
+    content: str | ListOf[ContentPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | ListOf[Part] | None = None
-    summary: ListOf[Part] | None = None
+    output: str | ListOf[ContentPart] | None = None
+    summary: ListOf[ContentPart] | None = None
 
 
 def messages_of(
@@ -77,7 +77,7 @@ def messages_of(
     return [Message.model_validate(message) for message in messages]
 
 
-def _text(content: str | Sequence[Part] | None) -> str:
+def _text(content: str | Sequence[ContentPart] | None) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(part.text or part.refusal for part in content or ())

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxserve.core.requests.outputs import Delta, RequestMetrics, RequestOutput
-from jaxserve.protocol.chat.reply import InBlocks, call_id
+from jaxserve.protocol.chat.reply import ParsedBlocks, call_id
 from jaxserve.protocol.errors import ErrorReply
 from jaxserve.protocol.parsing.tool_calls import Piece
 from jaxserve.protocol.responses_api.stored import NOTHING, Conversation, StoredResponse
@@ -17,7 +17,7 @@ Event = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class ParsedResponses(InBlocks):
+class ParsedResponses(ParsedBlocks):
     """A chat request, answered in items. `described` are fields that repeat the request; `before`
     are the items that it goes on from, and `input` its own. `keep` stores the response, and tells
     whether it did."""

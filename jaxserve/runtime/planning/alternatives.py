@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import MemoryPlanError
-from jaxserve.runtime.planning.memory import GIB, MemoryPlan
+from jaxserve.runtime.planning.memory import MemoryPlan, gib
 
 Changes = dict[str, Any]
 PlanOf = Callable[[Changes], MemoryPlan | None]
@@ -159,7 +159,3 @@ def in_words(found: list[Changes]) -> str:
     return "; ".join(
         " with ".join(f"{name} {value}" for name, value in changes.items()) for changes in found
     )
-
-
-def gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"

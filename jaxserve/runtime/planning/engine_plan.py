@@ -24,9 +24,9 @@ from jaxserve.runtime.devices import (
     engine_mesh,
 )
 from jaxserve.runtime.hosts import Hosts
-from jaxserve.runtime.planning.alternatives import Changes, gib, refusal
+from jaxserve.runtime.planning.alternatives import Changes, refusal
 from jaxserve.runtime.planning.drafters import drafting, drafting_layers, open_drafter
-from jaxserve.runtime.planning.memory import MemoryPlan, plan_memory, reserve_memory
+from jaxserve.runtime.planning.memory import MemoryPlan, gib, plan_memory, reserve_memory
 from jaxserve.runtime.planning.shadow import CHUNK
 from jaxserve.runtime.planning.step_work import prefix_cost
 from jaxserve.runtime.programs.executable_cache import ExecutableCache
@@ -250,7 +250,7 @@ def decide_on(
         shapes.kv_layout,
         shapes.weights_bytes,
         shapes.state_bytes + block_bytes(shapes),
-        shapes.kv.image_bytes,
+        shapes.kv.whole_page_bytes,
         device,
         shapes.lora_bytes,
         shapes.placement.host_bytes,
@@ -298,7 +298,7 @@ def accept(decided: EnginePlan, hosts: Hosts | None = None) -> EnginePlan:
     if hosts is not None:
         memory = dataclasses.replace(memory, num_pages=hosts.least("pages", memory.num_pages))
     if memory.disk_pages:  # Fail now, not after loading.
-        DiskStore(config.disk_kv_dir, memory.disk_pages, memory.image_bytes).close()
+        DiskStore(config.disk_kv_dir, memory.disk_pages, memory.whole_page_bytes).close()
     if memory.disk_weights_bytes:
         layer_file(decided.checkpoint, decided.shapes).check_room()
     shapes = _with_pool(decided.shapes, memory)

@@ -79,17 +79,17 @@ class MemoryPlan:
         return self.num_pages * self.page_bytes
 
     @property
-    def image_bytes(self) -> int:
+    def whole_page_bytes(self) -> int:
         """Bytes of a whole page."""
         return self.num_devices * self.page_bytes
 
     @property
     def host_bytes(self) -> int:
-        return self.host_pages * self.image_bytes
+        return self.host_pages * self.whole_page_bytes
 
     @property
     def disk_bytes(self) -> int:
-        return self.disk_pages * self.image_bytes
+        return self.disk_pages * self.whole_page_bytes
 
     @property
     def host_kv(self) -> HostKV | None:
@@ -171,20 +171,20 @@ class MemoryPlan:
         """The memory needed by purpose, and the limit that it exceeds."""
         others = self.weights_bytes + self.lora_bytes + self.state_bytes + self.scratch_bytes
         lower = self.fixed_bytes - others
-        weights = f"weights {_gib(self.weights_bytes)}"
+        weights = f"weights {gib(self.weights_bytes)}"
         if self.host_weights_bytes:
-            weights += f", layers on the host {_gib(self.host_weights_bytes)}"
+            weights += f", layers on the host {gib(self.host_weights_bytes)}"
             lower -= self.host_weights_bytes if self.host_is_device else 0
         if self.lora_bytes:
-            weights += f", LoRA adapters {_gib(self.lora_bytes)}"
+            weights += f", LoRA adapters {gib(self.lora_bytes)}"
         text = (
-            f"needs {_gib(self.total_bytes)} ({weights}, KV pool "
-            f"{_gib(self.kv_bytes)}, lower tiers {_gib(lower)}, page tables and sampling "
-            f"state {_gib(self.state_bytes)}, program scratch {_gib(self.scratch_bytes)})"
+            f"needs {gib(self.total_bytes)} ({weights}, KV pool "
+            f"{gib(self.kv_bytes)}, lower tiers {gib(lower)}, page tables and sampling "
+            f"state {gib(self.state_bytes)}, program scratch {gib(self.scratch_bytes)})"
         )
         if self.total_bytes > self.limit_bytes:
-            return f"{text}, but {_gib(self.limit_bytes)} may be used"
-        return f"{text}, but a KV pool may take {_gib(self.pool_limit_bytes)} by default"
+            return f"{text}, but {gib(self.limit_bytes)} may be used"
+        return f"{text}, but a KV pool may take {gib(self.pool_limit_bytes)} by default"
 
     def check(self) -> None:
         """Raises MemoryPlanError, with the largest pool that fits, unless everything fits."""
@@ -221,7 +221,7 @@ def plan_memory(
     layout: KVLayout,
     weights_bytes: int,
     state_bytes: int,
-    image_bytes: int,
+    whole_page_bytes: int,
     device: jax.Device | DescribedDevice,
     lora_bytes: int = 0,
     host_weights_bytes: int = 0,
@@ -229,7 +229,7 @@ def plan_memory(
     shadow: ShadowSizes | None = None,
 ) -> MemoryPlan:
     """Decide the KV pool of a resolved config, before programs are compiled. `layout` has the KV
-    groups of a pipeline stage, which are those of all stages; a whole page has `image_bytes`.
+    groups of a pipeline stage, which are those of all stages; a whole page has `whole_page_bytes`.
 
     Unless `kv_cache_memory_bytes` is set, the pool has at least the pages of one request of
     max_model_len; the caller checks whether they fit. Raises MemoryPlanError for pool settings
@@ -237,7 +237,7 @@ def plan_memory(
     """
     itemsize = jnp.dtype(config.dtype).itemsize
     num_devices = config.num_devices
-    page_bytes = image_bytes // num_devices
+    page_bytes = whole_page_bytes // num_devices
     on_host = config.kv_on == "host"
     pages_of_longest = layout.pages_for(config.max_model_len)
     pages_of_one = min(pages_of_longest, layout.chunk_pages) if on_host else pages_of_longest
@@ -246,10 +246,10 @@ def plan_memory(
     if on_cpu:  # All devices of a host share its memory.
         limit //= max(num_devices // jax.process_count(), 1)
     scratch = _scratch_guess(config, model, itemsize)
-    host_pages = _lower_pages("host_kv_bytes", config.host_kv_bytes or 0, image_bytes)
+    host_pages = _lower_pages("host_kv_bytes", config.host_kv_bytes or 0, whole_page_bytes)
     if config.host_kv_bytes is None and (on_host or not on_cpu):
         # Its buffers are taken before the pool.
-        host_pages = host_share(device) // image_bytes
+        host_pages = host_share(device) // whole_page_bytes
     plan = MemoryPlan(
         limit_bytes=limit,
         weights_bytes=weights_bytes,
@@ -259,7 +259,7 @@ def plan_memory(
         num_pages=0,
         layout=layout,
         host_pages=host_pages,
-        disk_pages=_lower_pages("disk_kv_bytes", config.disk_kv_bytes, image_bytes),
+        disk_pages=_lower_pages("disk_kv_bytes", config.disk_kv_bytes, whole_page_bytes),
         host_is_device=on_cpu,
         num_devices=num_devices,
         lora_bytes=lora_bytes,
@@ -411,5 +411,6 @@ def _scratch_guess(config: EngineConfig, model: ModelConfig, itemsize: int) -> i
     return activations + 4 * rows * model.vocab_size * 4
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
+    """A size in GiB, as messages have it."""
     return f"{size / GIB:.2f} GiB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import itertools
@@ -55,7 +56,7 @@ class Entered(NamedTuple):
     to_host: Sequence[tuple[int, int]] = ()
 
 
-class _OfStep(ProgramKind[ProgramKey]):
+class _StepKind(ProgramKind[ProgramKey]):
     """A kind with one program for each shape of a step."""
 
     def keys(self) -> Iterable[ProgramKey]:
@@ -68,7 +69,7 @@ class _OfStep(ProgramKind[ProgramKey]):
         return (self.shapes.int32(self.shapes.layouts[key].size),)
 
 
-class Forward(_OfStep):
+class Forward(_StepKind):
     """The model as one program."""
 
     title = "forward"
@@ -106,7 +107,26 @@ class PipelineStep(Forward):
         return Hidden(*self.run(state, key, packed))
 
 
-class ForwardByLayer:
+class LayerByLayer(abc.ABC):
+    """The model as several programs, so that steps may share each layer."""
+
+    _first: Embed
+
+    def __call__(self, state: DeviceState, key: ProgramKey, steps: Sequence[FrozenPlan]) -> Hidden:
+        """Hidden states of the oldest of `steps`, the newest of which is first."""
+        return self.finish(state, [self.enter(state, key, steps)])[0]
+
+    def enter(self, state: DeviceState, key: ProgramKey, steps: Sequence[FrozenPlan]) -> Entered:
+        """Runs the first part. Steps enter in the order of their plans."""
+        return Entered(key, steps, *self._first(state, key, steps))
+
+    @abc.abstractmethod
+    def finish(self, state: DeviceState, block: Sequence[Entered]) -> list[Hidden]:
+        """Hidden states of steps that have entered: each layer runs all of them, in order, before
+        the next layer is taken."""
+
+
+class ForwardByLayer(LayerByLayer):
     """The model as several programs: the first part, groups of layers, the last part."""
 
     def __init__(self, shapes: ProgramShapes) -> None:
@@ -119,17 +139,7 @@ class ForwardByLayer:
     def kinds(self) -> tuple[ProgramKind[Any], ...]:
         return self._first, self._layers, self._last
 
-    def __call__(self, state: DeviceState, key: ProgramKey, steps: Sequence[FrozenPlan]) -> Hidden:
-        """Hidden states of the oldest of `steps`, the newest of which is first."""
-        return self.finish(state, [self.enter(state, key, steps)])[0]
-
-    def enter(self, state: DeviceState, key: ProgramKey, steps: Sequence[FrozenPlan]) -> Entered:
-        """Runs the first part. Steps enter in the order of their plans."""
-        return Entered(key, steps, *self._first(state, key, steps))
-
     def finish(self, state: DeviceState, block: Sequence[Entered]) -> list[Hidden]:
-        """Hidden states of steps that have entered: each layer runs all of them, in order, before
-        the next layer is taken."""
         through = self._layers(state, block)
         return [
             Hidden(*self._last.run(state, step.key, x, step.sampled), kept)
@@ -137,7 +147,7 @@ class ForwardByLayer:
         ]
 
 
-class Embed(_OfStep):
+class Embed(_StepKind):
     """The first part of the model."""
 
     title = "embed"
@@ -184,11 +194,7 @@ class _LayersKey(NamedTuple):
 
     def __str__(self) -> str:
         """Number and kind of each run of equal layers; and their places, unless in order."""
-        runs = (
-            f"{len(list(run))}x{kind.window or 'full'}{'' if kind.rotates else '-unrotated'}"
-            f"{'-moe' if kind.sparse else ''}"
-            for kind, run in itertools.groupby(self.kinds)
-        )
+        runs = (f"{len(list(run))}x{kind}" for kind, run in itertools.groupby(self.kinds))
         name = f"{self.step}-{'+'.join(runs)}"
         if self.keep:
             name += f"-keep-{'.'.join(map(str, self.keep))}"
@@ -280,7 +286,7 @@ class _StageLayers(_Layers):
     pure = pipeline_step.stage_layers
 
 
-class FinalNorm(_OfStep):
+class FinalNorm(_StepKind):
     """The last part of the model."""
 
     title = "final-norm"

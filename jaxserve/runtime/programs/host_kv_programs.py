@@ -19,7 +19,13 @@ from jaxserve.runtime.planning.memory import KV_WINDOW
 from jaxserve.runtime.programs import host_kv_step
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.executables import ProgramSpec
-from jaxserve.runtime.programs.forward_programs import Embed, Entered, FinalNorm, Hidden
+from jaxserve.runtime.programs.forward_programs import (
+    Embed,
+    Entered,
+    FinalNorm,
+    Hidden,
+    LayerByLayer,
+)
 from jaxserve.runtime.programs.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.page_programs import GatherPages
 from jaxserve.runtime.programs.program_kind import ProgramKind
@@ -33,21 +39,21 @@ class HostKVStore:
 
     def __init__(self, shapes: ProgramShapes) -> None:
         """Raises ConfigError when the host has no memory for them."""
-        image = shapes.kv.staging(1, 1)
-        shape = (len(shapes.kv.abstract), shapes.num_host_pages, image.shape[1])
+        staged = shapes.kv.staging(1, 1)
+        shape = (len(shapes.kv.abstract), shapes.num_host_pages, staged.shape[1])
         try:
-            self._pages = np.empty(shape, image.dtype)
+            self._pages = np.empty(shape, staged.dtype)
         except MemoryError:
             raise ConfigError(
                 f"kv_on is 'host', but the host has no memory for {shapes.num_host_pages} pages of "
-                f"{shapes.kv.image_bytes} bytes; set host_kv_bytes to less."
+                f"{shapes.kv.whole_page_bytes} bytes; set host_kv_bytes to less."
             ) from None
-        self._place = image.sharding
+        self._place = staged.sharding
         self._group = shapes.host_group_pages
 
-    def write(self, layer: int, pages: Sequence[int], images: jax.Array) -> None:
+    def write(self, layer: int, pages: Sequence[int], staged: jax.Array) -> None:
         """Copies the first rows of gathered pages; waits for the device."""
-        self._pages[layer, list(pages)] = np.asarray(images)[: len(pages)]
+        self._pages[layer, list(pages)] = np.asarray(staged)[: len(pages)]
 
     def page(self, layer: int, page: int) -> np.ndarray:
         """The elements of a page."""
@@ -98,11 +104,10 @@ class _Key(NamedTuple):
     kind: LayerKind
 
     def __str__(self) -> str:
-        sparse = "-moe" if self.kind.sparse else ""
-        return f"{self.step}{'' if self.kind.rotates else '-unrotated'}{sparse}"
+        return f"{self.step}-{self.kind}"
 
 
-class ForwardWithHostKV:
+class ForwardWithHostKV(LayerByLayer):
     """The model layer by layer, and each layer in parts: up to its attention and over the pages in
     the pool, over each group of pages from the host, and from there on."""
 
@@ -138,16 +143,8 @@ class ForwardWithHostKV:
         """Allocated at first use."""
         return HostKVStore(self._shapes)
 
-    def __call__(self, state: DeviceState, key: ProgramKey, steps: Sequence[FrozenPlan]) -> Hidden:
-        """Hidden states of the only one of `steps`."""
-        return self.finish(state, [self.enter(state, key, steps)])[0]
-
-    def enter(self, state: DeviceState, key: ProgramKey, steps: Sequence[FrozenPlan]) -> Entered:
-        """As ForwardByLayer."""
-        return Entered(key, steps, *self._first(state, key, steps))
-
     def finish(self, state: DeviceState, block: Sequence[Entered]) -> list[Hidden]:
-        """As ForwardByLayer. At most a window of groups is on the device."""
+        """As LayerByLayer. At most a window of groups is on the device."""
         running = [self._running(step) for step in block]
         window = collections.deque[jax.Array]()
         activations = [step.x for step in block]
@@ -191,10 +188,10 @@ class ForwardWithHostKV:
         for group in groups:
             if len(window) == KV_WINDOW:
                 window.popleft().block_until_ready()
-            images = self.store.read(layer, group.pages)
-            partial = self._attend(own.step, partial, slot_mapping.batch, images, group.tables)
+            staged = self.store.read(layer, group.pages)
+            partial = self._attend(own.step, partial, slot_mapping.batch, staged, group.tables)
             window.append(partial.lse)
-            del images
+            del staged
         if decodes is not None:
             partial = self.shadow.attend(own.step, layer, partial, step, decodes)
         return self._leave(own, params, x, entered.shared, partial)
@@ -213,7 +210,7 @@ class ForwardWithHostKV:
             self.store.write(layer, host, self._gather([state.kv[layer]], device))
 
 
-class _OfLayer(ProgramKind[_Key]):
+class _PartOfLayer(ProgramKind[_Key]):
     """A kind with one program for each shape of a step and kind of layer."""
 
     def keys(self) -> Iterable[_Key]:
@@ -226,7 +223,7 @@ class _OfLayer(ProgramKind[_Key]):
         return self.shapes.abstract_state.adapted_params["layers"][layer]
 
 
-class _EnterLayer(_OfLayer):
+class _EnterLayer(_PartOfLayer):
     title = "enter-layer"
     pure = host_kv_step.enter_layer
 
@@ -300,7 +297,7 @@ class _AttendGroup(ProgramKind[ProgramKey]):
         return self._executables[key](*uploads)
 
 
-class _LeaveLayer(_OfLayer):
+class _LeaveLayer(_PartOfLayer):
     title = "leave-layer"
     pure = host_kv_step.leave_layer
 

@@ -83,17 +83,17 @@ def attend_group(
     pages: PageLayout,
     partial: Partial,
     batch: RaggedBatch,
-    images: jax.Array,
+    staged: jax.Array,
     tables: jax.Array,
 ) -> Partial:
     """Merges attention over a group of host pages into `partial`.
 
-    images [group pages, elements]: the group; tables int32 [rows, group pages + 1]: which of these
+    staged [group pages, elements]: the group; tables int32 [rows, group pages + 1]: which of these
     each row has, in order, and how many. All of their tokens come before the step's.
     """
     empty = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), pages.shapes)
-    ids = 1 + jnp.arange(len(images))  # No row reads page 0.
-    (group,) = scatter_pages([empty], ids, images)
+    ids = 1 + jnp.arange(len(staged))  # No row reads page 0.
+    (group,) = scatter_pages([empty], ids, staged)
     row, _, owned = owners(batch, len(partial.q))
     until = jnp.where(owned, tables[row, -1] * layout.page_size, 0)
     out, lse = attend(

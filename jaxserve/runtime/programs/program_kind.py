@@ -32,6 +32,8 @@ class ProgramKind(abc.ABC, Generic[Key]):
     reads: ClassVar[tuple[str, ...]] = ()
     replaces: ClassVar[tuple[str, ...]] = ()
     outputs: ClassVar[tuple[Any, ...]] = ()
+    applies_processors: ClassVar[bool] = False
+    """Whether the function has logits processors in it, which are not in a program's name."""
 
     def __init__(self, shapes: ProgramShapes) -> None:
         self.shapes = shapes
@@ -68,6 +70,7 @@ class ProgramKind(abc.ABC, Generic[Key]):
             (*(getattr(state, field) for field in self.reads), *self.uploads(key)),
             donated=tuple(map(self.reads.index, self.replaces)),
             outputs=outputs if len(outputs) > 1 else outputs[0],
+            cached_by_name=not (self.applies_processors and self.shapes.processors.names),
         )
 
     def bind(self, programs: Programs) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -19,7 +18,6 @@ from jaxserve.core.steps.plan import ScheduledChunk
 from jaxserve.models import parallel
 from jaxserve.models.family import Family, Params
 from jaxserve.runtime.programs.device_state import DeviceState
-from jaxserve.runtime.programs.executables import ProgramSpec
 from jaxserve.runtime.programs.program_kind import ProgramKind, padded
 from jaxserve.runtime.programs.tiles import scan_tiles
 from jaxserve.sampling import (
@@ -180,14 +178,14 @@ def sum_chunks(num_chunks: int, seq: int, hidden: jax.Array, chunks: jax.Array) 
     return lax.psum(sums, SEQ) if seq > 1 else sums
 
 
-class _OnHead(ProgramKind[int]):
+class _HeadKind(ProgramKind[int]):
     """A kind that computes logits."""
 
     def static(self, key: int) -> tuple[Any, ...]:
         return self.shapes.family, self.shapes.local_model, self.shapes.tile
 
 
-class Greedy(_OnHead):
+class Greedy(_HeadKind):
     """The most likely token of each row."""
 
     title = "greedy"
@@ -211,7 +209,7 @@ class Greedy(_OnHead):
         return self.run(state, key, hidden, padded(slots, key, self.shapes.trash_slot))
 
 
-class General(_OnHead):
+class General(_HeadKind):
     """Tokens by all sampling parameters."""
 
     title = "general"
@@ -219,6 +217,7 @@ class General(_OnHead):
     replaces = ("last_tokens", "sampling")
     outputs = (P(),)
     pure = general
+    applies_processors = True
 
     def keys(self) -> Iterable[int]:
         return self.shapes.sample_rows
@@ -238,10 +237,6 @@ class General(_OnHead):
         rule = None if drafts is None else AcceptanceRule.of(drafts)
         processors, tree_depth = self.shapes.processors, self.shapes.tree_depth
         return (*super().static(key), processors, tree_depth, branches, rule)
-
-    def spec(self, key: int) -> ProgramSpec:
-        by_name = not self.shapes.processors.names
-        return dataclasses.replace(super().spec(key), cached_by_name=by_name)
 
     def __call__(
         self,
@@ -292,13 +287,8 @@ class General(_OnHead):
         return rows
 
 
-class PromptLogprobs(_OnHead):
-    """Log probabilities of the token after each prefill token."""
-
-    title = "prompt-logprobs"
-    reads = ("outside_layers",)
-    outputs = (P(SEQ),)
-    pure = prompt_logprobs
+class _PrefillKind(ProgramKind[int]):
+    """A kind of program over the prefill tokens of a step, with a number for each."""
 
     def keys(self) -> Iterable[int]:
         return self.shapes.buckets.prefill_tokens
@@ -306,6 +296,15 @@ class PromptLogprobs(_OnHead):
     def uploads(self, key: int) -> tuple[Any, ...]:
         hidden = self.shapes.hidden(key, sharded=True, staged=True)
         return hidden, self.shapes.int32(key, spec=(SEQ,))
+
+
+class PromptLogprobs(_PrefillKind, _HeadKind):
+    """Log probabilities of the token after each prefill token."""
+
+    title = "prompt-logprobs"
+    reads = ("outside_layers",)
+    outputs = (P(SEQ),)
+    pure = prompt_logprobs
 
     def __call__(
         self, state: DeviceState, hidden: jax.Array, prefills: SequenceOf[ScheduledChunk]
@@ -321,25 +320,18 @@ class PromptLogprobs(_OnHead):
         return self.run(state, tokens, hidden, targets)
 
 
-class SumChunks(ProgramKind[int]):
+class SumChunks(_PrefillKind):
     """Sums of the hidden states of each prefill chunk of a step."""
 
     title = "sum-chunks"
     outputs = (P(),)
     pure = sum_chunks
 
-    def keys(self) -> Iterable[int]:
-        return self.shapes.buckets.prefill_tokens
-
     def static(self, key: int) -> tuple[Any, ...]:
         return self._num_chunks(key), self.shapes.seq
 
     def _num_chunks(self, key: int) -> int:
         return min(self.shapes.config.max_num_seqs, key)
-
-    def uploads(self, key: int) -> tuple[Any, ...]:
-        hidden = self.shapes.hidden(key, sharded=True, staged=True)
-        return hidden, self.shapes.int32(key, spec=(SEQ,))
 
     def __call__(
         self, state: DeviceState, hidden: jax.Array, prefills: SequenceOf[ScheduledChunk]

@@ -28,11 +28,6 @@ FILL_CHUNKS = 256
 """Chunks of values that are copied to the device together, at most."""
 
 
-def _named(kind: LayerKind) -> str:
-    rotates = "" if kind.rotates else "-unrotated"
-    return f"{kind.window or 'full'}{rotates}{'-moe' if kind.sparse else ''}"
-
-
 class _Kind(ProgramKind[Any]):
     """A kind of program of compressed KV."""
 
@@ -62,14 +57,14 @@ class _Kind(ProgramKind[Any]):
         return self._executables[key](*arguments)
 
 
-class _OfGroup(_Kind):
+class _GroupKind(_Kind):
     """A kind that takes a group of host pages, of a kind of layer."""
 
     def keys(self) -> Iterable[LayerKind]:
         return dict.fromkeys(self.model.layer_kinds)
 
     def name(self, key: LayerKind) -> str:
-        return f"{self.title}-{_named(key)}"
+        return f"{self.title}-{key}"
 
     def static(self, key: LayerKind) -> tuple[Any, ...]:
         return self.model, key, self.page
@@ -81,7 +76,7 @@ class _OfGroup(_Kind):
         return self.shapes.kv.staging(size, 1), int32(size), int32(size)
 
 
-class Survey(_OfGroup):
+class Survey(_GroupKind):
     title = "survey"
     pure = shadow_step.survey
     donated = (0, 1)
@@ -91,7 +86,7 @@ class Survey(_OfGroup):
         return gram, self.layer.landmarks, *self.group
 
 
-class Project(_OfGroup):
+class Project(_GroupKind):
     title = "project"
     pure = shadow_step.project
     donated = (0,)
@@ -100,12 +95,12 @@ class Project(_OfGroup):
         return self.layer.low, self.layer.bases, self.shapes.int32(), *self.group
 
 
-class _OnlyOne(_Kind):
+class _SingleKind(_Kind):
     def keys(self) -> Iterable[int]:
         return (0,)
 
 
-class SetSequence(_OnlyOne):
+class SetSequence(_SingleKind):
     title = "set-shadow"
     pure = shadow_step.set_sequence
     donated = (0, 1, 2, 3)
@@ -117,7 +112,7 @@ class SetSequence(_OnlyOne):
         return *arrays, self.shapes.int32(), *of_one
 
 
-class Fill(_OnlyOne):
+class Fill(_SingleKind):
     title = "fill-recalled"
     pure = shadow_step.fill
     donated = (0,)
@@ -137,7 +132,7 @@ class _Key(NamedTuple):
     kind: LayerKind
 
 
-class _OfStep(_Kind):
+class _StepKind(_Kind):
     """A kind with programs for the steps that have decodes. `partial` gives the shapes of their
     partial attention."""
 
@@ -157,7 +152,7 @@ class _OfStep(_Kind):
         return Decodes(int32(key.rows), int32(key.rows, self.shapes.max_pages), int32(key.rows))
 
 
-class Choose(_OfStep):
+class Choose(_StepKind):
     title = "choose"
     pure = shadow_step.choose
 
@@ -169,7 +164,7 @@ class Choose(_OfStep):
         return self.partial(key), layer.landmarks, layer.outliers, self.decodes(key)
 
 
-class AttendRecalled(_OfStep):
+class AttendRecalled(_StepKind):
     title = "attend-recalled"
     pure = shadow_step.attend_recalled
 
@@ -178,7 +173,7 @@ class AttendRecalled(_OfStep):
         return [_Key(key, kind) for key in self._with_decodes for kind in kinds]
 
     def name(self, key: _Key) -> str:
-        return f"{self.title}-{key.step}-{_named(key.kind)}"
+        return f"{self.title}-{key.step}-{key.kind}"
 
     def static(self, key: _Key) -> tuple[Any, ...]:
         return self.model, key.kind, self.sizes.page_size
@@ -352,9 +347,9 @@ class Shadow:
             some = places[first : first + self._fill.count]
             at = np.full((self._fill.count, 3), (self._shapes.trash_slot, 0, 0), np.int32)
             at[: len(some)] = some
-            images = np.zeros((len(at), CHUNK, self.sizes.head_dim), values.dtype)
-            images[: len(some)] = chunks[first : first + len(some)]
-            values = self._fill(0, values, at, images)
+            staged = np.zeros((len(at), CHUNK, self.sizes.head_dim), values.dtype)
+            staged[: len(some)] = chunks[first : first + len(some)]
+            values = self._fill(0, values, at, staged)
         self.counts.attended += int((held != NO_CHUNK).sum())
         self.counts.copied += len(places)
         self._layers[layer] = own = own._replace(values=values)
@@ -373,10 +368,10 @@ class Shadow:
 
     def _on_host(self, layer: int, page: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys [kv_heads, head_dim, page_size] and values [kv_heads, page_size, head_dim]."""
-        sizes, image = self.sizes, self._store().page(layer, page)
+        sizes, staged = self.sizes, self._store().page(layer, page)
         half = sizes.width * sizes.page_size
-        k = image[:half].reshape(sizes.kv_heads, sizes.head_dim, sizes.page_size)
-        return k, image[half:].reshape(sizes.kv_heads, sizes.page_size, sizes.head_dim)
+        k = staged[:half].reshape(sizes.kv_heads, sizes.head_dim, sizes.page_size)
+        return k, staged[half:].reshape(sizes.kv_heads, sizes.page_size, sizes.head_dim)
 
     def _values(self, layer: int, pages: np.ndarray, head: int, chunk: int) -> np.ndarray:
         page, part = divmod(chunk, self.sizes.page_chunks)
@@ -399,7 +394,7 @@ class Shadow:
     def _look(self, layer: int, kind: LayerKind, gram: Any, group: _Group) -> tuple[Any, Any]:
         own = self._layers[layer]
         gram, landmarks, least = self._survey(
-            kind, gram, own.landmarks, group.images, group.index, group.targets
+            kind, gram, own.landmarks, group.staged, group.index, group.targets
         )
         self._layers[layer] = own._replace(landmarks=landmarks)
         return gram, least
@@ -407,7 +402,7 @@ class Shadow:
     def _write_low(self, layer: int, kind: LayerKind, slot: int, group: _Group) -> None:
         own = self._layers[layer]
         low = self._project(
-            kind, own.low, own.bases, np.int32(slot), group.images, group.index, group.targets
+            kind, own.low, own.bases, np.int32(slot), group.staged, group.index, group.targets
         )
         self._layers[layer] = own._replace(low=low)
 
@@ -416,6 +411,6 @@ class _Group(NamedTuple):
     """Host pages on the device, how many they are, their places in the sequence, and their ids."""
 
     count: int
-    images: jax.Array
+    staged: jax.Array
     index: np.ndarray
     targets: np.ndarray

@@ -20,7 +20,7 @@ from jaxserve.models import rope
 from jaxserve.runtime.planning.shadow import CHUNK
 from jaxserve.runtime.programs.host_kv_step import Partial
 from pallas_kernels.merge import merge_two
-from pallas_kernels.page_copy.image import to_pages
+from pallas_kernels.page_copy.rows import to_pages
 from pallas_kernels.paged_attention import PageLayout
 
 NO_CHUNK = -1
@@ -54,12 +54,12 @@ class Decodes(NamedTuple):
 
 
 def keys_of(
-    config: ModelConfig, kind: LayerKind, pages: PageLayout, images: jax.Array, index: jax.Array
+    config: ModelConfig, kind: LayerKind, pages: PageLayout, staged: jax.Array, index: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Keys float32 [pages, page_size, kv_heads, head_dim] of images [pages, elements], as they are
+    """Keys float32 [pages, page_size, kv_heads, head_dim] of staged [pages, elements], as they are
     and before their rotation; `index` int32 [pages] are the places of the pages in the sequence."""
     shape = pages.shapes.k
-    part = images[:, : shape.shape[1] * shape.shape[2] * shape.shape[3]]
+    part = staged[:, : shape.shape[1] * shape.shape[2] * shape.shape[3]]
     keys = to_pages(part, shape.shape[1:], shape.dtype).transpose(0, 3, 1, 2).astype(jnp.float32)
     positions = index[:, None] * pages.page_size + jnp.arange(pages.page_size)
     return keys, _rotated(config, kind, keys, positions, back=True)
@@ -86,7 +86,7 @@ def survey(
     pages: PageLayout,
     gram: jax.Array,
     landmarks: jax.Array,
-    images: jax.Array,
+    staged: jax.Array,
     index: jax.Array,
     targets: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -94,11 +94,11 @@ def survey(
     before rotation, and writes their landmarks to the host pages `targets` int32 [pages], of which
     the last is padding. Also returns the least cosine between a key and its landmark, of all heads
     and tokens of each chunk, float32 [pages, chunks]."""
-    rotated, keys = keys_of(config, kind, pages, images, index)
+    rotated, keys = keys_of(config, kind, pages, staged, index)
     real = targets < len(landmarks) - 1
     flat = jnp.where(real[:, None, None, None], keys, 0).reshape(-1, len(gram))
     gram += jnp.matmul(flat.T, flat, precision=jax.lax.Precision.HIGHEST)
-    chunked = rotated.reshape(len(images), -1, CHUNK, *rotated.shape[2:])
+    chunked = rotated.reshape(len(staged), -1, CHUNK, *rotated.shape[2:])
     mean = chunked.mean(axis=2)
     norms = jnp.linalg.norm(chunked, axis=-1) * jnp.linalg.norm(mean, axis=-1)[:, :, None]
     cosines = (chunked * mean[:, :, None]).sum(-1) / jnp.maximum(norms, 1e-20)
@@ -113,12 +113,12 @@ def project(
     low: jax.Array,
     bases: jax.Array,
     slot: jax.Array,
-    images: jax.Array,
+    staged: jax.Array,
     index: jax.Array,
     targets: jax.Array,
 ) -> jax.Array:
     """`low` with the keys of a group of host pages in the basis of `slot`."""
-    _, keys = keys_of(config, kind, pages, images, index)
+    _, keys = keys_of(config, kind, pages, staged, index)
     basis = bases[slot].astype(jnp.float32)
     found = jnp.einsum("pthd,hdr->ptr", keys, basis, precision=jax.lax.Precision.HIGHEST)
     return low.at[targets].set(found.astype(low.dtype))
@@ -166,11 +166,11 @@ def choose(
     return jnp.where(best >= 0, chosen, NO_CHUNK).astype(jnp.int32)
 
 
-def fill(values: jax.Array, places: jax.Array, images: jax.Array) -> jax.Array:
+def fill(values: jax.Array, places: jax.Array, staged: jax.Array) -> jax.Array:
     """`values` of ShadowLayer with chunks [n, CHUNK, head_dim] written to `places` int32 [n, 3]:
     the slot, the head, and which of its chunks."""
     slot, head, place = places.T
-    return values.at[slot, head, place].set(images)
+    return values.at[slot, head, place].set(staged)
 
 
 def attend_recalled(

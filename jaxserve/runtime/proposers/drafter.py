@@ -23,7 +23,6 @@ from jaxserve.models.family import Family, Params
 from jaxserve.runtime.in_flight import PackedInputs
 from jaxserve.runtime.programs import step
 from jaxserve.runtime.programs.device_state import DeviceState
-from jaxserve.runtime.programs.executables import ProgramSpec
 from jaxserve.runtime.programs.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_kind import ProgramKind
@@ -230,7 +229,7 @@ def draft_rows(shapes: ProgramShapes, step: PackedInputs, num_rows: int) -> np.n
     return rows
 
 
-class _OfDrafter(ProgramKind[int]):
+class _DrafterKind(ProgramKind[int]):
     """A kind that runs a drafter over one part of a step: its decodes, or its prefill chunks."""
 
     def __init__(self, shapes: ProgramShapes, drafter: Drafter, set_tables: SetTables) -> None:
@@ -246,11 +245,12 @@ class _OfDrafter(ProgramKind[int]):
         return layout.pack(frozen)
 
 
-class Draft(_OfDrafter):
+class Draft(_DrafterKind):
     """Drafts for each decode, one after another."""
 
     title = "draft"
     pure = draft
+    applies_processors = True
     reads = ("params", "kv", "tables", "speculation", "sampling")
     replaces = ("kv", "tables", "speculation")
 
@@ -270,10 +270,6 @@ class Draft(_OfDrafter):
         fields = NUM_FIELDS + len(self.shapes.processors.names)
         return int32(self.layout(key).size), int32(key, fields), int32()
 
-    def spec(self, key: int) -> ProgramSpec:
-        by_name = not self.shapes.processors.names
-        return dataclasses.replace(super().spec(key), cached_by_name=by_name)
-
     def __call__(self, state: DeviceState, step: PackedInputs) -> None:
         decodes = step.plan.decodes
         key = holding(self.shapes.buckets.rows, len(decodes))
@@ -282,7 +278,7 @@ class Draft(_OfDrafter):
         self.run(state, key, vector, rows, np.int32(step.plan.width - 1))
 
 
-class DraftPrefill(_OfDrafter):
+class DraftPrefill(_DrafterKind):
     """Keeps the pages of a draft model up with those of the target."""
 
     title = "draft-prefill"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,7 +19,6 @@ from jaxserve.models.family import Family, Params
 from jaxserve.models.medusa import MedusaConfig
 from jaxserve.runtime.in_flight import PackedInputs
 from jaxserve.runtime.programs.device_state import DeviceState
-from jaxserve.runtime.programs.executables import ProgramSpec
 from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_kind import ProgramKind, padded
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
@@ -128,6 +126,7 @@ class Guess(ProgramKind[int]):
 
     title = "guess"
     pure = guess
+    applies_processors = True
     reads = ("outside_layers", "draft_params", "speculation", "sampling")
     replaces = ("speculation",)
 
@@ -141,10 +140,6 @@ class Guess(ProgramKind[int]):
     def uploads(self, key: int) -> tuple[Any, ...]:
         fields = NUM_FIELDS + len(self.shapes.processors.names)
         return self.shapes.int32(key, fields), self.shapes.int32()
-
-    def spec(self, key: int) -> ProgramSpec:
-        by_name = not self.shapes.processors.names
-        return dataclasses.replace(super().spec(key), cached_by_name=by_name)
 
     def __call__(self, state: DeviceState, step: PackedInputs) -> None:
         key = holding(self.shapes.buckets.rows, len(step.plan.decodes))

@@ -16,7 +16,7 @@ from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.weights.layer_layout import LayerLayout
 from jaxserve.runtime.weights.placement import WINDOW
 from jaxserve.runtime.weights.source import ResidentWeights, WeightSource
-from jaxserve.runtime.weights.stores import HostStore, LayerFile
+from jaxserve.runtime.weights.stores import HostLayerStore, LayerFile
 from jaxserve.runtime.weights.streamed import StreamedWeights
 
 Progress = Callable[[int, int], None]
@@ -123,7 +123,7 @@ class _Loading:
             others = sorted({*range(count)}.difference(placement.streamed))
             staying = {layer: store.load_to_stay(layer) for layer in others}
         else:
-            store, staying = HostStore(_layouts(self._shapes)), {}
+            store, staying = HostLayerStore(_layouts(self._shapes)), {}
             for layer, params in self._layers():
                 if layer in placement.streamed:
                     store.put(layer, params)

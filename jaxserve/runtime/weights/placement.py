@@ -13,7 +13,7 @@ WINDOW = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class LayerPlacement:
     """Where the layers are. Bytes are those of one device.
 
     `streamed` are the layers that pass through the window, ascending; all others stay.
@@ -55,14 +55,14 @@ class Placement:
 
 def place(
     tier: WeightsOn, outside_bytes: int, layer_bytes: Sequence[int], budget: int | None
-) -> Placement:
+) -> LayerPlacement:
     """Decide which layers stay on the device.
 
     With a `budget` of bytes, as many as fit beside the rest and the window, spread evenly over the
     depth, so that reads alternate with layers that need none; without one, as few as possible.
     Raises ConfigError when the budget cannot hold a window.
     """
-    placement = Placement(tier, outside_bytes, tuple(layer_bytes))
+    placement = LayerPlacement(tier, outside_bytes, tuple(layer_bytes))
     count, largest = len(layer_bytes), max(layer_bytes)
     if tier == "device" or count <= WINDOW:
         return placement

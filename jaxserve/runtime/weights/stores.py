@@ -31,7 +31,7 @@ class LayerStore(Protocol):
     def close(self) -> None: ...
 
 
-class HostStore:
+class HostLayerStore:
     """Layers in host memory."""
 
     def __init__(self, layouts: Sequence[LayerLayout]) -> None:

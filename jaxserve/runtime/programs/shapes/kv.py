@@ -13,7 +13,7 @@ from jaxserve.core.model_config import ModelConfig
 from jaxserve.kv.layout import KVLayout
 from jaxserve.models.partition import local
 from jaxserve.runtime.programs.shapes.arrays import ArrayShapes, placed
-from pallas_kernels.page_copy import image_dtype, image_elements
+from pallas_kernels.page_copy import row_dtype, row_elements
 from pallas_kernels.paged_attention import PageLayout, Pages
 from sharding_rules import KV, SEQ, STAGE, TENSOR
 
@@ -98,10 +98,10 @@ class KVShapes:
         return jax.tree_util.tree_map_with_path(on_mesh, pages.shapes)
 
     @property
-    def image_bytes(self) -> int:
+    def whole_page_bytes(self) -> int:
         """Bytes of a whole page, of all stages."""
         kv = self.abstract
-        return self._stages * image_elements(kv) * image_dtype(kv).itemsize
+        return self._stages * row_elements(kv) * row_dtype(kv).itemsize
 
     def staging(
         self, count: int, layers: int | None = None, first: int = 0
@@ -109,6 +109,6 @@ class KVShapes:
         """Shape of a staging array of `count` pages, each the parts of all devices in turn; of all
         layers of a stage, or of `layers` of them from `first` on."""
         kv = self.abstract[first:][:layers]
-        shape = (count, self._stages * image_elements(kv))
-        array = jax.ShapeDtypeStruct(shape, image_dtype(kv))
+        shape = (count, self._stages * row_elements(kv))
+        array = jax.ShapeDtypeStruct(shape, row_dtype(kv))
         return placed(array, self.arrays.sharding(None, (STAGE, SEQ, TENSOR)))

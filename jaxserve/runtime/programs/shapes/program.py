@@ -32,7 +32,7 @@ from jaxserve.runtime.programs.shapes.kv import KVShapes
 from jaxserve.runtime.programs.shapes.params import ParamShapes, param_rules
 from jaxserve.runtime.programs.step_layout import StepLayout
 from jaxserve.runtime.programs.tiles import DEFAULT_TILE_TOKENS, TILE_TOKENS
-from jaxserve.runtime.weights.placement import Placement, place
+from jaxserve.runtime.weights.placement import LayerPlacement, place
 from jaxserve.runtime.weights.source import ResidentWeights
 from jaxserve.sampling import BY_TOKEN, SamplingState, abstract_state, tokens_per_rank
 from jaxserve.sampling.processors import Processors
@@ -315,7 +315,7 @@ class ProgramShapes:
         return self.placement.device_bytes + self.draft_params.num_bytes
 
     @functools.cached_property
-    def placement(self) -> Placement:
+    def placement(self) -> LayerPlacement:
         """Which layers stay on the devices. Raises ConfigError when `resident_weight_bytes` cannot
         hold a window."""
         outside = {name: own for name, own in self.params.abstract.items() if name != "layers"}

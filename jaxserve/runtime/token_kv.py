@@ -25,7 +25,7 @@ from jaxserve.runtime.runner import Runner
 from sharding_rules import HeadLayout
 
 
-class ImageLayout:
+class PageBytesLayout:
     """Location of each token's KV of one model in the bytes of a page: its layers are those `after`
     another's, if that is not None."""
 
@@ -34,7 +34,7 @@ class ImageLayout:
         shapes: ProgramShapes,
         model: ModelConfig,
         local_model: ModelConfig,
-        after: ImageLayout | None = None,
+        after: PageBytesLayout | None = None,
     ) -> None:
         """`model` is the config of the checkpoint, not the partitioned one of `shapes`, and
         `local_model` its part on a device."""
@@ -54,12 +54,12 @@ class ImageLayout:
         self._first = 0 if after is None else after._stop
         self._stop = self._first + local_model.num_layers * self._of_layer
 
-    def tokens(self, images: np.ndarray) -> np.ndarray:
+    def tokens(self, payload: np.ndarray) -> np.ndarray:
         """KV [pages, page_tokens, *token_shape] of page bytes [pages, bytes]."""
-        count, dim, share = len(images), self._head_dim, self.page_tokens // self._mesh[1]
+        count, dim, share = len(payload), self._head_dim, self.page_tokens // self._mesh[1]
         (layers, heads), sides = self._local, self.token_shape[1]
         size = heads * share * dim
-        parts = images.view(self.dtype).reshape(count, math.prod(self._mesh), -1)
+        parts = payload.view(self.dtype).reshape(count, math.prod(self._mesh), -1)
         parts = parts[..., self._first : self._stop]
         parts = parts.reshape(count, *self._mesh, layers, self._of_layer)
         k, *v, scales = np.split(parts, [size * side for side in range(1, sides + 1)], axis=-1)
@@ -74,7 +74,7 @@ class ImageLayout:
         _, first = np.unique(self._heads, return_index=True)
         return whole[..., first[-self.token_shape[2] :], :]
 
-    def images(self, tokens: np.ndarray) -> np.ndarray:
+    def page_bytes(self, tokens: np.ndarray) -> np.ndarray:
         """The bytes uint8 [pages, devices, bytes] of these layers on each device, for KV in the
         shape that `tokens` returns."""
         (stages, shares, ranks), (layers, heads), dim = self._mesh, self._local, self._head_dim
@@ -99,12 +99,12 @@ class ImageLayout:
         return tokens
 
 
-class PageImages:
+class TokenKV:
     """Reads an engine's pages on any tier, and writes those of the device, as KV of tokens: of the
     model, and of the layers that draft for it, if there are any."""
 
     def __init__(
-        self, layouts: Sequence[ImageLayout], runner: Runner, stores: Mapping[Tier, Store]
+        self, layouts: Sequence[PageBytesLayout], runner: Runner, stores: Mapping[Tier, Store]
     ) -> None:
         """`layouts` are of the model, and of what drafts for it."""
         self.layouts = tuple(layouts)
@@ -115,13 +115,13 @@ class PageImages:
         self._stores = stores
 
     def read(self, tier: Tier, pages: Sequence[int]) -> list[np.ndarray]:
-        """KV of up to MOVE_PAGES pages, as `ImageLayout.tokens` returns it, by layout.
+        """KV of up to MOVE_PAGES pages, as `PageBytesLayout.tokens` returns it, by layout.
 
         Raises PageCorruptError or OSError where a lower tier cannot be read.
         """
         on_device = tier is Tier.DEVICE
-        images = self._runner.read_pages(pages) if on_device else self._stores[tier].read(pages)
-        return [layout.tokens(images) for layout in self.layouts]
+        payload = self._runner.read_pages(pages) if on_device else self._stores[tier].read(pages)
+        return [layout.tokens(payload) for layout in self.layouts]
 
     def write(self, pages: Sequence[int], tokens: Sequence[np.ndarray]) -> None:
         """Writes KV of whole pages, by layout, to up to MOVE_PAGES pages of the device. Layers that
@@ -133,5 +133,5 @@ class PageImages:
         for layout in self.layouts[len(found) :]:
             shape = len(pages), self.page_tokens, *layout.token_shape
             found.append(np.zeros(shape, layout.dtype))
-        parts = [layout.images(own) for layout, own in zip(self.layouts, found)]
+        parts = [layout.page_bytes(own) for layout, own in zip(self.layouts, found)]
         self._runner.write_pages(pages, np.concatenate(parts, axis=-1).reshape(len(pages), -1))
