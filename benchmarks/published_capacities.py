@@ -39,7 +39,7 @@ from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.simulator.capacity import Capacity, Load, rate_at
 from jaxserve.simulator.phases import decode_only, goodput, goodput_by_role, prefill_only
 from jaxserve.simulator.placement import EngineGoodput, best_placement
-from jaxserve.simulator.search import Candidate, Engine, outcomes
+from jaxserve.simulator.search import Candidate, EngineUnderLoad, outcomes
 from jaxserve.simulator.simulation import Arrival
 from jaxserve.simulator.slo import Slo
 
@@ -163,16 +163,16 @@ def distserve(folder: Path, count: int) -> None:
         for scheduler, budget in (("vllm", 2048), ("sarathi", 512))
     }
 
-    def engine(scheduler: str, **shares: float) -> Engine:
+    def engine(scheduler: str, **shares: float) -> EngineUnderLoad:
         plan = plans[scheduler]
         plan = dataclasses.replace(plan, spec=dataclasses.replace(plan.spec, **shares))
-        return Engine(plan.deployment, plan.times, requests)
+        return EngineUnderLoad(plan.deployment, plan.times, requests)
 
     def by_role(scheduler: str, **shares: float) -> EngineGoodput:
         one = engine(scheduler, **shares)
         return goodput_by_role(one.deployment, one.times, requests, slo)
 
-    def fitted(reported: float, role: Callable[[Engine], Engine], name: str, **known: float):
+    def fitted(reported: float, role: Callable[[EngineUnderLoad], EngineUnderLoad], name: str, **known: float):
         """The shares with the one by which a role serves what is reported, by bisection."""
         low, high = 0.05, 1.0
         for _ in range(ROUNDS):
@@ -229,7 +229,7 @@ def sarathi(folder: Path, count: int, model: str, openchat: Path | None) -> None
                     max_num_batched_tokens=128 + (longest if scheduler == "vllm" else budget),
                     max_model_len=longest,
                 )
-                engine = Engine(plan.deployment, plan.times, requests)
+                engine = EngineUnderLoad(plan.deployment, plan.times, requests)
                 found[scheduler] = goodput(engine, slo)
             ratio = found["sarathi"] / found["vllm"] if found["vllm"] else None
             published = SARATHI_RATIOS.get((model, data, name))
@@ -300,7 +300,7 @@ def vidur(folder: Path, count: int) -> None:
     )
 
 
-def vidur_engines(folder: Path, device: str, requests: Load) -> Iterator[tuple[str, Engine]]:
+def vidur_engines(folder: Path, device: str, requests: Load) -> Iterator[tuple[str, EngineUnderLoad]]:
     """One engine of each deployment that fits, with its share of a load of 1 request a second."""
     for tensor, stages, seqs in itertools.product((1, 2, 4), (1, 2, 4), (64, 128, 256)):
         try:
@@ -322,7 +322,7 @@ def vidur_engines(folder: Path, device: str, requests: Load) -> Iterator[tuple[s
             dataclasses.replace(arrival, time_us=arrival.time_us * replicas)
             for arrival in requests.arrivals
         ]
-        engine = Engine(plan.deployment, plan.times, Load(arrivals, 1 / replicas))
+        engine = EngineUnderLoad(plan.deployment, plan.times, Load(arrivals, 1 / replicas))
         yield f"TP{tensor} PP{stages}, {seqs} sequences", engine
 
 

@@ -18,7 +18,7 @@ from jaxserve.simulator.bounds import num_decodes
 from jaxserve.simulator.capacity import Bounds, Capacity, CapacitySearch, Load, rate_at
 from jaxserve.simulator.deployment import Deployment
 from jaxserve.simulator.placement import EngineGoodput
-from jaxserve.simulator.search import Engine
+from jaxserve.simulator.search import EngineUnderLoad
 from jaxserve.simulator.slo import Slo
 from jaxserve.simulator.step_times import StepTimes
 
@@ -49,7 +49,7 @@ class DecodeTimes:
         return self._times.copy(num_pages)
 
 
-def prefill_only(engine: Engine) -> Engine:
+def prefill_only(engine: EngineUnderLoad) -> EngineUnderLoad:
     """The engine as it computes the prompts of its load, and the first token of each."""
     arrivals = [
         dataclasses.replace(
@@ -60,7 +60,7 @@ def prefill_only(engine: Engine) -> Engine:
     return dataclasses.replace(engine, load=dataclasses.replace(engine.load, arrivals=arrivals))
 
 
-def decode_only(engine: Engine) -> Engine:
+def decode_only(engine: EngineUnderLoad) -> EngineUnderLoad:
     """The engine as it decodes its load. A prompt enters in one step, whatever its length, and its
     KV takes room."""
     deployment = engine.deployment
@@ -85,7 +85,7 @@ def has_decodes(load: Load, config: EngineConfig) -> bool:
     return any(num_decodes(load.arrivals, config))
 
 
-def goodput(engine: Engine, slo: Slo) -> float:
+def goodput(engine: EngineUnderLoad, slo: Slo) -> float:
     """Requests per second that an engine serves within the SLO; 0 if it meets that at no rate.
 
     Raises RequestError when a request can never run.
@@ -105,7 +105,7 @@ def goodput_by_role(
 
     Raises RequestError when a request can never run.
     """
-    engine, config = Engine(deployment, times, load), deployment.config
+    engine, config = EngineUnderLoad(deployment, times, load), deployment.config
     decode = math.inf
     if has_decodes(load, config):
         decode = goodput(decode_only(engine), slo)
@@ -121,15 +121,16 @@ def goodput_by_role(
 @dataclasses.dataclass(frozen=True)
 class SplitEngines:
     """Engines that only prefill, and engines that only decode, under one load: `prefill` and
-    `decode` are the first of each, with their share of the load. As `Engine`, for searches."""
+    `decode` are the first of each, with their share of the load. As `EngineUnderLoad`, for
+    searches."""
 
-    prefill: Engine
-    decode: Engine
-    whole: Engine
+    prefill: EngineUnderLoad
+    decode: EngineUnderLoad
+    whole: EngineUnderLoad
     """One that does both, for a request alone."""
 
     @classmethod
-    def of(cls, prefill: Engine, decode: Engine, slo: Slo) -> SplitEngines:
+    def of(cls, prefill: EngineUnderLoad, decode: EngineUnderLoad, slo: Slo) -> SplitEngines:
         """Of engines that do both, each with its share of the load. Raises ConfigError for a load
         without decodes, and for limits that no role can be held to."""
         if not has_decodes(decode.load, decode.deployment.config):

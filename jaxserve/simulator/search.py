@@ -27,7 +27,7 @@ _AHEAD = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Engine:
+class EngineUnderLoad:
     """An engine to simulate, and the load that it gets."""
 
     deployment: Deployment
@@ -198,7 +198,7 @@ class Processes:
                 count, multiprocessing.get_context("spawn"), _begin_process
             )
 
-    def submit(self, engine: Engine, above: int | None, last: int) -> Future[Capacity]:
+    def submit(self, engine: EngineUnderLoad, above: int | None, last: int) -> Future[Capacity]:
         if self._pool is not None:
             return self._pool.submit(engine.capacity, self._slo, above, last)
         done: Future[Capacity] = Future()

@@ -20,7 +20,7 @@ from jaxserve.simulator.phases import (
     prefill_only,
 )
 from jaxserve.simulator.placement import EngineGoodput, best_placement
-from jaxserve.simulator.search import Engine
+from jaxserve.simulator.search import EngineUnderLoad
 from jaxserve.simulator.slo import Slo
 
 DISTSERVE = EngineGoodput(prefill=5.6, decode=10.0, both=1.6)
@@ -81,7 +81,7 @@ def chunk(start: int, num_tokens: int = 1) -> ScheduledChunk:
 
 
 def test_prefills_cost_a_decode_engine_nothing():
-    engine = Engine(deployment(), times(), load())
+    engine = EngineUnderLoad(deployment(), times(), load())
     free = DecodeTimes(times(), engine.deployment.buckets)
     mixed = StepPlan(decodes=(chunk(9), chunk(7)), prefills=(chunk(0, 20),))
     alone = StepPlan(decodes=mixed.decodes)
@@ -96,7 +96,7 @@ def test_goodput_by_role_of_a_simulated_engine():
     assert found.devices == 1
     split = best_placement([found], 4)
     assert split.goodput >= 4 * found.both
-    one_token = prefill_only(Engine(deployment(), times(), load()))
+    one_token = prefill_only(EngineUnderLoad(deployment(), times(), load()))
     assert {a.params.max_tokens for a in one_token.load.arrivals} == {1}
     assert decode_only(one_token).deployment.buckets.max_prefill_tokens == 128
 
@@ -104,8 +104,8 @@ def test_goodput_by_role_of_a_simulated_engine():
 def test_engines_apart_serve_what_the_slower_role_does():
     """Two prefill engines and one that decodes: at their capacity both roles meet the SLO, and at
     the next rate one does not."""
-    shared = Engine(deployment(), times(), dataclasses.replace(load(), rate=RATE / 2))
-    both = SplitEngines.of(shared, Engine(deployment(), times(), load()), SLO)
+    shared = EngineUnderLoad(deployment(), times(), dataclasses.replace(load(), rate=RATE / 2))
+    both = SplitEngines.of(shared, EngineUnderLoad(deployment(), times(), load()), SLO)
     bounds = both.bounds(SLO)
     found = both.capacity(SLO, None, bounds.last_step)
     roles = [role.capacity(SLO, None, bounds.last_step) for role in (both.prefill, both.decode)]

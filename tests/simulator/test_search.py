@@ -19,7 +19,15 @@ from jaxserve.metrics.fluidity import Deadlines
 from jaxserve.simulator.bounds import LoadTokens, least_seconds
 from jaxserve.simulator.capacity import CapacitySearch, Load, rate_at
 from jaxserve.simulator.deployment import Deployment
-from jaxserve.simulator.search import Candidate, Engine, Outcome, Processes, front, outcomes, winner
+from jaxserve.simulator.search import (
+    Candidate,
+    EngineUnderLoad,
+    Outcome,
+    Processes,
+    front,
+    outcomes,
+    winner,
+)
 from jaxserve.simulator.simulation import Arrival
 from jaxserve.simulator.slo import Slo
 from jaxserve.simulator.step_times import LinearTimes
@@ -55,7 +63,7 @@ def times(scale: float = 1.0, token_s: float = 5e-5) -> LinearTimes:
 
 
 def capacity_step(scale: float, slo: Slo = SLO, requests: Load | None = None) -> int | None:
-    engine = Engine(deployment(), times(scale), requests or load())
+    engine = EngineUnderLoad(deployment(), times(scale), requests or load())
     return engine.capacity(slo, None, engine.bounds(slo).last_step).step
 
 
@@ -93,7 +101,7 @@ def test_nothing_is_served_faster_than_its_bound(scheduler, shared, stages):
 
 
 def test_alone_is_a_bound_at_every_rate():
-    engine = Engine(deployment(), times(), load())
+    engine = EngineUnderLoad(deployment(), times(), load())
     bounds = engine.bounds(SLO)
     found = engine.capacity(SLO, None, bounds.last_step)
     assert found.step < bounds.last_step
@@ -102,7 +110,7 @@ def test_alone_is_a_bound_at_every_rate():
     assert engine.bounds(strict).rules_out(strict)
     assert not bounds.rules_out(SLO)
     # A prompt that others begin like may be shorter than it looks.
-    assert Engine(deployment(), times(), load(shared=8)).bounds(SLO).alone[0] is None
+    assert EngineUnderLoad(deployment(), times(), load(shared=8)).bounds(SLO).alone[0] is None
 
 
 def test_a_capacity_meets_the_slo_and_the_next_rate_does_not():
@@ -152,7 +160,10 @@ def test_a_rate_is_given_up_only_where_it_misses_the_slo(slo, stages):
 
 
 def test_a_capacity_does_not_depend_on_where_its_search_began():
-    found, last = capacity_step(1.0), Engine(deployment(), times(), load()).bounds(SLO).last_step
+    found, last = (
+        capacity_step(1.0),
+        EngineUnderLoad(deployment(), times(), load()).bounds(SLO).last_step,
+    )
     for above in (found - 40, found - 7, found - 1):
         search = CapacitySearch(deployment(), times(), load(), SLO)
         assert search.between(above, last).step == found
@@ -183,14 +194,16 @@ def test_capacity_grows_with_speed_and_with_looser_limits():
 
 def test_an_slo_that_no_rate_meets_tells_the_best_there_is():
     slo = Slo.of("ttft_p90=1ms")
-    engine = Engine(deployment(), times(), load())
+    engine = EngineUnderLoad(deployment(), times(), load())
     found = engine.capacity(slo, None, engine.bounds(slo).last_step)
     assert found.step is None
     assert found.values[0] > 1_000
     assert found.values[0] == pytest.approx(engine.bounds(slo).alone[0], rel=0.5)
 
 
-def grid(seed: int, count: int = 8, num_requests: int = 24) -> tuple[list[Engine], list[Candidate]]:
+def grid(
+    seed: int, count: int = 8, num_requests: int = 24
+) -> tuple[list[EngineUnderLoad], list[Candidate]]:
     """Deployments that differ in speed, cost and limits; some cost more and are no better."""
     draw = random.Random(seed)
     engines, candidates = [], []
@@ -206,14 +219,14 @@ def grid(seed: int, count: int = 8, num_requests: int = 24) -> tuple[list[Engine
             pipeline_parallel_size=draw.choice([1, 1, 2]),
         )
         shared = dataclasses.replace(requests, rate=RATE / devices)
-        engine = Engine(found, times(1 / speed), shared)
+        engine = EngineUnderLoad(found, times(1 / speed), shared)
         engines.append(engine)
         candidates.append(Candidate(devices * speed * draw.choice([1.0, 1.5]), engine.bounds(SLO)))
     return engines, candidates
 
 
 def searched(
-    engines: list[Engine],
+    engines: list[EngineUnderLoad],
     candidates: list[Candidate],
     known: dict[int, Outcome] | None = None,
     prune: bool = True,
@@ -242,7 +255,7 @@ def test_the_winner_among_40_is_that_of_an_exhaustive_search():
     assert_as_exhaustive(*grid(40, count=40, num_requests=12))
 
 
-def assert_as_exhaustive(engines: list[Engine], candidates: list[Candidate]) -> None:
+def assert_as_exhaustive(engines: list[EngineUnderLoad], candidates: list[Candidate]) -> None:
     pruned, _ = searched(engines, candidates)
     exhaustive, _ = searched(engines, candidates, prune=False)
     assert winner(candidates, pruned) == winner(candidates, exhaustive)
@@ -281,7 +294,7 @@ def test_several_processes_find_the_same():
 
 
 def test_the_winner_is_the_cheapest_that_serves_the_load():
-    bounds = Engine(deployment(), times(), load()).bounds(SLO)
+    bounds = EngineUnderLoad(deployment(), times(), load()).bounds(SLO)
     candidates = [Candidate(cost, bounds) for cost in (1.0, 2.0, 2.0, 8.0)]
     found = {n: Outcome("met", step, (1.0, 1.0)) for n, step in enumerate((-1, 3, 5, 90))}
     assert winner(candidates, found) == 2

@@ -17,7 +17,7 @@ from jaxserve.distributed.launch.serving import ServedDeployment
 from jaxserve.loadgen.trace import TraceRequest
 from jaxserve.simulator import capacity
 from jaxserve.simulator.phases import SplitEngines
-from jaxserve.simulator.search import Candidate, Engine
+from jaxserve.simulator.search import Candidate, EngineUnderLoad
 from jaxserve.simulator.slo import Slo
 
 
@@ -74,7 +74,7 @@ class Planned:
     choice: Choice
     asked: EngineConfig
     described: Described
-    engine: Engine | SplitEngines
+    engine: EngineUnderLoad | SplitEngines
     candidate: Candidate
 
     def as_json(self) -> dict[str, Any]:
@@ -137,15 +137,15 @@ class Planner:
             return Dropped(choice, str(error), isinstance(error, MemoryPlanError))
         return planned
 
-    def _engine(self, choice: Choice, described: Described) -> Engine | SplitEngines:
+    def _engine(self, choice: Choice, described: Described) -> EngineUnderLoad | SplitEngines:
         """Raises ConfigError."""
         drafts = described.plan.config.speculative_config is not None
         acceptance = draft_acceptance(described.plan.config, self.acceptance if drafts else ())
         deployment = dataclasses.replace(described.deployment, acceptance=acceptance)
         times = described.times
 
-        def one_of(engines: int) -> Engine:
-            return Engine(deployment, times, self._load_of(engines))
+        def one_of(engines: int) -> EngineUnderLoad:
+            return EngineUnderLoad(deployment, times, self._load_of(engines))
 
         if choice.prefill_replicas:
             prefill, decode = choice.prefill_replicas, choice.decode_replicas
