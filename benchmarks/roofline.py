@@ -27,8 +27,8 @@ from table import print_table
 from jaxserve.runtime.devices import device_rates
 from pallas_kernels.collective_matmul import CollectiveRates
 from pallas_kernels.compat.gpu import HOPPER_SMS
-from pallas_kernels.paged_attention.decode_work import TILE, Cutting, worker_of
-from pallas_kernels.paged_attention.mosaic_gpu_decode import MAX_SPLITS, SPLIT_TOKENS
+from pallas_kernels.paged_attention.gpu.decode import MAX_SPLITS, SPLIT_TOKENS
+from pallas_kernels.paged_attention.gpu.decode_work import TILE, Cutting, worker_of
 
 H200, V6E = "NVIDIA H200", "TPU v6 lite"
 MODEL = MODELS["Llama-3.1-8B"]

@@ -30,7 +30,7 @@ def problem(spec: Attention, split_tokens: int) -> Problem:
     """Decodes cut into such splits."""
     import jax.numpy as jnp
 
-    from pallas_kernels.paged_attention.mosaic_gpu_decode import paged_decode
+    from pallas_kernels.paged_attention.gpu.decode import paged_decode
 
     def kernel(carry, inputs):
         q, pages, batch = inputs

@@ -114,6 +114,7 @@ def _problem(
     from jaxserve.offline import step_rates
     from jaxserve.offline.offload_policy import MemoryCapacity, ModelBytes, PolicyRates, Problem
     from jaxserve.runtime import link_rates
+    from jaxserve.runtime.device_memory import host_memory
     from jaxserve.runtime.weights.loading import layer_file
 
     plan, lengths = llm.plan(), _lengths(llm, job, names, chat)
@@ -148,7 +149,7 @@ def _problem(
         lengths,
         MemoryCapacity(
             device=memory.limit_bytes,
-            host=0 if memory.host_is_device else _free_on_host(),
+            host=0 if memory.host_is_device else host_memory(),
             disk=_free_on_disk() + memory.disk_weights_bytes,
         ),
         work_bytes=memory.state_bytes + memory.scratch_bytes,
@@ -213,12 +214,6 @@ def carried_out(engine: EngineOptions, problem: Problem, policy: OffloadPolicy) 
         policy, shares=shares, token_s=problem.seconds(policy.rows, policy.steps, shares)
     )
     return ChosenOffload(dataclasses.replace(engine, **changes), rounded, problem)
-
-
-def _free_on_host() -> int:
-    from jaxserve.runtime.planning.memory import host_memory
-
-    return host_memory()
 
 
 def _free_on_disk() -> int:

@@ -25,8 +25,8 @@ from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.metrics.metric import Metric
 from jaxserve.runtime.cpu_threads import make_room_for_collectives
+from jaxserve.runtime.device_memory import host_share
 from jaxserve.runtime.planning.engine_plan import plan
-from jaxserve.runtime.planning.memory import host_share
 from jaxserve.text import Tokenizer
 
 _POLL_S = 0.002

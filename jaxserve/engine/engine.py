@@ -38,6 +38,7 @@ from jaxserve.metrics.recall_metrics import recall_metrics
 from jaxserve.metrics.weight_metrics import weight_metrics
 from jaxserve.runtime.adapters import AdapterSlots
 from jaxserve.runtime.cpu_threads import make_room_for_collectives
+from jaxserve.runtime.device_memory import reserve_memory
 from jaxserve.runtime.hosts import Hosts
 from jaxserve.runtime.live_weights import (
     LiveWeights,
@@ -48,7 +49,6 @@ from jaxserve.runtime.live_weights import (
 )
 from jaxserve.runtime.paging import Paging
 from jaxserve.runtime.planning.engine_plan import EnginePlan
-from jaxserve.runtime.planning.memory import reserve_memory
 from jaxserve.runtime.runner import Runner
 from jaxserve.runtime.startup import StartupProgress, no_progress, start
 from jaxserve.scheduler.scheduler import Scheduler

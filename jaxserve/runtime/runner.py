@@ -29,7 +29,7 @@ from jaxserve.runtime.programs.device_state import allocate, filled
 from jaxserve.runtime.programs.executables import Programs
 from jaxserve.runtime.programs.forward_programs import Hidden
 from jaxserve.runtime.programs.frozen_plan import FrozenPlan
-from jaxserve.runtime.programs.host_kv_programs import ForwardWithHostKV
+from jaxserve.runtime.programs.host_kv.programs import ForwardWithHostKV
 from jaxserve.runtime.programs.kinds import ProgramKinds
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
 from jaxserve.runtime.step_block import StepBlock

@@ -18,6 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src.lib.mlir import ir as ir
+from jax._src.lib.mlir.dialects import arith as arith
+from jax._src.lib.mlir.dialects import llvm as llvm
 from jax._src.pallas.mosaic.interpret import thread_map as _threads
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as _interpreter
 from jax.experimental import pallas as pl

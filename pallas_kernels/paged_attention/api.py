@@ -36,8 +36,8 @@ _ATTEND = backends.Operation(
     name="paged_attention",
     xla=xla.paged_attention,
     kernels={
-        "gpu": "pallas_kernels.paged_attention.mosaic_gpu",
-        "tpu": "pallas_kernels.paged_attention.mosaic_tpu",
+        "gpu": "pallas_kernels.paged_attention.gpu.attention",
+        "tpu": "pallas_kernels.paged_attention.tpu.attention",
     },
     shapes_class=check_case.shapes_class,
     check_case=check_case.check_case,
@@ -48,7 +48,7 @@ _ATTEND_LATENTS = dataclasses.replace(_ATTEND, name="latent_attention", kernels=
 _WRITE = backends.Operation(
     name="write_kv",
     xla=xla.write_kv,
-    kernels={"gpu": None, "tpu": "pallas_kernels.paged_attention.mosaic_tpu_write"},
+    kernels={"gpu": None, "tpu": "pallas_kernels.paged_attention.tpu.write"},
     shapes_class=write_check_case.shapes_class,
     check_case=write_check_case.check_case,
 )

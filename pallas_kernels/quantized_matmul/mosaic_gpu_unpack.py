@@ -23,12 +23,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm
 from jax.experimental.mosaic.gpu import FragmentedArray
 from jax.experimental.mosaic.gpu import utils as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.compat.gpu import arith, ir, llvm
 from pallas_kernels.quantized_matmul.formats import Format
 
 PACKED = plgpu.Layout.WGMMA_8BIT

@@ -141,7 +141,7 @@ def test_all_of_ours_that_the_program_functions_import_is_digested():
         "jaxserve/kv/offload/transfers.py",
         "jaxserve/structured/bitmask.py",
         "sharding_rules/rules.py",
-        "pallas_kernels/paged_attention/mosaic_gpu.py",
+        "pallas_kernels/paged_attention/gpu/attention.py",
         "pallas_kernels/verified.json",
     } <= digested
 

@@ -10,9 +10,9 @@ import pytest
 from gpu import array, check_box, products_with_registers
 
 from pallas_kernels.paged_attention import KVPages, RaggedBatch, Visible
-from pallas_kernels.paged_attention.decode_work import Cutting
-from pallas_kernels.paged_attention.mosaic_gpu_decode import paged_decode
-from pallas_kernels.paged_attention.mosaic_gpu_merge import AT_ONCE, merge_splits
+from pallas_kernels.paged_attention.gpu.decode import paged_decode
+from pallas_kernels.paged_attention.gpu.decode_work import Cutting
+from pallas_kernels.paged_attention.gpu.merge import AT_ONCE, merge_splits
 
 pytestmark = pytest.mark.deviceless
 

@@ -10,7 +10,7 @@ import pytest
 from gpu import array, products_with_registers
 
 from pallas_kernels.paged_attention import KVPages, RaggedBatch, Visible
-from pallas_kernels.paged_attention.mosaic_gpu_prefill import paged_prefill
+from pallas_kernels.paged_attention.gpu.prefill import paged_prefill
 
 pytestmark = pytest.mark.deviceless
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from tpu import CHIPS, array, compiled, mesh, sharding
 
 from pallas_kernels.paged_attention import KVPages, RaggedBatch, Visible
-from pallas_kernels.paged_attention.mosaic_tpu import paged_attention, unsupported
+from pallas_kernels.paged_attention.tpu.attention import paged_attention, unsupported
 
 pytestmark = pytest.mark.deviceless
 

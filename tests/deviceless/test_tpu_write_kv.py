@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from tpu import CHIPS, array, compiled, mesh, sharding
 
 from pallas_kernels.paged_attention import KVPages
-from pallas_kernels.paged_attention.mosaic_tpu_write import MAX_TOKENS, unsupported, write_kv
+from pallas_kernels.paged_attention.tpu.write import MAX_TOKENS, unsupported, write_kv
 
 pytestmark = pytest.mark.deviceless
 

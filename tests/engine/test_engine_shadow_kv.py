@@ -15,7 +15,7 @@ from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.runtime.planning import engine_plan
 from jaxserve.runtime.planning.shadow import CHUNK
 from jaxserve.runtime.programs.frozen_plan import FrozenPlan, Prefill
-from jaxserve.runtime.programs.host_kv_step import Partial
+from jaxserve.runtime.programs.host_kv.step import Partial
 
 __all__ = ["model"]  # A fixture.
 

@@ -17,7 +17,8 @@ from jaxserve.cli.terminal.text import summary
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, EngineClosedError, WeightsError
 from jaxserve.core.requests.sampling_params import SamplingParams
-from jaxserve.runtime.planning import engine_plan, memory
+from jaxserve.runtime import device_memory
+from jaxserve.runtime.planning import engine_plan
 from jaxserve.runtime.weights.loading import layer_file
 from jaxserve.scheduler.policies import POLICIES
 
@@ -249,7 +250,7 @@ def test_a_model_too_large_for_the_device_is_offered_to_be_streamed(tmp_path, mo
         kv_cache_memory_bytes=1 << 23,
     )
     small = engine_plan.decide(EngineConfig(**vars(config) | {"weights_on": "disk"})).memory
-    monkeypatch.setattr(memory, "host_memory", lambda: int(small.total_bytes / 0.9) + 4096)
+    monkeypatch.setattr(device_memory, "host_memory", lambda: int(small.total_bytes / 0.9) + 4096)
     with pytest.raises(engine_plan.MemoryPlanError) as refused:
         engine_plan.plan(config)
     assert {"weights_on": "disk"} in refused.value.alternatives

@@ -227,7 +227,7 @@ def test_only_kernels_for_gpus_need_absl():
         sys.modules["absl"] = None
         import pallas_kernels.collective_matmul, pallas_kernels.ring_attention
         from pallas_kernels.page_copy import mosaic_tpu
-        from pallas_kernels.paged_attention import mosaic_tpu
+        from pallas_kernels.paged_attention.tpu import attention, write
         from pallas_kernels.quantized_matmul import mosaic_tpu
         """,
         timeout_s=120,

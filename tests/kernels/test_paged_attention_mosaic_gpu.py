@@ -24,12 +24,12 @@ from pallas_kernels.paged_attention import (
     RaggedBatch,
     Visible,
     masks,
-    mosaic_gpu,
     reference,
     xla,
 )
-from pallas_kernels.paged_attention.decode_work import TILE, Cutting
-from pallas_kernels.paged_attention.mosaic_gpu_decode import paged_decode
+from pallas_kernels.paged_attention.gpu import attention
+from pallas_kernels.paged_attention.gpu.decode import paged_decode
+from pallas_kernels.paged_attention.gpu.decode_work import TILE, Cutting
 
 SCALE = 0.3
 
@@ -167,12 +167,12 @@ def test_decodes_and_chunks_go_each_to_their_kernel(monkeypatch):
         assert interpret is None
         return xla.paged_attention(*arguments, num_decodes=0, scale=scale, soft_cap=soft_cap)
 
-    monkeypatch.setattr(mosaic_gpu.mosaic_gpu_decode, "paged_decode", decode)
-    monkeypatch.setattr(mosaic_gpu.mosaic_gpu_prefill, "paged_prefill", prefill)
+    monkeypatch.setattr(attention.decode, "paged_decode", decode)
+    monkeypatch.setattr(attention.prefill, "paged_prefill", prefill)
     case = Case([30, 0, 70], [(40, 25), (9, 9)], page_size=16, padding=3)
     options = {"num_decodes": 3, "scale": SCALE, "soft_cap": 2.0}
     arguments = case.q, case.pages, case.batch, causal(case)
-    results = mosaic_gpu.paged_attention(*jax.tree.map(jnp.asarray, arguments), **options)
+    results = attention.paged_attention(*jax.tree.map(jnp.asarray, arguments), **options)
     for found, expected in zip(results, reference.attend(*arguments, **options)):
         np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
 
@@ -185,7 +185,7 @@ def test_a_program_holds_the_kernels_that_its_batches_need(contexts, chunks, ker
     case = case_of(contexts, chunks, page_size=16, heads=(2, 1), dim=64)
 
     def attend(*arguments):
-        return mosaic_gpu.paged_attention(
+        return attention.paged_attention(
             *arguments, num_decodes=case.num_decodes, scale=SCALE, soft_cap=None
         )
 
@@ -283,7 +283,7 @@ def test_what_the_kernel_cannot_do_is_refused(kind, message):
     with pytest.raises(ValueError, match=message):
         paged_decode(*arguments, **options)
     shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arguments)
-    assert re.search(message, mosaic_gpu.unsupported(*shapes, **options))
+    assert re.search(message, attention.unsupported(*shapes, **options))
 
 
 def test_partial_results_beyond_32_bits_are_refused():
@@ -299,7 +299,7 @@ def test_partial_results_beyond_32_bits_are_refused():
         q = jax.ShapeDtypeStruct((rows, 64, 128), jnp.bfloat16)
         batch = RaggedBatch(tables, ints, ints, ints)
         visible = Visible(ints, ints)
-        return mosaic_gpu.unsupported(q, pages, batch, visible, num_decodes=rows, scale=SCALE)
+        return attention.unsupported(q, pages, batch, visible, num_decodes=rows, scale=SCALE)
 
     assert refusal(255) is None
     assert "256 decodes in 256 splits have 2147483648 bytes" in refusal(256)
@@ -318,9 +318,9 @@ def test_chunks_of_the_largest_quantized_pages_are_left_to_xla():
     """Beside decodes; alone, they are refused."""
     case = case_of([5], [(9, 4)], stored=jnp.int8, page_size=16, heads=(2, 1), dim=256)
     arguments = case.q, case.pages, case.batch, causal(case)
-    attend = functools.partial(mosaic_gpu.paged_attention, num_decodes=1, scale=SCALE)
+    attend = functools.partial(attention.paged_attention, num_decodes=1, scale=SCALE)
     program = str(jax.make_jaxpr(attend)(*arguments))
     assert "paged_decode_kernel" in program and "paged_prefill_kernel" not in program
     q, batch, visible = jax.tree.map(lambda array: array[1:], (case.q, case.batch, causal(case)))
-    reason = mosaic_gpu.unsupported(q, case.pages, batch, visible, num_decodes=0, scale=SCALE)
+    reason = attention.unsupported(q, case.pages, batch, visible, num_decodes=0, scale=SCALE)
     assert "head_dim is 256; with pages of int8 it can be 64 or 128" in reason

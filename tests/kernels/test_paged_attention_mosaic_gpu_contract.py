@@ -17,7 +17,8 @@ from test_paged_attention import Case, PagedAttentionContract
 from unoptimised import UNOPTIMISED
 
 from pallas_kernels.compat import gpu as compat
-from pallas_kernels.paged_attention import api, mosaic_gpu, paged_attention
+from pallas_kernels.paged_attention import api, paged_attention
+from pallas_kernels.paged_attention.gpu import attention
 
 pytestmark = pytest.mark.interpreted
 
@@ -83,6 +84,6 @@ class TestInterpreted(PagedAttentionContract):
     def run(self, case, compiler_options=UNOPTIMISED, **options):
         """In the place of XLA, so that no device is asked for."""
         with compat.gpu_interpreter() as interpreter, pytest.MonkeyPatch.context() as patch:
-            kernel = functools.partial(mosaic_gpu.paged_attention, interpret=interpreter)
+            kernel = functools.partial(attention.paged_attention, interpret=interpreter)
             patch.setattr(api, "_ATTEND", dataclasses.replace(api._ATTEND, xla=kernel))
             return super().run(case, compiler_options, **options)

@@ -19,8 +19,8 @@ from test_paged_attention import Case, scaled
 
 from pallas_kernels.compat import gpu as compat
 from pallas_kernels.paged_attention import RaggedBatch, Visible, masks, reference
-from pallas_kernels.paged_attention.mosaic_gpu_prefill import paged_prefill
-from pallas_kernels.paged_attention.prefill_work import Block, Work, work_list
+from pallas_kernels.paged_attention.gpu.prefill import paged_prefill
+from pallas_kernels.paged_attention.gpu.prefill_work import Block, Work, work_list
 
 SCALE = 0.3
 

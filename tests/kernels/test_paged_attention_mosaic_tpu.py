@@ -23,12 +23,11 @@ from pallas_kernels.paged_attention import (
     Visible,
     attend,
     masks,
-    mosaic_tpu,
-    mosaic_tpu_kernel,
     paged_attention,
     reference,
 )
-from pallas_kernels.paged_attention.tpu_work import Items, work_list
+from pallas_kernels.paged_attention.tpu import attention, kernel
+from pallas_kernels.paged_attention.tpu.work import Items, work_list
 
 pytestmark = pytest.mark.interpreted
 
@@ -40,9 +39,9 @@ SAME_BITS = {"xla_backend_optimization_level": 0}
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of 8 positions, or of one page, in a ring of three."""
-    monkeypatch.setattr(mosaic_tpu_kernel, "DECODE_SPAN", 8)
-    monkeypatch.setattr(mosaic_tpu_kernel, "CHUNK_SPAN", 8)
-    monkeypatch.setattr(mosaic_tpu_kernel, "MAX_SLOTS", 3)
+    monkeypatch.setattr(kernel, "DECODE_SPAN", 8)
+    monkeypatch.setattr(kernel, "CHUNK_SPAN", 8)
+    monkeypatch.setattr(kernel, "MAX_SLOTS", 3)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -57,7 +56,7 @@ def run(case, window=None, interpret=True, cores=1, **options):
 
     def call(q, pages, batch):
         visible = masks.causal(batch, len(q), case.num_decodes, window, None)
-        return mosaic_tpu.paged_attention(
+        return attention.paged_attention(
             q,
             pages,
             batch,
@@ -112,7 +111,7 @@ def test_tables_that_do_not_fit_are_taken_in_parts(monkeypatch):
     """To the last bit the same; so are two cores, each with half of the heads."""
     case = Case([21, 9, 0, 3], [(7, 4), (18, 6), (5, 5)], page_size=4, padding=2)
     whole = run(case)
-    monkeypatch.setattr(mosaic_tpu, "MAX_TABLE", 2 * case.batch.tables.shape[1])
+    monkeypatch.setattr(attention, "MAX_TABLE", 2 * case.batch.tables.shape[1])
     for other in (run(case), run(case, cores=2)):
         for left, right in zip(whole, other):
             np.testing.assert_array_equal(left, right)
@@ -165,7 +164,7 @@ def shapes(heads=(8, 2), dim=128, page_size=128, dtype=jnp.bfloat16, kv_dtype=No
     ],
 )
 def test_what_a_tpu_cannot_do_is_refused(kind, message):
-    call = functools.partial(mosaic_tpu.paged_attention, num_decodes=4, scale=SCALE)
+    call = functools.partial(attention.paged_attention, num_decodes=4, scale=SCALE)
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(call, *shapes(**kind))
 
@@ -181,7 +180,7 @@ def test_what_a_tpu_cannot_do_is_refused(kind, message):
 )
 def test_what_a_tpu_can_do_is_not_refused(kind):
     arguments = shapes(**kind)
-    call = functools.partial(mosaic_tpu.paged_attention, num_decodes=4, scale=SCALE)
+    call = functools.partial(attention.paged_attention, num_decodes=4, scale=SCALE)
     out, lse = jax.eval_shape(call, *arguments)
     assert (out.shape, out.dtype) == (arguments[0].shape, arguments[0].dtype)
     assert (lse.shape, lse.dtype) == (out.shape[:2], jnp.float32)

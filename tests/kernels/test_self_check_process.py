@@ -15,8 +15,8 @@ import pytest
 
 from pallas_kernels import self_check, self_check_process
 from pallas_kernels.paged_attention import KVPages, RaggedBatch, Visible, check_case, xla
-from pallas_kernels.paged_attention.decode_work import TILE, Cutting, worker_of
-from pallas_kernels.paged_attention.mosaic_gpu_decode import MAX_SPLITS
+from pallas_kernels.paged_attention.gpu.decode import MAX_SPLITS
+from pallas_kernels.paged_attention.gpu.decode_work import TILE, Cutting, worker_of
 
 
 def double(x):

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from unoptimised import UNOPTIMISED
 
 from pallas_kernels.compat import tpu as compat
-from pallas_kernels.paged_attention import PageLayout, mosaic_tpu_write
-from pallas_kernels.paged_attention.mosaic_tpu_write import find_runs, unsupported, write_kv
+from pallas_kernels.paged_attention import PageLayout
+from pallas_kernels.paged_attention.tpu import write
+from pallas_kernels.paged_attention.tpu.write import find_runs, unsupported, write_kv
 
 pytestmark = pytest.mark.interpreted
 
@@ -114,7 +115,7 @@ def test_any_batch(data, dtype):
 @pytest.mark.parametrize("head_dim", [16, 128])
 def test_no_copy_races_with_another(head_dim, monkeypatch):
     """More runs than slots, two groups of heads, and runs that meet in a tile."""
-    monkeypatch.setattr(mosaic_tpu_write, "TILE_BYTES", 2 * head_dim * 4)
+    monkeypatch.setattr(write, "TILE_BYTES", 2 * head_dim * 4)
     again = [(3, 2, 1), (3, 0, 1), (9, 0, 1), (3, 1, 1)]
     with compat.tpu_interpreter() as interpreter:
         check(

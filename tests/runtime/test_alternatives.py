@@ -15,9 +15,11 @@ from tiny_checkpoints import CONFIG
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, MemoryPlanError
 from jaxserve.models.loading.checkpoint import open_checkpoint
+from jaxserve.runtime import device_memory
 from jaxserve.runtime.devices import described_mesh
-from jaxserve.runtime.planning import engine_plan, memory
+from jaxserve.runtime.planning import engine_plan
 from jaxserve.runtime.planning.alternatives import alternatives, devices_needed
+from jaxserve.runtime.planning.memory import MemoryPlan
 
 GIB = 1 << 30
 LLAMA_8B = CONFIG | {
@@ -65,7 +67,7 @@ def assert_as_offered(config: EngineConfig, refused: MemoryPlanError) -> None:
 
 
 def test_a_large_model_on_a_small_host(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "host_memory", lambda: 24 * GIB)
+    monkeypatch.setattr(device_memory, "host_memory", lambda: 24 * GIB)
     config = config_of(LLAMA_8B, tmp_path)
     refused = refusal(config)
     kinds = {changes.get("quantization") for changes in refused.alternatives}
@@ -76,7 +78,7 @@ def test_a_large_model_on_a_small_host(tmp_path, monkeypatch):
 
 
 def test_a_model_that_nothing_makes_fit_is_told_its_sizes(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "host_memory", lambda: 24 * GIB)
+    monkeypatch.setattr(device_memory, "host_memory", lambda: 24 * GIB)
     refused = refusal(config_of(LLAMA_70B, tmp_path))
     assert refused.alternatives == []
     weights = engine_plan.decide(config_of(LLAMA_70B, tmp_path, quantization="int4")).memory
@@ -84,7 +86,7 @@ def test_a_model_that_nothing_makes_fit_is_told_its_sizes(tmp_path, monkeypatch)
 
 
 def test_a_share_of_the_memory_that_is_too_small(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "host_memory", lambda: 24 * GIB)
+    monkeypatch.setattr(device_memory, "host_memory", lambda: 24 * GIB)
     config = config_of(LLAMA_8B, tmp_path, max_model_len=512, memory_utilization=0.05)
     config = dataclasses.replace(config, dtype="bfloat16")
     refused = refusal(config)
@@ -97,7 +99,7 @@ def on_accelerators(config: EngineConfig, num_bytes: int):
     device, checkpoint = Accelerator(num_bytes), open_checkpoint(config.model, "dummy")
     config = config.resolve(checkpoint.config, device.platform)
 
-    def plan_of(changes: dict) -> memory.MemoryPlan | None:
+    def plan_of(changes: dict) -> MemoryPlan | None:
         try:
             changed = dataclasses.replace(config, **changes)
             mesh = described_mesh(changed)
@@ -162,7 +164,7 @@ def test_quantized_kv_is_offered_for_a_longer_context(tmp_path):
 def test_whatever_is_offered_is_accepted(
     tmp_path, monkeypatch, free, share, max_num_seqs, length, pool, quantization, page_size
 ):
-    monkeypatch.setattr(memory, "host_memory", lambda: free)
+    monkeypatch.setattr(device_memory, "host_memory", lambda: free)
     config = config_of(
         CONFIG | {"max_position_embeddings": 2048},
         tmp_path,

@@ -16,9 +16,10 @@ from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.offload.transfers import MOVE_PAGES
 from jaxserve.models.loading.params import params_bytes
 from jaxserve.models.registry import param_specs
+from jaxserve.runtime import device_memory
+from jaxserve.runtime.device_memory import host_memory
 from jaxserve.runtime.devices import DescribedDevice
-from jaxserve.runtime.planning import memory
-from jaxserve.runtime.planning.memory import STAGING_BUFFERS, host_memory, plan_memory
+from jaxserve.runtime.planning.memory import STAGING_BUFFERS, plan_memory
 
 MODEL = ModelConfig("LlamaForCausalLM", 64, 32, 64, 2, 2, 2, 16, 128, RopeConfig())
 PAGE_SIZE = 4
@@ -200,24 +201,24 @@ def test_the_share_is_of_the_whole_gpu_within_what_jax_reserved(
     if reserved:
         monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", reserved)
     device = Accelerator(int(float(reserved or 0.75) * 10**12))
-    assert memory.usable_memory(device, share) == pytest.approx(usable * 10**12, rel=1e-6)
+    assert device_memory.usable_memory(device, share) == pytest.approx(usable * 10**12, rel=1e-6)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.95, 1.0])
 def test_a_described_gpu_has_what_an_engine_there_may_use(monkeypatch, share):
     """Also if it is described by a profile: what JAX has reserved there is a share already."""
-    for name in memory._FRACTIONS:
+    for name in device_memory._FRACTIONS:
         monkeypatch.setenv(name, "")
-    monkeypatch.setattr(memory, "devices_are_open", lambda: False)
-    memory.reserve_memory(share)
+    monkeypatch.setattr(device_memory, "devices_are_open", lambda: False)
+    device_memory.reserve_memory(share)
     reserved = float(os.environ["XLA_CLIENT_MEM_FRACTION"])
     there = Accelerator(int(reserved * 10**12))
-    assert memory.device_memory(there) == pytest.approx(10**12, rel=1e-6)
-    described = DescribedDevice("gpu", "NVIDIA H200", memory.device_memory(there))
+    assert device_memory.device_memory(there) == pytest.approx(10**12, rel=1e-6)
+    described = DescribedDevice("gpu", "NVIDIA H200", device_memory.device_memory(there))
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")  # Of this machine.
-    usable = memory.usable_memory(described, share)
+    usable = device_memory.usable_memory(described, share)
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", str(reserved))
-    assert usable == pytest.approx(memory.usable_memory(there, share), rel=1e-6)
+    assert usable == pytest.approx(device_memory.usable_memory(there, share), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -228,6 +229,6 @@ def test_jax_reserves_what_the_plan_may_use(monkeypatch, was_used, theirs, expec
     """If no device was used before, and the caller did not decide."""
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", theirs or "")
-    monkeypatch.setattr(memory, "devices_are_open", lambda: was_used)
-    memory.reserve_memory(0.9)
+    monkeypatch.setattr(device_memory, "devices_are_open", lambda: was_used)
+    device_memory.reserve_memory(0.9)
     assert os.environ.get("XLA_CLIENT_MEM_FRACTION") == expected

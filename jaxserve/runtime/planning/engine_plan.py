@@ -17,6 +17,7 @@ from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.drafters.medusa import MedusaCheckpoint
 from jaxserve.models.registry import is_registered
 from jaxserve.runtime.cpu_threads import make_room_for_collectives
+from jaxserve.runtime.device_memory import reserve_memory
 from jaxserve.runtime.devices import (
     DescribedDevice,
     described_mesh,
@@ -26,7 +27,7 @@ from jaxserve.runtime.devices import (
 from jaxserve.runtime.hosts import Hosts
 from jaxserve.runtime.planning.alternatives import Changes, refusal
 from jaxserve.runtime.planning.drafters import drafting, drafting_layers, open_drafter
-from jaxserve.runtime.planning.memory import MemoryPlan, gib, plan_memory, reserve_memory
+from jaxserve.runtime.planning.memory import MemoryPlan, gib, plan_memory
 from jaxserve.runtime.planning.shadow import CHUNK
 from jaxserve.runtime.planning.step_work import prefix_cost
 from jaxserve.runtime.programs.executable_cache import ExecutableCache

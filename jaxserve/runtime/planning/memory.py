@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +13,11 @@ from jaxserve.core.model_config import ModelConfig
 from jaxserve.kv.host_pages import HostKV
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.offload.transfers import MOVE_PAGES
+from jaxserve.runtime.device_memory import free_on_host, host_share, usable_memory
 from jaxserve.runtime.devices import DescribedDevice
-from jaxserve.runtime.jax_private import devices_are_open
 from jaxserve.runtime.planning.shadow import ShadowSizes
 
 _CPU_KV_BYTES = 2 << 30
-_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-"""Environment variables with the share of a GPU's memory that JAX reserves; either may be set."""
-_JAX_FRACTION = 0.75
-"""What JAX reserves unless told."""
-_UNUSABLE_SHARE = 0.03
-_HOST_SHARE = 4
-"""By default, lower KV tiers take at most 1 / _HOST_SHARE of the host's free memory."""
 KV_WINDOW = 2
 """Groups of host pages of a layer on the device at once, with `kv_on` host: one is attended to
 while the next is copied."""
@@ -272,10 +264,10 @@ def plan_memory(
     if on_host and config.host_kv_bytes is None:
         most = pages_of_longest * (config.max_num_seqs if config.resident_kv_tokens else 1)
         plan = dataclasses.replace(plan, host_pages=min(host_pages, most))
-    if host_weights_bytes * num_devices > _free_on_host(device):
+    if host_weights_bytes * num_devices > free_on_host(device):
         raise MemoryPlanError(
             f"weights_on is 'host', and the layers take {host_weights_bytes * num_devices} bytes, "
-            f"but {_free_on_host(device)} bytes of the host's memory are free; set weights_on to "
+            f"but {free_on_host(device)} bytes of the host's memory are free; set weights_on to "
             "'disk', or resident_weight_bytes to keep more of them on the device."
         )
     if config.kv_cache_memory_bytes is not None:
@@ -305,9 +297,9 @@ def plan_memory(
             "preemption is 'swap', but there is no tier to swap to; set host_kv_bytes, or "
             "disk_kv_bytes and disk_kv_dir."
         )
-    if plan.host_bytes > _free_on_host(device):
+    if plan.host_bytes > free_on_host(device):
         raise MemoryPlanError(
-            f"host_kv_bytes is {config.host_kv_bytes}, but {_free_on_host(device)} bytes of the "
+            f"host_kv_bytes is {config.host_kv_bytes}, but {free_on_host(device)} bytes of the "
             "host's memory are free; set it to less than that."
         )
     return plan
@@ -342,60 +334,6 @@ def _lower_pages(setting: str, num_bytes: int, page_bytes: int) -> int:
             "least that, or to 0 for no such tier."
         )
     return num_bytes // page_bytes
-
-
-def reserve_memory(share: float) -> None:
-    """Have JAX reserve so much of each GPU's memory when it first uses one, and a little more, of
-    which its allocator cannot use every byte. The caller's own setting takes precedence."""
-    if not devices_are_open() and not any(map(os.environ.get, _FRACTIONS)):
-        os.environ[_FRACTIONS[0]] = f"{_to_reserve(share):.3f}"
-
-
-def _to_reserve(share: float) -> float:
-    return min(share + _UNUSABLE_SHARE, 1 - _UNUSABLE_SHARE)
-
-
-def _reserved() -> float:
-    """The share of each GPU's memory that JAX has reserved here."""
-    return float(next(filter(None, map(os.environ.get, _FRACTIONS)), _JAX_FRACTION))
-
-
-def usable_memory(device: jax.Device | DescribedDevice, share: float) -> int:
-    """Bytes of that share of a device's memory; of a GPU's at most what JAX has reserved, or would
-    reserve on one that is described."""
-    if device.platform == "gpu":
-        described = isinstance(device, DescribedDevice)
-        reserved = _to_reserve(share) if described else _reserved()
-        share = min(share, reserved * (1 - _UNUSABLE_SHARE))
-    return int(device_memory(device) * share)
-
-
-def device_memory(device: jax.Device | DescribedDevice) -> int:
-    """Bytes of a device's memory; on a CPU, those free on the host now."""
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    if limit and device.platform == "gpu" and not isinstance(device, DescribedDevice):
-        return round(limit / _reserved())  # It counts what JAX has reserved.
-    return limit or _free_on_host(device)
-
-
-def host_share(device: jax.Device | DescribedDevice) -> int:
-    """Bytes that lower KV tiers take of a host by default, at most."""
-    return _free_on_host(device) // _HOST_SHARE
-
-
-def _free_on_host(device: jax.Device | DescribedDevice) -> int:
-    """Bytes of memory on the host of a device."""
-    return device.host_memory_bytes if isinstance(device, DescribedDevice) else host_memory()
-
-
-def host_memory() -> int:
-    """Bytes of the host's memory that are free now."""
-    try:
-        with open("/proc/meminfo") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _scratch_guess(config: EngineConfig, model: ModelConfig, itemsize: int) -> int:

@@ -1,6 +1,6 @@
 """What compressed KV of sequences longer than the pool takes on the device (ShadowKV, 2410.21465).
 
-Sizes only; `runtime/programs/shadow_step.py` computes with them.
+Sizes only; `runtime/programs/host_kv/shadow_step.py` computes with them.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.runtime.programs.adapter_programs import SetAdapter
 from jaxserve.runtime.programs.executables import Programs, ProgramSpec
 from jaxserve.runtime.programs.forward_programs import Forward, ForwardByLayer, PipelineStep
-from jaxserve.runtime.programs.host_kv_programs import ForwardWithHostKV
+from jaxserve.runtime.programs.host_kv.programs import ForwardWithHostKV
 from jaxserve.runtime.programs.page_programs import (
     Compact,
     CopyPages,

@@ -14,13 +14,13 @@ from jaxserve.core.model_config import LayerKind
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.recall_counts import RecallCounts
 from jaxserve.runtime.planning.shadow import CHUNK, ShadowSizes
-from jaxserve.runtime.programs import shadow_step
 from jaxserve.runtime.programs.device_state import filled
 from jaxserve.runtime.programs.executables import ProgramSpec
 from jaxserve.runtime.programs.frozen_plan import FrozenPlan
-from jaxserve.runtime.programs.host_kv_step import Partial
+from jaxserve.runtime.programs.host_kv import shadow_step
+from jaxserve.runtime.programs.host_kv.shadow_step import NO_CHUNK, Decodes, ShadowLayer
+from jaxserve.runtime.programs.host_kv.step import Partial
 from jaxserve.runtime.programs.program_kind import ProgramKind, padded
-from jaxserve.runtime.programs.shadow_step import NO_CHUNK, Decodes, ShadowLayer
 from jaxserve.runtime.programs.shapes.arrays import placed
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 

@@ -15,7 +15,7 @@ and passes the turn on, so that the other's products are queued behind its own w
 it computes weights from the scores while the other's products run. The online softmax (1805.02867)
 uses powers of two. Only tiles that some token of the block does not see in full are masked.
 
-The loader, of `mosaic_gpu_pages`, dequantizes pages and overwrites values that no token of the
+The loader, of `pages`, dequantizes pages and overwrites values that no token of the
 block sees with zeros.
 
 The tokens of a row begin anywhere, but a block begins at a multiple of 8, as copies to shared
@@ -64,11 +64,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.compat import gpu as compat
-from pallas_kernels.paged_attention import mosaic_gpu_pages, wgmma_turns
-from pallas_kernels.paged_attention.hopper import LOG2E, MASKED, across, soft_capped
+from pallas_kernels.paged_attention.gpu import pages as gpu_pages
+from pallas_kernels.paged_attention.gpu import wgmma_turns
+from pallas_kernels.paged_attention.gpu.hopper import LOG2E, MASKED, across, soft_capped
+from pallas_kernels.paged_attention.gpu.pages import Loader, Ring, Seen, matrix
+from pallas_kernels.paged_attention.gpu.prefill_work import ALIGNMENT, Block, work_list
 from pallas_kernels.paged_attention.layout import KVPages, RaggedBatch, Visible
-from pallas_kernels.paged_attention.mosaic_gpu_pages import Loader, Ring, Seen, matrix
-from pallas_kernels.paged_attention.prefill_work import ALIGNMENT, Block, work_list
 
 _CONSUMERS = 2  # warpgroups that compute
 _ROWS = 64  # of queries of each: those of a wgmma
@@ -78,7 +79,7 @@ _WGMMA = plgpu.Layout.WGMMA
 
 def unsupported(q: jax.Array, pages: KVPages) -> str | None:
     """Why `paged_prefill` refuses arrays of these shapes and dtypes, None if it does not."""
-    if reason := mosaic_gpu_pages.unsupported(q, pages):
+    if reason := gpu_pages.unsupported(q, pages):
         return reason
     heads, kv_heads = q.shape[1], pages.k.shape[1]
     if pages.k.dtype != q.dtype and q.shape[2] > 128:

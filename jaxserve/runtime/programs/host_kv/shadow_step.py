@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxserve.core.model_config import LayerKind, ModelConfig
 from jaxserve.models import rope
 from jaxserve.runtime.planning.shadow import CHUNK
-from jaxserve.runtime.programs.host_kv_step import Partial
+from jaxserve.runtime.programs.host_kv.step import Partial
 from pallas_kernels.merge import merge_two
 from pallas_kernels.page_copy.rows import to_pages
 from pallas_kernels.paged_attention import PageLayout

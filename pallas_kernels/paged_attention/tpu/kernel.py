@@ -1,6 +1,6 @@
 """The TPU kernel: tiles of queries attend to blocks of pages, with copies overlapped.
 
-A program walks a work list (`tpu_work`). A tile of queries stays in VMEM while its items are
+A program walks a work list (`work`). A tile of queries stays in VMEM while its items are
 processed, together with the state of its online softmax (1805.02867). Whole pages are copied, block
 after block, into a ring of slots in VMEM. A copy cursor in the work list runs ahead of the
 computation by as many blocks as the ring has spare slots, from item to item and row to row, so the
@@ -31,7 +31,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.arrays import ceil_div
 from pallas_kernels.compat import tpu as compat
-from pallas_kernels.paged_attention.tpu_work import Items
+from pallas_kernels.paged_attention.tpu.work import Items
 
 if TYPE_CHECKING:
     from pallas_kernels.paged_attention.layout import KVPages

@@ -170,7 +170,7 @@ def write_kv(
     dtypes = pages.k.dtype, pages.v.dtype
     if interpret:  # XLA on the host would convert some dtypes, and round
         pages, k, v = jax.tree.map(as_bits, (pages, k, v))
-    # As in `mosaic_tpu_kernel`: values of a small head_dim are stored like keys.
+    # As in `kernel`: values of a small head_dim are stored like keys.
     turned = dim < LANES
     pool = pages.k, pages.v.swapaxes(2, 3) if turned else pages.v
     span = math.gcd(page_size, LANES)

@@ -3,7 +3,7 @@
 Tokens are arranged in tiles on a fixed grid: a decode's tile is its one token, a chunk's holds as
 many as the rows have on average. For each KV head, the tokens of a tile times the query heads that
 share the KV head are the rows of the kernel's matrix products. A work list says which tile attends
-to which row's pages (`tpu_work`), and the kernel walks it (`mosaic_tpu_kernel`). Tokens of other
+to which row's pages (`work`), and the kernel walks it (`kernel`). Tokens of other
 rows in the same tile are also computed, and masked, so nothing is sorted or padded row by row. Only
 queries and results are reordered, in XLA, next to the projections that write and read them.
 
@@ -43,8 +43,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention import mosaic_tpu_kernel as kernel
-from pallas_kernels.paged_attention.tpu_work import work_list
+from pallas_kernels.paged_attention.tpu import kernel
+from pallas_kernels.paged_attention.tpu.work import work_list
 
 if TYPE_CHECKING:
     from pallas_kernels.paged_attention.layout import KVPages, RaggedBatch, Visible

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention import mosaic_gpu_decode, mosaic_gpu_prefill, xla
+from pallas_kernels.paged_attention import xla
+from pallas_kernels.paged_attention.gpu import decode, prefill
 from pallas_kernels.paged_attention.layout import RaggedBatch, Visible
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ def unsupported(
 ) -> str | None:
     """Why `paged_attention` refuses arrays of these shapes and dtypes, None if it does not."""
     if num_decodes:
-        return mosaic_gpu_decode.unsupported(q, pages, batch, num_decodes)
-    return mosaic_gpu_prefill.unsupported(q, pages)
+        return decode.unsupported(q, pages, batch, num_decodes)
+    return prefill.unsupported(q, pages)
 
 
 def paged_attention(
@@ -55,17 +56,17 @@ def paged_attention(
     options = {"scale": scale, "soft_cap": soft_cap, "interpret": interpret}
     parts = []
     if num_decodes:
-        decode = mosaic_gpu_decode.paged_decode
-        parts.append(decode(q, pages, batch, visible, num_decodes=num_decodes, **options))
+        decoded = decode.paged_decode(q, pages, batch, visible, num_decodes=num_decodes, **options)
+        parts.append(decoded)
     if len(q) > num_decodes:
         rest = RaggedBatch(*(field[num_decodes:] for field in batch))
         rest = rest._replace(starts=rest.starts - num_decodes)
         visible = Visible(*(field[num_decodes:] for field in visible))
         arguments = q[num_decodes:], pages, rest, visible
-        if num_decodes and mosaic_gpu_prefill.unsupported(q, pages):
+        if num_decodes and prefill.unsupported(q, pages):
             part = xla.paged_attention(*arguments, num_decodes=0, scale=scale, soft_cap=soft_cap)
         else:
-            part = mosaic_gpu_prefill.paged_prefill(*arguments, **options)
+            part = prefill.paged_prefill(*arguments, **options)
         parts.append(part)
     if len(parts) == 1:
         return parts[0]

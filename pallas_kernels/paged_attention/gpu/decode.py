@@ -2,12 +2,12 @@
 
 A row's context is cut into splits (`decode_work`). The work list is all rows' splits, times KV
 heads: one thread block per multiprocessor takes every n-th entry. Partial results are merged by
-log-sum-exp in a second kernel (`mosaic_gpu_merge`). The splits of a row depend only on its visible
+log-sum-exp in a second kernel (`merge`). The splits of a row depend only on its visible
 range, so its result does not depend on the batch. Outside the two kernels there is one sum, the
 same for every layer of a step: if layers are unrolled, XLA computes it once.
 
 A block runs two streams in parallel, each with its own entries: a warpgroup that loads and one that
-computes (`mosaic_gpu_pages`). The loader walks its entries without pausing, so the first pages of
+computes (`pages`). The loader walks its entries without pausing, so the first pages of
 an entry arrive while the previous one is being finished.
 
 Arithmetic behind the sizes (not measurements), for head_dim 128 and 2-byte elements, on an H200
@@ -49,11 +49,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.compat import gpu as compat
-from pallas_kernels.paged_attention import mosaic_gpu_pages
-from pallas_kernels.paged_attention.decode_work import TILE, Cutting, worker_of
-from pallas_kernels.paged_attention.hopper import LOG2E, MASKED, across, soft_capped
-from pallas_kernels.paged_attention.mosaic_gpu_merge import merge_splits
-from pallas_kernels.paged_attention.mosaic_gpu_pages import Loader, Ring, Seen, blank, matrix
+from pallas_kernels.paged_attention.gpu import pages as gpu_pages
+from pallas_kernels.paged_attention.gpu.decode_work import TILE, Cutting, worker_of
+from pallas_kernels.paged_attention.gpu.hopper import LOG2E, MASKED, across, soft_capped
+from pallas_kernels.paged_attention.gpu.merge import merge_splits
+from pallas_kernels.paged_attention.gpu.pages import Loader, Ring, Seen, blank, matrix
 from pallas_kernels.tuning import tuned
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def unsupported(
     split_tokens: int | None = None,
 ) -> str | None:
     """Why `paged_decode` refuses arrays of these shapes and dtypes, None if it does not."""
-    if reason := mosaic_gpu_pages.unsupported(q, pages):
+    if reason := gpu_pages.unsupported(q, pages):
         return reason
     heads, kv_heads = q.shape[1], pages.k.shape[1]
     if heads % kv_heads or heads // kv_heads > MAX_GROUP:

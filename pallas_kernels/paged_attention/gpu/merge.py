@@ -20,8 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.compat import gpu as compat
-from pallas_kernels.paged_attention.decode_work import Cutting
-from pallas_kernels.paged_attention.hopper import across
+from pallas_kernels.paged_attention.gpu.decode_work import Cutting
+from pallas_kernels.paged_attention.gpu.hopper import across
 
 AT_ONCE = 8
 """Splits in flight. At head_dim 128, 8 * 4 KiB per block, in 64 registers per thread."""

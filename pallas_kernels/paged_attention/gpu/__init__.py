@@ -1,0 +1,1 @@
+"""Attention over pages on Hopper GPUs, in Mosaic GPU."""

@@ -1,0 +1,1 @@
+"""Attention over pages on TPUs, and writes to pages, in Mosaic TPU."""
