@@ -16,7 +16,7 @@ import random
 from migrate_tail import A10, PAGE_BYTES, WORK, deployment
 from table import print_table
 
-from jaxserve.cli.disaggregation import Split
+from jaxserve.cli.planning.disaggregation import Split
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.simulator.capacity import Load
 from jaxserve.simulator.phases import goodput_by_role

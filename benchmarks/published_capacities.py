@@ -32,7 +32,7 @@ from typing import Any
 
 from table import print_table
 
-from jaxserve.cli.described import Described
+from jaxserve.cli.planning.described import Described
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import MemoryPlanError
 from jaxserve.core.requests.sampling_params import SamplingParams

@@ -7,7 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
-from tiny_engines import EOS, LEAST_MARGIN
+from tiny_engines import EOS, MIN_MARGIN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ def ranked(found, penalty, decided):
     order = sorted(found, key=lambda each: each.score(penalty), reverse=True)
     for better, worse in itertools.pairwise(order[: decided + 1]):
         lead = better.score(penalty) - worse.score(penalty)
-        assert lead * better.length() ** penalty > LEAST_MARGIN, "rounding could decide"
+        assert lead * better.length() ** penalty > MIN_MARGIN, "rounding could decide"
     return order
 
 
@@ -40,7 +40,7 @@ def dense_search(next_logprobs, prompt, params):
             logprobs = next_logprobs(beam.tokens)
             likeliest = np.argsort(-logprobs)[: 2 * params.beam_width + 1].tolist()
             last, next_one = logprobs[likeliest[-2:]]
-            assert EOS not in likeliest[-2:] or last - next_one > LEAST_MARGIN
+            assert EOS not in likeliest[-2:] or last - next_one > MIN_MARGIN
             for token in likeliest[:-1]:
                 total = beam.total + logprobs[token]
                 ends = token == EOS and not params.ignore_eos

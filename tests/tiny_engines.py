@@ -38,7 +38,7 @@ MAX_SEQS = 4
 BUDGET = MAX_SEQS + 32
 NUM_PAGES = 41
 PAGE_SIZE = 4
-LEAST_MARGIN = 1e-4
+MIN_MARGIN = 1e-4
 """Lead of the best logit over the second that no order of summation can undo in float32."""
 QUANTIZED_MARGIN = 0.01
 """The same with quantized KV, of which another order of summation can round a number to the other
@@ -151,7 +151,7 @@ class TinyModel:
             while len(tokens) < len(prompt) + LONGEST:
                 logits = self.logits(tokens)[-1]
                 second, best = np.sort(logits)[-2:]
-                assert best - second > LEAST_MARGIN, "rounding could decide between two tokens"
+                assert best - second > MIN_MARGIN, "rounding could decide between two tokens"
                 tokens.append(int(logits.argmax()))
             answers.append(tokens[len(prompt) :])
         return answers
@@ -181,7 +181,7 @@ class TinyModel:
             logits = self.logits(tokens)[len(prompt) - 1 : -1]
             chosen = logits[np.arange(len(logits)), tokens[len(prompt) :]]
             shortfalls = logits.max(axis=1) - chosen
-            margin = QUANTIZED_MARGIN if self.is_quantized else LEAST_MARGIN
+            margin = QUANTIZED_MARGIN if self.is_quantized else MIN_MARGIN
             assert (shortfalls < margin).all(), (shortfalls.max(), completion)
 
     def rounded(self, quantization: str) -> TinyModel:

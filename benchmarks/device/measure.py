@@ -15,7 +15,7 @@ from device.problem import Arrays, Problem, Step, jitted
 
 REPEATS = 5
 REPEAT_S = 0.05
-MOST_RUNS = 100
+MAX_RUNS = 100
 SLOW_S = 0.3
 
 
@@ -85,5 +85,5 @@ def seconds_a_call(
     once = elapsed(1)
     if once > SLOW_S:
         return once / len(calls), carry
-    runs = int(np.clip(REPEAT_S / once, 1, MOST_RUNS))
+    runs = int(np.clip(REPEAT_S / once, 1, MAX_RUNS))
     return statistics.median(elapsed(runs) for _ in range(REPEATS)) / len(calls), carry

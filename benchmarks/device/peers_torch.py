@@ -20,7 +20,7 @@ from device.page_moves import PageMove
 DEVICE = "cuda"
 REPEATS = 5
 REPEAT_MS = 50
-MOST_RUNS = 100
+MAX_RUNS = 100
 
 
 Work = tuple[Callable[[], tuple], Callable[..., torch.Tensor]]
@@ -64,7 +64,7 @@ def seconds_a_call(peer: Peer, calls: int) -> float:
             return begin.elapsed_time(end) / runs
 
         elapsed_ms(1)
-        runs = int(min(MOST_RUNS, max(1, REPEAT_MS / elapsed_ms(1))))
+        runs = int(min(MAX_RUNS, max(1, REPEAT_MS / elapsed_ms(1))))
         return statistics.median(elapsed_ms(runs) for _ in range(REPEATS)) / calls / 1e3
 
 

@@ -20,7 +20,7 @@ Step = Callable[[Any, Any], tuple[Any, Any]]
 place, and what all calls read."""
 
 ENOUGH_BYTES = 1 << 30
-MOST_CALLS = 8
+MAX_CALLS = 8
 
 
 class Make(Protocol):
@@ -63,13 +63,13 @@ class Problem:
     def calls(self) -> int:
         """Calls in one program: enough to keep the device busy while the host issues the next.
 
-        ENOUGH_BYTES take an H200 at least 0.22 ms (arithmetic, 4.8 TB/s). MOST_CALLS of a weight
+        ENOUGH_BYTES take an H200 at least 0.22 ms (arithmetic, 4.8 TB/s). MAX_CALLS of a weight
         of 33 MB take 0.05 ms and are five times what its second-level cache holds. Operations that
         take 0.1 ms are one call.
         """
         if self.flops > 1e11:
             return 1
-        return min(MOST_CALLS, math.ceil(ENOUGH_BYTES / self.bytes_moved))
+        return min(MAX_CALLS, math.ceil(ENOUGH_BYTES / self.bytes_moved))
 
     def worst(self, found: tuple[Any, list[Any]], exact: tuple[Any, list[Any]]) -> jax.Array:
         """The largest error of what `program` returned. A carry must be right to the last bit."""

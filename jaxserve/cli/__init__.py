@@ -1,4 +1,4 @@
-"""The `jaxserve` command. One module per subcommand; each imports JAX only when it runs."""
+"""The `jaxserve` command. A module or a folder per subcommand; each imports JAX only when it runs."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from tyro.conf import Positional, arg
 
 from jaxserve.cli.arguments.options import Common, EngineOptions, load
 from jaxserve.cli.arguments.values import Texts
-from jaxserve.cli.batch_offload import ChosenOffload, choose
 from jaxserve.cli.follow import follow
+from jaxserve.cli.planning.batch_offload import ChosenOffload, choose
 from jaxserve.cli.replicas import check_replicas, platform_of_replicas
 from jaxserve.cli.terminal.batch_progress import BatchProgress
 from jaxserve.cli.terminal.text import size
@@ -28,7 +28,7 @@ from jaxserve.core.process.signals import signals_handled
 from jaxserve.core.process.tables import table
 
 if TYPE_CHECKING:
-    from jaxserve.core.steps.weight_reads import WeightReads
+    from jaxserve.core.steps.offload_counts import WeightReads
     from jaxserve.offline.job import BatchJob
     from jaxserve.offline.run import BatchRun
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli.arguments.options import Common, ModelSettings
-from jaxserve.cli.described import Described
+from jaxserve.cli.planning.described import Described
 from jaxserve.cli.terminal.plan_tables import (
     by_scratch,
     capacity,

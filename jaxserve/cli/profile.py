@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxserve.cli.arguments.options import Common, ModelSettings
-from jaxserve.cli.described import sizes
+from jaxserve.cli.planning.described import sizes
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.events import EventLog
 from jaxserve.core.process.output_file import check_output_file

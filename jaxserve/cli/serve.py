@@ -176,7 +176,7 @@ class Serve(Common):
 
     def _chosen(self) -> Serve:
         """The same server, with the replicas that are chosen. Raises ConfigError."""
-        from jaxserve.cli.disaggregation import Chooser
+        from jaxserve.cli.planning.disaggregation import Chooser
 
         chooser = Chooser(self.slo or "", self.expected_trace, self.profile)
         split = chooser.choose(self.engine, self.data_parallel_size)

@@ -17,8 +17,8 @@ from jaxserve.cli.arguments.options import Common, ModelSettings
 from jaxserve.cli.arguments.values import Shares
 from jaxserve.cli.bench.options import Deadline, LoadOptions, SloOptions
 from jaxserve.cli.bench.report import report
-from jaxserve.cli.described import Described, draft_acceptance
-from jaxserve.cli.simulated_load import arrivals, check_lengths, result
+from jaxserve.cli.planning.described import Described, draft_acceptance
+from jaxserve.cli.planning.simulated_load import arrivals, check_lengths, result
 from jaxserve.cli.terminal.text import milliseconds
 from jaxserve.cluster.policies.autoscale import Autoscaler, check_bounds
 from jaxserve.cluster.simulated import SimulatedCluster

@@ -13,7 +13,7 @@ from jaxserve.cluster.routed_replica import RoutedReplica
 PERIOD_S = 0.2
 """How often moves are planned, if no request is due to leave a replica that prefills."""
 
-MOST_MOVES = 4
+MAX_MOVES = 4
 """Requests whose KV leaves one replica at a time: it lies in memory meanwhile."""
 
 
@@ -30,7 +30,7 @@ def _begin_moves(replicas: Sequence[RoutedReplica], requests: OpenRequests) -> N
     def movable(place: int, key: Hashable) -> bool:
         replica = replicas[place]
         request = replica.requests.get(str(key))  # None for one that is on its way there.
-        may_leave = not replica.stays and replica.num_moving < MOST_MOVES
+        may_leave = not replica.stays and replica.num_moving < MAX_MOVES
         return request is not None and request.movable and may_leave
 
     while True:

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxserve.cluster.policies.dispatch import Demand, dispatch
 from jaxserve.cluster.policies.prefixes import page_hashes
-from jaxserve.cluster.policies.pulls import MOST_PULLS, plan_pull
+from jaxserve.cluster.policies.pulls import MAX_PULLS, plan_pull
 from jaxserve.cluster.prefix_pull import PrefixPull, Pulls
 from jaxserve.cluster.routed_replica import OpenRequest, RoutedReplica, Submission
 from jaxserve.cluster.routed_request import RoutedRequest
@@ -253,7 +253,7 @@ class OpenRequests:
         if not self.shares_prefixes or request.routed.added.lora_request is not None:
             return None  # A prefix of an adapter is of the digest that the engine gives it.
         pull = plan_pull([replica.load for replica in self._replicas], place, request.routed.demand)
-        if pull is None or self._replicas[pull.source].num_pulled >= MOST_PULLS:
+        if pull is None or self._replicas[pull.source].num_pulled >= MAX_PULLS:
             return None
         return PrefixPull(
             self._replicas[pull.source], self._replicas[place], pull, self.page_size, self._pulls

@@ -13,14 +13,14 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from jaxserve.cluster.fair_sharing import PERIOD_S as SHARE_PERIOD_S
-from jaxserve.cluster.mover import MOST_MOVES
+from jaxserve.cluster.mover import MAX_MOVES
 from jaxserve.cluster.mover import PERIOD_S as MOVE_PERIOD_S
 from jaxserve.cluster.policies.autoscale import Autoscaler
 from jaxserve.cluster.policies.dispatch import Demand, ReplicaLoad, dispatch
 from jaxserve.cluster.policies.fairness import FairShares
-from jaxserve.cluster.policies.migration import LAST_TOKENS, MOST_STAGES, plan_moves
+from jaxserve.cluster.policies.migration import LAST_TOKENS, MAX_STAGES, plan_moves
 from jaxserve.cluster.policies.prefixes import page_hashes
-from jaxserve.cluster.policies.pulls import MOST_PULLS, Pull, PullCost, plan_pull
+from jaxserve.cluster.policies.pulls import MAX_PULLS, Pull, PullCost, plan_pull
 from jaxserve.cluster.scaling import PERIOD_S as SCALE_PERIOD_S
 from jaxserve.core.cluster_status import Role
 from jaxserve.engine.request import Request
@@ -211,7 +211,7 @@ class SimulatedCluster:
         source, page_size = self._places[pull.source], self._deployment.config.page_size
         start, stop = pull.num_cached * page_size, pull.num_pages * page_size
         compute_us = place.simulation.core.kv.rates.prefill_us(start, stop)
-        if source.num_pulled >= MOST_PULLS or not self._pull_cost.pays(pull.num_pages, compute_us):
+        if source.num_pulled >= MAX_PULLS or not self._pull_cost.pays(pull.num_pages, compute_us):
             return False
         token_ids, tenant = arrival.token_ids, arrival.tenant
         num_known = source.simulation.num_cached(token_ids, tenant, stop)
@@ -253,7 +253,7 @@ class SimulatedCluster:
         def movable(index: int, key: Hashable) -> bool:
             place = self._places[index]
             each = place.requests.get(key)  # None for one that is on its way there.
-            return each is not None and not each.moving and place.num_moving < MOST_MOVES
+            return each is not None and not each.moving and place.num_moving < MAX_MOVES
 
         while True:
             busy = {index for index, place in enumerate(self._places) if place.num_moving}
@@ -291,7 +291,7 @@ class SimulatedCluster:
             elif prefills and (num_new() < page_size or not has_room):
                 self._at(self._now_us + round(_PREFILLED_S * 1e6), go_on)
             elif prefills or (
-                num_stages < MOST_STAGES and num_new() > (LAST_TOKENS if num_staged else 0)
+                num_stages < MAX_STAGES and num_new() > (LAST_TOKENS if num_staged else 0)
             ):
                 stage()
             else:
@@ -305,7 +305,7 @@ class SimulatedCluster:
             table = destination.simulation.stage(each.request, num_staged + count, before)
             has_room = table is not before
             if not has_room:
-                num_stages = MOST_STAGES
+                num_stages = MAX_STAGES
                 go_on()
                 return
             num_staged += count

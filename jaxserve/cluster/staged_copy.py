@@ -12,7 +12,7 @@ import asyncio
 import dataclasses
 import logging
 
-from jaxserve.cluster.policies.migration import LAST_TOKENS, MOST_STAGES
+from jaxserve.cluster.policies.migration import LAST_TOKENS, MAX_STAGES
 from jaxserve.cluster.routed_replica import OpenRequest, RoutedReplica
 from jaxserve.core.errors import EngineClosedError, ReplicaLostError, RequestError
 
@@ -112,7 +112,7 @@ class StagedCopy:
             await asyncio.sleep(POLL_S)
 
     async def _during_decode(self) -> None:
-        for _ in range(MOST_STAGES):
+        for _ in range(MAX_STAGES):
             if not self.is_wanted or (self._num_staged and self.num_left <= LAST_TOKENS):
                 return
             if not await self._stage():

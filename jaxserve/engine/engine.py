@@ -34,8 +34,7 @@ from jaxserve.engine.snapshot.snapshots import Snapshots
 from jaxserve.metrics.kv_metrics import kv_metrics
 from jaxserve.metrics.metric import Metric
 from jaxserve.metrics.metrics import Metrics
-from jaxserve.metrics.recall_metrics import recall_metrics
-from jaxserve.metrics.weight_metrics import weight_metrics
+from jaxserve.metrics.offload_metrics import recall_metrics, weight_metrics
 from jaxserve.runtime.adapters import AdapterSlots
 from jaxserve.runtime.cpu_threads import make_room_for_collectives
 from jaxserve.runtime.device_memory import reserve_memory

@@ -17,7 +17,7 @@ from jaxserve.core.requests.outputs import Delta, RequestOutput
 Update = list[Delta] | RequestOutput
 Message = tuple["OutputQueue", int, Update | BaseException]
 
-_MOST_DELTAS = 64
+_MAX_DELTAS = 64
 """Unread deltas of one request before they are merged."""
 
 _TOKENS_PER_DELTA = 4
@@ -48,10 +48,10 @@ class OutputQueue:
         else:
             deltas = self._deltas.setdefault(number, [])
             deltas += update
-            if len(deltas) > self._merge_at.get(number, _MOST_DELTAS):
+            if len(deltas) > self._merge_at.get(number, _MAX_DELTAS):
                 merged = self._deltas[number] = merge(deltas)
                 num_tokens = sum(len(delta.token_ids) for delta in merged)
-                room = max(_MOST_DELTAS, num_tokens // _TOKENS_PER_DELTA)
+                room = max(_MAX_DELTAS, num_tokens // _TOKENS_PER_DELTA)
                 self._merge_at[number] = len(merged) + room
         self._filled.set()
 

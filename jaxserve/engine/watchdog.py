@@ -14,7 +14,7 @@ from jaxserve.core.errors import StepTimeoutError
 
 TICK_S = 0.5
 
-LEAST_S = 60.0
+MIN_S = 60.0
 SLOWER = 20
 """Without a timeout: a step may take this many times as long as the slowest one before it."""
 FIRST_S = 600.0
@@ -33,7 +33,7 @@ class Watchdog:
     def __init__(
         self, timeout_s: float | None, give_up: Callable[[StepTimeoutError], object]
     ) -> None:
-        """`timeout_s`: by default `SLOWER` times the slowest step so far, at least `LEAST_S` and
+        """`timeout_s`: by default `SLOWER` times the slowest step so far, at least `MIN_S` and
         for the first `NUM_FIRST` steps `FIRST_S`; 0 is none. `give_up` is called once, in the
         watchdog's thread."""
         self._timeout_s = timeout_s
@@ -55,7 +55,7 @@ class Watchdog:
         """How long a step may take."""
         if self._timeout_s is not None:
             return self._timeout_s
-        least_s = FIRST_S if self._num_steps < NUM_FIRST else LEAST_S
+        least_s = FIRST_S if self._num_steps < NUM_FIRST else MIN_S
         return max(least_s, SLOWER * self._slowest_s)
 
     @property

@@ -28,9 +28,9 @@ _COUNTS = ("num_experts", "num_local_experts")
 FIELDS = (*_COUNTS, "num_experts_per_tok")
 """Fields that `moe_config` reads for every family, for the `implements` of `common_config`."""
 # Several times those of the largest models, in all layers.
-_MOST_EXPERTS = 1 << 16
-_MOST_TOKENS_OF_A_BLOCK = 64
-_LEAST_SUM = 1e-20
+_MAX_EXPERTS = 1 << 16
+_MAX_TOKENS_OF_A_BLOCK = 64
+_MIN_SUM = 1e-20
 """Added to the sum of a token's weights, which may all be 0."""
 _RAGGED = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())),
@@ -57,7 +57,7 @@ def moe_config(
     experts, chosen = _num_experts(raw, num_experts), integer(raw, "num_experts_per_tok")
     if chosen > experts:
         raise malformed("num_experts_per_tok", chosen, f"at most the number of experts, {experts}")
-    if experts > (most := _MOST_EXPERTS // len(sparse_layers)):
+    if experts > (most := _MAX_EXPERTS // len(sparse_layers)):
         raise malformed("num_experts", experts, f"at most {most} in {len(sparse_layers)} layers")
     if norm_topk_prob is None:
         norm_topk_prob = boolean(raw, "norm_topk_prob", False)
@@ -225,7 +225,7 @@ def route(moe: MoEConfig, p: Params, x: jax.Array) -> tuple[jax.Array, jax.Array
     _, experts = lax.top_k(chosen_by, moe.num_experts_per_tok)
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if moe.norm_topk_prob:
-        weights = weights / (weights.sum(axis=-1, keepdims=True) + _LEAST_SUM)
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + _MIN_SUM)
     return weights * moe.routed_scale, experts
 
 
@@ -350,7 +350,7 @@ def block_tokens(num_choices: int, num_experts: int) -> int:
     computed but what was chosen; else the power of two above an average run."""
     if num_choices <= 2 * num_experts:
         return 1
-    return min(1 << (num_choices // num_experts).bit_length(), _MOST_TOKENS_OF_A_BLOCK)
+    return min(1 << (num_choices // num_experts).bit_length(), _MAX_TOKENS_OF_A_BLOCK)
 
 
 def _num_outputs(down: Weight) -> int:

@@ -371,7 +371,7 @@ def _parts_of_names(names: Collection[str]) -> Matcher:
     return lambda module: any(part in f".{module}." for part in parts)
 
 
-_MOST_CHOICES, _MOST_CHARS = 4, 500
+_MAX_CHOICES, _MAX_CHARS = 4, 500
 
 
 def _names_or_patterns(names: Collection[str]) -> Matcher:
@@ -395,7 +395,7 @@ def _pattern(text: str) -> re.Pattern[str]:
     where = f"config.json has {FIELD} with the pattern {shown(text)}"
     repeats, groups = len(re.findall(r"[*+{]|(?<!\()\?", text)), text.count("(")
     nested = re.search(r"\)[*+{]|\\\d", text)
-    if nested or max(repeats, groups) > _MOST_CHOICES or len(text) > _MOST_CHARS:
+    if nested or max(repeats, groups) > _MAX_CHOICES or len(text) > _MAX_CHARS:
         raise UnsupportedModelError(
             f"{where}, which could take too long to match; write the names instead."
         )

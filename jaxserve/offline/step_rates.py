@@ -14,7 +14,7 @@ from jaxserve.engine.prompts import TokenizedPrompt
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
 
-MOST_DECODES = 6
+MAX_DECODES = 6
 """Steps of each kind, the first of which warms up."""
 _SHORT = 16
 
@@ -45,7 +45,7 @@ class _Measuring:
 
     def phase(self, rows: int, prompt_tokens: int) -> _Phase:
         """Random prompts, so that none is cached, and a few decodes of all of them."""
-        params = SamplingParams(temperature=0, max_tokens=1 + MOST_DECODES, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=1 + MAX_DECODES, ignore_eos=True)
         for _ in range(rows):
             token_ids = [self._random.randrange(self._vocab) for _ in range(prompt_tokens)]
             prompt = TokenizedPrompt(None, token_ids)

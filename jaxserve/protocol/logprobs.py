@@ -9,7 +9,7 @@ from jaxserve.core.requests.outputs import Logprob
 from jaxserve.text import Tokenizer
 from jaxserve.text.detokenizer import Detokenizer
 
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot represent."""
 
 Entry = dict[int, Logprob]
@@ -118,4 +118,4 @@ def _likeliest(item: tuple[int, Logprob]) -> tuple[float, int]:
 
 
 def _number(logprob: Logprob) -> float:
-    return max(logprob.logprob, LEAST_LOGPROB)
+    return max(logprob.logprob, MIN_LOGPROB)

@@ -18,9 +18,8 @@ import numpy as np
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.in_flight import StepResults, TokenLogprobs
+from jaxserve.core.steps.offload_counts import RecallCounts, WeightReads
 from jaxserve.core.steps.plan import StepPlan
-from jaxserve.core.steps.recall_counts import RecallCounts
-from jaxserve.core.steps.weight_reads import WeightReads
 from jaxserve.kv.offload.transfers import MOVE_PAGES, MOVE_SIZES
 from jaxserve.models.family import Params
 from jaxserve.runtime.grammar_masks import GrammarMasks

@@ -29,10 +29,10 @@ from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.runner import Runner
 from jaxserve.scheduler.step_time import StepLoad
 
-_LEAST_ROUNDS, _MOST_ROUNDS = 4, 12
+_MIN_ROUNDS, _MAX_ROUNDS = 4, 12
 _NOISE = 1.05
 """How many times its fastest round the one after it may take."""
-_LEAST_STEPS, _MOST_STEPS, _ENOUGH_S = 2, 6, 0.15
+_MIN_STEPS, _MAX_STEPS, _ENOUGH_S = 2, 6, 0.15
 """Steps of each kind that are timed in a round: at least so many, then until they took long
 enough."""
 _SHARES = ((0.0, 0.0), (0.25, 0.0), (0.0, 0.25), (0.125, 0.125), (0.5, 0.5))
@@ -85,8 +85,8 @@ class StepMeasurements:
         points = self._points()
         medians: list[list[float]] = [[] for _ in points]
         done, noisy = 0, list(range(len(points)))
-        for rounds_left in reversed(range(_MOST_ROUNDS)):
-            more = max(0, _LEAST_ROUNDS - _MOST_ROUNDS + rounds_left)
+        for rounds_left in reversed(range(_MAX_ROUNDS)):
+            more = max(0, _MIN_ROUNDS - _MAX_ROUNDS + rounds_left)
             total = done + (1 + more) * len(noisy)
             for number in noisy:
                 medians[number].append(statistics.median(self._time(*points[number].plans)))
@@ -194,7 +194,7 @@ class StepMeasurements:
             self._dispatch(first)
         runner.read(runner.in_flight.popleft())
         last = time.perf_counter()
-        while len(times) <= _LEAST_STEPS or (sum(times) < _ENOUGH_S and len(times) <= _MOST_STEPS):
+        while len(times) <= _MIN_STEPS or (sum(times) < _ENOUGH_S and len(times) <= _MAX_STEPS):
             self._dispatch(again)
             while len(runner.in_flight) > 1:
                 runner.read(runner.in_flight.popleft())

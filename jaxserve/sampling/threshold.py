@@ -23,7 +23,7 @@ from jaxserve.sampling.vocabulary import CELL, ordered_sum, take_cells
 
 # Candidates come from this many cells of consecutive tokens, the ones with the heaviest tokens.
 CANDIDATE_CELLS = 64
-_LEAST_CELLS_OF_RANK = 8
+_MIN_CELLS_OF_RANK = 8
 _SMALLEST = np.finfo(np.float32).tiny
 _ABOVE_ONE_BITS = int(np.float32(1).view(np.int32)) + 1
 
@@ -85,7 +85,7 @@ def _heaviest(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     Most floors lie above it and need no further pass over the whole vocabulary.
     """
     rows, width = weights.shape
-    most = max(CANDIDATE_CELLS // parallel.num_vocab_ranks(), _LEAST_CELLS_OF_RANK)
+    most = max(CANDIDATE_CELLS // parallel.num_vocab_ranks(), _MIN_CELLS_OF_RANK)
     if width // CELL <= most:
         return parallel.gather_over_vocab(weights), jnp.zeros(rows, weights.dtype)
     cell_max = jnp.max(weights.reshape(rows, -1, CELL), axis=2)

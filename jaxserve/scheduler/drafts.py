@@ -30,7 +30,7 @@ latest. So the rare drafts of trials count for more."""
 MEMORY_OF_ALL = 128
 """The same, in drafts of all sequences together: what new ones are assumed to accept."""
 
-LEAST_ACCEPTANCE = 0.1
+MIN_ACCEPTANCE = 0.1
 """A sequence that accepts less is not drafted for, except in trials."""
 
 TRIAL_STEPS = 16
@@ -124,7 +124,7 @@ class ChosenDrafts(FixedDrafts):
         return self._step_time.program(load._replace(width=1 + length))
 
     def of(self, seq: Sequence) -> int:
-        accepts = self._acceptance(seq) >= LEAST_ACCEPTANCE
+        accepts = self._acceptance(seq) >= MIN_ACCEPTANCE
         if not seq.num_speculative_tokens or not (accepts or self._tries):
             return 0
         return self._length

@@ -21,7 +21,7 @@ DEADLINE = 4
 LONG_STEPS = 8
 """A prefill is long if it takes more than this many steps of the target time."""
 
-_MOST_YIELDED = 0.4
+_MAX_YIELDED = 0.4
 
 
 class RelativeSlack:
@@ -46,7 +46,7 @@ class RelativeSlack:
 
     def yielded(self, seq: Sequence) -> float:
         """Share of a step's time that a long prefill yields to others: its slack, at most 2/5."""
-        return min(max(self._slack(seq), 0.0), _MOST_YIELDED)
+        return min(max(self._slack(seq), 0.0), _MAX_YIELDED)
 
     def _slack(self, seq: Sequence) -> float:
         total_us = self._total_us(seq)

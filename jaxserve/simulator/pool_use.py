@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxserve.core.events import Dispatched, Record
 
-_MOST_POINTS = 2048
+_MAX_POINTS = 2048
 
 
 class PoolUse:
@@ -30,7 +30,7 @@ class PoolUse:
         self.peak = max(self.peak, share)
         if self._seen % self._every == 0:
             self.points.append((now_us, share))
-            if len(self.points) > _MOST_POINTS:
+            if len(self.points) > _MAX_POINTS:
                 self.points = self.points[::2]
                 self._every *= 2
         self._seen += 1

@@ -27,7 +27,7 @@ _OF_TOKENS = 0.1
 _NOISE = 0.1
 """Most noise that is added to a hidden state, so that errors of its own mislead the layer less
 (section 4.2)."""
-_MOST_GRADIENT, _SECOND_MOMENT = 0.5, 0.95
+_MAX_GRADIENT, _SECOND_MOMENT = 0.5, 0.95
 """Norm that gradients are clipped to, and the decay of their squares (section 4)."""
 
 
@@ -113,7 +113,7 @@ def train(
 def optimizer(config: TrainingConfig) -> optax.GradientTransformation:
     """As the paper trains (section 4)."""
     return optax.chain(
-        optax.clip_by_global_norm(_MOST_GRADIENT),
+        optax.clip_by_global_norm(_MAX_GRADIENT),
         optax.adamw(learning_rate(config), b2=_SECOND_MOMENT),
     )
 

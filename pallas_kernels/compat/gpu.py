@@ -85,21 +85,21 @@ def gpu_interpreter(*, detect_races: bool = True) -> Iterator[Any]:
         jax.config.update("jax_cpu_enable_async_dispatch", asynchronous)
 
 
-_MOST_PROGRAMS = 16
+_MAX_PROGRAMS = 16
 _programs: dict[Any, Any] = {}
 _compiling = threading.Lock()
 
 
 def _run_warpgroup(jaxpr, consts, *arguments):
     """Replace the interpreter's function for each warpgroup of each block: compile once for all of
-    them and cache the last `_MOST_PROGRAMS` programs."""
+    them and cache the last `_MAX_PROGRAMS` programs."""
 
     def run(consts, *arguments):
         jax.core.eval_jaxpr(jaxpr, consts, *arguments)
 
     with _compiling:
         if jaxpr not in _programs:
-            if len(_programs) == _MOST_PROGRAMS:
+            if len(_programs) == _MAX_PROGRAMS:
                 del _programs[next(iter(_programs))]
             _programs[jaxpr] = jax.jit(run).lower(consts, *arguments).compile()
         program = _programs[jaxpr]

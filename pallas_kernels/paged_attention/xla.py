@@ -33,7 +33,7 @@ PREFILL_QUERIES = 128
 PREFILL_BLOCK = 256
 
 MASKED = -1e30
-_LEAST_PEAK = 1e-30
+_MIN_PEAK = 1e-30
 """Of a token's values in a head: its scale is not 0, nor too small to divide by."""
 
 
@@ -98,7 +98,7 @@ def scales_of(values, dtype):
     """The scale of each token and head of values [tokens, kv_heads, head_dim], with which the
     largest becomes the largest of `dtype`: float32 [tokens, kv_heads]."""
     peak = jnp.max(jnp.abs(values.astype(jnp.float32)), axis=-1)
-    return jnp.maximum(peak, _LEAST_PEAK) / _largest(dtype)
+    return jnp.maximum(peak, _MIN_PEAK) / _largest(dtype)
 
 
 def to_elements(values, scale, dtype):

@@ -48,7 +48,7 @@ FEW_TILE, MANY_TILE = (1024, 2048), (512, 1024)
 TOKEN_TILE = 512
 BLOCK_ROWS, BLOCK_COLUMNS = 256, 512
 LANES = 128
-LEAST_COLUMNS = 16
+MIN_COLUMNS = 16
 """Fewest columns of a group, so that a tile's scales fit in 128 lanes."""
 
 _X_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
@@ -62,8 +62,8 @@ def unsupported(weight: QuantizedWeight, x: jax.Array) -> str | None:
         return f"a weight {list(weight.shape)} times x {list(x.shape)} is empty."
     if weight.format.group is not None:
         columns = _group_columns(weight)
-        if columns < LEAST_COLUMNS or columns & (columns - 1):
-            least = weight.format.group // columns * LEAST_COLUMNS
+        if columns < MIN_COLUMNS or columns & (columns - 1):
+            least = weight.format.group // columns * MIN_COLUMNS
             return (
                 f"groups are of {weight.format.group} inputs; of {weight.format.values} they can "
                 f"be of {least} times a power of two, or a whole row."

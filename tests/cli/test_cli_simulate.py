@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cli_command import LLAMA_70B
 
-from jaxserve.cli.described import Described
+from jaxserve.cli.planning.described import Described
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.devices import DeviceSpec
 from jaxserve.core.requests.sampling_params import SamplingParams

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.cli.disaggregation import Chooser, Split
+from jaxserve.cli.planning.disaggregation import Chooser, Split
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.simulator.placement import EngineGoodput
@@ -30,7 +30,7 @@ def test_chunked_prefill_where_it_serves_more():
 @pytest.mark.parametrize(("slo", "meets"), [("ttft=2s,itl=100ms", True), ("ttft=1us", False)])
 def test_it_is_chosen_by_simulation(slo, meets, monkeypatch):
     """For a described device."""
-    monkeypatch.setattr("jaxserve.cli.disaggregation._device", lambda: "l4")
+    monkeypatch.setattr("jaxserve.cli.planning.disaggregation._device", lambda: "l4")
     config = EngineConfig(max_model_len=2048, max_num_seqs=16, max_num_batched_tokens=256)
     choosing = Chooser(slo, None, None)
     if not meets:

@@ -8,7 +8,7 @@ import pytest
 from kv_engines import Alone, bytes_of, settle
 from tiny_engines import TinyModel, assert_idle
 
-MOST_ENGINES = 6
+MAX_ENGINES = 6
 """Kept at once: an engine's programs take some 2,000 memory maps, and a process may have 65,530."""
 
 
@@ -36,7 +36,7 @@ def kv_llm_for(llama, tmp_path_factory):
                 **settings,
             )
         llm = made[key] = made.pop(key)
-        if len(made) > MOST_ENGINES:
+        if len(made) > MAX_ENGINES:
             made.pop(next(iter(made))).close()
         for request_id in list(llm.engine._requests):  # What a failed test left behind.
             llm.abort(request_id)

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_engines import Preempter, bytes_of, first_path
 from tiny_engines import (
-    LEAST_MARGIN,
     LONGEST,
+    MIN_MARGIN,
     QUANTIZED_MARGIN,
     Arrival,
     TinyModel,
@@ -216,7 +216,7 @@ def test_other_pages(tmp_path, name):
     """Quantized ones of a layer with a window beside one without, and latents."""
     model = TinyModel.write_member(tmp_path, name)
     model, margin = (
-        (model.with_kv("int8"), QUANTIZED_MARGIN) if name == "qwen2" else (model, LEAST_MARGIN)
+        (model.with_kv("int8"), QUANTIZED_MARGIN) if name == "qwen2" else (model, MIN_MARGIN)
     )
     allowed = [40, 41, 42]
     params = dataclasses.replace(PLAIN, allowed_token_ids=tuple(allowed))

@@ -10,7 +10,7 @@ import pytest
 from family_members import tensors
 from lora_adapters import merged, write_adapter
 from tiny_checkpoints import CONFIG, hf_shapes, write_hf
-from tiny_engines import EOS, LEAST_MARGIN, QUANTIZED_MARGIN, TinyModel, assert_idle, generate
+from tiny_engines import EOS, MIN_MARGIN, QUANTIZED_MARGIN, TinyModel, assert_idle, generate
 
 from jaxserve import LoRARequest
 from jaxserve.cluster.replica import Replica
@@ -82,7 +82,7 @@ def check(model, output):
         model.family, model.params, model.config, padded, model.kv_cache_dtype
     )[len(prompt) - 1 : len(tokens) - 1]
     chosen = logits[np.arange(len(logits)), answer.token_ids]
-    margin = QUANTIZED_MARGIN if model.is_quantized else LEAST_MARGIN
+    margin = QUANTIZED_MARGIN if model.is_quantized else MIN_MARGIN
     assert (logits.max(axis=1) - chosen < margin).all()
     assert len(answer.token_ids) == OUTPUT
 

@@ -70,7 +70,7 @@ def test_the_default_follows_the_slowest_step(given_up, monkeypatch):
     with dog.step():
         pass
     assert dog.limit_s == 60
-    monkeypatch.setattr(watchdog, "LEAST_S", 1.0)
+    monkeypatch.setattr(watchdog, "MIN_S", 1.0)
     assert 2 < dog.limit_s < 60, "20 x 0.3 s, less under load"
     dog.close()
 

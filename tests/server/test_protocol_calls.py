@@ -22,7 +22,7 @@ from jaxserve.core.requests.outputs import (
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.offline.requests import parse as batch_request
 from jaxserve.protocol.endpoints import ENDPOINTS
-from jaxserve.protocol.logprobs import LEAST_LOGPROB
+from jaxserve.protocol.logprobs import MIN_LOGPROB
 from jaxserve.protocol.model import Model
 
 COMPLETIONS, CHAT = ENDPOINTS["/v1/completions"], ENDPOINTS["/v1/chat/completions"]
@@ -143,8 +143,8 @@ def test_logprobs_beyond_what_json_can_say(model):
     choice = CompletionOutput(0, "g", (70,), logprobs=[entry], finish_reason="stop")
     found = RequestOutput("r", None, (68,), [choice], True, RequestMetrics(0))
     logprobs = call.response([found], "id", 5)["choices"][0]["logprobs"]
-    assert logprobs["token_logprobs"] == [LEAST_LOGPROB]
-    assert logprobs["top_logprobs"] == [{"h": -0.5, "g": LEAST_LOGPROB}]
+    assert logprobs["token_logprobs"] == [MIN_LOGPROB]
+    assert logprobs["top_logprobs"] == [{"h": -0.5, "g": MIN_LOGPROB}]
     json.dumps(logprobs, allow_nan=False)
 
 

@@ -33,7 +33,7 @@ REAL = (
 )
 """Settings of a server of SmolLM2."""
 
-MOST_NAMES = 4
+MAX_NAMES = 4
 """Names of tests that the page has for one reason."""
 REST = "*"
 READ = "read"
@@ -240,7 +240,7 @@ def _by_reason(reasons: dict[str, str]) -> str:
     for test, why in reasons.items():
         tests.setdefault(why, []).append("the others" if test == REST else f"`{test}`")
     told = [
-        (", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} tests", why)
+        (", ".join(names) if len(names) <= MAX_NAMES else f"{len(names)} tests", why)
         for why, names in tests.items()
     ]
     return "; ".join(f"{names}: {why}" for names, why in told)

@@ -23,7 +23,7 @@ from jaxserve.metrics.trace import write_trace
 from jaxserve.runtime.progress import TerminalProgress
 
 if TYPE_CHECKING:
-    from jaxserve.cli.limits import Limits
+    from jaxserve.cli.planning.limits import Limits
     from jaxserve.core.config import EngineConfig
     from jaxserve.engine.engine import Engine
 
@@ -59,7 +59,7 @@ class Offline(Common):
             check_output_file("trace_file", self.trace_file)
 
     def run(self) -> int:
-        from jaxserve.cli.limits import measure
+        from jaxserve.cli.planning.limits import measure
         from jaxserve.engine.engine import Engine
 
         with TerminalProgress() as progress:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.cli.bench.options import LoadOptions
-from jaxserve.cli.described import Described, draft_acceptance
+from jaxserve.cli.planning.described import Described, draft_acceptance
+from jaxserve.cli.planning.simulated_load import arrivals, check_lengths
 from jaxserve.cli.search.command import serve_words
 from jaxserve.cli.search.space import Choice, FixedSettings
-from jaxserve.cli.simulated_load import arrivals, check_lengths
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, MemoryPlanError, RequestError
 from jaxserve.distributed.launch.serving import ServedDeployment

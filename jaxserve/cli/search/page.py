@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 from pathlib import Path
 
+from jaxserve.cli.planning.simulated_load import arrivals, result
 from jaxserve.cli.search.report import Findings
-from jaxserve.cli.simulated_load import arrivals, result
 from jaxserve.core.process.extras import extra
 from jaxserve.loadgen.plot import STYLE, draw
 from jaxserve.loadgen.results import Objectives, RequestResult

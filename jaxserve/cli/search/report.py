@@ -16,7 +16,7 @@ from jaxserve.simulator.capacity import FEWEST_ROUNDS, rate_at
 from jaxserve.simulator.search import Outcome, front, winner
 from jaxserve.simulator.slo import Slo
 
-_MOST_REASONS = 4
+_MAX_REASONS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,8 +188,8 @@ class Findings:
         """Why settings do not combine: the most frequent reasons."""
         reasons = (each.reason for each in self.dropped if not each.too_large)
         counted = collections.Counter(reasons).most_common()
-        lines = [f"{count:,} x {reason}" for reason, count in counted[:_MOST_REASONS]]
-        left = sum(count for _, count in counted[_MOST_REASONS:])
+        lines = [f"{count:,} x {reason}" for reason, count in counted[:_MAX_REASONS]]
+        left = sum(count for _, count in counted[_MAX_REASONS:])
         return [*lines, f"{left:,} x other reasons (--json)"] if left else lines
 
     def _named(self, number: int) -> str:

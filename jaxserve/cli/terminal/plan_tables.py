@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.cli.described import Described
+from jaxserve.cli.planning.described import Described
 from jaxserve.cli.terminal.text import device_name, size
 from jaxserve.core.process.tables import table
 from jaxserve.runtime.weights.placement import WINDOW

@@ -23,7 +23,7 @@ LAST_TOKENS = 32
 """When so few tokens came since the last stage of a copy, the request moves: its new replica
 computes them in one step."""
 
-MOST_STAGES = 3
+MAX_STAGES = 3
 """A request that generates faster than its KV is copied moves after so many stages."""
 
 HIGH_FREENESS = 3.0

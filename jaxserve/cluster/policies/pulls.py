@@ -14,7 +14,7 @@ from typing import NamedTuple
 from jaxserve.cluster.policies.dispatch import Demand, ReplicaLoad
 from jaxserve.kv.offload.rates import LinearCost
 
-MOST_PULLS = 4
+MAX_PULLS = 4
 """Prefixes that leave one replica at a time: each lies in memory meanwhile."""
 
 RETRY = 64

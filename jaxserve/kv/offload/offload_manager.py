@@ -15,9 +15,9 @@ from jaxserve.kv.offload.transfer_worker import TransferHandle, TransferQueue, T
 from jaxserve.kv.offload.transfers import MOVE_PAGES, Transfer, staged_pages
 from jaxserve.kv.page_table import PageTable
 
-_LEAST_PATIENCE_US = 50_000
+_MIN_TIMEOUT_US = 50_000
 _UNKNOWN_PATIENCE_US = 1_000_000
-_REST_US = 1_000_000
+_BACK_OFF_US = 1_000_000
 """Pause of spilling after a failed save: a full disk is still full one step later."""
 _SPARE_SHARE = 4
 """A tier with another below it keeps 1/4 of its pages free or also stored elsewhere."""
@@ -59,7 +59,7 @@ class OffloadManager:
         self._rates = rates
         self._in_flight: dict[TransferHandle, Transfer] = {}
         self._fetches: dict[PageTable, list[Transfer]] = {}
-        self._resting_until_us = 0
+        self._back_off_until_us = 0
         self._saves: list[Transfer] = []
         self._loads: list[Transfer] = []
 
@@ -166,9 +166,9 @@ class OffloadManager:
             self._end(self._in_flight.pop(handle))
         for transfer in list(self._in_flight.values()):
             if transfer.awaited and now_us > transfer.deadline_us:
-                self._lose_patience(transfer)
+                self._time_out(transfer)
                 self._learn(transfer.handle, now_us - transfer.handle.begun_us)  # A lower bound.
-        if now_us >= self._resting_until_us:
+        if now_us >= self._back_off_until_us:
             for upper, lower in zip(self._tier_pools, self._tier_pools[1:]):
                 self._pass_on(upper, lower)
         return ended
@@ -186,13 +186,13 @@ class OffloadManager:
         recompute_us = self._rates.prefill_us(first * self._page_size, stop * self._page_size)
         if recompute_us is None:
             return _UNKNOWN_PATIENCE_US
-        return max(2 * recompute_us, _LEAST_PATIENCE_US)
+        return max(2 * recompute_us, _MIN_TIMEOUT_US)
 
     def _learn(self, handle: TransferHandle, us: int) -> None:
         num_bytes = self.staged_bytes(len(handle.source_pages))
         self._rates.moved(handle.source, handle.target, num_bytes, us)
 
-    def _lose_patience(self, transfer: Transfer) -> None:
+    def _time_out(self, transfer: Transfer) -> None:
         """Stops waiting for a transfer; a save that still completes is used."""
         self.counters.slow_moves += 1
         self._stop_waiting(transfer)
@@ -222,7 +222,7 @@ class OffloadManager:
         else:
             self._end_save(transfer, landed)
             if failed:
-                self._resting_until_us = transfer.handle.ended_us + _REST_US
+                self._back_off_until_us = transfer.handle.ended_us + _BACK_OFF_US
 
     def _end_fetch(self, transfer: Transfer, landed: bool) -> None:
         table = transfer.table

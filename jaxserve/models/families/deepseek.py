@@ -53,7 +53,7 @@ _V3_DEFAULTS = _DEFAULTS | {
     "norm_topk_prob": True,
     "num_nextn_predict_layers": 1,
 }
-_MOST_MSCALE = 100  # published models have 1 or less
+_MAX_MSCALE = 100  # published models have 1 or less
 _FIELDS = (
     *("attention_bias", "first_k_dense_replace", "moe_intermediate_size", "norm_topk_prob"),
     *("n_group", "n_routed_experts", "n_shared_experts", "routed_scaling_factor", "scoring_func"),
@@ -146,8 +146,8 @@ def _config(raw: dict[str, Any], mixture: MoEConfig, *further: str) -> ModelConf
     # YaRN stretches all of a head here, also what does not rotate.
     stretch, rotation = 1.0, config.rope
     if rotation.kind != "default" and rotation.mscale_all_dim:
-        if not 0 < rotation.mscale_all_dim <= _MOST_MSCALE:
-            required = f"a number from 0 to {_MOST_MSCALE}"
+        if not 0 < rotation.mscale_all_dim <= _MAX_MSCALE:
+            required = f"a number from 0 to {_MAX_MSCALE}"
             raise malformed("mscale_all_dim", rotation.mscale_all_dim, required)
         stretch = rope.magnitude(rotation, rotation.mscale_all_dim)
     dim = latent.nope_dim + latent.rope_dim

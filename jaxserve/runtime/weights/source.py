@@ -7,7 +7,7 @@ from typing import Protocol
 
 import jax
 
-from jaxserve.core.steps.weight_reads import WeightReads
+from jaxserve.core.steps.offload_counts import WeightReads
 from jaxserve.models.family import Params
 from jaxserve.runtime.programs.shapes.arrays import tree_bytes
 

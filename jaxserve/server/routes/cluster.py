@@ -8,7 +8,7 @@ from fastapi import APIRouter, HTTPException, Request
 
 from jaxserve.core.cluster_status import ClusterStatus
 from jaxserve.core.errors import ConfigError, RequestError
-from jaxserve.protocol.cluster import ResizeRequest
+from jaxserve.protocol.administration import ResizeRequest
 from jaxserve.server.openapi import ERRORS, documented_responses
 from jaxserve.server.responses import JsonResponse
 

@@ -11,9 +11,12 @@ from fastapi.responses import PlainTextResponse
 
 from jaxserve.core.errors import ConfigError, ModelError, RequestError
 from jaxserve.core.requests.lora import LoRARequest
-from jaxserve.protocol.lora import LoadAdapterRequest, UnloadAdapterRequest
+from jaxserve.protocol.administration import (
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+    UpdateWeightsRequest,
+)
 from jaxserve.protocol.responses import Sleeping, UpdatedWeights
-from jaxserve.protocol.weights import UpdateWeightsRequest
 from jaxserve.server.openapi import ERRORS, documented_responses
 from jaxserve.server.responses import JsonResponse
 

@@ -36,7 +36,7 @@ _OWN_FIELDS = {
     *("draft_vocab_size", "target_hidden_size", "norm_before_residual", "eagle_config"),
     _AUX_LAYERS,
 }
-_MOST_AUX_LAYERS = 8
+_MAX_AUX_LAYERS = 8
 _PREFIXES = ("midlayer.", "layers.0.")
 
 
@@ -124,12 +124,12 @@ class Eagle3Checkpoint(EagleCheckpoint):
             found, later = nested.get(_AUX_LAYERS), 1
         if found is None:
             return None
-        fine = isinstance(found, list) and 1 <= len(found) <= _MOST_AUX_LAYERS
+        fine = isinstance(found, list) and 1 <= len(found) <= _MAX_AUX_LAYERS
         fine = fine and all(type(layer) is int and layer + later >= 0 for layer in found)
         if not fine or sorted(set(found)) != found:
             raise ModelError(
                 f"{self.path / CONFIG} has {_AUX_LAYERS} {shown(found)}; it must list 1 to "
-                f"{_MOST_AUX_LAYERS} layers, ascending."
+                f"{_MAX_AUX_LAYERS} layers, ascending."
             )
         return tuple(layer + later for layer in found)
 

@@ -1,4 +1,4 @@
-"""What streamed weights have read, as plain data."""
+"""What steps have read that is not on the devices, as plain data."""
 
 from __future__ import annotations
 
@@ -30,3 +30,19 @@ class WeightReads:
     def stall_share(self) -> float:
         """Share of the time of steps that the devices waited for layers, 0..1."""
         return self.stall_s / self.step_s if self.step_s else 0.0
+
+
+@dataclasses.dataclass
+class RecallCounts:
+    """Chunks of values, each of one KV head of a layer and of `chunk_bytes`, that decodes have
+    attended to so far, and those of them that were copied from the host. The others were on the
+    device, as the decode before had attended to them too."""
+
+    chunk_bytes: int
+    attended: int = 0
+    copied: int = 0
+
+    @property
+    def copied_share(self) -> float:
+        """Share of the chunks that were copied, 0..1."""
+        return self.copied / max(1, self.attended)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from jaxserve.cli.bench.options import LoadOptions
-from jaxserve.cli.described import Described
-from jaxserve.cli.simulated_load import arrivals, check_lengths
+from jaxserve.cli.planning.described import Described
+from jaxserve.cli.planning.simulated_load import arrivals, check_lengths
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.devices import device_of_kind
 from jaxserve.core.errors import ConfigError

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 _LINES = 64
 """Lines of the job whose lengths count."""
-_MOST_ROWS = 16
-_MOST_STEPS = 16
+_MAX_ROWS = 16
+_MAX_STEPS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ def choose(
                 f"offload is 'auto', which decides {name}, but that is {given!r}; leave one of "
                 "them out."
             )
-    rows = min(_MOST_ROWS, engine.max_num_seqs or _MOST_ROWS)
+    rows = min(_MAX_ROWS, engine.max_num_seqs or _MAX_ROWS)
     probe = dataclasses.replace(engine, weights_on="disk", max_num_seqs=rows)
     with load(probe) as llm:
         problem = _problem(llm, job, names, chat, rows)
@@ -97,7 +97,7 @@ def fastest(engine: EngineOptions, problem: Problem, rows: int) -> ChosenOffload
     from jaxserve.runtime.planning import engine_plan
 
     sizes = [1 << power for power in range(rows.bit_length())]
-    steps = [1 << power for power in range(_MOST_STEPS.bit_length())]
+    steps = [1 << power for power in range(_MAX_STEPS.bit_length())]
     never = _never(engine, problem)
     while True:
         chosen = carried_out(engine, problem, problem.best(sizes, steps, never))
@@ -124,8 +124,8 @@ def _problem(
             f"offload is 'auto', but the model has only {len(placement.layer_bytes)} layers, which "
             "a window of two holds; leave offload out."
         )
-    longest = config.max_model_len - 2 * step_rates.MOST_DECODES
-    in_pool = (memory.num_pages - 2) // rows * config.page_size - 2 * step_rates.MOST_DECODES
+    longest = config.max_model_len - 2 * step_rates.MAX_DECODES
+    in_pool = (memory.num_pages - 2) // rows * config.page_size - 2 * step_rates.MAX_DECODES
     context = max(1, min(round(lengths.prompt + lengths.output / 2), longest, in_pool))
     steps = step_rates.measure(llm.engine, rows, context)
     links = link_rates.measure(plan.device, layer_file(plan.checkpoint, plan.shapes).path)

@@ -1,0 +1,1 @@
+"""What several commands do before they run anything: described engines, loads, choices."""
