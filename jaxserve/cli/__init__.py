@@ -1,4 +1,4 @@
-"""The `jaxserve` command. A module or a folder per subcommand; each imports JAX only when it runs."""
+"""The `jaxserve` command. Each subcommand is a module or a folder, and imports JAX when it runs."""
 
 from __future__ import annotations
 
