@@ -103,7 +103,7 @@ def main() -> None:
                     100 * hits / total,
                     hits / bound,
                     total / run.num_prefill_tokens,
-                    kv.move_counters.fetched_pages.get(Tier.HOST, 0),
+                    kv.transfer_counters.fetched_pages.get(Tier.HOST, 0),
                     run.num_preemptions,
                 )
             )

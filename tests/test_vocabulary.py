@@ -34,6 +34,7 @@ REPLACED = {
     "QuantizedWeight, self_check": r"PackedWeight|\btrial_process|class Trial\b",
     "OutputQueue": r"\b(Mailbox|Outbox)\b",
     "kv_offload_pages, kv_transfers_in_flight": "kv_lower_pages|kv_moves_under_way",
+    "transfers of KV": r"MOVE_PAGES|MOVE_SIZES|MoveError|\bkv_moved?_",
     "--shutdown-timeout, --independent, slo_itl": r"--?grace[-_]s\b|--separate\b|slo[-_]tbt",
 }
 """Our name for a thing, and the pattern of the names that it had."""

@@ -163,7 +163,7 @@ class Collected(NamedTuple):
         return self.time_us - self.begin_us
 
 
-class Moved(NamedTuple):
+class Transferred(NamedTuple):
     """A transfer of KV pages between two tiers ended; `error` is the cause if it failed."""
 
     time_us: int
@@ -193,7 +193,7 @@ Record = (
     | Failed
     | Dispatched
     | Collected
-    | Moved
+    | Transferred
     | Phase
 )
 
@@ -301,7 +301,7 @@ class EventLog:
                 Collected(ready_us, step, begin_us, tuple(sequences), counts, tuple(drafts), late)
             )
 
-    def moved(
+    def transferred(
         self,
         source: str,
         target: str,
@@ -313,7 +313,7 @@ class EventLog:
         error: str | None,
     ) -> None:
         with self._lock:
-            self._write(Moved(end_us, source, target, pages, num_bytes, begin_us, error))
+            self._write(Transferred(end_us, source, target, pages, num_bytes, begin_us, error))
 
     @contextmanager
     def phase(self, kind: PhaseKind, name: str) -> Iterator[None]:

@@ -28,7 +28,7 @@ from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.match import Match, PrefixMatcher
 from jaxserve.kv.node import Node, NodeState
 from jaxserve.kv.node_states import NodeStates
-from jaxserve.kv.offload.offload_manager import MoveCounters, OffloadManager
+from jaxserve.kv.offload.offload_manager import OffloadManager, TransferCounters
 from jaxserve.kv.offload.rates import OffloadRates
 from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.offload.transfer_worker import TransferHandle, TransferQueue
@@ -127,7 +127,7 @@ class KVManager:
         return self._offload.num_in_flight_transfers
 
     @property
-    def move_counters(self) -> MoveCounters:
+    def transfer_counters(self) -> TransferCounters:
         """What was saved and fetched, and what failed."""
         return self._offload.counters
 

@@ -28,7 +28,7 @@ class PageDevice(Protocol):
     """The device's page operations, in the order of its steps."""
 
     def gather(self, pages: Sequence[int]) -> Any:
-        """A staging array with up to MOVE_PAGES pages."""
+        """A staging array with up to TRANSFER_PAGES pages."""
 
     def to_host(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies pages, given as (device, host), for sequences longer than the pool."""
@@ -68,7 +68,7 @@ class PageTransfers:
         for handle in self.manager.poll(self._log.now()):
             if handle.state is TransferState.ABANDONED:
                 continue  # It may never have started, and transferred nothing.
-            self._log.moved(
+            self._log.transferred(
                 handle.source.value,
                 handle.target.value,
                 pages=len(handle.source_pages),

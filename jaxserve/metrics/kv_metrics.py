@@ -72,7 +72,7 @@ def _pages(kv: KVManager) -> dict[str, Metric]:
 
 
 def _counters(kv: KVManager) -> dict[str, Metric]:
-    counters, moves = kv.counters, kv.move_counters
+    counters, moves = kv.counters, kv.transfer_counters
     return {
         "kv_copied_pages_total": Metric("counter", "Pages copied on write", counters.copied_pages),
         "kv_evicted_pages_total": Metric(
@@ -98,7 +98,7 @@ def _counters(kv: KVManager) -> dict[str, Metric]:
         "kv_fallbacks_total": Metric(
             "counter",
             "Transfers that failed or took too long",
-            {"failed": moves.failed_moves, "slow": moves.slow_moves},
+            {"failed": moves.failed_transfers, "slow": moves.slow_transfers},
             "reason",
         ),
     }
@@ -112,7 +112,7 @@ def _rates(kv: KVManager) -> dict[str, Metric]:
         "kv_prefill_tokens_per_second": Metric(
             "gauge", "Measured prefill rate", rates.prefill_tokens_per_s() or 0
         ),
-        "kv_move_bytes_per_second": Metric(
+        "kv_transfer_bytes_per_second": Metric(
             "gauge",
             "Measured KV transfer rate",
             {f"{a.value}-{b.value}": rates.bytes_per_s(a, b) or 0 for a, b in directions},

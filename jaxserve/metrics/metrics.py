@@ -19,11 +19,11 @@ from jaxserve.core.events import (
     Dispatched,
     Failed,
     Finished,
-    Moved,
     Phase,
     Preempted,
     Record,
     Resumed,
+    Transferred,
 )
 from jaxserve.core.requests.outputs import RequestMetrics
 from jaxserve.metrics.fluidity import INTERACTIVE, Deadlines
@@ -62,7 +62,7 @@ class Metrics:
             Failed: self._failed,
             Dispatched: self._dispatched,
             Collected: self._collected,
-            Moved: self._moved,
+            Transferred: self._transferred,
             Phase: self._phase,
         }
 
@@ -262,13 +262,13 @@ class Metrics:
         self._in_streak = set()
         self._step_us.clear()
 
-    def _moved(self, record: Moved) -> None:
+    def _transferred(self, record: Transferred) -> None:
         totals = self._totals
         if record.error is None:
             way = f"{record.source}-{record.target}"
             spent_us = record.time_us - record.begin_us
-            totals.moved_bytes[way] = totals.moved_bytes.get(way, 0) + record.bytes
-            totals.move_us[way] = totals.move_us.get(way, 0) + spent_us
+            totals.transferred_bytes[way] = totals.transferred_bytes.get(way, 0) + record.bytes
+            totals.transfer_us[way] = totals.transfer_us.get(way, 0) + spent_us
 
     def _phase(self, record: Phase) -> None:
         totals = self._totals

@@ -77,8 +77,8 @@ class Totals:
         self.first_call_us: int | None = None
         self.last_ready_us = 0
         self.device_busy_us = 0
-        self.moved_bytes: dict[str, int] = {}  # by direction
-        self.move_us: dict[str, int] = {}
+        self.transferred_bytes: dict[str, int] = {}  # by direction
+        self.transfer_us: dict[str, int] = {}
         self.startup_us: dict[str, int] = {}
         self.programs_compiled = 0
 
@@ -166,7 +166,7 @@ class Totals:
         """The others, at `now_us` on the log's clock."""
         host_s = {part: us / SECOND_US for part, us in self.host_us.items()}
         startup_s = {name: us / SECOND_US for name, us in self.startup_us.items()}
-        move_s = {way: us / SECOND_US for way, us in self.move_us.items()}
+        move_s = {way: us / SECOND_US for way, us in self.transfer_us.items()}
         busy_s = self.device_busy_us / SECOND_US
         metrics = {
             "fluidity_index": histogram(
@@ -192,10 +192,10 @@ class Totals:
                 "Share of time with a step on the device, from the first until now",
                 self._busy_share(now_us),
             ),
-            "kv_moved_bytes_total": counter(
-                "Bytes of KV transferred", dict(self.moved_bytes), "direction"
+            "kv_transferred_bytes_total": counter(
+                "Bytes of KV transferred", dict(self.transferred_bytes), "direction"
             ),
-            "kv_move_seconds_total": counter("Time of KV transfers", move_s, "direction"),
+            "kv_transfer_seconds_total": counter("Time of KV transfers", move_s, "direction"),
             "programs_compiled_total": counter("Programs compiled", self.programs_compiled),
             "startup_seconds": gauge("Time spent in each phase of startup", startup_s, "phase"),
         }

@@ -28,11 +28,11 @@ from jaxserve.core.events import (
     Dispatched,
     Failed,
     Finished,
-    Moved,
     Phase,
     Preempted,
     Record,
     Resumed,
+    Transferred,
 )
 
 _ENGINE, _REQUESTS, _STARTUP = 1, 2, 3
@@ -95,7 +95,7 @@ class _Timeline:
             Failed: self._ended,
             Dispatched: self._dispatched,
             Collected: self._collected,
-            Moved: self._moved,
+            Transferred: self._transferred,
             Phase: self._phase,
         }
 
@@ -220,7 +220,7 @@ class _Timeline:
             arguments = {"step": step.step, "tokens": chunk.tokens}
             self._span(_REQUESTS, tid, "prefill", begin_us, end_us, **arguments)
 
-    def _moved(self, record: Moved) -> None:
+    def _transferred(self, record: Transferred) -> None:
         """Each direction has a track: one thread runs its transfers one after another."""
         way = record.source, record.target
         if way not in self._ways:

@@ -14,7 +14,7 @@ from jaxserve.kv.manager import KVManager
 from jaxserve.kv.offload.rates import OffloadRates
 from jaxserve.kv.offload.tiers import DiskStore, HostStore, Store, Tier
 from jaxserve.kv.offload.transfer_worker import TransferHandle, TransferWorker
-from jaxserve.kv.offload.transfers import MOVE_SIZES
+from jaxserve.kv.offload.transfers import TRANSFER_SIZES
 from jaxserve.kv.page_transfers import PageTransfers
 from jaxserve.kv.pages import TRASH_PAGE, PagePool
 from jaxserve.runtime.planning.engine_plan import EnginePlan
@@ -98,12 +98,12 @@ class Paging(PageTransfers):
                 for count in self._sizes():
                     for handle in self._there_and_back(above, below, list(range(count))):
                         us = handle.ended_us - handle.begun_us
-                        rates.moved(handle.source, handle.target, handle.num_bytes, us)
+                        rates.transferred(handle.source, handle.target, handle.num_bytes, us)
 
     def _sizes(self) -> list[int]:
         """Transfer sizes that fit every tier, to separate latency from bandwidth."""
         least = min(store.num_pages for store in self._stores.values())
-        return [size for size in MOVE_SIZES if size <= least]
+        return [size for size in TRANSFER_SIZES if size <= least]
 
     def _there_and_back(
         self, above: Tier, below: Tier, pages: list[int]
@@ -155,7 +155,7 @@ class Staging:
     def upload(self, payload: np.ndarray) -> jax.Array:
         """A staging array of pages uint8 [rows, bytes], padded to the rows of a scatter program;
         waits until it is on the device."""
-        size = next(size for size in MOVE_SIZES if size >= len(payload))
+        size = next(size for size in TRANSFER_SIZES if size >= len(payload))
         padded = np.zeros((size, payload.shape[1]), np.uint8)
         padded[: len(payload)] = payload
         staging = padded.view(self._dtype)

@@ -20,7 +20,7 @@ from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.in_flight import StepResults, TokenLogprobs
 from jaxserve.core.steps.offload_counts import RecallCounts, WeightReads
 from jaxserve.core.steps.plan import StepPlan
-from jaxserve.kv.offload.transfers import MOVE_PAGES, MOVE_SIZES
+from jaxserve.kv.offload.transfers import TRANSFER_PAGES, TRANSFER_SIZES
 from jaxserve.models.family import Params
 from jaxserve.runtime.grammar_masks import GrammarMasks
 from jaxserve.runtime.in_flight import BUBBLE, DeviceStep, PackedInputs, SamplingRow
@@ -316,7 +316,7 @@ class Runner:
         self._state.last_tokens = jax.device_put(tokens, shape.sharding)
 
     def gather(self, pages: SequenceOf[int]) -> jax.Array:
-        """A staging array [at least pages, elements] with up to MOVE_PAGES pages."""
+        """A staging array [at least pages, elements] with up to TRANSFER_PAGES pages."""
         self._drain()
         return self._kinds.gather(self._state.kv, pages)
 
@@ -339,8 +339,8 @@ class Runner:
         self._state.kv = self._kinds.scatter(self._state.kv, pages, staging)
 
     def read_pages(self, pages: SequenceOf[int]) -> np.ndarray:
-        """Copy up to MOVE_PAGES pages to the host, uint8 [pages, bytes], layer by layer; waits for
-        the device."""
+        """Copy up to TRANSFER_PAGES pages to the host, uint8 [pages, bytes], layer by layer; waits
+        for the device."""
         self._drain()
         alike = zip(self._state.kv, self.shapes.kv.alike)
         staged = (self._kinds.gather([layer], pages, first) for layer, first in alike)
@@ -349,11 +349,11 @@ class Runner:
         return np.ascontiguousarray(parts).view(np.uint8).reshape(len(pages), -1)
 
     def write_pages(self, pages: SequenceOf[int], payload: np.ndarray) -> None:
-        """Write up to MOVE_PAGES pages, given as `read_pages` returns them."""
+        """Write up to TRANSFER_PAGES pages, given as `read_pages` returns them."""
         self._drain()
         kv, shapes, done = self._state.kv, self.shapes.kv, 0
         for index, first in enumerate(shapes.alike):
-            place = shapes.staging(MOVE_PAGES, 1, first)
+            place = shapes.staging(TRANSFER_PAGES, 1, first)
             parts = self._by_device(payload.view(place.dtype))
             size = place.shape[1] // parts.shape[1]
             staging = np.zeros(place.shape, place.dtype)
@@ -374,9 +374,9 @@ class Runner:
 
     def poison(self, pages: SequenceOf[int]) -> None:
         """Fill pages, or their scales, with NaN, to expose reads before writes."""
-        for first in range(0, len(pages), MOVE_SIZES[-1]):
-            some = pages[first : first + MOVE_SIZES[-1]]
-            shape = self.shapes.kv.staging(holding(MOVE_SIZES, len(some)))
+        for first in range(0, len(pages), TRANSFER_SIZES[-1]):
+            some = pages[first : first + TRANSFER_SIZES[-1]]
+            shape = self.shapes.kv.staging(holding(TRANSFER_SIZES, len(some)))
             in_bytes = shape.dtype == np.uint8
             self.scatter(some, filled(shape, 0xFF if in_bytes else np.nan))
 

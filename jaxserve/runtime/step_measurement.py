@@ -24,7 +24,7 @@ from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
-from jaxserve.kv.offload.transfers import MOVE_SIZES
+from jaxserve.kv.offload.transfers import TRANSFER_SIZES
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.runner import Runner
 from jaxserve.scheduler.step_time import StepLoad
@@ -114,7 +114,7 @@ class StepMeasurements:
 
     def page_copy_s(self) -> float:
         """Time of copying one page."""
-        count = min(MOVE_SIZES[-1], (self._shapes.num_pages - 1) // 2)
+        count = min(TRANSFER_SIZES[-1], (self._shapes.num_pages - 1) // 2)
         if not count:
             return 0.0
         pairs = [(page, page + count) for page in range(1, count + 1)]

@@ -115,7 +115,7 @@ class TokenKV:
         self._stores = stores
 
     def read(self, tier: Tier, pages: Sequence[int]) -> list[np.ndarray]:
-        """KV of up to MOVE_PAGES pages, as `PageBytesLayout.tokens` returns it, by layout.
+        """KV of up to TRANSFER_PAGES pages, as `PageBytesLayout.tokens` returns it, by layout.
 
         Raises PageCorruptError or OSError where a lower tier cannot be read.
         """
@@ -124,8 +124,8 @@ class TokenKV:
         return [layout.tokens(payload) for layout in self.layouts]
 
     def write(self, pages: Sequence[int], tokens: Sequence[np.ndarray]) -> None:
-        """Writes KV of whole pages, by layout, to up to MOVE_PAGES pages of the device. Layers that
-        draft have zeros where it is of the model alone.
+        """Writes KV of whole pages, by layout, to up to TRANSFER_PAGES pages of the device. Layers
+        that draft have zeros where it is of the model alone.
 
         Raises SnapshotError for KV of another shape or dtype.
         """

@@ -11,7 +11,7 @@ from typing import Any
 from jaxserve.kv.offload.rates import OffloadRates
 from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.offload.transfer_worker import TransferHandle, TransferQueue
-from jaxserve.kv.offload.transfers import MOVE_SIZES
+from jaxserve.kv.offload.transfers import TRANSFER_SIZES
 from jaxserve.simulator.executor import VirtualClock
 
 
@@ -60,9 +60,9 @@ class SimulatedTransfers(TransferQueue):
         above = Tier.DEVICE
         for below in self._links:
             for source, target in ((above, below), (below, Tier.DEVICE)):
-                for count in MOVE_SIZES:
+                for count in TRANSFER_SIZES:
                     num_bytes = count * self._page_bytes
-                    rates.moved(source, target, num_bytes, self.us(source, target, num_bytes))
+                    rates.transferred(source, target, num_bytes, self.us(source, target, num_bytes))
             above = below
 
     def move(

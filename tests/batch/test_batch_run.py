@@ -206,16 +206,16 @@ def test_grammars_are_compiled_while_others_run(batch_llm, tmp_path: Path):
 def test_a_mistake_of_ours_stops_one_line(batch_llm, tmp_path: Path, monkeypatch, caplog):
     """One while a line is read, and one while its answer is written."""
     lines = [{"prompt": text, "max_tokens": 2} for text in ("good", "unread", "unwritten", "last")]
-    call_of, response_of = CompletionRequest.call, ParsedCompletion.response
+    parse_of, response_of = CompletionRequest.parse, ParsedCompletion.response
 
-    def call(request: CompletionRequest, model: Model) -> ParsedCompletion:
-        return 1 // 0 if request.prompt == "unread" else call_of(request, model)
+    def parse(request: CompletionRequest, model: Model) -> ParsedCompletion:
+        return 1 // 0 if request.prompt == "unread" else parse_of(request, model)
 
-    def response(call: ParsedCompletion, outputs, request_id: str, created: int):
-        body = response_of(call, outputs, request_id, created)
+    def response(parsed: ParsedCompletion, outputs, request_id: str, created: int):
+        body = response_of(parsed, outputs, request_id, created)
         return body["missing"] if request_id == "batch_req_3" else body
 
-    monkeypatch.setattr(CompletionRequest, "call", call)
+    monkeypatch.setattr(CompletionRequest, "parse", parse)
     monkeypatch.setattr(ParsedCompletion, "response", response)
     run = run_batch(batch_llm, write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
     assert run.complete

@@ -269,7 +269,7 @@ def test_a_plan_with_a_draft_model_that_is_not_here(run_here, config_70b, tmp_pa
             ["--prefill-replicas is 1", "how many engines"],
         ),
         ((*ON_EIGHT, "--min-replicas=2"), ["--max-replicas is missing"]),
-        ((*ON_EIGHT, "--min-replicas=2", "--max-replicas=2"), ["--max-replicas 2", "larger"]),
+        ((*ON_EIGHT, "--min-replicas=3", "--max-replicas=2"), ["--max-replicas 2", "no smaller"]),
         ((*ON_EIGHT, "--replicas=2", "--max-replicas=4"), ["--replicas is 2", "fixed number"]),
         ((*ON_EIGHT, "--max-replicas=4", "--routing=round_robin"), ["--routing is round_robin"]),
         ((*ON_EIGHT, "--report=x.pdf"), [".html"]),

@@ -12,10 +12,10 @@ from jaxserve.core.events import (
     EventLog,
     Failed,
     Finished,
-    Moved,
     Phase,
     Preempted,
     Resumed,
+    Transferred,
     monotonic_us,
 )
 
@@ -94,10 +94,12 @@ def test_a_move_is_logged_with_the_times_it_had():
     """Other threads make moves; the log hears of them later."""
     log = EventLog(clock=lambda: 99, keep_all=True)
     for error in (None, "OSError: disk full"):
-        log.moved("device", "host", pages=3, num_bytes=96, begin_us=40, end_us=55, error=error)
+        log.transferred(
+            "device", "host", pages=3, num_bytes=96, begin_us=40, end_us=55, error=error
+        )
     assert log.records == [
-        Moved(55, "device", "host", 3, 96, 40, None),
-        Moved(55, "device", "host", 3, 96, 40, "OSError: disk full"),
+        Transferred(55, "device", "host", 3, 96, 40, None),
+        Transferred(55, "device", "host", 3, 96, 40, "OSError: disk full"),
     ]
 
 

@@ -103,7 +103,7 @@ def test_a_preemption_after_every_step(llama, alone, any_llm, evicts):
     kinds = engine.get_metrics()["jaxserve:kv_preemptions_total"].value
     if engine.plan.config.preemption == "swap":
         assert kinds["recompute"] == 0 < kinds["swap"]
-        assert not evicts or sum(engine.kv.move_counters.fetched_pages.values()) > 0
+        assert not evicts or sum(engine.kv.transfer_counters.fetched_pages.values()) > 0
     if engine.plan.config.preemption == "recompute":
         assert kinds["swap"] == 0 < kinds["recompute"]
 
@@ -218,11 +218,11 @@ def test_recomputing_starts_from_nothing(longest, alone, kv_llm_for, name):
     engine = kv_llm_for(**ENGINES[name]).engine
     _, between = once(engine, lambda seq: seq.num_output == 10)
     work = [Arrival(longest, SEEDED)]
-    saved = dict(engine.kv.move_counters.saved_pages)
+    saved = dict(engine.kv.transfer_counters.saved_pages)
     computed, outputs = prefilled(engine, lambda: drive(engine, work, between))
     check(alone, work, outputs)
     assert computed == 2 * len(longest) + 10
-    assert engine.kv.move_counters.saved_pages == saved
+    assert engine.kv.transfer_counters.saved_pages == saved
 
 
 def test_a_second_swap_out_saves_only_what_is_new(longest, alone, kv_llm_for):

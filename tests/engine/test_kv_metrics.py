@@ -8,7 +8,7 @@ import pytest
 from kv_engines import Preempter, count, evict_all, settle
 from tiny_engines import LONGEST, NUM_PAGES, PROMPT_LENGTHS, Arrival, drive, generate
 
-from jaxserve.core.events import Moved
+from jaxserve.core.events import Transferred
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.offload.tiers import Tier
@@ -41,7 +41,7 @@ def test_every_metric_is_shaped_for_an_exporter():
         assert (metric.label is not None) == isinstance(metric.value, dict), name
         assert metric.help
     assert metrics["jaxserve:kv_pages"].value == {"free": 8, "used": 0, "cached": 0}
-    assert metrics["jaxserve:kv_move_bytes_per_second"].value == {}
+    assert metrics["jaxserve:kv_transfer_bytes_per_second"].value == {}
 
 
 def test_pages_are_in_one_state_at_every_step(llama, kv_llm_for):
@@ -88,11 +88,11 @@ def test_one_conversation_by_the_numbers(llama, kv_llm_for):
     assert gained("kv_saved_pages_total", "host") == 5
     assert count(engine, "kv_offload_pages", "host") == 5
     page_bytes = llm.plan().memory.page_bytes
-    assert gained("kv_moved_bytes_total", "device-host") == 5 * page_bytes
+    assert gained("kv_transferred_bytes_total", "device-host") == 5 * page_bytes
     output = generate(llm, prompt, params)
     assert output.metrics.cached_tokens == 16
     assert gained("kv_fetched_pages_total", "host") == 4
-    assert gained("kv_moved_bytes_total", "host-device") == 4 * page_bytes
+    assert gained("kv_transferred_bytes_total", "host-device") == 4 * page_bytes
     assert gained("prefix_cache_queries_total") == 2 * 17
     assert gained("prefix_cache_hits_total") == 16
     assert gained("kv_copied_pages_total") == 0
@@ -122,8 +122,8 @@ def test_rates_are_measured_from_the_start(llama, kv_llm_for):
     now = values(llm.engine)
     rates = llm.engine.kv.rates
     for way in ("device-host", "host-device", "host-disk", "disk-device"):
-        assert rates.move_us(*map(Tier, way.split("-")), 1 << 20) > 0, way
-    assert set(now["kv_move_bytes_per_second"]) == {
+        assert rates.transfer_us(*map(Tier, way.split("-")), 1 << 20) > 0, way
+    assert set(now["kv_transfer_bytes_per_second"]) == {
         "device-host",
         "host-device",
         "device-disk",
@@ -134,11 +134,11 @@ def test_rates_are_measured_from_the_start(llama, kv_llm_for):
 
 def test_moves_of_the_log_are_those_counted(llama, kv_llm_for):
     engine = kv_llm_for(host=12, disk=64, preemption="swap").engine
-    first, before = len(engine.log.records), values(engine)["kv_moved_bytes_total"]
+    first, before = len(engine.log.records), values(engine)["kv_transferred_bytes_total"]
     arrivals = [Arrival(prompt, SEEDED, step) for step, prompt in enumerate(llama.prompts)]
     drive(engine, arrivals, Preempter(engine, evicts=True))
     settle(engine)
-    moved = [record for record in engine.log.records[first:] if isinstance(record, Moved)]
+    moved = [record for record in engine.log.records[first:] if isinstance(record, Transferred)]
     assert moved
     ways = {}
     for record in moved:
@@ -148,7 +148,7 @@ def test_moves_of_the_log_are_those_counted(llama, kv_llm_for):
         if record.error is None:
             way = f"{record.source}-{record.target}"
             ways[way] = ways.get(way, 0) + record.bytes
-    after = values(engine)["kv_moved_bytes_total"]
+    after = values(engine)["kv_transferred_bytes_total"]
     assert ways == {way: after[way] - before.get(way, 0) for way in after if way in ways}
 
 

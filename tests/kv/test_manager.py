@@ -216,7 +216,7 @@ def test_what_is_not_worth_keeping_is_not_saved(make, keep):
     bench.leave(bench.run(PROMPT[:8]), keep=keep)
     bench.manager.evict(2)
     bench.settle()
-    assert bench.manager.move_counters.saved_pages == ({Tier.HOST: 2} if keep else {})
+    assert bench.manager.transfer_counters.saved_pages == ({Tier.HOST: 2} if keep else {})
     assert bench.manager.counters.lost_pages == (0 if keep else 2)
     assert bench.hit(PROMPT[:9]) == (8 if keep else 0)
 
@@ -228,7 +228,7 @@ def test_a_page_that_another_preempted_sequence_needs_is_saved(make):
     bench.leave(second, keep=False)
     bench.manager.evict(3)
     bench.settle()
-    assert bench.manager.move_counters.saved_pages == {Tier.HOST: 2}
+    assert bench.manager.transfer_counters.saved_pages == {Tier.HOST: 2}
 
 
 def test_without_prefix_caching_pages_are_kept_for_preempted_sequences(make):

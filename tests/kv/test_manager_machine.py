@@ -129,12 +129,12 @@ def test_a_hundred_thousand_operations(monkeypatch):
     counters = [manager.counters for manager in managers]
     for name in ("copied_pages", "evicted_pages", "lost_pages", "swaps", "recomputes"):
         assert sum(getattr(counter, name) for counter in counters) > 400
-    moves = [manager.move_counters for manager in managers]
+    moves = [manager.transfer_counters for manager in managers]
     for tier in (Tier.HOST, Tier.DISK):
         assert sum(move.saved_pages.get(tier, 0) for move in moves) > 200
         assert sum(move.fetched_pages.get(tier, 0) for move in moves) > 20
-    assert sum(move.failed_moves for move in moves) > 50
-    assert sum(move.slow_moves for move in moves) > 50
+    assert sum(move.failed_transfers for move in moves) > 50
+    assert sum(move.slow_transfers for move in moves) > 50
 
 
 @pytest.mark.parametrize("windows", WINDOWS)
@@ -142,11 +142,11 @@ def test_windows(windows):
     """Pages come back, are found again, move to tiers and back, and no token reads another's."""
     num_pages = 5 * len(windows) + 2
     worlds = [drive(seed, 300, windows=windows, num_pages=num_pages) for seed in range(40)]
-    moves = [world.manager.move_counters for world in worlds]
+    moves = [world.manager.transfer_counters for world in worlds]
     assert sum(world.num_hits for world in worlds) > 50
     assert sum(world.manager.counters.evicted_pages for world in worlds) > 100
     assert sum(move.fetched_pages.get(Tier.HOST, 0) for move in moves) > 5
-    assert sum(move.failed_moves + move.slow_moves for move in moves) > 5
+    assert sum(move.failed_transfers + move.slow_transfers for move in moves) > 5
 
 
 def test_pages_whose_keys_collide_are_never_mixed_up(monkeypatch):
@@ -167,4 +167,4 @@ def test_the_same_operations_give_the_same_pages(seed):
     first, second = drive(seed, 300), drive(seed, 300)
     assert (first.device == second.device).all()
     assert first.manager.counters == second.manager.counters
-    assert first.manager.move_counters == second.manager.move_counters
+    assert first.manager.transfer_counters == second.manager.transfer_counters

@@ -8,7 +8,7 @@ from kv_world import Sample
 
 from jaxserve.kv.invariants import check_invariants
 from jaxserve.kv.offload.tiers import Tier
-from jaxserve.kv.offload.transfers import MOVE_PAGES
+from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 
 # Out and back
 
@@ -29,7 +29,7 @@ def test_out_and_back(make):
     assert bench.manager.match(sample.table, 17).must_fetch
     bench.come_back(sample)
     assert sample.num_computed == 17  # The step has compared what it reads.
-    counters = bench.manager.move_counters
+    counters = bench.manager.transfer_counters
     assert counters.saved_pages == counters.fetched_pages == {Tier.HOST: 5}
 
 
@@ -44,7 +44,7 @@ def test_the_second_time_out_copies_only_what_is_new(make):
         bench.manager.evict(16)
         bench.settle()
     # Four pages, then the fifth with two tokens, then the fifth again with four.
-    assert bench.manager.move_counters.saved_pages == {Tier.HOST: 4 + 1 + 1}
+    assert bench.manager.transfer_counters.saved_pages == {Tier.HOST: 4 + 1 + 1}
     bench.come_back(sample)
     assert sample.num_computed == 19
 
@@ -92,8 +92,8 @@ def test_a_failed_fetch_makes_the_prefix_shorter(make, failing):
             bench.poll(0)
             bench.step()
     assert not bench.manager.is_fetching(sample.table)
-    assert sample.num_computed == failing * MOVE_PAGES
-    assert bench.manager.move_counters.failed_moves == 1
+    assert sample.num_computed == failing * TRANSFER_PAGES
+    assert bench.manager.transfer_counters.failed_transfers == 1
     bench.write(sample)
     assert sample.num_computed == 20
     check_invariants(bench.manager, [sample.table])
@@ -108,7 +108,7 @@ def test_a_fetch_that_takes_too_long_is_given_up(make):
     bench.poll(31)
     assert not bench.manager.is_fetching(sample.table) and not sample.fetching
     assert sample.num_computed == 0
-    assert bench.manager.move_counters.slow_moves == 1
+    assert bench.manager.transfer_counters.slow_transfers == 1
     bench.write(sample)
     bench.settle()  # It comes late, and is dropped.
     bench.check_readable(sample)
@@ -120,7 +120,7 @@ def test_a_page_that_the_disk_has_changed_is_computed_again(make):
     bench.corrupt(next(iter(bench.manager.tree)).lower[Tier.DISK])
     bench.come_back(sample)
     assert sample.num_computed == 0
-    assert bench.manager.move_counters.failed_moves == 1
+    assert bench.manager.transfer_counters.failed_transfers == 1
     bench.write(sample)
     bench.leave(sample)
     bench.manager.evict(2)
@@ -138,8 +138,8 @@ def test_what_cannot_be_saved_is_lost_and_nothing_else(make, reason):
     bench.begin_move(0)
     bench.end_move(0, fails=15 * (reason == "the medium refuses"))
     bench.settle()
-    saved = bench.manager.move_counters.saved_pages.get(Tier.HOST, 0)
-    assert saved == {"no room below": 2, "no staging buffer": MOVE_PAGES}.get(reason, 0)
+    saved = bench.manager.transfer_counters.saved_pages.get(Tier.HOST, 0)
+    assert saved == {"no room below": 2, "no staging buffer": TRANSFER_PAGES}.get(reason, 0)
     assert bench.manager.tiers[Tier.HOST].num_used == saved
     sample = bench.run(PROMPT[:19])
     assert sample.num_computed == 19
@@ -224,7 +224,7 @@ def test_from_the_disk_to_the_device(make):
     sample = bench.start([0, 1, 2])
     bench.settle()
     assert sample.num_computed == 2
-    assert bench.manager.move_counters.fetched_pages[Tier.DISK] == 2
+    assert bench.manager.transfer_counters.fetched_pages[Tier.DISK] == 2
 
 
 @pytest.mark.parametrize("disk_pages", [1, 2, 8])
@@ -243,16 +243,16 @@ def test_moves_come_to_rest_however_small_the_disk(make, disk_pages):
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute", "auto"])
-@pytest.mark.parametrize("move_us", [10, 1000])
-def test_preempted_the_cheaper_way_or_as_told(make, preemption, move_us):
+@pytest.mark.parametrize("transfer_us", [10, 1000])
+def test_preempted_the_cheaper_way_or_as_told(make, preemption, transfer_us):
     bench = make(host_pages=8, preemption=preemption)
     rates = bench.manager.rates
     rates.prefilled(8, 36, 100)
     for ends in ((Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE)):
-        rates.moved(*ends, 64, move_us)
+        rates.transferred(*ends, 64, transfer_us)
     sample = bench.run(PROMPT[:8])
     swaps = bench.manager.prefers_swap(sample.table, 8)
-    assert swaps == {"swap": True, "recompute": False, "auto": move_us == 10}[preemption]
+    assert swaps == {"swap": True, "recompute": False, "auto": transfer_us == 10}[preemption]
     counters = bench.manager.counters
     assert (counters.swaps, counters.recomputes) == (swaps, not swaps)
 
@@ -265,7 +265,7 @@ def test_there_is_no_swapping_without_a_tier_below(make):
 def test_what_is_sooner_computed_than_fetched_is_not_fetched(make):
     bench = make(host_pages=8, preemption="auto")
     rates = bench.manager.rates
-    rates.moved(Tier.HOST, Tier.DEVICE, 64, 50)
+    rates.transferred(Tier.HOST, Tier.DEVICE, 64, 50)
     sample = swapped_out(bench, 12)
     assert bench.hit(PROMPT[:13]) == 12
     for _ in range(20):

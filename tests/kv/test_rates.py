@@ -42,7 +42,7 @@ def watch_moves(rates: OffloadRates, moves: int, *, noise=0.0, slowness=1.0, see
         for direction in (("device", "host"), ("host", "device")):
             num_bytes = round(2 ** rng.uniform(16, 24))
             us = slowness * true_move_us(num_bytes) * math.exp(rng.gauss(0, noise))
-            rates.moved(*direction, num_bytes, round(us))
+            rates.transferred(*direction, num_bytes, round(us))
 
 
 def worst_error(rates: OffloadRates, slowness=1.0) -> float:
@@ -71,27 +71,27 @@ def test_pairs_are_counted_one_by_one_and_do_not_depend_on_the_cut(start, sizes)
 def test_nothing_is_known_before_the_first_observation():
     rates = OffloadRates()
     assert rates.prefill_us(0, 1) is None
-    assert rates.move_us("device", "host", 1) is None
+    assert rates.transfer_us("device", "host", 1) is None
     assert rates.prefill_tokens_per_s() is None
     assert rates.bytes_per_s("device", "host") is None
-    rates.moved("device", "host", 1000, 10)
-    assert rates.move_us("host", "device", 1000) is None
+    rates.transferred("device", "host", 1000, 10)
+    assert rates.transfer_us("host", "device", 1000) is None
 
 
 def test_nothing_to_do_takes_no_time_known_or_not():
     rates = OffloadRates()
     assert rates.prefill_us(7, 7) == 0
-    assert rates.move_us("device", "host", 0) == 0
+    assert rates.transfer_us("device", "host", 0) == 0
 
 
 def test_one_observation_predicts_itself_and_puts_its_cost_on_tokens_and_bytes():
     rates = OffloadRates()
     rates.prefilled(100, causal_pairs(0, 100), 5000)
-    rates.moved("device", "host", 1000, 500)
+    rates.transferred("device", "host", 1000, 500)
     assert rates.prefill_us(0, 100) == 5000
     assert rates.prefill_us(0, 200) == 10_000
     assert rates.prefill_tokens_per_s() == 20_000
-    assert rates.move_us("device", "host", 3000) == 1500
+    assert rates.transfer_us("device", "host", 3000) == 1500
     assert rates.bytes_per_s("device", "host") == 2_000_000
 
 
@@ -106,7 +106,7 @@ def test_exact_steps_give_both_costs_back():
 def test_exact_moves_give_latency_and_rate_back():
     rates = OffloadRates()
     watch_moves(rates, 100)
-    assert rates.move_us("device", "host", 1) == pytest.approx(LATENCY_US, rel=0.01)
+    assert rates.transfer_us("device", "host", 1) == pytest.approx(LATENCY_US, rel=0.01)
     assert rates.bytes_per_s("host", "device") == pytest.approx(1e6 * BYTES_PER_US, rel=0.01)
 
 
@@ -117,17 +117,17 @@ def test_noisy_data_give_predictions_within_a_tenth(seed):
     watch_moves(rates, 200, noise=0.1, seed=seed)
     assert worst_error(rates) < 0.1
     for num_bytes in (2**16, 2**20, 2**24):
-        predicted = rates.move_us("device", "host", num_bytes)
+        predicted = rates.transfer_us("device", "host", num_bytes)
         assert predicted == pytest.approx(true_move_us(num_bytes), rel=0.1)
 
 
 def test_directions_are_learnt_apart():
     rates = OffloadRates()
     for num_bytes in (10_000, 20_000, 40_000) * 20:
-        rates.moved("host", "disk", num_bytes, num_bytes // 100)
-        rates.moved("disk", "host", num_bytes, num_bytes // 10)
-    assert rates.move_us("host", "disk", 80_000) == pytest.approx(800, rel=0.01)
-    assert rates.move_us("disk", "host", 80_000) == pytest.approx(8000, rel=0.01)
+        rates.transferred("host", "disk", num_bytes, num_bytes // 100)
+        rates.transferred("disk", "host", num_bytes, num_bytes // 10)
+    assert rates.transfer_us("host", "disk", 80_000) == pytest.approx(800, rel=0.01)
+    assert rates.transfer_us("disk", "host", 80_000) == pytest.approx(8000, rel=0.01)
 
 
 # Data that tell nothing
@@ -146,9 +146,9 @@ def test_while_steps_are_all_alike_speed_is_followed_and_the_split_kept():
 def test_a_cost_that_does_not_depend_on_size_has_no_rate_and_no_negative_one():
     rates = OffloadRates()
     for num_bytes in (1000, 2000, 4000, 8000) * 50:
-        rates.moved("device", "host", num_bytes, 1000 - num_bytes // 100)
+        rates.transferred("device", "host", num_bytes, 1000 - num_bytes // 100)
     assert rates.bytes_per_s("device", "host") is None
-    assert rates.move_us("device", "host", 1_000_000) == pytest.approx(960, rel=0.05)
+    assert rates.transfer_us("device", "host", 1_000_000) == pytest.approx(960, rel=0.05)
 
 
 @pytest.mark.parametrize(("tokens", "pairs"), [(0, 1), (1, 0), (-1, 1)])
@@ -160,8 +160,8 @@ def test_an_empty_step_is_refused(tokens, pairs):
 def test_an_empty_move_is_refused_and_leaves_no_trace():
     rates = OffloadRates()
     with pytest.raises(ValueError, match="at least 1"):
-        rates.moved("device", "host", 0, 10)
-    assert rates.move_us("device", "host", 1) is None
+        rates.transferred("device", "host", 0, 10)
+    assert rates.transfer_us("device", "host", 1) is None
 
 
 # Outliers and change
@@ -193,7 +193,7 @@ def test_a_changed_machine_is_followed_within_some_tens_of_observations(slowness
     watch(rates, 60, slowness=slowness, seed=1)
     watch_moves(rates, 60, slowness=slowness, seed=1)
     assert worst_error(rates, slowness) < 0.1
-    predicted = rates.move_us("device", "host", 2**22)
+    predicted = rates.transfer_us("device", "host", 2**22)
     assert predicted == pytest.approx(slowness * true_move_us(2**22), rel=0.1)
 
 
@@ -240,9 +240,9 @@ def both_ways(num_bytes: int):
 def test_unknown_moves_are_not_tried_and_an_unknown_prefill_is_not_repeated():
     rates = OffloadRates()
     assert not rates.prefers_swap(0, 100, both_ways(1000))
-    rates.moved("device", "host", 1000, 10)
+    rates.transferred("device", "host", 1000, 10)
     assert not rates.prefers_swap(0, 100, both_ways(1000))  # The rate of the way back is unknown.
-    rates.moved("host", "device", 1000, 10)
+    rates.transferred("host", "device", 1000, 10)
     assert rates.prefers_swap(0, 100, both_ways(1000))
     rates.prefilled(100, causal_pairs(0, 100), 19)
     assert not rates.prefers_swap(0, 100, both_ways(1000))
@@ -250,14 +250,14 @@ def test_unknown_moves_are_not_tried_and_an_unknown_prefill_is_not_repeated():
 
 def test_what_lies_in_the_tier_already_need_not_be_moved_there():
     rates = OffloadRates()
-    rates.moved("host", "device", 1000, 10)
+    rates.transferred("host", "device", 1000, 10)
     rates.prefilled(100, causal_pairs(0, 100), 11)
     assert rates.prefers_swap(0, 100, [("device", "host", 0), ("host", "device", 1000)])
 
 
 def test_equal_costs_are_recomputed():
     rates = OffloadRates()
-    rates.moved("host", "device", 1000, 10)
+    rates.transferred("host", "device", 1000, 10)
     rates.prefilled(100, causal_pairs(0, 100), 10)
     assert not rates.prefers_swap(0, 100, [("host", "device", 1000)])
     assert not rates.prefers_swap(5, 5, [])

@@ -24,7 +24,7 @@ from scripts import run_script
 from jaxserve.core.errors import ConfigError, EngineClosedError
 from jaxserve.kv.offload.tiers import DiskStore, HostStore, Tier
 from jaxserve.kv.offload.transfer_worker import (
-    MoveError,
+    TransferError,
     TransferHandle,
     TransferState,
     TransferWorker,
@@ -340,7 +340,7 @@ def test_abandoned_after_it_landed_it_gives_up_what_it_staged(bench):
     handle.abandon()
     assert handle.state is TransferState.LANDED and handle.staged is None
     assert bench.transfer_worker.ended() == []
-    with pytest.raises(MoveError, match="nothing is staged"):
+    with pytest.raises(TransferError, match="nothing is staged"):
         handle.consume()
     assert bench.num_free_buffers() == 2
 
@@ -349,12 +349,12 @@ def test_consumed_once(bench):
     bench.host.write([0], payload_of(1))
     bench.link.upload_gate.clear()
     handle = bench.fetch([0])
-    with pytest.raises(MoveError, match="pending"):
+    with pytest.raises(TransferError, match="pending"):
         handle.consume()
     bench.link.upload_gate.set()
     bench.drain()
     handle.consume()
-    with pytest.raises(MoveError, match="nothing is staged"):
+    with pytest.raises(TransferError, match="nothing is staged"):
         handle.consume()
     assert bench.num_free_buffers() == 2
 
@@ -461,7 +461,7 @@ def test_moves_that_make_no_sense_are_refused(bench):
         ((DEVICE, [0], HOST, [0]), "staging array is required for transfers from the"),
         ((DEVICE, [0], HOST, [0], staging), "no staging buffer is reserved"),
     ):
-        with pytest.raises(MoveError, match=message):
+        with pytest.raises(TransferError, match=message):
             move(*arguments)
     assert bench.num_pending == 0 and bench.transfer_worker.ended() == []
 
@@ -471,7 +471,7 @@ def test_a_copier_without_a_tier_or_without_staging():
     parts = {"download": link.download, "upload": link.upload, "page_bytes": 64, "clock": int}
     with (
         contextlib.closing(TransferWorker({}, **parts)) as transfer_worker,
-        pytest.raises(MoveError, match="no disk"),
+        pytest.raises(TransferError, match="no disk"),
     ):
         transfer_worker.move(DISK, [0], DEVICE, [0])
     with pytest.raises(ConfigError, match="staging_buffers is 0"):

@@ -298,16 +298,21 @@ def test_startup_phases_and_compiles():
 def test_moves_by_the_way_they_took():
     """Those that failed moved nothing."""
     run = Run()
-    assert run.value("jaxserve:kv_moved_bytes_total") == {}
+    assert run.value("jaxserve:kv_transferred_bytes_total") == {}
     for way, begin_us, end_us, error in (
         (("device", "host"), 0, 250, None),
         (("host", "device"), 100, 600, None),
         (("device", "host"), 300, 1_050, None),
         (("device", "host"), 1_100, 9_000_000, "OSError: disk full"),
     ):
-        run.log.moved(*way, pages=2, num_bytes=64, begin_us=begin_us, end_us=end_us, error=error)
-    assert run.value("jaxserve:kv_moved_bytes_total") == {"device-host": 128, "host-device": 64}
-    assert run.value("jaxserve:kv_move_seconds_total") == {
+        run.log.transferred(
+            *way, pages=2, num_bytes=64, begin_us=begin_us, end_us=end_us, error=error
+        )
+    assert run.value("jaxserve:kv_transferred_bytes_total") == {
+        "device-host": 128,
+        "host-device": 64,
+    }
+    assert run.value("jaxserve:kv_transfer_seconds_total") == {
         "device-host": 0.001,
         "host-device": 0.0005,
     }

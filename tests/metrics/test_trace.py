@@ -9,7 +9,7 @@ from event_sessions import Session, VirtualClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.core.events import Collected, Dispatched, EventLog, Moved, Phase, Preempted
+from jaxserve.core.events import Collected, Dispatched, EventLog, Phase, Preempted, Transferred
 from jaxserve.metrics.trace import trace_events, write_trace
 
 
@@ -217,9 +217,9 @@ def test_phases_that_overlap_are_on_separate_tracks():
 def test_moves_of_each_way_are_on_a_track(overlapped):
     """They are logged when the host hears of them, after the steps that ran meanwhile."""
     moves = [
-        Moved(140, "device", "host", 2, 64, 122, None),
-        Moved(145, "host", "device", 1, 32, 130, None),
-        Moved(190, "device", "host", 3, 96, 150, "OSError: disk full"),
+        Transferred(140, "device", "host", 2, 64, 122, None),
+        Transferred(145, "host", "device", 1, 32, 130, None),
+        Transferred(190, "device", "host", 3, 96, 150, "OSError: disk full"),
     ]
     records = [*overlapped[:8], *moves, *overlapped[8:]]
     events = trace_events(records)

@@ -13,7 +13,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, MemoryPlanError
 from jaxserve.core.model_config import ModelConfig, RopeConfig
 from jaxserve.kv.layout import KVLayout
-from jaxserve.kv.offload.transfers import MOVE_PAGES
+from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 from jaxserve.models.loading.params import params_bytes
 from jaxserve.models.registry import param_specs
 from jaxserve.runtime import device_memory
@@ -83,7 +83,7 @@ def test_a_budget_is_rounded_down_to_pages(tmp_path, name, odd):
     memory = plan(**settings)
     assert getattr(memory, f"{name}_pages") == 9
     assert getattr(memory, f"{name}_bytes") == 9 * PAGE_BYTES
-    assert memory.staging_bytes == 2 * STAGING_BUFFERS * MOVE_PAGES * PAGE_BYTES
+    assert memory.staging_bytes == 2 * STAGING_BUFFERS * TRANSFER_PAGES * PAGE_BYTES
 
 
 def test_only_on_cpus_the_host_is_the_device(tmp_path):
@@ -92,7 +92,7 @@ def test_only_on_cpus_the_host_is_the_device(tmp_path):
     for device, counted in ((None, 9 * PAGE_BYTES), (Accelerator(), 0)):
         without = plan(device, host_kv_bytes=0)
         memory = plan(device, **both)
-        staging = 2 * STAGING_BUFFERS * MOVE_PAGES * PAGE_BYTES
+        staging = 2 * STAGING_BUFFERS * TRANSFER_PAGES * PAGE_BYTES
         assert memory.total_bytes - without.total_bytes == staging + counted
         assert memory.kv_bytes == without.kv_bytes
 

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.events import Admitted, Collected, Finished, Moved, Preempted
+from jaxserve.core.events import Admitted, Collected, Finished, Preempted, Transferred
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.steps.buckets import Buckets
 from jaxserve.kv.offload.tiers import Tier
@@ -79,7 +79,7 @@ def check(scheduler: str, **settings: Any) -> list[Any]:
     collected = sum(len(record.sequences) for record in of(records, Collected))
     assert collected == sum(seq.params.max_tokens for seq in sequences)
     assert len(of(records, Finished)) == len(of(records, Admitted)) == len(sequences)
-    times = [record.time_us for record in records if not isinstance(record, Moved)]
+    times = [record.time_us for record in records if not isinstance(record, Transferred)]
     assert times == sorted(times)
     assert simulated.core.kv.pool.num_used == 0
     return records
@@ -98,5 +98,5 @@ def check_all() -> None:
         if scheduler not in ("static", "orca"):  # These two reserve what a sequence can ever need.
             assert of(records, Preempted), scheduler
         swapped = check(scheduler, host_pages=64, preemption="swap")
-        assert any(record.target == "device" for record in of(swapped, Moved)), scheduler
+        assert any(record.target == "device" for record in of(swapped, Transferred)), scheduler
         check(scheduler, pipeline_parallel_size=2)

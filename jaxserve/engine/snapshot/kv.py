@@ -23,7 +23,7 @@ from jaxserve.core.sequence import Sequence as EngineSequence
 from jaxserve.engine.snapshot.files import RowsMissing
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.offload.tiers import Tier
-from jaxserve.kv.offload.transfers import MOVE_PAGES
+from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.prefix_tree import unpack_tokens
 
@@ -39,7 +39,7 @@ _NAMES = "kv", "draft"
 
 
 class Pages(Protocol):
-    """KV [pages, page_tokens, layers, 2, kv_heads, head_dim] of up to MOVE_PAGES pages: of the
+    """KV [pages, page_tokens, layers, 2, kv_heads, head_dim] of up to TRANSFER_PAGES pages: of the
     model, and of the layers that draft for it, if there are any."""
 
     page_tokens: int
@@ -143,11 +143,11 @@ def kv_entries(prefixes: Iterable[Prefix], pages: Pages) -> Iterator[tuple[str, 
 
 
 def _read(places: Sequence[Place], pages: Pages) -> Iterator[list[np.ndarray]]:
-    """The KV of these pages in order, up to MOVE_PAGES of one tier at a time."""
+    """The KV of these pages in order, up to TRANSFER_PAGES of one tier at a time."""
     for tier, group in itertools.groupby(places, key=operator.itemgetter(0)):
         numbers = [page for _, page in group]
-        for first in range(0, len(numbers), MOVE_PAGES):
-            yield pages.read(tier, numbers[first : first + MOVE_PAGES])
+        for first in range(0, len(numbers), TRANSFER_PAGES):
+            yield pages.read(tier, numbers[first : first + TRANSFER_PAGES])
 
 
 class Reader(Protocol):
@@ -235,8 +235,8 @@ class SavedKV:
         carry_out()
         put_tokens = match.num_tokens
         try:
-            for first in range(len(match.shared), num_pages, MOVE_PAGES):
-                stop = min(first + MOVE_PAGES, num_pages)
+            for first in range(len(match.shared), num_pages, TRANSFER_PAGES):
+                stop = min(first + TRANSFER_PAGES, num_pages)
                 places = first * page_size, min(stop * page_size, num_tokens)
                 tokens = []
                 for rows in self._rows(prefix, *places):

@@ -12,7 +12,7 @@ from jaxserve.kv.offload.rates import OffloadRates
 from jaxserve.kv.offload.tier_pool import TierPool
 from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.offload.transfer_worker import TransferHandle, TransferQueue, TransferState
-from jaxserve.kv.offload.transfers import MOVE_PAGES, Transfer, staged_pages
+from jaxserve.kv.offload.transfers import TRANSFER_PAGES, Transfer, staged_pages
 from jaxserve.kv.page_table import PageTable
 
 _MIN_TIMEOUT_US = 50_000
@@ -24,15 +24,15 @@ _SPARE_SHARE = 4
 
 
 @dataclasses.dataclass
-class MoveCounters:
+class TransferCounters:
     """Pages saved to and fetched from each lower tier, pages whose only copy was evicted there,
     and transfers that failed, or timed out or got no staging buffer (slow)."""
 
     saved_pages: dict[Tier, int] = dataclasses.field(default_factory=dict)
     fetched_pages: dict[Tier, int] = dataclasses.field(default_factory=dict)
     lost_pages: int = 0
-    failed_moves: int = 0
-    slow_moves: int = 0
+    failed_transfers: int = 0
+    slow_transfers: int = 0
 
 
 class OffloadManager:
@@ -50,7 +50,7 @@ class OffloadManager:
         page_size: int,
         rates: OffloadRates,
     ) -> None:
-        self.counters = MoveCounters()
+        self.counters = TransferCounters()
         self.page_bytes = page_bytes
         self._states = states
         self._tier_pools = list(states.tier_pools.values())
@@ -102,7 +102,7 @@ class OffloadManager:
         for index, node in enumerate(nodes):
             tier, page = node.nearest
             last = transfers[-1] if transfers else None
-            if last is None or last.source is not tier or len(last.nodes) == MOVE_PAGES:
+            if last is None or last.source is not tier or len(last.nodes) == TRANSFER_PAGES:
                 transfers.append(Transfer(tier, Tier.DEVICE))
             transfer = transfers[-1]
             transfer.nodes.append(node)
@@ -129,7 +129,7 @@ class OffloadManager:
 
     def refuse_save(self, transfer: Transfer) -> None:
         """Cancels a save because no staging buffer was free."""
-        self.counters.slow_moves += 1
+        self.counters.slow_transfers += 1
         self._end_save(transfer, landed=False)
 
     def abandon_fetches(self, table: PageTable, start: int) -> None:
@@ -190,11 +190,11 @@ class OffloadManager:
 
     def _learn(self, handle: TransferHandle, us: int) -> None:
         num_bytes = self.staged_bytes(len(handle.source_pages))
-        self._rates.moved(handle.source, handle.target, num_bytes, us)
+        self._rates.transferred(handle.source, handle.target, num_bytes, us)
 
     def _time_out(self, transfer: Transfer) -> None:
         """Stops waiting for a transfer; a save that still completes is used."""
-        self.counters.slow_moves += 1
+        self.counters.slow_transfers += 1
         self._stop_waiting(transfer)
         if transfer.target is Tier.DEVICE:
             self._cut_short(transfer)
@@ -216,7 +216,7 @@ class OffloadManager:
     def _end(self, transfer: Transfer) -> None:
         landed = transfer.handle.state is TransferState.LANDED
         failed = transfer.handle.state is TransferState.FAILED
-        self.counters.failed_moves += failed
+        self.counters.failed_transfers += failed
         if transfer.target is Tier.DEVICE:
             self._end_fetch(transfer, landed and transfer.awaited)
         else:
@@ -270,7 +270,7 @@ class OffloadManager:
         coming = sum(len(t.nodes) for t in in_flight if t.target is lower.tier)
         wanted = -(-upper.num_pages // _SPARE_SHARE) - upper.num_spare - coming
         transfer = Transfer(upper.tier, lower.tier)
-        for node in upper.oldest(min(wanted, MOVE_PAGES)):
+        for node in upper.oldest(min(wanted, TRANSFER_PAGES)):
             page = self._take_page(lower, may_lose=True, above=upper)
             if page is None:
                 break
@@ -283,7 +283,7 @@ class OffloadManager:
 
     def _add_save(self, target: Tier, node: Node, target_page: int) -> None:
         last = self._saves[-1] if self._saves else None
-        if last is None or last.target is not target or len(last.nodes) == MOVE_PAGES:
+        if last is None or last.target is not target or len(last.nodes) == TRANSFER_PAGES:
             self._saves.append(Transfer(Tier.DEVICE, target))
         transfer = self._saves[-1]
         transfer.nodes.append(node)

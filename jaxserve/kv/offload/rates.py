@@ -126,7 +126,7 @@ class OffloadRates:
         """
         self._prefill.observe(num_tokens, num_pairs, us)
 
-    def moved(self, source: Hashable, target: Hashable, num_bytes: int, us: int) -> None:
+    def transferred(self, source: Hashable, target: Hashable, num_bytes: int, us: int) -> None:
         """Records that a transfer of `num_bytes` from tier `source` to tier `target` took `us`.
 
         Raises ValueError unless there was at least one byte.
@@ -143,7 +143,7 @@ class OffloadRates:
             return None
         return round(self._prefill.predict(stop - start, causal_pairs(start, stop)))
 
-    def move_us(self, source: Hashable, target: Hashable, num_bytes: int) -> int | None:
+    def transfer_us(self, source: Hashable, target: Hashable, num_bytes: int) -> int | None:
         """Predicted time of one transfer, 0 for no bytes; None before any in this direction."""
         if not num_bytes:
             return 0
@@ -164,7 +164,7 @@ class OffloadRates:
         """
         swap_us = 0
         for source, target, num_bytes in moves:
-            us = self.move_us(source, target, num_bytes)
+            us = self.transfer_us(source, target, num_bytes)
             if us is None:
                 return False
             swap_us += us

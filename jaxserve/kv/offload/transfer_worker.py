@@ -25,7 +25,7 @@ from jaxserve.core.errors import ConfigError, EngineClosedError, JaxserveError
 from jaxserve.kv.offload.tiers import Store, Tier
 
 
-class MoveError(JaxserveError):
+class TransferError(JaxserveError):
     """An invalid transfer, or a handle used in the wrong state: a bug of the caller."""
 
 
@@ -84,7 +84,7 @@ class TransferHandle:
     def consume(self) -> Any:
         """Takes the staged array, once, and returns its staging buffer to the worker.
 
-        Raises MoveError when nothing is staged: not landed, not to the device, or already taken.
+        Raises TransferError when nothing is staged: not landed, not to the device, or taken.
         """
         return self._worker._consume(self)
 
@@ -142,7 +142,7 @@ class TransferQueue:
         `staging` is the array `[>= pages, ...]` of a gather already dispatched, for transfers from
         the device; it uses up one `reserve`.
 
-        Raises MoveError for an invalid transfer, EngineClosedError after `close`.
+        Raises TransferError for an invalid transfer, EngineClosedError after `close`.
         """
         self._check(source, source_pages, target, target_pages, staging)
         handle = TransferHandle(
@@ -160,7 +160,9 @@ class TransferQueue:
                 raise EngineClosedError("the transfer worker is closed")
             if source is Tier.DEVICE:
                 if not self._reserved_buffers:
-                    raise MoveError("no staging buffer is reserved; call reserve() before a gather")
+                    raise TransferError(
+                        "no staging buffer is reserved; call reserve() before a gather"
+                    )
                 self._reserved_buffers -= 1
                 handle._holds_buffer = True
             self._num_pending += 1
@@ -214,17 +216,17 @@ class TransferQueue:
     ) -> None:
         names = f"{source.value} to {target.value}"
         if source is target is Tier.DEVICE:
-            raise MoveError(f"{names}: copies within the device are done by a program")
+            raise TransferError(f"{names}: copies within the device are done by a program")
         for tier in (source, target):
             if tier is not Tier.DEVICE and tier not in self._tiers:
-                raise MoveError(f"{names}: this transfer worker has no {tier.value} tier")
+                raise TransferError(f"{names}: this transfer worker has no {tier.value} tier")
         if not source_pages or len(source_pages) != len(target_pages):
-            raise MoveError(
+            raise TransferError(
                 f"{names}: {len(source_pages)} source and {len(target_pages)} target pages; "
                 f"give the same number of each, at least one"
             )
         if (staging is not None) != (source is Tier.DEVICE):
-            raise MoveError(
+            raise TransferError(
                 f"{names}: a staging array is required for transfers from the device, and only them"
             )
 
@@ -279,7 +281,7 @@ class TransferQueue:
     def _consume(self, handle: TransferHandle) -> Any:
         with self._changed:
             if handle.staged is None:
-                raise MoveError(f"nothing is staged by {handle} ({handle.state})")
+                raise TransferError(f"nothing is staged by {handle} ({handle.state})")
             staged, handle.staged = handle.staged, None
             self._give_back(handle)
             return staged

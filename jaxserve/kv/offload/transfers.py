@@ -9,22 +9,22 @@ from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.offload.transfer_worker import TransferHandle
 from jaxserve.kv.page_table import PageTable
 
-MOVE_SIZES = (1, 4, 16)
+TRANSFER_SIZES = (1, 4, 16)
 """Staging array sizes in pages; gather and scatter programs exist for each size."""
 
-MOVE_PAGES = MOVE_SIZES[-1]
+TRANSFER_PAGES = TRANSFER_SIZES[-1]
 """Maximum pages per transfer and per staging buffer."""
 
 
 def staged_pages(count: int) -> int:
-    """Pages copied to transfer `count` pages: staging arrays are padded to MOVE_SIZES."""
-    whole, rest = divmod(count, MOVE_PAGES)
-    return whole * MOVE_PAGES + (rest and next(size for size in MOVE_SIZES if size >= rest))
+    """Pages copied to transfer `count` pages: staging arrays are padded to TRANSFER_SIZES."""
+    whole, rest = divmod(count, TRANSFER_PAGES)
+    return whole * TRANSFER_PAGES + (rest and next(size for size in TRANSFER_SIZES if size >= rest))
 
 
 @dataclasses.dataclass(eq=False)
 class Transfer:
-    """A transfer of the pages of at most MOVE_PAGES nodes from one tier to another.
+    """A transfer of the pages of at most TRANSFER_PAGES nodes from one tier to another.
 
     A transfer to the device fills pages of `table`, from its page `first` on. When it has landed,
     the first `num_shared` nodes own those pages; a last node beyond them is only copied from.

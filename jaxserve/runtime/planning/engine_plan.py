@@ -314,7 +314,7 @@ def _with_pool(shapes: ProgramShapes, memory: MemoryPlan) -> ProgramShapes:
         shapes,
         num_pages=memory.num_pages,
         num_host_pages=memory.host_pages if memory.kv_on_host else 0,
-        moves_pages=tiers or shapes.config.debug_kv,
+        transfers_pages=tiers or shapes.config.debug_kv,
     )
 
 

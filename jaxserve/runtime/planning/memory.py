@@ -12,7 +12,7 @@ from jaxserve.core.errors import MemoryPlanError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.kv.host_pages import HostKV
 from jaxserve.kv.layout import KVLayout
-from jaxserve.kv.offload.transfers import MOVE_PAGES
+from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 from jaxserve.runtime.device_memory import free_on_host, host_share, usable_memory
 from jaxserve.runtime.devices import DescribedDevice
 from jaxserve.runtime.planning.shadow import ShadowSizes
@@ -118,7 +118,7 @@ class MemoryPlan:
             return self.kv_window_bytes
         if not self.host_pages and not self.disk_pages:
             return 0
-        return 2 * STAGING_BUFFERS * MOVE_PAGES * self.page_bytes
+        return 2 * STAGING_BUFFERS * TRANSFER_PAGES * self.page_bytes
 
     @property
     def fixed_bytes(self) -> int:

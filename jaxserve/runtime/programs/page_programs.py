@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxserve.core.steps.plan import ScheduledChunk
 from jaxserve.kv.layout import KVLayout
-from jaxserve.kv.offload.transfers import MOVE_PAGES, MOVE_SIZES
+from jaxserve.kv.offload.transfers import TRANSFER_PAGES, TRANSFER_SIZES
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.executables import ProgramSpec
 from jaxserve.runtime.programs.frozen_plan import FrozenPlan
@@ -175,7 +175,7 @@ class CopyPages(ProgramKind[int]):
                 state.kv[layers] = self._executables[key](state.kv[layers], *pages)
 
 
-class _MoveKey(NamedTuple):
+class _TransferKey(NamedTuple):
     pages: int
     layers: int
     first: int = 0
@@ -185,24 +185,24 @@ class _MoveKey(NamedTuple):
         return f"{self.pages}-of-{self.layers}-layers{own}"
 
 
-class _Move(ProgramKind[_MoveKey]):
+class _TransferKind(ProgramKind[_TransferKey]):
     """A kind that moves pages of all layers, or of one: rare transfers use the programs of a single
     layer, which all layers with such pages share and which are quick to compile."""
 
     donated: ClassVar[tuple[int, ...]]
 
-    def keys(self) -> Iterable[_MoveKey]:
-        keys = [_MoveKey(MOVE_PAGES, 1, first) for first in self.shapes.kv.alike]
-        if self.shapes.moves_pages:
+    def keys(self) -> Iterable[_TransferKey]:
+        keys = [_TransferKey(TRANSFER_PAGES, 1, first) for first in self.shapes.kv.alike]
+        if self.shapes.transfers_pages:
             layers = len(self.shapes.kv.abstract)
-            keys += [_MoveKey(count, layers) for count in MOVE_SIZES]
+            keys += [_TransferKey(count, layers) for count in TRANSFER_SIZES]
         return dict.fromkeys(keys)
 
     @abc.abstractmethod
-    def results(self, key: _MoveKey) -> Any:
+    def results(self, key: _TransferKey) -> Any:
         """Shapes of its results."""
 
-    def spec(self, key: _MoveKey) -> ProgramSpec:
+    def spec(self, key: _TransferKey) -> ProgramSpec:
         layers = self.shapes.abstract_state.kv[key.first :][: key.layers]
         return ProgramSpec(
             self.name(key),
@@ -213,38 +213,38 @@ class _Move(ProgramKind[_MoveKey]):
         )
 
 
-class GatherPages(_Move):
+class GatherPages(_TransferKind):
     """Copies pages to a staging array."""
 
     title = "gather"
     pure = gather_pages
     donated = ()
 
-    def uploads(self, key: _MoveKey) -> tuple[Any, ...]:
+    def uploads(self, key: _TransferKey) -> tuple[Any, ...]:
         return (self.shapes.int32(key.pages),)
 
-    def results(self, key: _MoveKey) -> Any:
+    def results(self, key: _TransferKey) -> Any:
         return self.shapes.kv.staging(*key)
 
     def __call__(self, layers: Sequence[Pages], pages: Sequence[int], first: int = 0) -> jax.Array:
-        """A staging array [at least pages, elements] of up to MOVE_PAGES pages, all layers or one,
-        which is like the layer `first`."""
+        """A staging array [at least pages, elements] of up to TRANSFER_PAGES pages, all layers or
+        one, which is like the layer `first`."""
         sizes = (key.pages for key in self.keys() if key.layers == len(layers))
-        key = _MoveKey(holding(sizes, len(pages)), len(layers), first)
+        key = _TransferKey(holding(sizes, len(pages)), len(layers), first)
         return self._executables[key](layers, padded(pages, key.pages, _NO_PAGE))
 
 
-class ScatterPages(_Move):
+class ScatterPages(_TransferKind):
     """Writes the rows of a staging array to pages."""
 
     title = "scatter"
     pure = scatter_pages
     donated = (0,)
 
-    def uploads(self, key: _MoveKey) -> tuple[Any, ...]:
+    def uploads(self, key: _TransferKey) -> tuple[Any, ...]:
         return self.shapes.int32(key.pages), self.shapes.kv.staging(*key)
 
-    def results(self, key: _MoveKey) -> Any:
+    def results(self, key: _TransferKey) -> Any:
         return self.shapes.abstract_state.kv[key.first :][: key.layers]
 
     def __call__(
@@ -252,5 +252,5 @@ class ScatterPages(_Move):
     ) -> list[Pages]:
         """The layers, all or one like the layer `first`, with the first rows of `staging` in these
         pages."""
-        key = _MoveKey(staging.shape[0], len(layers), first)
+        key = _TransferKey(staging.shape[0], len(layers), first)
         return self._executables[key](layers, padded(pages, key.pages, _NO_PAGE), staging)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import LayerKind
 from jaxserve.core.steps.buckets import ProgramKey
-from jaxserve.kv.offload.transfers import MOVE_PAGES
+from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 from jaxserve.runtime.planning.memory import KV_WINDOW
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.executables import ProgramSpec
@@ -205,8 +205,8 @@ class ForwardWithHostKV(LayerByLayer):
         self, state: DeviceState, layer: int, pairs: Sequence[tuple[int, int]]
     ) -> None:
         """Copies a layer of pages; waits for the device."""
-        for first in range(0, len(pairs), MOVE_PAGES):
-            device, host = zip(*pairs[first : first + MOVE_PAGES])
+        for first in range(0, len(pairs), TRANSFER_PAGES):
+            device, host = zip(*pairs[first : first + TRANSFER_PAGES])
             self.store.write(layer, host, self._gather([state.kv[layer]], device))
 
 

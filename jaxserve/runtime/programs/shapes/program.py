@@ -76,7 +76,7 @@ class ProgramShapes:
     specs: Params
     num_pages: int
     device: jax.Device
-    moves_pages: bool = False
+    transfers_pages: bool = False
     """Whether pages are ever gathered and scattered, not just copied."""
     mesh: Mesh | AbstractMesh | None = None
     draft_model: DraftModel | None = None
