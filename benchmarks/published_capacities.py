@@ -172,7 +172,12 @@ def distserve(folder: Path, count: int) -> None:
         one = engine(scheduler, **shares)
         return goodput_by_role(one.deployment, one.times, requests, slo)
 
-    def fitted(reported: float, role: Callable[[EngineUnderLoad], EngineUnderLoad], name: str, **known: float):
+    def fitted(
+        reported: float,
+        role: Callable[[EngineUnderLoad], EngineUnderLoad],
+        name: str,
+        **known: float,
+    ):
         """The shares with the one by which a role serves what is reported, by bisection."""
         low, high = 0.05, 1.0
         for _ in range(ROUNDS):
@@ -300,7 +305,9 @@ def vidur(folder: Path, count: int) -> None:
     )
 
 
-def vidur_engines(folder: Path, device: str, requests: Load) -> Iterator[tuple[str, EngineUnderLoad]]:
+def vidur_engines(
+    folder: Path, device: str, requests: Load
+) -> Iterator[tuple[str, EngineUnderLoad]]:
     """One engine of each deployment that fits, with its share of a load of 1 request a second."""
     for tensor, stages, seqs in itertools.product((1, 2, 4), (1, 2, 4), (64, 128, 256)):
         try:

@@ -25,7 +25,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _BESIDE_VISION = "language_model."
-_MOST_ALPHA = 1e30
+_MAX_ALPHA = 1e30
 _ABSENT = (
     *("use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "rank_pattern"),
     *("alpha_pattern", "layer_replication", "trainable_token_indices", "target_parameters"),
@@ -172,9 +172,9 @@ def _rank(path: Path, config: Mapping[str, Any]) -> int:
 def _scale(path: Path, config: Mapping[str, Any]) -> float:
     """The factor of B A: alpha / r, or alpha / sqrt(r) with rsLoRA (2312.03732)."""
     alpha, rank = config.get("lora_alpha"), config["r"]
-    if type(alpha) not in (int, float) or not abs(alpha) <= _MOST_ALPHA:
+    if type(alpha) not in (int, float) or not abs(alpha) <= _MAX_ALPHA:
         raise AdapterError(
-            f"{path} has lora_alpha {shown(alpha)}; it must be a number of at most {_MOST_ALPHA:g}."
+            f"{path} has lora_alpha {shown(alpha)}; it must be a number of at most {_MAX_ALPHA:g}."
         )
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
