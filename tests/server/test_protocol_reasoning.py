@@ -233,6 +233,7 @@ def test_structured_output_is_content(model):
     call = parse(ChatCompletionRequest, model, messages=MESSAGES, response_format=format_)
     message = call.response([output(model, "{}")], "r", 5)["choices"][0]["message"]
     assert message["content"] == "{}"
+    assert message["reasoning"] is message["reasoning_content"] is None
 
 
 def test_a_template_of_the_request_needs_trust(model):

@@ -43,7 +43,8 @@ class ToolUse:
 class ParsedChat:
     """A chat request, with one prompt; choice i is its sequence i.
 
-    `reasons`: how outputs mark reasoning, None if they do not; `begun_reasoning` is what the prompt
+    `has_reasoning`: whether answers have this field, null where the model writes none. `reasons`:
+    how outputs mark it, None if they do not, as in a format; `begun_reasoning` is what the prompt
     ends with of it, None unless outputs begin within. `tokens_as_ids` is of logprobs. `echoed` is
     text that each answer begins with. `warning` says which part of the request the answer leaves
     out. `names` are as in `endpoints.ParsedRequest`.
@@ -58,6 +59,7 @@ class ParsedChat:
     include_usage: bool
     continuous_usage: bool
     tool_use: ToolUse | None
+    has_reasoning: bool
     reasons: Marks | None
     begun_reasoning: str | None
     include_reasoning: bool
@@ -163,7 +165,7 @@ class ParsedChat:
         content = echoed + answer.content
         message: dict[str, Any] = {"role": "assistant", "content": content}
         message |= {"refusal": None, "annotations": [], "audio": None, "function_call": None}
-        if self.reasons and self.include_reasoning:
+        if self.has_reasoning and self.include_reasoning:
             message |= in_both_names(reasoning + answer.reasoning or None)
         if answer.calls:
             message["content"] = content.strip() or None

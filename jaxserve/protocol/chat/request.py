@@ -95,7 +95,7 @@ class ChatCompletionRequest(GenerationFields):
         prompt = self.prompt(model, self._shown_tools(model, tool_use))
         prompt = self.truncated(prompt, model, params)
         echoed = self.echo and self.messages[-1].role == "assistant"
-        reasons = self.marks(model, tool_use)
+        reasons = marks = self.marks(model, tool_use)
         if params.thinking_token_budget is not None:
             check_budget(reasons)
         elif params.structured_outputs is not None:
@@ -112,6 +112,7 @@ class ChatCompletionRequest(GenerationFields):
             include_usage=self.include_usage,
             continuous_usage=self.continuous_usage,
             tool_use=tool_use,
+            has_reasoning=marks is not None,
             reasons=reasons,
             begun_reasoning=begun_thinking(model.tokenizer, prompt.token_ids),
             include_reasoning=self.include_reasoning is not False,
