@@ -26,7 +26,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.models.registry import get_family
 from jaxserve.runtime.programs.forward_programs import Forward
-from jaxserve.runtime.programs.sampling_programs import General, Greedy
+from jaxserve.runtime.programs.sampling_programs import SampleGeneral, SampleGreedy
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 
 MODEL = "Llama-3.1-8B"
@@ -67,7 +67,7 @@ class Step:
         """Kernels of the model's program, in order."""
         return self._kernels(Forward(self.shapes), ProgramKey(self.batch, 0))
 
-    def sampler(self, kind: type[Greedy] | type[General]) -> list[Kernel]:
+    def sampler(self, kind: type[SampleGreedy] | type[SampleGeneral]) -> list[Kernel]:
         """Kernels of a sampler's program for so many sequences."""
         sampler = kind(self.shapes)
         rows = sampler.keys()
@@ -77,7 +77,7 @@ class Step:
     def uploads(self) -> int:
         """Arrays that the host sends to the device for a step that samples greedily."""
         forward = Forward(self.shapes).uploads(ProgramKey(self.batch, 0))
-        _hidden, *slots = Greedy(self.shapes).uploads(self.batch)
+        _hidden, *slots = SampleGreedy(self.shapes).uploads(self.batch)
         return len(jax.tree.leaves((forward, slots)))
 
     @property
@@ -125,7 +125,7 @@ class Anatomy:
     def of(cls, batch: int) -> Anatomy:
         shallow, deep = (Step(batch, layers) for layers in DEPTHS)
         whole = Step(batch, MODELS[MODEL]["num_hidden_layers"])
-        greedy = deep.sampler(Greedy)
+        greedy = deep.sampler(SampleGreedy)
 
         def total(count) -> int:
             """Of the whole depth, when layers are alike."""
@@ -159,7 +159,7 @@ def main() -> None:
     if arguments.list:
         for batch in arguments.batch:
             step = Step(batch, DEPTHS[0])
-            some = {"forward": step.forward, "greedy": step.sampler(Greedy)}
+            some = {"forward": step.forward, "greedy": step.sampler(SampleGreedy)}
             rows = [
                 (title, kernel.kind, kernel.name, kernel.moved_bytes, kernel.source)
                 for title, kernels in some.items()

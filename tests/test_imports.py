@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -182,3 +183,44 @@ def test_kernels_and_sharding_rules_import_no_jaxserve(package):
     found = imported_with([module for module in MODULES if module.startswith(package)])
     assert {"jax", package} <= found
     assert "jaxserve" not in found
+
+
+def code_outside_the_packages() -> list[tuple[str, str]]:
+    """Python that no test of its own imports, by name: benchmarks, and cells of notebooks."""
+    found = [
+        (str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
+        for path in sorted((ROOT / "benchmarks").rglob("*.py"))
+    ]
+    for path in sorted((ROOT / "colab").glob("*.ipynb")):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        lines = [line for cell in cells if cell["cell_type"] == "code" for line in cell["source"]]
+        code = (re.sub(r"^(\s*)[%!].*", r"\1pass", line.rstrip("\n")) for line in lines)
+        found.append((path.name, "\n".join(code)))
+    return found
+
+
+def bound_in(path: Path) -> set[str]:
+    """Names that a module's body binds, at any depth."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.Import(names=imported) | ast.ImportFrom(names=imported):
+                names |= {alias.asname or alias.name for alias in imported}
+    return names
+
+
+@pytest.mark.parametrize(
+    "code", [pytest.param(code, id=name) for name, code in code_outside_the_packages()]
+)
+def test_what_benchmarks_and_notebooks_import_exists(code):
+    imports = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
+    for node in imports:
+        if node.module not in MODULES or node.module == "jaxserve":  # That one looks names up.
+            assert not str(node.module).startswith(tuple(f"{name}." for name in PACKAGES))
+            continue
+        names = {alias.name for alias in node.names} - bound_in(MODULES[node.module])
+        assert {f"{node.module}.{name}" for name in names} <= set(MODULES)

@@ -234,7 +234,7 @@ class EngineCore:
         packed = self._executor.pack(plan, next(self._step_ids))
         packed_us = self.log.now()
         self._executor.dispatch(packed, packed_us)
-        self._planned(plan)
+        self._on_dispatched(plan)
         for chunk in plan.admitted:
             # A restored sequence may have more cached tokens than its prompt.
             cached = min(chunk.start, chunk.seq.num_prompt)
@@ -267,7 +267,7 @@ class EngineCore:
         ready_us = self.log.now()
         # With pipeline stages, this is the time of one dispatch, which ran a step on each stage.
         begun_us = begin_us if step.begun_us is None else step.begun_us
-        self._measured(step, results, ready_us - max(begun_us, self._last_ready_us))
+        self._on_step_time(step, results, ready_us - max(begun_us, self._last_ready_us))
         self._last_ready_us = ready_us
         self._outputs.add_prompt_logprobs(step.plan, results)
         ended = self._outputs.pool(step.plan, results)
@@ -313,10 +313,10 @@ class EngineCore:
             self._end(end)
         return touched
 
-    def _planned(self, plan: StepPlan) -> None:
+    def _on_dispatched(self, plan: StepPlan) -> None:
         """Called after a step was dispatched."""
 
-    def _measured(self, step: DispatchedStep, results: StepResults, us: int) -> None:
+    def _on_step_time(self, step: DispatchedStep, results: StepResults, us: int) -> None:
         """After a step was read: its time `us` updates step times and the rate of prefills."""
         if not step.together:
             return

@@ -92,10 +92,10 @@ class ReplicatedCore(EngineCore):
                 output.seq.arrival_us = added.arrival_us
                 self.scheduler.set_priority(output.seq.seq_id, output.seq.priority)
 
-    def _planned(self, plan: StepPlan) -> None:
+    def _on_dispatched(self, plan: StepPlan) -> None:
         self._replicated.add_plan(plan)
 
-    def _measured(self, step: DispatchedStep, results: StepResults, us: int) -> None:
+    def _on_step_time(self, step: DispatchedStep, results: StepResults, us: int) -> None:
         """Logs the step time: every host's scheduler observes host 0's, from the next entry."""
         self._read.append(step.together)
         self._replicated.observe_step_time(us)

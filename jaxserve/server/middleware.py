@@ -15,9 +15,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxserve.protocol.errors import ErrorReply
 from jaxserve.server.connections import ConnectionLimits
 from jaxserve.server.disconnect import ClientGoneError
+from jaxserve.server.preparation import LARGE_BYTES
 from jaxserve.server.request_state import state_of
 from jaxserve.server.responses import error_response
-from jaxserve.server.workers import LARGE_BYTES
 
 OPEN_PATHS = ("/health", "/livez", "/ping")
 """Routes that need no key, and are answered under any load."""

@@ -27,8 +27,8 @@ from jaxserve.protocol.errors import FieldError, OverloadedError, UnavailableErr
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.responses import State
 from jaxserve.server.exposition import Exposition
+from jaxserve.server.preparation import NUM_THREADS, Kind, PreparationPool, stopping_error
 from jaxserve.server.restored_requests import RestoredRequests
-from jaxserve.server.workers import NUM_THREADS, Kind, Workers
 
 _KV_USAGE, _WAITING = "vllm:kv_cache_usage_perc", "vllm:num_requests_waiting"
 
@@ -88,7 +88,7 @@ class Service:
         self._aborted = False
         self._running: set[str] = set()
         self._restored: RestoredRequests | None = None
-        self._workers = {kind: Workers(number) for kind, number in NUM_THREADS.items()}
+        self._preparation = {kind: PreparationPool(number) for kind, number in NUM_THREADS.items()}
         self.num_sequences = 0
         self._num_rejected = 0
         self._exposition = Exposition(model_names[0])
@@ -157,7 +157,7 @@ class Service:
         and what `work` raises.
         """
         model = self.model
-        return await self._workers[kind].run(self._room, work, model)
+        return await self._preparation[kind].run(self._room, work, model)
 
     async def reset_prefix_cache(self) -> None:
         """Forget the KV of finished requests. Raises UnavailableError."""
@@ -200,11 +200,11 @@ class Service:
     def preparing(self) -> bool:
         """Whether a thread prepares a request, even one whose client has been refused or is
         gone."""
-        return any(workers.busy for workers in self._workers.values())
+        return any(workers.busy for workers in self._preparation.values())
 
     def close(self) -> None:
         """Refuse requests that are being prepared."""
-        for workers in self._workers.values():
+        for workers in self._preparation.values():
             workers.close()
 
     @contextlib.asynccontextmanager
@@ -339,7 +339,7 @@ class Service:
             asked.update(step_ids)
             self._running.update(step_ids)
             if self._aborted:
-                raise _shuts_down()
+                raise stopping_error()
             return await engine.submit(
                 prompts,
                 dataclasses.replace(params, priority=parsed.params.priority),
@@ -364,15 +364,11 @@ class Service:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(found(number)) for number in range(len(ids))]
         except* Exception as failed:
-            raise (_shuts_down() if self._aborted else failed.exceptions[0]) from None
+            raise (stopping_error() if self._aborted else failed.exceptions[0]) from None
         finally:
             self._running -= asked
         for number, task in enumerate(tasks):
             yield number, task.result()
-
-
-def _shuts_down() -> UnavailableError:
-    return UnavailableError("the server shuts down; retry on another server.")
 
 
 async def _without_cached_tokens(

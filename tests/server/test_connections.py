@@ -16,12 +16,12 @@ from jaxserve.cli.serve import Serve
 from jaxserve.core.errors import OverloadedError
 from jaxserve.protocol.errors import UnavailableError
 from jaxserve.server import app as apps
-from jaxserve.server import connections, workers
+from jaxserve.server import connections, preparation
 from jaxserve.server.connections import ConnectionLimits
 from jaxserve.server.listening import listen
+from jaxserve.server.preparation import PreparationPool
 from jaxserve.server.run import http_server
 from jaxserve.server.service import Service
-from jaxserve.server.workers import Workers
 
 HALF = b"GET /health HTTP/1.1\r\nHost: local"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -202,9 +202,9 @@ def test_which_hosts_are_accepted(settings, has_keys, hosts):
 def test_workers_refuse_what_is_too_much_or_too_late(monkeypatch):
     async def scenario() -> None:
         end = threading.Event()
-        pool = Workers(1)
+        pool = PreparationPool(1)
         assert await pool.run(1, pow, 2, 3) == 8
-        monkeypatch.setattr(workers, "DEADLINE_S", 0.2)
+        monkeypatch.setattr(preparation, "DEADLINE_S", 0.2)
         first = asyncio.create_task(pool.run(2, end.wait, 30))
         second = asyncio.create_task(pool.run(2, pow, 2, 3))
         await asyncio.sleep(0)  # Both have begun, and neither is late yet.

@@ -15,7 +15,7 @@ from jaxserve.runtime.programs.executables import Programs, ProgramSpec
 from jaxserve.runtime.programs.forward_programs import Forward, ForwardByLayer, PipelineStep
 from jaxserve.runtime.programs.host_kv.programs import ForwardWithHostKV
 from jaxserve.runtime.programs.page_programs import (
-    Compact,
+    CompactAccepted,
     CopyPages,
     GatherPages,
     ScatterPages,
@@ -23,10 +23,10 @@ from jaxserve.runtime.programs.page_programs import (
 )
 from jaxserve.runtime.programs.program_kind import ProgramKind
 from jaxserve.runtime.programs.sampling_programs import (
-    Admit,
-    General,
-    Greedy,
     PromptLogprobs,
+    SampleGeneral,
+    SampleGreedy,
+    SetSamplingState,
     SumChunks,
 )
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
@@ -54,9 +54,9 @@ class ProgramKinds:
         else:
             self.forward = whole = (PipelineStep if shapes.stages > 1 else Forward)(shapes)
             forward = (whole,)
-        self.greedy = Greedy(shapes)
-        self.general = General(shapes)
-        self.admit = Admit(shapes)
+        self.greedy = SampleGreedy(shapes)
+        self.general = SampleGeneral(shapes)
+        self.admit = SetSamplingState(shapes)
         self.verify = Verify(shapes)
         self.set_history = SetHistory(shapes)
         self.force_drafts = ForceDrafts(shapes)
@@ -65,7 +65,7 @@ class ProgramKinds:
         self.set_tables = SetTables(shapes)
         self.proposer: Proposer | None = proposer_of(shapes, self.set_tables)
         self.set_adapter = SetAdapter(shapes)
-        self.compact = Compact(shapes)
+        self.compact = CompactAccepted(shapes)
         self.copy = CopyPages(shapes)
         self.scatter = ScatterPages(shapes)
         self._backend = shapes.config.attention_backend

@@ -107,7 +107,7 @@ def compact(
     return [*moved, *kv[count:]]
 
 
-class Compact(ProgramKind[int]):
+class CompactAccepted(ProgramKind[int]):
     """Moves the KV of what trees of drafts gained; none where drafts are no trees."""
 
     title = "compact"

@@ -185,7 +185,7 @@ class _HeadKind(ProgramKind[int]):
         return self.shapes.family, self.shapes.local_model, self.shapes.tile
 
 
-class Greedy(_HeadKind):
+class SampleGreedy(_HeadKind):
     """The most likely token of each row."""
 
     title = "greedy"
@@ -209,7 +209,7 @@ class Greedy(_HeadKind):
         return self.run(state, key, hidden, padded(slots, key, self.shapes.trash_slot))
 
 
-class General(_HeadKind):
+class SampleGeneral(_HeadKind):
     """Tokens by all sampling parameters."""
 
     title = "general"
@@ -343,7 +343,7 @@ class SumChunks(_PrefillKind):
         return self.run(state, key, hidden, padded(numbers, key, self._num_chunks(key)))
 
 
-class Admit(ProgramKind[int]):
+class SetSamplingState(ProgramKind[int]):
     """Fills a slot's row of sampling state, which another sequence may have used."""
 
     title = "admit"

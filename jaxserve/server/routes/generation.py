@@ -22,9 +22,9 @@ from jaxserve.protocol.responses import Message as MessageResponse
 from jaxserve.protocol.responses import Response as ResponsesResponse
 from jaxserve.protocol.responses_api.request import ResponsesRequest
 from jaxserve.server.openapi import ERRORS, MESSAGE_ERRORS, documented_responses
+from jaxserve.server.preparation import prepared
 from jaxserve.server.request_state import state_of
 from jaxserve.server.responses import GeneratedResponse, JsonResponse, warning_of
-from jaxserve.server.workers import prepared
 
 router = APIRouter()
 

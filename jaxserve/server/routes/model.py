@@ -17,8 +17,8 @@ from jaxserve.protocol.responses import (
 )
 from jaxserve.protocol.tokenizing import DetokenizeRequest, TokenizeRequest, tokenizer_info
 from jaxserve.server.openapi import ERRORS, documented_responses
+from jaxserve.server.preparation import prepared
 from jaxserve.server.responses import JsonResponse
-from jaxserve.server.workers import prepared
 
 router = APIRouter()
 _STARTED = int(time.time())

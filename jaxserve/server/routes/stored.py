@@ -12,9 +12,9 @@ from jaxserve.protocol.responses import DeletedResponse, InputItems
 from jaxserve.protocol.responses import Response as ResponsesResponse
 from jaxserve.protocol.responses_api.stored import StoredResponse
 from jaxserve.server.openapi import ERRORS, documented_responses
+from jaxserve.server.preparation import prepared
 from jaxserve.server.request_state import state_of
 from jaxserve.server.responses import JsonResponse, to_json
-from jaxserve.server.workers import prepared
 
 router = APIRouter()
 

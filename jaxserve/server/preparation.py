@@ -28,7 +28,7 @@ NUM_THREADS: dict[Kind, int] = {"small": 4, "tools": 2, "large": 2}
 T = TypeVar("T")
 
 
-class Workers:
+class PreparationPool:
     """A few threads with a bounded queue. For one event loop."""
 
     def __init__(self, num_threads: int) -> None:
@@ -53,7 +53,7 @@ class Workers:
         if len(self._open) >= max_open:
             raise OverloadedError(f"{len(self._open)} requests are being prepared; retry later.")
         if self._closed:
-            raise _stopping()
+            raise stopping_error()
         future = self._threads.submit(work, *arguments)
         self._open.append(future)
         result = asyncio.wrap_future(future)
@@ -63,7 +63,7 @@ class Workers:
                 return await result
         except asyncio.CancelledError:
             if self._closed and not asyncio.current_task().cancelling():
-                raise _stopping() from None
+                raise stopping_error() from None
             raise
         except TimeoutError:
             raise OverloadedError(
@@ -81,7 +81,8 @@ class Workers:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _stopping() -> UnavailableError:
+def stopping_error() -> UnavailableError:
+    """Refuses what a server that stops does not do any more."""
     return UnavailableError("the server is stopping; retry on another server.")
 
 
