@@ -19,7 +19,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from jaxserve.core.errors import RequestError
-from jaxserve.text.template_limits import LimitedEnvironment, TemplateLimitError
+from jaxserve.text.template_budget import TemplateLimitError
+from jaxserve.text.template_limits import LimitedEnvironment
 
 _SHOWN_CHARS = 2000
 

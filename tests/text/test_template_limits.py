@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.core.errors import RequestError
-from jaxserve.text import template_limits
+from jaxserve.text import template_budget
 from jaxserve.text.chat import render_chat
 from jaxserve.text.template_limits import MAX_SOURCE_CHARS
 
@@ -89,6 +89,20 @@ HOSTILE = [
     "{% set ns = namespace() %}{% set ns.x = ns %}",
     "{{ namespace(a=1) }}",
     "{{ ('a' * 9999999)|title }}",
+    "{{ ([[1]] * 500000)|sum(start=[]) }}",
+    "{{ ('a' * 9999999)|trim('b' * 9999999) }}",
+    "{{ ('a' * 9999999).strip('b' * 9999999) }}",
+    "{{ ('a' * 9999999)|replace(new='a' * 9999999, old='a') }}",
+    "{{ ('a\n' * 999999)|indent(first=true, width=4096) }}",
+    "{{ ('a\n' * 999999)|indent('b' * 4096) }}",
+    "{{ ('\t' * 9999999).expandtabs(4096) }}",
+    "{{ ([1] * 99999)|tojson(indent=4096) }}",
+    "{{ ('a' * 9999999).encode() * 9999 }}",
+    "{{ ('a' * 9999999).translate({97: 'b' * 9999999}) }}",
+    f"{{{{ (1).to_bytes({BILLION}, 'big') }}}}",
+    f"{{{{ 5|round(-{BILLION}) }}}}",
+    f"{{{{ 5|round({BILLION}, 'ceil') }}}}",
+    "{{ ('f' * 9999999)|int(base=16) // 3 }}",
     "{{ ['a' * 9999999, 'b' * 9999999]|tojson }}",
     "{{ '{0}{0}'.format('a' * 9999999) }}",
     "{{ '%(a)s%(a)s' % {'a': 'a' * 9999999} }}",
@@ -103,7 +117,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("template", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_hostile_template_is_stopped_soon(monkeypatch, template):
-    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.3)
+    monkeypatch.setattr(template_budget, "MAX_SECONDS", 0.3)
     begin = time.thread_time()
     with pytest.raises(RequestError, match="the chat template") as caught:
         render(template)
