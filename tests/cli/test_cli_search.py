@@ -237,13 +237,16 @@ def test_prefill_apart_comes_out_as_a_command_and_a_manifest(run_here, config_70
     manifest = tmp_path / "serving.yaml"
     space = ("--device=h200", "--devices=8", "--tensor-parallel-size=2", *SPACE[3:6], SPACE[7])
     space += ("--max-num-batched-tokens=576", "--prefill-replicas=1,3")
-    more = ("--manifest", manifest, "--image", "here/j:1")
+    space += ('--speculative-config={"num_speculative_tokens": 2}', "--draft-acceptance=0.9")
+    more = ("--manifest", manifest, "--image", "here/j:1", "--report", tmp_path / "report.html")
     run = run_here("search", config_70b, *space, *LOAD, SLO, *more)
     assert run.status == 0, run.stderr
     (line,) = [line for line in run.stdout.splitlines() if line.startswith("best: ")]
     serve = parse(shlex.split(line.removeprefix("best: jaxserve ")))
     assert serve.prefill_replicas in (1, 3)
     assert serve.num_replicas == 4
+    # The page shows all engines, with their drafts.
+    assert "<h2>The best, at the load" in (tmp_path / "report.html").read_text()
     _, deployment, _ = yaml.safe_load_all(manifest.read_text())
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     of_pod = parse(container["args"])

@@ -16,6 +16,7 @@ from jaxserve.core.errors import ConfigError, MemoryPlanError, RequestError
 from jaxserve.distributed.launch.serving import ServedDeployment
 from jaxserve.loadgen.trace import TraceRequest
 from jaxserve.simulator import capacity
+from jaxserve.simulator.deployment import Deployment
 from jaxserve.simulator.phases import SplitEngines
 from jaxserve.simulator.search import Candidate, EngineUnderLoad
 from jaxserve.simulator.slo import Slo
@@ -76,6 +77,12 @@ class Planned:
     described: Described
     engine: EngineUnderLoad | SplitEngines
     candidate: Candidate
+
+    @property
+    def deployment(self) -> Deployment:
+        """One engine that does both prefill and decode, with the acceptance of its drafts."""
+        engine = self.engine.whole if isinstance(self.engine, SplitEngines) else self.engine
+        return engine.deployment
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self.choice) | {"cost": self.candidate.cost}

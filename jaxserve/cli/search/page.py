@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jaxserve.cli.planning.simulated_load import arrivals, result
 from jaxserve.cli.search.report import Findings
+from jaxserve.cluster.simulated import SimulatedCluster
 from jaxserve.core.process.extras import extra
 from jaxserve.loadgen.plot import STYLE, draw
 from jaxserve.loadgen.results import Objectives, RequestResult
@@ -20,7 +21,8 @@ with extra("plots"):
 
 
 def write_page(path: Path, findings: Findings, title: str) -> None:
-    """The tables with the Pareto front, and the winner's first engine at the load's own rate.
+    """The tables with the Pareto front, and the winner's first engine at the load's own rate, or
+    all of its engines where some only prefill.
 
     Raises OSError.
     """
@@ -31,23 +33,47 @@ def write_page(path: Path, findings: Findings, title: str) -> None:
     if findings.winner is not None:
         results, pool = _run(findings, findings.winner)
         figure = draw(results, Objectives(), findings.slo.deadlines, pool)
-        body.append("<h2>The first engine of the best, at the load's own rate</h2>")
+        apart = findings.planned[findings.winner].choice.prefill_replicas
+        shown = "The best" if apart else "The first engine of the best"
+        body.append(f"<h2>{shown}, at the load's own rate</h2>")
         body.append(svg_element(figure, "run"))
     path.write_text(html_page(title, STYLE, "\n".join(body)), encoding="utf-8")
 
 
 def _run(findings: Findings, number: int) -> tuple[list[RequestResult], Curve]:
-    """The results of the first engine of a deployment, and the use of its KV pool."""
+    """The results of the first engine of a deployment, or of all where some only prefill; and the
+    use of the first one's KV pool."""
     planned = findings.planned[number]
-    described, deadlines = planned.described, findings.slo.deadlines
-    requests = findings.load.share(planned.choice.replicas)
-    replica = SimulatedReplica.of(described.deployment, described.times, described.work, deadlines)
-    replica.serve(arrivals(requests))
+    choice, described, deadlines = planned.choice, planned.described, findings.slo.deadlines
+    replicas: list[SimulatedReplica] = []
+
+    def new_replica() -> SimulatedReplica:
+        times, work = described.times, described.work
+        replicas.append(SimulatedReplica.of(planned.deployment, times, work, deadlines))
+        return replicas[-1]
+
+    if choice.prefill_replicas:
+        requests = findings.load.share(1)
+        cluster = SimulatedCluster(
+            planned.deployment,
+            new_replica,
+            choice.replicas,
+            None,
+            described.load_us,
+            num_prefill=choice.prefill_replicas,
+        )
+        cluster.serve(arrivals(requests))
+        summaries = cluster.summaries(deadlines)
+    else:
+        requests = findings.load.share(choice.replicas)
+        replica = new_replica()
+        replica.serve(arrivals(requests))
+        summaries = replica.summaries()
     results = [
         result(place, request, summary)
-        for place, (request, summary) in enumerate(zip(requests, replica.summaries()))
+        for place, (request, summary) in enumerate(zip(requests, summaries))
     ]
-    return results, replica.pool.curve
+    return results, replicas[0].pool.curve
 
 
 def _capacities(findings: Findings) -> Figure:
