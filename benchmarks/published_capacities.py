@@ -18,6 +18,7 @@ data set costs with the requests of another.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import dataclasses
 import itertools
@@ -25,8 +26,7 @@ import json
 import math
 import random
 import tempfile
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,10 @@ from jaxserve.cli.planning.described import Described
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import MemoryPlanError
 from jaxserve.core.requests.sampling_params import SamplingParams
-from jaxserve.simulator.capacity import Capacity, Load, rate_at
+from jaxserve.simulator.capacity import Load, rate_at
 from jaxserve.simulator.phases import decode_only, goodput, goodput_by_role, prefill_only
 from jaxserve.simulator.placement import EngineGoodput, best_placement
-from jaxserve.simulator.search import Candidate, EngineUnderLoad, outcomes
+from jaxserve.simulator.search import Candidate, EngineUnderLoad, Processes, outcomes
 from jaxserve.simulator.simulation import Arrival
 from jaxserve.simulator.slo import Slo
 
@@ -108,7 +108,7 @@ SARATHI_RATIOS = {
     ("Yi-34B", "openchat", "relaxed"): 1.65,
 }
 """Capacities over vLLM's that the text states; the others are bars of a figure."""
-VIDUR_GPUS, VIDUR_PRICES = 16, {"a100": 2.21, "h100": 4.25}
+VIDUR_GPUS, PRICES = 16, {"a100": 2.21, "h100": 4.25}
 VIDUR_BEST = {
     "Chat-1M": "h100, TP2 PP2, 256 sequences",
     "Arxiv-4K": None,
@@ -255,47 +255,48 @@ def of_file(path: Path) -> Iterator[tuple[int, int]]:
     return ((int(row["num_prefill_tokens"]), int(row["num_decode_tokens"])) for row in rows)
 
 
-def vidur(folder: Path, count: int) -> None:
-    """The most requests per dollar of each kind of GPU, and the best deployment of each data set
-    with the requests of the others."""
+def vidur(folder: Path, count: int, lengths: Sequence[str]) -> None:
+    """The most requests per dollar of each kind of GPU, and what the best deployment of one data
+    set costs with the requests of another."""
     slo = Slo.of("ttft_p90=2s,itl_p99=200ms,queue_p99=5s")
-    loads = {data: load(drawn(data), count) for data in VIDUR_BEST}
-    found: dict[str, dict[tuple[str, str], float]] = {}
-    for data, requests in loads.items():
-        found[data] = {}
-        for device, price in VIDUR_PRICES.items():
-            engines = list(vidur_engines(folder, device, requests))
-            candidates = [Candidate(price, engine.bounds(slo)) for _, engine in engines]
-            done = outcomes(
-                candidates,
-                lambda number, above, last, engines=engines: finished(
-                    engines[number][1].capacity(slo, above, last)
-                ),
-                slo,
-                ahead=1,
-                prune=False,
-            )
-            for number, outcome in done:
-                if outcome.step is not None:
-                    per_dollar = rate_at(outcome.step, 1.0) / price / VIDUR_GPUS
-                    found[data][device, engines[number][0]] = per_dollar
-    best = {data: max(of, key=of.__getitem__) for data, of in found.items()}
+    plans = {device: vidur_plans(folder, device) for device in PRICES}
+    loads = {data: load(drawn(data), count) for data in lengths}
+    engines = {
+        data: {device: vidur_engines(plans[device], loads[data]) for device in PRICES}
+        for data in lengths
+    }
+
+    def per_dollar(device: str, step: int) -> float:
+        return rate_at(step, 1.0) / PRICES[device] / VIDUR_GPUS
+
+    best: dict[str, tuple[str, str]] = {}
+    own: dict[str, float] = {}
     rows = []
-    for data, of in found.items():
-        for device in VIDUR_PRICES:
-            of_device = {name: value for (kind, name), value in of.items() if kind == device}
-            name = max(of_device, key=of_device.__getitem__, default=None)
-            chosen = "best" if best[data] == (device, name) else ""
-            rows.append((data, device, name, of_device.get(name), chosen, VIDUR_BEST[data]))
+    for data, of_data in engines.items():
+        found = {
+            device: (name, per_dollar(device, step))
+            for device in PRICES
+            if (most := most_capacity(of_data[device], slo)) is not None
+            for name, step in [most]
+        }
+        chosen = max(found, key=lambda device: found[device][1])
+        best[data], own[data] = (chosen, found[chosen][0]), found[chosen][1]
+        for device, (name, value) in found.items():
+            mark = "best" if device == chosen else ""
+            rows.append((data, device, name, value, mark, VIDUR_BEST[data]))
     print_table(
         f"Vidur's search: LLaMA2-70B on {VIDUR_GPUS} GPUs, requests/s per dollar an hour",
         ("lengths", "GPU", "best of it", "requests/s per $", "", "published"),
         rows,
     )
-    rows = [
-        (data, *(of[best[data]] / of[best[other]] if best[other] in of else None for other in best))
-        for data, of in found.items()
-    ]
+    rows = []
+    for data in best:
+        costs = []
+        for device, name in best.values():
+            engine = engines[data][device][name]
+            step = engine.capacity(slo, None, engine.bounds(slo).last_step).step
+            costs.append(None if step is None else own[data] / per_dollar(device, step))
+        rows.append((data, *costs))
     print()
     print_table(
         "What requests cost with the best deployment of others, over their own "
@@ -305,13 +306,31 @@ def vidur(folder: Path, count: int) -> None:
     )
 
 
-def vidur_engines(
-    folder: Path, device: str, requests: Load
-) -> Iterator[tuple[str, EngineUnderLoad]]:
-    """One engine of each deployment that fits, with its share of a load of 1 request a second."""
+def most_capacity(engines: dict[str, EngineUnderLoad], slo: Slo) -> tuple[str, int] | None:
+    """The deployment of one kind of GPUs with the most capacity, and its step."""
+    names = list(engines)
+    candidates = [Candidate(1.0, engines[name].bounds(slo)) for name in names]
+    with Processes(slo, 1) as processes:
+        found = dict(
+            outcomes(
+                candidates,
+                lambda number, above, last: processes.submit(engines[names[number]], above, last),
+                slo,
+                ahead=1,
+            )
+        )
+    steps = {
+        names[number]: outcome.step for number, outcome in found.items() if outcome.step is not None
+    }
+    return max(steps.items(), key=lambda item: item[1], default=None)
+
+
+def vidur_plans(folder: Path, device: str) -> dict[str, Described]:
+    """One engine of each deployment that fits, by its name."""
+    plans = {}
     for tensor, stages, seqs in itertools.product((1, 2, 4), (1, 2, 4), (64, 128, 256)):
-        try:
-            plan = described(
+        with contextlib.suppress(MemoryPlanError):
+            plans[f"TP{tensor} PP{stages}, {seqs} sequences"] = described(
                 folder,
                 "LLaMA2-70B",
                 device,
@@ -322,21 +341,20 @@ def vidur_engines(
                 max_num_batched_tokens=seqs + 512,
                 max_model_len=4096,
             )
-        except MemoryPlanError:
-            continue
-        replicas = VIDUR_GPUS // (tensor * stages)
+    return plans
+
+
+def vidur_engines(plans: dict[str, Described], requests: Load) -> dict[str, EngineUnderLoad]:
+    """The engines, each with its share of a load of 1 request a second."""
+    engines = {}
+    for name, plan in plans.items():
+        replicas = VIDUR_GPUS // plan.plan.config.num_devices
         arrivals = [
             dataclasses.replace(arrival, time_us=arrival.time_us * replicas)
             for arrival in requests.arrivals
         ]
-        engine = EngineUnderLoad(plan.deployment, plan.times, Load(arrivals, 1 / replicas))
-        yield f"TP{tensor} PP{stages}, {seqs} sequences", engine
-
-
-def finished(found: Capacity) -> Future[Capacity]:
-    future: Future[Capacity] = Future()
-    future.set_result(found)
-    return future
+        engines[name] = EngineUnderLoad(plan.deployment, plan.times, Load(arrivals, 1 / replicas))
+    return engines
 
 
 def main() -> None:
@@ -344,6 +362,7 @@ def main() -> None:
     parser.add_argument("--num-requests", type=int, default=100)
     parser.add_argument("--only", choices=["distserve", *SARATHI, "vidur"])
     parser.add_argument("--openchat", type=Path, help="a CSV file with Vidur's columns of lengths")
+    parser.add_argument("--vidur-lengths", nargs="+", choices=VIDUR_BEST, default=[*VIDUR_BEST])
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if args.only in (None, "distserve"):
@@ -352,7 +371,7 @@ def main() -> None:
             if args.only in (None, model):
                 sarathi(Path(folder), args.num_requests, model, args.openchat)
         if args.only in (None, "vidur"):
-            vidur(Path(folder), args.num_requests)
+            vidur(Path(folder), args.num_requests, args.vidur_lengths)
 
 
 if __name__ == "__main__":
