@@ -14,10 +14,10 @@ import tokenizers
 from jaxserve.core.errors import JaxserveError, ModelError
 
 _PROBE_LENGTH = 48
-_MOST_GROWTH = 256
+_MAX_GROWTH = 256
 """Times that normalizers may lengthen a text; the longest of Unicode's own compatibility forms has
 18 characters."""
-_MOST_ADDED = 1024
+_MAX_ADDED = 1024
 """Characters, or special tokens, that are put around every text."""
 
 
@@ -26,7 +26,7 @@ def check_backend(backend: tokenizers.Tokenizer) -> None:
     a text many times longer."""
     normalizers = _parts_of(backend.normalizer, "normalizers")
     growth = math.prod(map(_growth, normalizers))
-    if growth > _MOST_GROWTH:
+    if growth > _MAX_GROWTH:
         raise ModelError(
             f"the tokenizer's normalizers can make a text {growth:.3g} times longer; do not use it."
         )
@@ -38,10 +38,10 @@ def check_backend(backend: tokenizers.Tokenizer) -> None:
     ]
     texts = sum("Sequence" in piece for piece in pieces)
     added += sum(map(len, _ids(backend.post_processor))) + len(pieces)
-    if texts > 1 or added > _MOST_ADDED:
+    if texts > 1 or added > _MAX_ADDED:
         raise ModelError(
             f"the tokenizer writes every text {max(1, texts)} times, with {added} characters or "
-            f"tokens around it; once and {_MOST_ADDED} are read. Do not use it."
+            f"tokens around it; once and {_MAX_ADDED} are read. Do not use it."
         )
     _check_patterns(backend)
 
