@@ -223,7 +223,7 @@ class KVManager:
         missing; adds none and returns False when there are too few."""
         page_size, num_pages = self.pool.page_size, self.pool.pages_for(stop)
         if table.num_host_pages:
-            self._move_to_host(table, num_pages)
+            self._transfer_to_host(table, num_pages)
         for group, own in zip(self.layout.groups, table.tables):
             for index in range(own.num_released, group.first_held(start, page_size)):
                 node = own.nodes[index] if index < len(own.nodes) else None
@@ -379,7 +379,7 @@ class KVManager:
 
     # Internals
 
-    def _move_to_host(self, table: PageTable, num_pages: int) -> None:
+    def _transfer_to_host(self, table: PageTable, num_pages: int) -> None:
         """Moves the oldest device pages of a table that is to have `num_pages` pages to its host
         pages, as many as are more than may stay. Steps already dispatched have written them."""
         stop = num_pages - self.host_limits.resident_pages

@@ -72,7 +72,7 @@ def _pages(kv: KVManager) -> dict[str, Metric]:
 
 
 def _counters(kv: KVManager) -> dict[str, Metric]:
-    counters, moves = kv.counters, kv.transfer_counters
+    counters, transfers = kv.counters, kv.transfer_counters
     return {
         "kv_copied_pages_total": Metric("counter", "Pages copied on write", counters.copied_pages),
         "kv_evicted_pages_total": Metric(
@@ -81,7 +81,7 @@ def _counters(kv: KVManager) -> dict[str, Metric]:
         "kv_lost_pages_total": Metric(
             "counter",
             "Pages evicted without a copy on another tier",
-            counters.lost_pages + moves.lost_pages,
+            counters.lost_pages + transfers.lost_pages,
         ),
         "kv_preemptions_total": Metric(
             "counter",
@@ -90,15 +90,15 @@ def _counters(kv: KVManager) -> dict[str, Metric]:
             "kind",
         ),
         "kv_saved_pages_total": Metric(
-            "counter", "Pages saved to a lower tier", _by_tier(moves.saved_pages), "tier"
+            "counter", "Pages saved to a lower tier", _by_tier(transfers.saved_pages), "tier"
         ),
         "kv_fetched_pages_total": Metric(
-            "counter", "Pages fetched to the device", _by_tier(moves.fetched_pages), "tier"
+            "counter", "Pages fetched to the device", _by_tier(transfers.fetched_pages), "tier"
         ),
         "kv_fallbacks_total": Metric(
             "counter",
             "Transfers that failed or took too long",
-            {"failed": moves.failed_transfers, "slow": moves.slow_transfers},
+            {"failed": transfers.failed_transfers, "slow": transfers.slow_transfers},
             "reason",
         ),
     }

@@ -188,8 +188,8 @@ class Runner:
         """Completes every step in the pipeline: page operations apply to all stages at once."""
         while self.busy:
             self.advance()
-        if moves := self._block.take_moves():
-            self._to_host(moves)
+        if transfers := self._block.take_transfers():
+            self._to_host(transfers)
 
     def _sampled(
         self,
@@ -324,7 +324,7 @@ class Runner:
         """Copy pages of sequences longer than the pool, given as (device, host); waits for the
         device. Where steps share reads, each layer's are copied as the next step gets to it."""
         if self.shapes.config.steps_per_weight_read > 1:
-            self._block.add_moves(pairs)
+            self._block.add_transfers(pairs)
         else:
             self._to_host(pairs)
 

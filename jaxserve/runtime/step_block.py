@@ -41,16 +41,16 @@ class StepBlock:
         return len(self._steps) == self._shapes.config.steps_per_weight_read
 
     def add(self, packed: PackedInputs) -> None:
-        self._steps.append((packed, self.take_moves()))
+        self._steps.append((packed, self.take_transfers()))
 
-    def add_moves(self, pairs: Pairs) -> None:
+    def add_transfers(self, pairs: Pairs) -> None:
         """Copies pages, given as (device, host), layer by layer, as the next step gets there."""
         self._to_host += pairs
 
-    def take_moves(self) -> Pairs:
-        """The moves that belong to no step yet."""
-        moves, self._to_host = self._to_host, []
-        return moves
+    def take_transfers(self) -> Pairs:
+        """The transfers that belong to no step yet."""
+        transfers, self._to_host = self._to_host, []
+        return transfers
 
     def run(
         self, state: DeviceState, propose: Callable[[PackedInputs], None]
@@ -60,11 +60,11 @@ class StepBlock:
         forward = self._kinds.forward
         assert not isinstance(forward, Forward)  # Streamed layers are no single program.
         entered: list[Entered] = []
-        for packed, moves in steps:
+        for packed, transfers in steps:
             propose(packed)
             self._kinds.set_tables(state, [packed.frozen])
             step = forward.enter(state, packed.key, [packed.frozen])
-            entered.append(step._replace(to_host=moves))
+            entered.append(step._replace(to_host=transfers))
         self._check_capacity(state, entered)
         hidden = forward.finish(state, entered)
         self._check_capacity(state, hidden)

@@ -111,7 +111,7 @@ class OffloadRates:
 
     def __init__(self) -> None:
         self._prefill = LinearCost()
-        self._moves: dict[tuple[Hashable, Hashable], LinearCost] = {}
+        self._transfers: dict[tuple[Hashable, Hashable], LinearCost] = {}
 
     # Observations
 
@@ -151,19 +151,19 @@ class OffloadRates:
         return round(cost.predict(num_bytes, 1)) if cost.known else None
 
     def prefers_swap(
-        self, start: int, stop: int, moves: Iterable[tuple[Hashable, Hashable, int]]
+        self, start: int, stop: int, transfers: Iterable[tuple[Hashable, Hashable, int]]
     ) -> bool:
         """Whether swapping KV out and in takes less time than recomputing it.
 
         start, stop: the positions `start .. stop - 1` that would be prefilled again.
-        moves: each (source, target, bytes) transfer needed to swap them, out now and in later;
+        transfers: each (source, target, bytes) transfer needed to swap them, out now and in later;
             bytes may be 0 where the target already has the pages.
 
         False while a needed transfer was never timed, since its time is unbounded; otherwise True
         while no prefill was timed. Ties favour recomputing, which takes no room in another tier.
         """
         swap_us = 0
-        for source, target, num_bytes in moves:
+        for source, target, num_bytes in transfers:
             us = self.transfer_us(source, target, num_bytes)
             if us is None:
                 return False
@@ -184,7 +184,7 @@ class OffloadRates:
         return _per_second(self._move(source, target))
 
     def _move(self, source: Hashable, target: Hashable) -> LinearCost:
-        return self._moves.setdefault((source, target), LinearCost())
+        return self._transfers.setdefault((source, target), LinearCost())
 
 
 def _per_second(cost: LinearCost) -> int | None:
