@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     stage = config.option.markexpr
     if stage.startswith(("not ", "interfaces")) or stage in OF_TINY_MODELS:
         os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
-    if stage.startswith("not ") or "real_model" in stage:
+    if stage.startswith(("not ", "interfaces")) or "real_model" in stage:
         on_demand.install()
     if stage in ("interpreted", "oldest_jax"):
         os.environ.setdefault("XLA_FLAGS", XLA_FLAGS_OF_INTERPRETERS)

@@ -59,6 +59,8 @@ ELSEWHERE = {
     "batch in.jsonl out.jsonl --tensor-parallel-size": "compiles for minutes on every host; "
     "tests/batch/test_batch_command.py runs two hosts as one engine, on a tiny model",
     "jaxserve profile": "measures for minutes; tests/cli/test_cli_simulate.py has a tiny model",
+    "--devices-per-host 1 -- generate": "compiles on two hosts; "
+    "tests/real_model/test_real_meshes.py launches it",
     "--offload auto": "compiles two engines; tests/batch/test_offload_settings.py has its policy",
     "bench accuracy": "compiles two engines; tests/cli/test_cli_bench.py has a tiny model",
     "--find-capacity": "sends a dozen loads; tests/loadgen/test_find_capacity.py has its server",
@@ -360,7 +362,7 @@ def test_a_line_for_another_machine_is_accepted(line, tmp_path, monkeypatch, cap
     assert command.job.command[0] in capsys.readouterr().out
 
 
-@pytest.mark.interfaces
+@pytest.mark.documented
 @pytest.mark.parametrize(
     "line", once([line for line in HERE if line not in SERVERS and line not in LOADS])
 )
@@ -369,7 +371,7 @@ def test_a_line_runs(line, workplace):
     assert_as_documented(line.command, run)
 
 
-@pytest.mark.interfaces
+@pytest.mark.documented
 @pytest.mark.parametrize("line", once(SERVERS))
 def test_a_server_answers(line, workplace):
     """The documents' own clients and loads, where it is the server that these ask for."""
@@ -419,7 +421,7 @@ def run_program(text: str, directory: Path) -> Run:
     return shell("python program.py", directory)
 
 
-@pytest.mark.interfaces
+@pytest.mark.documented
 @pytest.mark.parametrize(
     "program",
     [block for block in PROGRAMS if block not in CLIENTS],

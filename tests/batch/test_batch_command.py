@@ -16,7 +16,7 @@ from jaxserve.offline import run_batch
 
 pytestmark = pytest.mark.interfaces
 
-LINES, KILLS = 200, 25
+LINES, KILLS = 200, 12
 
 
 def wait_for(condition, timeout_s: float = 180) -> None:

@@ -44,9 +44,7 @@ with LLM(sys.argv[1], tensor_parallel_size=jax.device_count(), **settings) as ll
 """
 
 
-@pytest.mark.parametrize(
-    ("hosts", "victim"), [(hosts, victim) for hosts in (2, 4) for victim in range(hosts)]
-)
+@pytest.mark.parametrize(("hosts", "victim"), [(2, 0), (2, 1), (4, 0), (4, 3)])
 def test_a_host_that_is_killed_ends_the_job_and_is_named(launch, llama, hosts, victim):
     job = launch(GENERATE_FOREVER, f"--hosts={hosts}", arguments=(str(llama.path),))
     pids = job.pids(hosts, timeout_s=300)

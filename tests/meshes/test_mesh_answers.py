@@ -50,7 +50,6 @@ def test_a_mesh_answers_as_one_device(answered, mesh):
         ("TP2", "draft_model"),
         ("CP2", "layer_skip"),
         ("TP2 CP2", "ngram"),
-        ("TP2 CP2", "eagle"),
         ("TP2", "medusa"),
         ("TP2 CP2", "lookahead"),
         ("TP2", "eagle tree"),
