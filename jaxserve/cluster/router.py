@@ -70,8 +70,8 @@ class Router:
         self._thread = threading.Thread(
             target=self._run, args=(ready,), name="jaxserve-router", daemon=True
         )
-        self._thread.start()
-        try:
+        try:  # An interrupt may come while the thread starts.
+            self._thread.start()
             ready.result()
         except BaseException:
             self.close()
@@ -225,7 +225,8 @@ class Router:
     def close(self, timeout_s: float = 30.0) -> None:
         """Abort running requests, and end all replicas. Idempotent."""
         self._in_thread(self._pool.stop.set)
-        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
 
     def _in_thread(self, work: Callable[..., object], *arguments: Any) -> bool:
         """Run `work` in the router's thread; False when that ends."""
