@@ -60,7 +60,7 @@ ELSEWHERE = {
     "tests/batch/test_batch_command.py runs two hosts as one engine, on a tiny model",
     "jaxserve profile": "measures for minutes; tests/cli/test_cli_simulate.py has a tiny model",
     "--devices-per-host 1 -- generate": "compiles on two hosts; "
-    "tests/real_model/test_real_meshes.py launches it",
+    "tests/real_model/test_real_meshes.py launches it with fewer programs",
     "--offload auto": "compiles two engines; tests/batch/test_offload_settings.py has its policy",
     "bench accuracy": "compiles two engines; tests/cli/test_cli_bench.py has a tiny model",
     "--find-capacity": "sends a dozen loads; tests/loadgen/test_find_capacity.py has its server",
