@@ -43,7 +43,7 @@ def test_stages_are_rows_of_the_torus():
 @pytest.mark.parametrize(
     ("degrees", "crossing"),
     [
-        ({"data": 2, "stage": 2, "tensor": 8}, "data"),
+        ({"stage": 4, "tensor": 8}, "stage"),
         ({"stage": 2, "seq": 2, "tensor": 8}, "stage"),
         ({"seq": 4, "tensor": 8}, "seq"),
         ({"tensor": 32}, "tensor"),
