@@ -24,6 +24,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).parents[1]
 for helpers in (
     "tests",
+    "tests/startup",
     "tests/distributed",
     "tests/meshes",
     "tests/models",
@@ -57,8 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     stage = config.option.markexpr
     if stage.startswith(("not ", "interfaces")) or stage in OF_TINY_MODELS:
         os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
-    if stage.startswith(("not ", "interfaces")) or "real_model" in stage:
-        on_demand.install()
+    on_demand.install()
     if stage in ("interpreted", "oldest_jax"):
         os.environ.setdefault("XLA_FLAGS", XLA_FLAGS_OF_INTERPRETERS)
     if "JAXSERVE_CACHE" in os.environ:

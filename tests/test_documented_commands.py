@@ -92,6 +92,9 @@ NOT_PROGRAMS = {
 """Documents whose Python is not to be run."""
 OWN_PROGRAMS = "tensor.parallel.size|speculative.config|(weights|kv).on|page.size|enable.lora"
 """Settings that a line shares with no other; tests/real_model has them as users do."""
+AHEAD = {"jaxserve serve", "JAXSERVE_CACHE=./cache jaxserve compile MODEL"}
+"""Lines whose programs are compiled before the first request, as for users. Other lines compile
+those that they call."""
 URL = "http://127.0.0.1:8000"
 OF_LONG_ANSWERS = "tokens/s at which 99% are fluid"
 """A line that `bench serve` leaves out where answers are as short as those of TRACE."""
@@ -183,8 +186,11 @@ def environment(text: str) -> dict[str, str]:
     Those of OWN_PROGRAMS compile for longer than they run, so they are unoptimised.
     """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    found = os.environ | {"PATH": path, "PYTHONPATH": str(documented.ROOT)}
+    paths = [str(documented.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    found = os.environ | {"PATH": path, "PYTHONPATH": os.pathsep.join(paths)}
     found.pop("XLA_FLAGS", None)
+    if text in AHEAD:
+        found.pop("TESTS_COMPILE", None)
     return found | ({"XLA_FLAGS": XLA_FLAGS} if re.search(OWN_PROGRAMS, text) else {})
 
 

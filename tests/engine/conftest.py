@@ -47,9 +47,13 @@ def kv_llm_for(llama, tmp_path_factory):
         assert llm.engine.kv.pool.num_free == llm.engine.kv.pool.capacity
         return llm
 
+    def close(llm):
+        llm.engine.log.records.clear()  # To write the trace takes longer than most tests.
+        llm.close()
+
     yield get
     for llm in made.values():
-        llm.close()
+        close(llm)
 
 
 @pytest.fixture(scope="session")

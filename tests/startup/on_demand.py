@@ -1,0 +1,95 @@
+"""Programs compiled at their first call.
+
+A tiny engine has some thirty programs, of which a test runs half, and to compile one takes longer
+than to run it for the whole test. The product compiles all before the first request; tests of that
+use the fixtures `compiled` and `ahead_of_time`, which have them compiled ahead.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxserve.runtime.programs.executable_cache import ExecutableCache
+from jaxserve.runtime.programs.executables import Compilation, Program, ProgramSpec
+
+MAX_LOADED = 300
+"""Executables kept: each has some 70 memory maps, and a process may have 65,530."""
+_build = Compilation._build
+_read = ExecutableCache._read
+_loaded: collections.OrderedDict[tuple[int, int], jax.stages.Compiled | None]
+_loaded = collections.OrderedDict()
+_waiting: weakref.WeakSet[_OnDemand] = weakref.WeakSet()
+
+
+class _OnDemand:
+    """An executable that is compiled when it is first called."""
+
+    def __init__(self, compilation: Compilation, spec: ProgramSpec) -> None:
+        self._compilation, self._spec = compilation, spec
+        self._compiled: Program | None = None
+        self._lock = threading.Lock()
+        _waiting.add(self)
+
+    def compile(self) -> Program:
+        with self._lock:
+            if self._compiled is None:
+                self._compiled = _build(self._compilation, self._spec)
+                _waiting.discard(self)
+            return self._compiled
+
+    def __call__(self, *arguments: Any) -> Any:
+        return (self._compiled or self.compile()).call(*arguments)
+
+
+def _postpone(compilation: Compilation, spec: ProgramSpec) -> Program:
+    return Program(spec.name, _OnDemand(compilation, spec), 0, 0, from_cache=False)
+
+
+def _read_once(cache: ExecutableCache, path: Path) -> jax.stages.Compiled | None:
+    """Engines of one process share executables: to load one takes a quarter of compiling it."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    file = (stat.st_ino, stat.st_mtime_ns)
+    if file not in _loaded:
+        _loaded[file] = _read(cache, path)
+    _loaded.move_to_end(file)
+    if len(_loaded) > MAX_LOADED:
+        _loaded.popitem(last=False)
+    return _loaded[file]
+
+
+def install() -> None:
+    """Engines made from now on compile their programs on demand, also those of processes that this
+    one starts (by sitecustomize.py)."""
+    Compilation._build = _postpone
+    ExecutableCache._read = _read_once
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ |= {"TESTS_COMPILE": "on demand", "PYTHONPATH": os.pathsep.join(paths)}
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[None]:
+    """Compiles what waits for its first call; engines made meanwhile compile ahead, and so do
+    those of processes started meanwhile."""
+    before = Compilation._build, ExecutableCache._read
+    Compilation._build, ExecutableCache._read = _build, _read
+    environment = os.environ.pop("TESTS_COMPILE", None)
+    for program in list(_waiting):
+        program.compile()
+    try:
+        yield
+    finally:
+        Compilation._build, ExecutableCache._read = before
+        if environment is not None:
+            os.environ["TESTS_COMPILE"] = environment
