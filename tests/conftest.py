@@ -131,12 +131,13 @@ def ahead_of_time() -> Iterator[None]:
 
 
 @pytest.fixture
-def compiled(ahead_of_time: None) -> Iterator[list[str]]:
-    """Whatever JAX traces, lowers or compiles, by event, as it happens."""
+def compiled() -> Iterator[list[str]]:
+    """Whatever JAX traces, lowers or compiles, by event, as it happens, but for an engine's
+    programs."""
     events = []
 
     def listen(event: str, duration_s: float, **_) -> None:
-        if event.startswith("/jax/core/compile"):
+        if event.startswith("/jax/core/compile") and not on_demand.is_compiling():
             events.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(listen)

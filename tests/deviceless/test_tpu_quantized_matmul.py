@@ -40,8 +40,10 @@ def assert_never_unpacked(program, weight):
     assert not re.search(unpacked, program.as_text())
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("chip", "name"),
+    [(c, n) for c in CHIPS for n in FORMATS if c == CHIPS[0] or n in ("Q4_0", "fp8")],
+)
 def test_decode(chip, name):
     """One kernel, and what is around it transposes by calling things differently."""
     weight, x = arguments(sharding(chip), name, 14336, 4096, 16)

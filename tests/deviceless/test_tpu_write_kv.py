@@ -49,8 +49,10 @@ def check_in_place(executable, pages, shards=1):
     assert memory.temp_size_in_bytes < pool / 32
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(
+    ("chip", "kind"),
+    [(c, k) for c in CHIPS for k in KINDS if c == CHIPS[0] or k in ("llama", "float8")],
+)
 def test_the_pool_is_written_where_it_lies(chip, kind):
     described = arguments(sharding(chip), **KINDS[kind])
     check_in_place(compiled(write_kv, *described, donate=(0,)), described[0])

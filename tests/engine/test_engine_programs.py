@@ -37,7 +37,7 @@ def mixture(llama):
     return arrivals
 
 
-def test_nothing_is_compiled_once_the_engine_is_ready(llama, compiled):
+def test_nothing_is_compiled_once_the_engine_is_ready(llama, ahead_of_time, compiled):
     arrivals = mixture(llama)
     jax.clear_caches()  # what other tests ran must not hide what this one would compile
     with llama.load() as llm:
@@ -53,7 +53,9 @@ def test_nothing_is_compiled_once_the_engine_is_ready(llama, compiled):
     assert compiled, "the events that should count nothing do count"
 
 
-def test_the_programs_are_the_enumerated_ones(llama, tmp_path, monkeypatch, compiled):
+def test_the_programs_are_the_enumerated_ones(
+    llama, tmp_path, monkeypatch, ahead_of_time, compiled
+):
     """All of them are compiled by a cold start and kept; a warm one compiles none. One with a
     larger pool compiles those that take the pool, and the rest is what was kept."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "cache"))

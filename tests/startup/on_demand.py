@@ -2,7 +2,7 @@
 
 A tiny engine has some thirty programs, of which a test runs half, and to compile one takes longer
 than to run it for the whole test. The product compiles all before the first request; tests of that
-use the fixtures `compiled` and `ahead_of_time`, which have them compiled ahead.
+use the fixture `ahead_of_time`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _read = ExecutableCache._read
 _loaded: collections.OrderedDict[tuple[int, int], jax.stages.Compiled | None]
 _loaded = collections.OrderedDict()
 _waiting: weakref.WeakSet[_OnDemand] = weakref.WeakSet()
+_thread = threading.local()
 
 
 class _OnDemand:
@@ -42,12 +43,21 @@ class _OnDemand:
     def compile(self) -> Program:
         with self._lock:
             if self._compiled is None:
-                self._compiled = _build(self._compilation, self._spec)
+                _thread.compiles = True
+                try:
+                    self._compiled = _build(self._compilation, self._spec)
+                finally:
+                    _thread.compiles = False
                 _waiting.discard(self)
             return self._compiled
 
     def __call__(self, *arguments: Any) -> Any:
         return (self._compiled or self.compile()).call(*arguments)
+
+
+def is_compiling() -> bool:
+    """Whether this thread compiles what the product would have compiled at its start."""
+    return getattr(_thread, "compiles", False)
 
 
 def _postpone(compilation: Compilation, spec: ProgramSpec) -> Program:

@@ -24,9 +24,10 @@ class _ThenOnDemand:
 
         def load_and_install(module: ModuleType) -> None:
             load(module)
-            import on_demand
+            if "on_demand" not in sys.modules:  # A worker of pytest imports and installs it itself.
+                import on_demand
 
-            on_demand.install()
+                on_demand.install()
 
         spec.loader.exec_module = load_and_install
         return spec
