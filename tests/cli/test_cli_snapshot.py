@@ -11,7 +11,7 @@ from cli_command import SETTINGS
 
 pytestmark = pytest.mark.interfaces
 
-LENGTH = "--max-tokens=2500"
+LENGTH = "--max-tokens=1500"
 SAMPLED = ("--temperature=1.0", LENGTH)
 
 
