@@ -101,7 +101,7 @@ class Engine:
         _ENGINES.add(self)
         model, self._runner = plan.shapes.model, runner
         self.eos_token_ids = frozenset((*model.eos_token_ids, *tokenizer.eos_token_ids))
-        self._weights = LiveWeights(plan, runner)
+        self._weights = LiveWeights(plan, runner.memory)
         self.weight_reads, self.recall_counts = runner.weight_reads, runner.recall_counts
         self.adapters = AdapterSlots(plan, runner, self._adapters_in_use)
         self._input = InputProcessor(

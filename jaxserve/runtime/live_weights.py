@@ -14,7 +14,7 @@ from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.live import check_params, check_same_model, moved
 from jaxserve.models.loading.params import load_params
 from jaxserve.runtime.planning.engine_plan import EnginePlan
-from jaxserve.runtime.runner import Runner
+from jaxserve.runtime.state_memory import StateMemory
 
 WeightsSource = Mapping[str, Any] | str | Path
 """A pytree of arrays with the structure of the model's parameters, or a checkpoint."""
@@ -33,18 +33,18 @@ class StagedWeights(NamedTuple):
 
 
 class LiveWeights:
-    """Changes the weights that a runner holds, between its steps. None of this compiles anything.
+    """Changes the weights of an engine between its steps. None of this compiles anything.
 
     Attributes:
         version: the number of times that weights were replaced.
         asleep: the memory that is given back at the moment.
     """
 
-    def __init__(self, plan: EnginePlan, runner: Runner) -> None:
+    def __init__(self, plan: EnginePlan, memory: StateMemory) -> None:
         self.version = 0
         self.asleep: frozenset[Memory] = frozenset()
         self._plan = plan
-        self._runner = runner
+        self._memory = memory
         self._checkpoint: Checkpoint | None = plan.checkpoint
         self._dropped = False
 
@@ -88,7 +88,7 @@ class LiveWeights:
         shapes = self._plan.shapes
         stated = shapes.family.param_specs(self._plan.checkpoint.config)
         arrays = moved(staged.params, stated, shapes.specs, shapes.params.shardings)
-        self._runner.replace_params(arrays)
+        self._memory.replace_params(arrays)
         self._checkpoint = staged.checkpoint
         self._dropped = False
         self.asleep -= {"weights"}
@@ -98,9 +98,9 @@ class LiveWeights:
         """Frees the KV pool, and moves the weights to host memory (level 1) or drops them (2), from
         host memory too. No step may be in flight."""
         if "kv_cache" not in self.asleep:
-            self._runner.free_pages()
+            self._memory.free_pages()
         if "weights" not in self.asleep or (level == 2 and not self._dropped):
-            self._runner.offload_params(keep=level == 1)
+            self._memory.offload_params(keep=level == 1)
             self._dropped = level == 2
         self.asleep = frozenset(get_args(Memory))
 
@@ -115,11 +115,11 @@ class LiveWeights:
                 if self._dropped:
                     self._reload()
                 else:
-                    self._runner.restore_params()
+                    self._memory.restore_params()
             self.asleep -= {"weights"}
         if "kv_cache" in tags & self.asleep:
             with _memory_for("kv_cache"):
-                self._runner.allocate_pages()
+                self._memory.allocate_pages()
             self.asleep -= {"kv_cache"}
 
     def _reload(self) -> None:
@@ -135,7 +135,7 @@ class LiveWeights:
             dtype=self._plan.config.dtype,
             shardings=shapes.params.shardings,
         )
-        self._runner.replace_params(iter(jax.tree.leaves(params)))
+        self._memory.replace_params(iter(jax.tree.leaves(params)))
         self._dropped = False
 
 

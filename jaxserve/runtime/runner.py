@@ -8,7 +8,7 @@ the previous one, so the device runs the steps in plan order.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -31,12 +31,10 @@ from jaxserve.runtime.programs.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.host_kv.programs import ForwardWithHostKV
 from jaxserve.runtime.programs.kinds import ProgramKinds
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
+from jaxserve.runtime.state_memory import StateMemory
 from jaxserve.runtime.step_block import StepBlock
-from jaxserve.runtime.weights.source import ResidentWeights, WeightSource
-from jaxserve.sampling import (
-    needs_state,
-    row_constants,
-)
+from jaxserve.runtime.weights.source import WeightSource
+from jaxserve.sampling import needs_state, row_constants
 from jaxserve.sampling.speculation import Acceptance
 from jaxserve.structured.matcher import TokenMatcher
 
@@ -59,8 +57,7 @@ class Runner:
         self._kinds = ProgramKinds(shapes)
         self._kinds.bind(programs)
         self._state = allocate(shapes.abstract_state, weights, draft_params)
-        if isinstance(self._kinds.forward, ForwardWithHostKV):
-            self._kinds.forward.allocate()  # Fail now, not in a step.
+        self.memory = StateMemory(self._state, shapes, self._kinds)
         self._rows: dict[int, SamplingRow] = {}
         self._masks = GrammarMasks(self._rows)
         self._stages = collections.deque([BUBBLE] * (shapes.stages - 1))
@@ -245,69 +242,11 @@ class Runner:
             late=late,
         )
 
-    def replace_params(self, arrays: Iterator[jax.Array]) -> None:
-        """Put these in the place of the parameters, in the order of their leaves. A parameter is
-        freed before the next array is asked for: together they never take more memory. No step may
-        be in flight."""
-        old, structure = jax.tree.flatten(self._state.params)
-        new = []
-        for param in old:
-            if isinstance(param, jax.Array):
-                param.delete()
-            new.append(jax.block_until_ready(next(arrays)))
-        self._state.weights = ResidentWeights(structure.unflatten(new))
-        self._restore_draft()
-
-    def offload_params(self, *, keep: bool) -> None:
-        """Free the parameters on the devices; `keep` copies them to host memory first, as those of
-        a draft model always are. Without it a copy there is dropped too. No step may be in
-        flight."""
-
-        def offload(array: jax.Array | np.ndarray) -> np.ndarray:
-            host = np.asarray(array)
-            if isinstance(array, jax.Array):
-                array.delete()
-            return host
-
-        state = self._state
-        state.draft_params = jax.tree.map(offload, state.draft_params)
-        if keep:
-            state.weights = ResidentWeights(jax.tree.map(offload, state.params))
-        else:
-            for array in jax.tree.leaves(state.params):
-                if isinstance(array, jax.Array):
-                    array.delete()
-            state.weights = ResidentWeights(self.shapes.params.abstract)
-
-    def restore_params(self) -> None:
-        """Put the parameters in host memory back on the devices."""
-        params = _placed(self._state.params, self.shapes.params.abstract)
-        self._state.weights = ResidentWeights(params)
-        self._restore_draft()
-
-    def _restore_draft(self) -> None:
-        shapes = self.shapes.abstract_state.draft_params
-        self._state.draft_params = _placed(self._state.draft_params, shapes)
-
     def set_adapter(self, slot: int, layers: Iterable[Any]) -> None:
         """Put the layers of a LoRA adapter, arrays on the devices, into a slot from 1 on. Steps
         dispatched before still have the adapter that was there."""
         self._drain()
         self._kinds.set_adapter(self._state, slot, layers)
-
-    def free_pages(self) -> None:
-        """Free the KV pool. No step may be in flight."""
-        for array in jax.tree.leaves(self._state.kv):
-            array.delete()
-        self._state.kv = []
-        if isinstance(self._kinds.forward, ForwardWithHostKV):
-            self._kinds.forward.free()
-
-    def allocate_pages(self) -> None:
-        """Allocate the KV pool again, empty."""
-        self._state.kv = jax.tree.map(lambda shape: filled(shape, 0), self.shapes.kv.abstract)
-        if isinstance(self._kinds.forward, ForwardWithHostKV):
-            self._kinds.forward.allocate()
 
     def set_last_tokens(self, token_ids: SequenceOf[int]) -> None:
         """Make these the newest tokens of all slots, for steps that are only measured."""
@@ -443,11 +382,3 @@ class Runner:
 
     def _admission(self, seq: Sequence, row: SamplingRow) -> np.ndarray:
         return self._kinds.admit.pack(seq, row.eos_token_ids, row.bad_word_ids)
-
-
-def _placed(params: Params | None, shapes: Params | None) -> Params | None:
-    """Parameters in host memory, on the devices; those that are there stay."""
-    placed = jax.tree.map(
-        lambda array, shape: jax.device_put(array, shape.sharding), params, shapes
-    )
-    return jax.block_until_ready(placed)

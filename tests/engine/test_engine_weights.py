@@ -25,7 +25,7 @@ from jaxserve.core.requests.outputs import WeightsRun
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.runtime.live_weights import LiveWeights
 from jaxserve.runtime.planning.engine_plan import plan
-from jaxserve.runtime.runner import Runner
+from jaxserve.runtime.state_memory import StateMemory
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 SCORED = dataclasses.replace(GREEDY, logprobs=0, prompt_logprobs=0, max_tokens=6)
@@ -217,7 +217,7 @@ def test_a_truncated_checkpoint_leaves_the_old_weights_serving(llm, llama, tmp_p
 def test_quantized_weights_are_refused_by_name(llama):
     config = EngineConfig.of(model=llama.path, quantization="int8", **llama.settings())
     with pytest.raises(WeightsError, match="quantization is 'int8'"):
-        LiveWeights(plan(config), runner=None).staged(llama.params)
+        LiveWeights(plan(config), memory=None).staged(llama.params)
 
 
 def test_replaced_weights_are_in_no_snapshot(llm, llama, tmp_path):
@@ -289,12 +289,12 @@ def test_a_deeper_sleep_drops_the_copy_in_host_memory(llm, llama):
 
 @pytest.mark.parametrize("missing", ["restore_params", "allocate_pages"])
 def test_an_engine_that_finds_no_memory_sleeps_on(llm, llama, monkeypatch, missing):
-    def exhausted(runner):
+    def exhausted(memory):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 byte.")
 
     llm.sleep()
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, missing, exhausted)
+        patch.setattr(StateMemory, missing, exhausted)
         with pytest.raises(OutOfMemoryError, match="call wake_up again"):
             llm.wake_up()
         assert llm.is_sleeping

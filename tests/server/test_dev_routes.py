@@ -129,7 +129,7 @@ def test_a_device_that_fails_in_a_change_ends_the_server(llama, monkeypatch):
         def fail():
             raise RuntimeError("the device is lost")
 
-        monkeypatch.setattr(engine._engine._runner, "free_pages", fail)
+        monkeypatch.setattr(engine._engine._runner.memory, "free_pages", fail)
         with contextlib.suppress(RuntimeError):  # of httpx, which shows what the server has logged
             assert (await client.post("/sleep")).status_code == 500
         await asyncio.wrap_future(engine.ended)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, Sharding
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.model_config import ModelConfig
@@ -20,7 +20,6 @@ from jaxserve.models.follower import Follower
 from jaxserve.models.lora import Adapters, of_one
 from jaxserve.models.medusa import MedusaConfig
 from jaxserve.models.medusa import param_specs as medusa_specs
-from jaxserve.models.parallel import VOCAB
 from jaxserve.models.partition import local
 from jaxserve.runtime.devices import device_rates
 from jaxserve.runtime.planning.memory import group_pages, host_kv
@@ -30,14 +29,12 @@ from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.shapes.arrays import ArrayShapes, placed, tree_bytes
 from jaxserve.runtime.programs.shapes.kv import KVShapes
 from jaxserve.runtime.programs.shapes.params import ParamShapes, param_rules
+from jaxserve.runtime.programs.shapes.state import sampling_shapes, speculation_shapes
 from jaxserve.runtime.programs.step_layout import StepLayout
 from jaxserve.runtime.programs.tiles import DEFAULT_TILE_TOKENS, TILE_TOKENS
 from jaxserve.runtime.weights.placement import LayerPlacement, place
 from jaxserve.runtime.weights.source import ResidentWeights
-from jaxserve.sampling import BY_TOKEN, SamplingState, abstract_state, tokens_per_rank
 from jaxserve.sampling.processors import Processors
-from jaxserve.sampling.speculation import SpeculationState, abstract_speculation
-from jaxserve.sampling.vocabulary import padded as padded_vocabulary
 from jaxserve.structured.bitmask import mask_words
 from sharding_rules import (
     ACTIVATIONS,
@@ -342,6 +339,9 @@ class ProgramShapes:
     def abstract_state(self) -> DeviceState:
         """Shapes of everything that the devices hold across steps."""
         slots = self.trash_slot + 1
+        of_follower = self.follower is not None
+        hidden = jax.ShapeDtypeStruct((self.model.hidden_size,), self.dtype)
+        vocabulary = self.model.vocab_size, self.vocab_ranks
         return DeviceState(
             weights=ResidentWeights(self.params.abstract),
             kv=self.kv.abstract,
@@ -349,48 +349,19 @@ class ProgramShapes:
                 self.stages * len(self.kv_layout.groups) * slots, self.max_pages, spec=(STAGE,)
             ),
             last_tokens=self.int32(slots),
-            sampling=self._abstract_sampling,
+            sampling=sampling_shapes(self.arrays, self.trash_slot, *vocabulary),
             no_masks={rows: self._masks(rows) for rows in self.sample_rows},
-            speculation=self._abstract_speculation,
+            speculation=speculation_shapes(
+                self.arrays,
+                self.config,
+                *vocabulary,
+                hidden if of_follower or self.medusa else None,
+                gained=of_follower,
+            ),
             draft_params=self.draft_params.abstract,
             lora=self.adapters.abstract,
             carry=self._abstract_carry if self.stages > 1 else None,
         )
-
-    @property
-    def _abstract_sampling(self) -> SamplingState:
-        state = abstract_state(self.trash_slot, self.model.vocab_size, self.vocab_ranks)
-
-        def of(name: str) -> Sharding:
-            spec = (None, VOCAB) if name in BY_TOKEN else ()
-            return self.arrays.sharding(*spec)
-
-        fields = dataclasses.fields(state)
-        return SamplingState(**{f.name: placed(getattr(state, f.name), of(f.name)) for f in fields})
-
-    @property
-    def _abstract_speculation(self) -> SpeculationState | None:
-        num_drafts = self.config.num_speculative_tokens
-        if not num_drafts:
-            return None
-        hidden = jax.ShapeDtypeStruct((self.model.hidden_size,), self.dtype)
-        state = abstract_speculation(
-            self.trash_slot,
-            self.config.max_model_len,
-            num_drafts,
-            hidden if self.medusa or self.follower else None,
-            gained=self.follower is not None,
-            tree_depth=self.tree_depth,
-            ngram_size=self.config.speculative_config.max_ngram_size,
-        )
-        state = jax.tree.map(lambda array: placed(array, self.arrays.sharding()), state)
-        if self.config.speculative_config.keeps_probabilities:
-            of_rank = padded_vocabulary(tokens_per_rank(self.model.vocab_size, self.vocab_ranks))
-            width = self.vocab_ranks * of_rank
-            drawn = self.trash_slot + 1, self.tree_depth or num_drafts, width
-            probs = jax.ShapeDtypeStruct(drawn, jnp.float32)
-            state = state._replace(probs=placed(probs, self.arrays.sharding(None, None, VOCAB)))
-        return state
 
     @functools.cached_property
     def sample_rows(self) -> tuple[int, ...]:
