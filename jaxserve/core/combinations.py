@@ -9,39 +9,15 @@ from typing import Any
 from jaxserve.core.errors import ConfigError
 
 _UNUSED: dict[str, tuple[object, ...]] = {
-    "acceptance": (None, "exact"),
-    "batch_invariant": (False,),
-    "chosen number of drafts": (False,),
-    "context_parallel_size": (1,),
-    "disk_kv_dir": (None,),
-    "dual_batch_overlap": ("auto", "off"),
-    "enable_lora": (False,),
-    "kv_cache_dtype": ("auto",),
-    "kv_compression": ("none",),
-    "kv_on": ("device",),
-    "layer_skip": (False,),
-    "layers that draft": (False,),
-    "max_lora_rank": (None,),
-    "max_loras": (None,),
-    "pipeline_parallel_size": (1,),
-    "preemption": ("auto", "recompute"),
-    "program_scope": (None, "layer"),
-    "resident_weight_bytes": (None,),
-    "sequence_parallel": (False,),
-    "shadow_budget": (None,),
-    "shadow_outliers": (None,),
-    "shadow_rank": (None,),
-    "shared_prefix_attention": ("auto", "disabled"),
-    "resident_kv_tokens": (None,),
-    "scheduler": ("static", "orca", "vllm", "sarathi", "splitfuse"),
-    "speculative_config": (None,),
-    "steps_per_weight_read": (1,),
-    "target_step_us": (None,),
-    "tensor_parallel_size": (1,),
-    "trees of drafts": (False,),
-    "weights_on": ("device",),
+    "acceptance": ("exact",),
+    "dual_batch_overlap": ("off",),
+    "preemption": ("recompute",),
+    "program_scope": ("layer",),
+    "scheduler": ("static", "orca", "vllm", "splitfuse"),
+    "shared_prefix_attention": ("disabled",),
 }
-"""The values with which a setting of the tables below excludes and needs nothing."""
+"""The values, besides its default, with which a setting of the tables below excludes and needs
+nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,32 +196,35 @@ NEEDS = (
 )
 
 
-def conflict(settings: Mapping[str, Any], setting: str) -> str | None:
-    """The first setting in use that excludes `setting`, whether or not `setting` is in use."""
+def conflict(settings: Mapping[str, Any], defaults: Mapping[str, Any], setting: str) -> str | None:
+    """The first setting in use that excludes `setting`, whether or not `setting` is in use.
+    Arguments are as for `check`."""
     for exclusion in EXCLUSIONS:
         if exclusion.setting == setting:
             for other in exclusion.others:
-                if _in_use(settings, other):
+                if _in_use(settings, defaults, other):
                     return other
     return None
 
 
-def check(settings: Mapping[str, Any]) -> None:
+def check(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Raises ConfigError, naming both settings, for the first pair that does not combine, and for
-    the first setting without one that it needs."""
+    the first setting without one that it needs. What has no default, a property of
+    `speculative_config`, is None or False when it is not in use."""
     for rule in EXCLUSIONS:
-        for other in rule.others if _in_use(settings, rule.setting) else ():
-            if _in_use(settings, other):
+        for other in rule.others if _in_use(settings, defaults, rule.setting) else ():
+            if _in_use(settings, defaults, other):
                 instead = f" {rule.instead}, or" if rule.instead else ""
                 raise ConfigError(
                     f"{_named(settings, rule.setting)}, but {_named(settings, other)}, and "
                     f"{rule.why};{instead} leave one of them out."
                 )
     for need in NEEDS:
-        if not _in_use(settings, need.setting):
+        if not _in_use(settings, defaults, need.setting):
             continue
         value = settings[need.needed]
-        if not (value == need.value if need.value else _in_use(settings, need.needed)):
+        needed = need.value
+        if not (value == needed if needed else _in_use(settings, defaults, need.needed)):
             mend = f"set {need.needed} to {need.set_to}, or " if need.set_to else ""
             raise ConfigError(
                 f"{_named(settings, need.setting)}, but {_named(settings, need.needed)}: "
@@ -253,8 +232,9 @@ def check(settings: Mapping[str, Any]) -> None:
             )
 
 
-def _in_use(settings: Mapping[str, Any], name: str) -> bool:
-    return settings[name] not in _UNUSED[name]
+def _in_use(settings: Mapping[str, Any], defaults: Mapping[str, Any], name: str) -> bool:
+    unused = (defaults[name],) if name in defaults else (None, False)
+    return settings[name] not in (*unused, *_UNUSED.get(name, ()))
 
 
 def _named(settings: Mapping[str, Any], name: str) -> str:

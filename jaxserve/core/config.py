@@ -253,7 +253,7 @@ class EngineConfig:
         share = self.memory_utilization
         if not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"memory_utilization is {share!r}; it must be in (0, 1].")
-        combinations.check(self._combined())
+        combinations.check(self._combined(), _DEFAULTS)
 
     def _check_devices(self) -> None:
         """Converts `devices` to a tuple. Raises ConfigError for invalid or duplicate device ids,
@@ -378,8 +378,8 @@ class EngineConfig:
         streamed = self.weights_on != "device" or self.kv_on != "device"
         shares_prefixes = self.shared_prefix_attention
         if shares_prefixes == "auto":
-            pays = on_cpu and not combinations.conflict(self._combined(), "shared_prefix_attention")
-            shares_prefixes = "enabled" if pays else "disabled"
+            excluded = combinations.conflict(self._combined(), _DEFAULTS, "shared_prefix_attention")
+            shares_prefixes = "enabled" if on_cpu and not excluded else "disabled"
         return dataclasses.replace(
             self,
             dtype=self.dtype or default_dtype(platform),
@@ -397,6 +397,9 @@ class EngineConfig:
             or (DEFAULT_MAX_LORA_RANK if self.enable_lora else None),
             program_scope=self.program_scope or ("layer" if on_cpu or streamed else "step"),
         )
+
+
+_DEFAULTS = {setting.name: setting.default for setting in dataclasses.fields(EngineConfig)}
 
 
 def share_of_step(max_num_seqs: int, steps_per_weight_read: int) -> int:
