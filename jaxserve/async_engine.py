@@ -25,8 +25,8 @@ from jaxserve.engine.engine_thread import EngineThread
 from jaxserve.engine.output_queue import OutputQueue, OutputStream, left_output, output_of
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.request import Request
+from jaxserve.engine.snapshot.migration import exported_params
 from jaxserve.engine.snapshot.requests import RequestSnapshot
-from jaxserve.engine.snapshot.snapshots import exported_params
 from jaxserve.metrics.metric import Metric
 from jaxserve.metrics.trace import write_trace
 from jaxserve.runtime.live_weights import WeightsSource
@@ -354,13 +354,13 @@ class AsyncEngine:
         from the devices to memory; with `start` that of one stage, as `Snapshots.export_request`.
         Raises as `LLM.export_request`."""
         return await self._thread.result_of(
-            lambda: list(self._engine.snapshots.export_request(request_id, with_kv, start))
+            lambda: list(self._engine.migration.export_request(request_id, with_kv, start))
         )
 
     def num_computed(self, request_id: str) -> int | None:
         """How many tokens of a request's first sequence have their KV, by the steps that were
         dispatched; None when it is not unfinished."""
-        return self._engine.snapshots.num_computed(request_id)
+        return self._engine.migration.num_computed(request_id)
 
     async def import_request(
         self, parts: SequenceOf[bytes], request_id: str | None = None, *, wants_deltas: bool = True
@@ -374,7 +374,7 @@ class AsyncEngine:
         output_queue = OutputQueue(asyncio.get_running_loop(), wants_deltas)
         return await self._thread.result_of(
             lambda: self._resume(
-                self._engine.snapshots.import_request(parts, request_id), output_queue
+                self._engine.migration.import_request(parts, request_id), output_queue
             )
         )
 
@@ -389,7 +389,7 @@ class AsyncEngine:
             await asyncio.wrap_future(preparation)
         output_queue = OutputQueue(asyncio.get_running_loop(), wants_deltas)
         return await self._thread.result_of(
-            lambda: self._resume(self._engine.snapshots.resume_request(state), output_queue)
+            lambda: self._resume(self._engine.migration.resume_request(state), output_queue)
         )
 
     async def stage_request(self, parts: SequenceOf[bytes], request_id: str) -> int:
@@ -400,12 +400,12 @@ class AsyncEngine:
         if preparation is not None:
             await asyncio.wrap_future(preparation)
         return await self._thread.result_of(
-            lambda: self._engine.snapshots.stage_request(parts, request_id)
+            lambda: self._engine.migration.stage_request(parts, request_id)
         )
 
     async def unstage_request(self, request_id: str) -> None:
         """Give up the KV of a request that does not come."""
-        self._thread.call(lambda: self._engine.snapshots.unstage_request(request_id))
+        self._thread.call(lambda: self._engine.migration.unstage_request(request_id))
 
     async def export_prefix(
         self, token_ids: SequenceOf[int], tenant: str | None = None, cache_salt: str | None = None
@@ -413,13 +413,13 @@ class AsyncEngine:
         """The cached KV of these tokens, for `import_prefix` of another engine, copied between two
         steps. Raises as `Snapshots.export_prefix`."""
         return await self._thread.result_of(
-            lambda: list(self._engine.snapshots.export_prefix(token_ids, tenant, cache_salt))
+            lambda: list(self._engine.migration.export_prefix(token_ids, tenant, cache_salt))
         )
 
     async def import_prefix(self, parts: SequenceOf[bytes]) -> int:
         """Cache a prefix of another engine; returns how many of its tokens are cached. Raises
         SnapshotError as `Snapshots.import_prefix`."""
-        return await self._thread.result_of(lambda: self._engine.snapshots.import_prefix(parts))
+        return await self._thread.result_of(lambda: self._engine.migration.import_prefix(parts))
 
     async def exchange_shares(
         self, counters: Mapping[str | None, int]

@@ -321,7 +321,7 @@ class LLM:
         Raises RequestError when no unfinished request has this id, SnapshotError when a part is
         read too late.
         """
-        return self.engine.snapshots.export_request(request_id, with_kv)
+        return self.engine.migration.export_request(request_id, with_kv)
 
     def import_request(self, parts: Iterable[bytes]) -> DeltaStream:
         """A stream of a request that another engine has exported, with an id of this one; it begins
@@ -332,7 +332,7 @@ class LLM:
         request.
         """
         with self._turn, interrupts_held():
-            return self._stream_of(self.engine.snapshots.import_request(parts, self._next_id()))
+            return self._stream_of(self.engine.migration.import_request(parts, self._next_id()))
 
     def abort(self, request_id: str) -> bool:
         """End a request early; False if there is no such unfinished request."""

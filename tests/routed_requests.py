@@ -39,7 +39,7 @@ def run(
     """What the client of a request receives of an engine in so many steps, and the output."""
     sent = request.to_send(f"it~{next(_ids)}")
     if isinstance(sent, RequestSnapshot):
-        live = engine.snapshots.resume_request(sent)
+        live = engine.migration.resume_request(sent)
     else:
         live = engine.add(sent.request_id, sent.token_ids, sent.params)
     received = []

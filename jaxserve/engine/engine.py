@@ -28,7 +28,9 @@ from jaxserve.engine.input_processor import InputProcessor, check_priority
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.replication import ReplicatedCore
 from jaxserve.engine.request import Request
+from jaxserve.engine.snapshot.access import EngineAccess
 from jaxserve.engine.snapshot.facts import SnapshotFacts
+from jaxserve.engine.snapshot.migration import Migration
 from jaxserve.engine.snapshot.restorer import Restorer
 from jaxserve.engine.snapshot.snapshots import Snapshots
 from jaxserve.metrics.kv_metrics import kv_metrics
@@ -120,7 +122,8 @@ class Engine:
         limit = plan.config.max_model_len
         restorer = Restorer(*shared, self._input, tokenizer, self.adapters, limit)
         facts = SnapshotFacts(plan, tokenizer)
-        self.snapshots = Snapshots(*shared, restorer, facts, self.check_open)
+        access = EngineAccess(*shared, restorer, facts, self.check_open)
+        self.snapshots, self.migration = Snapshots(access), Migration(access)
 
     @classmethod
     def load(

@@ -172,7 +172,7 @@ def test_an_embedding_goes_on_in_another_engine(llama, llm, hidden_of):
     with llama.load() as source:
         request = source.engine.add("moved", llama.prompts[-1], MEAN)
         source.engine.step()
-        stream = llm.import_request(list(source.engine.snapshots.export_request("moved")))
+        stream = llm.import_request(list(source.engine.migration.export_request("moved")))
         assert not request.finished
     result = stream.result()
     np.testing.assert_allclose(result.embedding, hidden_of(llama.prompts[-1]).mean(axis=0), **CLOSE)

@@ -114,8 +114,8 @@ def test_a_staged_request_computes_only_what_came_since(llama, alone, kv_llm_for
     source = kv_llm_for(**SWAPPING)
     target = kv_llm_for(page_size=2 * PAGE_SIZE, enable_prefix_caching=caching)
     stream = begun(source, prompt, params, 5)
-    target.engine.snapshots.stage_request(
-        source.engine.snapshots.export_request(stream.request_id), "moved"
+    target.engine.migration.stage_request(
+        source.engine.migration.export_request(stream.request_id), "moved"
     )
     held = [len(output.seq.output_token_ids) for output in stream.request.sequence_outputs]
     for _ in range(3):
@@ -126,7 +126,7 @@ def test_a_staged_request_computes_only_what_came_since(llama, alone, kv_llm_for
     stream.close()
 
     def finished():
-        request = target.engine.snapshots.resume_request(dataclasses.replace(state, added=added))
+        request = target.engine.migration.resume_request(dataclasses.replace(state, added=added))
         while not request.finished:
             target.engine.step()
         return target.engine.output(request)
@@ -149,14 +149,14 @@ def test_pages_are_staged_while_the_prompt_is_computed(llama, alone, kv_llm_for,
     target.reset_prefix_cache()
     stream = begun(source, prompt, params, 0)
     (output,) = stream.request.sequence_outputs
-    staged, exported, snapshots = [0], 0, target.engine.snapshots
+    staged, exported, migration = [0], 0, target.engine.migration
     while staged[-1] < len(prompt):
         source.engine.step()
-        before = source.engine.snapshots.num_computed(stream.request_id)
+        before = source.engine.migration.num_computed(stream.request_id)
         assert before == output.seq.num_written
-        parts = list(source.engine.snapshots.export_request(stream.request_id, start=staged[-1]))
+        parts = list(source.engine.migration.export_request(stream.request_id, start=staged[-1]))
         exported += sum(rows_of(parts))
-        staged.append(snapshots.stage_request(parts, "moved"))
+        staged.append(migration.stage_request(parts, "moved"))
         whole = before - before % PAGE_SIZE if before < len(prompt) else before
         assert staged[-1] == whole
     assert len(staged) > 4 and sorted(set(staged)) == staged
@@ -168,7 +168,7 @@ def test_pages_are_staged_while_the_prompt_is_computed(llama, alone, kv_llm_for,
     stream.close()
 
     def finished():
-        request = snapshots.resume_request(dataclasses.replace(state, added=added))
+        request = migration.resume_request(dataclasses.replace(state, added=added))
         while not request.finished:
             target.engine.step()
         return target.engine.output(request)
@@ -193,13 +193,13 @@ def test_what_was_staged_and_does_not_come_is_unpinned(llama, engines):
     source, target = engines
     stream = begun(source, llama.prompts[-1], SEEDED, 5)
     for _ in range(2):  # The second takes the place of the first.
-        target.engine.snapshots.stage_request(
-            source.engine.snapshots.export_request(stream.request_id), "moved"
+        target.engine.migration.stage_request(
+            source.engine.migration.export_request(stream.request_id), "moved"
         )
     stream.close()
     assert any(node.pins for node in target.engine.kv.tree)
-    target.engine.snapshots.unstage_request("moved")
-    target.engine.snapshots.unstage_request("moved")
+    target.engine.migration.unstage_request("moved")
+    target.engine.migration.unstage_request("moved")
     assert not any(node.pins for node in target.engine.kv.tree)
     assert_idle(target.engine)
 
@@ -242,7 +242,7 @@ def test_kv_comes_in_parts_and_is_freed_as_it_is_written(llama, alone, engines, 
             most = max(most, len(readers[0]._arrays))
             return rows
 
-    monkeypatch.setattr("jaxserve.engine.snapshot.snapshots.SavedKV", Reader)
+    monkeypatch.setattr("jaxserve.engine.snapshot.access.SavedKV", Reader)
     computed, output = prefilled(target.engine, lambda: target.import_request(parts).result())
     assert token_ids(output) == alone.tokens(llama.prompts[-2], several)
     # The prompt's arrays are kept for the three samples, others go as they are written.
@@ -339,8 +339,8 @@ def test_another_engine_is_refused_by_name(llama, engines, facts):
         target.import_request(changed(parts, **facts))
     assert_idle(target.engine)
     with pytest.raises(SnapshotError, match="has the id"):
-        source.engine.snapshots.import_request(parts)
-    source.engine.abort(source.engine.snapshots.import_request(parts, "another").request_id)
+        source.engine.migration.import_request(parts)
+    source.engine.abort(source.engine.migration.import_request(parts, "another").request_id)
     with pytest.raises(SnapshotError, match="without an end"):
         target.import_request([])
 

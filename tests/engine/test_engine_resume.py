@@ -84,5 +84,5 @@ def test_a_request_that_does_not_fit_is_refused(engines):
     request = routed([5] * 20, KINDS["greedy"])
     request.receive([Delta(0, "", (7,) * 200)])
     with pytest.raises(SnapshotError, match="unfinished with 220 tokens"):
-        engines[0].snapshots.resume_request(request.to_send("too long"))
+        engines[0].migration.resume_request(request.to_send("too long"))
     assert_idle(engines[0])
