@@ -24,7 +24,7 @@ from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.models.partition import partition
 from jaxserve.models.registry import get_family
 from jaxserve.runtime import deviceless
-from jaxserve.runtime.devices import device_rates
+from jaxserve.runtime.devices import collective_rates
 from jaxserve.runtime.programs.forward_programs import Forward, PipelineStep
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from sharding_rules import make_mesh
@@ -264,7 +264,7 @@ class Prediction:
     def _step_s(self, tokens: int, cached: np.ndarray) -> np.ndarray:
         """Of `tokens` after `cached` ones, on one stage. All ranks of `seq` compute a decode."""
         shapes, model = self.shapes, self.shapes.model
-        rates = device_rates(shapes.mesh.devices.flat[0])
+        rates = collective_rates(shapes.mesh.devices.flat[0])
         size, ranks = shapes.dtype.itemsize, shapes.tensor * shapes.stages
         own = max(1, tokens // shapes.seq)
         pairs = tokens * cached + tokens * (tokens + 1) / 2

@@ -101,7 +101,7 @@ def described_mesh(config: EngineConfig) -> AbstractMesh | None:
     )
 
 
-def device_rates(device: jax.Device) -> CollectiveRates:
+def collective_rates(device: jax.Device) -> CollectiveRates:
     """Rates of one device by its vendor's specification, to choose the programs of a mesh.
 
     The choice must be the same on all hosts and at every start, and is made before anything runs,

@@ -26,7 +26,7 @@ from jax import lax
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.model_config import ModelConfig
-from jaxserve.runtime.devices import device_rates
+from jaxserve.runtime.devices import collective_rates
 from jaxserve.runtime.programs.step_inputs import SlotMapping
 from jaxserve.runtime.programs.step_layout import StepLayout
 from pallas_kernels.merge import merge_over, merge_scattered, merge_sinks
@@ -55,7 +55,7 @@ def longest_ring_context(
         return 0
     if model.mla:  # Latents are not sent around.
         return 0
-    rates = device_rates(device)
+    rates = collective_rates(device)
 
     def travels(context: int) -> bool:
         scheme = choose_scheme(

@@ -17,7 +17,7 @@ from jaxserve.core.model_config import LayerKind
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.kv.layout import KVPlace
 from jaxserve.models.parallel import sequence_parallel
-from jaxserve.runtime.devices import device_rates
+from jaxserve.runtime.devices import collective_rates
 from jaxserve.runtime.programs import pipeline_step, step
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.executables import ProgramSpec
@@ -337,4 +337,4 @@ def _between_layers(
         return function
     if shapes.tensor == 1 or own_tokens % shapes.tensor:
         return function
-    return sequence_parallel(device_rates(shapes.device))(function)
+    return sequence_parallel(collective_rates(shapes.device))(function)

@@ -21,7 +21,7 @@ from jaxserve.models.lora import Adapters, of_one
 from jaxserve.models.medusa import MedusaConfig
 from jaxserve.models.medusa import param_specs as medusa_specs
 from jaxserve.models.partition import local
-from jaxserve.runtime.devices import device_rates
+from jaxserve.runtime.devices import collective_rates
 from jaxserve.runtime.planning.memory import group_pages, host_kv
 from jaxserve.runtime.planning.shadow import CHUNK, ShadowSizes
 from jaxserve.runtime.programs.context_parallel import longest_ring_context
@@ -234,7 +234,7 @@ class ProgramShapes:
 
     @property
     def _links_both_ways(self) -> bool:
-        return self.mesh is not None and device_rates(self.device).both_ways
+        return self.mesh is not None and collective_rates(self.device).both_ways
 
     @functools.cached_property
     def arrays(self) -> ArrayShapes:
