@@ -46,10 +46,12 @@ def _commands() -> list[str]:
     from typing import get_args
 
     from jaxserve.cli import Command
+    from jaxserve.cli.bench import Kind
 
     names = [get_args(command)[1].name for command in get_args(Command)]
+    kinds = [f"bench {get_args(kind)[1].name}" for kind in get_args(Kind)]
     at = names.index("bench") + 1
-    return [*names[:at], "bench offline", "bench serve", *names[at:]]
+    return [*names[:at], *kinds, *names[at:]]
 
 
 def _help(*command: str) -> str:

@@ -43,6 +43,7 @@ class Chat(Common):
     engine: EngineOptions = dataclasses.field(default_factory=one_at_a_time)
 
     def run(self) -> int:
+        _say(f"{self.engine.model}: loading.")
         with load(self.engine, self.trace_file) as llm:
             if llm.get_tokenizer().chat_template is None:
                 raise ModelError(

@@ -238,6 +238,12 @@ class Serve(Common):
             raise ConfigError("api_key and api_key_file are both given; give one of them.")
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path is {self.root_path!r}; start it with a slash.")
+        for origin in self.allowed_origins:
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+                raise ConfigError(
+                    f"allowed_origins has {origin!r}; write an origin as browsers do, such as "
+                    "https://chat.example.com, or '*' for any."
+                )
         self._check_disaggregation()
         self._check_autoscaling()
         if self.num_replicas > 1:

@@ -22,6 +22,11 @@ ANSWERS: Mapping[str, str] = MappingProxyType(
         "trust_remote_code": "leave it out; code in a checkpoint is never run",
         "tokenizer": "leave it out; the tokenizer is always the model's",
         "chat_template": "leave it out; the chat template is always the model's",
+        "revision": "leave it out; give the directory of the revision as model",
+        "download_dir": "leave it out; give the model's directory or file as model",
+        "hf_overrides": "leave it out; change config.json in a copy of the model",
+        "generation_config": "leave it out; SamplingParams changes the model's own defaults",
+        "disable_log_stats": "leave it out; statistics are metrics, and not logged",
         "calculate_kv_scales": "leave it out; scales are those of each token as it is written",
         "data_parallel_size": "it is an option of jaxserve serve and batch, for replicas",
         "distributed_executor_backend": "leave it out; use jaxserve launch for several hosts",
@@ -37,6 +42,7 @@ _TOOL_CALLS = "leave it out; calls are parsed in the format of the chat template
 SERVER_ANSWERS: Mapping[str, str] = MappingProxyType(
     {
         "enable_log_requests": "use log_requests",
+        "disable_log_requests": "leave it out; only log_requests logs them",
         "uvicorn_log_level": "use log_level",
         "ssl_cert_reqs": "leave it out; with ssl_ca_certs, certificates are always required",
         "enable_auto_tool_choice": _TOOL_CALLS,

@@ -45,6 +45,20 @@ REMEDIES: Mapping[str, str] = {
 }
 """What to do instead of sending a field that other servers have."""
 
+_NEUTRAL: Mapping[str, object] = {
+    "function_call": "none",
+    "typical_p": 1,
+    "best_of": 1,
+    "mirostat": 0,
+    "suffix": "",
+    "early_stopping": False,
+    "watermarking": False,
+    "return_prompt_text": False,
+    "timings_per_token": False,
+    "return_progress": False,
+}
+"""Values of other servers' fields with which they change nothing."""
+
 MAX_SHOWN_CHARS = 80
 MAX_MESSAGE_CHARS = 2000
 _DICTIONARY = re.compile(r"a valid dictionary(?: or instance of \w+)?")
@@ -193,6 +207,14 @@ def check_generated(outputs: Sequence[RequestOutput]) -> None:
             raise GenerationFailedError(output.error)
 
 
+def asks(name: str, value: object) -> bool:
+    """Whether a field that is not there would have changed the answer: null asks for nothing, and
+    neither does an empty list or object of a field that other servers have."""
+    if name in _NEUTRAL and value == _NEUTRAL[name]:
+        return False
+    return value is not None and not (name in REMEDIES and value in ([], {}))
+
+
 def _invalid(message: str, param: str | None, code: ErrorCode) -> ErrorReply:
     return ErrorReply(400, message, "invalid_request_error", param, code)
 
@@ -232,8 +254,9 @@ def shown(value: Any) -> str:
 
 
 def _meant(path: str, body: Any) -> str | None:
-    """A field of the body whose name is almost this, if it is of a type with fields."""
-    if path in REMEDIES:
+    """A field of the body whose name is almost this, if it is of a type with fields, and this not a
+    part of another."""
+    if path in REMEDIES or "." in path:
         return None
     names = [field.alias or name for name, field in getattr(body, "model_fields", {}).items()]
     close = difflib.get_close_matches(path, names, n=1, cutoff=0.8)

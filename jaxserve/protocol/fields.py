@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import sys
@@ -26,7 +27,7 @@ from jaxserve.core.errors import RequestError
 from jaxserve.core.requests.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from jaxserve.engine.beam_search import MAX_BEAM_WIDTH, BeamSearchParams
 from jaxserve.engine.prompts import TokenizedPrompt
-from jaxserve.protocol.errors import REFUSED, FieldError, renamed
+from jaxserve.protocol.errors import REFUSED, FieldError, asks, renamed
 from jaxserve.protocol.model import Model
 
 _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)} - {"logprobs"}
@@ -107,23 +108,28 @@ RequestId = Annotated[str, AfterValidator(_request_id)]
 Ignored = Annotated[Any, Field(description="Accepted and ignored.")]
 
 
+@functools.cache
+def _names_of(body: type[BaseModel]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in body.model_fields.items())
+
+
 class Fields(BaseModel):
     """A part of a request; null means absent. Unknown fields are rejected, unless a subclass has
-    another `extra`."""
+    another `extra`, or other servers have them and the value asks for nothing."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True, serialize_by_alias=True)
 
     @model_validator(mode="before")
     @classmethod
     def _one_unknown_field(cls, given: Any) -> Any:
-        """Keep only the first unknown field, which the request is rejected for."""
-        if not isinstance(given, Mapping) or len(given) <= len(cls.model_fields):
+        """Keep only the first unknown field that asks for something, which the request is rejected
+        for."""
+        if not isinstance(given, Mapping) or cls.model_config["extra"] != "forbid":
             return given
-        if cls.model_config["extra"] != "forbid":
-            return given
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = next(name for name in given if name not in known)
-        return {name: value for name, value in given.items() if name in known or name is unknown}
+        known = _names_of(cls)
+        asked = (name for name in given if name not in known and asks(name, given[name]))
+        refused = next(asked, None)
+        return {name: value for name, value in given.items() if name in known or name is refused}
 
 
 class StreamOptions(Fields):
@@ -285,6 +291,7 @@ class GenerationFields(Fields):
     metadata: Ignored = None
     service_tier: Ignored = None
     safety_identifier: Ignored = None
+    session_id: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
     spaces_between_special_tokens: Ignored = None
@@ -305,7 +312,7 @@ class GenerationFields(Fields):
         conflicting fields."""
         if self.stream_options is not None and not self.stream:
             raise FieldError("stream_options", "needs a stream; set stream to true.")
-        if self.length_penalty is not None and not self.use_beam_search:
+        if self.length_penalty not in (None, 1) and not self.use_beam_search:
             raise FieldError("length_penalty", "needs use_beam_search to be true.")
         if self.stream and self.prompt_logprobs is not None:
             raise FieldError("prompt_logprobs", "cannot be streamed; set stream to false.")

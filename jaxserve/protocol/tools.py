@@ -40,6 +40,7 @@ class Function(Fields):
     description: str | None = None
     parameters: JsonObject | None = None
     strict: StrictBool | None = None
+    cache_control: Any = Field(None, exclude=True, description="Accepted and ignored.")
 
     def check(self, where: str) -> None:
         """Raises FieldError if `parameters` is not a JSON schema of an object."""
@@ -156,7 +157,7 @@ def check_tools(tools: Sequence[Tool], chosen: str | ChosenTool | None) -> None:
         if tool.function.name in names:
             raise FieldError(f"{where}.name", f"is {tool.function.name!r}, which is a duplicate.")
         names.add(tool.function.name)
-    if chosen not in (None, "none") and not tools:
+    if chosen not in (None, "none", "auto") and not tools:
         raise FieldError("tool_choice", "needs tools to choose from.")
     if isinstance(chosen, ChosenTool) and chosen.function.name not in names:
         raise FieldError("tool_choice", f"names {chosen.function.name!r:.80}, which is not a tool.")

@@ -8,6 +8,7 @@ since templates depend on its details.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -23,9 +24,15 @@ from jaxserve.text.template_budget import TemplateLimitError
 from jaxserve.text.template_limits import LimitedEnvironment
 
 _SHOWN_CHARS = 2000
+_READS_TOOLS = re.compile(r"\btools\b")
 
 _END_OF_CONTENT = "END-OF-THE-FINAL-MESSAGE"
 """Marks in a rendered conversation where the content of the last message ends."""
+
+
+def knows_tools(template: str | None) -> bool:
+    """Whether a chat template supports tools."""
+    return template is not None and bool(_READS_TOOLS.search(template))
 
 
 def render_chat(
@@ -51,12 +58,17 @@ def render_chat(
         variables: further variables of the template, such as `bos_token`.
 
     Raises:
-        RequestError: a message is malformed, or the template is missing, invalid, rejects the
-            conversation, or exceeds a limit.
+        RequestError: a message is malformed, or the template is missing, invalid, has no tools
+            where some are given, rejects the conversation, or exceeds a limit.
     """
     if template is None:
         raise RequestError(
             "this model has no chat template; send a plain prompt, or use an instruct model"
+        )
+    if tools and not knows_tools(template):
+        raise RequestError(
+            "tools are given, but this model's chat template has none; leave them out, or describe "
+            "them in a message"
         )
     messages = normalize_messages(messages)
     if continue_final_message:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import on_demand
 import pytest
 from cli_command import CONTEXT, LLAMA_70B, SETTINGS, Command, Run
 
@@ -47,7 +48,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def first_compile(cache: Path, tiny_model: Path) -> Run:
     """The run of `jaxserve compile` that found an empty cache."""
-    return Command(cache)("compile", tiny_model, *SETTINGS)
+    with on_demand.suspended():
+        return Command(cache)("compile", tiny_model, *SETTINGS)
 
 
 @pytest.fixture(scope="session")

@@ -135,6 +135,8 @@ def test_completion(shell, capsys):
         (["serve", "--enable-auto-tool-choice"], "calls are parsed in the format of the chat"),
         (["serve", "--tool-call-parser", "hermes"], "error: --tool-call-parser is a setting of"),
         (["serve", "--log-requets"], "no option --log-requets; did you mean --log-requests?"),
+        (["serve", "--api-key", "--host=0.0.0.0"], "error: --api-key: it has no value; give one"),
+        (["generate", "Why", "is", "it?"], "there is no argument 'is'; "),
         (["serve", "--block-size=16"], "error: --block-size is a setting of vLLM"),
         (["serve", "--gpu-memory-utilization", "0.5"], "use --memory-utilization."),
     ],

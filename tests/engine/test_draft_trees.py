@@ -133,7 +133,7 @@ def test_answers_are_those_without_drafts(trees, llama, expected, option):
         assert accepted >= 1.5 * drafts > 0
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     workload=st.lists(
         st.tuples(

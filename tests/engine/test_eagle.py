@@ -83,16 +83,22 @@ TREE = {"num_speculative_tokens": 8, "top_k": 3, "depth": DRAFTS}
 SHAPES: dict[str, dict[str, int]] = {"chain": {}, "tree": TREE}
 
 
-@pytest.fixture(scope="module", params=["eagle", "eagle3"])
-def layer(request, layers) -> Layer:
-    return layers[request.param]
+@pytest.fixture(scope="module", params=[("eagle", "chain"), ("eagle3", "tree")], ids="-".join)
+def drafter(request) -> tuple[str, str]:
+    """A method and the shape of its drafts."""
+    return request.param
 
 
-@pytest.fixture(scope="module", params=SHAPES)
-def drafting(request, kv_llm_for, llama, layer):
+@pytest.fixture(scope="module")
+def layer(drafter, layers) -> Layer:
+    return layers[drafter[0]]
+
+
+@pytest.fixture(scope="module")
+def drafting(drafter, kv_llm_for, llama, layer):
     pool = {"kv_cache_memory_bytes": bytes_of(llama, 54)}  # A page has room for three layers.
     common = FEW_ROWS | pool | {"preemption": "swap", "max_num_batched_tokens": 2 * 9 + 16}
-    shape = layer.drafts | SHAPES[request.param]
+    shape = layer.drafts | SHAPES[drafter[1]]
     return lambda: kv_llm_for(host=96, **common, speculative_config=shape)
 
 

@@ -52,7 +52,7 @@ def begun(llm, prompt, params, steps):
     return stream
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     kind=st.sampled_from(list(KINDS)),
     length=st.sampled_from(PROMPT_LENGTHS[3:]),
@@ -289,7 +289,7 @@ def damaged(parts, place, byte):
     return [*parts[:place], bytes(part), *parts[place + 1 :]]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(place=st.integers(0, 5), byte=st.integers(0, 10_000), lost=st.booleans())
 def test_any_part_damaged_or_lost(llama, alone, kv_llm_for, place, byte, lost):
     source, target = kv_llm_for(**SWAPPING), kv_llm_for(page_size=2 * PAGE_SIZE)

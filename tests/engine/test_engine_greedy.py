@@ -62,7 +62,7 @@ def crowd(prompt_length):
 
 
 @pytest.mark.parametrize("scheduler", POLICIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(workload=workloads)
 def test_any_workload_under_any_scheduler(llama, llm_for, scheduler, workload):
     check(llama, llm_for(scheduler).engine, workload)

@@ -375,7 +375,7 @@ pieces = st.tuples(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(workload=st.lists(pieces, min_size=2, max_size=9), seed=st.integers(0, 99))
 def test_any_prompts_that_begin_alike(llama, kv_llm_for, alone, workload, seed):
     engine = kv_llm_for().engine

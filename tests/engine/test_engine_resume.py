@@ -35,7 +35,7 @@ def streamed(received):
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @example(kind="scored", length=2, losses=[(8, 1), (20, 1)])  # Lost when it had ended.
 @given(
     kind=st.sampled_from(list(KINDS)),

@@ -205,7 +205,7 @@ requests = st.tuples(
 
 
 @pytest.mark.parametrize("pool", POOLS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     workload=st.lists(requests, min_size=1, max_size=8),
     seed=st.integers(0, 999),
@@ -267,7 +267,7 @@ def test_cached_pages_hold_accepted_tokens(kv_llm_for, prompts, expected):
         check(generate(llm, longer, PLAIN), again)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     workload=st.lists(requests, min_size=1, max_size=8),
     seed=st.integers(0, 999),
@@ -285,7 +285,7 @@ def test_any_workload_with_a_draft_model(perfect, prompts, expected, workload, s
         check(output, expected(index, option, max_tokens))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     workload=st.lists(requests, min_size=1, max_size=8),
     seed=st.integers(0, 999),

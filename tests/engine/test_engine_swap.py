@@ -150,7 +150,7 @@ options = st.tuples(
 
 
 @pytest.mark.parametrize("name", ["both", "small", "uncached"])
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(workload=st.lists(options, min_size=1, max_size=8), seed=st.integers(0, 999))
 def test_any_workload(llama, alone, kv_llm_for, name, workload, seed):
     engine, chance = kv_llm_for(**ENGINES[name]).engine, random.Random(seed)

@@ -147,7 +147,7 @@ def test_a_snapshot_has_the_requests_and_their_kv_is_recomputed(model, windowed,
     check(model, [Arrival(prompt, GREEDY)], [restored.result()])
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     wishes=st.lists(
         st.tuples(st.integers(0, len(PROMPT_LENGTHS) - 1), st.integers(1, LONGEST)),

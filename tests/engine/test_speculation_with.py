@@ -47,7 +47,7 @@ def expected(llama):
         return answers(llm, llama)
 
 
-@pytest.mark.parametrize("scheduler", ["static", "orca", "splitfuse"])
+@pytest.mark.parametrize("scheduler", ["static", "splitfuse"])
 def test_other_schedulers(llama, expected, scheduler):
     with llama.load(**ROWS, scheduler=scheduler, speculative_config=NGRAM) as llm:
         assert answers(llm, llama, Preempter(llm.engine, 3, share=0.2)) == expected

@@ -94,14 +94,14 @@ class PageCopyContract:
     def run(self, name, layers, *arguments):
         return self.jitted(name)(*jax.tree.map(jnp.asarray, (layers, *arguments)))
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=15, deadline=None)
     @given(page_ids=sources, data=st.data())
     def test_gather(self, page_ids, data):
         layers = pool(data.draw(st.sampled_from(self.dtypes)))
         staging = self.run("gather", layers, page_ids)
         assert_same_bits(staging, reference.gather_pages(layers, page_ids))
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=15, deadline=None)
     @given(page_ids=targets(), data=st.data())
     def test_scatter(self, page_ids, data):
         layers = pool(data.draw(st.sampled_from(self.dtypes)))
@@ -111,7 +111,7 @@ class PageCopyContract:
         trash = int(np.sum(page_ids == 0) > 1)
         assert_same_pages(written, reference.scatter_pages(layers, page_ids, staging), trash)
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=15, deadline=None)
     @given(source_ids=sources, target_ids=targets(), data=st.data())
     def test_copy(self, source_ids, target_ids, data):
         layers = pool(data.draw(st.sampled_from(self.dtypes)))
@@ -171,7 +171,7 @@ class TestXla(PageCopyContract):
             assert memory.temp_size_in_bytes < (IDS + 2) * whole_page_bytes < pool_bytes
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     source_ids=sources, target_ids=targets(), dtype=st.sampled_from(("float32", "int8", SCALED[0]))
 )

@@ -165,7 +165,7 @@ class PagedAttentionContract:
         self.check(self.case([0, 0, 0], page_size=4))
         self.check(self.case([0, 0], page_size=4, padding=4))
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=12, deadline=None)
     @given(
         window=st.sampled_from([None, 6]),
         contexts=st.tuples(*[st.integers(0, 40)] * 4),
@@ -198,7 +198,7 @@ class PagedAttentionContract:
     def test_groups_of_more_tokens_than_a_tile_over_several_blocks(self):
         self.check_groups([330, *range(300, 320)], [(0, 2, 70), (2, 19, 75)], heads=(2, 1))
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=12, deadline=None)
     @given(
         own=st.tuples(*[st.integers(0, 12)] * 10),
         sizes=st.lists(st.integers(1, 6), max_size=5),
@@ -307,7 +307,7 @@ class PagedAttentionContract:
         tree[10:14] = np.tri(7, dtype=bool)[:4]
         self.check(case, tree_mask=tree)
 
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=8, deadline=None)
     @given(data=st.data())
     def test_any_ranges(self, data):
         """Ranges that never decrease along a row, some of them empty."""

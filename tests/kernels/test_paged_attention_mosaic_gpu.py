@@ -208,7 +208,7 @@ def entries(cutting, since, until):
     return every[: ends[-1]], np.diff(ends, prepend=0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     contexts=st.lists(st.integers(0, 40 * 64), min_size=5, max_size=5),
     window=st.sampled_from([None, 1, 64, 300]),

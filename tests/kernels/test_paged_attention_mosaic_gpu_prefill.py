@@ -163,7 +163,7 @@ def list_work(batch, visible, size, end):
     return work_list(batch, visible, size=size, tile=TILE, end=end, positions=400)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 50), min_size=4, max_size=4),
     gaps=st.lists(st.integers(0, 9), min_size=4, max_size=4),

@@ -112,7 +112,7 @@ class QuantizedMatmulContract:
         assert y.dtype == jnp.float32
         assert_same_product(y, weight, x, 1e-6)
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=20, deadline=None)
     @given(
         name=st.sampled_from(list(FORMATS)),
         seed=st.integers(0, 2**32 - 1),
@@ -178,7 +178,7 @@ def test_parts_by_inputs_add_up_to_the_whole(name):
     assert_same_product(y, weight, x, 1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     name=st.sampled_from(list(FORMATS)),
     seed=st.integers(0, 2**32 - 1),

@@ -157,7 +157,7 @@ def test_threads_have_what_the_interpreter_says(format):
                 np.testing.assert_array_equal(mine, its)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(tiles=st.integers(1, 30), steps=st.integers(1, 20), blocks=st.integers(1, 20))
 def test_every_step_of_every_tile_is_one_blocks(tiles, steps, blocks):
     shares = Shares.of(tiles, steps, blocks)

@@ -94,7 +94,7 @@ def test_tiles_as_large_as_on_a_device(head_dim, dtype):
     check(segments, dtype, heads=1, head_dim=head_dim, page_size=256, pages=7)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data(), dtype=st.sampled_from(["float32", "bfloat16", "int8"]))
 def test_any_batch(data, dtype):
     """Each page at most once in a row; what is left of 40 tokens goes nowhere."""

@@ -90,9 +90,9 @@ class WindowsMachine(ManagerMachine):
 
 
 TestWindows = WindowsMachine.TestCase
-TestWindows.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestWindows.settings = settings(max_examples=30, stateful_step_count=50, deadline=None)
 TestManager = ManagerMachine.TestCase
-TestManager.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestManager.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)
 
 
 def drive(seed: int, num_operations: int, **fixed) -> World:

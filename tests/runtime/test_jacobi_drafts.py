@@ -94,7 +94,7 @@ def programs(size: int | None):
 
 
 @pytest.mark.parametrize("size", [None, 2, 3, WIDTH])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     prompt=st.lists(st.integers(0, 2), min_size=1, max_size=12),
     steps=st.lists(

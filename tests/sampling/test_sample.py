@@ -99,7 +99,7 @@ def test_one_nan_never_gives_an_id_out_of_range():
 
 
 @given(seed=st.integers(0, 1000), scale=st.sampled_from([1e-6, 0.01, 1.0, 30.0]))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_greedy_rows_of_a_general_batch_agree_with_greedy(seed, scale):
     logits = random_logits(4, seed=seed, scale=scale)
     if seed % 2:
@@ -372,7 +372,7 @@ def test_unused_stages_leave_the_state_alone_and_out_of_the_entry_computation():
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, VOCAB])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_a_masked_row_samples_what_its_mask_allows_and_nothing_else(vocab, data):
     """The tokens allowed are all that has a chance, and the rows beside are as without masks."""

@@ -8,9 +8,10 @@ from pydantic import ValidationError
 from jaxserve.core.errors import RequestError
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.protocol.endpoints import ENDPOINTS, Endpoint
-from jaxserve.protocol.errors import field_error, name_by, renamed
+from jaxserve.protocol.errors import REMEDIES, field_error, name_by, renamed
 from jaxserve.protocol.messages_api.request import MessagesRequest
 from jaxserve.protocol.model import Model
+from jaxserve.protocol.tools import Tool
 
 REQUESTS = {path: endpoint.request for path, endpoint in ENDPOINTS.items()}
 REQUESTS["/v1/messages"] = MessagesRequest
@@ -35,19 +36,42 @@ def call_of(path: str, fields: dict, model: Model):
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        *({name: None} for name in (*REMEDIES, "best_of", "an_invention")),
+        {"functions": [], "function_call": "none", "documents": [], "kv_transfer_params": {}},
+        {"typical_p": 1.0, "mirostat": 0, "early_stopping": False, "length_penalty": 1.0},
+        {"tool_choice": "auto", "tools": []},
+        {"session_id": "a", "user": "b"},
+    ],
+    ids=lambda fields: ", ".join(fields),
+)
+def test_fields_that_ask_for_nothing_are_accepted(model, fields):
+    assert call_of("/v1/chat/completions", fields, model).warning is None
+
+
+def test_what_a_client_says_of_a_tool_to_its_cache_reaches_no_template():
+    function = {"name": "f", "parameters": {}}
+    marked = function | {"cache_control": {"type": "ephemeral"}}
+    tool = Tool.model_validate({"type": "function", "function": marked})
+    assert tool.model_dump(exclude_none=True)["function"] == function
+
+
+@pytest.mark.parametrize(
     ("path", "fields", "said"),
     [
         ("completions", {"suffix": "x"}, "suffix is not accepted; leave"),
         ("completions", {"vllm_xargs": {"a": 1e39}}, "vllm_xargs must"),
         ("completions", {"guided_regex": ""}, "guided_regex must be non-empty"),
         ("completions", {"stream": None, "n": True}, "n must be a valid integer, got true"),
-        ("completions", {"length_penalty": 1}, "needs use_beam_search"),
+        ("completions", {"length_penalty": 1.5}, "needs use_beam_search"),
+        ("completions", {"stream_options": {"stream": 1}}, "stream_options.stream is not a field"),
         (
             "chat/completions",
-            {"functions": []},
+            {"functions": [{}]},
             "functions is not a field of this request; use",
         ),
-        ("chat/completions", {"documents": []}, "write them into the messages"),
+        ("chat/completions", {"documents": ["a"]}, "write them into the messages"),
         ("chat/completions", {"logprobs": True, "top_logprobs": 30}, "top_logprobs must be"),
         ("chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens must be"),
         ("chat/completions", {"max_tokens": 0}, "max_tokens must be"),

@@ -14,8 +14,9 @@ from jaxserve.protocol.errors import FieldError
 from jaxserve.protocol.parsing.answer import Answer, AnswerReader
 from jaxserve.protocol.parsing.channels import ChannelReader, before_answer
 from jaxserve.protocol.parsing.reasoning import ReasoningReader, reasoning_marks
-from jaxserve.protocol.parsing.tool_calls import Piece, ToolCall, ToolReader, format_of, knows_tools
+from jaxserve.protocol.parsing.tool_calls import Piece, ToolCall, ToolReader, format_of
 from jaxserve.protocol.tools import ChosenTool, Tool, check_tools, forced_schema
+from jaxserve.text.chat import knows_tools
 
 WEATHER = {
     "type": "object",

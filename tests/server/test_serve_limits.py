@@ -190,6 +190,7 @@ def test_unfinished_requests_are_resumed_by_the_next_server(start, tmp_path):
         (["--uds=/dev/null"], "--uds is '/dev/null', but that is not a socket"),
         (["--uds=/nowhere/socket"], "--uds is '/nowhere/socket'"),
         (["--root-path=llm"], "--root-path is 'llm'"),
+        (["--allowed-origins=example.com"], "--allowed-origins has 'example.com'; write an origin"),
         (["--ssl-keyfile=/nowhere"], "--ssl-keyfile needs --ssl-certfile"),
         (["--ssl-certfile=/dev/null"], "--ssl-certfile and --ssl-keyfile: '/dev/null' are not"),
     ],

@@ -84,7 +84,7 @@ def test_littles_law():
     assert area == sum(summary.e2e_us for summary in summaries) > 0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     scheduler=st.sampled_from(sorted(POLICIES)),
     max_num_seqs=st.integers(1, 6),

@@ -41,6 +41,17 @@ def test_current_date() -> None:
     assert len(render("{{ strftime_now('%Y') }}")) == 4
 
 
+def test_tools_that_the_template_has_not_are_refused() -> None:
+    with pytest.raises(RequestError, match="tools are given, but this model's chat template"):
+        render_chat(
+            "{{ messages[0].content }}",
+            [{"role": "user", "content": "hi"}],
+            add_generation_prompt=True,
+            tools=[{"name": "f"}],
+            variables={},
+        )
+
+
 def test_variables_and_tools_reach_the_template() -> None:
     template = "{{ bos_token }}{{ tools[0].name }}{{ add_generation_prompt }}{{ documents }}"
     text = render_chat(

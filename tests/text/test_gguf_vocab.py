@@ -154,7 +154,10 @@ def test_fillers_are_no_tokens(byte_level_metadata: dict[str, Any]) -> None:
 
 
 def test_named_chat_templates(byte_level_metadata: dict[str, Any]) -> None:
-    named = {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "T"}
+    named = {
+        "tokenizer.chat_templates": ["tool_use"],
+        "tokenizer.chat_template.tool_use": "T{# tools #}",
+    }
     tokenizer = Tokenizer.from_gguf(byte_level_metadata | named)
     messages = [{"role": "user", "content": "Hi"}]
     assert tokenizer.apply_chat_template(messages) == "user:Hi;"

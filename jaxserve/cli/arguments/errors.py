@@ -112,7 +112,7 @@ def in_a_line(printed: str, args: Sequence[str], commands: Any) -> str | None:
     help_of = f"`jaxserve {' '.join(command.words)} --help`"
     if value := re.search(r"Error parsing (?:-\w/)?(--[\w-]+): (.*?)\.? [─-]{3}", text):
         return f"{value[1]}: {value[2]}; {help_of} lists the options."
-    if extra := re.search(r"Unrecognized options: (\S+)", text):
+    if extra := re.search(r"Unrecognized options: ([^\s,]+)", text):
         quotes = " Put a prompt of several words into quotes." * ("prompt" in command.settings)
         return f"there is no argument {extra[1]!r}; {help_of} lists the arguments.{quotes}"
     if "Missing from" in text:

@@ -70,11 +70,24 @@ OptionalDtype = Annotated[str | None, _one_or_none(f"{{{','.join(DTYPES)}}}", st
 """Its other names, such as bf16, are left to EngineConfig."""
 
 
+def _texts(words: list[str]) -> tuple[str, ...]:
+    if not words:  # As of a variable of the shell that is not set.
+        raise ValueError("it has no value; give one or more, or leave it out.")
+    return tuple(words)
+
+
 Texts = Annotated[
     tuple[str, ...],
+    PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="TEXT [TEXT ...]",
+        instance_from_str=_texts,
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=list,
+    ),
     arg(help_behavior_hint=lambda default: f"(default: {default})" if default else ""),
 ]
-"""Any number of arguments; --help names no default where that is none of them."""
+"""One or more arguments; --help names no default where that is none."""
 
 Names = Annotated[
     tuple[str, ...],

@@ -14,8 +14,9 @@ from jaxserve.protocol.errors import FieldError
 from jaxserve.protocol.fields import GenerationFields, Ignored, JsonObject, ListOf
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.parsing.reasoning import Marks, check_budget, reasoning_marks
-from jaxserve.protocol.parsing.tool_calls import format_of, knows_tools
+from jaxserve.protocol.parsing.tool_calls import format_of
 from jaxserve.protocol.tools import ChosenTool, Tool, check_tools, forced_schema
+from jaxserve.text.chat import knows_tools
 from jaxserve.text.thinking import begun_thinking
 
 Choice = Literal["none", "auto", "required"] | ChosenTool

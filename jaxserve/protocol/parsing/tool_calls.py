@@ -22,7 +22,6 @@ Format = Literal["hermes", "llama", "harmony"]
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _SPACE = re.compile(r"\s*")
-_READS_TOOLS = re.compile(r"\btools\b")
 # The usual beginning of a call, after which its arguments are passed on.
 _HEAD = re.compile(
     r'\{\s{0,64}"name"\s{0,64}:\s{0,64}"([a-zA-Z0-9_-]{1,64})"\s{0,64},\s{0,64}'
@@ -31,11 +30,6 @@ _HEAD = re.compile(
 _JSON_MARK = re.compile(r'["{}\[\]]')
 _STRING_MARK = re.compile(r'["\\]')
 _BETWEEN_OBJECTS = " \t\r\n,;[]"
-
-
-def knows_tools(template: str | None) -> bool:
-    """Whether a chat template supports tools."""
-    return template is not None and bool(_READS_TOOLS.search(template))
 
 
 def format_of(template: str) -> Format | None:
