@@ -78,7 +78,11 @@ class _Conversation:
                 _say(_HELP)
             case "/system":
                 self._system = argument.strip() or None
-                _say("There is no system prompt." if self._system is None else "It is set.")
+                _say(
+                    "There is no system prompt."
+                    if self._system is None
+                    else "The system prompt is set."
+                )
             case "/stats":
                 _say(self._stats())
             case "/reset":

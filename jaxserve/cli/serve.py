@@ -231,8 +231,8 @@ class Serve(Common):
                 raise ConfigError(f"{name} is {value!r}; it must be {least} or more.")
         if self.max_logprobs > MAX_LOGPROBS:
             raise ConfigError(
-                f"max_logprobs is {self.max_logprobs}; it must be {MAX_LOGPROBS} or less, for "
-                "which programs are compiled."
+                f"max_logprobs is {self.max_logprobs}; it must be {MAX_LOGPROBS} or less: programs "
+                "return no more."
             )
         if self.api_key and self.api_key_file is not None:
             raise ConfigError("api_key and api_key_file are both given; give one of them.")

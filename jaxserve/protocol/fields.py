@@ -169,7 +169,8 @@ class ResponseFormat(Fields):
         """As fields of `structured_outputs`. Raises FieldError if the schema is missing."""
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise FieldError(
-                "response_format", "must have a json_schema exactly if its type is json_schema."
+                "response_format",
+                "needs a json_schema when its type is json_schema, and takes none otherwise.",
             )
         if self.schema_ is not None and self.type != "json_object":
             raise FieldError("response_format.schema", "is only for the type json_object.")

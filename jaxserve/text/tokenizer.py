@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import tokenizers
 
@@ -193,8 +193,19 @@ class Tokenizer:
         """Token ids by the tokens as the vocabulary spells them."""
         return self._backend.get_vocab(with_added_tokens=True)
 
-    def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str | None]:
-        """Tokens as the vocabulary spells them; None for ids outside the vocabulary."""
+    @overload
+    def convert_ids_to_tokens(self, token_ids: int) -> str | None: ...
+
+    @overload
+    def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str | None]: ...
+
+    def convert_ids_to_tokens(
+        self, token_ids: Sequence[int] | int
+    ) -> list[str | None] | str | None:
+        """Tokens as the vocabulary spells them, or the one of a single id; None for ids outside the
+        vocabulary."""
+        if isinstance(token_ids, int):
+            return self.convert_ids_to_tokens([token_ids])[0]
         return [None if i < 0 else self._backend.id_to_token(i) for i in token_ids]
 
     @property

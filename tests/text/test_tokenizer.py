@@ -52,6 +52,7 @@ def test_smollm2_facts(smollm2: Tokenizer) -> None:
     assert smollm2.eos_token_id == smollm2.get_vocab()["<|im_end|>"] == 2
     spelled = smollm2.convert_ids_to_tokens([*smollm2.encode(" sky"), 99_999, -1])
     assert spelled == ["\u0120sky", None, None]
+    assert smollm2.convert_ids_to_tokens(2) == "<|im_end|>"
 
 
 @settings(deadline=None)
