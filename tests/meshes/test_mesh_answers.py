@@ -26,12 +26,10 @@ pytestmark = pytest.mark.meshes
 MESHES = {
     "TP2": {"dual_batch_overlap": "on"},
     "TP4": {"sequence_parallel": True},
-    "TP8": {},
     "PP2": {"max_num_batched_tokens": 2 + 64},
     "PP4": {"max_num_seqs": 4, "program_scope": "layer"},
     "CP2": {"program_scope": "layer"},
     "CP4": {"page_size": 16},
-    "CP8": {"program_scope": "layer"},
     "TP4 PP2": {"sequence_parallel": True},
     "TP2 CP2": {"sequence_parallel": True, "program_scope": "layer"},
     "PP2 CP2": {"max_num_batched_tokens": 2 + 64},
@@ -49,7 +47,6 @@ def test_a_mesh_answers_as_one_device(answered, mesh):
     [
         ("TP2", "draft_model"),
         ("CP2", "layer_skip"),
-        ("TP2 CP2", "ngram"),
         ("TP2", "medusa"),
         ("TP2 CP2", "lookahead"),
         ("TP2", "eagle tree"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from unittest import mock
 
+import on_demand
 import pytest
 from scripts import on_eight_devices
 from tiny_engines import TinyModel, generate
@@ -19,8 +21,11 @@ pytestmark = pytest.mark.meshes
 def test_an_engine_of_one_device_of_eight_starts_warm():
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     settings = {"page_size": 8, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 16}
-    with tempfile.TemporaryDirectory() as directory:
-        os.environ["JAXSERVE_CACHE"] = f"{directory}/cache"
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        mock.patch.dict(os.environ, JAXSERVE_CACHE=f"{directory}/cache"),
+        on_demand.suspended(),
+    ):
         model = TinyModel.write_llama(Path(directory))
         for compiles in (True, False):
             with model.load(**settings) as llm:
