@@ -34,6 +34,8 @@ def test_a_notebook_runs_from_top_to_bottom(name, smollm2_path, tmp_path, monkey
     # The kernel imports what this process does, and is of the same Python.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))
+    if name == "under_the_hood":  # It shows that all is compiled before the first step.
+        monkeypatch.delenv("TESTS_COMPILE", raising=False)
     notebook = nbformat.read(COLAB / f"{name}.ipynb", as_version=4)
     client = nbclient.NotebookClient(
         notebook,
@@ -60,6 +62,8 @@ def test_a_start_shows_its_progress_without_widgets(tmp_path, monkeypatch):
     nbclient = pytest.importorskip("nbclient")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))
+    if name == "under_the_hood":  # It shows that all is compiled before the first step.
+        monkeypatch.delenv("TESTS_COMPILE", raising=False)
     source = """
 from jaxserve.runtime.progress import TerminalProgress
 with TerminalProgress() as progress:
