@@ -323,7 +323,7 @@ def test_no_thread_outlives_a_progress_bar(llama, llm):
     assert set(threading.enumerate()) == before
 
 
-def test_a_start_draws_bars_on_terminals_only(llama):
+def test_a_start_draws_bars_on_terminals_only(ahead_of_time, llama):
     """Under a pseudo-terminal; the tests' own stderr is none."""
     script = (
         "import sys; from jaxserve import LLM\n"
