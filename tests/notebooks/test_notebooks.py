@@ -62,8 +62,6 @@ def test_a_start_shows_its_progress_without_widgets(tmp_path, monkeypatch):
     nbclient = pytest.importorskip("nbclient")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))
-    if name == "under_the_hood":  # It shows that all is compiled before the first step.
-        monkeypatch.delenv("TESTS_COMPILE", raising=False)
     source = """
 from jaxserve.runtime.progress import TerminalProgress
 with TerminalProgress() as progress:
