@@ -425,7 +425,7 @@ class LLM:
 
         The prompt ends with the start of the assistant's turn unless `add_generation_prompt` is
         False, or inside the last message with `continue_final_message`. Raises RequestError for
-        messages that the template rejects.
+        messages that the template rejects, and for tools where it has none.
         """
         return self.engine.chat_prompt(
             messages,

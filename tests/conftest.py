@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Tests compile tiny models for longer than they run them, and interpreted kernels too, so their
     programs are unoptimised. Those of the real model, documented commands, notebooks and other
-    clients run what users run.
+    clients are optimised as for users.
 
     It is the one that JAXSERVE_CACHE names, which runs of the tests can share, or else one for this
     run, with links to the models in the user's own.

@@ -16,8 +16,7 @@ _UNUSED: dict[str, tuple[object, ...]] = {
     "scheduler": ("static", "orca", "vllm", "splitfuse"),
     "shared_prefix_attention": ("disabled",),
 }
-"""The values, besides its default, with which a setting of the tables below excludes and needs
-nothing."""
+"""Values besides the default with which a setting counts as not in use."""
 
 
 @dataclasses.dataclass(frozen=True)

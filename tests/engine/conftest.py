@@ -37,7 +37,7 @@ def kv_llm_for(llama, tmp_path_factory):
             )
         llm = made[key] = made.pop(key)
         if len(made) > MAX_ENGINES:
-            made.pop(next(iter(made))).close()
+            close(made.pop(next(iter(made))))
         for request_id in list(llm.engine._requests):  # What a failed test left behind.
             llm.abort(request_id)
         assert_idle(llm.engine)

@@ -65,7 +65,7 @@ def _postpone(compilation: Compilation, spec: ProgramSpec) -> Program:
 
 
 def _read_once(cache: ExecutableCache, path: Path) -> jax.stages.Compiled | None:
-    """Engines of one process share executables: to load one takes a quarter of compiling it."""
+    """Engines of one process share executables, since to load one takes tens of milliseconds."""
     try:
         stat = path.stat()
     except OSError:

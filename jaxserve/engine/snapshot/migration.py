@@ -42,8 +42,7 @@ class Migration:
     """Exports the requests and prefixes of one engine, and takes those of others, between its
     steps.
 
-    Every method raises SnapshotError in a multi-host job and once weights have been replaced,
-    EngineClosedError on a closed engine, and EngineAsleepError where a sleeping one cannot do it.
+    Every method raises as those of `Snapshots`.
     """
 
     def __init__(self, engine: EngineAccess) -> None:
