@@ -22,6 +22,7 @@ from test_page_copy import (
     layout,
     pool,
     random_bits,
+    without_payloads,
 )
 
 from pallas_kernels.compat import tpu as compat
@@ -53,6 +54,7 @@ def test_no_copy_races_with_another(dtype):
     staging = random_bits(
         (len(IDS), row_elements(layers)), layers[0].k.dtype, np.random.default_rng(1)
     )
+    layers, staging = without_payloads((layers, staging))
     with compat.tpu_interpreter() as interpreter:
         arguments = jax.tree.map(jnp.asarray, (layers, IDS))
         gathered = mosaic_tpu.gather_pages(*arguments, interpret=interpreter)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_page_copy import random_bits, without_payloads
 from unoptimised import UNOPTIMISED
 
 from pallas_kernels.compat import tpu as compat
@@ -35,12 +36,6 @@ def jitted(cores):
     return jax.jit(write, compiler_options=UNOPTIMISED)
 
 
-def random_bits(rng, shape, dtype):
-    """Any elements at all, NaNs of every kind included."""
-    count = int(np.prod(shape)) * jnp.dtype(dtype).itemsize
-    return rng.integers(0, 256, count, np.uint8).view(dtype).reshape(shape)
-
-
 def places(segments):
     """page_ids and offsets of segments (page, first offset, tokens)."""
     ids = [page for page, _, tokens in segments for _ in range(tokens)]
@@ -50,12 +45,13 @@ def places(segments):
 
 def check(segments, dtype="bfloat16", *, heads=2, head_dim=16, page_size=4, pages=12, cores=1,
           write=None):  # fmt: skip
-    """Every bit of the pool, but for page 0."""
+    """Every bit of the pool, but for page 0; `write` is what the simulator of races runs."""
     rng = np.random.default_rng(0)
     ids, offsets = places(segments)
-    shapes = PageLayout(pages, page_size, heads, head_dim, jnp.dtype(dtype)).shapes
-    pool = jax.tree.map(lambda array: random_bits(rng, array.shape, array.dtype), shapes)
-    k, v = random_bits(rng, (2, len(ids), heads, head_dim), jnp.dtype(dtype))
+    layout = PageLayout(pages, page_size, heads, head_dim, jnp.dtype(dtype))
+    shapes = (layout.shapes, jax.ShapeDtypeStruct((2, len(ids), heads, head_dim), layout.dtype))
+    bits = jax.tree.map(lambda like: random_bits(like.shape, like.dtype, rng).copy(), shapes)
+    pool, (k, v) = without_payloads(bits) if write else bits
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compat, "tpu_cores", lambda: cores)
         written = (write or jitted(cores))(*jax.tree.map(jnp.asarray, (pool, k, v, ids, offsets)))
