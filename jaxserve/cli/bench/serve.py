@@ -55,12 +55,12 @@ class BenchServe(Common):
         timeout_s: a request that takes longer has failed.
         seed: for prompts and arrival times. By default one is drawn, so that a second run does not
             hit the first run's prompts in the server's prefix cache.
-        find_capacity: search for the highest rate of requests that meets slo.
+        find_capacity: search for the highest rate of requests that meets --slo.
         slo: with find_capacity, limits of percentiles, such as ttft=2s,itl_p90=50ms: of ttft, itl,
             tpot, e2e, and at least of fluidity; without _pN of the 99th.
         json: print one JSON object instead of tables.
         output: write the summary, and the time of every token, to this JSON file; with
-            find_capacity, the object that json prints.
+            find_capacity, the object that --json prints.
         plot: draw distributions and the run over time into this .html, .svg or .png file.
     """
 

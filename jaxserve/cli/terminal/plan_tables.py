@@ -101,7 +101,7 @@ def memory_table(decided: EnginePlan, scratch: str = "program scratch") -> str:
             *_lower_tiers(memory),
             ("total", size(memory.total_bytes)),
             (
-                f"may be used (memory_utilization {decided.config.memory_utilization:g})",
+                f"may be used (--memory-utilization {decided.config.memory_utilization:g})",
                 size(memory.limit_bytes),
             ),
             ("left over" if left >= 0 else "missing", size(abs(left))),
@@ -199,11 +199,11 @@ def capacity(decided: EnginePlan) -> str:
         (f"requests of {length:,} tokens at once", f"{number:,}") for length, number in at_once
     ]
     if at_once[-1][1] == config.max_num_seqs:
-        rows.append(("most requests at once (max_num_seqs)", f"{config.max_num_seqs:,}"))
+        rows.append(("most requests at once (--max-num-seqs)", f"{config.max_num_seqs:,}"))
     pages = pages_that_fit(memory)
     rows.append(
         (
-            f"largest pool that fits (kv_cache_memory_bytes {pages * memory.page_bytes})",
+            f"largest pool that fits (--kv-cache-memory-bytes {pages * memory.page_bytes})",
             f"{memory.tokens_of(pages):,} tokens",
         )
     )
