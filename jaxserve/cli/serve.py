@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -244,12 +245,25 @@ class Serve(Common):
                     f"allowed_origins has {origin!r}; write an origin as browsers do, such as "
                     "https://chat.example.com, or '*' for any."
                 )
+        self._check_model()
         self._check_disaggregation()
         self._check_autoscaling()
         if self.num_replicas > 1:
             self._check_replicas()
         if self.trace_file is not None:
             check_output_file("trace_file", self.trace_file)
+
+    def _check_model(self) -> None:
+        """Raises ConfigError where an option of several values has taken the MODEL after it."""
+        if self.engine.model != ModelSettings.model:
+            return
+        for name in ("api_key", "served_model_name", "allowed_hosts", "allowed_origins"):
+            *_, last = getattr(self, name) or ("",)
+            if os.path.exists(last):
+                raise ConfigError(
+                    f"{name} has the value {last!r:.200}, which is a file or folder here; write "
+                    f"MODEL before options: `jaxserve serve {last:.200}`, and those after it."
+                )
 
     @property
     def num_replicas(self) -> int:

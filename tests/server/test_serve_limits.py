@@ -203,6 +203,16 @@ def test_settings_that_cannot_be(args, says, capsys):
     assert line.startswith("error: ") and says in line
 
 
+def test_an_option_that_has_taken_the_model(tmp_path, capsys):
+    from jaxserve.cli import main
+
+    for option in ("--api-key", "--served-model-name", "--allowed-hosts"):
+        assert main(["serve", option, "k", str(tmp_path)]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {option} has the value {str(tmp_path)!r}, which is a file")
+        assert f"`jaxserve serve {tmp_path}`" in error
+
+
 def test_a_model_there_is_not_ends_the_server(start, tmp_path):
     server = ServerProcess(tmp_path / "nothing", tmp_path / "log")
     assert server.process.wait(60) == 1
