@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jaxserve.server.listening import Tls
 
 _KEY = re.compile("[!-~]+")
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,11 +259,13 @@ class Serve(Common):
         if self.engine.model != ModelSettings.model:
             return
         for name in ("api_key", "served_model_name", "allowed_hosts", "allowed_origins"):
-            *_, last = getattr(self, name) or ("",)
-            if os.path.exists(last):
+            *before, last = getattr(self, name) or ("",)
+            alone = name == "served_model_name" and not before
+            if os.path.exists(last) or (_REPOSITORY.fullmatch(last) and not alone):
                 raise ConfigError(
-                    f"{name} has the value {last!r:.200}, which is a file or folder here; write "
-                    f"MODEL before options: `jaxserve serve {last:.200}`, and those after it."
+                    f"{name} has the value {last!r:.200}, which looks like a model; write MODEL "
+                    f"before options: `jaxserve serve {last:.200}`, or the model that is meant, "
+                    "and the options after it."
                 )
 
     @property

@@ -207,10 +207,11 @@ def test_an_option_that_has_taken_the_model(tmp_path, capsys):
     from jaxserve.cli import main
 
     for option in ("--api-key", "--served-model-name", "--allowed-hosts"):
-        assert main(["serve", option, "k", str(tmp_path)]) == 1
-        error = capsys.readouterr().err
-        assert error.startswith(f"error: {option} has the value {str(tmp_path)!r}, which is a file")
-        assert f"`jaxserve serve {tmp_path}`" in error
+        for model in (str(tmp_path), "org/name"):
+            assert main(["serve", option, "k", model]) == 1
+            error = capsys.readouterr().err
+            assert error.startswith(f"error: {option} has the value {model!r}, which looks like a")
+            assert f"`jaxserve serve {model}`" in error
 
 
 def test_a_model_there_is_not_ends_the_server(start, tmp_path):
