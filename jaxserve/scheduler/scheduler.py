@@ -152,7 +152,7 @@ class Scheduler(SequenceLifecycle):
         """Appends a token that `chunk` sampled, in dispatch order; False if it was dropped. `place`
         counts the tokens of a decode: after the first they follow the drafts that were kept.
 
-        A sequence preempted since keeps the token, for its context was correct. One that has
+        A sequence preempted since keeps the token, because its context was correct. One that has
         finished since (the stop was seen a step late) drops it.
         """
         seq = chunk.seq
