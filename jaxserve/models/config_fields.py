@@ -3,7 +3,8 @@
 A field is read by `common_config`, read by the family (`implements`), known to change nothing of
 what a model computes (`HARMLESS`), or known to change nothing with some values (`_OPTIONS`). Any
 other one is refused by its name and value unless it is null, since a model that is computed without
-it may be another model.
+it may be another model. So is one that `common_config` reads for some families only (windows, a
+part of a head that rotates), in a family whose reference implementation ignores it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ _COMMON = {
     "original_max_position_embeddings",
 }
 """Fields that `common_config` reads for every family."""
+
+WINDOW = ("sliding_window",)
+WINDOW_BY_LAYER = (*WINDOW, "layer_types")
+WINDOW_SWITCHED = (*WINDOW_BY_LAYER, "use_sliding_window", "max_window_layers")
+"""Fields of attention windows, for the `implements` of families: one of all layers, one of some,
+and one that can be turned off."""
 
 HARMLESS = {
     # What wrote the file, and for which classes and dtypes.
@@ -125,6 +132,11 @@ def refuse_others(
                 f"{name} {shown(raw[name])} is not implemented for {architecture}; only "
                 f"{activation!r} is."
             )
+    _refuse_windows(raw, implements)
+    if "partial_rotary_factor" not in implements:
+        for fields in (raw, raw.get("rope_scaling"), raw.get("rope_parameters")):
+            partial = fields.get("partial_rotary_factor") if isinstance(fields, dict) else None
+            only(raw | {"partial_rotary_factor": partial}, "partial_rotary_factor", None, 1)
     for name in sorted(raw.keys() - _COMMON - HARMLESS - set(implements)):
         if name in _OPTIONS:
             only(raw, name, *_OPTIONS[name])
@@ -133,6 +145,22 @@ def refuse_others(
                 f"{name} {shown(raw[name])} is not implemented for {architecture}. If it changes "
                 "nothing that the model computes, delete it from config.json."
             )
+
+
+def _refuse_windows(raw: Mapping[str, Any], implements: Collection[str]) -> None:
+    """Raises UnsupportedModelError for a field that gives layers a window, or takes it from them,
+    where the family does not read that field."""
+    window, is_on = raw.get("sliding_window"), raw.get("use_sliding_window")
+    if "sliding_window" not in implements:
+        if is_on is not False:
+            only(raw, "sliding_window", None)
+        window = None
+    if "use_sliding_window" not in implements and window is not None:
+        only(raw, "use_sliding_window", None, True)
+        only(raw, "max_window_layers", None, 0)
+    if "layer_types" not in implements and isinstance(kinds := raw.get("layer_types"), list):
+        kind = "full_attention" if window is None else "sliding_attention"
+        only(raw, "layer_types", [kind] * len(kinds))
 
 
 def only(raw: Mapping[str, Any], name: str, *values: Any) -> None:

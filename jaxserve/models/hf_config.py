@@ -48,6 +48,24 @@ _ROPE_FIELDS = {
     *("short_factor", "long_factor"),
     "finetuned",  # says how the weights came to be
 }
+_YARN_FIELDS = (
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+)
+_FIELDS_OF_KIND: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", *_YARN_FIELDS),
+    "longrope": ("factor", "attention_factor", "short_factor", "long_factor"),
+}
+"""Fields that one kind of scaling reads, besides those that say where and how much is rotated."""
+_NEUTRAL_ROPE = {"factor": 1, "attention_factor": 1, "truncate": True}
 
 
 def common_config(
@@ -158,6 +176,7 @@ def rope_config(raw: dict[str, Any], head_dim: int) -> RopeConfig:
     """
     scaling = _rope_fields(raw)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    _refuse_rope_fields(scaling, kind)
     trained = integer(raw, "max_position_embeddings")
     original = integer(scaling, "original_max_position_embeddings", None)
     if kind in ("longrope", "yarn") and original:
@@ -193,10 +212,11 @@ def rope_config(raw: dict[str, Any], head_dim: int) -> RopeConfig:
         raise malformed("high_freq_factor", rope.high_freq_factor, required)
     try:
         # Fails here rather than when programs are traced.
-        with np.errstate(all="ignore"):
-            inverse, scale = frequencies(rope, trained)
-        if not (np.isfinite(inverse).all() and math.isfinite(scale)):
-            raise ArithmeticError("a frequency is not finite")
+        for context in {trained, rope.original_max_position}:
+            with np.errstate(all="ignore"):
+                inverse, scale = frequencies(rope, context)
+            if not (np.isfinite(inverse).all() and math.isfinite(scale)):
+                raise ArithmeticError("a frequency is not finite")
     except (ArithmeticError, ValueError) as error:
         raise ModelError(
             f"config.json asks for {shown(rope)}, which is undefined: {error}."
@@ -226,6 +246,24 @@ def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
             )
         fields |= {name: value for name, value in inner.items() if value is not None}
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _refuse_rope_fields(scaling: dict[str, Any], kind: Any) -> None:
+    """Raises UnsupportedModelError for a field that scaling of this kind does not read."""
+    if scaling.get("type", kind) != kind:
+        raise UnsupportedModelError(
+            f"config.json has the rope_type {shown(kind)} and the type {shown(scaling['type'])}; "
+            "remove one of them."
+        )
+    if not isinstance(kind, str) or kind not in _FIELDS_OF_KIND:
+        return  # `rope.frequencies` refuses it
+    others = set().union(*_FIELDS_OF_KIND.values()) - set(_FIELDS_OF_KIND[kind])
+    for name in sorted(others & scaling.keys()):
+        if scaling[name] != _NEUTRAL_ROPE.get(name):
+            raise UnsupportedModelError(
+                f"config.json has a rotation with {name} {shown(scaling[name])}, which the "
+                f"rope_type {kind!r} does not have; remove it, or correct the rope_type."
+            )
 
 
 def integer(raw: dict[str, Any], name: str, default: Any = _REQUIRED, minimum: int = 1) -> Any:

@@ -103,11 +103,14 @@ def parse(raw: dict[str, Any]) -> QuantizationConfig | None:
     value, and ModelError for one that is malformed.
     """
     fields = raw.get(FIELD)
-    method = method_of(raw)
-    if method not in _PARSERS:
+    if fields is None:
         return None
-    known = _Fields(fields, FIELD)
-    config = _PARSERS[method](known)
+    method, known = method_of(raw), _Fields(fields, FIELD)
+    if method in _PARSERS:
+        config = _PARSERS[method](known)
+    else:  # The tensors of the files say which modules are stored so.
+        config = None
+        known.get("modules_to_not_convert")
     known.refuse_others(_HARMLESS)
     return config
 

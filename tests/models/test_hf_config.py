@@ -26,6 +26,14 @@ BARE = {
 }
 GEMMA_2 = {"architectures": ["Gemma2ForCausalLM"]}
 GEMMA_3 = {"architectures": ["Gemma3ForCausalLM"]}
+MISTRAL = {"architectures": ["MistralForCausalLM"]}
+PHI_3 = {"architectures": ["Phi3ForCausalLM"]}
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 256}
+WINDOWS = [
+    {"sliding_window": 4},
+    {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    {"layer_types": ["chunked_attention"] * 4},
+]
 YARN = {"factor": 4.0, "original_max_position_embeddings": 256, "beta_fast": 16.0}
 
 
@@ -50,12 +58,9 @@ def test_rope_spellings_of_every_transformers_version_agree(fields):
 
 @pytest.mark.parametrize("kind", ["yarn", "longrope"])
 def test_factor_follows_from_the_two_contexts(kind):
-    scaling = {
-        "rope_type": kind,
-        "original_max_position_embeddings": 256,
-        "short_factor": [1.0] * 4,
-        "long_factor": [2.0] * 4,
-    }
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    scaling = {"rope_type": kind, "original_max_position_embeddings": 256}
+    scaling |= factors if kind == "longrope" else {}
     assert read(rope_scaling=scaling).rope.factor == 4.0
 
 
@@ -90,6 +95,15 @@ def test_qwen_windows(architecture):
 def test_mistral_windows_every_layer():
     assert read("MistralForCausalLM", sliding_window=128).sliding_windows == (128,) * 4
     assert read("MistralForCausalLM", sliding_window=None).sliding_windows == (None,) * 4
+
+
+def test_windows_that_are_none_are_no_reason_to_refuse():
+    full = ["full_attention"] * 4
+    off = {"use_sliding_window": False, "sliding_window": 128, "max_window_layers": 2}
+    for fields in ({"sliding_window": None, "layer_types": full}, off):
+        assert read(**fields).sliding_windows == (None,) * 4
+    every = {"sliding_window": 8, "layer_types": ["sliding_attention"] * 4}
+    assert read("MistralForCausalLM", **every).sliding_windows == (8,) * 4
 
 
 def test_gemma_windows():
@@ -181,9 +195,15 @@ def test_a_missing_field_is_named(architecture, field):
         ({"rope_scaling": {"rope_type": "spiral"}}, "rope scaling 'spiral'"),
         ({"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0]}}, "needs 4"),
         ({"num_key_value_heads": 3}, "4 query heads.*3 key/value heads"),
+        ({"rope_scaling": {"factor": 8.0}}, "a rotation with factor 8.0, which .* 'default' does"),
+        ({"rope_scaling": YARN | {"type": "yarn", "rope_type": "linear"}}, "type 'yarn'; remove"),
         (
-            {"sliding_window": 8, "layer_types": ["chunked_attention"] * 4},
-            r"layer_types has \['chunked_attention'\]",
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 2.0}},
+            "attention_factor 2.0, which the rope_type 'linear'",
+        ),
+        (
+            {"rope_scaling": LONGROPE | {"short_factor": [1.0], "long_factor": [2.0] * 4}},
+            "longrope needs 4",
         ),
         ({"quantization_config": {"quant_method": "hqq"}}, "'hqq'.*quant_method may be awq.*GGUF"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "'mxfp4'.*quant_method may be awq"),
@@ -220,7 +240,26 @@ def test_what_is_not_implemented_is_refused(fields, message):
         ("Gemma2ForCausalLM", {"sliding_window_size": 9}, "sliding_window_size 9"),
         ("GptOssForCausalLM", {"experts_per_token": 9}, "experts_per_token 9"),
         ("DeepseekV3ForCausalLM", {"qk_head_dim": 9}, "qk_head_dim 9"),
+        ("DeepseekV3ForCausalLM", {"head_dim": 77}, "head_dim 77"),
+        ("DeepseekV2ForCausalLM", {"num_experts": 17}, "num_experts 17"),
         ("MixtralForCausalLM", {"norm_topk_prob": False}, "norm_topk_prob False"),
+        ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        (
+            "Qwen2ForCausalLM",
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor 0.5",
+        ),
+        *(
+            (f"{family}ForCausalLM", fields, next(iter(fields)))
+            for family in ("Llama", "Olmo2", "Olmoe", "DeepseekV3")
+            for fields in WINDOWS
+        ),
+        *(
+            (f"{family}ForCausalLM", {"sliding_window": 4} | fields, next(iter(fields)))
+            for family in ("Mistral", "Mixtral", "Phi3")
+            for fields in (*WINDOWS[1:], {"max_window_layers": 2}, {"use_sliding_window": False})
+        ),
+        ("Gemma2ForCausalLM", {"use_sliding_window": False}, "use_sliding_window False"),
         *(
             ("LlamaForCausalLM", {name: value}, f"{name} {value}")
             for name, value in (
@@ -294,12 +333,12 @@ def test_rotation_that_is_not_implemented_is_refused():
         ({"eos_token_id": "</s>"}, r"eos_token_id '</s>'; .* in 0\.\.63"),
         ({"eos_token_id": [2, 64]}, r"eos_token_id \[2, 64\]; .* in 0\.\.63"),
         ({"eos_token_id": True}, "eos_token_id True; .* an id"),
-        ({"sliding_window": 0}, "sliding_window 0; .* at least 1"),
-        ({"sliding_window": 8.0}, "sliding_window 8.0; .* integer"),
+        (MISTRAL | {"sliding_window": 0}, "sliding_window 0; .* at least 1"),
+        (MISTRAL | {"sliding_window": 8.0}, "sliding_window 8.0; .* integer"),
         ({"layer_types": []}, r"layer_types \[\]; .* a list of 4"),
         ({"layer_types": ["full_attention"]}, "layer_types .*; .* a list of 4"),
-        ({"partial_rotary_factor": 1.5}, r"partial_rotary_factor 1.5; .* in \(0, 1\]"),
-        ({"partial_rotary_factor": 1e308}, r"partial_rotary_factor 1e\+308; .* in \(0, 1\]"),
+        (PHI_3 | {"partial_rotary_factor": 1.5}, r"partial_rotary_factor 1.5; .* in \(0, 1\]"),
+        (PHI_3 | {"partial_rotary_factor": 1e308}, r"partial_rotary_factor 1e\+308; .* \(0, 1\]"),
         ({"rope_theta": "a"}, "rope_theta 'a'; .* a number above 1"),
         ({"rope_scaling": "linear"}, "rope_scaling 'linear'; .* an object"),
         ({"rope_parameters": []}, r"rope_parameters \[\]; .* an object"),

@@ -128,6 +128,11 @@ def damaged(tensors, case):
         tensors[name] = np.zeros((4, 65), np.float32)
     elif case == "another rank":
         tensors[name] = np.zeros((3, 64), np.float32)
+    elif case == "fewer layers":
+        tensors = {key: tensor for key, tensor in tensors.items() if "layers.1." not in key}
+    elif case == "more layers":
+        deeper = {key.replace("layers.1.", "layers.99."): each for key, each in tensors.items()}
+        tensors = tensors | deeper
     elif case == "missing target":
         tensors["base_model.model.lm_head.lora_A.weight"] = np.zeros((4, 64), np.float32)
     elif case == "other half":
@@ -141,7 +146,9 @@ def damaged(tensors, case):
     ("case", "words"),
     [
         ("another base", "another base model, 'org/base'.*\\[4, 65\\].*\\[4, 64\\]"),
-        ("another rank", "shape \\[3, 64\\]"),
+        ("another rank", "has r 4, and .*q_proj.* has shape \\[3, 64\\]; save"),
+        ("fewer layers", r"another base model.*: it has \w+ in 1 of 2 layers, .* model.layers.1"),
+        ("more layers", "another base model, 'org/base': it changes .*layers.99.*, which is not"),
         ("missing target", "lm_head.* no linear layer.*q_proj"),
         ("other half", "without its other half"),
         ("nothing", "no tensors"),
@@ -152,6 +159,14 @@ def test_tensors_that_do_not_fit_are_refused(llama, adapter, tmp_path, case, wor
     tensors = damaged(load_file(adapter / "adapter_model.safetensors"), case)
     with pytest.raises(AdapterError, match=words):
         read(llama, write_peft(tmp_path / "changed", config, tensors))
+
+
+def test_an_adapter_may_change_some_layers(llama, adapter, tmp_path):
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    tensors = damaged(load_file(adapter / "adapter_model.safetensors"), "fewer layers")
+    config["layers_to_transform"] = [0]
+    changed = read(llama, write_peft(tmp_path / "changed", config, tensors))
+    assert changed.tensors and not any("layers.1." in name for name in changed.tensors)
 
 
 def test_directories_that_are_no_adapters_are_refused(llama, adapter, tmp_path):

@@ -128,6 +128,9 @@ def _config(raw: dict[str, Any], mixture: MoEConfig, *further: str) -> ModelConf
         interleaved=boolean(raw, "rope_interleave", True),
     )
     only(raw, "qk_head_dim", None, latent.nope_dim + latent.rope_dim)
+    only(raw, "head_dim", None, latent.rope_dim)
+    for name in ("num_experts", "num_local_experts"):  # other names of the same
+        only(raw, name, None, mixture.num_experts)
     biased = flag(raw, "attention_bias")
     config = common_config(
         raw | {"head_dim": latent.rope_dim},  # that part of a head alone rotates

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxserve.core.model_config import LayerKind, ModelConfig
 from jaxserve.models import layers
-from jaxserve.models.config_fields import only
+from jaxserve.models.config_fields import WINDOW_BY_LAYER, only
 from jaxserve.models.families import llama
 from jaxserve.models.family import Attention, Params, ParamSpec, one_tensor
 from jaxserve.models.hf_config import common_config, flag, number, with_layer_types
@@ -52,6 +52,7 @@ def gemma_config(
         raw,
         implements=(
             *("attention_bias", "query_pre_attn_scalar", "final_logit_softcapping"),
+            *WINDOW_BY_LAYER,
             *implements,
         ),
         activation="gelu_pytorch_tanh",

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxserve.core.model_config import ClampedSwiGLU, ModelConfig
 from jaxserve.models import moe
-from jaxserve.models.config_fields import only
+from jaxserve.models.config_fields import WINDOW_BY_LAYER, only
 from jaxserve.models.families import llama
 from jaxserve.models.family import Params
 from jaxserve.models.hf_config import boolean, common_config, integer, number, with_layer_types
@@ -52,6 +52,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         raw,
         implements=(
             *("attention_bias", "swiglu_alpha", "swiglu_limit", "experts_per_token"),
+            *WINDOW_BY_LAYER,
             *moe.FIELDS,
         ),
         stored=("mxfp4",),

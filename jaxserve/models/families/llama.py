@@ -13,6 +13,7 @@ import jax
 
 from jaxserve.core.model_config import LayerKind, ModelConfig
 from jaxserve.models import layers, moe, rope
+from jaxserve.models.config_fields import WINDOW, WINDOW_SWITCHED
 from jaxserve.models.family import Attention, Family, Params, ParamSpec, TensorPart, one_tensor
 from jaxserve.models.hf_config import common_config, flag, integer, malformed
 
@@ -26,7 +27,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 2_000_000.0,
     },
 }
-_OWN_FIELDS = {"SmolLM3ForCausalLM": ("no_rope_layers", "no_rope_layer_interval")}
+_OWN_FIELDS = {
+    "MistralForCausalLM": WINDOW,
+    "Qwen2ForCausalLM": WINDOW_SWITCHED,
+    "Qwen3ForCausalLM": WINDOW_SWITCHED,
+    "SmolLM3ForCausalLM": (*WINDOW_SWITCHED, "no_rope_layers", "no_rope_layer_interval"),
+}
 
 
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:

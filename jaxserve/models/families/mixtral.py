@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.models import moe
+from jaxserve.models.config_fields import WINDOW
 from jaxserve.models.families import llama
 from jaxserve.models.family import Params
 from jaxserve.models.hf_config import common_config, integer
@@ -28,7 +29,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         num_experts=8,
         norm_topk_prob=True,
     )
-    return common_config(raw, implements=moe.FIELDS, moe=mixture)
+    return common_config(raw, implements=(*WINDOW, *moe.FIELDS), moe=mixture)
 
 
 def param_specs(config: ModelConfig) -> Params:

@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 from jaxserve.core.model_config import ModelConfig
+from jaxserve.models.config_fields import WINDOW
 from jaxserve.models.families import llama
 from jaxserve.models.family import Params, ParamSpec
 from jaxserve.models.hf_config import common_config
@@ -28,13 +29,15 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     for place in ("rope_scaling", "rope_parameters"):
         if isinstance(raw.get(place), dict):
             raw = raw | {place: _renamed(raw[place])}
-    return common_config(raw)
+    return common_config(raw, implements=(*WINDOW, "partial_rotary_factor"))
 
 
 def _renamed(scaling: dict[str, Any]) -> dict[str, Any]:
     """The fields of a rotation, whose method had other names when Phi-3 came out."""
     kind = scaling.get("rope_type") or scaling.get("type")
-    return scaling | {"rope_type": "longrope"} if kind in _OLD_LONGROPE else scaling
+    if kind not in _OLD_LONGROPE:
+        return scaling
+    return {name: scaling[name] for name in scaling if name != "type"} | {"rope_type": "longrope"}
 
 
 def param_specs(config: ModelConfig) -> Params:

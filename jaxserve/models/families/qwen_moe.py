@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.models import moe
+from jaxserve.models.config_fields import WINDOW_SWITCHED
 from jaxserve.models.families import llama
 from jaxserve.models.family import Params
 from jaxserve.models.hf_config import boolean, common_config, flag, integer, malformed
@@ -34,6 +35,7 @@ _QWEN3_DEFAULTS = _DEFAULTS | {
 }
 _FIELDS = (
     *("moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"),
+    *WINDOW_SWITCHED,
     *moe.FIELDS,
 )
 

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ _ABSENT = (
 )
 """Options that change what an adapter computes and are not implemented; PEFT writes null, false or
 an empty collection where they are not used."""
+_SOME_LAYERS = ("layers_to_transform", "layers_pattern", "exclude_modules")
+"""Options with which an adapter changes some of the layers that have its targets."""
 _INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the base weights as they are."""
 
@@ -119,6 +121,8 @@ def _read_adapter(path: Path, specs: Params, max_rank: int, dtype: np.dtype) -> 
     for name, part in found.items():
         module, ending = _split(name)
         if module not in modules:
+            if module.rpartition(".")[2] in _short(modules):
+                raise _of_another_base(path, config, f"changes {name[:200]}, which is not there")
             raise AdapterError(
                 f"{path} changes {name[:200]}, which is no linear layer that adapters can change "
                 f"here; those of a layer are {', '.join(_short(modules))}."
@@ -126,14 +130,11 @@ def _read_adapter(path: Path, specs: Params, max_rank: int, dtype: np.dtype) -> 
         outputs, inputs = sizes[modules[module]]
         wanted = (rank, inputs) if ending == A else (outputs, rank)
         if (shape := tuple(part.get_shape())) != wanted:
-            raise AdapterError(
-                f"{path} is for another base model, {shown(config.get('base_model_name_or_path'))}:"
-                f" its {name[:200]} has shape {list(shape)}, and here it must be {list(wanted)}."
-            )
+            raise _misfit(path, config, name, shape, wanted)
         if module + (B if ending == A else A) not in found:
             raise AdapterError(f"{path} has {name[:200]} without its other half; save it again.")
         tensors[modules[module] + ending] = part
-    _check_targets(path, config, {_split(name)[0] for name in found})
+    _check_targets(path, config, {_split(name)[0] for name in found}, modules)
     digest = hashlib.blake2b(json.dumps(scale).encode(), digest_size=16)
     read = {}
     for name, part in sorted(tensors.items()):
@@ -179,18 +180,51 @@ def _scale(path: Path, config: Mapping[str, Any]) -> float:
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _check_targets(path: Path, config: Mapping[str, Any], modules: set[str]) -> None:
-    """Raises AdapterError when the file lacks what the config names."""
+def _check_targets(
+    path: Path, config: Mapping[str, Any], found: set[str], modules: Collection[str]
+) -> None:
+    """Raises AdapterError when the file lacks what the config names, in some of the model's layers
+    or in all."""
     targets = config.get("target_modules")
-    if not modules:
+    if not found:
         raise AdapterError(f"{path / WEIGHTS} has no tensors; save the adapter again.")
+    of_some_layers = any(config.get(name) is not None for name in _SOME_LAYERS)
     for target in targets if isinstance(targets, list) else ():
-        named = (module == target or module.endswith(f".{target}") for module in modules)
-        if not isinstance(target, str) or not any(named):
+        if not isinstance(target, str) or not any(_names(target, module) for module in found):
             raise AdapterError(
                 f"{path} names {shown(target)} in target_modules, and {WEIGHTS} has no tensor of "
                 "it; save the adapter again."
             )
+        named = [module for module in modules if _names(target, module)]
+        lacking = [module for module in named if module not in found]
+        if lacking and not of_some_layers:
+            has = f"has {target} in {len(named) - len(lacking)} of {len(named)} layers"
+            raise _of_another_base(path, config, f"{has}, and not in {lacking[0]}")
+
+
+def _names(target: str, module: str) -> bool:
+    """Whether an entry of target_modules means a module."""
+    return module == target or module.endswith(f".{target}")
+
+
+def _misfit(
+    path: Path, config: Mapping[str, Any], name: str, shape: Sequence[int], wanted: Sequence[int]
+) -> AdapterError:
+    """The error for a tensor of another shape: its rank is not that of the config, or its other
+    dimension not that of the model."""
+    side = 1 if name.endswith(A) else 0
+    if len(shape) == 2 and shape[side] == wanted[side]:
+        return AdapterError(
+            f"{path} has r {shown(config['r'])}, and {name[:200]} has shape {list(shape)}; save "
+            "the adapter again."
+        )
+    what = f"has {name[:200]} of shape {list(shape)}, and here it must be {list(wanted)}"
+    return _of_another_base(path, config, what)
+
+
+def _of_another_base(path: Path, config: Mapping[str, Any], what: str) -> AdapterError:
+    base = shown(config.get("base_model_name_or_path"))
+    return AdapterError(f"{path} is for another base model, {base}: it {what}.")
 
 
 def _check_finite(
