@@ -16,6 +16,7 @@ import numpy as np
 import oracle
 from tiny_checkpoints import CONFIG, hf_shapes, write_hf
 
+from jaxserve.core.events import Dispatched
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.core.requests.sampling_params import SamplingParams
@@ -252,6 +253,16 @@ def generate(llm: LLM, prompt: list[int] | str, params: SamplingParams) -> Reque
 
 def preemptions(engine: Engine) -> int:
     return int(engine.get_metrics()["vllm:num_preemptions_total"].value)
+
+
+def assert_loads(engine: Engine) -> None:
+    """Every token that a step computed took its experts in every layer that has some. The engine
+    keeps its events."""
+    moe, loads = engine.plan.shapes.model.moe, engine.expert_loads
+    steps = [record for record in engine.log.records if isinstance(record, Dispatched)]
+    computed = sum(step.decode_rows + step.prefill_tokens for step in steps)
+    expected = [moe.num_experts_per_tok * computed] * sum(moe.sparse_layers)
+    assert steps and loads.tokens.sum(axis=1).tolist() == expected, (loads, expected)
 
 
 def assert_idle(engine: Engine) -> None:

@@ -33,6 +33,7 @@ from jaxserve.engine.snapshot.facts import SnapshotFacts
 from jaxserve.engine.snapshot.migration import Migration
 from jaxserve.engine.snapshot.restorer import Restorer
 from jaxserve.engine.snapshot.snapshots import Snapshots
+from jaxserve.metrics.expert_metrics import expert_metrics
 from jaxserve.metrics.kv_metrics import kv_metrics
 from jaxserve.metrics.metric import Metric
 from jaxserve.metrics.metrics import Metrics
@@ -105,6 +106,7 @@ class Engine:
         self.eos_token_ids = frozenset((*model.eos_token_ids, *tokenizer.eos_token_ids))
         self._weights = LiveWeights(plan, runner.memory)
         self.weight_reads, self.recall_counts = runner.weight_reads, runner.recall_counts
+        self.expert_loads = runner.expert_loads
         self.adapters = AdapterSlots(plan, runner, self._adapters_in_use)
         self._input = InputProcessor(
             plan.config,
@@ -344,7 +346,8 @@ class Engine:
         """All metrics, by exported name."""
         of_kv = kv_metrics(self.kv, self.plan.config.max_model_len)
         of_kv |= recall_metrics(self.recall_counts) | weight_metrics(self.weight_reads)
-        return self.metrics.get_metrics(self.log.now()) | of_kv
+        of_experts = expert_metrics(self.expert_loads)
+        return self.metrics.get_metrics(self.log.now()) | of_kv | of_experts
 
     def refuse(self, reason: str) -> None:
         """Accept no more requests, while a step hangs in another thread."""

@@ -8,9 +8,12 @@ multiplies every token with every expert, so there a loop goes over blocks of to
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +40,10 @@ _RAGGED = lax.RaggedDotDimensionNumbers(
     lhs_ragged_dimensions=[0],
     rhs_group_dimensions=[0],
 )
+
+
+_counting: contextvars.ContextVar[tuple[jax.Array, list[jax.Array]] | None]
+_counting = contextvars.ContextVar("counting", default=None)
 
 
 def moe_config(
@@ -200,6 +207,7 @@ def mixture(moe: MoEConfig, p: Params, x: jax.Array) -> jax.Array:
     apart = _num_outputs(own.down) < moe.num_experts * x.shape[1]
     tokens = parallel.gather_over_seq(x) if apart else x
     weights, experts = route(moe, p, tokens)
+    _count(moe, experts)
     out = _sum_of_experts(moe, own, tokens, weights, experts)
     if apart:
         out = parallel.sum_over_seq(out)
@@ -209,6 +217,30 @@ def mixture(moe: MoEConfig, p: Params, x: jax.Array) -> jax.Array:
             shared = jax.nn.sigmoid(_router_logits(p["shared_router"], x)) * shared
         out = out + shared
     return parallel.sum_parts(out.astype(x.dtype))
+
+
+@contextlib.contextmanager
+def counting(real: jax.Array | None) -> Iterator[list[jax.Array]]:
+    """Traces a layer. The list has then, of a mixture, how many tokens take each expert, int32
+    [experts], on all ranks. `real` bool [tokens] says which of a rank's tokens belong to a
+    sequence; None counts nothing."""
+    counts: list[jax.Array] = []
+    token = _counting.set(None if real is None else (real, counts))
+    try:
+        yield counts
+    finally:
+        _counting.reset(token)
+
+
+def _count(moe: MoEConfig, experts: jax.Array) -> None:
+    """Counts the `experts` [tokens, num_experts_per_tok] of this rank's tokens, or of all."""
+    if (found := _counting.get()) is None:
+        return
+    real, counts = parallel.gather_over_seq(found[0]), found[1]
+    if len(experts) < len(real):
+        experts = parallel.gather_over_seq(experts)
+    taken = jnp.where(real[:, None], experts, moe.num_experts)
+    counts.append(jnp.bincount(taken.reshape(-1), length=moe.num_experts).astype(jnp.int32))
 
 
 def route(moe: MoEConfig, p: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.steps.buckets import ProgramKey
+from jaxserve.core.steps.expert_loads import ExpertLoads
 from jaxserve.core.steps.in_flight import StepResults, TokenLogprobs
 from jaxserve.core.steps.offload_counts import RecallCounts, WeightReads
 from jaxserve.core.steps.plan import StepPlan
@@ -62,6 +63,12 @@ class Runner:
         self._masks = GrammarMasks(self._rows)
         self._stages = collections.deque([BUBBLE] * (shapes.stages - 1))
         self._block = StepBlock(shapes, self._kinds)
+        moe, in_parts = shapes.model.moe, isinstance(self._kinds.forward, ForwardWithHostKV)
+        self._expert_loads: ExpertLoads | None = None
+        if moe is not None and not in_parts:
+            self._expert_loads = ExpertLoads.of(sum(moe.sparse_layers), moe.num_experts)
+        self._unread_loads: collections.deque[tuple[int, SequenceOf[jax.Array]]]
+        self._unread_loads = collections.deque()
         self.num_dispatches = 0
         self.in_flight: collections.deque[DeviceStep] = collections.deque()
 
@@ -83,6 +90,12 @@ class Runner:
         forward = self._kinds.forward
         shadow = forward.shadow if isinstance(forward, ForwardWithHostKV) else None
         return shadow and shadow.counts
+
+    @property
+    def expert_loads(self) -> ExpertLoads | None:
+        """The tokens of each expert in the steps that were read; None without a mixture, and where
+        layers run in parts."""
+        return self._expert_loads
 
     def close(self) -> None:
         """End what runs beside the steps. Can be called twice."""
@@ -157,7 +170,7 @@ class Runner:
         self._stages.append(packed)
         key, together = self._key(), tuple(step.plan for step in self._stages)
         self._propose(packed)
-        hidden = self._forward(key)
+        hidden = self._without_loads(self._forward(key))
         oldest = self._stages.popleft()
         if oldest is not BUBBLE:
             self.in_flight.append(self._sampled(oldest, key, together, begun_us, hidden))
@@ -172,6 +185,7 @@ class Runner:
         alone = len(self._block) == 1
         for packed, hidden in self._block.run(self._state, self._propose):
             together = (packed.plan,) if alone else ()
+            hidden = self._without_loads(hidden)
             self.in_flight.append(self._sampled(packed, packed.key, together, begun_us, hidden))
 
     def _propose(self, packed: PackedInputs) -> None:
@@ -223,10 +237,21 @@ class Runner:
             chunk_sums,
         )
 
+    def _without_loads(self, hidden: Hidden) -> Hidden:
+        """What later programs take: the tokens of experts are kept until a step is read."""
+        if self._expert_loads is not None:
+            for load in hidden.loads:
+                load.copy_to_host_async()
+            self._unread_loads.append((self.num_dispatches, hidden.loads))
+        return hidden._replace(loads=())
+
     def read(self, step: DeviceStep) -> StepResults:
         """Wait for a step and bring its results to the host."""
         late = step.is_ready
         step.hidden.block_until_ready()
+        while self._unread_loads and self._unread_loads[0][0] <= step.number:
+            _, loads = self._unread_loads.popleft()
+            self._expert_loads.add(np.concatenate([np.asarray(load) for load in loads]))
         num_drafts = [0] * len(step.sampled)
         if step.acceptance is not None:
             num_drafts = np.asarray(step.acceptance.num_drafts).tolist()[: len(step.sampled)]

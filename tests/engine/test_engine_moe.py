@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_engines import LONGEST, Arrival, TinyModel, drive
+from tiny_engines import LONGEST, Arrival, TinyModel, assert_loads, drive
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
@@ -45,11 +45,36 @@ def arrivals(model, places, apart=3):
 
 
 @pytest.mark.parametrize("scheduler", POLICIES)
-def test_every_scheduler(gpt_oss, scheduler):
-    with gpt_oss.load(scheduler=scheduler, **LAYERS) as llm:
+def test_every_scheduler(gpt_oss, tmp_path, scheduler):
+    with gpt_oss.load(scheduler=scheduler, trace_file=tmp_path / "trace.json", **LAYERS) as llm:
         outputs = drive(llm.engine, arrivals(gpt_oss, FEW, apart=0))
+        assert_loads(llm.engine)
     for output in outputs:
         gpt_oss.check_greedy(output)
+
+
+@pytest.mark.parametrize("settings", [{}, {"batch_invariant": True}, {"program_scope": "step"}])
+def test_metrics_say_which_experts_are_loaded(gpt_oss, tmp_path, settings):
+    """Here the last ones, whatever the token."""
+    moe = gpt_oss.config.moe
+    count, chosen = moe.num_experts, moe.num_experts_per_tok
+    params = jax.tree.map(lambda array: array, gpt_oss.params)
+    for layer in params["layers"]:
+        layer["router"] = jnp.zeros_like(layer["router"])
+        layer["router_bias"] = jnp.arange(count, dtype=jnp.float32)
+    with gpt_oss.load(trace_file=tmp_path / "trace.json", **LAYERS, **settings) as llm:
+        assert llm.get_metrics()["jaxserve:expert_balancedness"].value == 1
+        llm.update_weights(params)
+        drive(llm.engine, arrivals(gpt_oss, FEW))
+        assert_loads(llm.engine)
+        metrics = llm.get_metrics()
+    tokens = metrics["jaxserve:expert_tokens_total"]
+    assert tokens.label == "expert"
+    of_each = sum(tokens.value.values()) // chosen
+    assert of_each > 0
+    assert [*tokens.value.values()] == [0] * (count - chosen) + [of_each] * chosen
+    assert [*tokens.value] == [str(expert) for expert in range(count)]
+    assert metrics["jaxserve:expert_balancedness"].value == pytest.approx(chosen / count)
 
 
 def logprobs(output):

@@ -8,7 +8,7 @@ import pytest
 from mesh_engines import load, on_mesh
 from mesh_workload import check_greedy
 from test_mesh_weights import bytes_by_device, geometry_of, tensors_of
-from tiny_engines import TinyModel
+from tiny_engines import TinyModel, assert_loads
 
 pytestmark = pytest.mark.meshes
 
@@ -34,8 +34,9 @@ def test_a_mixture_on_a_mesh(tmp_path, member):
 
 def check_mixture(mesh: str, directory: Path, member: str, **settings: object) -> None:
     model = TinyModel.write_member(directory, member)
-    with load(model, mesh, **settings) as llm:
+    with load(model, mesh, trace_file=directory / "trace.json", **settings) as llm:
         check_greedy(model, llm.engine)
+        assert_loads(llm.engine)
 
 
 def test_a_rank_reads_its_own_experts(tmp_path):

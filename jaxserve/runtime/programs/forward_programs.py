@@ -36,11 +36,19 @@ it is: each program takes them apart as the last one put them together."""
 
 class Hidden(NamedTuple):
     """Hidden states to sample from [sample_width, hidden], of the prefill tokens, and those of all
-    tokens that entered the layers which a drafter follows."""
+    tokens that entered the layers which a drafter follows; and how many tokens took each expert,
+    int32 [sparse layers, experts], of one run of layers after another."""
 
     sampled: jax.Array
     of_prefills: jax.Array
     kept: Sequence[jax.Array] = ()
+    loads: Sequence[jax.Array] = ()
+
+    @classmethod
+    def of(cls, *results: Any) -> Hidden:
+        """What a program of the whole model returns."""
+        *hidden, loads = results
+        return cls(*hidden, () if loads is None else (loads,))
 
 
 class Entered(NamedTuple):
@@ -75,7 +83,7 @@ class Forward(_StepKind):
     title = "forward"
     reads = ("adapted_params", "kv", "tables", "last_tokens", "speculation")
     replaces = ("kv", "tables")
-    outputs = (P(), P(SEQ), BY_RANK)
+    outputs = (P(), P(SEQ), BY_RANK, P())
     pure = step.forward
 
     def function(self, key: ProgramKey) -> Callable[..., Any]:
@@ -86,7 +94,7 @@ class Forward(_StepKind):
 
     def __call__(self, state: DeviceState, key: ProgramKey, steps: Sequence[FrozenPlan]) -> Hidden:
         """Hidden states of the only one of `steps`."""
-        return Hidden(*self.run(state, key, *map(self.shapes.layouts[key].pack, steps)))
+        return Hidden.of(*self.run(state, key, *map(self.shapes.layouts[key].pack, steps)))
 
 
 class PipelineStep(Forward):
@@ -95,7 +103,7 @@ class PipelineStep(Forward):
     title = "pipeline-step"
     reads = ("adapted_params", "kv", "tables", "carry", "last_tokens", "speculation")
     replaces = ("kv", "tables", "carry")
-    outputs = (P(), P(SEQ, STAGE), BY_RANK)
+    outputs = (P(), P(SEQ, STAGE), BY_RANK, P())
     pure = pipeline_step.pipeline_step
 
     def uploads(self, key: ProgramKey) -> tuple[Any, ...]:
@@ -104,7 +112,7 @@ class PipelineStep(Forward):
     def __call__(self, state: DeviceState, key: ProgramKey, steps: Sequence[FrozenPlan]) -> Hidden:
         """Hidden states of the oldest of `steps`, the newest of which is first."""
         packed = np.stack([*map(self.shapes.layouts[key].pack, steps)])
-        return Hidden(*self.run(state, key, packed))
+        return Hidden.of(*self.run(state, key, packed))
 
 
 class LayerByLayer(abc.ABC):
@@ -142,8 +150,8 @@ class ForwardByLayer(LayerByLayer):
     def finish(self, state: DeviceState, block: Sequence[Entered]) -> list[Hidden]:
         through = self._layers(state, block)
         return [
-            Hidden(*self._last.run(state, step.key, x, step.sampled), kept)
-            for step, (x, kept) in zip(block, through)
+            Hidden(*self._last.run(state, step.key, x, step.sampled), kept, loads)
+            for step, (x, kept, loads) in zip(block, through)
         ]
 
 
@@ -258,28 +266,31 @@ class _Layers(ProgramKind[_LayersKey]):
             self.function(key),
             (params, kv, *self.uploads(key)),
             donated=(1, 2),
-            outputs=(partition_specs(kv), BY_RANK, BY_RANK),
+            outputs=(partition_specs(kv), BY_RANK, BY_RANK, P()),
         )
 
     def __call__(
         self, state: DeviceState, block: Sequence[Entered]
-    ) -> list[tuple[jax.Array, list[jax.Array]]]:
-        """The result of the last layer for each step, and the inputs kept of others. A layer's
-        pages make each step wait for the one before it, so the last one is ready last."""
-        kv, kept = state.kv, [[] for _ in block]
+    ) -> list[tuple[jax.Array, list[jax.Array], list[jax.Array]]]:
+        """For each step the result of the last layer, the inputs kept of others, and the tokens of
+        experts. A layer's pages make each step wait for the one before it, so the last one is ready
+        last."""
+        kv, kept, loads = state.kv, [[] for _ in block], [[] for _ in block]
         activations = [entered.x for entered in block]
         for parts in zip(*(self._slices[entered.key] for entered in block), strict=True):
             params = state.take_layers(parts[0].layers, activations[-1])
             for number, (entered, (_, arrays, own)) in enumerate(zip(block, parts)):
                 pages, x = [kv[array] for array in arrays], activations[number]
-                pages, activations[number], more = self._executables[own](
+                pages, activations[number], more, load = self._executables[own](
                     params, pages, x, entered.shared, entered.slot_mappings
                 )
                 kept[number] += more
+                if load is not None:
+                    loads[number].append(load)
                 for array, written in zip(arrays, pages):
                     kv[array] = written
         state.weights.end_step(activations[-1])
-        return [*zip(activations, kept)]
+        return [*zip(activations, kept, loads)]
 
 
 class _StageLayers(_Layers):
@@ -318,7 +329,9 @@ def block_bytes(shapes: ProgramShapes) -> int:
     if count == 1:
         return 0
     largest = max(shapes.layouts, key=lambda key: key.num_tokens)
-    left = shapes.sampled_hidden, shapes.hidden(largest.prefill_tokens, sharded=True)
+    left = [shapes.sampled_hidden, shapes.hidden(largest.prefill_tokens, sharded=True)]
+    if moe := shapes.model.moe:
+        left.append(shapes.int32(sum(moe.sparse_layers), moe.num_experts))
     return count * tree_bytes((Embed(shapes).results(largest), left))
 
 

@@ -38,7 +38,13 @@ def pipeline_step(
     speculation: SpeculationState | None,
     metadata: jax.Array,
 ) -> tuple[
-    list[Pages], jax.Array, tuple[jax.Array, jax.Array], jax.Array, jax.Array, list[jax.Array]
+    list[Pages],
+    jax.Array,
+    tuple[jax.Array, jax.Array],
+    jax.Array,
+    jax.Array,
+    list[jax.Array],
+    jax.Array | None,
 ]:
     """One pipeline stage's part of a dispatch, with one step in flight per stage.
 
@@ -53,10 +59,10 @@ def pipeline_step(
         family, config, layout, params, tables, carry, last_tokens, speculation, metadata
     )
     kinds, places, stacked = config.layer_kinds, layout.kv.places, params["layers"]
-    kv, x, _ = stage_layers(
+    kv, x, kept, loads = stage_layers(
         family, config, layout, kinds, places, stacked, kv, x, shared, slot_mappings
     )
-    return kv, tables, *leave_stage(family, config, layout, params, carry, x, sampled), []
+    return kv, tables, *leave_stage(family, config, layout, params, carry, x, sampled), kept, loads
 
 
 def enter_stage(
@@ -95,10 +101,14 @@ def stage_layers(
     places: Sequence[KVPlace],
     params: Sequence[Params],
     *arrays: Any,
-) -> tuple[list[Pages], jax.Array, list[jax.Array]]:
-    """Middle part of `pipeline_step`: `layers` with this stage's slice of the stacked `params`."""
+) -> tuple[list[Pages], jax.Array, list[jax.Array], jax.Array | None]:
+    """Middle part of `pipeline_step`: `layers` with this stage's slice of the stacked `params`, and
+    the tokens of the experts of all stages, each of its own step."""
     own = jax.tree.map(lambda array: array[0], params)
-    return layers(family, config, layout, kinds, places, own, *arrays)
+    kv, x, kept, loads = layers(family, config, layout, kinds, places, own, *arrays)
+    if loads is not None:
+        loads = lax.all_gather(loads, STAGE, tiled=True)
+    return kv, x, kept, loads
 
 
 def leave_stage(

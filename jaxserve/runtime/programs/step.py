@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxserve.core.model_config import LayerKind, ModelConfig
 from jaxserve.kv.layout import KVPlace
-from jaxserve.models import lora, parallel
+from jaxserve.models import lora, moe, parallel
 from jaxserve.models.family import Family, Params
 from jaxserve.runtime.programs import context_parallel
 from jaxserve.runtime.programs.context_parallel import ShardedTokens
@@ -32,12 +32,13 @@ from pallas_kernels.paged_attention import Pages, paged_attention, tree_attentio
 
 class TokenInputs(NamedTuple):
     """What all layers read of a step's tokens, arrays [tokens, ...]: what the family shares among
-    them, the slots of adapters, None for a model without, and with KV on the host the position from
-    which on theirs is in the pool."""
+    them, the slots of adapters, None for a model without, with KV on the host the position from
+    which on theirs is in the pool, and for a mixture of experts which belong to a sequence."""
 
     of_family: Any
     adapters: jax.Array | None = None
     since: jax.Array | None = None
+    real: jax.Array | None = None
 
 
 def forward(
@@ -52,7 +53,7 @@ def forward(
     metadata: jax.Array,
     *,
     keep: Sequence[int] = (),
-) -> tuple[list[Pages], jax.Array, jax.Array, jax.Array, list[jax.Array]]:
+) -> tuple[list[Pages], jax.Array, jax.Array, jax.Array, list[jax.Array], jax.Array | None]:
     """Run the whole model over one packed step.
 
     `kv` holds the Pages of each layer of a group, `tables` int32 [groups * (slots + 1), max_pages]
@@ -60,16 +61,16 @@ def forward(
     `speculation` has their drafts and lengths, None without speculation. Returns the pages with the
     step's keys and values written, the updated tables, the hidden states to sample from
     [sample_width, hidden], those of the prefill tokens [prefill_tokens, hidden], and as `layers`
-    what entered the layers `keep`.
+    what entered the layers `keep` and the tokens of each expert.
     """
     tables, x, shared, slot_mappings, sampled = embed(
         family, config, layout, params, tables, last_tokens, speculation, metadata
     )
     kinds, places, own = config.layer_kinds, layout.kv.places, params["layers"]
-    kv, x, kept = layers(
+    kv, x, kept, loads = layers(
         family, config, layout, kinds, places, own, kv, x, shared, slot_mappings, keep=keep
     )
-    return kv, tables, *final_norm(family, config, layout, params, x, sampled), kept
+    return kv, tables, *final_norm(family, config, layout, params, x, sampled), kept, loads
 
 
 def embed(
@@ -91,17 +92,18 @@ def embed(
         decode_ids = jnp.concatenate([decode_ids, jnp.maximum(drafts, 0)], axis=1)
     token_ids = jnp.concatenate([decode_ids.reshape(-1), step.prefill_ids])
     token_ids = jnp.pad(token_ids, (0, layout.num_tokens - len(token_ids)))
-    positions, adapters = step.positions, step.adapters
+    of_tokens = token_ids, step.positions, step.adapters, step.real if config.moe else None
     if layout.seq > 1:
-        own = ShardedTokens(layout).own
-        token_ids, positions, adapters = jax.tree.map(own, (token_ids, positions, adapters))
+        of_tokens = jax.tree.map(ShardedTokens(layout).own, of_tokens)
+    token_ids, positions, adapters, real = of_tokens
 
     def embed(carry, tokens):
         return carry, family.embed(params, config, *tokens)
 
     count = num_real_tokens(step.slot_mappings[0].batch)
     _, (x, shared) = scan_tiles(embed, (), (token_ids, positions), layout.tile, count)
-    return tables, x, TokenInputs(shared, adapters, step.since), step.slot_mappings, step.sampled
+    inputs = TokenInputs(shared, adapters, step.since, real)
+    return tables, x, inputs, step.slot_mappings, step.sampled
 
 
 def layers(
@@ -118,25 +120,28 @@ def layers(
     *,
     apart: bool = False,
     keep: Sequence[int] = (),
-) -> tuple[list[Pages], jax.Array, list[jax.Array]]:
+) -> tuple[list[Pages], jax.Array, list[jax.Array], jax.Array | None]:
     """Middle part of `forward`: consecutive layers with these kinds and parameters, whose pages are
     at these places of `kv`. Parameters with the key "lora" have adapters. `apart`: between
     layers round as between programs, so that tokens do not depend on which layers share one.
 
-    Returns `kv` with the new keys and values, the activations after the last layer, and those that
-    entered the layers `keep`, indices into these.
+    Returns `kv` with the new keys and values, the activations after the last layer, those that
+    entered the layers `keep`, indices into these, and how many tokens took each expert, int32
+    [sparse layers, experts]: None without such layers, or where `shared` does not say which are
+    real.
     """
     kv = list(kv)
     count, tokens = num_real_tokens(slot_mappings[0].batch), jnp.arange(layout.num_tokens)
     parts = halves(layout.num_tokens) if layout.in_halves else (slice(None),)
 
     @functools.cache
-    def layer_of(kind: LayerKind, index: int) -> Callable[..., tuple[Pages, jax.Array]]:
+    def layer_of(kind: LayerKind, index: int) -> Callable[..., tuple[Any, jax.Array]]:
         """A layer over one of `parts`, which is traced once for all equal layers."""
         part = parts[index]
 
         def compute(p, pages, x, shared, slot_mapping, tokens, count):
-            def of_tile(pages, arrays):
+            def of_tile(carry, arrays):
+                pages, load = carry
                 x, shared, page_ids, offsets, tokens = arrays
                 batch, num_decodes = slot_mapping.batch, layout.key.decode_tokens
                 if layout.tile is not None:
@@ -144,29 +149,36 @@ def layers(
                 elif layout.in_halves:
                     batch, num_decodes = rows_of_half(batch, part, num_decodes)
                 own = slot_mapping._replace(page_ids=page_ids, offsets=offsets, batch=batch)
-                pages, x = _layer(
+                pages, x, counts = _layer(
                     family, config, layout, kind, p, own, num_decodes, pages, x, shared
                 )
-                return pages, _in_its_dtype(x) if apart else x
+                carry = pages, jax.tree.map(jnp.add, load, counts)
+                return carry, _in_its_dtype(x) if apart else x
 
             of_tokens = (shared, slot_mapping.page_ids, slot_mapping.offsets, tokens)
             arrays = (x, *_part(of_tokens, part))
-            return scan_tiles(of_tile, pages, arrays, layout.tile, count)
+            counted = kind.sparse and shared.real is not None
+            load = jnp.zeros(config.moe.num_experts, jnp.int32) if counted else None
+            return scan_tiles(of_tile, (pages, load), arrays, layout.tile, count)
 
         return jax.jit(compute)
 
     x = parallel.enter_layers(x)
     xs = [_part(x, part) for part in parts]
-    kept = []
+    kept, loads = [], []
     for number, (kind, place, p) in enumerate(zip(kinds, places, params, strict=True)):
         if number in keep:
             kept.append(_together(xs))
         slot_mapping = slot_mappings[place.group]
+        of_parts = []
         for index in range(len(parts)):
-            kv[place.array], xs[index] = layer_of(kind, index)(
+            (kv[place.array], load), xs[index] = layer_of(kind, index)(
                 p, kv[place.array], xs[index], shared, slot_mapping, tokens, count
             )
-    return kv, _together(xs), kept
+            of_parts.append(load)
+        if of_parts[0] is not None:
+            loads.append(sum(of_parts))
+    return kv, _together(xs), kept, jnp.stack(loads) if loads else None
 
 
 def _together(parts: Sequence[jax.Array]) -> jax.Array:
@@ -191,9 +203,10 @@ def _layer(
     pages: Pages,
     x: jax.Array,
     shared: TokenInputs,
-) -> tuple[Pages, jax.Array]:
+) -> tuple[Pages, jax.Array, jax.Array | None]:
     """One layer over tokens whose rows are those of `slot_mapping`, the first `num_decodes` of them
-    decodes: the pages with their keys and values, and the activations after it."""
+    decodes: the pages with their keys and values, the activations after it, and of a mixture the
+    tokens of each expert."""
 
     def attention(q, k, v, *, window, sinks=None):
         nonlocal pages
@@ -218,9 +231,9 @@ def _layer(
         return out
 
     p = lora.adapted(p, p.get("lora"), shared.adapters)
-    with parallel.context_parallel(layout.key.decode_tokens):
+    with parallel.context_parallel(layout.key.decode_tokens), moe.counting(shared.real) as counts:
         x = family.layer(p, config, kind, x, shared.of_family, attention)
-    return pages, x
+    return pages, x, counts[0] if counts else None
 
 
 def _in_its_dtype(x: jax.Array) -> jax.Array:

@@ -34,13 +34,14 @@ class SlotMapping(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """Inputs of a step other than the model, all int32.
+    """Inputs of a step other than the model, int32 but for `real`.
 
     The first tokens are those of decodes, whose ids are on the device in `slots`, `width` of each;
     the ids of the others are `prefill_ids`. `sampled [sample_rows * width]` are indices of the
     tokens to sample from. There is a slot mapping for each KV group. `adapters` are the slots of
     the tokens' LoRA adapters, 0 for none; None without adapters. `since` are the positions from
-    which on their sequences' KV is in the pool; None where that is always from the first.
+    which on their sequences' KV is in the pool; None where that is always from the first. `real`
+    bool [tokens] says which tokens belong to a sequence.
     """
 
     slots: jax.Array
@@ -50,6 +51,7 @@ class StepInputs(NamedTuple):
     slot_mappings: tuple[SlotMapping, ...]
     adapters: jax.Array | None
     since: jax.Array | None
+    real: jax.Array
 
 
 class DecodeRows(NamedTuple):

@@ -312,6 +312,7 @@ class StepLayout:
             ),
             adapters=raw["adapters"][row] if "adapters" in raw else None,
             since=raw["since"][row] if "since" in raw else None,
+            real=real,
         )
 
     def _batch(self, tables: jax.Array, raw: dict[str, jax.Array], group: int) -> RaggedBatch:

@@ -152,7 +152,7 @@ def run_layers(
     """As `step.layers`, with the drafter's layers and what enters them in `arrays`."""
     config, own = drafter.config, params["layers"][: drafter.config.num_layers]
     kinds, places = config.layer_kinds, drafter.places
-    kv, x, _ = step.layers(drafter.family, config, layout, kinds, places, own, kv, *arrays)
+    kv, x, *_ = step.layers(drafter.family, config, layout, kinds, places, own, kv, *arrays)
     return kv, x
 
 
