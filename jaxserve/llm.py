@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Self, Unpack
 from jaxserve.beam_batch import search
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.engine_settings import EngineSettings
-from jaxserve.core.errors import RequestError
+from jaxserve.core.errors import ConfigError, RequestError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.process.output_file import check_output_file
 from jaxserve.core.process.progress_bar import ProgressBar
@@ -46,6 +46,13 @@ from jaxserve.text import Tokenizer
 Messages = SequenceOf[Mapping[str, Any]]
 Params = SamplingParams | SequenceOf[SamplingParams] | None
 Adapters = LoRARequest | SequenceOf[LoRARequest | None] | None
+
+
+def _is_conversation(messages: Any) -> bool:
+    """Whether this is a list of messages, however wrong these are."""
+    is_list = isinstance(messages, SequenceOf) and not isinstance(messages, str | bytes)
+    return is_list and all(isinstance(message, Mapping) for message in messages)
+
 
 _LLMS: weakref.WeakSet[LLM] = weakref.WeakSet()
 
@@ -91,6 +98,8 @@ class LLM:
         self._turn = threading.RLock()
         _LLMS.add(self)
         config = EngineConfig.of(model=model, **settings)
+        if progress is not None and not callable(progress):
+            raise ConfigError(f"progress is {progress!r:.80}; give a function, or leave it out.")
         with TerminalProgress() as bars:
             self.engine = Engine.load(
                 config,
@@ -121,6 +130,8 @@ class LLM:
         """
         single = is_single(prompts)
         batch = [prompts] if single else list(prompts)
+        if batch and all(isinstance(each, Mapping) and "role" in each for each in batch):
+            raise RequestError("prompts are the messages of a conversation; give them to `chat`.")
         return self._run(
             batch, sampling_params, use_tqdm, priority, tenant, single, lora_request=lora_request
         )
@@ -137,6 +148,7 @@ class LLM:
         priority: int | SequenceOf[int] | None = None,
         continue_final_message: bool = False,
         tools: SequenceOf[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of {"role", "content"} messages.
@@ -145,18 +157,21 @@ class LLM:
         `chat_prompt`. An invalid conversation in a list fails alone, as in `generate`. A single
         invalid conversation raises RequestError, and so does a text in the place of a conversation.
         """
-        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, SequenceOf):
+        single = bool(messages) and _is_conversation(messages)
+        is_text = isinstance(messages, str | bytes | Mapping)
+        several = isinstance(messages, SequenceOf) and not is_text
+        if not single and not (several and (not messages or any(map(_is_conversation, messages)))):
             raise RequestError(
                 f"messages is {messages!r:.80}; give a conversation, such as "
                 '[{"role": "user", "content": "Hi!"}], or a list of them.'
             )
-        single = bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if single else list(messages)
         lay_out = functools.partial(
             self.chat_prompt,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
+            chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
         )
         return self._run(
@@ -266,6 +281,7 @@ class LLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         tools: SequenceOf[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> DeltaStream:
         """Deltas of the answer to one conversation; its prompt is made as in `chat_prompt`."""
@@ -274,6 +290,7 @@ class LLM:
             add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
+            chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
         )
         return self.stream(prompt, sampling_params, tenant, lora_request=lora_request)
@@ -418,10 +435,12 @@ class LLM:
         *,
         continue_final_message: bool = False,
         tools: SequenceOf[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation laid out by the model's chat template, which gets
-        `chat_template_kwargs` as variables (such as `enable_thinking`).
+        """Token ids of a conversation laid out by the model's chat template, or `chat_template`,
+        Jinja source in its place; it gets `chat_template_kwargs` as variables (such as
+        `enable_thinking`).
 
         The prompt ends with the start of the assistant's turn unless `add_generation_prompt` is
         False, or inside the last message with `continue_final_message`. Raises RequestError for
@@ -432,6 +451,7 @@ class LLM:
             add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
+            chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
         )
 

@@ -12,12 +12,13 @@ import numpy as np
 from jaxserve.core.errors import RequestError
 from jaxserve.core.process.progress_bar import ProgressBar
 from jaxserve.core.process.signals import interrupts_held
-from jaxserve.core.requests.lora import LoRARequest
+from jaxserve.core.requests.lora import LoRARequest, check_lora_request
 from jaxserve.core.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxserve.core.requests.pooling import PoolingParams
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import SharedPrefix
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.input_processor import check_params
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.request import Request
 from jaxserve.scheduler.prefix_groups import planned_order
@@ -62,6 +63,11 @@ class PromptBatch:
         if not isinstance(lora_request, (list, tuple)):
             lora_request = [lora_request] * len(inputs)
         adapters = _matching("lora_request", lora_request, len(inputs))
+        for each in params:
+            check_params(each)
+        for each in adapters:
+            if each is not None:
+                check_lora_request(each)
         planned = priority is None and all(each == adapters[0] for each in adapters)
         outputs: dict[str, RequestOutput] = {}
         bar = ProgressBar("Processed prompts", len(inputs), show=show_progress)

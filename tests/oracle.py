@@ -85,6 +85,7 @@ def tiny_model(
         raw |= {"shared_expert_intermediate_size": 48} if architecture.startswith("Qwen2") else {}
     if architecture.startswith("Deepseek"):
         raw |= {
+            "head_dim": None,
             "num_key_value_heads": 4,
             "kv_lora_rank": 32,
             "q_lora_rank": 24,

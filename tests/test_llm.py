@@ -93,10 +93,30 @@ def test_a_single_bad_prompt_raises(llm):
         llm.generate({"text": "hello"}, GREEDY, use_tqdm=False)
 
 
-@pytest.mark.parametrize("messages", ["hi", {"role": "user", "content": "hi"}, None])
+@pytest.mark.parametrize(
+    "messages",
+    ["hi", {"role": "user", "content": "hi"}, None, ["hi", "yo"], [("user", "hi")]],
+    ids=str,
+)
 def test_what_is_no_conversation_raises(llm, messages):
     with pytest.raises(RequestError, match=r"messages is .*give a conversation, such as"):
         llm.chat(messages, GREEDY, use_tqdm=False)
+
+
+def test_messages_and_lists_of_texts_are_no_prompt(llm):
+    with pytest.raises(RequestError, match="messages of a conversation; give them to `chat`"):
+        llm.generate(MESSAGES, GREEDY, use_tqdm=False)
+    with pytest.raises(RequestError, match=r"a list with text; give one text, .* several prompts"):
+        llm.stream(["hello", "Hi"], GREEDY)
+
+
+def test_an_argument_for_all_prompts_fails_once(llama, llm):
+    for wrong, words in (
+        ({"sampling_params": {"n": 2}}, "must be a SamplingParams"),
+        ({"lora_request": "sql"}, "'sql'; it must be a LoRARequest"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            llm.generate(llama.prompts[:2], use_tqdm=False, **wrong)
 
 
 @pytest.mark.parametrize("field", ["sampling_params", "priority"])
@@ -143,6 +163,7 @@ def chatty(llm, monkeypatch):
         ({"continue_final_message": True}, "<Hi><Well"),
         ({"tools": [{"name": "f"}]}, "1<Hi><Well>:"),
         ({"chat_template_kwargs": {"mood": "glad"}}, "glad<Hi><Well>:"),
+        ({"chat_template": "{{ messages[1].content }}!"}, "Well!"),
     ],
 )
 def test_a_chat_is_laid_out_as_told(chatty, options, prompt):

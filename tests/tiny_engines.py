@@ -92,8 +92,7 @@ class TinyModel:
     def write_member(cls, directory: Path, name: str) -> TinyModel:
         """A member of a family (family_members.MEMBERS). Its vocabulary is smaller than that of
         its tokenizer, so that it can be spoken to in token ids alone."""
-        member = json.loads(_GOLDEN.read_text(encoding="utf-8"))["members"][name]
-        return cls._write(directory, member["config"], member["shapes"])
+        return cls.open(write_hf(directory / "model", *member(name)))
 
     @classmethod
     def _write(cls, directory: Path, raw: dict[str, Any], shapes: dict[str, Any]) -> TinyModel:
@@ -249,6 +248,12 @@ def generate(llm: LLM, prompt: list[int] | str, params: SamplingParams) -> Reque
     """The output of one request alone."""
     (output,) = llm.generate(prompt, params, use_tqdm=False)
     return output
+
+
+def member(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The config.json and the tensors of a member of a family (family_members.MEMBERS)."""
+    found = json.loads(_GOLDEN.read_text(encoding="utf-8"))["members"][name]
+    return found["config"], family_members.tensors(found["shapes"])
 
 
 def preemptions(engine: Engine) -> int:

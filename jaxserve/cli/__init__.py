@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -18,6 +19,7 @@ from jaxserve.cli.arguments.errors import in_a_line, in_flags, reason
 from jaxserve.cli.arguments.values import CONSTRUCTORS
 from jaxserve.cli.batch import Batch
 from jaxserve.cli.bench import Bench
+from jaxserve.cli.bench.serve import BenchServe
 from jaxserve.cli.chat import Chat
 from jaxserve.cli.cluster import Cluster
 from jaxserve.cli.compile import Compile
@@ -98,6 +100,16 @@ def _log_to_stderr(command: Command) -> None:
     configure_logging(getattr(command, "log_level", None) or level_from_environment() or default)
 
 
+def _raise_interrupts(command: Command) -> None:
+    """From now on Ctrl-C is KeyboardInterrupt, if until now it ended the process (`__main__`)."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
+        return
+    without_jax = isinstance(command, Cluster | Launch)
+    if not without_jax and not isinstance(getattr(command, "kind", None), BenchServe):
+        import jax  # noqa: F401
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _shell(args: Sequence[str]) -> str:
     """What follows `--completion`. Raises ConfigError."""
     if len(args) != 1 or args[0] not in _SHELLS:
@@ -121,6 +133,7 @@ def main(args: Sequence[str] | None = None) -> int:
             args = ["--tyro-print-completion", _shell(args[1:])]
         command = parse(args)
         _log_to_stderr(command)
+        _raise_interrupts(command)
         status = command.run()
         sys.stdout.flush()
         return status

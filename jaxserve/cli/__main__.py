@@ -2,6 +2,6 @@
 
 import sys
 
-from jaxserve.cli import main
+from jaxserve.__main__ import main
 
 sys.exit(main())

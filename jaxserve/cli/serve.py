@@ -238,6 +238,8 @@ class Serve(Common):
             )
         if self.api_key and self.api_key_file is not None:
             raise ConfigError("api_key and api_key_file are both given; give one of them.")
+        if "" in self.served_model_name:
+            raise ConfigError("served_model_name has an empty name; leave it out, or give another.")
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path is {self.root_path!r}; start it with a slash.")
         for origin in self.allowed_origins:

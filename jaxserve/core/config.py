@@ -218,7 +218,10 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
-                raise ConfigError(f"{name} is {value!r}; it must be an integer of {least} or more.")
+                of_bytes = ", in bytes, such as 2 * 2**30" if name.endswith("_bytes") else ""
+                raise ConfigError(
+                    f"{name} is {value!r}; it must be an integer of {least} or more{of_bytes}."
+                )
         if self.devices is not None:
             self._check_devices()
         given = self.logits_processors

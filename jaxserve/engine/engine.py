@@ -371,15 +371,16 @@ class Engine:
         *,
         continue_final_message: bool = False,
         tools: SequenceOf[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation rendered with the model's chat template; as
-        `LLM.chat_prompt`."""
+        """As `LLM.chat_prompt`."""
         text = self.tokenizer.apply_chat_template(
             messages,
             add_generation_prompt,
             tools,
             continue_final_message,
+            chat_template,
             **(chat_template_kwargs or {}),
         )
         return self.tokenizer.encode(text, add_special_tokens=False)

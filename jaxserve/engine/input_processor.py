@@ -72,7 +72,7 @@ class InputProcessor:
     def grammar(self, params: SamplingParams | PoolingParams) -> Future[Grammar] | None:
         """The grammar of `params.structured_outputs`, if set, from `Grammars.submit`.
         Thread-safe."""
-        _check_params(params)
+        check_params(params)
         if isinstance(params, PoolingParams):
             return None
         wanted = params.structured_outputs
@@ -90,7 +90,7 @@ class InputProcessor:
         lora_request: LoRARequest | None = None,
     ) -> AddRequest:
         """Validates and tokenizes a request. Raises RequestError if it is invalid."""
-        _check_params(params)
+        check_params(params)
         if priority is not None:
             check_priority(priority)
         for name, text in (("tenant", tenant), ("cache_salt", cache_salt)):
@@ -229,7 +229,8 @@ class InputProcessor:
             )
 
 
-def _check_params(params: SamplingParams | PoolingParams) -> None:
+def check_params(params: SamplingParams | PoolingParams) -> None:
+    """Raises RequestError for anything else."""
     if not isinstance(params, SamplingParams | PoolingParams):
         raise RequestError(f"sampling_params is {params!r:.80}; it must be a SamplingParams.")
 

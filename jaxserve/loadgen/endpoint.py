@@ -95,9 +95,10 @@ async def find_out(
         if response.failure == "no connection":
             raise _unreachable(base_url, response.detail)
     else:
+        usual = "" if base_url.endswith("/v1") else "; check --base-url, which usually ends in /v1"
         raise EndpointError(
             f"{base_url} rejected a request for one token of {model!r}: {response.failure}, "
-            f"{response.detail}"
+            f"{response.detail:.200}{usual}."
         )
     if endpoint.token_ids is not None:
         return endpoint

@@ -61,11 +61,12 @@ def partition(
         if spec.format is None:
             return fit(spec)
         split = () if whole_experts and "experts" in spec.axes else _SPLIT_INPUTS
-        padded = fit(spec) is not spec
-        format = None if padded else _split_format(spec, tensor, split)
+        fitted = fit(spec)
+        arranged = isinstance(fitted, Rearranged)
+        format = None if arranged else _split_format(fitted, tensor, split)
         if format is None:
             return fit(dataclasses.replace(spec, format=None))
-        return dataclasses.replace(spec, format=format, split=True)
+        return dataclasses.replace(fitted, format=format, split=True)
 
     specs = jax.tree.map(fit_any, specs)
     if stages > 1:
@@ -160,11 +161,23 @@ def _padded(rows: np.ndarray, size: int) -> np.ndarray:
 
 
 def _arranged(spec: ParamSpec, first: int, rows: np.ndarray) -> ParamSpec | Rearranged:
-    """The parameter with these rows; unchanged if it has them already."""
-    same = rows.shape == spec.shape[first : first + rows.ndim]
-    if same and np.array_equal(rows.reshape(-1), np.arange(rows.size)):
+    """The parameter with these rows; unchanged if it has them already, and a ParamSpec of another
+    shape if they are only grouped otherwise, such as queries of one KV head by its copies."""
+    after = first + rows.ndim
+    before = spec.shape[first:after]
+    if not np.array_equal(rows.reshape(-1), np.arange(math.prod(before))):
+        return Rearranged(spec, first, rows)
+    if rows.shape == before:
         return spec
-    return Rearranged(spec, first, rows)
+    part, *others = spec.parts
+    if others or part.shape[first:after] != before:
+        return Rearranged(spec, first, rows)
+
+    def regrouped(shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[:first], *rows.shape, *shape[after:])
+
+    part = dataclasses.replace(part, shape=regrouped(part.shape))
+    return dataclasses.replace(spec, shape=regrouped(spec.shape), parts=(part,))
 
 
 def _by_stage(config: ModelConfig, layers: list[Params], stages: int) -> list[Params]:

@@ -2,7 +2,8 @@
 
 Only what says how weights are stored matters here: activations stay in the compute dtype, also
 where a checkpoint was made for engines that round them in every step (`input_activations`,
-`activation_scheme` "dynamic"), so the model computes with the dequantized weights.
+`activation_scheme`), so the model computes with the dequantized weights, and static scales of
+activations are left out.
 """
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ class _Fields:
 
 
 def _fp8(fields: _Fields) -> QuantizationConfig:
-    fields.one_of("activation_scheme", ("dynamic",), "dynamic")
+    fields.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
     fields.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     fields.one_of("scale_fmt", ("float", "ue8m0"), "float")
     fields.one_of("expert_dtype", ("fp8",), "fp8")
@@ -310,7 +311,7 @@ def _scheme_of_group(group: _Fields, default: str) -> Scheme:
     format = group.one_of("format", _FORMATS, default)
     group.absent("output_activations")
     if group.get("input_activations") is not None:
-        group.inner("input_activations").one_of("dynamic", (True,), False)
+        group.inner("input_activations").one_of("dynamic", (True, False), False)
     weights = group.inner("weights")
     group.refuse_others(())
     weights.absent("dynamic")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 
 from jaxserve.core.errors import EngineClosedError, OverloadedError, RequestError
-from jaxserve.core.requests.lora import LoadedAdapter, LoRARequest
+from jaxserve.core.requests.lora import LoadedAdapter, LoRARequest, check_lora_request
 from jaxserve.models.loading.adapter import Adapter, read_adapter
 from jaxserve.models.registry import param_specs
 from jaxserve.runtime.planning.engine_plan import EnginePlan
@@ -120,8 +120,7 @@ class AdapterSlots:
         return found
 
     def _check_request(self, request: LoRARequest) -> None:
-        if not isinstance(request, LoRARequest):
-            raise RequestError(f"lora_request is {request!r:.80}; it must be a LoRARequest.")
+        check_lora_request(request)
         if not self._plan.config.enable_lora:
             raise RequestError(
                 f"adapter {request.name!r:.200} is asked for, and enable_lora is False; load the "

@@ -41,8 +41,7 @@ class AdmissionRule:
             layout=layout,
             max_num_seqs=config.max_num_seqs,
             reserves=POLICIES[config.policy].pages == "reserve",
-            # At least one page, so that a preempted sequence does not resume into a full pool.
-            watermark_pages=max(1, math.ceil(config.watermark * capacity)),
+            watermark_pages=_watermark_pages(config.watermark, capacity),
             host=host,
         )
 
@@ -70,6 +69,17 @@ class AdmissionRule:
             pages = self.host.resident_pages
         others = max(0, self.capacity - pages - self.margin(1)) // pages
         return min(1 + others, most)
+
+
+def _watermark_pages(watermark: float, capacity: int) -> int:
+    """At least one page, so that a preempted sequence does not resume into a full pool."""
+    return max(1, math.ceil(watermark * capacity))
+
+
+def capacity_beside_watermark(num_pages: int, watermark: float = SchedulerConfig.watermark) -> int:
+    """Capacity in pages of a pool in which sequences may take `num_pages`, and as many more pages
+    are free as an admission leaves."""
+    return num_pages + _watermark_pages(watermark / (1 - watermark), num_pages)
 
 
 def kv_limit(

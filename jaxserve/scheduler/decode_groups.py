@@ -61,7 +61,10 @@ def group_decodes(
     """The decodes in the order to compute them, and the groups that pay: their decodes are
     neighbours, longest context first, before those in none. A group shares only pages that are full
     of tokens before the newest of each of its decodes."""
-    if cost.gain(len(decodes), max((chunk.start for chunk in decodes), default=0)) <= 0:
+    firsts = [chunk.pages[0] for chunk in decodes if chunk.start >= page_size]
+    if len({*firsts}) == len(firsts):  # As in most steps: none shares a page with another.
+        return [*decodes], ()
+    if cost.gain(len(decodes), max(chunk.start for chunk in decodes)) <= 0:
         return [*decodes], ()
     prefixes = [chunk.pages[: chunk.start // page_size] for chunk in decodes]
     ordered: list[ScheduledChunk] = []

@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -137,7 +138,15 @@ def test_completion(shell, capsys):
         (["serve", "--log-requets"], "no option --log-requets; did you mean --log-requests?"),
         (["serve", "--api-key", "--host=0.0.0.0"], "error: --api-key: it has no value; give one"),
         (["generate", "Why", "is", "it?"], "there is no argument 'is'; "),
+        (["generate", "hi", "-m", "x"], "no argument '-m'; write --model."),
+        (["chat", "./model"], "no argument './model'; a model is given by --model"),
+        (
+            ["generate", "hi", "--enable-lora", "false"],
+            "write --enable-lora for yes and --no-enable-lora",
+        ),
+        (["serve", "--port"], "error: --port has no value; `jaxserve serve --help`"),
         (["serve", "--block-size=16"], "error: --block-size is a setting of vLLM"),
+        (["serve", "--no-enable-chunked-prefill"], "--enable-chunked-prefill is a setting of vLLM"),
         (["serve", "--gpu-memory-utilization", "0.5"], "use --memory-utilization."),
     ],
 )
@@ -148,6 +157,26 @@ def test_arguments_that_cannot_be_understood_are_named(args, named, capsys):
     captured = capsys.readouterr()
     assert named in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.parametrize("module", ["tyro", "jax"])
+def test_an_interrupt_while_modules_are_imported_ends_the_command(module):
+    """Silently, as the signal does by default."""
+    script = f"""
+import os, signal, sys
+
+class Interrupts:
+    def find_spec(name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts)
+sys.argv = ["jaxserve", "plan", "no-such-model"]
+from jaxserve.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_without_arguments_the_help_is_printed(monkeypatch, capsys):

@@ -14,7 +14,7 @@ from mesh_engines import load, on_mesh
 from mesh_workload import GREEDY
 from quantized_checkpoints import FORMATS, write
 from tiny_checkpoints import CONFIG, hf_shapes, of_experts, write_gguf, write_hf
-from tiny_engines import CONTEXT, EOS, Arrival, TinyModel, drive
+from tiny_engines import CONTEXT, EOS, Arrival, TinyModel, drive, member
 
 from pallas_kernels.quantized_matmul import QuantizedWeight
 
@@ -44,6 +44,24 @@ def check_formats(mesh: str, directory: Path) -> None:
     with load(drawn, mesh, max_num_seqs=1, load_format="dummy") as llm:
         assert llm.plan().weights_dequantized == (0, 14)
         assert len(drive(llm.engine, [Arrival(drawn.prompts[0], GREEDY)])) == 1
+
+
+def test_packed_weights_beside_latents(tmp_path):
+    """Queries and outputs of heads whose latent is on each device."""
+    on_mesh("TP2", check_latents, tmp_path)
+
+
+def check_latents(mesh: str, directory: Path) -> None:
+    model = TinyModel.open(write(directory, *member("deepseek_v3"), "fp8")[0])
+    with load(model, mesh, max_num_seqs=1) as llm:
+        dequantized, number = llm.plan().weights_dequantized
+        assert number and not dequantized
+        first = llm.engine._runner._state.params["layers"][0]
+        for name in ("queries", "attn_out"):
+            assert isinstance(first[name], QuantizedWeight)
+        arrivals = [Arrival(prompt, GREEDY) for prompt in model.prompts[-PROMPTS:]]
+        for output in drive(llm.engine, arrivals):
+            model.check_greedy(output)
 
 
 def test_stages_have_packed_weights(tmp_path):

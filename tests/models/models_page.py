@@ -66,6 +66,7 @@ _OPTIONS: dict[str, Callable[[ModelConfig], bool]] = {
     "latent queries": lambda config: bool(config.mla and config.mla.q_rank),
     "`rope_interleave`": lambda config: bool(config.mla and not config.mla.interleaved),
     "normed queries and keys": lambda config: config.qk_norm,
+    "clipped queries, keys and values": lambda config: config.clip_qkv is not None,
     "windows": lambda config: any(config.sliding_windows),
     "attention sinks": lambda config: config.attention_sinks,
     "soft caps": lambda config: bool(config.attention_soft_cap or config.logit_soft_cap),

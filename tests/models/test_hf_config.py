@@ -283,6 +283,13 @@ def test_what_a_family_does_not_implement_is_refused(architecture, fields, messa
         read(architecture, **fields)
 
 
+def test_fields_beside_mxfp4_are_known():
+    stored = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    read("GptOssForCausalLM", quantization_config=stored)
+    with pytest.raises(UnsupportedModelError, match=r"quantization_config\.group 16, which is not"):
+        read("GptOssForCausalLM", quantization_config=stored | {"group": 16})
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_field_that_nobody_knows_is_refused_unless_it_is_null(architecture):
     read(architecture, headwise_gate=None, num_key_value_heads=None)

@@ -297,6 +297,25 @@ def test_experts_of_an_architecture_that_has_none(tmp_path):
         open_checkpoint(path)
 
 
+def test_keys_that_change_what_is_computed(tmp_path):
+    neutral = {"llama.logit_scale": 1.0, "llama.attention.causal": True, "llama.swin_norm": False}
+    neutral |= {"llama.expert_used_count": 0, "llama.tensor_data_layout": "Meta AI original pth"}
+    tensors = random_tensors(CONFIG)
+    open_checkpoint(write_gguf(tmp_path / "m.gguf", CONFIG, tensors, metadata=neutral))
+    for key, value in (
+        ("logit_scale", 0.5),
+        ("embedding_scale", 12.0),
+        ("attention.causal", False),
+        ("attention.clamp_kqv", 8.0),
+        ("attn_logit_softcapping", 50.0),
+        ("final_logit_softcapping", 30.0),
+    ):
+        path = tmp_path / f"{key}.gguf"
+        write_gguf(path, CONFIG, tensors, metadata=neutral | {f"llama.{key}": value})
+        with pytest.raises(UnsupportedModelError, match=f"llama.{key} {value} is not implemented"):
+            open_checkpoint(path)
+
+
 @pytest.mark.parametrize("kind, dtype", [(Kind.F16, np.float16), (Kind.BF16, ml_dtypes.bfloat16)])
 def test_sixteen_bit_weights(tmp_path, kind, dtype):
     tensors = random_tensors(CONFIG)

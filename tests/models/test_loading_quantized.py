@@ -91,6 +91,21 @@ def test_the_plan_counts_what_is_held(tmp_path, name, bits):
     assert specs[0] == specs[1]
 
 
+@pytest.mark.parametrize("name", ["fp8", "compressed-tensors fp8"])
+def test_static_scales_of_activations_are_left_out(tmp_path, name):
+    stored, plain = quantized(random_tensors(CONFIG), name)
+    modules = [each.removesuffix("weight_scale") for each in stored if each.endswith("_scale")]
+    scales = {f"{module}input_scale": np.float32([0.1]) for module in modules}
+    method = FORMATS[name][0]
+    group = method.get("config_groups", {}).get("group_0")
+    static = {"activation_scheme": "static"}
+    if group:
+        static = in_group(method, input_activations={"num_bits": 8, "dynamic": False})
+    config = CONFIG | {"quantization_config": method | static}
+    packed = load(write_hf(tmp_path / "quantized", config, stored | scales), method["quant_method"])
+    assert_same(packed, load(write_hf(tmp_path / "plain", CONFIG, plain)))
+
+
 @pytest.mark.parametrize("name", ["fp8 in blocks", "awq", "compressed-tensors W8A8"])
 def test_fused_tensors_and_experts(tmp_path, name):
     moe = of_experts("Qwen3MoeForCausalLM")
@@ -326,8 +341,8 @@ def with_weights(config, **fields):
         ({"quant_method": "mxfp4"}, "'mxfp4'.*quant_method may be awq"),
         ("awq", "quantization_config 'awq'"),
         (
-            {"quant_method": "fp8", "activation_scheme": "static"},
-            r"quantization_config\.activation_scheme 'static', which is not implemented",
+            {"quant_method": "fp8", "activation_scheme": "token"},
+            r"quantization_config\.activation_scheme 'token', which is not implemented",
         ),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
         ({"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme {'num_bits"),
@@ -354,8 +369,8 @@ def with_weights(config, **fields):
         (W8A8 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "format 'sparse-24-bitmask'"),
         (W8A8 | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),
         (
-            in_group(W8A8, input_activations={"num_bits": 8, "dynamic": False}),
-            r"config_groups\.group_0\.input_activations\.dynamic False",
+            in_group(W8A8, input_activations={"num_bits": 8, "dynamic": "local"}),
+            r"config_groups\.group_0\.input_activations\.dynamic 'local'",
         ),
         (in_group(W8A8, output_activations={"num_bits": 8}), "output_activations {'num_bits'"),
         (in_group(W8A8, targets="Linear"), "targets 'Linear'; it must be a list of strings"),

@@ -42,7 +42,7 @@ def reason(stop: BaseException, args: Sequence[str], command: Any) -> str | None
         cause = cause.__cause__ or cause.__context__
     ours = set() if named is None else named.settings
     for word in args:
-        name = word.removeprefix("--").partition("=")[0].replace("-", "_")
+        name = word.removeprefix("--").removeprefix("no-").partition("=")[0].replace("-", "_")
         if name in ours:
             continue
         if word.startswith("--") and (answer := answer_to(name, ANSWERS | SERVER_ANSWERS)):
@@ -112,7 +112,12 @@ def in_a_line(printed: str, args: Sequence[str], commands: Any) -> str | None:
     help_of = f"`jaxserve {' '.join(command.words)} --help`"
     if value := re.search(r"Error parsing (?:-\w/)?(--[\w-]+): (.*?)\.? [─-]{3}", text):
         return f"{value[1]}: {value[2]}; {help_of} lists the options."
+    if bare := re.search(r"Missing value for argument '(?:command\.)?([^']+)'", text):
+        name = bare[1].upper() if bare[1] in _POSITIONAL else bare[1].partition("/")[0]
+        return f"{name} has no value; {help_of} lists the arguments."
     if extra := re.search(r"Unrecognized options: ([^\s,]+)", text):
+        if hint := _in_place_of(extra[1], args, command):
+            return f"there is no argument {extra[1]!r}; {hint}"
         quotes = " Put a prompt of several words into quotes." * ("prompt" in command.settings)
         return f"there is no argument {extra[1]!r}; {help_of} lists the arguments.{quotes}"
     if "Missing from" in text:
@@ -120,6 +125,20 @@ def in_a_line(printed: str, args: Sequence[str], commands: Any) -> str | None:
         missing = re.findall(r"^[│ ] {5}((?:--)?[A-Za-z][\w-]*)[^a-z]*$", printed, re.MULTILINE)
         is_or_are = "is" if len(missing) == 1 else "are"
         return f"{' and '.join(missing)} {is_or_are} missing; {help_of} lists the arguments."
+    return None
+
+
+def _in_place_of(word: str, args: Sequence[str], command: Any) -> str | None:
+    """What to write in the place of an argument that is not there; None if that is not known."""
+    before = args[args.index(word) - 1] if word in args[1:] else ""
+    if word.lower() in ("true", "false", "0", "1") and before.startswith("--"):
+        negated = before.replace("--", "--no-", 1)
+        return f"write {before} for yes and {negated} for no, without a value."
+    if word == "-m":
+        return "write --model."
+    takes_none = not any(setting.positional for setting in command.settings.values())
+    if "model" in command.settings and takes_none:
+        return f"a model is given by --model: --model {word}."
     return None
 
 

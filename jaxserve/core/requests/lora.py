@@ -26,6 +26,12 @@ class LoRARequest:
         object.__setattr__(self, "name", _text("name", self.name))
 
 
+def check_lora_request(request: object) -> None:
+    """Raises RequestError for anything but a LoRARequest."""
+    if not isinstance(request, LoRARequest):
+        raise RequestError(f"lora_request is {request!r:.80}; it must be a LoRARequest.")
+
+
 def _text(field: str, value: object) -> str:
     text = value if isinstance(value, str) else getattr(value, "__fspath__", lambda: None)()
     if not isinstance(text, str) or not text:

@@ -138,7 +138,7 @@ def _snapshot(model_id: str, weights: bool) -> Path:
 def _open_weights(path: Path) -> Checkpoint:
     if not path.is_dir():
         return _open_file(path)
-    if not (path / CONFIG).is_file():
+    if not (path / CONFIG).exists():
         raise _not_a_model(path)
     if (path / "params").is_dir():
         # Orbax takes a second to import; only its own checkpoints pay for it.
@@ -153,7 +153,7 @@ def _open_config(path: Path) -> ModelDirectory | GgufCheckpoint:
         return ModelDirectory.open(path.parent)
     if not path.is_dir():
         return _open_file(path)
-    if not (path / CONFIG).is_file():
+    if not (path / CONFIG).exists():
         raise _not_a_model(path)
     return ModelDirectory.open(path)
 

@@ -62,8 +62,8 @@ class EnginePlan:
             f"{self.checkpoint.path.name} ({self.shapes.model.architecture}, {config.dtype}) on "
             f"{memory.num_devices} x {self.device.device_kind}: weights "
             f"{gib(memory.weights_bytes)}{streamed}, KV pool {gib(memory.kv_bytes)} for "
-            f"{memory.kv_tokens:,} tokens, up to {config.max_num_seqs} sequences of "
-            f"{config.max_model_len:,} tokens"
+            f"{memory.kv_tokens:,} tokens, up to {config.max_num_seqs} sequences, "
+            f"{self.admission.num_at_once(config.max_model_len)} of {config.max_model_len:,} tokens"
         )
 
     @property

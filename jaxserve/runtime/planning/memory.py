@@ -16,6 +16,7 @@ from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 from jaxserve.runtime.device_memory import free_on_host, host_share, usable_memory
 from jaxserve.runtime.devices import DescribedDevice
 from jaxserve.runtime.planning.shadow import ShadowSizes
+from jaxserve.scheduler.admission import capacity_beside_watermark
 
 _CPU_KV_BYTES = 2 << 30
 KV_WINDOW = 2
@@ -285,8 +286,10 @@ def plan_memory(
         of_each = pages_of_longest
         if plan.host_kv is not None and config.resident_kv_tokens is not None:
             of_each = min(of_each, plan.host_kv.resident_pages)
-        most = config.max_num_seqs * of_each + 1
-        num_pages = min(most, max(plan.room_bytes // page_bytes, pages_of_one + 1))
+        most = config.max_num_seqs * of_each
+        if config.max_num_seqs > 1:  # One alone is admitted to any pool that holds it.
+            most = capacity_beside_watermark(most)
+        num_pages = min(most + 1, max(plan.room_bytes // page_bytes, pages_of_one + 1))
     plan = dataclasses.replace(plan, num_pages=num_pages)
     if on_host:
         plan = _with_host_kv(plan, config, pages_of_longest)

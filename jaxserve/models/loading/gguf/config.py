@@ -33,6 +33,35 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
+# Keys that change what some models compute, with the values that change nothing.
+_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "altup.num_inputs": (),
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.output_scale": (0, 1),
+    "attention.relative_buckets_count": (0,),
+    "attention.scale": (0,),
+    "attention.shared_kv_layers": (0,),
+    "attention.temperature_length": (0,),
+    "attention.temperature_scale": (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_length_per_layer_input": (0,),
+    "embedding_scale": (0, 1),
+    "expert_group_scale": (0, 1),
+    "expert_weights_scale": (0, 1),
+    "final_logit_softcapping": (0,),
+    "full_attention_interval": (0, 1),
+    "interleave_moe_layer_step": (0, 1),
+    "logit_scale": (0, 1),
+    "moe_every_n_layers": (0, 1),
+    "moe_latent_size": (0,),
+    "residual_scale": (0, 1),
+    "rope.dimension_sections": ([], [0, 0, 0, 0]),
+    "router_logit_softcapping": (0,),
+    "swin_norm": (False,),
+    "use_parallel_residual": (False,),
+}
 _ROPE_FACTORS = "rope_freqs.weight"
 _LONGROPE_FACTORS = {
     "short_factor": "rope_factors_short.weight",
@@ -105,6 +134,7 @@ def hf_config(file: GgufFile, tensors: set[str]) -> dict[str, Any]:
         config |= _deepseek(file, keys)
     elif keys.get("expert_count", 0):
         config |= _mixture(file, keys, architecture)
+    keys.refuse_unread()
     # Without this rank queries are computed from hidden states.
     kept = ("q_lora_rank",)
     return {name: value for name, value in config.items() if value is not None or name in kept}
@@ -188,8 +218,20 @@ class _Keys:
 
     def __init__(self, file: GgufFile, architecture: str) -> None:
         self._file, self._prefix = file, architecture + "."
+        self._read: set[str] = set()
+
+    def refuse_unread(self) -> None:
+        """Raises UnsupportedModelError for one of _OPTIONS that was not read, and that changes what
+        is computed."""
+        for key in sorted(_OPTIONS.keys() - self._read):
+            value = self._file.metadata.get(self._prefix + key)
+            if value is not None and value not in _OPTIONS[key]:
+                raise UnsupportedModelError(
+                    f"{self._file.path}: {self._prefix}{key} {shown(value)} is not implemented."
+                )
 
     def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(key)
         value = self._file.metadata.get(self._prefix + key, default)
         if isinstance(value, list):
             raise UnsupportedModelError(

@@ -106,9 +106,10 @@ class QuantizedTensors:
             return ()
         module = name.removesuffix(_WEIGHT)
         used = [weight.values, weight.scales, weight.zeros, weight.order]
-        # Those of values that the config states as well.
-        stated = [f"{module}.{last}" for last in ("weight_shape", "weight_g_idx", "g_idx")]
-        return tuple(each for each in (*used, *stated) if each in self.tensors)
+        # Those of values that the config states as well, and of activations, which are not rounded.
+        unread = ("weight_shape", "weight_g_idx", "g_idx", "input_scale", "input_zero_point")
+        others = [f"{module}.{last}" for last in unread]
+        return tuple(each for each in (*used, *others) if each in self.tensors)
 
     def shape(self, name: str) -> tuple[int, int] | None:
         """[out, in] of a weight; None if it is not quantized.
