@@ -82,9 +82,11 @@ def test_the_plan_counts_a_window_and_a_chunk(model, member, windowed):
     assert re.search(rf"longest request, \d layers? with a window of {WINDOW} +{MOST}\n", told)
     with model.load(kv_cache_memory_bytes=None) as roomy:
         memory = roomy.engine.plan.memory
-        assert memory.num_pages == MAX_SEQS * of_one + 1
+        assert roomy.engine.plan.admission.num_at_once(CONTEXT) == MAX_SEQS
+        free = roomy.engine.plan.admission.watermark_pages
+        assert memory.num_pages == MAX_SEQS * of_one + free + 1
         page_bytes = bytes_of(model, 1) // 2 * (2 - full)
-        assert memory.kv_bytes == (MAX_SEQS * of_one + 1) * page_bytes
+        assert memory.kv_bytes == memory.num_pages * page_bytes
         kv = roomy.engine._runner._state.kv
         assert sum(pages.k.nbytes + pages.v.nbytes for pages in kv) == memory.kv_bytes
 
