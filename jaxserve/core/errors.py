@@ -97,6 +97,11 @@ class RequestError(JaxserveError, ValueError):
     """A request is malformed: contradictory sampling fields, token ids out of range, and so on."""
 
 
+class ChatTemplateError(RequestError):
+    """A chat template is invalid, rejects a conversation, or exceeds a limit: a message that begins
+    with "the chat template"."""
+
+
 class OverloadedError(RequestError):
     """The queue is full; the request may be retried later."""
 

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 from typing import Any, Literal
 
-from jaxserve.core.errors import RequestError
 from jaxserve.core.requests.outputs import RequestMetrics, RequestOutput
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.prompts import TokenizedPrompt
@@ -83,8 +82,8 @@ def parse(record: Record, number: int, model: Model, seed: int) -> BatchRequest:
         raise FieldError("stream", "is true, but batch jobs cannot stream; leave it out.")
     if call.beam is not None:
         raise FieldError("use_beam_search", "is true, but batch jobs only sample; leave it out.")
-    if call.warning is not None:  # A result has no header to say so.
-        raise RequestError(call.warning)
+    if call.ignored_tools is not None:  # A result has no header to say so.
+        raise FieldError("tools", f"are refused: {call.ignored_tools}")
     return BatchRequest(number, custom_id, call, seed)
 
 

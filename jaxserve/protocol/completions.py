@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, StrictBool, StrictInt
+from pydantic import Field, StrictBool
 
 from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.core.requests.outputs import CompletionOutput, Delta, RequestOutput
@@ -14,7 +14,7 @@ from jaxserve.core.requests.sampling_params import MAX_N, SamplingParams
 from jaxserve.engine.beam_search import BeamSearchParams
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.errors import ErrorReply, FieldError
-from jaxserve.protocol.fields import GenerationFields, only
+from jaxserve.protocol.fields import GenerationFields, Integer, only
 from jaxserve.protocol.logprobs import (
     TextOffsets,
     completion_logprobs,
@@ -31,16 +31,21 @@ from jaxserve.text.detokenizer import Detokenizer
 class CompletionRequest(GenerationFields):
     """The request body: OpenAI's fields, and vLLM's extensions."""
 
+    remedies: ClassVar[Mapping[str, str]] = {
+        "max_completion_tokens": "use max_tokens",
+        "max_output_tokens": "use max_tokens",
+    }
+
     prompt: Prompts = Field(
         description="Text or token ids, or a list of either.", examples=["The sky is"]
     )
-    best_of: StrictInt | None = Field(
+    best_of: Integer | None = Field(
         None,
         description="Sequences to sample, of which the n with the highest mean log probability of "
         "a token are returned.",
     )
     echo: StrictBool | None = None
-    logprobs: StrictInt | None = None
+    logprobs: Integer | None = None
     suffix: Annotated[None, only(remedy="leave it out: no model here fills gaps")] = Field(
         None, description="Not supported."
     )
@@ -102,6 +107,13 @@ class CompletionRequest(GenerationFields):
             return 0
         return self.logprobs
 
+    @property
+    def names(self) -> dict[str, str]:
+        names = super().names
+        if self.best_of not in (None, self.n or 1):
+            names["n"] = "best_of"
+        return names
+
     def _check_beam_search(self, params: SamplingParams, scores_only: bool) -> None:
         """Raises FieldError for what completions have and beam search has not."""
         if self.best_of is not None:
@@ -148,7 +160,7 @@ class ParsedCompletion:
     logprobs: bool
     n: int
     names: Mapping[str, str]
-    warning: ClassVar[str | None] = None
+    ignored_tools: ClassVar[str | None] = None
     named_events: ClassVar[bool] = False
 
     @property

@@ -9,14 +9,14 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, StrictBool, StrictInt
+from pydantic import Field, StrictBool
 
 from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.core.requests.pooling import Pooling, PoolingParams, pairs, similarity
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.errors import FieldError, UnavailableError
-from jaxserve.protocol.fields import Fields, Ignored, ListOf, RequestId
+from jaxserve.protocol.fields import Fields, Ignored, Integer, ListOf, RequestId
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.prompts import Prompts, tokenized
 
@@ -31,10 +31,10 @@ class _PoolingFields(Fields):
         None, description="The last token's hidden state, by default, or the mean over all tokens."
     )
     add_special_tokens: StrictBool | None = None
-    truncate_prompt_tokens: StrictInt | None = Field(
+    truncate_prompt_tokens: Integer | None = Field(
         None, description="Longest text in tokens, cut off on the left; -1: the longest that fits."
     )
-    priority: StrictInt | None = None
+    priority: Integer | None = None
     cache_salt: str | None = Field(
         None, description="Only requests with the same salt share cached prefixes."
     )
@@ -69,7 +69,7 @@ class EmbeddingRequest(_PoolingFields):
     encoding_format: Encoding | None = Field(
         None, description="Numbers, by default, or the base64 of little-endian float32."
     )
-    dimensions: StrictInt | None = Field(
+    dimensions: Integer | None = Field(
         None, description="Numbers to keep of each embedding, from the first on."
     )
     normalize: StrictBool | None = Field(
@@ -122,8 +122,7 @@ class _Parsed:
 
     beam: ClassVar[None] = None
     stream: ClassVar[bool] = False
-    warning: ClassVar[str | None] = None
-    names: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    ignored_tools: ClassVar[str | None] = None
 
     @property
     def lora_request(self) -> LoRARequest | None:
@@ -143,6 +142,7 @@ class _Parsed:
 class ParsedEmbedding(_Parsed):
     """A request for embeddings."""
 
+    names: ClassVar[Mapping[str, str]] = MappingProxyType({"prompt": "input"})
     encoding: Encoding
 
     def response(
@@ -168,6 +168,7 @@ class ParsedEmbedding(_Parsed):
 class ParsedScore(_Parsed):
     """A request for scores of pairs of `prompts`, by index."""
 
+    names: ClassVar[Mapping[str, str]] = MappingProxyType({"prompt": "text_2"})
     compared: tuple[tuple[int, int], ...]
 
     def response(

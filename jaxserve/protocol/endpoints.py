@@ -35,9 +35,9 @@ class Chunks(Protocol):
 
 class ParsedRequest(Protocol):
     """A validated request: its prompts, parameters, and response format. With `beam` it is a beam
-    search, of which `params` has the limits and the width as `n`. `warning` says which part of it
-    the response leaves out. `names` are the client's names of fields that the engine's errors call
-    otherwise (see `errors.name_by`)."""
+    search, of which `params` has the limits and the width as `n`. `ignored_tools` says why
+    the response is made without its tools, and what to do instead. `names` are the client's names
+    of fields that the engine's errors call otherwise (see `errors.name_by`)."""
 
     @property
     def prompts(self) -> tuple[TokenizedPrompt, ...]: ...
@@ -52,7 +52,7 @@ class ParsedRequest(Protocol):
     @property
     def stream(self) -> bool: ...
     @property
-    def warning(self) -> str | None: ...
+    def ignored_tools(self) -> str | None: ...
     @property
     def names(self) -> Mapping[str, str]: ...
 

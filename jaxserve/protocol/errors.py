@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
@@ -42,6 +42,7 @@ REMEDIES: Mapping[str, str] = {
     "documents": "write them into the messages",
     "n_predict": "use max_tokens",
     "typical_p": "leave it out: that sampler is not there",
+    "extra_body": "put its fields into the body",
 }
 """What to do instead of sending a field that other servers have."""
 
@@ -61,7 +62,9 @@ _NEUTRAL: Mapping[str, object] = {
 
 MAX_SHOWN_CHARS = 80
 MAX_MESSAGE_CHARS = 2000
-_DICTIONARY = re.compile(r"a valid dictionary(?: or instance of \w+)?")
+_SHOULD = re.compile(r"^[A-Z]\w+ should ")
+_KIND = "Input should be "
+_DICTIONARY = re.compile(r"a valid dictionary(?: or (?:instance|object) .+)?")
 _JSON_WORDS = {"None": "null", "True": "true", "False": "false"}
 _CONSTANT = re.compile(r"\b(?:None|True|False)\b")
 _SHORT = reprlib.Repr()  # It never formats the part that it leaves out.
@@ -232,19 +235,33 @@ def field_error_of(errors: Sequence[dict[str, Any]], body: Any = None) -> FieldE
     found = max((e for e in errors if (e["loc"] or ("body",))[0] == name), key=_depth)
     path = _path(found["loc"])
     if found["type"] == "extra_forbidden":
-        remedy = REMEDIES.get(path) or "leave it out"
-        hint = _meant(path, body) or f"{remedy}."
+        remedy = getattr(body, "remedies", {}).get(path) or REMEDIES.get(path)
+        hint = f"{remedy}." if remedy else _meant(path, body) or "leave it out."
         return FieldError(path, f"is not a field of this request; {hint}", "unknown_parameter")
     if found["type"] == REFUSED:
         return FieldError(path, found["msg"])
     if found["type"] == "missing":
         return FieldError(path, "is missing; it is required.", "missing_required_parameter")
-    message = found["msg"].removeprefix("Value error, ")
-    if message.startswith("Input should be"):
-        message = message.replace("Input should be", "must be", 1)
-        message = _DICTIONARY.sub("an object", message)
-        message = _CONSTANT.sub(lambda found: _JSON_WORDS[found[0]], message)
-    return FieldError(path, f"{message}, got {shown(found['input'])}.")
+    # A union refuses a value once for each of its branches.
+    same = [e["msg"] for e in errors if e["msg"].startswith(_KIND) and _path(e["loc"]) == path]
+    return FieldError(path, f"{_asked(found['msg'], same)}, got {shown(found['input'])}.")
+
+
+def _asked(message: str, same: Sequence[str]) -> str:
+    """What a field must be, from one of pydantic's messages, and the `same` field's that name a
+    kind of values."""
+    if not _SHOULD.match(message):
+        return message.removeprefix("Value error, ")
+    named = same if message.startswith(_KIND) else [message]
+    kinds = list(dict.fromkeys(_in_words(_SHOULD.sub("", each)) for each in named))
+    either = ", or " if any(" or " in kind for kind in kinds) else " or "
+    return "must " + either.join([*kinds[:1], *(kind.removeprefix("be ") for kind in kinds[1:])])
+
+
+def _in_words(asked: str) -> str:
+    """What pydantic asks for, in the words of JSON."""
+    asked = _DICTIONARY.sub("an object", asked)
+    return _CONSTANT.sub(lambda found: _JSON_WORDS[found[0]], asked)
 
 
 def shown(value: Any) -> str:
@@ -256,10 +273,15 @@ def shown(value: Any) -> str:
 def _meant(path: str, body: Any) -> str | None:
     """A field of the body whose name is almost this, if it is of a type with fields, and this not a
     part of another."""
-    if path in REMEDIES or "." in path:
+    if "." in path:
         return None
-    names = [field.alias or name for name, field in getattr(body, "model_fields", {}).items()]
-    close = difflib.get_close_matches(path, names, n=1, cutoff=0.8)
+    fields = getattr(body, "model_fields", {})
+    return alike(path, [field.alias or name for name, field in fields.items()])
+
+
+def alike(given: str, names: Iterable[str]) -> str | None:
+    """A question for the one of `names` that is almost what was given, if there is one."""
+    close = difflib.get_close_matches(given, names, n=1, cutoff=0.8)
     return f"did you mean {close[0]}?" if close else None
 
 

@@ -8,7 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -16,12 +16,12 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetPydanticSchema,
     StrictBool,
     StrictFloat,
-    StrictInt,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, core_schema
 
 from jaxserve.core.errors import RequestError
 from jaxserve.core.requests.sampling_params import MAX_LOGIT_BIAS, SamplingParams
@@ -102,6 +102,26 @@ def only(*allowed: Any, remedy: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+Integer = Annotated[
+    int,
+    GetPydanticSchema(
+        lambda _kind, _handler: core_schema.custom_error_schema(
+            core_schema.union_schema(
+                [
+                    core_schema.int_schema(strict=True),
+                    core_schema.chain_schema(
+                        [core_schema.float_schema(strict=True), core_schema.int_schema()]
+                    ),
+                ],
+                mode="left_to_right",
+            ),
+            "int_type",
+        ),
+        lambda _schema, handler: handler(core_schema.int_schema()),
+    ),
+]
+"""An integer of JSON, as 5.0 is too; neither text nor a boolean."""
+
 JsonObject = Annotated[dict[str, Any], BeforeValidator(valid_names)]
 Numbers = Annotated[dict[str, StrictFloat], BeforeValidator(_not_too_many)]
 RequestId = Annotated[str, AfterValidator(_request_id)]
@@ -118,6 +138,8 @@ class Fields(BaseModel):
     another `extra`, or other servers have them and the value asks for nothing."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True, serialize_by_alias=True)
+    remedies: ClassVar[Mapping[str, str]] = {}
+    """What to do instead of sending a field that other requests have, as `errors.REMEDIES`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -206,7 +228,7 @@ class GenerationFields(Fields):
     """Sampling, stopping and output fields. SamplingParams defines their ranges."""
 
     model: str | None = None
-    n: StrictInt | None = None
+    n: Integer | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     request_id: RequestId | None = Field(
@@ -218,14 +240,14 @@ class GenerationFields(Fields):
 
     temperature: StrictFloat | None = None
     top_p: StrictFloat | None = None
-    top_k: StrictInt | None = None
+    top_k: Integer | None = None
     min_p: StrictFloat | None = None
     presence_penalty: StrictFloat | None = None
     frequency_penalty: StrictFloat | None = None
     repetition_penalty: StrictFloat | None = None
-    seed: StrictInt | None = None
+    seed: Integer | None = None
     logit_bias: Numbers | None = None
-    allowed_token_ids: ListOf[StrictInt] | None = None
+    allowed_token_ids: ListOf[Integer] | None = None
     bad_words: ListOf[str] | None = None
 
     add_special_tokens: StrictBool | None = Field(
@@ -233,21 +255,21 @@ class GenerationFields(Fields):
         description="Whether to add the tokenizer's special tokens to the prompt; by default true "
         "for completions, and false for chats, whose template writes them.",
     )
-    truncate_prompt_tokens: StrictInt | None = Field(
+    truncate_prompt_tokens: Integer | None = Field(
         None, description="Longest prompt in tokens; -1: the longest that leaves max_tokens."
     )
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="Where tokens beyond truncate_prompt_tokens are cut off; left by default."
     )
 
-    max_tokens: StrictInt | None = None
-    min_tokens: StrictInt | None = None
+    max_tokens: Integer | None = None
+    min_tokens: Integer | None = None
     stop: str | ListOf[str] | None = None
-    stop_token_ids: ListOf[StrictInt] | None = None
+    stop_token_ids: ListOf[Integer] | None = None
     include_stop_str_in_output: StrictBool | None = None
     ignore_eos: StrictBool | None = None
     skip_special_tokens: StrictBool | None = None
-    thinking_token_budget: StrictInt | None = Field(
+    thinking_token_budget: Integer | None = Field(
         None,
         description="Most tokens of reasoning, after which its end is forced; -1: no limit. "
         "Structured output then begins after the reasoning.",
@@ -268,8 +290,8 @@ class GenerationFields(Fields):
     vllm_xargs: Numbers | None = Field(
         None, description="Numbers for the server's logits processors, by name."
     )
-    prompt_logprobs: StrictInt | None = None
-    logprob_token_ids: ListOf[StrictInt] | None = Field(
+    prompt_logprobs: Integer | None = None
+    logprob_token_ids: ListOf[Integer] | None = Field(
         None,
         description="Tokens whose log probabilities each position has, instead of those of the "
         "most likely ones.",
@@ -278,7 +300,7 @@ class GenerationFields(Fields):
     return_tokens_as_token_ids: StrictBool | None = Field(
         None, description="Whether logprobs name a token token_id:ID, instead of by its text."
     )
-    priority: StrictInt | None = None
+    priority: Integer | None = None
     use_beam_search: StrictBool | None = Field(
         None, description="Whether to return the n most likely sequences, instead of sampling n."
     )

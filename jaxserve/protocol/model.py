@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from jaxserve.core.chat_settings import ChatSettings
 from jaxserve.core.engine_info import EngineInfo
-from jaxserve.core.errors import PromptTooLongError
+from jaxserve.core.errors import ChatTemplateError, PromptTooLongError
 from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.core.requests.sampling_params import MAX_LOGPROBS
 from jaxserve.core.version import __version__
@@ -147,20 +147,27 @@ class Model:
         """A conversation rendered by `chat_template`, with `variables` as extra variables; the
         other arguments are those of `Tokenizer.apply_chat_template` and `Tokenizer.encode`.
 
-        Raises RequestError for messages that the template rejects, PromptTooLongError for a text
-        that is certainly too long.
+        Raises RequestError for messages that the template rejects, FieldError for a template of the
+        request that fails, PromptTooLongError for a text that is certainly too long.
         """
         variables = variables or {}
         if taken := sorted(_OURS & set(variables)):
             raise FieldError("chat_template_kwargs", f"must not set {taken[0]!r}.")
-        text = self.tokenizer.apply_chat_template(
-            messages,
-            add_generation_prompt,
-            tools,
-            continue_final_message,
-            chat_template,
-            **variables,
-        )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt,
+                tools,
+                continue_final_message,
+                chat_template,
+                **variables,
+            )
+        except ChatTemplateError as error:
+            own = (None, self.tokenizer.chat_template, self.tokenizer.tool_template)
+            if chat_template in own:
+                raise
+            reason = str(error).removeprefix("the chat template ")
+            raise FieldError("chat_template", reason) from error
         self.check_text(text)
         return TokenizedPrompt(text, self.tokenizer.encode(text, add_special_tokens))
 

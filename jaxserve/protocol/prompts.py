@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, StrictInt
+from pydantic import BeforeValidator
 
 from jaxserve.core.errors import PromptTooLongError, RequestError
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.errors import FieldError
-from jaxserve.protocol.fields import ListOf
+from jaxserve.protocol.fields import Integer, ListOf
 from jaxserve.protocol.model import Model
 
 MAX_PROMPTS = 2048
@@ -18,14 +18,16 @@ MAX_PROMPTS = 2048
 
 def _of_one_kind(given: Any) -> Any:
     """One error message for a bad prompt, instead of one per branch of the union."""
-    kinds = {type(part) for part in given} if isinstance(given, list) else None
-    if not isinstance(given, str) and kinds not in (set(), {str}, {int}, {list}):
-        raise ValueError("must be text, token ids, or a list of either")
-    return given
+    kinds = {type(part) for part in given} if isinstance(given, list) else {None}
+    if isinstance(given, str) or kinds in (set(), {str}, {int}, {list}):
+        return given
+    if kinds <= {int, float} and all(part % 1 == 0 for part in given):
+        return given
+    raise ValueError("must be text, token ids, or a list of either")
 
 
 Prompts = Annotated[
-    str | ListOf[str] | ListOf[StrictInt] | ListOf[ListOf[StrictInt]], BeforeValidator(_of_one_kind)
+    str | ListOf[str] | ListOf[Integer] | ListOf[ListOf[Integer]], BeforeValidator(_of_one_kind)
 ]
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-from pydantic import Field, StrictBool, StrictInt
+from pydantic import Field, StrictBool
 
-from jaxserve.core.errors import RequestError
 from jaxserve.protocol.chat.messages import Message
-from jaxserve.protocol.errors import FieldError
-from jaxserve.protocol.fields import Fields, JsonObject, ListOf
+from jaxserve.protocol.errors import FieldError, shown
+from jaxserve.protocol.fields import Fields, Integer, JsonObject, ListOf
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.tools import Tool, check_tools
 
 
 class TokenizeRequest(Fields):
     """Either a text or a conversation."""
+
+    remedies: ClassVar[Mapping[str, str]] = {"text": "use prompt or messages"}
 
     model: str | None = None
     prompt: str | None = Field(None, examples=["The sky is"])
@@ -79,15 +81,16 @@ class DetokenizeRequest(Fields):
     """Token ids to decode."""
 
     model: str | None = None
-    tokens: ListOf[StrictInt] = Field(examples=[[1, 2, 3]])
+    tokens: ListOf[Integer] = Field(examples=[[1, 2, 3]])
 
     def answer(self, model: Model) -> dict[str, Any]:
-        """Includes special tokens. Raises RequestError for ids out of range."""
+        """Includes special tokens. Raises FieldError for an id out of range."""
         model = model.named(self.model)
-        for token_id in self.tokens:
+        for place, token_id in enumerate(self.tokens):
             if not 0 <= token_id < model.vocab_size:
-                raise RequestError(
-                    f"tokens has the id {token_id}; this model's ids are 0..{model.vocab_size - 1}."
+                most = model.vocab_size - 1
+                raise FieldError(
+                    f"tokens[{place}]", f"is {shown(token_id)}; this model's ids are 0..{most}."
                 )
         return {"prompt": model.tokenizer.decode(self.tokens, skip_special_tokens=False)}
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import jsonschema
 from jsonschema import Draft202012Validator
-from pydantic import ConfigDict, Field, StrictBool
+from pydantic import AfterValidator, ConfigDict, Field, StrictBool
 
 from jaxserve.protocol.errors import FieldError
 from jaxserve.protocol.fields import Fields, JsonObject
@@ -24,7 +25,19 @@ MAX_TOOLS_NODES = 4096
 CACHED_SCHEMAS = 256
 """Number of schemas whose check is remembered: agents send the same tools with every request."""
 
-Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+_NAME = r"[a-zA-Z0-9_-]{1,64}"
+
+
+def _name(given: str) -> str:
+    if not re.fullmatch(_NAME, given):
+        raise ValueError("must be 1 to 64 of A-Z a-z 0-9 _ -")
+    return given
+
+
+Name = Annotated[str, AfterValidator(_name), Field(json_schema_extra={"pattern": f"^{_NAME}$"})]
+
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""llguidance's options of JSON in which a model cannot choose the whitespace."""
 
 # A schema with one of these may declare properties.
 _DECLARE_PROPERTIES = {
@@ -57,6 +70,15 @@ class Function(Fields):
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
         return {"type": "object"} if self.parameters is None else self.parameters
+
+    @property
+    def takes_nothing(self) -> bool:
+        """Whether the only arguments are `{}`."""
+        schema = self.schema_of_arguments
+        if schema.get("properties") or schema.get("required"):
+            return False
+        others = _DECLARE_PROPERTIES & schema.keys() - {"additionalProperties"}
+        return not others and schema.get("additionalProperties", False) is False
 
     @property
     def schema_of_forced_arguments(self) -> dict[str, Any]:
@@ -189,9 +211,12 @@ def _check_size(tools: Sequence[Tool]) -> None:
 
 def forced_schema(tools: Sequence[Tool], chosen: str | ChosenTool, parallel: bool) -> dict:
     """JSON schema of a forced call: the arguments of the chosen function, or a list of calls of any
-    function. Raises FieldError if the tools' $defs conflict."""
+    function. Where a function takes nothing there is no whitespace that a model chooses, so that no
+    tokens are spent on it within `{}`. Raises FieldError if the tools' $defs conflict."""
     if isinstance(chosen, ChosenTool):
-        return function_named(tools, chosen.function.name).schema_of_forced_arguments
+        function = function_named(tools, chosen.function.name)
+        compact = {"x-guidance": _COMPACT} if function.takes_nothing else {}
+        return function.schema_of_forced_arguments | compact
     definitions: dict[str, Any] = {}
     calls = []
     for place, tool in enumerate(tools):
@@ -212,7 +237,11 @@ def forced_schema(tools: Sequence[Tool], chosen: str | ChosenTool, parallel: boo
         )
     limit: Mapping[str, int] = {} if parallel else {"maxItems": 1}
     schema = {"type": "array", "minItems": 1, **limit, "items": {"anyOf": calls}}
-    return schema | ({"$defs": definitions} if definitions else {})
+    if definitions:
+        schema["$defs"] = definitions
+    if any(tool.function.takes_nothing for tool in tools):
+        schema["x-guidance"] = _COMPACT
+    return schema
 
 
 def function_named(tools: Sequence[Tool], name: str) -> Function | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import get_type_hints
 
 from fastapi import FastAPI
@@ -82,7 +83,6 @@ def create_app(
         default_response_class=JsonResponse,
         docs_url=None,  # These pages load third-party scripts; /docs is of docs_routes.
         redoc_url=None,
-        root_path=settings.root_path,
     )
     app.state.service = service
     app.state.settings = settings
@@ -130,12 +130,33 @@ async def _bad_body(request: Request, error: RequestValidationError) -> JsonResp
     return error_response(reply_to(field_error_of(found, body)), path)
 
 
+_DEV_PATHS = frozenset(route.path for route in dev_routes.router.routes)
+
+
 async def _bad_route(request: Request, error: HTTPException) -> JsonResponse:
-    message = f"{request.method} {request.url.path!r:.80}: {error.detail}."
+    path = request.scope["path"]
+    detail = error.detail
+    if error.status_code == 404 and path in _DEV_PATHS:
+        detail += "; start the server with --dev-mode to have it"
+    message = f"{request.method} {path!r:.80}: {detail}."
+    if error.status_code == 400 and error.__cause__ is not None:  # FastAPI cannot read the body.
+        message = f"the body cannot be read: {_reason(error.__cause__)}."
     reply = ErrorReply(error.status_code, message, "invalid_request_error")
-    answer = error_response(reply, request.url.path)
+    answer = error_response(reply, path)
     answer.headers.update(error.headers or {})
     return answer
+
+
+def _reason(error: BaseException) -> str:
+    """Why Python's JSON reader failed at a body that may be JSON."""
+    match error:
+        case RecursionError():
+            return "its lists and objects are nested too deeply"
+        case UnicodeDecodeError():
+            return "it is not in UTF-8"
+        case ValueError():
+            return f"it has a number of over {sys.get_int_max_str_digits()} digits"
+    return type(error).__name__
 
 
 async def _gone(request: Request, error: ClientGoneError) -> Response:

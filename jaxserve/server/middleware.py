@@ -41,17 +41,18 @@ _UNAUTHORIZED = ErrorReply(
 
 
 class RootPath:
-    """Removes the path below which a proxy serves the application, if the proxy has left it in the
-    request's."""
+    """Tells the application the path below which a proxy serves it, and removes that path from the
+    request's if the proxy has left it there."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         self._app = app
         self._root = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"].startswith(f"{self._root}/"):
-            scope = {**scope, "path": scope["path"].removeprefix(self._root)}
-        await self._app(scope, receive, send)
+        path = scope["path"]
+        if path.startswith(f"{self._root}/"):
+            path = path.removeprefix(self._root)
+        await self._app({**scope, "path": path, "root_path": self._root}, receive, send)
 
 
 class HeaderChecks:

@@ -55,7 +55,9 @@ def error_response(reply: ErrorReply, path: str) -> JsonResponse:
 
 def warning_of(parsed: ParsedRequest) -> dict[str, str]:
     """The header that says what the response leaves out. 199 is a warning of any kind."""
-    return {} if parsed.warning is None else {"warning": f'199 jaxserve "{parsed.warning}"'}
+    if parsed.ignored_tools is None:
+        return {}
+    return {"warning": f'199 jaxserve "tools are ignored: {parsed.ignored_tools}"'}
 
 
 class GeneratedResponse(Response):

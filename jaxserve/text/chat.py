@@ -19,7 +19,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
-from jaxserve.core.errors import RequestError
+from jaxserve.core.errors import ChatTemplateError, RequestError
 from jaxserve.text.template_budget import TemplateLimitError
 from jaxserve.text.template_limits import LimitedEnvironment
 
@@ -58,8 +58,9 @@ def render_chat(
         variables: further variables of the template, such as `bos_token`.
 
     Raises:
-        RequestError: a message is malformed, or the template is missing, invalid, has no tools
-            where some are given, rejects the conversation, or exceeds a limit.
+        ChatTemplateError: the template is invalid, rejects the conversation, or exceeds a limit.
+        RequestError: a message is malformed, or the template is missing, or has no tools where some
+            are given.
     """
     if template is None:
         raise RequestError(
@@ -82,13 +83,13 @@ def render_chat(
     try:
         text = LimitedEnvironment.render(_compile(template), context)
     except TemplateLimitError as error:
-        raise RequestError(f"the chat template was stopped: {error}") from error
+        raise ChatTemplateError(f"the chat template was stopped: {error}") from error
     except jinja2.TemplateSyntaxError as error:
-        raise RequestError(
+        raise ChatTemplateError(
             f"the chat template is not valid Jinja, line {error.lineno}: {error.message}"
         ) from error
     except Exception as error:  # a template is a program: it may raise anything
-        raise RequestError(
+        raise ChatTemplateError(
             f"the chat template cannot render these messages: {str(error)[:_SHOWN_CHARS]}"
         ) from error
     if not continue_final_message:
@@ -105,24 +106,28 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     """Messages with plain string contents; raises `RequestError` naming the malformed one."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise RequestError(
-            f"messages must be a non-empty list of {{'role', 'content'}} dicts, got {messages!r}"
+            f"messages must be a non-empty list of {{'role', 'content'}} dicts, got {messages!r}."
         )
     return [_normalize(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def _normalize(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise RequestError(f"{where} must be a dict with role and content, got {message!r}")
+        raise RequestError(f"{where} must be a dict with role and content, got {message!r}.")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
-        raise RequestError(f"{where}.role must be a string such as 'user', got {role!r}")
+        raise RequestError(f"{where}.role must be a string such as 'user', got {role!r}.")
     if isinstance(content, list | tuple):
         content = "\n".join(_part_text(p, f"{where}.content[{i}]") for i, p in enumerate(content))
     elif content is None and message.get("tool_calls"):
         content = ""
+    elif content is None:
+        raise RequestError(
+            f"{where}.content is missing; it must be a string or a list of text parts."
+        )
     elif not isinstance(content, str):
         raise RequestError(
-            f"{where}.content must be a string or a list of text parts, got {content!r}"
+            f"{where}.content must be a string or a list of text parts, got {content!r}."
         )
     return {**message, "content": content}
 
@@ -132,7 +137,7 @@ def _part_text(part: Any, where: str) -> str:
     if not is_text or not isinstance(part.get("text"), str):
         raise RequestError(
             f"{where} must be {{'type': 'text', 'text': <string>}}, the only kind of content "
-            f"supported, got {part!r}"
+            f"supported, got {part!r}."
         )
     return part["text"]
 

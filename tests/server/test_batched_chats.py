@@ -85,3 +85,26 @@ def test_what_is_refused(chatty):
             assert answer.json()["error"]["param"] == param, answer.text
 
     run(chatty, scenario)
+
+
+def test_more_sequences_than_the_queue_holds_are_refused_by_the_field_that_asks(chatty):
+    async def scenario(client, service, engine):
+        room = engine.info.max_num_seqs + 8
+        many = ["a"] * (room + 1)
+        for path, fields, param, number in (
+            (PATH, {"messages": FIRST, "n": room + 1}, "n", room + 1),
+            (f"{PATH}/batch", {"messages": [FIRST] * (room + 1)}, "messages", room + 1),
+            (f"{PATH}/batch", {"messages": [FIRST] * room, "n": 2}, "messages", 2 * room),
+            ("/v1/completions", {"prompt": many}, "prompt", room + 1),
+            ("/v1/completions", {"prompt": "a", "best_of": room + 2}, "best_of", room + 2),
+            ("/v1/embeddings", {"input": many}, "input", room + 1),
+            ("/v1/score", {"text_1": "a", "text_2": many}, "text_2", room + 2),
+        ):
+            answer = await client.post(path, json=fields)
+            error = answer.json()["error"]
+            assert answer.status_code == 400 and error["param"] == param, error
+            both = " and n" if number == 2 * room else ""
+            said = f"{param}{both} must make at most {room} sequences on this server, got {number}."
+            assert error["message"] == said
+
+    run(chatty, scenario)

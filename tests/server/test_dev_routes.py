@@ -114,10 +114,18 @@ def test_the_routes_are_there_in_dev_mode_only(dev_mode, status):
         app = create_app(Service(["tiny"], 8), AppSettings((), 1 << 20, False, dev_mode=dev_mode))
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
-            body = {"model_path": "x"}
-            for path in ("/sleep", "/wake_up", "/update_weights_from_disk"):
-                assert (await client.post(path, json=body)).status_code == status
-            assert (await client.get("/is_sleeping")).status_code == status
+            adapter = {"lora_name": "a", "lora_path": "a"}
+            for answer in (
+                await client.post("/sleep"),
+                await client.post("/wake_up"),
+                await client.post("/update_weights_from_disk", json={"model_path": "x"}),
+                await client.post("/v1/load_lora_adapter", json=adapter),
+                await client.post("/v1/unload_lora_adapter", json={"lora_name": "a"}),
+                await client.get("/is_sleeping"),
+            ):
+                assert answer.status_code == status
+                assert ("--dev-mode" in answer.json()["error"]["message"]) is not dev_mode
+            assert "--dev-mode" not in (await client.get("/asleep")).text
 
     asyncio.run(ask())
 

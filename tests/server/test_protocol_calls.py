@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import re
 from itertools import chain, pairwise
 
 import pytest
@@ -21,9 +22,12 @@ from jaxserve.core.requests.outputs import (
 )
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.offline.requests import parse as batch_request
-from jaxserve.protocol.endpoints import ENDPOINTS
+from jaxserve.protocol.endpoints import ENDPOINTS, Endpoint
+from jaxserve.protocol.errors import reply_to
 from jaxserve.protocol.logprobs import MIN_LOGPROB
+from jaxserve.protocol.messages_api.request import MessagesRequest
 from jaxserve.protocol.model import Model
+from jaxserve.server.responses import warning_of
 
 COMPLETIONS, CHAT = ENDPOINTS["/v1/completions"], ENDPOINTS["/v1/chat/completions"]
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -233,18 +237,51 @@ def test_chunks_add_up_to_the_answer(model, data):
     assert counted["usage"]["completion_tokens"] == len(pieces)
 
 
+def test_ids_of_calls_are_short_and_each_its_own(model):
+    """OpenAI takes back at most 40 characters. Each answer has two calls, and the chat two
+    answers."""
+
+    def answered(endpoint, body, request_id, n=1):
+        call = endpoint.parse(body, model)
+        choices = [CompletionOutput(i, CALL + CALL, (7,), finish_reason="stop") for i in range(n)]
+        found = RequestOutput("r", None, (68,), choices, True, RequestMetrics(0))
+        return call.response([found], request_id, 5)
+
+    chat = {"messages": MESSAGES, "n": 2, "tools": TOOLS}
+    responses = {"input": "Hi", "tools": [{"type": "function", "name": "f"}]}
+    claude = {"messages": MESSAGES, "max_tokens": 9, "tools": [{"name": "f", "input_schema": {}}]}
+    for request_id in ("0" * 32, "x" * 128):
+        choices = answered(CHAT, chat, request_id, n=2)["choices"]
+        items = answered(ENDPOINTS["/v1/responses"], responses, request_id)["output"]
+        blocks = answered(Endpoint(MessagesRequest), claude, request_id)["content"]
+        of_chat = [each["id"] for c in choices for each in c["message"]["tool_calls"]]
+        of_response = [item["call_id"] for item in items]
+        of_message = [block["id"] for block in blocks]
+        assert len(set(of_chat)) == 4 and len(set(of_response)) == len(set(of_message)) == 2
+        for name in (*of_chat, *of_response, *of_message):
+            assert re.fullmatch("call_[0-9a-f]{24}", name)
+
+
 def test_a_template_without_tools_serves_forced_calls_alone(model):
     tokenizer = _with_template(model.tokenizer, "{{ messages[0].content }}")
     bare = dataclasses.replace(model, tokenizer=tokenizer)
     auto = CHAT.parse({"messages": MESSAGES, "tools": TOOLS}, bare)
-    assert auto.tool_use is None and "chat template has no tools" in auto.warning
+    assert auto.tool_use is None and "chat template has no tools" in auto.ignored_tools
     line = {"custom_id": "a", "messages": MESSAGES, "tools": TOOLS}
-    with pytest.raises(RequestError, match="tools are ignored: this model's chat template"):
+    assert "tools are ignored: this model's chat template" in warning_of(auto)["warning"]
+    with pytest.raises(RequestError) as refusal:
         batch_request(line, 1, bare, seed=0)
-    assert CHAT.parse({"messages": MESSAGES, "tools": TOOLS}, model).warning is None
+    assert str(refusal.value) == (
+        "tools are refused: this model's chat template has no tools; leave them out, or set "
+        "tool_choice to required or a named function, which forces a call."
+    )
+    assert reply_to(refusal.value).param == "tools"
+    for choice in ("required", "none"):
+        assert batch_request(line | {"tool_choice": choice}, 1, bare, seed=0).prompts
+    assert CHAT.parse({"messages": MESSAGES, "tools": TOOLS}, model).ignored_tools is None
     forced = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
     assert CHAT.parse(forced, bare).params.structured_outputs.json
-    assert CHAT.parse(forced, bare).warning is None
+    assert CHAT.parse(forced, bare).ignored_tools is None
     assert CHAT.parse(forced | {"tool_choice": "none"}, bare).params.structured_outputs is None
 
 
@@ -329,7 +366,7 @@ def test_channels_are_taken_apart_by_their_marks(model):
     parameters = {"type": "object", "properties": {}}
     tool = {"type": "function", "function": {"name": "wait", "parameters": parameters}}
     call = CHAT.parse({"messages": MESSAGES, "tools": [tool]}, channels)
-    assert not call.params.skip_special_tokens and call.warning is None
+    assert not call.params.skip_special_tokens and call.ignored_tools is None
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     called = "<|channel|>commentary to=functions.wait<|message|>{}"
     tokens = model.tokenizer.encode(thought + called, add_special_tokens=False)

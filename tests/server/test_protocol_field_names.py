@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import math
+from typing import get_args
+
 import pytest
 from pydantic import ValidationError
 
 from jaxserve.core.errors import RequestError
 from jaxserve.models.loading.checkpoint import open_checkpoint
+from jaxserve.protocol.embeddings import EmbeddingRequest
 from jaxserve.protocol.endpoints import ENDPOINTS, Endpoint
-from jaxserve.protocol.errors import REMEDIES, field_error, name_by, renamed
-from jaxserve.protocol.messages_api.request import MessagesRequest
+from jaxserve.protocol.errors import (
+    REMEDIES,
+    FieldError,
+    field_error,
+    name_by,
+    renamed,
+    reply_to,
+)
+from jaxserve.protocol.messages_api.request import CountTokensRequest, MessagesRequest
 from jaxserve.protocol.model import Model
+from jaxserve.protocol.responses_api.request import INCLUDABLE
+from jaxserve.protocol.tokenizing import DetokenizeRequest, TokenizeRequest
 from jaxserve.protocol.tools import Tool
 
 REQUESTS = {path: endpoint.request for path, endpoint in ENDPOINTS.items()}
@@ -47,7 +60,7 @@ def call_of(path: str, fields: dict, model: Model):
     ids=lambda fields: ", ".join(fields),
 )
 def test_fields_that_ask_for_nothing_are_accepted(model, fields):
-    assert call_of("/v1/chat/completions", fields, model).warning is None
+    assert call_of("/v1/chat/completions", fields, model).ignored_tools is None
 
 
 def test_what_a_client_says_of_a_tool_to_its_cache_reaches_no_template():
@@ -72,6 +85,39 @@ def test_what_a_client_says_of_a_tool_to_its_cache_reaches_no_template():
             "functions is not a field of this request; use",
         ),
         ("chat/completions", {"documents": ["a"]}, "write them into the messages"),
+        ("completions", {"max_completion_tokens": 5}, "of this request; use max_tokens."),
+        ("responses", {"max_completion_tokens": 5}, "of this request; use max_output_tokens."),
+        ("messages", {"extra_body": {"top_k": 1}}, "request; put its fields into the body."),
+        ("completions", {"stop": 5}, "stop must be a valid string or a valid list, got 5."),
+        ("responses", {"input": 5}, "input must be a valid string or a valid list, got 5."),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": {}}]},
+            "messages[0].content must be a valid string or a valid list, got {}.",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user"}]},
+            "messages[0].content is missing; it must be a string or a list of text parts.",
+        ),
+        (
+            "chat/completions",
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "tools[0].function.name must be 1 to 64 of A-Z a-z 0-9 _ -, got 'a b'.",
+        ),
+        (
+            "chat/completions",
+            {"tool_choice": "maybe"},
+            "tool_choice must be 'none', 'auto' or 'required', or an object, got 'maybe'.",
+        ),
+        (
+            "responses",
+            {"include": ["reasoning.encrypted_content", "message.output_text.logprob"]},
+            "include has 'message.output_text.logprob', which is not one of OpenAI's entries; "
+            "did you mean message.output_text.logprobs?",
+        ),
+        ("responses", {"include": ["all"]}, "entries; leave it out, or use message.output_"),
+        ("responses", {"top_logprobs": 2}, "top_logprobs needs 'message.output_text.logprobs' in"),
         ("chat/completions", {"logprobs": True, "top_logprobs": 30}, "top_logprobs must be"),
         ("chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens must be"),
         ("chat/completions", {"max_tokens": 0}, "max_tokens must be"),
@@ -170,3 +216,71 @@ def test_null_is_absent_in_fields_that_are_refused(path):
     with pytest.raises(ValidationError) as refusal:
         REQUESTS[path].model_validate(MINIMAL[path] | {"n": "two"})
     assert field_error(refusal.value).field == "n"
+
+
+def test_include_takes_what_openai_names(model):
+    responses = pytest.importorskip("openai.types.responses")
+    known = get_args(responses.ResponseIncludable)
+    assert set(known) <= set(INCLUDABLE)
+    assert call_of("/v1/responses", {"include": list(known)}, model).chat.params.logprobs == 0
+    with pytest.raises(RequestError) as refusal:
+        call_of("/v1/responses", {"include": ["all"]}, model)
+    assert reply_to(refusal.value).param == "include"
+
+
+def test_fields_of_the_tokenizers_routes_are_named(model):
+    with pytest.raises(ValidationError) as refusal:
+        TokenizeRequest.model_validate({"text": "Hi"})
+    error = field_error(refusal.value, TokenizeRequest)
+    assert str(error) == "text is not a field of this request; use prompt or messages."
+    with pytest.raises(FieldError, match=r"^tokens\[1\] is 256; this model's ids are 0\.\.255\.$"):
+        DetokenizeRequest(tokens=[3, 256]).answer(model)
+
+
+def integer_fields(request):
+    """The fields of a request that are integers, by what its schema says."""
+    for name, schema in request.model_json_schema()["properties"].items():
+        kinds = [each.get("type") for each in (schema, *schema.get("anyOf", ()))]
+        if "integer" in kinds:
+            yield name
+
+
+@pytest.mark.parametrize(
+    ("request_type", "body", "count"),
+    [
+        *((REQUESTS[path], MINIMAL[path], 8) for path in MINIMAL),
+        (EmbeddingRequest, {"input": "Hi"}, 3),
+        (CountTokensRequest, MINIMAL["/v1/messages"], 8),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_integers_may_be_written_with_a_point(request_type, body, count):
+    """As JSON has it: 1.0 is an integer. Text and booleans are none."""
+    names = list(integer_fields(request_type))
+    assert len(names) >= count
+    for name in names:
+        for given in (1, 1.0):
+            value = getattr(request_type.model_validate(body | {name: given}), name)
+            assert value == 1 and type(value) is int, name
+        for given in (1.5, True, "1", math.nan, math.inf, 1e300, [1]):
+            with pytest.raises(ValidationError) as refusal:
+                request_type.model_validate(body | {name: given})
+            error = field_error(refusal.value)
+            assert str(error).startswith((f"{name} must be a valid integer", f"{name} must be 1;"))
+
+
+def test_token_ids_may_be_written_with_a_point(model):
+    for prompt in ([5.0, 6], [5.0, 6.0], [[5.0, 6.0]]):
+        fields = {"prompt": prompt, "stop_token_ids": [7.0], "logprob_token_ids": [8.0]}
+        call = call_of("/v1/completions", fields, model)
+        assert call.prompts[0].token_ids == [5, 6]
+        assert (call.params.stop_token_ids, call.params.logprob_token_ids) == ((7,), (8,))
+    for prompt, said in (
+        ([5.5], "prompt must be text, token ids"),
+        ([math.inf], "prompt must be text, token ids"),
+        ([5.0, True], "prompt must be text, token ids"),
+        ([[5.5]], "prompt[0][0] must be a valid integer, got 5.5."),
+    ):
+        with pytest.raises(RequestError) as refusal:
+            call_of("/v1/completions", {"prompt": prompt}, model)
+        assert said in str(refusal.value)

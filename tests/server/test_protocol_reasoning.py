@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from jaxserve.core.chat_settings import ChatSettings
-from jaxserve.core.errors import RequestError
+from jaxserve.core.errors import ChatTemplateError, RequestError
 from jaxserve.core.requests.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.offline.journal import Result
@@ -16,7 +16,7 @@ from jaxserve.offline.requests import parse as batch_request
 from jaxserve.offline.totals import JobTotals
 from jaxserve.protocol.chat.request import ChatCompletionRequest
 from jaxserve.protocol.completions import CompletionRequest
-from jaxserve.protocol.errors import ErrorReply
+from jaxserve.protocol.errors import ErrorReply, FieldError
 from jaxserve.protocol.messages_api.request import MessagesRequest
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.responses_api.request import ResponsesRequest
@@ -249,8 +249,16 @@ def test_a_template_of_the_request_needs_trust(model):
     assert parse(ChatCompletionRequest, trusting, **fields).prompts[0].text == "<Hi>"
     assert TokenizeRequest.model_validate(fields).answer(trusting)["count"] == len("<Hi>")
     broken = fields | {"chat_template": "{% if %}"}
-    with pytest.raises(RequestError, match="not valid Jinja"):
-        parse(ChatCompletionRequest, trusting, **broken)
+    for kind in (ChatCompletionRequest, TokenizeRequest):
+        request = kind.model_validate(broken)
+        with pytest.raises(FieldError, match=r"^chat_template is not valid Jinja") as refusal:
+            request.answer(trusting) if kind is TokenizeRequest else request.parse(trusting)
+        assert refusal.value.field == "chat_template"
+    own = copy.copy(model.tokenizer)
+    own._chat_templates = {"default": "{% if %}"}
+    model = dataclasses.replace(model, tokenizer=own)
+    with pytest.raises(ChatTemplateError, match="the chat template is not valid Jinja, line 1"):
+        parse(ChatCompletionRequest, model, messages=MESSAGES)
 
 
 def test_streams_that_fail_say_so_in_their_format(model):

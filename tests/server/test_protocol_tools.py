@@ -184,8 +184,14 @@ def test_what_a_forced_call_is_written_by():
 
     assert forced_schema(TOOLS, CHOSEN, True) == WEATHER
     wait = ChosenTool.model_validate({"type": "function", "function": {"name": "wait"}})
-    assert forced_schema(TOOLS, wait, True) == {"type": "object", "properties": {}}
-    for parameters in ({"additionalProperties": True}, {"anyOf": [{"properties": {"a": {}}}]}):
+    nothing = forced_schema(TOOLS, wait, True)
+    assert nothing["x-guidance"]["whitespace_flexible"] is False
+    assert nothing["properties"] == {} and nothing["type"] == "object"
+    for parameters in (
+        {"additionalProperties": True},
+        {"additionalProperties": {}},
+        {"anyOf": [{"properties": {"a": {}}}]},
+    ):
         written = forced_schema([tool("weather", parameters)], CHOSEN, True)
         assert written == parameters | {"type": "object"}
     schema = forced_schema(TOOLS, "required", parallel=False)

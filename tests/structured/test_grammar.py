@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jaxserve.core.errors import RequestError
 from jaxserve.core.requests.structured_outputs import StructuredOutputs
 from jaxserve.models.loading.checkpoint import open_checkpoint
+from jaxserve.protocol.tools import ChosenTool, Tool, forced_schema
 from jaxserve.structured.grammar import Grammar
 from jaxserve.structured.grammars import Grammars
 from jaxserve.structured.matcher import Matcher, advance
@@ -176,6 +177,28 @@ def test_texts_that_a_grammar_takes_and_refuses(vocabulary, tokenizer, wish, tak
         assert spell(tokenizer, matcher_of(vocabulary, **wish), text), text
     for text in refused:
         assert not spell(tokenizer, matcher_of(vocabulary, **wish), text), text
+
+
+@pytest.mark.parametrize(
+    "parameters", [None, {}, {"type": "object", "properties": {}, "additionalProperties": False}]
+)
+def test_a_forced_call_of_a_function_without_parameters_spends_nothing(
+    vocabulary, tokenizer, parameters
+):
+    """Its arguments are `{}`, and no whitespace around or within it."""
+    function = {"name": "wait", "parameters": parameters}
+    tool = Tool.model_validate({"type": "function", "function": function})
+    chosen = ChosenTool.model_validate({"type": "function", "function": {"name": "wait"}})
+    named = forced_schema([tool], chosen, parallel=True)
+    anyone = forced_schema([tool], "required", parallel=True)
+    call = '{"name": "wait", "arguments": {}}'
+    for schema, taken in ((named, ["{}"]), (anyone, [f"[{call}]", f"[{call}, {call}]"])):
+        for text in taken:
+            assert spell(tokenizer, matcher_of(vocabulary, json=schema), text)
+            for other in (text.replace("{}", "{ }"), text.replace("{}", "{\n}"), f" {text}"):
+                assert not spell(tokenizer, matcher_of(vocabulary, json=schema), other), other
+    matcher = matcher_of(vocabulary, json=named)
+    assert spell(tokenizer, matcher, "{}") and matcher.complete(matcher.num_tokens)
 
 
 def test_tokens_that_end_a_text_are_no_part_of_it(vocabulary, tokenizer):

@@ -98,12 +98,12 @@ class ParsedChatBatch:
         return self.chats[0].lora_request
 
     @property
-    def warning(self) -> str | None:
-        return self.chats[0].warning
+    def ignored_tools(self) -> str | None:
+        return self.chats[0].ignored_tools
 
     @property
     def names(self) -> Mapping[str, str]:
-        return self.chats[0].names
+        return {**self.chats[0].names, "prompt": "messages"}
 
     def response(
         self, outputs: Sequence[RequestOutput], request_id: str, created: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -46,8 +47,8 @@ class ParsedChat:
     `has_reasoning`: whether answers have this field, null where the model writes none. `reasons`:
     how outputs mark it, None if they do not, as in a format; `begun_reasoning` is what the prompt
     ends with of it, None unless outputs begin within. `tokens_as_ids` is of logprobs. `echoed` is
-    text that each answer begins with. `warning` says which part of the request the answer leaves
-    out. `names` are as in `endpoints.ParsedRequest`.
+    text that each answer begins with. `ignored_tools` and `names` are as in
+    `endpoints.ParsedRequest`.
     """
 
     model: Model
@@ -67,7 +68,7 @@ class ParsedChat:
     token_ids: bool
     tokens_as_ids: bool
     echoed: str
-    warning: str | None
+    ignored_tools: str | None
     names: Mapping[str, str]
     named_events: ClassVar[bool] = False
 
@@ -220,8 +221,8 @@ class ParsedBlocks:
         return self.chat.stream
 
     @property
-    def warning(self) -> str | None:
-        return self.chat.warning
+    def ignored_tools(self) -> str | None:
+        return self.chat.ignored_tools
 
     @property
     def names(self) -> Mapping[str, str]:
@@ -323,8 +324,10 @@ def in_both_names(reasoning: str | None) -> dict[str, str | None]:
 
 
 def call_id(request_id: str, index: int, number: int) -> str:
-    """The id of a choice's tool call, the same if the request is resent under the same id."""
-    return f"call-{request_id}-{index}-{number}"
+    """The id of a choice's tool call, the same if the request is resent under the same id. It has
+    29 characters: OpenAI takes back 40 at most."""
+    place = f"{request_id}-{index}-{number}".encode()
+    return f"call_{hashlib.blake2b(place, digest_size=12).hexdigest()}"
 
 
 def finish_reason(reason: str | None, has_calls: bool) -> str | None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, StrictBool, StrictInt
+from pydantic import Field, StrictBool
 
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.chat.messages import Message
 from jaxserve.protocol.chat.reply import ParsedChat, ToolUse
 from jaxserve.protocol.errors import FieldError
-from jaxserve.protocol.fields import GenerationFields, Ignored, JsonObject, ListOf
+from jaxserve.protocol.fields import GenerationFields, Ignored, Integer, JsonObject, ListOf
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.parsing.reasoning import Marks, check_budget, reasoning_marks
 from jaxserve.protocol.parsing.tool_calls import format_of
@@ -25,10 +26,12 @@ Choice = Literal["none", "auto", "required"] | ChosenTool
 class ChatCompletionRequest(GenerationFields):
     """The request body: OpenAI's fields, and vLLM's extensions."""
 
+    remedies: ClassVar[Mapping[str, str]] = {"max_output_tokens": "use max_tokens"}
+
     messages: ListOf[Message]
-    max_completion_tokens: StrictInt | None = Field(None, description="Alias of max_tokens.")
+    max_completion_tokens: Integer | None = Field(None, description="Alias of max_tokens.")
     logprobs: StrictBool | None = None
-    top_logprobs: StrictInt | None = None
+    top_logprobs: Integer | None = None
     tools: ListOf[Tool] | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: StrictBool | None = None
@@ -84,11 +87,11 @@ class ChatCompletionRequest(GenerationFields):
                     "tool_choice", "forces a call, so the response format cannot be set too."
                 )
             more["structured_outputs"] = {"json": tool_use.schema}
-        warning = None
+        ignored_tools = None
         if self.tools and tool_use is None and self.tool_choice != "none":
-            warning = (
-                f"tools are ignored: this model's chat template {self._lack(model)}; "
-                "the tool_choice required, or a named function, forces a call."
+            ignored_tools = (
+                f"this model's chat template {self._lack(model)}; leave them out, or set "
+                "tool_choice to required or a named function, which forces a call."
             )
         # Without max_tokens, generate up to the context limit, unless the model's config sets one.
         defaults = {} if model.default_sampling.get("max_new_tokens") else {"max_tokens": None}
@@ -121,7 +124,7 @@ class ChatCompletionRequest(GenerationFields):
             token_ids=bool(self.return_token_ids),
             tokens_as_ids=bool(self.return_tokens_as_token_ids),
             echoed=self.messages[-1].text if echoed else "",
-            warning=warning,
+            ignored_tools=ignored_tools,
             names=self.names,
         )
 

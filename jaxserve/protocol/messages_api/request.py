@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, StrictBool, StrictInt, model_validator
+from pydantic import ConfigDict, Field, StrictBool, model_validator
 
 from jaxserve.core.errors import RequestError
 from jaxserve.protocol.chat.request import ChatCompletionRequest
@@ -13,6 +14,7 @@ from jaxserve.protocol.fields import (
     Fields,
     GenerationFields,
     Ignored,
+    Integer,
     JsonObject,
     JsonSchema,
     ListOf,
@@ -58,7 +60,7 @@ class Thinking(Fields):
     model_config = ConfigDict(extra="ignore")
 
     type: str
-    budget_tokens: StrictInt | None = None
+    budget_tokens: Integer | None = None
 
 
 class OutputFormat(Fields):
@@ -78,8 +80,13 @@ class OutputConfig(Fields):
 class MessagesRequest(GenerationFields):
     """The request body: Anthropic's fields, and the extensions of chats."""
 
+    remedies: ClassVar[Mapping[str, str]] = {
+        "max_completion_tokens": "use max_tokens",
+        "max_output_tokens": "use max_tokens",
+    }
+
     messages: ListOf[Turn]
-    max_tokens: StrictInt
+    max_tokens: Integer
     system: Text | None = None
     stop_sequences: ListOf[str] | None = None
     tools: ListOf[CustomTool] | None = None
@@ -101,7 +108,7 @@ class MessagesRequest(GenerationFields):
     workspace_id: Ignored = None
 
     # Fields of chats that have another name here, or whose results have no place in a response.
-    n: Annotated[Literal[1] | None, only(1, remedy="send a request for each message")] = None
+    n: Annotated[Integer | None, only(1, remedy="send a request for each message")] = None
     stop: Annotated[None, only(remedy="use stop_sequences")] = None
     response_format: Annotated[None, only(remedy="use output_config.format")] = None
     prompt_logprobs: Annotated[None, only(remedy="/v1/chat/completions has it")] = None
@@ -192,7 +199,7 @@ class MessagesRequest(GenerationFields):
 class CountTokensRequest(MessagesRequest):
     """The request body of `/v1/messages/count_tokens`."""
 
-    max_tokens: StrictInt = 1
+    max_tokens: Integer = 1
 
     def answer(self, model: Model) -> dict[str, int]:
         """Raises RequestError."""

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, StrictBool, StrictInt, model_validator
+from pydantic import ConfigDict, Field, StrictBool, model_validator
 
 from jaxserve.core.errors import RequestError
 from jaxserve.protocol.chat.messages import Message
 from jaxserve.protocol.chat.reply import ParsedChat
 from jaxserve.protocol.chat.request import ChatCompletionRequest
-from jaxserve.protocol.errors import FieldError, renamed
+from jaxserve.protocol.errors import FieldError, alike, renamed
 from jaxserve.protocol.fields import (
     Fields,
     GenerationFields,
     Ignored,
+    Integer,
     JsonObject,
     JsonSchema,
     ListOf,
@@ -35,6 +36,18 @@ from jaxserve.protocol.responses_api.stored import (
 from jaxserve.protocol.tools import ChosenName, ChosenTool, Function, Tool, tool_of_type
 
 LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
+"""OpenAI's entries of `include`. Those after the first are of what this server does not have."""
+
 _NAMES = {
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
@@ -95,18 +108,21 @@ class AllowedTools(Fields):
 class ResponsesRequest(GenerationFields):
     """The request body: OpenAI's fields, and the extensions of chats."""
 
+    remedies: ClassVar[Mapping[str, str]] = {"max_completion_tokens": "use max_output_tokens"}
+
     input: str | ListOf[InputItem] = Field(examples=["Hi!"])
     instructions: str | None = Field(None, description="A system message before the input.")
-    max_output_tokens: StrictInt | None = None
+    max_output_tokens: Integer | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     tools: ListOf[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | AllowedTools | None = None
     parallel_tool_calls: StrictBool | None = None
     include: ListOf[str] | None = Field(
-        None, description=f"{LOGPROBS} adds log probabilities; other entries have no effect."
+        None,
+        description=f"{LOGPROBS} adds log probabilities; OpenAI's other entries have no effect.",
     )
-    top_logprobs: StrictInt | None = None
+    top_logprobs: Integer | None = None
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto is as truncate_prompt_tokens of -1."
     )
@@ -129,7 +145,7 @@ class ResponsesRequest(GenerationFields):
     )
 
     # Fields of chats that have another name here, or whose results have no place in a response.
-    n: Annotated[Literal[1] | None, only(1, remedy="send a request for each response")] = None
+    n: Annotated[Integer | None, only(1, remedy="send a request for each response")] = None
     max_tokens: Annotated[None, only(remedy="use max_output_tokens")] = None
     response_format: Annotated[None, only(remedy="use text.format")] = None
     prompt_logprobs: Annotated[None, only(remedy="/v1/chat/completions has it")] = None
@@ -158,8 +174,7 @@ class ResponsesRequest(GenerationFields):
                 )
         if self.background:
             self._check_background(has_store=keep is not None)
-        if self.logprob_token_ids is not None and LOGPROBS not in (self.include or ()):
-            raise FieldError("logprob_token_ids", f"needs {LOGPROBS!r} in include.")
+        self._check_include()
         before = before or NOTHING
         try:
             chat = self._as_chat(before.items).parse(model)
@@ -171,6 +186,18 @@ class ResponsesRequest(GenerationFields):
         return ParsedResponses(
             chat, described | {"store": True}, before, input_of(self._items()), keep
         )
+
+    def _check_include(self) -> None:
+        include = self.include or ()
+        for entry in include:
+            if entry not in INCLUDABLE:
+                hint = alike(entry[:80], INCLUDABLE) or f"leave it out, or use {LOGPROBS}."
+                raise FieldError(
+                    "include", f"has {entry!r:.80}, which is not one of OpenAI's entries; {hint}"
+                )
+        for name in ("top_logprobs", "logprob_token_ids"):
+            if getattr(self, name) is not None and LOGPROBS not in include:
+                raise FieldError(name, f"needs {LOGPROBS!r} in include.")
 
     def _check_background(self, has_store: bool) -> None:
         if not has_store:
@@ -187,7 +214,6 @@ class ResponsesRequest(GenerationFields):
     def _as_chat(self, before: Sequence[Item]) -> ChatCompletionRequest:
         shared = {name: getattr(self, name) for name in GenerationFields.model_fields}
         tools, choice = self._chosen()
-        logprobs = LOGPROBS in (self.include or ()) or None
         shared |= {
             "messages": self._messages(before),
             "max_completion_tokens": self.max_output_tokens,
@@ -196,8 +222,8 @@ class ResponsesRequest(GenerationFields):
             "tools": tools,
             "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
-            "logprobs": logprobs,
-            "top_logprobs": self.top_logprobs if logprobs else None,
+            "logprobs": LOGPROBS in (self.include or ()) or None,
+            "top_logprobs": self.top_logprobs,
             "include_reasoning": self.include_reasoning,
             "chat_template": self.chat_template,
             "chat_template_kwargs": self.chat_template_kwargs,

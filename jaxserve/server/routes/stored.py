@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, HTTPException, Query, Request, Response
 
 from jaxserve.core.errors import RequestError
 from jaxserve.protocol.errors import FieldError
@@ -79,6 +79,17 @@ async def cancel(response_id: str, request: Request) -> Response:
         )
     await request.app.state.background.cancel(state_of(request.scope).tenant, response_id)
     return Response(_stored(request, response_id).response, media_type="application/json")
+
+
+@router.post("/responses/{name}", include_in_schema=False)
+@router.post("/v1/responses/{name}", include_in_schema=False)
+async def no_such_route(name: str) -> Response:
+    """What OpenAI has beside its responses, such as `input_tokens`, which is not there: for the
+    routes above, which have other methods, it would be the id of a response."""
+    detail = "Not Found"
+    if name == "input_tokens":
+        detail += "; /tokenize and /v1/messages/count_tokens count tokens"
+    raise HTTPException(404, detail)
 
 
 def _stored(request: Request, response_id: str) -> StoredResponse:
