@@ -148,7 +148,7 @@ def test_a_million_messages_are_refused_at_the_first_that_is_wrong():
 def test_half_a_million_token_ids_take_their_reading_and_no_more():
     begin = time.process_time()
     CompletionRequest.model_validate({"prompt": list(range(500_000))})
-    assert time.process_time() - begin < 1  # It is 0.03 s; with all findings, more than 1 s.
+    assert time.process_time() - begin < 1  # It is 0.07 s; with all findings, more than 1 s.
 
 
 def test_a_message_that_quotes_its_client_is_bounded():
