@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import sys
+
+from jaxserve.core.process.signals import end_on_interrupt
 
 
 def main() -> int:
-    """Run the command line of this process, as `jaxserve.cli.main`.
-
-    Until its modules are imported, Ctrl-C ends the process at once: in the midst of an import
-    KeyboardInterrupt is printed as a traceback, lost in a callback, or ends the process otherwise.
-    """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """Run the command line of this process, as `jaxserve.cli.main`."""
+    end_on_interrupt()
     from jaxserve.cli import main as run
 
     return run()

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import io
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -34,6 +33,7 @@ from jaxserve.cli.simulate import Simulate
 from jaxserve.cli.train_speculator import TrainSpeculator
 from jaxserve.core.errors import ConfigError, JaxserveError
 from jaxserve.core.process.logs import configure_logging, level_from_environment
+from jaxserve.core.process.signals import ends_on_interrupt, raise_on_interrupt
 from jaxserve.core.version import __version__
 
 _DESCRIPTION = """\
@@ -102,12 +102,12 @@ def _log_to_stderr(command: Command) -> None:
 
 def _raise_interrupts(command: Command) -> None:
     """From now on Ctrl-C is KeyboardInterrupt, if until now it ended the process (`__main__`)."""
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
+    if not ends_on_interrupt():
         return
     without_jax = isinstance(command, Cluster | Launch)
     if not without_jax and not isinstance(getattr(command, "kind", None), BenchServe):
         import jax  # noqa: F401
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    raise_on_interrupt()
 
 
 def _shell(args: Sequence[str]) -> str:

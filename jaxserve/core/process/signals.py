@@ -1,4 +1,5 @@
-"""Signal handlers for the length of a block. Python runs them in the main thread."""
+"""Signal handlers: of a starting process, and for the length of a block. Python runs them in the
+main thread."""
 
 from __future__ import annotations
 
@@ -9,6 +10,25 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 Handler = Callable[[int, FrameType | None], object]
+
+
+def end_on_interrupt() -> None:
+    """Ctrl-C ends the process at once, as long as its modules are imported: in the midst of an
+    import KeyboardInterrupt is printed as a traceback, lost in a callback of JAX, or ends the
+    process otherwise. A handler of somebody else stays."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def ends_on_interrupt() -> bool:
+    """Whether Ctrl-C ends the process without an exception."""
+    return signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+
+
+def raise_on_interrupt() -> None:
+    """Ctrl-C is KeyboardInterrupt again, after `end_on_interrupt`."""
+    if ends_on_interrupt():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextlib.contextmanager
