@@ -41,14 +41,14 @@ def tokenize_prompt(
         raise RequestError(
             f"the prompt is {prompt!r:.80}; it must be text or a list of token ids."
         ) from None
-    if any(isinstance(each, str) for each in token_ids):
-        raise RequestError(
-            f"the prompt is {prompt!r:.80}, a list with text; give one text, or a list of token "
-            "ids. `generate` takes several prompts."
-        )
     for token_id in token_ids:
         integer = isinstance(token_id, (int, np.integer)) and not isinstance(token_id, bool)
         if not integer or not 0 <= token_id < vocab_size:
+            if isinstance(token_id, str):
+                raise RequestError(
+                    f"the prompt is {prompt!r:.80}, a list with text; give one text, or a list of "
+                    "token ids. `generate` takes several prompts."
+                )
             raise RequestError(
                 f"prompt token id {token_id!r} is out of vocabulary: it is not an integer in "
                 f"0..{vocab_size - 1}."

@@ -64,8 +64,10 @@ _FIELDS_OF_KIND: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", *_YARN_FIELDS),
     "longrope": ("factor", "attention_factor", "short_factor", "long_factor"),
 }
-"""Fields that one kind of scaling reads, besides those that say where and how much is rotated."""
+"""Fields of each `rope_type`, besides those of all: `rope_theta`, `partial_rotary_factor` and
+`original_max_position_embeddings`."""
 _NEUTRAL_ROPE = {"factor": 1, "attention_factor": 1, "truncate": True}
+"""Values that change nothing where the `rope_type` does not have the field."""
 
 
 def common_config(
