@@ -30,7 +30,7 @@ from jaxserve.offline.offload_policy import (
     PolicyRates,
     Problem,
 )
-from jaxserve.runtime import link_rates
+from jaxserve.runtime.hardware import link_rates
 from jaxserve.runtime.weights.loading import layer_file
 
 MIB = 1 << 20

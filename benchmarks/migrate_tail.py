@@ -17,16 +17,16 @@ from collections.abc import Sequence
 from table import print_table
 
 from jaxserve.cluster.simulated import SimulatedCluster
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.devices import DeviceSpec
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.buckets import Buckets
 from jaxserve.core.steps.work import StepWork
 from jaxserve.kv.layout import KVLayout
 from jaxserve.metrics.fluidity import INTERACTIVE
 from jaxserve.metrics.statistics import percentile
 from jaxserve.metrics.summaries import SequenceSummary
-from jaxserve.simulator.deployment import Deployment
+from jaxserve.simulator.deployments.deployment import Deployment
 from jaxserve.simulator.replicas import SimulatedReplica, shares
 from jaxserve.simulator.roofline import Roofline
 from jaxserve.simulator.simulation import Arrival

@@ -27,7 +27,7 @@ from jaxserve.core.steps.buckets import Buckets
 from jaxserve.metrics.fluidity import INTERACTIVE
 from jaxserve.metrics.statistics import percentile
 from jaxserve.metrics.summaries import SequenceSummary
-from jaxserve.simulator.deployment import Deployment
+from jaxserve.simulator.deployments.deployment import Deployment
 from jaxserve.simulator.replicas import SimulatedReplica
 from jaxserve.simulator.roofline import Roofline
 from jaxserve.simulator.simulation import Arrival

@@ -33,15 +33,15 @@ from typing import Any
 from table import print_table
 
 from jaxserve.cli.planning.described import Described
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import MemoryPlanError
 from jaxserve.core.requests.sampling_params import SamplingParams
-from jaxserve.simulator.capacity import Load, rate_at
+from jaxserve.core.settings.config import EngineConfig
+from jaxserve.simulator.deployments.capacity import Load, rate_at
+from jaxserve.simulator.deployments.placement import EngineGoodput, best_placement
+from jaxserve.simulator.deployments.search import Candidate, EngineUnderLoad, Processes, outcomes
+from jaxserve.simulator.deployments.slo import Slo
 from jaxserve.simulator.phases import decode_only, goodput, goodput_by_role, prefill_only
-from jaxserve.simulator.placement import EngineGoodput, best_placement
-from jaxserve.simulator.search import Candidate, EngineUnderLoad, Processes, outcomes
 from jaxserve.simulator.simulation import Arrival
-from jaxserve.simulator.slo import Slo
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -24,7 +24,7 @@ from device.records import Records
 from scale import MODELS
 from table import print_table
 
-from jaxserve.runtime.devices import collective_rates
+from jaxserve.runtime.hardware.devices import collective_rates
 from pallas_kernels.collective_matmul import CollectiveRates
 from pallas_kernels.compat.gpu import HOPPER_SMS
 from pallas_kernels.paged_attention.gpu.decode import MAX_SPLITS, SPLIT_TOKENS

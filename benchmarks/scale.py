@@ -18,14 +18,14 @@ import numpy as np
 from jax.experimental import topologies
 from table import print_table
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.devices import DeviceSpec, xla_target
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.models.partition import partition
 from jaxserve.models.registry import get_family
-from jaxserve.runtime import deviceless
-from jaxserve.runtime.devices import collective_rates
-from jaxserve.runtime.programs.forward_programs import Forward, PipelineStep
+from jaxserve.runtime.hardware import deviceless
+from jaxserve.runtime.hardware.devices import collective_rates
+from jaxserve.runtime.programs.forward.forward_programs import Forward, PipelineStep
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from sharding_rules import make_mesh
 

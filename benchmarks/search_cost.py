@@ -23,8 +23,8 @@ from table import print_table
 
 from jaxserve.cli.search.deployments import Planned, Planner, SearchLoad, SharedLoad
 from jaxserve.cli.search.space import FixedSettings, Space
-from jaxserve.simulator.search import Outcome, Processes, front, outcomes, winner
-from jaxserve.simulator.slo import Slo
+from jaxserve.simulator.deployments.search import Outcome, Processes, front, outcomes, winner
+from jaxserve.simulator.deployments.slo import Slo
 
 LLAMA_70B = {
     "architectures": ["LlamaForCausalLM"],

@@ -15,9 +15,9 @@ from pathlib import Path
 from table import print_table
 
 from jaxserve.cli.profile import measured_profile
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.events import EventLog, monotonic_us
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.loadgen.prompts import PromptMaker

@@ -8,11 +8,11 @@ from itertools import pairwise
 
 from workloads import Job
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.events import EventLog
 from jaxserve.core.requests.commands import Abort
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.buckets import Buckets, ProgramKey, StepShape
 from jaxserve.core.steps.plan import StepPlan
 from jaxserve.engine.engine_core import EngineCore

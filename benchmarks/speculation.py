@@ -22,7 +22,7 @@ from table import print_table
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.core.requests.outputs import RequestOutput
-from jaxserve.core.speculative import SpeculativeConfig
+from jaxserve.core.settings.speculative import SpeculativeConfig
 
 ROUNDS = 2
 DRAFTERS = (

@@ -18,10 +18,10 @@ import dataclasses
 
 from table import print_table
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
-from jaxserve.core.speculative import AUTO_LENGTHS
+from jaxserve.core.settings.config import EngineConfig
+from jaxserve.core.settings.speculative import AUTO_LENGTHS
 from jaxserve.core.steps.buckets import Buckets
 from jaxserve.simulator.acceptance import DraftAcceptance, Verified
 from jaxserve.simulator.simulation import Arrival, Simulation

@@ -22,10 +22,10 @@ from jax.sharding import Mesh
 from scale import MODELS, described
 from table import print_table
 
-from jaxserve.core.config import EngineConfig
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.models.registry import get_family
-from jaxserve.runtime.programs.forward_programs import Forward
+from jaxserve.runtime.programs.forward.forward_programs import Forward
 from jaxserve.runtime.programs.sampling_programs import SampleGeneral, SampleGreedy
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 

@@ -116,7 +116,7 @@ def measured(llm: LLM, prompt: str | list[int], params: SamplingParams) -> Measu
 
 def budget(model: Path, settings: dict[str, Any], staying: int) -> int:
     """`resident_weight_bytes` with which so many layers stay."""
-    from jaxserve.core.config import EngineConfig
+    from jaxserve.core.settings.config import EngineConfig
     from jaxserve.runtime.planning import engine_plan
 
     placement = engine_plan.decide(EngineConfig(model=model, **settings)).shapes.placement

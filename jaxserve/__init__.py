@@ -10,12 +10,12 @@ from jaxserve.core.version import __version__
 
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncEngine
-    from jaxserve.core.config import EngineConfig
     from jaxserve.core.requests.lora import LoRARequest
     from jaxserve.core.requests.outputs import CompletionOutput, Delta, Logprob, RequestOutput
     from jaxserve.core.requests.pooling import PoolingParams
     from jaxserve.core.requests.sampling_params import SamplingParams
     from jaxserve.core.requests.structured_outputs import StructuredOutputs
+    from jaxserve.core.settings.config import EngineConfig
     from jaxserve.engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from jaxserve.llm import LLM
     from jaxserve.models.loading.live import load_weights
@@ -53,7 +53,7 @@ _HOMES = {
     "BeamSearchSequence": "engine.beam_search",
     "CompletionOutput": "core.requests.outputs",
     "Delta": "core.requests.outputs",
-    "EngineConfig": "core.config",
+    "EngineConfig": "core.settings.config",
     "LoRARequest": "core.requests.lora",
     "Logprob": "core.requests.outputs",
     "PoolingParams": "core.requests.pooling",

@@ -12,13 +12,13 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any, Self, Unpack
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.engine_info import EngineInfo
-from jaxserve.core.engine_settings import EngineSettings
 from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.core.requests.outputs import Delta, RequestOutput
 from jaxserve.core.requests.pooling import EmbeddingRequestOutput, PoolingParams
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.settings.config import EngineConfig
+from jaxserve.core.settings.engine_settings import EngineSettings
 from jaxserve.engine.client import Restored
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.engine_thread import EngineThread

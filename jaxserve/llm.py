@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, NoReturn, Self, Unpack
 
 from jaxserve.beam_batch import search
-from jaxserve.core.config import EngineConfig
-from jaxserve.core.engine_settings import EngineSettings
 from jaxserve.core.errors import ConfigError, RequestError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.process.output_file import check_output_file
@@ -29,6 +27,8 @@ from jaxserve.core.requests.pooling import (
     pairs,
 )
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.settings.config import EngineConfig
+from jaxserve.core.settings.engine_settings import EngineSettings
 from jaxserve.engine.beam_search import BeamSearchOutput, BeamSearchParams
 from jaxserve.engine.delta_stream import DeltaStream
 from jaxserve.engine.engine import Engine

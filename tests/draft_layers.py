@@ -17,8 +17,8 @@ from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.llm import LLM
+from jaxserve.models.drafters.follower import Follower
 from jaxserve.models.family import Params
-from jaxserve.models.follower import Follower
 from jaxserve.training.dense import draft_states, followed_states
 
 

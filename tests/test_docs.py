@@ -62,11 +62,11 @@ def is_there(path):
 def test_the_files_of_the_architecture_are_there():
     """Paths of the page are below jaxserve/, or its own; within a section also below its folder."""
     named = PATH.findall(read(ARCHITECTURE))
-    beside = ("step.py", "step_layout.py", "kinds.py", "shapes/program.py", "device_state.py")
-    beside += ("forward_programs.py", "sampling_programs.py", "speculation_programs.py")
-    beside += ("page_programs.py", "frozen_plan.py", "step_inputs.py", "pipeline_step.py")
-    beside += ("shapes/params.py", "shapes/kv.py")
-    beside += ("executables.py", "executable_cache.py", "api.py")
+    beside = ("kinds.py", "device_state.py", "page_programs.py", "sampling_programs.py")
+    beside += ("speculation_programs.py", "shapes/program.py", "shapes/params.py", "shapes/kv.py")
+    beside += ("forward/forward_programs.py", "forward/step.py", "forward/step_layout.py")
+    beside += ("forward/frozen_plan.py", "forward/step_inputs.py", "forward/pipeline_step.py")
+    beside += ("compilation/executables.py", "compilation/executable_cache.py", "api.py")
     assert len(named) > 60
     missing = {path for path in named if not is_there(path)}
     assert {path for path in missing if path not in beside} == set()

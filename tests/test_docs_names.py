@@ -14,9 +14,9 @@ import jaxserve
 from jaxserve.cli.arguments.chosen import settings_of
 from jaxserve.cli.arguments.errors import in_flags
 from jaxserve.cli.serve import Serve
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.requests.sampling_params import SamplingParams
-from jaxserve.core.vllm_settings import ANSWERS, SERVER_ANSWERS
+from jaxserve.core.settings.config import EngineConfig
+from jaxserve.core.settings.vllm_settings import ANSWERS, SERVER_ANSWERS
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.pages import PagePool
 from jaxserve.metrics.kv_metrics import kv_metrics

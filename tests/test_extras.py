@@ -22,9 +22,9 @@ NEEDING = (
     "loadgen.plot",
     "metrics.svg_page",
     "cli.search.page",
-    "cluster.ray_replicas",
-    "offline.plots",
-    "offline.report",
+    "cluster.replicas.ray_replicas",
+    "offline.reports.plots",
+    "offline.reports.report",
 )
 
 BLOCKED = f"""

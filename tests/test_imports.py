@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jaxserve", "pallas_kernels", "sharding_rules")
-OF_EXTRAS = {"ray_replicas": "ray"}
+OF_EXTRAS = {"replicas.ray_replicas": "ray"}
 """Modules that import a package which may not be installed."""
 
 
@@ -28,7 +28,8 @@ class Room(NamedTuple):
 
     def without_jax(self, module: str) -> bool:
         return self.jax == "no" or not (
-            self.jax == "yes" or module.split(".")[-1] in re.findall(r"`(.+?)`", self.jax)
+            self.jax == "yes"
+            or any(module.endswith(f".{name}") for name in re.findall(r"`(.+?)`", self.jax))
         )
 
 

@@ -115,7 +115,7 @@ class Batch(Common):
     def _check_report(self) -> None:
         """Raises BatchError or ConfigError if the report would overwrite another file, and
         MissingDependencyError if it could not be drawn."""
-        import jaxserve.offline.report  # noqa: F401  Fails now, and not after the job.
+        import jaxserve.offline.reports.report  # noqa: F401  Fails now, and not after the job.
 
         check_output_file("report", self.report)
         if self.report.suffix != ".html" or self.report.resolve() == self.output.resolve():
@@ -177,7 +177,7 @@ class Batch(Common):
         elif not run.complete:
             _say("This host's shard is done. The last host to finish merges the output.")
         if self.report is not None and (run.complete or job.shard.count == 1):
-            from jaxserve.offline.report import write_report
+            from jaxserve.offline.reports.report import write_report
 
             write_report(self.report, run, shlex.join(["jaxserve", *sys.argv[1:]]))
         print(_summary(run, reads, chosen))
@@ -185,7 +185,7 @@ class Batch(Common):
 
     def _run_on_replicas(self, run: BatchRun) -> None:
         """Raises BatchError when their answers would not be those of the job."""
-        from jaxserve.cluster.ray_replicas import load_replicas
+        from jaxserve.cluster.replicas.ray_replicas import load_replicas
         from jaxserve.offline.workers import ReplicasWorker, check_answers
 
         _say(f"Loading {self.data_parallel_size} replicas.")
@@ -196,7 +196,7 @@ class Batch(Common):
 
 
 def _summary(run: BatchRun, reads: WeightReads | None, chosen: ChosenOffload | None) -> str:
-    from jaxserve.offline.timeline import duration
+    from jaxserve.offline.reports.timeline import duration
 
     totals = run.totals
     rows = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from jaxserve.core.config import EngineConfig
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.progress import TerminalProgress
 
 

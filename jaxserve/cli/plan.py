@@ -29,7 +29,7 @@ from jaxserve.runtime.progress import TerminalProgress
 
 if TYPE_CHECKING:
     from jaxserve.runtime.planning.engine_plan import EnginePlan
-    from jaxserve.runtime.programs.executables import Programs
+    from jaxserve.runtime.programs.compilation.executables import Programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Plan(Common):
             )
         programs: Programs | dict[str, Any] = {}
         if self.exact:
-            from jaxserve.runtime import deviceless
+            from jaxserve.runtime.hardware import deviceless
 
             deviceless.use_compilers_alone()
         described = Described.of(self.engine, self.device, self.profile)

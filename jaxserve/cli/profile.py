@@ -71,7 +71,7 @@ def measured_profile(
     plan: EnginePlan, runner: Runner, progress: StartupProgress
 ) -> MeasuredProfile:
     """Measures a runner that serves nothing else."""
-    from jaxserve.runtime.device_memory import device_memory
+    from jaxserve.runtime.hardware.device_memory import device_memory
     from jaxserve.runtime.paging import Paging
     from jaxserve.runtime.step_measurement import StepMeasurements
 

@@ -27,7 +27,7 @@ def check_replicas(num_replicas: int, of_one_engine: Mapping[str, object]) -> No
             "replicas are of one process, which starts them by Ray, and not of a launched job; "
             "leave jaxserve launch out."
         )
-    importlib.import_module("jaxserve.cluster.ray_replicas")
+    importlib.import_module("jaxserve.cluster.replicas.ray_replicas")
 
 
 def platform_of_replicas() -> str:

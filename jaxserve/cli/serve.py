@@ -23,7 +23,7 @@ from jaxserve.runtime.progress import TerminalProgress
 
 if TYPE_CHECKING:
     from jaxserve.engine.client import EngineClient
-    from jaxserve.server.listening import Tls
+    from jaxserve.server.http.listening import Tls
 
 _KEY = re.compile("[!-~]+")
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
@@ -146,7 +146,7 @@ class Serve(Common):
         if jax.distributed.is_initialized() and jax.process_index() > 0:
             return follow(self.engine)
         from jaxserve.server.app import AppSettings
-        from jaxserve.server.listening import listen, listening_on_file
+        from jaxserve.server.http.listening import listen, listening_on_file
         from jaxserve.server.run import Stopping, serve
         from jaxserve.server.service import ClientPolicy, Service
 
@@ -195,7 +195,7 @@ class Serve(Common):
 
     def _load(self) -> EngineClient:
         if self.num_replicas > 1:
-            from jaxserve.cluster.ray_replicas import load_replicas
+            from jaxserve.cluster.replicas.ray_replicas import load_replicas
 
             return load_replicas(
                 self.engine,
@@ -367,7 +367,7 @@ class Serve(Common):
 
     def _tls(self) -> Tls | None:
         """Raises ConfigError for files that cannot be used."""
-        from jaxserve.server.listening import Tls
+        from jaxserve.server.http.listening import Tls
 
         if self.ssl_certfile is None:
             for name in ("ssl_keyfile", "ssl_ca_certs"):

@@ -56,8 +56,8 @@ class TrainSpeculator(Common):
     training: OmitArgPrefixes[TrainingConfig] = dataclasses.field(default_factory=TrainingConfig)
 
     def run(self) -> int:
-        from jaxserve.models.eagle import layer_for
-        from jaxserve.models.eagle3 import default_aux_layers
+        from jaxserve.models.drafters.eagle import layer_for
+        from jaxserve.models.drafters.eagle3 import default_aux_layers
         from jaxserve.models.loading.checkpoint import open_checkpoint
         from jaxserve.training import eagle, eagle3, medusa
         from jaxserve.training.acceptance import acceptance

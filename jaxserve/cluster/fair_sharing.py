@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from jaxserve.cluster.policies.fairness import FairShares
-from jaxserve.cluster.routed_replica import RoutedReplica
+from jaxserve.cluster.replicas.routed_replica import RoutedReplica
 from jaxserve.core.errors import EngineClosedError, ReplicaLostError
 
 PERIOD_S = 0.2

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 
 from jaxserve.cluster.open_requests import OpenRequests
 from jaxserve.cluster.policies.migration import plan_moves
-from jaxserve.cluster.routed_replica import RoutedReplica
+from jaxserve.cluster.replicas.routed_replica import RoutedReplica
 
 PERIOD_S = 0.2
 """How often moves are planned, if no request is due to leave a replica that prefills."""

@@ -16,7 +16,7 @@ from jaxserve.cluster.policies.dispatch import Demand, dispatch
 from jaxserve.cluster.policies.prefixes import page_hashes
 from jaxserve.cluster.policies.pulls import MAX_PULLS, plan_pull
 from jaxserve.cluster.prefix_pull import PrefixPull, Pulls
-from jaxserve.cluster.routed_replica import OpenRequest, RoutedReplica, Submission
+from jaxserve.cluster.replicas.routed_replica import OpenRequest, RoutedReplica, Submission
 from jaxserve.cluster.routed_request import RoutedRequest
 from jaxserve.cluster.staged_copy import COPY_S, CopyCounts, StagedCopy
 from jaxserve.cluster.tasks import Tasks

@@ -7,7 +7,7 @@ import logging
 import time
 
 from jaxserve.cluster.policies.pulls import Pull, PullCost
-from jaxserve.cluster.routed_replica import RoutedReplica
+from jaxserve.cluster.replicas.routed_replica import RoutedReplica
 from jaxserve.core.errors import EngineClosedError, ReplicaLostError
 from jaxserve.core.requests.commands import AddRequest
 

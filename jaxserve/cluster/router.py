@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from jaxserve.cluster.policies.autoscale import Autoscaler
-from jaxserve.cluster.replica_client import ReplicaClient
-from jaxserve.cluster.replica_pool import ReplicaPool
-from jaxserve.cluster.routed_replica import Submission
+from jaxserve.cluster.replicas.replica_client import ReplicaClient
+from jaxserve.cluster.replicas.replica_pool import ReplicaPool
+from jaxserve.cluster.replicas.routed_replica import Submission
 from jaxserve.core.cluster_status import ClusterStatus
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.engine_info import EngineInfo
 from jaxserve.core.errors import ConfigError, EngineClosedError, SnapshotError
 from jaxserve.core.requests.commands import AddRequest
 from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.core.requests.pooling import PoolingParams
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.engine.client import Restored
 from jaxserve.engine.output_queue import OutputQueue, OutputStream
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt, tokenize_prompt

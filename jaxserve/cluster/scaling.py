@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from jaxserve.cluster.policies.autoscale import Autoscaler
 from jaxserve.cluster.policies.dispatch import ReplicaLoad
-from jaxserve.cluster.routed_replica import RoutedReplica
+from jaxserve.cluster.replicas.routed_replica import RoutedReplica
 from jaxserve.core.cluster_status import ScalingStatus
 
 PERIOD_S = 0.5

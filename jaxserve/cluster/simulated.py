@@ -27,7 +27,7 @@ from jaxserve.engine.request import Request
 from jaxserve.kv.page_table import PageTable
 from jaxserve.metrics.fluidity import Deadlines, fluidity
 from jaxserve.metrics.summaries import SequenceSummary
-from jaxserve.simulator.deployment import Deployment
+from jaxserve.simulator.deployments.deployment import Deployment
 from jaxserve.simulator.replicas import SimulatedReplica
 from jaxserve.simulator.simulation import Arrival
 

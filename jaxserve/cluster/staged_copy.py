@@ -13,7 +13,7 @@ import dataclasses
 import logging
 
 from jaxserve.cluster.policies.migration import LAST_TOKENS, MAX_STAGES
-from jaxserve.cluster.routed_replica import OpenRequest, RoutedReplica
+from jaxserve.cluster.replicas.routed_replica import OpenRequest, RoutedReplica
 from jaxserve.core.errors import EngineClosedError, ReplicaLostError, RequestError
 
 COPY_S = 60.0

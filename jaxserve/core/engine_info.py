@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.version import __version__
 
 

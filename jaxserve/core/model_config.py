@@ -149,7 +149,7 @@ class ModelConfig:
     With `attention_sinks` each head has a logit of its own in its softmax, without a value. With
     `mla`, attention is that to latents: they are the one KV head, of `head_dim` features, and their
     first `value_dim` are the values. `num_mtp_layers` of the checkpoint follow the last layer and
-    predict further tokens (DeepSeek V3); the first of them drafts (models/mtp.py).
+    predict further tokens (DeepSeek V3); the first of them drafts (models/drafters/mtp.py).
     """
 
     architecture: str

@@ -9,8 +9,8 @@ import jax
 from jaxserve.core.errors import DistributedError
 from jaxserve.core.version import __version__
 from jaxserve.distributed import rendezvous
-from jaxserve.runtime.cpu_threads import make_room_for_collectives
-from jaxserve.runtime.jax_private import detect_cluster
+from jaxserve.runtime.hardware.cpu_threads import make_room_for_collectives
+from jaxserve.runtime.hardware.jax_private import detect_cluster
 
 # How long a host may miss heartbeats before JAX terminates the other hosts.
 _HEARTBEAT_TIMEOUT_S = 30

@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import jax
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, EngineClosedError, RequestError
 from jaxserve.core.events import EventLog, Record, monotonic_us
 from jaxserve.core.process.signals import interrupts_held
@@ -23,6 +22,7 @@ from jaxserve.core.requests.outputs import RequestMetrics, RequestOutput
 from jaxserve.core.requests.pooling import PoolingParams
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import SharedPrefix
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.input_processor import InputProcessor, check_priority
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
@@ -39,9 +39,9 @@ from jaxserve.metrics.metric import Metric
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.metrics.offload_metrics import recall_metrics, weight_metrics
 from jaxserve.runtime.adapters import AdapterSlots
-from jaxserve.runtime.cpu_threads import make_room_for_collectives
-from jaxserve.runtime.device_memory import reserve_memory
-from jaxserve.runtime.hosts import Hosts
+from jaxserve.runtime.hardware.cpu_threads import make_room_for_collectives
+from jaxserve.runtime.hardware.device_memory import reserve_memory
+from jaxserve.runtime.hardware.hosts import Hosts
 from jaxserve.runtime.live_weights import (
     LiveWeights,
     StagedWeights,

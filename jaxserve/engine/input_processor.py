@@ -9,13 +9,13 @@ import random
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import RequestError
 from jaxserve.core.requests.commands import AddRequest
 from jaxserve.core.requests.lora import LoadedAdapter, LoRARequest
 from jaxserve.core.requests.pooling import PoolingParams
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence, SharedPrefix
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt, tokenize_prompt
 from jaxserve.engine.request import Request, SequenceOutput
 from jaxserve.structured.grammar import Grammar

@@ -12,7 +12,7 @@ from jaxserve.core.steps.plan import StepPlan
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.replicated_log import ReplicatedLog
 from jaxserve.engine.request import Request
-from jaxserve.runtime.hosts import Hosts
+from jaxserve.runtime.hardware.hosts import Hosts
 from jaxserve.structured.grammar import Grammar
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from jaxserve.core.choices import Preemption
+from jaxserve.core.settings.choices import Preemption
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.match import GroupMatch, Match, PrefixMatcher
 from jaxserve.kv.node import Node

@@ -20,7 +20,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxserve.core.choices import Preemption
+from jaxserve.core.settings.choices import Preemption
 from jaxserve.kv.group_match import GroupMatcher
 from jaxserve.kv.host_pages import HostKV, HostPages
 from jaxserve.kv.insertion import PrefixInserter

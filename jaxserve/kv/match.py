@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jaxserve.core.choices import Preemption
+from jaxserve.core.settings.choices import Preemption
 from jaxserve.kv.node import Node
 from jaxserve.kv.offload.rates import OffloadRates
 from jaxserve.kv.offload.tiers import Tier

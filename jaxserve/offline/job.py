@@ -22,7 +22,7 @@ from jaxserve.offline.shards import Shard, merge, parts_of, results_so_far
 from jaxserve.offline.totals import JobTotals
 
 if TYPE_CHECKING:
-    from jaxserve.core.config import EngineConfig
+    from jaxserve.core.settings.config import EngineConfig
     from jaxserve.text import Tokenizer
 
 WINDOW_LINES = 2048

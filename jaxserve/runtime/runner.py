@@ -25,10 +25,10 @@ from jaxserve.kv.offload.transfers import TRANSFER_PAGES, TRANSFER_SIZES
 from jaxserve.models.family import Params
 from jaxserve.runtime.grammar_masks import GrammarMasks
 from jaxserve.runtime.in_flight import BUBBLE, DeviceStep, PackedInputs, SamplingRow
+from jaxserve.runtime.programs.compilation.executables import Programs
 from jaxserve.runtime.programs.device_state import allocate, filled
-from jaxserve.runtime.programs.executables import Programs
-from jaxserve.runtime.programs.forward_programs import Hidden
-from jaxserve.runtime.programs.frozen_plan import FrozenPlan
+from jaxserve.runtime.programs.forward.forward_programs import Hidden
+from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.host_kv.programs import ForwardWithHostKV
 from jaxserve.runtime.programs.kinds import ProgramKinds
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding

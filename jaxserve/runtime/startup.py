@@ -12,11 +12,11 @@ from typing import Protocol
 
 import jax
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.events import EventLog
-from jaxserve.runtime.hosts import VERSIONS, Hosts, common_settings
+from jaxserve.core.settings.config import EngineConfig
+from jaxserve.runtime.hardware.hosts import VERSIONS, Hosts, common_settings
 from jaxserve.runtime.planning.engine_plan import EnginePlan, plan
-from jaxserve.runtime.programs.executables import Compilation, Program, Programs
+from jaxserve.runtime.programs.compilation.executables import Compilation, Program, Programs
 from jaxserve.runtime.programs.kinds import ProgramKinds
 from jaxserve.runtime.runner import Runner
 from jaxserve.runtime.weights.loading import load_draft_params, load_weights

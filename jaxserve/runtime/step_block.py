@@ -10,7 +10,7 @@ import jax
 from jaxserve.core.errors import WeightsError
 from jaxserve.runtime.in_flight import PackedInputs
 from jaxserve.runtime.programs.device_state import DeviceState
-from jaxserve.runtime.programs.forward_programs import Entered, Forward, Hidden, block_bytes
+from jaxserve.runtime.programs.forward.forward_programs import Entered, Forward, Hidden, block_bytes
 from jaxserve.runtime.programs.kinds import ProgramKinds
 from jaxserve.runtime.programs.shapes.arrays import tree_bytes
 from jaxserve.runtime.programs.shapes.program import ProgramShapes

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.core.speculative import SpeculativeConfig
+from jaxserve.core.settings.speculative import SpeculativeConfig
 from jaxserve.core.steps.in_flight import NO_TOKEN
 from jaxserve.models import parallel
 from jaxserve.sampling.noise import exponentials

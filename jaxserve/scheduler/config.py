@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxserve.core.config import EngineConfig, share_of_step
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.settings.config import EngineConfig, share_of_step
 from jaxserve.core.steps.buckets import Buckets
 from jaxserve.scheduler.decode_groups import PrefixCost
 from jaxserve.scheduler.policies import POLICIES

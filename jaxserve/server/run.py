@@ -24,9 +24,9 @@ from jaxserve.engine.client import EngineClient
 from jaxserve.engine.snapshot.files import discard
 from jaxserve.resume import STOPPED
 from jaxserve.server.app import AppSettings, create_app
-from jaxserve.server.connections import ConnectionLimits, HttpConnection
-from jaxserve.server.listening import Tls, address_of
-from jaxserve.server.middleware import MAX_HEADER_BYTES
+from jaxserve.server.http.connections import ConnectionLimits, HttpConnection
+from jaxserve.server.http.listening import Tls, address_of
+from jaxserve.server.http.middleware import MAX_HEADER_BYTES
 from jaxserve.server.service import Service
 
 LAST_WORDS_S = 5

@@ -10,16 +10,16 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.buckets import TOKEN_MULTIPLE, Buckets, ProgramKey
 from jaxserve.core.steps.plan import StepPlan
-from jaxserve.simulator.bounds import num_decodes
-from jaxserve.simulator.capacity import Bounds, Capacity, CapacitySearch, Load, rate_at
-from jaxserve.simulator.deployment import Deployment
-from jaxserve.simulator.placement import EngineGoodput
-from jaxserve.simulator.search import EngineUnderLoad
-from jaxserve.simulator.slo import Slo
+from jaxserve.simulator.deployments.bounds import num_decodes
+from jaxserve.simulator.deployments.capacity import Bounds, Capacity, CapacitySearch, Load, rate_at
+from jaxserve.simulator.deployments.deployment import Deployment
+from jaxserve.simulator.deployments.placement import EngineGoodput
+from jaxserve.simulator.deployments.search import EngineUnderLoad
+from jaxserve.simulator.deployments.slo import Slo
 from jaxserve.simulator.step_times import StepTimes
 
 _OF_ONE_ROLE = ("ttft", "itl", "tpot")

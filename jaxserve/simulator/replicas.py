@@ -10,7 +10,7 @@ from jaxserve.core.events import Finished, Record
 from jaxserve.core.steps.work import StepWork
 from jaxserve.metrics.fluidity import Deadlines
 from jaxserve.metrics.summaries import SequenceSummary
-from jaxserve.simulator.deployment import Deployment
+from jaxserve.simulator.deployments.deployment import Deployment
 from jaxserve.simulator.pool_use import PoolUse
 from jaxserve.simulator.simulation import Arrival, Simulation
 from jaxserve.simulator.step_times import StepTimes

@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.speculative import MAX_SPECULATIVE_TOKENS
+from jaxserve.core.settings.speculative import MAX_SPECULATIVE_TOKENS
 
 
 @dataclasses.dataclass(frozen=True)

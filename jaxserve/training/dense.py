@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.core.model_config import LayerKind, ModelConfig
-from jaxserve.models import eagle
+from jaxserve.models.drafters import eagle
+from jaxserve.models.drafters.follower import Follower
 from jaxserve.models.family import Family, LayeredAttention, Params
-from jaxserve.models.follower import Follower
 
 
 def hidden_states(

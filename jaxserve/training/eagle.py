@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 
 from jaxserve.core.model_config import ModelConfig
-from jaxserve.models import eagle
+from jaxserve.models.drafters import eagle
 from jaxserve.models.family import Family, Params, ParamSpec
 from jaxserve.models.loading.drafters.eagle import save_layer
 from jaxserve.training.config import TrainingConfig

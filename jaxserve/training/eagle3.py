@@ -19,8 +19,8 @@ import numpy as np
 import optax
 
 from jaxserve.core.model_config import ModelConfig
-from jaxserve.models import eagle3
-from jaxserve.models.eagle3 import Eagle3Config
+from jaxserve.models.drafters import eagle3
+from jaxserve.models.drafters.eagle3 import Eagle3Config
 from jaxserve.models.family import Params
 from jaxserve.models.loading.drafters.eagle3 import save_layer
 from jaxserve.training.config import TrainingConfig

@@ -13,10 +13,10 @@ import optax
 from flax import nnx
 
 from jaxserve.core.model_config import ModelConfig
-from jaxserve.models import medusa
+from jaxserve.models.drafters import medusa
+from jaxserve.models.drafters.medusa import MedusaConfig
 from jaxserve.models.family import Family, Params
 from jaxserve.models.loading.drafters.medusa import save_heads
-from jaxserve.models.medusa import MedusaConfig
 from jaxserve.training.config import TrainingConfig
 from jaxserve.training.loop import Frozen, Progress, fit, learning_rate
 from jaxserve.training.targets import Target

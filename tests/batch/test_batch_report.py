@@ -15,7 +15,7 @@ from batch_files import prompts, write_lines
 from jaxserve.core.errors import BatchError
 from jaxserve.core.version import __version__
 from jaxserve.offline import run_batch
-from jaxserve.offline.report import write_report
+from jaxserve.offline.reports.report import write_report
 
 _VOID = {"meta", "link", "br"}
 

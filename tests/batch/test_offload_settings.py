@@ -12,8 +12,8 @@ from tiny_engines import TinyModel
 from jaxserve.cli.arguments.options import EngineOptions
 from jaxserve.cli.batch import Batch
 from jaxserve.cli.planning.batch_offload import carried_out, choose, fastest
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.offline.offload_policy import (
     Lengths,
     MemoryCapacity,

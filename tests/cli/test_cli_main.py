@@ -20,8 +20,8 @@ from jaxserve.cli import Command, main, parse
 from jaxserve.cli.arguments.chosen import chosen
 from jaxserve.cli.arguments.errors import in_flags
 from jaxserve.cli.plan import Plan
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.progress import TerminalProgress
 
 COMMANDS = ("generate", "chat", "bench", "plan", "simulate", "profile", "compile", "convert")

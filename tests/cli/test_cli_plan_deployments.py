@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from published_families import PUBLISHED
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.devices import DeviceSpec
 from jaxserve.core.errors import MemoryPlanError
-from jaxserve.runtime.devices import DescribedDevice
+from jaxserve.core.settings.config import EngineConfig
+from jaxserve.runtime.hardware.devices import DescribedDevice
 from jaxserve.runtime.planning.engine_plan import plan_described
 
 MODELS_PAGE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -11,7 +11,7 @@ from published_configs import DEEPSEEK_V3, GEMMA_3_27B, GPT_OSS_120B, PHI_4_MINI
 
 from jaxserve.cli import main
 from jaxserve.cli.terminal.plan_tables import memory_table
-from jaxserve.core.config import EngineConfig
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.models.moe import active_parameters
 from jaxserve.runtime.planning import engine_plan
 

@@ -11,7 +11,7 @@ import yaml
 
 from jaxserve.cli import parse
 from jaxserve.cli.search.space import Space
-from jaxserve.simulator.capacity import CapacitySearch
+from jaxserve.simulator.deployments.capacity import CapacitySearch
 
 SPACE = (
     "--device=h200,h100",

@@ -11,9 +11,9 @@ import pytest
 from cli_command import LLAMA_70B
 
 from jaxserve.cli.planning.described import Described
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.devices import DeviceSpec
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.plan import StepPlan
 from jaxserve.simulator.simulation import Arrival
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from mortal import Mortal
 
 from jaxserve.cluster.router import Router
-from jaxserve.core.config import EngineConfig
+from jaxserve.core.settings.config import EngineConfig
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import dataclasses
 
 from tiny_engines import LONGEST
 
-from jaxserve.cluster.replica import Replica
+from jaxserve.cluster.replicas.replica import Replica
 from jaxserve.core.errors import OverloadedError, ReplicaLostError
 from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.core.requests.sampling_params import SamplingParams

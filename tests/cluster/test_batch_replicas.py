@@ -13,12 +13,12 @@ from batch_files import answers, errors, prompts, write_lines
 from mortal import Mortal
 
 from jaxserve.cluster.router import Router
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import BatchError, EngineClosedError
 from jaxserve.core.process.signals import signals_handled
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.offline import run_batch
 from jaxserve.offline.job import BatchJob, settings_of
-from jaxserve.offline.report import report
+from jaxserve.offline.reports.report import report
 from jaxserve.offline.run import BatchRun
 from jaxserve.offline.workers import ReplicasWorker, check_answers
 

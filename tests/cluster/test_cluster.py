@@ -18,8 +18,8 @@ import pytest
 from server_process import CONTEXT, ServerProcess, prompt_of, write_chat_model
 
 from jaxserve.cli import main
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.settings.config import EngineConfig
 
 pytestmark = pytest.mark.cluster
 ray = pytest.importorskip("ray")
@@ -319,7 +319,7 @@ def test_a_split_by_unknown_step_times_is_refused(capsys, tmp_path, monkeypatch)
 
 
 def test_more_replicas_than_devices_are_refused():
-    from jaxserve.cluster.ray_replicas import load_replicas, share
+    from jaxserve.cluster.replicas.ray_replicas import load_replicas, share
 
     five, two = {"CPU": 5.0}, {"CPU": 2.0}
     assert share(EngineConfig(), 2, five, [five]) == ({"num_cpus": 2}, 2)
@@ -331,7 +331,7 @@ def test_more_replicas_than_devices_are_refused():
 
 
 def test_gpus_are_divided(monkeypatch):
-    from jaxserve.cluster.ray_replicas import share
+    from jaxserve.cluster.replicas.ray_replicas import share
 
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     config = EngineConfig(tensor_parallel_size=2)

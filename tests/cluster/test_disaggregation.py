@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from jaxserve.cli.planning.disaggregation import Chooser, Split
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
-from jaxserve.simulator.placement import EngineGoodput
+from jaxserve.core.settings.config import EngineConfig
+from jaxserve.simulator.deployments.placement import EngineGoodput
 
 
 def test_the_split_with_the_greatest_goodput():

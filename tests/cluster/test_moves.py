@@ -14,9 +14,9 @@ from jaxserve.cluster import mover, staged_copy
 from jaxserve.cluster.policies.migration import LAST_TOKENS
 from jaxserve.cluster.router import Router
 from jaxserve.core.cluster_status import RestartStatus
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import RestartError
 from jaxserve.core.requests.outputs import RequestOutput
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.server.app import AppSettings, create_app
 from jaxserve.server.service import Service
 

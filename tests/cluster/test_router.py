@@ -9,9 +9,8 @@ import pytest
 from mortal import GREEDY, SEEDED, Mortal, all_up, ask, held, metric, run
 from tiny_engines import LONGEST
 
-from jaxserve.cluster import replica_client
+from jaxserve.cluster.replicas import replica_client
 from jaxserve.cluster.router import Router
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import (
     EngineClosedError,
     PromptTooLongError,
@@ -19,6 +18,7 @@ from jaxserve.core.errors import (
     SnapshotError,
 )
 from jaxserve.core.requests.outputs import RequestOutput
+from jaxserve.core.settings.config import EngineConfig
 
 UNSEEDED = dataclasses.replace(SEEDED, seed=None)
 

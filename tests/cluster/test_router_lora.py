@@ -8,12 +8,12 @@ import pytest
 from lora_adapters import merged, write_adapter
 from tiny_engines import LONGEST
 
-from jaxserve.cluster.replica import Replica
+from jaxserve.cluster.replicas.replica import Replica
 from jaxserve.cluster.router import Router
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, RequestError
 from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.engine.output_queue import output_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)

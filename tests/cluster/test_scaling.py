@@ -10,11 +10,11 @@ from tiny_engines import LONGEST
 
 from jaxserve.cluster.policies.autoscale import Autoscaler
 from jaxserve.cluster.policies.dispatch import Demand, ReplicaLoad
-from jaxserve.cluster.routed_replica import RoutedReplica
+from jaxserve.cluster.replicas.routed_replica import RoutedReplica
 from jaxserve.cluster.router import Router
 from jaxserve.cluster.scaling import Scaling
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import RestartError
+from jaxserve.core.settings.config import EngineConfig
 
 
 @pytest.fixture(scope="module")

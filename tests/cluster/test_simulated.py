@@ -18,7 +18,7 @@ from jaxserve.kv.layout import KVLayout
 from jaxserve.metrics.fluidity import INTERACTIVE
 from jaxserve.metrics.statistics import percentile
 from jaxserve.metrics.summaries import SequenceSummary
-from jaxserve.simulator.deployment import Deployment
+from jaxserve.simulator.deployments.deployment import Deployment
 from jaxserve.simulator.replicas import SimulatedReplica, shares
 from jaxserve.simulator.simulation import Arrival
 from jaxserve.simulator.transfers import Link

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from jaxserve.core.combinations import EXCLUSIONS, NEEDS
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.settings.combinations import EXCLUSIONS, NEEDS
+from jaxserve.core.settings.config import EngineConfig
 
 TREE = {"method": "medusa", "model": "heads", "speculative_token_tree": "[2, 1]"}
 IN_USE = {

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from jaxserve import LLM, AsyncEngine
-from jaxserve.core.config import EngineConfig
-from jaxserve.core.engine_settings import EngineSettings
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ModelConfig, RopeConfig
-from jaxserve.core.speculative import SpeculativeConfig
+from jaxserve.core.settings.config import EngineConfig
+from jaxserve.core.settings.engine_settings import EngineSettings
+from jaxserve.core.settings.speculative import SpeculativeConfig
 
 HALVES = {"dual_batch_overlap": "on", "tensor_parallel_size": 2}
 

@@ -14,10 +14,10 @@ from quantized_checkpoints import write
 from tiny_checkpoints import random_tensors
 from tiny_engines import CONTEXT, TinyModel
 
-from jaxserve.core.config import EngineConfig
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.planning import engine_plan
+from jaxserve.runtime.programs.compilation.program_sources import program_sources
 from jaxserve.runtime.programs.kinds import ProgramKinds
-from jaxserve.runtime.programs.program_sources import program_sources
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import scale
 
 from jaxserve.core.steps.buckets import ProgramKey
-from jaxserve.runtime.programs.forward_programs import Forward
+from jaxserve.runtime.programs.forward.forward_programs import Forward
 
 pytestmark = pytest.mark.deviceless
 

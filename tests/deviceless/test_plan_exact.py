@@ -8,11 +8,11 @@ import pytest
 
 pytest.importorskip("flax", reason="needs what jaxserve itself needs")
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.devices import DeviceSpec
 from jaxserve.core.errors import ConfigError
-from jaxserve.runtime import deviceless
-from jaxserve.runtime.devices import DescribedDevice
+from jaxserve.core.settings.config import EngineConfig
+from jaxserve.runtime.hardware import deviceless
+from jaxserve.runtime.hardware.devices import DescribedDevice
 from jaxserve.runtime.planning.engine_plan import EnginePlan, plan_described
 from jaxserve.runtime.programs.kinds import ProgramKinds
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.runtime.hosts import lost_one
+from jaxserve.runtime.hardware.hosts import lost_one
 
 NOW, LONG_AGO, JUST_NOW = 100.0, 80.0, 99.0
 SILENT = "host 3 was lost: silent for 12 s"

@@ -12,8 +12,8 @@ from tiny_engines import LONGEST, Arrival, drive
 
 from jaxserve.core.events import Collected
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.models.drafters.medusa import MedusaConfig
 from jaxserve.models.loading.drafters.medusa import save_heads
-from jaxserve.models.medusa import MedusaConfig
 
 DRAFTS = 3
 ROWS = {"max_num_seqs": 2, "max_num_batched_tokens": 2 * (1 + DRAFTS) + 16}

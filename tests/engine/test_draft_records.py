@@ -10,8 +10,8 @@ from tiny_engines import LONGEST, Arrival, drive
 
 from jaxserve.core.events import Collected
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.models.drafters.medusa import MedusaConfig
 from jaxserve.models.loading.drafters.medusa import save_heads
-from jaxserve.models.medusa import MedusaConfig
 
 LETTERS = (97, 98, 99)
 PARAMS = SamplingParams(

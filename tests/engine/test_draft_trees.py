@@ -24,8 +24,8 @@ from tiny_engines import (
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.models.drafters.medusa import MedusaConfig
 from jaxserve.models.loading.drafters.medusa import save_heads
-from jaxserve.models.medusa import MedusaConfig
 
 HEADS = 3
 LETTERS = tuple(ord(letter) for letter in "abc")

@@ -17,8 +17,8 @@ from tiny_engines import CONTEXT, LONGEST, Arrival, TinyModel, drive, generate
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.requests.sampling_params import SamplingParams
-from jaxserve.models import eagle, eagle3
-from jaxserve.models.eagle3 import Eagle3Config
+from jaxserve.models.drafters import eagle, eagle3
+from jaxserve.models.drafters.eagle3 import Eagle3Config
 from jaxserve.models.family import Params
 from jaxserve.models.loading.drafters.eagle import save_layer
 from jaxserve.models.loading.drafters.eagle3 import save_layer as save_layer3

@@ -8,10 +8,10 @@ import pytest
 from kv_engines import Preempter, bytes_of, count
 from tiny_engines import LONGEST, Arrival, TinyModel, drive
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.requests.sampling_params import SamplingParams
-from jaxserve.runtime.devices import DescribedDevice
+from jaxserve.core.settings.config import EngineConfig
+from jaxserve.runtime.hardware.devices import DescribedDevice
 from jaxserve.runtime.planning.engine_plan import plan_described
 from jaxserve.runtime.programs.kinds import check_attention
 from pallas_kernels import backends

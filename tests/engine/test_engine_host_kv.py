@@ -13,10 +13,10 @@ from tiny_checkpoints import CONFIG, hf_shapes, write_hf
 from tiny_engines import EOS, MIN_MARGIN, QUANTIZED_MARGIN, TinyModel, assert_idle, generate
 
 from jaxserve import LoRARequest
-from jaxserve.cluster.replica import Replica
-from jaxserve.core.config import EngineConfig
+from jaxserve.cluster.replicas.replica import Replica
 from jaxserve.core.errors import ConfigError, MemoryPlanError, PromptTooLongError
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.planning import engine_plan
 
 PAGE = 16

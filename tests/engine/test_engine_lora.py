@@ -7,7 +7,6 @@ from lora_adapters import LLAMA, merged, write_adapter
 from tiny_engines import LONGEST, assert_idle, generate
 
 from jaxserve import LoRARequest
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import (
     AdapterError,
     ConfigError,
@@ -17,6 +16,7 @@ from jaxserve.core.errors import (
 )
 from jaxserve.core.requests.pooling import PoolingParams
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.engine.beam_search import BeamSearchParams
 from jaxserve.runtime.planning.engine_plan import plan
 

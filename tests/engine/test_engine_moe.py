@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from tiny_engines import LONGEST, Arrival, TinyModel, assert_loads, drive
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ClampedSwiGLU, MoEConfig
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.models import moe
 from jaxserve.models.quantization import FORMATS, with_formats
 from jaxserve.runtime.planning import engine_plan

@@ -12,10 +12,10 @@ from quantized_checkpoints import FORMATS, write
 from tiny_checkpoints import CONFIG, hf_shapes, write_gguf
 from tiny_engines import CONTEXT, EOS, LONGEST, Arrival, TinyModel, drive
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.requests.sampling_params import SamplingParams
-from jaxserve.runtime.devices import DescribedDevice
+from jaxserve.core.settings.config import EngineConfig
+from jaxserve.runtime.hardware.devices import DescribedDevice
 from jaxserve.runtime.planning.engine_plan import plan_described
 from pallas_kernels.quantized_matmul import QuantizedWeight, mosaic_tpu
 

@@ -9,12 +9,12 @@ import pytest
 from test_engine_host_kv import OUTPUT, PAGE, check, check_books, model, prompt_of, settings_of
 from tiny_engines import generate
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.planning import engine_plan
 from jaxserve.runtime.planning.shadow import CHUNK
-from jaxserve.runtime.programs.frozen_plan import FrozenPlan, Prefill
+from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan, Prefill
 from jaxserve.runtime.programs.host_kv.step import Partial
 
 __all__ = ["model"]  # A fixture.

@@ -19,10 +19,10 @@ from tiny_engines import CONTEXT, LONGEST, MAX_SEQS, Arrival, drive, generate, p
 from jaxserve.core.errors import ConfigError, ModelError, WeightsError
 from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.core.requests.sampling_params import SamplingParams
-from jaxserve.core.speculative import AUTO_LENGTHS
+from jaxserve.core.settings.speculative import AUTO_LENGTHS
 from jaxserve.llm import LLM
+from jaxserve.models.drafters.medusa import MedusaConfig
 from jaxserve.models.loading.drafters.medusa import save_heads
-from jaxserve.models.medusa import MedusaConfig
 from jaxserve.training.dense import hidden_states
 
 DRAFTS = 3

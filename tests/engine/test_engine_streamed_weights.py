@@ -14,10 +14,10 @@ from tiny_engines import CONTEXT, LONGEST, Arrival, drive, generate, preemptions
 
 from jaxserve import LoRARequest
 from jaxserve.cli.terminal.text import summary
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, EngineClosedError, WeightsError
 from jaxserve.core.requests.sampling_params import SamplingParams
-from jaxserve.runtime import device_memory
+from jaxserve.core.settings.config import EngineConfig
+from jaxserve.runtime.hardware import device_memory
 from jaxserve.runtime.planning import engine_plan
 from jaxserve.runtime.weights.loading import layer_file
 from jaxserve.scheduler.policies import POLICIES

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_engines import LONGEST, NUM_PAGES, PROMPT_LENGTHS, Arrival, drive, preemptions
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, WeightsError
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.planning import engine_plan
 from jaxserve.scheduler.policies import POLICIES
 

@@ -12,7 +12,6 @@ import pytest
 from kv_engines import bytes_of, settle
 from tiny_engines import LONGEST, Arrival, TinyModel, assert_idle, drive, generate
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import (
     ConfigError,
     EngineAsleepError,
@@ -23,6 +22,7 @@ from jaxserve.core.errors import (
 )
 from jaxserve.core.requests.outputs import WeightsRun
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.live_weights import LiveWeights
 from jaxserve.runtime.planning.engine_plan import plan
 from jaxserve.runtime.state_memory import StateMemory

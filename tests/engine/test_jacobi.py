@@ -12,7 +12,7 @@ from tiny_engines import LONGEST, Arrival, drive, generate
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.requests.sampling_params import SamplingParams
-from jaxserve.core.speculative import SpeculativeConfig
+from jaxserve.core.settings.speculative import SpeculativeConfig
 from jaxserve.llm import LLM
 
 DRAFTS = 3

@@ -19,7 +19,7 @@ from tiny_engines import LONGEST, Arrival, TinyModel, drive
 from jaxserve.core.errors import ConfigError, WeightsError
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.models import rope
-from jaxserve.models.follower import Follower, model_logits
+from jaxserve.models.drafters.follower import Follower, model_logits
 
 DRAFTS = 3
 PLAIN = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)

@@ -16,11 +16,11 @@ from tiny_engines import CONTEXT, LONGEST, Arrival, drive, generate
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.llm import LLM
-from jaxserve.models import eagle3
-from jaxserve.models.eagle3 import Eagle3Config
+from jaxserve.models.drafters import eagle3
+from jaxserve.models.drafters.eagle3 import Eagle3Config
+from jaxserve.models.drafters.medusa import MedusaConfig
 from jaxserve.models.loading.drafters.eagle3 import save_layer
 from jaxserve.models.loading.drafters.medusa import save_heads
-from jaxserve.models.medusa import MedusaConfig
 
 DRAFTS = 3
 FEW_ROWS = {"max_num_seqs": 2, "max_num_batched_tokens": 2 * (1 + DRAFTS) + 16}

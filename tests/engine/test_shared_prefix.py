@@ -8,10 +8,10 @@ import pytest
 from kv_engines import count
 from tiny_engines import CONTEXT, LONGEST, PAGE_SIZE, Arrival, TinyModel, drive
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.events import Dispatched
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.llm import LLM
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)

@@ -15,9 +15,9 @@ from tiny_engines import LONGEST, Arrival, TinyModel, drive
 
 from jaxserve import LoRARequest
 from jaxserve.core.requests.sampling_params import SamplingParams
-from jaxserve.core.speculative import AUTO_LENGTHS
+from jaxserve.core.settings.speculative import AUTO_LENGTHS
 from jaxserve.llm import LLM
-from jaxserve.models import eagle
+from jaxserve.models.drafters import eagle
 from jaxserve.models.loading.drafters.eagle import save_layer
 
 DRAFTS = 3

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from cranked_transfer_worker import CrankedTransferWorker
 
-from jaxserve.core.choices import Preemption
+from jaxserve.core.settings.choices import Preemption
 from jaxserve.kv.invariants import check_invariants
 from jaxserve.kv.layout import KVGroup, KVLayout
 from jaxserve.kv.manager import KVManager, Match

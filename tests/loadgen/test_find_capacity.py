@@ -15,8 +15,8 @@ from jaxserve.core.errors import EndpointError
 from jaxserve.loadgen.results import RequestResult
 from jaxserve.loadgen.timed_response import TimedResponse
 from jaxserve.loadgen.trace import TraceRequest
-from jaxserve.simulator.capacity import rate_at
-from jaxserve.simulator.slo import Slo
+from jaxserve.simulator.deployments.capacity import rate_at
+from jaxserve.simulator.deployments.slo import Slo
 
 MS = 1000
 SLO = Slo.of("ttft=100ms")

@@ -11,12 +11,12 @@ from mesh_engines import load, on_mesh, write_llama
 from mesh_workload import check_answers, check_greedy
 from tiny_engines import TinyModel
 
-from jaxserve.models import eagle, eagle3
-from jaxserve.models.eagle3 import Eagle3Config
+from jaxserve.models.drafters import eagle, eagle3
+from jaxserve.models.drafters.eagle3 import Eagle3Config
+from jaxserve.models.drafters.medusa import MedusaConfig
 from jaxserve.models.loading.drafters.eagle import save_layer
 from jaxserve.models.loading.drafters.eagle3 import save_layer as save_layer3
 from jaxserve.models.loading.drafters.medusa import save_heads
-from jaxserve.models.medusa import MedusaConfig
 from jaxserve.scheduler.policies import POLICIES
 
 pytestmark = pytest.mark.meshes

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from mesh_engines import PAGE_SIZE, SEQS, degrees, on_mesh, write_llama
 
-from jaxserve.core.config import EngineConfig
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.planning import engine_plan
 from jaxserve.runtime.programs.kinds import ProgramKinds
 from jaxserve.runtime.programs.shapes.program import ProgramShapes

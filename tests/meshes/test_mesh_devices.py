@@ -14,13 +14,13 @@ from mesh_engines import load, on_mesh
 from tiny_engines import Arrival, TinyModel, drive
 
 from jaxserve.async_engine import AsyncEngine
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.events import Dispatched
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.engine.output_queue import output_of
 from jaxserve.llm import LLM
-from jaxserve.runtime.devices import engine_devices
+from jaxserve.runtime.hardware.devices import engine_devices
 
 pytestmark = pytest.mark.meshes
 EIGHT = "TP8"

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
 from mortal import Mortal, ask, metric, run
 
 from jaxserve.cluster.router import Router
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, RestartError
+from jaxserve.core.settings.config import EngineConfig
 
 pytestmark = pytest.mark.meshes
 

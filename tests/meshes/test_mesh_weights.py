@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mesh_engines import degrees, on_mesh, write_llama
 
-from jaxserve.core.config import EngineConfig
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.models.loading.assemble import Index, TensorSource, assemble, cut
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.convert import convert

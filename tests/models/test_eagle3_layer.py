@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve.core.errors import ConfigError, ModelError, UnsupportedModelError, WeightsError
 from jaxserve.core.model_config import ModelConfig
-from jaxserve.models import eagle3
-from jaxserve.models.eagle3 import Eagle3Config
+from jaxserve.models.drafters import eagle3
+from jaxserve.models.drafters.eagle3 import Eagle3Config
 from jaxserve.models.loading.directory import CONFIG
 from jaxserve.models.loading.drafters.eagle import WEIGHTS
 from jaxserve.models.loading.drafters.eagle3 import Eagle3Checkpoint, save_layer

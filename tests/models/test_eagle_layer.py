@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.core.errors import ConfigError, ModelError, UnsupportedModelError, WeightsError
-from jaxserve.models import eagle
+from jaxserve.models.drafters import eagle
 from jaxserve.models.loading.directory import CONFIG
 from jaxserve.models.loading.drafters.eagle import WEIGHTS, EagleCheckpoint, save_layer
 from jaxserve.models.loading.params import load_params

@@ -20,14 +20,14 @@ from tiny_checkpoints import (
     write_hf,
 )
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import UnsupportedModelError, WeightsError
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.gguf.header import read_gguf
 from jaxserve.models.loading.params import load_params
 from jaxserve.models.quantization import with_formats
 from jaxserve.models.registry import param_specs
-from jaxserve.runtime.devices import DescribedDevice
+from jaxserve.runtime.hardware.devices import DescribedDevice
 from jaxserve.runtime.planning.engine_plan import plan_described
 from pallas_kernels.quantized_matmul import MXFP4, dequantize
 

@@ -10,10 +10,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.core.errors import ConfigError, ModelError, UnsupportedModelError, WeightsError
-from jaxserve.models import medusa
+from jaxserve.models.drafters import medusa
+from jaxserve.models.drafters.medusa import MedusaConfig
 from jaxserve.models.loading.drafters.medusa import CONFIG, WEIGHTS, MedusaCheckpoint, save_heads
 from jaxserve.models.loading.params import load_params
-from jaxserve.models.medusa import MedusaConfig
 
 HEADS = MedusaConfig(num_heads=2, num_layers=2, hidden_size=8, vocab_size=16)
 

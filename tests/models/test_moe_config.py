@@ -10,8 +10,8 @@ import pytest
 from published_configs import GPT_OSS_120B, QWEN3_235B_A22B
 from published_families import PUBLISHED
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, ModelError, UnsupportedModelError
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.models.moe import active_parameters
 from jaxserve.models.partition import partition
 from jaxserve.models.registry import get_family, param_specs

@@ -29,8 +29,8 @@ from tiny_engines import QUANTIZED_MARGIN, Arrival, drive, generate
 from jaxserve.core.errors import MemoryPlanError
 from jaxserve.core.requests.sampling_params import SamplingParams, sequence_seed
 from jaxserve.engine.beam_search import BeamSearchParams
+from jaxserve.models.drafters.medusa import MedusaConfig
 from jaxserve.models.loading.drafters.medusa import save_heads
-from jaxserve.models.medusa import MedusaConfig
 from jaxserve.offline import run_batch
 from jaxserve.offline.run import BatchRun
 from jaxserve.scheduler.policies import POLICIES

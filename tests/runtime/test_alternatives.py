@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from test_memory_tiers import Accelerator
 from tiny_checkpoints import CONFIG
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, MemoryPlanError
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.models.loading.checkpoint import open_checkpoint
-from jaxserve.runtime import device_memory
-from jaxserve.runtime.devices import described_mesh
+from jaxserve.runtime.hardware import device_memory
+from jaxserve.runtime.hardware.devices import described_mesh
 from jaxserve.runtime.planning import engine_plan
 from jaxserve.runtime.planning.alternatives import alternatives, devices_needed
 from jaxserve.runtime.planning.memory import MemoryPlan

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from jaxserve.runtime.cpu_threads import make_room_for_collectives
+from jaxserve.runtime.hardware.cpu_threads import make_room_for_collectives
 
 EIGHT = "--xla_cpu_enable_fast_math=false --xla_force_host_platform_device_count=8"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from jaxserve.runtime.programs.executable_cache import ExecutableCache
+from jaxserve.runtime.programs.compilation.executable_cache import ExecutableCache
 
 
 def test_a_disk_that_cannot_be_written_is_warned_of_once(tmp_path, monkeypatch, caplog):

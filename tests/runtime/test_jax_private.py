@@ -7,7 +7,7 @@ from pathlib import Path
 
 from scripts import run_script
 
-from jaxserve.runtime.jax_private import detect_cluster
+from jaxserve.runtime.hardware.jax_private import detect_cluster
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,7 +18,7 @@ def test_one_module_of_jaxserve_imports_private_jax():
         for path in (ROOT / "jaxserve").rglob("*.py")
         if re.search(r"^\s*(from|import) jax\._src", path.read_text(), re.M)
     }
-    assert private == {"jaxserve/runtime/jax_private.py"}
+    assert private == {"jaxserve/runtime/hardware/jax_private.py"}
 
 
 def test_a_cluster_is_detected_under_slurm_and_nowhere_else(monkeypatch):
@@ -44,7 +44,7 @@ def test_devices_are_open_once_one_is_used():
         """
         import jax
         jax.config.update("jax_platforms", "cpu")
-        from jaxserve.runtime.jax_private import devices_are_open
+        from jaxserve.runtime.hardware.jax_private import devices_are_open
 
         assert not devices_are_open()
         jax.devices()
@@ -63,7 +63,7 @@ def test_values_are_set_waited_for_listed_and_deleted():
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=1, process_id=0)
-        from jaxserve.runtime.hosts import KeyValueStore, StoreError
+        from jaxserve.runtime.hardware.hosts import KeyValueStore, StoreError
 
         store = KeyValueStore()
         store.set("job/a", b"\\x00\\xff")

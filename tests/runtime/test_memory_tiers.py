@@ -9,16 +9,16 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, MemoryPlanError
 from jaxserve.core.model_config import ModelConfig, RopeConfig
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 from jaxserve.models.loading.params import params_bytes
 from jaxserve.models.registry import param_specs
-from jaxserve.runtime import device_memory
-from jaxserve.runtime.device_memory import host_memory
-from jaxserve.runtime.devices import DescribedDevice
+from jaxserve.runtime.hardware import device_memory
+from jaxserve.runtime.hardware.device_memory import host_memory
+from jaxserve.runtime.hardware.devices import DescribedDevice
 from jaxserve.runtime.planning.memory import STAGING_BUFFERS, plan_memory
 
 MODEL = ModelConfig("LlamaForCausalLM", 64, 32, 64, 2, 2, 2, 16, 128, RopeConfig())

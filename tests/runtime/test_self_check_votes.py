@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
-from jaxserve.core.config import EngineConfig
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime import startup
-from jaxserve.runtime.devices import DescribedDevice
+from jaxserve.runtime.hardware.devices import DescribedDevice
 from jaxserve.runtime.planning import engine_plan
 from jaxserve.runtime.startup import alike_on_all, compile_programs
 from pallas_kernels.self_check import Failure

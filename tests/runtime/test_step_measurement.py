@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 
-from jaxserve.core.config import EngineConfig
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.planning import engine_plan
 from jaxserve.runtime.step_measurement import StepMeasurements
 

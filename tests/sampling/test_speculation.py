@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.core.speculative import SpeculativeConfig
+from jaxserve.core.settings.speculative import SpeculativeConfig
 from jaxserve.runtime.proposers.ngram import lookup
 from jaxserve.sampling.speculation import (
     NO_DRAFT,

@@ -12,8 +12,8 @@ import sampling_reference as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.core.draft_tree import parents, parse_tree
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.settings.draft_tree import parents, parse_tree
 from jaxserve.sampling import NO_TOKEN, candidates, general, most_likely, pack_rows, row_constants
 from jaxserve.sampling.processors import Processors
 from jaxserve.sampling.speculation import (

@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
-from jaxserve.core.speculative import AUTO_LENGTHS
+from jaxserve.core.settings.speculative import AUTO_LENGTHS
 from jaxserve.core.steps.buckets import Buckets
 from jaxserve.scheduler.drafts import TRIAL_STEPS, ChosenDrafts
 from jaxserve.scheduler.step_time import StepLoad, StepTime

@@ -16,9 +16,10 @@ from jaxserve.cli.serve import Serve
 from jaxserve.core.errors import OverloadedError
 from jaxserve.protocol.errors import UnavailableError
 from jaxserve.server import app as apps
-from jaxserve.server import connections, preparation
-from jaxserve.server.connections import ConnectionLimits
-from jaxserve.server.listening import listen
+from jaxserve.server import preparation
+from jaxserve.server.http import connections
+from jaxserve.server.http.connections import ConnectionLimits
+from jaxserve.server.http.listening import listen
 from jaxserve.server.preparation import PreparationPool
 from jaxserve.server.run import http_server
 from jaxserve.server.service import Service
@@ -230,7 +231,7 @@ def test_as_many_files_may_be_open_as_the_system_allows():
     """In a process of its own, whose limits cannot be raised again."""
     code = """
 import resource
-from jaxserve.server.connections import ConnectionLimits
+from jaxserve.server.http.connections import ConnectionLimits
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 2000))
 limits = ConnectionLimits.of_system()
 print(limits.most, limits.most_of_peer, resource.getrlimit(resource.RLIMIT_NOFILE)[0])

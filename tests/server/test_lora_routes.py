@@ -10,9 +10,9 @@ from lora_adapters import merged, write_adapter
 
 from jaxserve.async_engine import AsyncEngine
 from jaxserve.cli.serve import Serve
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import AdapterError, ConfigError
 from jaxserve.core.requests.lora import LoRARequest
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.server.app import AppSettings, create_app
 from jaxserve.server.service import Service
 

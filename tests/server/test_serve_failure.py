@@ -11,7 +11,7 @@ import httpx
 
 from jaxserve.async_engine import AsyncEngine
 from jaxserve.server.app import AppSettings, create_app
-from jaxserve.server.listening import listen
+from jaxserve.server.http.listening import listen
 from jaxserve.server.run import Stopping, serve
 from jaxserve.server.service import Service
 

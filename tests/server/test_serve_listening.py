@@ -11,7 +11,7 @@ import pytest
 from server_process import ServerProcess
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.server.listening import listening_on_file
+from jaxserve.server.http.listening import listening_on_file
 
 pytestmark = pytest.mark.interfaces
 

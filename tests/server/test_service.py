@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.async_engine import AsyncEngine
 from jaxserve.server.app import AppSettings, create_app
-from jaxserve.server.middleware import tenant_of
+from jaxserve.server.http.middleware import tenant_of
 from jaxserve.server.service import ClientPolicy, Service
 
 PATH = "/v1/completions"

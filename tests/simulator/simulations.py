@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.events import Admitted, Collected, Finished, Preempted, Transferred
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.buckets import Buckets
 from jaxserve.kv.offload.tiers import Tier
 from jaxserve.scheduler.policies import POLICIES

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulations import tiny_config
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.buckets import Buckets
 from jaxserve.kv.layout import KVLayout
 from jaxserve.metrics.fluidity import Deadlines
-from jaxserve.simulator.bounds import LoadTokens, least_seconds
-from jaxserve.simulator.capacity import CapacitySearch, Load, rate_at
-from jaxserve.simulator.deployment import Deployment
-from jaxserve.simulator.search import (
+from jaxserve.simulator.deployments.bounds import LoadTokens, least_seconds
+from jaxserve.simulator.deployments.capacity import CapacitySearch, Load, rate_at
+from jaxserve.simulator.deployments.deployment import Deployment
+from jaxserve.simulator.deployments.search import (
     Candidate,
     EngineUnderLoad,
     Outcome,
@@ -28,8 +28,8 @@ from jaxserve.simulator.search import (
     outcomes,
     winner,
 )
+from jaxserve.simulator.deployments.slo import Slo
 from jaxserve.simulator.simulation import Arrival
-from jaxserve.simulator.slo import Slo
 from jaxserve.simulator.step_times import LinearTimes
 from jaxserve.simulator.transfers import Link
 

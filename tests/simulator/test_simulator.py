@@ -11,9 +11,9 @@ import pytest
 from scripts import run_script
 from simulations import TIMES, simulation, tiny_trace
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.events import Collected, Dispatched, EventLog
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.in_flight import PackedStep, StepResults
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
 from jaxserve.engine.engine import Engine

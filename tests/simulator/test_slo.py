@@ -7,7 +7,7 @@ import pytest
 from jaxserve.core.errors import ConfigError
 from jaxserve.metrics.fluidity import Deadlines, Fluidity, linear_prefill
 from jaxserve.metrics.summaries import SequenceSummary
-from jaxserve.simulator.slo import Limit, Slo
+from jaxserve.simulator.deployments.slo import Limit, Slo
 
 
 def request(*token_us: int, finish_us: int = 0, prompt_tokens: int = 10) -> SequenceSummary:

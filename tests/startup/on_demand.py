@@ -18,8 +18,8 @@ from typing import Any
 
 import jax
 
-from jaxserve.runtime.programs.executable_cache import ExecutableCache
-from jaxserve.runtime.programs.executables import Compilation, Program, ProgramSpec
+from jaxserve.runtime.programs.compilation.executable_cache import ExecutableCache
+from jaxserve.runtime.programs.compilation.executables import Compilation, Program, ProgramSpec
 
 MAX_LOADED = 300
 """Executables kept: each has some 70 memory maps, and a process may have 65,530."""

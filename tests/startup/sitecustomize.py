@@ -9,7 +9,7 @@ import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-COMPILES = "jaxserve.runtime.programs.executables"
+COMPILES = "jaxserve.runtime.programs.compilation.executables"
 
 
 class _ThenOnDemand:

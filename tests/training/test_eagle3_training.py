@@ -14,8 +14,8 @@ from tiny_engines import TinyModel
 
 from jaxserve.cli import main
 from jaxserve.core.errors import ConfigError
-from jaxserve.models import eagle3
-from jaxserve.models.eagle3 import Eagle3Config
+from jaxserve.models.drafters import eagle3
+from jaxserve.models.drafters.eagle3 import Eagle3Config
 from jaxserve.models.loading.drafters.eagle3 import Eagle3Checkpoint
 from jaxserve.training.config import TrainingConfig
 from jaxserve.training.dense import draft_states, followed_states

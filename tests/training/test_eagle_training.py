@@ -12,7 +12,7 @@ from test_medusa_training import OPTIONS, PROMPTS, greedy, random_targets
 
 from jaxserve.cli import main
 from jaxserve.core.errors import ConfigError
-from jaxserve.models import eagle
+from jaxserve.models.drafters import eagle
 from jaxserve.models.loading.drafters.eagle import EagleCheckpoint
 from jaxserve.training.config import TrainingConfig
 from jaxserve.training.dense import draft_states, hidden_states

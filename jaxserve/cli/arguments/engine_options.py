@@ -13,7 +13,7 @@ from tyro.conf import arg
 from tyro.constructors import StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from jaxserve.cli.arguments.values import CONSTRUCTORS
-from jaxserve.core.config import EngineConfig
+from jaxserve.core.settings.config import EngineConfig
 
 _BASIC = (
     "model",

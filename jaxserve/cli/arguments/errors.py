@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxserve.cli.arguments.chosen import chosen, group_of, settings_of
 from jaxserve.core.errors import JaxserveError
-from jaxserve.core.vllm_settings import ANSWERS, SERVER_ANSWERS, answer_to
+from jaxserve.core.settings.vllm_settings import ANSWERS, SERVER_ANSWERS, answer_to
 
 _POSITIONAL = {"model", "prompt", "input", "output", "command"}
 

@@ -16,9 +16,9 @@ from jaxserve.cli.arguments.values import (
     Size,
     Texts,
 )
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.process.logs import LogLevel
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.progress import TerminalProgress
 
 if TYPE_CHECKING:

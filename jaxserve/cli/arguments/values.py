@@ -12,7 +12,7 @@ from tyro.conf import arg
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from jaxserve.core.dtypes import DTYPES
-from jaxserve.core.speculative import SpeculativeConfig
+from jaxserve.core.settings.speculative import SpeculativeConfig
 
 Value = TypeVar("Value")
 CONSTRUCTORS = ConstructorRegistry()

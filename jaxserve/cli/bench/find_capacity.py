@@ -21,8 +21,8 @@ from jaxserve.loadgen.trace import TraceRequest
 from jaxserve.metrics.fluidity import Deadlines
 from jaxserve.metrics.statistics import percentile
 from jaxserve.metrics.summaries import SequenceSummary
-from jaxserve.simulator.capacity import HALF, bisected, lowered, raised, rate_at
-from jaxserve.simulator.slo import Slo
+from jaxserve.simulator.deployments.capacity import HALF, bisected, lowered, raised, rate_at
+from jaxserve.simulator.deployments.slo import Slo
 
 _WARM_UP = 8
 """Requests that are sent before the first probe, at once."""

@@ -24,7 +24,7 @@ from jaxserve.runtime.progress import TerminalProgress
 
 if TYPE_CHECKING:
     from jaxserve.cli.planning.limits import Limits
-    from jaxserve.core.config import EngineConfig
+    from jaxserve.core.settings.config import EngineConfig
     from jaxserve.engine.engine import Engine
 
 

@@ -24,7 +24,7 @@ from jaxserve.core.process.output_file import check_output_file
 from jaxserve.loadgen.results import RequestResult, Summary
 from jaxserve.loadgen.trace import TraceRequest
 from jaxserve.runtime.progress import TerminalProgress
-from jaxserve.simulator import slo as limits
+from jaxserve.simulator.deployments import slo as limits
 
 if TYPE_CHECKING:
     from jaxserve.loadgen.draft_counts import ServerDraftCounts

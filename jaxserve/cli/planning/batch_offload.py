@@ -113,8 +113,8 @@ def _problem(
 ) -> Problem:
     from jaxserve.offline import step_rates
     from jaxserve.offline.offload_policy import MemoryCapacity, ModelBytes, PolicyRates, Problem
-    from jaxserve.runtime import link_rates
-    from jaxserve.runtime.device_memory import host_memory
+    from jaxserve.runtime.hardware import link_rates
+    from jaxserve.runtime.hardware.device_memory import host_memory
     from jaxserve.runtime.weights.loading import layer_file
 
     plan, lengths = llm.plan(), _lengths(llm, job, names, chat)

@@ -6,12 +6,12 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.devices import DeviceSpec, device_names, device_of_kind
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.work import StepWork
 from jaxserve.simulator.acceptance import DraftAcceptance
-from jaxserve.simulator.deployment import Deployment
+from jaxserve.simulator.deployments.deployment import Deployment
 from jaxserve.simulator.profile import Profile, ProfiledTimes
 from jaxserve.simulator.roofline import Roofline
 from jaxserve.simulator.step_times import PrefixSharing, StepTimes
@@ -47,7 +47,7 @@ class Described:
 
         Raises ConfigError, ModelError or MemoryPlanError, with alternatives if `propose`.
         """
-        from jaxserve.runtime.devices import DescribedDevice
+        from jaxserve.runtime.hardware.devices import DescribedDevice
         from jaxserve.runtime.planning.engine_plan import plan_described
 
         if device is None and profile is None:
@@ -98,7 +98,7 @@ class Described:
     def modelled(self) -> StepTimes | None:
         """By the data sheet; None where that is not known. Raises as `times`."""
         from jaxserve.runtime.planning.step_work import draft_work
-        from jaxserve.runtime.programs.halves import in_halves
+        from jaxserve.runtime.programs.forward.halves import in_halves
 
         if self.spec is None:
             return None

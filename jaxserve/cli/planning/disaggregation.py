@@ -13,13 +13,13 @@ from typing import NamedTuple, Self
 from jaxserve.cli.bench.options import LoadOptions
 from jaxserve.cli.planning.described import Described
 from jaxserve.cli.planning.simulated_load import arrivals, check_lengths
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.devices import device_of_kind
 from jaxserve.core.errors import ConfigError
-from jaxserve.simulator import capacity
+from jaxserve.core.settings.config import EngineConfig
+from jaxserve.simulator.deployments import capacity
+from jaxserve.simulator.deployments.placement import EngineGoodput, best_placement
+from jaxserve.simulator.deployments.slo import Slo
 from jaxserve.simulator.phases import goodput_by_role
-from jaxserve.simulator.placement import EngineGoodput, best_placement
-from jaxserve.simulator.slo import Slo
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 128
 """Lengths of the load without a trace."""

@@ -24,8 +24,8 @@ from jaxserve.core.devices import DeviceSpec, device_names
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.process.output_file import check_output_file
 from jaxserve.core.process.progress_bar import ProgressBar
-from jaxserve.simulator.search import Outcome, Processes, outcomes
-from jaxserve.simulator.slo import Slo
+from jaxserve.simulator.deployments.search import Outcome, Processes, outcomes
+from jaxserve.simulator.deployments.slo import Slo
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ import json
 import shlex
 from typing import Any
 
-from jaxserve.core.config import EngineConfig
-from jaxserve.core.speculative import SpeculativeConfig
+from jaxserve.core.settings.config import EngineConfig
+from jaxserve.core.settings.speculative import SpeculativeConfig
 
 
 def serve_command(config: EngineConfig, replicas: int, prefill_replicas: int = 0) -> str:

@@ -11,15 +11,15 @@ from jaxserve.cli.planning.described import Described, draft_acceptance
 from jaxserve.cli.planning.simulated_load import arrivals, check_lengths
 from jaxserve.cli.search.command import serve_words
 from jaxserve.cli.search.space import Choice, FixedSettings
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, MemoryPlanError, RequestError
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.distributed.launch.serving import ServedDeployment
 from jaxserve.loadgen.trace import TraceRequest
-from jaxserve.simulator import capacity
-from jaxserve.simulator.deployment import Deployment
+from jaxserve.simulator.deployments import capacity
+from jaxserve.simulator.deployments.deployment import Deployment
+from jaxserve.simulator.deployments.search import Candidate, EngineUnderLoad
+from jaxserve.simulator.deployments.slo import Slo
 from jaxserve.simulator.phases import SplitEngines
-from jaxserve.simulator.search import Candidate, EngineUnderLoad
-from jaxserve.simulator.slo import Slo
 
 
 @dataclasses.dataclass(frozen=True)

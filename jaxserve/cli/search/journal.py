@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.simulator.search import Outcome
+from jaxserve.simulator.deployments.search import Outcome
 
 _FORMAT = 1
 

@@ -12,9 +12,9 @@ from typing import Any
 from jaxserve.cli.search.command import serve_command
 from jaxserve.cli.search.deployments import Dropped, Planned, SharedLoad
 from jaxserve.core.process.tables import table
-from jaxserve.simulator.capacity import FEWEST_ROUNDS, rate_at
-from jaxserve.simulator.search import Outcome, front, winner
-from jaxserve.simulator.slo import Slo
+from jaxserve.simulator.deployments.capacity import FEWEST_ROUNDS, rate_at
+from jaxserve.simulator.deployments.search import Outcome, front, winner
+from jaxserve.simulator.deployments.slo import Slo
 
 _MAX_REASONS = 4
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 from jaxserve.cli.arguments.options import ModelSettings
 from jaxserve.cli.arguments.values import Names
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.speculative import SpeculativeConfig
+from jaxserve.core.settings.config import EngineConfig
+from jaxserve.core.settings.speculative import SpeculativeConfig
 
 _STAGES = (1, 2, 4)
 _CHUNKS = (512, 2048, 8192)

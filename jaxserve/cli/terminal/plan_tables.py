@@ -9,12 +9,12 @@ from jaxserve.cli.planning.described import Described
 from jaxserve.cli.terminal.text import device_name, size
 from jaxserve.core.process.tables import table
 from jaxserve.runtime.weights.placement import WINDOW
-from jaxserve.simulator.deployment import SessionTimes
+from jaxserve.simulator.deployments.deployment import SessionTimes
 
 if TYPE_CHECKING:
     from jaxserve.runtime.planning.engine_plan import EnginePlan
     from jaxserve.runtime.planning.memory import MemoryPlan
-    from jaxserve.runtime.programs.executables import Program, Programs
+    from jaxserve.runtime.programs.compilation.executables import Program, Programs
     from jaxserve.runtime.programs.shapes.program import ProgramShapes
 
 _SCREEN_TOKENS = 250

@@ -24,7 +24,8 @@ class ProgramKey(NamedTuple):
     """Shape of a step: `width` tokens for each of `rows` decodes, then `prefill_tokens` tokens.
 
     `ring`: ring attention for a single prefill chunk, whose keys pass around the ranks that share
-    its sequence (runtime/programs/context_parallel.py). `width`: the newest token and its drafts.
+    its sequence (runtime/programs/forward/context_parallel.py). `width`: the newest token and its
+    drafts.
     """
 
     rows: int

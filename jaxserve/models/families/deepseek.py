@@ -3,7 +3,7 @@
 The first layers have a plain MLP. The others have experts that every token takes, in one, and
 choose further ones within groups of experts: V2 by the softmax of its router, V3 by sigmoids that
 each expert corrects. The layers of V3 that predict further tokens are no part of
-the family (models/mtp.py).
+the family (models/drafters/mtp.py).
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def layer(
     attention: Attention,
 ) -> jax.Array:
     """One pre-norm block: x [tokens, hidden] plus its attention, plus its MLP. A layer that drafts
-    has no norm before its attention (models/eagle.py)."""
+    has no norm before its attention (models/drafters/eagle.py)."""
     normed = layers.rms_norm(x, p["attn_norm"], config.rms_norm_eps) if "attn_norm" in p else x
     q, k, v = project_qkv(config, p, normed)
     if config.qk_norm:

@@ -9,9 +9,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxserve.core.choices import LoadFormat
 from jaxserve.core.errors import ConfigError, ModelError
 from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.settings.choices import LoadFormat
 from jaxserve.models.family import Params
 from jaxserve.models.loading.assemble import check_tensors
 from jaxserve.models.loading.directory import CONFIG, ModelDirectory

@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import MemoryPlanError
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.planning.memory import MemoryPlan, gib
 
 Changes = dict[str, Any]

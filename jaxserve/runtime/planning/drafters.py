@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ModelError
 from jaxserve.core.model_config import ModelConfig
-from jaxserve.models import mtp
+from jaxserve.core.settings.config import EngineConfig
+from jaxserve.models.drafters import mtp
+from jaxserve.models.drafters.medusa import MedusaConfig
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.drafters import mtp as mtp_layer
 from jaxserve.models.loading.drafters.eagle import EagleCheckpoint
 from jaxserve.models.loading.drafters.eagle3 import Eagle3Checkpoint
 from jaxserve.models.loading.drafters.medusa import MedusaCheckpoint
-from jaxserve.models.medusa import MedusaConfig
 from jaxserve.runtime.programs.shapes.params import partitioned
 from jaxserve.runtime.programs.shapes.program import DraftModel
 from jaxserve.runtime.proposers.draft_model import check_draft_model

@@ -8,31 +8,31 @@ import functools
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.engine_info import EngineInfo
 from jaxserve.core.errors import ConfigError, MemoryPlanError
 from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.kv.offload.tiers import DiskStore
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.drafters.medusa import MedusaCheckpoint
 from jaxserve.models.registry import is_registered
-from jaxserve.runtime.cpu_threads import make_room_for_collectives
-from jaxserve.runtime.device_memory import reserve_memory
-from jaxserve.runtime.devices import (
+from jaxserve.runtime.hardware.cpu_threads import make_room_for_collectives
+from jaxserve.runtime.hardware.device_memory import reserve_memory
+from jaxserve.runtime.hardware.devices import (
     DescribedDevice,
     described_mesh,
     engine_devices,
     engine_mesh,
 )
-from jaxserve.runtime.hosts import Hosts
+from jaxserve.runtime.hardware.hosts import Hosts
 from jaxserve.runtime.planning.alternatives import Changes, refusal
 from jaxserve.runtime.planning.drafters import drafting, drafting_layers, open_drafter
 from jaxserve.runtime.planning.memory import MemoryPlan, gib, plan_memory
 from jaxserve.runtime.planning.shadow import CHUNK
 from jaxserve.runtime.planning.step_work import prefix_cost
-from jaxserve.runtime.programs.executable_cache import ExecutableCache
-from jaxserve.runtime.programs.executables import Programs
-from jaxserve.runtime.programs.forward_programs import block_bytes
+from jaxserve.runtime.programs.compilation.executable_cache import ExecutableCache
+from jaxserve.runtime.programs.compilation.executables import Programs
+from jaxserve.runtime.programs.forward.forward_programs import block_bytes
 from jaxserve.runtime.programs.kinds import check_attention
 from jaxserve.runtime.programs.shapes.params import partitioned, partitioned_adapters
 from jaxserve.runtime.programs.shapes.program import ProgramShapes

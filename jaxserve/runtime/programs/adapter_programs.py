@@ -10,8 +10,8 @@ import numpy as np
 from jax import lax
 
 from jaxserve.models.lora import SLOTS
+from jaxserve.runtime.programs.compilation.executables import ProgramSpec
 from jaxserve.runtime.programs.device_state import DeviceState
-from jaxserve.runtime.programs.executables import ProgramSpec
 from jaxserve.runtime.programs.program_kind import ProgramKind, partition_specs
 
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.runtime.programs.adapter_programs import SetAdapter
-from jaxserve.runtime.programs.executables import Programs, ProgramSpec
-from jaxserve.runtime.programs.forward_programs import Forward, ForwardByLayer, PipelineStep
+from jaxserve.runtime.programs.compilation.executables import Programs, ProgramSpec
+from jaxserve.runtime.programs.forward.forward_programs import Forward, ForwardByLayer, PipelineStep
 from jaxserve.runtime.programs.host_kv.programs import ForwardWithHostKV
 from jaxserve.runtime.programs.page_programs import (
     CompactAccepted,

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 import jax
 import numpy as np
 
+from jaxserve.runtime.programs.compilation.executables import Programs, ProgramSpec
 from jaxserve.runtime.programs.device_state import DeviceState
-from jaxserve.runtime.programs.executables import Programs, ProgramSpec
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 
 Key = TypeVar("Key", bound=Hashable)

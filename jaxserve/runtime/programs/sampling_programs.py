@@ -18,8 +18,8 @@ from jaxserve.core.steps.plan import ScheduledChunk
 from jaxserve.models import parallel
 from jaxserve.models.family import Family, Params
 from jaxserve.runtime.programs.device_state import DeviceState
+from jaxserve.runtime.programs.forward.tiles import scan_tiles
 from jaxserve.runtime.programs.program_kind import ProgramKind, padded
-from jaxserve.runtime.programs.tiles import scan_tiles
 from jaxserve.sampling import (
     SampleOutput,
     SamplingState,

@@ -1,5 +1,5 @@
 """Methods of speculative decoding: each is a Proposer in a file of its own, a line here, and its
-keys in core/speculative.py."""
+keys in core/settings/speculative.py."""
 
 from __future__ import annotations
 

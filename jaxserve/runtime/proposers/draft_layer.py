@@ -1,4 +1,4 @@
-"""A layer that drafts from the target's hidden states (models/follower.py)."""
+"""A layer that drafts from the target's hidden states (models/drafters/follower.py)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import jax
 
 from jaxserve.core.model_config import ModelConfig
+from jaxserve.models.drafters.follower import Follower
 from jaxserve.models.family import Family, Params
-from jaxserve.models.follower import Follower
-from jaxserve.runtime.programs.step import TokenInputs
-from jaxserve.runtime.programs.step_inputs import SlotMapping
-from jaxserve.runtime.programs.step_layout import StepLayout
+from jaxserve.runtime.programs.forward.step import TokenInputs
+from jaxserve.runtime.programs.forward.step_inputs import SlotMapping
+from jaxserve.runtime.programs.forward.step_layout import StepLayout
 from jaxserve.runtime.proposers.drafter import Drafter, run_layers
 from pallas_kernels.paged_attention import Pages
 

@@ -21,14 +21,14 @@ from jaxserve.core.steps.plan import StepPlan
 from jaxserve.kv.layout import KVPlace
 from jaxserve.models.family import Family, Params
 from jaxserve.runtime.in_flight import PackedInputs
-from jaxserve.runtime.programs import step
 from jaxserve.runtime.programs.device_state import DeviceState
-from jaxserve.runtime.programs.frozen_plan import FrozenPlan
+from jaxserve.runtime.programs.forward import step
+from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
+from jaxserve.runtime.programs.forward.step_inputs import DecodeRows
+from jaxserve.runtime.programs.forward.step_layout import StepLayout
 from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_kind import ProgramKind
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
-from jaxserve.runtime.programs.step_inputs import DecodeRows
-from jaxserve.runtime.programs.step_layout import StepLayout
 from jaxserve.sampling import SamplingState, candidates, distribution, most_likely, pack_rows
 from jaxserve.sampling import general as sample_general
 from jaxserve.sampling import greedy as sample_greedy

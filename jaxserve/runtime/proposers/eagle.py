@@ -1,5 +1,5 @@
-"""A layer that follows the target's hidden states drafts (models/follower.py): EAGLE, EAGLE-3, and
-the layer of a model that predicts further tokens.
+"""A layer that follows the target's hidden states drafts (models/drafters/follower.py): EAGLE,
+EAGLE-3, and the layer of a model that predicts further tokens.
 
 Its entry at position p is of the hidden state of the token there and the embedding of the token
 after it, and gives the hidden state at p + 1, as it expects it. After every step it computes the
@@ -27,14 +27,14 @@ from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
 from jaxserve.kv.layout import KVPlace
 from jaxserve.models.family import Params
 from jaxserve.runtime.in_flight import PackedInputs
-from jaxserve.runtime.programs.context_parallel import ShardedTokens
 from jaxserve.runtime.programs.device_state import DeviceState
-from jaxserve.runtime.programs.forward_programs import BY_RANK, Hidden
+from jaxserve.runtime.programs.forward.context_parallel import ShardedTokens
+from jaxserve.runtime.programs.forward.forward_programs import BY_RANK, Hidden
+from jaxserve.runtime.programs.forward.step_layout import StepLayout
 from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_kind import ProgramKind
 from jaxserve.runtime.programs.shapes.arrays import placed
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
-from jaxserve.runtime.programs.step_layout import StepLayout
 from jaxserve.runtime.proposers.draft_layer import DraftLayer
 from jaxserve.runtime.proposers.draft_model import check_context, within
 from jaxserve.runtime.proposers.drafter import (

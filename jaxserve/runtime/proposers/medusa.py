@@ -1,4 +1,4 @@
-"""Trained heads guess several tokens ahead from one hidden state (models/medusa.py)."""
+"""Trained heads guess several tokens ahead from one hidden state (models/drafters/medusa.py)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxserve.core.draft_tree import Path, parents, ways
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ModelConfig
-from jaxserve.core.speculative import SpeculativeConfig
-from jaxserve.models import medusa
+from jaxserve.core.settings.draft_tree import Path, parents, ways
+from jaxserve.core.settings.speculative import SpeculativeConfig
+from jaxserve.models.drafters import medusa
+from jaxserve.models.drafters.medusa import MedusaConfig
 from jaxserve.models.family import Family, Params
-from jaxserve.models.medusa import MedusaConfig
 from jaxserve.runtime.in_flight import PackedInputs
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.page_programs import SetTables

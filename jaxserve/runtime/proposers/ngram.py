@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve.core.speculative import SpeculativeConfig
+from jaxserve.core.settings.speculative import SpeculativeConfig
 from jaxserve.core.steps.plan import ScheduledChunk
 from jaxserve.runtime.in_flight import PackedInputs
 from jaxserve.runtime.programs.device_state import DeviceState

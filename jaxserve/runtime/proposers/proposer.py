@@ -10,7 +10,7 @@ import jax
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.runtime.in_flight import PackedInputs
 from jaxserve.runtime.programs.device_state import DeviceState
-from jaxserve.runtime.programs.forward_programs import Hidden
+from jaxserve.runtime.programs.forward.forward_programs import Hidden
 from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_kind import ProgramKind
 from jaxserve.runtime.programs.shapes.program import ProgramShapes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from jaxserve.core.choices import WeightsOn
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.settings.choices import WeightsOn
 
 WINDOW = 2
 """Streamed layers in device memory at once: one computes while the next is read."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from jaxserve.core.choices import WeightsOn
+from jaxserve.core.settings.choices import WeightsOn
 from jaxserve.core.steps.offload_counts import WeightReads
 from jaxserve.models.family import Params
 from jaxserve.runtime.programs.shapes.arrays import tree_bytes

@@ -16,10 +16,10 @@ from safetensors.numpy import save_file
 
 from jaxserve.core.errors import ModelError, UnsupportedModelError
 from jaxserve.core.model_config import ModelConfig
-from jaxserve.models import eagle
+from jaxserve.models.drafters import eagle
+from jaxserve.models.drafters.follower import Follower
 from jaxserve.models.families import llama
 from jaxserve.models.family import Params, ParamSpec
-from jaxserve.models.follower import Follower
 from jaxserve.models.loading.assemble import check_tensors
 from jaxserve.models.loading.directory import CONFIG, config_from_files, read_config_files
 from jaxserve.models.loading.safetensors import SafetensorsCheckpoint

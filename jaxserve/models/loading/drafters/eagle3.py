@@ -17,10 +17,10 @@ from safetensors.numpy import save_file
 from jaxserve.core.errors import ConfigError, ModelError, UnsupportedModelError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.model_files import read_json, shown
-from jaxserve.models import eagle3
-from jaxserve.models.eagle3 import Eagle3Config
+from jaxserve.models.drafters import eagle3
+from jaxserve.models.drafters.eagle3 import Eagle3Config
+from jaxserve.models.drafters.follower import Follower
 from jaxserve.models.family import Params
-from jaxserve.models.follower import Follower
 from jaxserve.models.hf_config import boolean, integer
 from jaxserve.models.loading.directory import CONFIG, config_from_files, read_config_files
 from jaxserve.models.loading.drafters.eagle import (

@@ -14,9 +14,9 @@ from safetensors.numpy import save_file
 
 from jaxserve.core.errors import ModelError, UnsupportedModelError, WeightsError
 from jaxserve.core.model_files import check_regular, read_json, shown
+from jaxserve.models.drafters.medusa import MedusaConfig, param_specs, tensor_name
 from jaxserve.models.loading.assemble import Index, check_tensors
 from jaxserve.models.loading.safetensors import slices_of
-from jaxserve.models.medusa import MedusaConfig, param_specs, tensor_name
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _SIZES = {

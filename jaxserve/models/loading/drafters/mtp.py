@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.models import mtp
+from jaxserve.models.drafters import mtp
 from jaxserve.models.loading.assemble import check_tensors
 from jaxserve.models.loading.checkpoint import Checkpoint
 from jaxserve.models.loading.dummy import DummyCheckpoint

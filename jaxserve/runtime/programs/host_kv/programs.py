@@ -16,22 +16,22 @@ from jaxserve.core.model_config import LayerKind
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 from jaxserve.runtime.planning.memory import KV_WINDOW
+from jaxserve.runtime.programs.compilation.executables import ProgramSpec
 from jaxserve.runtime.programs.device_state import DeviceState
-from jaxserve.runtime.programs.executables import ProgramSpec
-from jaxserve.runtime.programs.forward_programs import (
+from jaxserve.runtime.programs.forward.forward_programs import (
     Embed,
     Entered,
     FinalNorm,
     Hidden,
     LayerByLayer,
 )
-from jaxserve.runtime.programs.frozen_plan import FrozenPlan
+from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
+from jaxserve.runtime.programs.forward.step_layout import StepLayout
 from jaxserve.runtime.programs.host_kv import step as host_kv_step
 from jaxserve.runtime.programs.host_kv.shadow_programs import Shadow
 from jaxserve.runtime.programs.page_programs import GatherPages
 from jaxserve.runtime.programs.program_kind import ProgramKind
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
-from jaxserve.runtime.programs.step_layout import StepLayout
 
 
 class HostKVStore:

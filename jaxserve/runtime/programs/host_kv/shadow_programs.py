@@ -14,9 +14,9 @@ from jaxserve.core.model_config import LayerKind
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.offload_counts import RecallCounts
 from jaxserve.runtime.planning.shadow import CHUNK, ShadowSizes
+from jaxserve.runtime.programs.compilation.executables import ProgramSpec
 from jaxserve.runtime.programs.device_state import filled
-from jaxserve.runtime.programs.executables import ProgramSpec
-from jaxserve.runtime.programs.frozen_plan import FrozenPlan
+from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.host_kv import shadow_step
 from jaxserve.runtime.programs.host_kv.shadow_step import NO_CHUNK, Decodes, ShadowLayer
 from jaxserve.runtime.programs.host_kv.step import Partial

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jaxserve.core.model_config import LayerKind, ModelConfig
 from jaxserve.models import lora
 from jaxserve.models.family import Family, Params
-from jaxserve.runtime.programs.step import TokenInputs
-from jaxserve.runtime.programs.step_inputs import SlotMapping
-from jaxserve.runtime.programs.step_layout import StepLayout
+from jaxserve.runtime.programs.forward.step import TokenInputs
+from jaxserve.runtime.programs.forward.step_inputs import SlotMapping
+from jaxserve.runtime.programs.forward.step_layout import StepLayout
 from pallas_kernels.merge import merge_sinks, merge_two
 from pallas_kernels.page_copy import scatter_pages
 from pallas_kernels.paged_attention import (

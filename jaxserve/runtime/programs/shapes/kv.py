@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.kv.layout import KVLayout
 from jaxserve.models.partition import local
 from jaxserve.runtime.programs.shapes.arrays import ArrayShapes, placed

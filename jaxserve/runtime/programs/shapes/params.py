@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, Sharding
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.models.family import AnySpec, Family, Params
 from jaxserve.models.lora import Adapters, adapter_specs
 from jaxserve.models.parallel import VOCAB

@@ -11,27 +11,27 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.buckets import Buckets, ProgramKey
 from jaxserve.kv.layout import KVLayout
+from jaxserve.models.drafters.follower import Follower
+from jaxserve.models.drafters.medusa import MedusaConfig
+from jaxserve.models.drafters.medusa import param_specs as medusa_specs
 from jaxserve.models.family import Family, Params
-from jaxserve.models.follower import Follower
 from jaxserve.models.lora import Adapters, of_one
-from jaxserve.models.medusa import MedusaConfig
-from jaxserve.models.medusa import param_specs as medusa_specs
 from jaxserve.models.partition import local
-from jaxserve.runtime.devices import collective_rates
+from jaxserve.runtime.hardware.devices import collective_rates
 from jaxserve.runtime.planning.memory import group_pages, host_kv
 from jaxserve.runtime.planning.shadow import CHUNK, ShadowSizes
-from jaxserve.runtime.programs.context_parallel import longest_ring_context
 from jaxserve.runtime.programs.device_state import DeviceState
+from jaxserve.runtime.programs.forward.context_parallel import longest_ring_context
+from jaxserve.runtime.programs.forward.step_layout import StepLayout
+from jaxserve.runtime.programs.forward.tiles import DEFAULT_TILE_TOKENS, TILE_TOKENS
 from jaxserve.runtime.programs.shapes.arrays import ArrayShapes, placed, tree_bytes
 from jaxserve.runtime.programs.shapes.kv import KVShapes
 from jaxserve.runtime.programs.shapes.params import ParamShapes, param_rules
 from jaxserve.runtime.programs.shapes.state import sampling_shapes, speculation_shapes
-from jaxserve.runtime.programs.step_layout import StepLayout
-from jaxserve.runtime.programs.tiles import DEFAULT_TILE_TOKENS, TILE_TOKENS
 from jaxserve.runtime.weights.placement import LayerPlacement, place
 from jaxserve.runtime.weights.source import ResidentWeights
 from jaxserve.sampling.processors import Processors

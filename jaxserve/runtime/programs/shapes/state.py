@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
-from jaxserve.core.config import EngineConfig
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.models.parallel import VOCAB
 from jaxserve.runtime.programs.shapes.arrays import ArrayShapes, placed
 from jaxserve.sampling import BY_TOKEN, SamplingState, abstract_state, tokens_per_rank

@@ -1,0 +1,163 @@
+"""A replica of a router and the requests that it has, of which each knows the other."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable, Iterable
+
+from jaxserve.cluster.policies.dispatch import ReplicaLoad
+from jaxserve.cluster.replicas.replica_client import ReplicaClient
+from jaxserve.cluster.routed_request import RoutedRequest
+from jaxserve.core.cluster_status import ReplicaState, ReplicaStatus, Role
+from jaxserve.core.engine_info import EngineInfo
+from jaxserve.core.errors import JaxserveError
+from jaxserve.core.requests.outputs import RequestOutput
+from jaxserve.core.settings.config import EngineConfig
+from jaxserve.engine.output_queue import OutputQueue, Update
+
+
+class Submission:
+    """The prompts of one `submit`: none is streamed before all have been accepted."""
+
+    def __init__(self, output_queue: OutputQueue, num_requests: int) -> None:
+        self.queue = output_queue
+        self.num_waited_for = num_requests
+        self.held: list[tuple[int, Update]] = []
+        self.requests: list[OpenRequest] = []
+
+
+@dataclasses.dataclass(eq=False)
+class OpenRequest:
+    """A request whose output is not complete. `number` is its place in its submission; `sent_as`
+    its id in `replica`, while it is with one. `stays`: it has not been possible to move it.
+    `cached_tokens`: those of the replica that computed its prompt; where a request moves to, all of
+    it is cached."""
+
+    routed: RoutedRequest
+    submission: Submission
+    number: int
+    accepted: bool = False
+    stays: bool = False
+    moving: bool = False
+    cached_tokens: int | None = None
+    replica: RoutedReplica | None = None
+    sent_as: str = ""
+
+    @property
+    def movable(self) -> bool:
+        """Whether another replica can go on with it. Of an embedding, what a replica has summed up
+        stays there."""
+        bound = self.stays or self.moving or self.routed.added.pooling is not None
+        return self.accepted and not bound
+
+    def note(self, output: RequestOutput) -> None:
+        """A replica has ended it. The first to say so is the one that computed its prompt."""
+        if self.cached_tokens is None:
+            self.cached_tokens = output.metrics.cached_tokens
+
+
+class RoutedReplica:
+    """The router's view of a replica.
+
+    Attributes:
+        load: what it has to do; another one each time that it is lost.
+        requests: those dispatched to it, by their ids there.
+        moved: those that have moved elsewhere, until it says that they have ended here.
+        ended: done once it is to be loaded again: with the error by which it was lost, or with None
+            when its process is to be replaced.
+        num_moving: those of its requests whose KV is being copied to others.
+        num_pulled: prefixes that are being copied from it to others.
+        leaves: its process ends, and none is started in its place.
+        config: what it is loaded with; `fallback` if it cannot be loaded so.
+        stays: its requests do not move to others.
+        resume: called once it is loaded again, with the requests that it had; without, these are
+            dispatched to others.
+        num_finished: requests that have ended here, with their output.
+        num_losses: how often it was lost.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        role: Role,
+        client: ReplicaClient,
+        config: EngineConfig,
+        info: EngineInfo,
+        process: str,
+    ) -> None:
+        self.index = index
+        self._role = role
+        self.client = client
+        self.requests: dict[str, OpenRequest] = {}
+        self.moved: dict[str, OpenRequest] = {}
+        self.num_moving = self.num_pulled = 0
+        self.leaves = self.stays = False
+        self.config = config
+        self.fallback: EngineConfig | None = None
+        self.resume: Callable[[Iterable[OpenRequest]], Awaitable[None]] | None = None
+        self.num_finished = 0
+        self.num_losses = 0
+        self.load = self._no_load(info)
+        self.begin(info, process)
+
+    def begin(self, info: EngineInfo, process: str) -> None:
+        """Its engine is loaded, in this process."""
+        self._info, self.fallback, self.stays = info, None, False
+        if self.load.num_pages != info.num_pages:
+            self.load = self._no_load(info)
+        self._process = process
+        self.ended: asyncio.Future[JaxserveError | None]
+        self.ended = asyncio.get_running_loop().create_future()
+        self.enter("ready")
+
+    def enter(self, state: ReplicaState) -> None:
+        """Requests are dispatched to a replica that is ready."""
+        self.state: ReplicaState = state
+        self._since_s = time.time()
+        self.load.draining = state != "ready"
+
+    def end(self, error: JaxserveError | None) -> None:
+        """It is to be loaded again: it was lost, or else its process is to be replaced."""
+        if not self.ended.done():
+            self.ended.set_result(error)
+
+    def clear(self) -> dict[str, OpenRequest]:
+        """It has ended; returns the requests that it had."""
+        left, self.requests, self.moved = self.requests, {}, {}
+        self.load = self._no_load(self._info)
+        self.enter("loading")
+        return left
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether it has no request, and has said what those that moved took here: the tokens of
+        their prompts that it had cached."""
+        return not self.requests and not self.moved
+
+    @property
+    def status(self) -> ReplicaStatus:
+        load, info = self.load, self._info
+        return ReplicaStatus(
+            index=self.index,
+            role=self._role,
+            state=self.state,
+            since_s=self._since_s,
+            process=self._process,
+            model=str(info.config.model),
+            fingerprint=info.fingerprint,
+            version=info.version,
+            num_requests=len(self.requests),
+            num_sequences=load.num_sequences,
+            max_num_seqs=load.max_num_seqs,
+            num_used_pages=load.num_used_pages,
+            num_pages=load.num_pages,
+            num_finished=self.num_finished,
+            num_losses=self.num_losses,
+            sizes=info.config.sizes,
+        )
+
+    def _no_load(self, info: EngineInfo) -> ReplicaLoad:
+        config = info.config
+        return ReplicaLoad(info.num_pages, config.page_size, config.max_num_seqs, self._role)
