@@ -217,15 +217,24 @@ class LLM:
         *,
         use_tqdm: bool = True,
         pooling_params: PoolingParams | None = None,
+        tenant: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """The cosine similarity of the embeddings of two texts: of one with each of `text_2`, or
-        pair by pair. Raises RequestError for numbers of texts that do not pair up."""
+        pair by pair; other arguments are those of `embed`, one for all texts. Raises RequestError
+        for numbers of texts that do not pair up."""
         first, second = (
             [text] if isinstance(text, str) else list(text) for text in (text_1, text_2)
         )
         compared = pairs(first, second)
         texts = list(dict.fromkeys([*first, *second]))
-        embedded = self.embed(texts, use_tqdm=use_tqdm, pooling_params=pooling_params)
+        embedded = self.embed(
+            texts,
+            use_tqdm=use_tqdm,
+            pooling_params=pooling_params,
+            tenant=tenant,
+            lora_request=lora_request,
+        )
         by_text = dict(zip(texts, embedded))
         return [ScoringRequestOutput.of(by_text[first[a]], by_text[second[b]]) for a, b in compared]
 

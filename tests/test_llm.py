@@ -182,6 +182,12 @@ def test_chats_refuse_keywords_that_they_do_not_know(chatty):
             call(MESSAGES, mood="glad")
 
 
+def test_template_variables_that_are_parameters_are_refused_by_name(chatty):
+    for call in (chatty.chat, chatty.stream_chat, chatty.chat_prompt):
+        with pytest.raises(RequestError, match="chat_template_kwargs must not set 'tools'; it is"):
+            call(MESSAGES, chat_template_kwargs={"tools": []})
+
+
 def test_times_of_a_request_are_in_order(llama, llm):
     times = generate(llm, llama.prompts[9], GREEDY).metrics
     assert times.arrival_us <= times.first_token_us <= times.finish_us

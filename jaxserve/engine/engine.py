@@ -56,6 +56,7 @@ from jaxserve.runtime.startup import StartupProgress, no_progress, start
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.structured.grammar import Grammar
 from jaxserve.text import Tokenizer
+from jaxserve.text.chat import RESERVED_VARIABLES
 
 _log = logging.getLogger(__name__)
 
@@ -375,13 +376,18 @@ class Engine:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """As `LLM.chat_prompt`."""
+        variables = chat_template_kwargs or {}
+        if taken := sorted(RESERVED_VARIABLES & set(variables)):
+            raise RequestError(
+                f"chat_template_kwargs must not set {taken[0]!r}; it is a parameter of its own."
+            )
         text = self.tokenizer.apply_chat_template(
             messages,
             add_generation_prompt,
             tools,
             continue_final_message,
             chat_template,
-            **(chat_template_kwargs or {}),
+            **variables,
         )
         return self.tokenizer.encode(text, add_special_tokens=False)
 

@@ -17,13 +17,7 @@ from jaxserve.core.version import __version__
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt, tokenize_prompt
 from jaxserve.protocol.errors import FieldError, ModelNotFoundError, TextTooLongError
 from jaxserve.text import Tokenizer
-
-_OURS = frozenset(
-    {
-        *("messages", "tools", "documents"),
-        *("add_generation_prompt", "continue_final_message", "chat_template"),
-    }
-)
+from jaxserve.text.chat import RESERVED_VARIABLES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +145,7 @@ class Model:
         request that fails, PromptTooLongError for a text that is certainly too long.
         """
         variables = variables or {}
-        if taken := sorted(_OURS & set(variables)):
+        if taken := sorted(RESERVED_VARIABLES & set(variables)):
             raise FieldError("chat_template_kwargs", f"must not set {taken[0]!r}.")
         try:
             text = self.tokenizer.apply_chat_template(

@@ -30,6 +30,15 @@ _END_OF_CONTENT = "END-OF-THE-FINAL-MESSAGE"
 """Marks in a rendered conversation where the content of the last message ends."""
 
 
+RESERVED_VARIABLES = frozenset(
+    {
+        *("messages", "tools", "documents"),
+        *("add_generation_prompt", "continue_final_message", "chat_template"),
+    }
+)
+"""Variables that chat_template_kwargs must not set: they are parameters of their own."""
+
+
 def knows_tools(template: str | None) -> bool:
     """Whether a chat template supports tools."""
     return template is not None and bool(_READS_TOOLS.search(template))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from lora_adapters import LLAMA, merged, write_adapter
 from tiny_engines import LONGEST, assert_idle, generate
@@ -225,6 +226,10 @@ def test_embeddings_beams_and_chats_take_adapters(llm, llama, adapters):
     mean = PoolingParams(pooling="mean")
     (other,) = llm.embed(prompt, pooling_params=mean, use_tqdm=False, lora_request=a)
     assert other.outputs.embedding != own.outputs.embedding
+    texts = ["a cat", "the sea"]
+    vectors = [each.outputs.embedding for each in llm.embed(texts, use_tqdm=False, lora_request=a)]
+    (scored,) = llm.score(*texts, use_tqdm=False, lora_request=a)
+    assert scored.outputs.score == pytest.approx(np.dot(*vectors), abs=1e-5)
     beams = BeamSearchParams(beam_width=1, max_tokens=6, ignore_eos=True)
     (found,) = llm.beam_search(prompt, beams, use_tqdm=False, lora_request=a)
     assert list(found.sequences[0].tokens[len(prompt) :]) == generate_merged(model, prompt)[:6]
