@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Hashable, Sequence
 
 from jaxserve.cluster.open_requests import OpenRequests
-from jaxserve.cluster.policies.migration import plan_moves
+from jaxserve.cluster.policies.migration import Move, begin_moves
 from jaxserve.cluster.replicas.routed_replica import RoutedReplica
 
 PERIOD_S = 0.2
@@ -33,11 +33,11 @@ def _begin_moves(replicas: Sequence[RoutedReplica], requests: OpenRequests) -> N
         may_leave = not replica.stays and replica.num_moving < MAX_MOVES
         return request is not None and request.movable and may_leave
 
-    while True:
-        busy = {place for place, replica in enumerate(replicas) if replica.num_moving}
-        moves = plan_moves([replica.load for replica in replicas], movable, busy)
-        if not moves:
-            return
-        for move in moves:
-            request = replicas[move.source].requests[str(move.key)]
-            requests.move(request, replicas[move.destination])
+    def busy() -> set[int]:
+        return {place for place, replica in enumerate(replicas) if replica.num_moving}
+
+    def begin(move: Move) -> None:
+        request = replicas[move.source].requests[str(move.key)]
+        requests.move(request, replicas[move.destination])
+
+    begin_moves([replica.load for replica in replicas], movable, busy, begin)

@@ -231,8 +231,9 @@ class OpenRequests:
 
     def _demand(self, added: AddRequest) -> Demand:
         hashes = self._page_hashes(added, added.token_ids)
-        num_tail = len(added.token_ids) - self.page_size * len(hashes)
-        return Demand(hashes, num_tail, added.params.n, priority=added.priority)
+        return Demand.of(
+            len(added.token_ids), hashes, self.page_size, added.params.n, added.priority
+        )
 
     def _page_hashes(self, added: AddRequest, token_ids: SequenceOf[int]) -> tuple[bytes, ...]:
         """Hashes of the pages of a request whose tokens are these."""

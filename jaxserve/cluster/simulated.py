@@ -2,7 +2,8 @@
 
 Dispatch, moves, pulls of prefixes and autoscaling are those of `Router`, with its periods. The
 router knows what each replica has done until now; messages take no time, and KV takes that of its
-bytes over two links of the hosts, out of one and into the other.
+bytes over two links of the hosts, out of one and into the other. Unlike the router, it does not
+count the pages of answers as cached, whose tokens are made up here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jaxserve.cluster.mover import PERIOD_S as MOVE_PERIOD_S
 from jaxserve.cluster.policies.autoscale import Autoscaler
 from jaxserve.cluster.policies.dispatch import Demand, ReplicaLoad, dispatch
 from jaxserve.cluster.policies.fairness import FairShares
-from jaxserve.cluster.policies.migration import LAST_TOKENS, MAX_STAGES, plan_moves
+from jaxserve.cluster.policies.migration import LAST_TOKENS, MAX_STAGES, Move, begin_moves
 from jaxserve.cluster.policies.prefixes import page_hashes
 from jaxserve.cluster.policies.pulls import MAX_PULLS, Pull, PullCost, plan_pull
 from jaxserve.cluster.scaling import PERIOD_S as SCALE_PERIOD_S
@@ -49,9 +50,12 @@ class _Open:
 
 
 class _SimulatedPlace:
-    """A replica, and its load as the router counts it."""
+    """A replica, and its load as the router counts it. `index` is of all that there have been."""
 
-    def __init__(self, replica: SimulatedReplica, deployment: Deployment, role: Role) -> None:
+    def __init__(
+        self, index: int, replica: SimulatedReplica, deployment: Deployment, role: Role
+    ) -> None:
+        self.index = index
         self.replica = replica
         self.simulation = replica.simulation
         config = deployment.config
@@ -184,8 +188,8 @@ class SimulatedCluster:
         if config.enable_prefix_caching:
             hashes = page_hashes(arrival.token_ids, config.page_size, arrival.tenant, None)
         priority = arrival.params.priority if arrival.priority is None else arrival.priority
-        num_tail = len(arrival.token_ids) - config.page_size * len(hashes)
-        demand = Demand(hashes, num_tail, priority=priority)
+        num_tokens, page_size = len(arrival.token_ids), config.page_size
+        demand = Demand.of(num_tokens, hashes, page_size, arrival.params.n, priority)
         index = dispatch(self._loads, demand)
         assert index is not None, "the first replicas are ready, and one of them always is"
         place, number = self._places[index], len(self._arrivals)
@@ -255,14 +259,14 @@ class SimulatedCluster:
             each = place.requests.get(key)  # None for one that is on its way there.
             return each is not None and not each.moving and place.num_moving < MAX_MOVES
 
-        while True:
-            busy = {index for index, place in enumerate(self._places) if place.num_moving}
-            moves = plan_moves(self._loads, movable, busy)
-            if not moves:
-                return
-            for move in moves:
-                each = self._places[move.source].requests[move.key]
-                self._move(each, self._places[move.destination])
+        def busy() -> set[int]:
+            return {index for index, place in enumerate(self._places) if place.num_moving}
+
+        def begin(move: Move) -> None:
+            each = self._places[move.source].requests[move.key]
+            self._move(each, self._places[move.destination])
+
+        begin_moves(self._loads, movable, busy, begin)
 
     def _move(self, each: _Open, destination: _SimulatedPlace) -> None:
         """Begins to copy the KV of a request in stages, as `StagedCopy`; it runs on meanwhile."""
@@ -337,14 +341,15 @@ class SimulatedCluster:
     def _share(self) -> None:
         """Has all queues know what each tenant was served everywhere."""
         counters = dict(self._shares.counters)
-        for number, place in enumerate(self._places):
+        for place in self._places:
             queue = place.simulation.scheduler.waiting
-            self._shares.exchange(number, *queue.exchange(counters))
+            self._shares.exchange(place.index, *queue.exchange(counters))
 
     # Autoscaling
 
     def _add(self, role: Role = "any") -> _SimulatedPlace:
-        place = _SimulatedPlace(self._new_replica(), self._deployment, role)
+        index = len(self.replicas)
+        place = _SimulatedPlace(index, self._new_replica(), self._deployment, role)
         self.replicas.append(place.replica)
         self._places.append(place)
         self.replica_us -= self._now_us
@@ -372,6 +377,7 @@ class SimulatedCluster:
             place.leaves = place.load.draining = False
         elif not place.load.demands:
             self._places.remove(place)
+            self._shares.forget(place.index)
             self.replica_us += self._now_us
             self.num_removed += 1
 

@@ -156,6 +156,12 @@ class Sequence:
         return self.pooling is not None and self.pooling.pooling == "mean"
 
     @property
+    def scored(self) -> bool:
+        """Whether steps must tell the tokens of its prompt apart: for their log probabilities, or
+        to pool their hidden states."""
+        return self.params.prompt_logprobs is not None or self.needs_all_hidden_states
+
+    @property
     def num_written(self) -> int:
         """Tokens the host knows whose KV dispatched steps have written."""
         return min(self.num_computed, self.num_prompt + len(self.output_token_ids))

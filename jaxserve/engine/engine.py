@@ -236,14 +236,12 @@ class Engine:
     def _requests(self) -> dict[str, Request]:
         return self._core.requests
 
-    @property
-    def leads(self) -> bool:
-        """Whether this is the only host, or host 0 of several, whose commands are authoritative."""
-        return self._core.leads
-
     def follow(self) -> None:
         """Run every step that host 0 runs, until it closes its engine: for hosts that receive no
-        requests themselves. Raises DistributedError, or as `step` does."""
+        requests themselves. Raises ConfigError without other hosts, DistributedError, or as `step`
+        does."""
+        if self._core.num_hosts == 1:
+            raise ConfigError("follow is for the hosts beside host 0, but there is one host alone.")
         while self._closed is None:
             self._step(wait=True)
 

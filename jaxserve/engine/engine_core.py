@@ -62,8 +62,6 @@ class EngineCore:
 
     num_hosts = 1
     """Hosts that run this engine in lockstep."""
-    leads = True
-    """Whether this host's commands count: always, unless it is one of several."""
     ended = False
     """Whether host 0 of several has closed its engine."""
 

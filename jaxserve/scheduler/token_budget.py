@@ -139,8 +139,8 @@ class TimedTokenBudget:
 
     def _with(self, seq: Sequence, left: int, share: int, *, extends: bool = False) -> StepLoad:
         """The load of the step with this chunk added."""
-        scored = seq.params.prompt_logprobs is not None
-        return self._load.plus(seq.num_tokens - left, share, scored=scored, extends=extends)
+        start = seq.num_tokens - left
+        return self._load.plus(start, share, scored=seq.scored, extends=extends)
 
     def _share(
         self, seq: Sequence, left: int, limit_us: int, least: int, *, extends: bool = False

@@ -55,7 +55,8 @@ def test_a_lost_replica_loses_no_request(llama, cluster, ends_after):
         assert all(tokens == list(output.outputs[0].token_ids) for tokens, output in answers)
         assert all(len(tokens) == LONGEST for tokens, _ in answers)
         await all_up(router)
-        assert await metric(router, "redispatched_requests_total") > before
+        if ends_after == 1:  # Later, on a busy machine, its requests may have ended before it.
+            assert await metric(router, "redispatched_requests_total") > before
         assert await metric(router, "replica_restarts_total", str(ends_after % 2)) > 0
 
     run(scenario())

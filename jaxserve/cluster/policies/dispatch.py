@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
+from typing import Self
 
 from jaxserve.cluster.policies.prefixes import CachedPrefixes
 from jaxserve.core.cluster_status import Role
@@ -38,6 +39,19 @@ class Demand:
     num_sequences: int = 1
     num_output: int = 0
     priority: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        num_tokens: int,
+        hashes: tuple[bytes, ...],
+        page_size: int,
+        num_sequences: int = 1,
+        priority: int = 0,
+    ) -> Self:
+        """That of a prompt of `num_tokens` whose full pages have `hashes`."""
+        num_tail = num_tokens - page_size * len(hashes)
+        return cls(hashes, num_tail, num_sequences, priority=priority)
 
     def grown(self, num_tokens: int) -> Demand:
         """The demand after `num_tokens` more tokens."""

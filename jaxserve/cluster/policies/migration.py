@@ -75,6 +75,19 @@ def plan_moves(
     return moves
 
 
+def begin_moves(
+    loads: Sequence[ReplicaLoad],
+    movable: Callable[[int, Hashable], bool],
+    busy: Callable[[], Container[int]],
+    begin: Callable[[Move], None],
+) -> None:
+    """Plans moves and begins each, until none is left to plan. `begin` counts its request in its
+    destination; the others are those of `plan_moves`."""
+    while moves := plan_moves(loads, movable, busy()):
+        for move in moves:
+            begin(move)
+
+
 def _offers(
     load: ReplicaLoad, busy: bool
 ) -> Iterator[tuple[list[Hashable], Container[Role], float]]:

@@ -45,12 +45,6 @@ class ScheduledChunk(NamedTuple):
         """Position after the last that it may write."""
         return self.start + self.num_tokens + self.num_lookahead_tokens
 
-    @property
-    def scored(self) -> bool:
-        """Whether its step must tell its tokens apart: for log probabilities of its prompt, or to
-        pool hidden states."""
-        return self.seq.params.prompt_logprobs is not None or self.seq.needs_all_hidden_states
-
 
 class DecodeGroup(NamedTuple):
     """Neighbouring decodes of a plan, from number `first` on, whose page tables begin with the same
@@ -113,7 +107,7 @@ class StepPlan:
         """The shape that determines the step's program."""
         shape = StepShape(len(self.decodes), width=self.width)
         for chunk in self.prefills:
-            shape = shape.plus(chunk.stop, chunk.num_tokens, scored=chunk.scored)
+            shape = shape.plus(chunk.stop, chunk.num_tokens, scored=chunk.seq.scored)
         return shape
 
     @property
