@@ -2,7 +2,8 @@
 
 Nothing is measured. A part of a step takes as long as its arithmetic or its memory traffic, the
 longer of the two (Williams et al. 2009), each at the share of the peak that the device's file
-assumes; parts follow one another. Padding is computed like tokens, as in the compiled programs.
+assumes; parts follow one another. Padding is computed like tokens, as in the compiled programs, but
+for experts, which it does not take.
 Halves of a layer's tokens overlap (`core/steps/layer_times.py`), decodes that share a prefix read
 it once, and drafts take the time of what computes them.
 """
@@ -42,14 +43,18 @@ class Roofline:
         self._rates = DeviceRates.of(device, work.dtype)
         self._page_s = 2 * page_bytes / self._rates.memory_bytes
         self._kv_bytes = work.kv_bytes / work.seq
-        self._without_attention: dict[ProgramKey, float] = {}
+        self._without_attention: dict[tuple[ProgramKey, float], float] = {}
         self._drafts = drafts
         self._drafter = drafts and Roofline(device, drafts.each, 0)
 
     def step(self, key: ProgramKey, plans: Sequence[StepPlan]) -> float:
-        known = self._without_attention.get(key)
+        real = 1.0
+        if self._work.expert_weights:
+            widest = (len(p.decodes) * key.width + p.num_prefill_tokens for p in plans)
+            real = max(widest) / key.num_tokens
+        known = self._without_attention.get((key, real))
         if known is None:
-            known = self._without_attention[key] = self._program_s(key)
+            known = self._without_attention[key, real] = self._program_s(key, real)
         seconds = known + max(self._attention_s(plan, key.width > 1) for plan in plans)
         if self._drafter is not None:
             seconds += self._drafts_s(key, plans)
@@ -58,11 +63,12 @@ class Roofline:
     def copy(self, num_pages: int) -> float:
         return num_pages * self._page_s
 
-    def _program_s(self, key: ProgramKey) -> float:
-        """A dispatch of a program without attention."""
+    def _program_s(self, key: ProgramKey, real: float) -> float:
+        """A dispatch of a program without attention, the share `real` of whose tokens is no
+        padding."""
         work = self._work
         tokens = key.decode_tokens + key.prefill_tokens / work.seq
-        layer = layer_times(self._device, work, tokens)
+        layer = layer_times(self._device, work, tokens, real)
         layer_s = layer.halves if key in self._halves else layer.whole
         sampled = max(1, key.decode_tokens)
         head_s = self._rates.part_s(2 * work.head_weights * sampled, work.head_bytes)

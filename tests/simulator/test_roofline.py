@@ -51,6 +51,9 @@ def test_a_token_takes_its_experts_alone():
     plan, key = StepPlan(decodes=(chunk(0, 1),)), ProgramKey(1, 0)
     steps = [Roofline(DEVICE, work, 0).step(key, [plan]) for work in (WORK, mixture)]
     assert steps[1] - steps[0] == pytest.approx(4e6 / 1e9)
+    padded = Roofline(DEVICE, mixture, 0).step(ProgramKey(4, 0), [plan])
+    without = Roofline(DEVICE, WORK, 0).step(ProgramKey(4, 0), [plan])
+    assert padded - without == pytest.approx(4e6 / 1e9)  # Padding takes none.
     counted = CountedTimes(Roofline(DEVICE, mixture, 0), mixture)
     counted.step(ProgramKey(0, 1024), [StepPlan(prefills=(chunk(0, 900, samples=False),))])
     assert counted.num_bytes == pytest.approx(20e6 + 16e6 + 2e6 + 500 * 2 * 10 * 900)

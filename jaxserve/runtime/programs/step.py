@@ -231,7 +231,10 @@ def _layer(
         return out
 
     p = lora.adapted(p, p.get("lora"), shared.adapters)
-    with parallel.context_parallel(layout.key.decode_tokens), moe.counting(shared.real) as counts:
+    with (
+        parallel.context_parallel(layout.key.decode_tokens),
+        moe.real_tokens(shared.real) as counts,
+    ):
         x = family.layer(p, config, kind, x, shared.of_family, attention)
     return pages, x, counts[0] if counts else None
 
