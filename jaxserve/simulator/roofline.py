@@ -16,7 +16,7 @@ from jaxserve.core.devices import DeviceSpec
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.layer_times import DeviceRates, layer_times
 from jaxserve.core.steps.plan import StepPlan
-from jaxserve.core.steps.work import DraftWork, StepWork, causal_pairs
+from jaxserve.core.steps.work import DraftWork, StepWork
 from jaxserve.simulator.step_times import PrefixSharing
 
 
@@ -55,7 +55,7 @@ class Roofline:
         known = self._without_attention.get((key, real))
         if known is None:
             known = self._without_attention[key, real] = self._program_s(key, real)
-        seconds = known + max(self._attention_s(plan, key.width > 1) for plan in plans)
+        seconds = known + max(self._attention_s(plan, key) for plan in plans)
         if self._drafter is not None:
             seconds += self._drafts_s(key, plans)
         return seconds
@@ -103,7 +103,7 @@ class Roofline:
             seconds += drafter.step(ProgramKey(0, key.prefill_tokens), prompts)
         return seconds
 
-    def _attention_s(self, plan: StepPlan, verifies: bool) -> float:
+    def _attention_s(self, plan: StepPlan, key: ProgramKey) -> float:
         """Attention of one plan in the layers of a stage: of its decodes, which may verify drafts,
         then of its prefills."""
         work, seconds = self._work, 0.0
@@ -112,28 +112,23 @@ class Roofline:
             kv_bytes = self._kv_bytes * num_layers
             if plan.decodes:
                 pairs = read = sum(_seen(chunk.start, window) for chunk in plan.decodes)
-                if verifies:
+                if key.width > 1:
                     pairs += sum(c.num_drafts * _seen(c.start, window) for c in plan.decodes)
                 if plan.groups and window is None and self._shared is not None:
                     read -= self._shared.saved(plan)
                 seconds += self._rates.part_s(flops * pairs, kv_bytes * read)
             if plan.prefills:
                 spans = [(chunk.start, chunk.start + chunk.num_tokens) for chunk in plan.prefills]
-                pairs = sum(pairs_seen(start, stop, window) for start, stop in spans)
+                of_layer = sum(
+                    work.prefill_attention(key.prefill_tokens, start, stop, window)
+                    for start, stop in spans
+                )
                 read = sum(stop - start + _seen(start, window) for start, stop in spans)
-                seconds += self._rates.part_s(flops * pairs, kv_bytes * read)
+                seconds += self._rates.part_s(num_layers * of_layer, kv_bytes * read)
         return seconds
 
     def _send_s(self, num_bytes: float) -> float:
         return self._device.hop_latency_s + num_bytes / self._rates.link_bytes
-
-
-def pairs_seen(start: int, stop: int, window: int | None) -> int:
-    """Pairs of a query at positions `start .. stop - 1` and a key that it sees."""
-    if window is None or stop <= window:
-        return causal_pairs(start, stop)
-    full = max(start, window)
-    return causal_pairs(start, max(start, window)) + (stop - full) * window
 
 
 def _seen(position: int, window: int | None) -> int:

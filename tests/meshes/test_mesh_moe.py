@@ -48,6 +48,14 @@ def check_mixture(mesh: str, directory: Path, member: str, **settings: object) -
         assert_loads(llm.engine)
 
 
+@pytest.mark.parametrize("further", [{}, {"dual_batch_overlap": "on"}])
+def test_wide_chunks_of_latents(tmp_path, further):
+    """Which attend to themselves by each rank's keys and values of heads, in both halves too."""
+    least = TinyModel.write_member(tmp_path / "read", "deepseek_v3").config.mla.uncompressed_from
+    tokens = {"max_num_batched_tokens": 2 * least + 2, "max_num_seqs": 2, "page_size": 4}
+    on_mesh("TP2", check_mixture, tmp_path, "deepseek_v3", **tokens | further)
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_padding_takes_no_expert_of_any_rank(whole):
     on_mesh("TP2", check_padding, whole)
