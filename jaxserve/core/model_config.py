@@ -117,6 +117,19 @@ class MLAConfig:
     value_dim: int
     interleaved: bool = True
 
+    @property
+    def uncompressed_from(self) -> int | None:
+        """Tokens from which on a prefill chunk attends to itself by keys and values of heads, and
+        not by latents; None for never.
+
+        In each head a pair of tokens then takes nope_dim + rope_dim + value_dim products, not
+        2 * kv_rank + rope_dim, and each token takes (nope_dim + value_dim) * kv_rank to make its
+        key and value. Of n tokens a causal mask leaves n / 2 pairs for each.
+        """
+        of_head = self.nope_dim + self.value_dim
+        saved = 2 * self.kv_rank - of_head
+        return 2 * of_head * self.kv_rank // saved + 1 if saved > 0 else None
+
 
 class KVSpec(NamedTuple):
     """The keys and values that a layer keeps of each token, and of which tokens: the last `window`,

@@ -1,12 +1,19 @@
 """Multi-head latent attention (DeepSeek V2, 2405.04434).
 
 A token keeps one latent for all heads and one rotated key that they share. The keys of a head are a
-matrix times the latent, and so are its values. Neither is ever computed: the one matrix is applied
-to the queries, the other to the results, and in between all heads attend to the latents themselves,
-as to one KV head. So prefill chunks and decodes compute the same, whatever is in the cache.
+matrix times the latent, and so are its values. Of what is in the cache neither is ever computed:
+the one matrix is applied to the queries, the other to the results, and in between all heads attend
+to the latents themselves, as to one KV head. Within `uncompressed` the tokens of a prefill chunk
+attend to each other by keys and values of heads, which takes fewer products.
 """
 
 from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +24,42 @@ from jaxserve.models.family import Attention, Params, ParamSpec, TensorPart, one
 
 _EPS = 1e-6
 """Of the norms of latents, whatever `rms_norm_eps` is: so the models were trained."""
+
+
+class OfHeads(NamedTuple):
+    """What a layer's heads have beside latents.
+
+    `new(tokens)` are the queries and keys [n, heads, nope_dim + rope_dim] and the values [n, heads,
+    value_dim] of some of the step's tokens; `values(attended)` are results over values [n, heads,
+    value_dim] of those over latents [n, heads, kv_rank].
+    """
+
+    new: Callable[[slice], tuple[jax.Array, jax.Array, jax.Array]]
+    values: Callable[[jax.Array], jax.Array]
+
+
+class UncompressedAttention(Protocol):
+    """Attention of one layer that may be over latents `k` [tokens, 1, kv_rank + rope_dim], of the
+    queries `q` [tokens, heads, kv_rank + rope_dim], or over keys and values `of_heads`: returns
+    [tokens, heads, value_dim]."""
+
+    def __call__(
+        self, q: jax.Array, k: jax.Array, of_heads: OfHeads, *, window: int | None
+    ) -> jax.Array: ...
+
+
+_uncompressed: contextvars.ContextVar[UncompressedAttention | None]
+_uncompressed = contextvars.ContextVar("uncompressed", default=None)
+
+
+@contextlib.contextmanager
+def uncompressed(attention: UncompressedAttention | None) -> Iterator[None]:
+    """Traces a layer whose attention is this one in place of its argument; None for that."""
+    token = _uncompressed.set(attention)
+    try:
+        yield
+    finally:
+        _uncompressed.reset(token)
 
 
 def with_latents(specs: Params, config: ModelConfig) -> Params:
@@ -112,15 +155,29 @@ def attend(
         q_rotated, k_rotated = rope.halves(q_rotated), rope.halves(k_rotated)
     q_rotated, k_rotated = (rope.rotate(each, *rotations) for each in (q_rotated, k_rotated))
 
-    v = layers.rms_norm(kv_latent, p["kv_norm"], _EPS)[:, None]
-    k = jnp.concatenate([v, k_rotated], axis=-1)
-    q = jnp.concatenate([_of_heads("thd,hdr->thr", q, p["keys"]), q_rotated], axis=-1)
-    attended = attention(q, k, v, window=kind.window)
-    return _of_heads("thr,hdr->thd", attended, p["values"]).reshape(len(attended), -1)
+    latent = layers.rms_norm(kv_latent, p["kv_norm"], _EPS)
+    k = jnp.concatenate([latent[:, None], k_rotated], axis=-1)
+    absorbed = jnp.concatenate([_of_heads("thd,hdr->thr", q, p["keys"]), q_rotated], axis=-1)
+
+    def new(tokens: slice) -> tuple[jax.Array, jax.Array, jax.Array]:
+        keys = _of_heads("tr,hdr->thd", latent[tokens], p["keys"])
+        rotated = jnp.broadcast_to(k_rotated[tokens], (*keys.shape[:2], mla.rope_dim))
+        return (
+            jnp.concatenate([q[tokens], q_rotated[tokens]], axis=-1),
+            jnp.concatenate([keys, rotated], axis=-1),
+            _of_heads("tr,hdr->thd", latent[tokens], p["values"]),
+        )
+
+    values = functools.partial(_of_heads, "thr,hdr->thd", weight=p["values"])
+    if (attend_uncompressed := _uncompressed.get()) is not None:
+        attended = attend_uncompressed(absorbed, k, OfHeads(new, values), window=kind.window)
+    else:
+        attended = values(attention(absorbed, k, latent[:, None], window=kind.window))
+    return attended.reshape(len(attended), -1)
 
 
 def _of_heads(product: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [tokens, heads, features] times each head's part of `weight` [kv_heads, queries, dim,
-    kv_rank]."""
+    """x [tokens, heads, features], or [tokens, features] of all heads, times each head's part of
+    `weight` [kv_heads, queries, dim, kv_rank]."""
     weight = weight.reshape(-1, *weight.shape[2:])
     return jnp.einsum(product, x, weight, preferred_element_type=jnp.float32).astype(x.dtype)

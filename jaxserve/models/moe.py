@@ -42,8 +42,8 @@ _RAGGED = lax.RaggedDotDimensionNumbers(
 )
 
 
-_counting: contextvars.ContextVar[tuple[jax.Array, list[jax.Array]] | None]
-_counting = contextvars.ContextVar("counting", default=None)
+_real_tokens: contextvars.ContextVar[tuple[jax.Array, list[jax.Array]] | None]
+_real_tokens = contextvars.ContextVar("real_tokens", default=None)
 
 
 def moe_config(
@@ -207,7 +207,7 @@ def mixture(moe: MoEConfig, p: Params, x: jax.Array) -> jax.Array:
     apart = _num_outputs(own.down) < moe.num_experts * x.shape[1]
     tokens = parallel.gather_over_seq(x) if apart else x
     weights, experts = route(moe, p, tokens)
-    _count(moe, experts)
+    experts = _of_real_tokens(moe, experts, apart)
     out = _sum_of_experts(moe, own, tokens, weights, experts)
     if apart:
         out = parallel.sum_over_seq(out)
@@ -220,27 +220,30 @@ def mixture(moe: MoEConfig, p: Params, x: jax.Array) -> jax.Array:
 
 
 @contextlib.contextmanager
-def counting(real: jax.Array | None) -> Iterator[list[jax.Array]]:
-    """Traces a layer. The list has then, of a mixture, how many tokens take each expert, int32
-    [experts], on all ranks. `real` bool [tokens] says which of a rank's tokens belong to a
-    sequence; None counts nothing."""
+def real_tokens(real: jax.Array | None) -> Iterator[list[jax.Array]]:
+    """Traces a layer. `real` bool [tokens] says which of a rank's tokens belong to a sequence: the
+    others take no expert of a mixture, whose weights they would read. The list has then, of a
+    mixture, how many tokens take each expert, int32 [experts], on all ranks. With None all tokens
+    take theirs, and nothing is counted."""
     counts: list[jax.Array] = []
-    token = _counting.set(None if real is None else (real, counts))
+    token = _real_tokens.set(None if real is None else (real, counts))
     try:
         yield counts
     finally:
-        _counting.reset(token)
+        _real_tokens.reset(token)
 
 
-def _count(moe: MoEConfig, experts: jax.Array) -> None:
-    """Counts the `experts` [tokens, num_experts_per_tok] of this rank's tokens, or of all."""
-    if (found := _counting.get()) is None:
-        return
-    real, counts = parallel.gather_over_seq(found[0]), found[1]
-    if len(experts) < len(real):
-        experts = parallel.gather_over_seq(experts)
-    taken = jnp.where(real[:, None], experts, moe.num_experts)
+def _of_real_tokens(moe: MoEConfig, experts: jax.Array, gathered: bool) -> jax.Array:
+    """`experts` [tokens, num_experts_per_tok] with `moe.num_experts`, which is none, for padding;
+    counts the others. The tokens are those of all ranks of `seq` if `gathered`, else this one's."""
+    if (found := _real_tokens.get()) is None:
+        return experts
+    real, counts = found
+    real = parallel.gather_over_seq(real) if gathered else real
+    experts = jnp.where(real[:, None], experts, moe.num_experts)
+    taken = experts if gathered else parallel.gather_over_seq(experts)
     counts.append(jnp.bincount(taken.reshape(-1), length=moe.num_experts).astype(jnp.int32))
+    return experts
 
 
 def route(moe: MoEConfig, p: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -297,7 +300,7 @@ class Runs(NamedTuple):
     token * num_experts_per_tok + place.
 
     `order` int32 [choices] holds first those of this rank's experts; `sizes` int32 [experts] are
-    the lengths of their runs.
+    the lengths of their runs. Those of padding and of other ranks' experts come last, in no run.
     """
 
     order: jax.Array
@@ -305,7 +308,8 @@ class Runs(NamedTuple):
 
 
 def sorted_choices(experts: jax.Array, count: int) -> Runs:
-    """Runs of the choices [choices] of `count` experts; other numbers are other ranks' experts."""
+    """Runs of the choices [choices] of `count` experts; other numbers are other ranks' experts, or
+    none."""
     own = jnp.where((experts >= 0) & (experts < count), experts, count)
     return Runs(jnp.argsort(own, stable=True), jnp.bincount(own, length=count))
 

@@ -2,7 +2,8 @@
 
 Nothing is measured. A part of a step takes as long as its arithmetic or its memory traffic, the
 longer of the two (Williams et al. 2009), each at the share of the peak that the device's file
-assumes; parts follow one another. Padding is computed like tokens, as in the compiled programs.
+assumes; parts follow one another. Padding is computed like tokens, as in the compiled programs, but
+for experts, which it does not take.
 Halves of a layer's tokens overlap (`core/steps/layer_times.py`), decodes that share a prefix read
 it once, and drafts take the time of what computes them.
 """
@@ -15,7 +16,7 @@ from jaxserve.core.devices import DeviceSpec
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.layer_times import DeviceRates, layer_times
 from jaxserve.core.steps.plan import StepPlan
-from jaxserve.core.steps.work import DraftWork, StepWork, causal_pairs
+from jaxserve.core.steps.work import DraftWork, StepWork
 from jaxserve.simulator.step_times import PrefixSharing
 
 
@@ -42,15 +43,19 @@ class Roofline:
         self._rates = DeviceRates.of(device, work.dtype)
         self._page_s = 2 * page_bytes / self._rates.memory_bytes
         self._kv_bytes = work.kv_bytes / work.seq
-        self._without_attention: dict[ProgramKey, float] = {}
+        self._without_attention: dict[tuple[ProgramKey, float], float] = {}
         self._drafts = drafts
         self._drafter = drafts and Roofline(device, drafts.each, 0)
 
     def step(self, key: ProgramKey, plans: Sequence[StepPlan]) -> float:
-        known = self._without_attention.get(key)
+        real = 1.0
+        if self._work.expert_weights:
+            widest = (len(p.decodes) * key.width + p.num_prefill_tokens for p in plans)
+            real = max(widest) / key.num_tokens
+        known = self._without_attention.get((key, real))
         if known is None:
-            known = self._without_attention[key] = self._program_s(key)
-        seconds = known + max(self._attention_s(plan, key.width > 1) for plan in plans)
+            known = self._without_attention[key, real] = self._program_s(key, real)
+        seconds = known + max(self._attention_s(plan, key) for plan in plans)
         if self._drafter is not None:
             seconds += self._drafts_s(key, plans)
         return seconds
@@ -58,11 +63,12 @@ class Roofline:
     def copy(self, num_pages: int) -> float:
         return num_pages * self._page_s
 
-    def _program_s(self, key: ProgramKey) -> float:
-        """A dispatch of a program without attention."""
+    def _program_s(self, key: ProgramKey, real: float) -> float:
+        """A dispatch of a program without attention, the share `real` of whose tokens is no
+        padding."""
         work = self._work
         tokens = key.decode_tokens + key.prefill_tokens / work.seq
-        layer = layer_times(self._device, work, tokens)
+        layer = layer_times(self._device, work, tokens, real)
         layer_s = layer.halves if key in self._halves else layer.whole
         sampled = max(1, key.decode_tokens)
         head_s = self._rates.part_s(2 * work.head_weights * sampled, work.head_bytes)
@@ -97,7 +103,7 @@ class Roofline:
             seconds += drafter.step(ProgramKey(0, key.prefill_tokens), prompts)
         return seconds
 
-    def _attention_s(self, plan: StepPlan, verifies: bool) -> float:
+    def _attention_s(self, plan: StepPlan, key: ProgramKey) -> float:
         """Attention of one plan in the layers of a stage: of its decodes, which may verify drafts,
         then of its prefills."""
         work, seconds = self._work, 0.0
@@ -106,28 +112,23 @@ class Roofline:
             kv_bytes = self._kv_bytes * num_layers
             if plan.decodes:
                 pairs = read = sum(_seen(chunk.start, window) for chunk in plan.decodes)
-                if verifies:
+                if key.width > 1:
                     pairs += sum(c.num_drafts * _seen(c.start, window) for c in plan.decodes)
                 if plan.groups and window is None and self._shared is not None:
                     read -= self._shared.saved(plan)
                 seconds += self._rates.part_s(flops * pairs, kv_bytes * read)
             if plan.prefills:
                 spans = [(chunk.start, chunk.start + chunk.num_tokens) for chunk in plan.prefills]
-                pairs = sum(pairs_seen(start, stop, window) for start, stop in spans)
+                of_layer = sum(
+                    work.prefill_attention(key.prefill_tokens, start, stop, window)
+                    for start, stop in spans
+                )
                 read = sum(stop - start + _seen(start, window) for start, stop in spans)
-                seconds += self._rates.part_s(flops * pairs, kv_bytes * read)
+                seconds += self._rates.part_s(num_layers * of_layer, kv_bytes * read)
         return seconds
 
     def _send_s(self, num_bytes: float) -> float:
         return self._device.hop_latency_s + num_bytes / self._rates.link_bytes
-
-
-def pairs_seen(start: int, stop: int, window: int | None) -> int:
-    """Pairs of a query at positions `start .. stop - 1` and a key that it sees."""
-    if window is None or stop <= window:
-        return causal_pairs(start, stop)
-    full = max(start, window)
-    return causal_pairs(start, max(start, window)) + (stop - full) * window
 
 
 def _seen(position: int, window: int | None) -> int:

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.plan import StepPlan
-from jaxserve.core.steps.work import StepWork
-from jaxserve.simulator.roofline import pairs_seen
+from jaxserve.core.steps.work import StepWork, pairs_seen
 from jaxserve.simulator.step_times import StepTimes
 
 
@@ -44,10 +43,17 @@ class CountedTimes:
             self.flops += self._flops_per_token * tokens + 2 * work.head_weights * sampled
             self.num_bytes += work.weight_bytes(tokens) + work.head_bytes
             for window, num_layers in work.windows.items():
-                spans = [(c.start, c.start + c.num_tokens + c.num_drafts) for c in chunks]
-                pairs = sum(pairs_seen(start, stop, window) for start, stop in spans)
+                stops = [c.start + c.num_tokens + c.num_drafts for c in chunks]
+                self.flops += num_layers * sum(
+                    work.prefill_attention(key.prefill_tokens, chunk.start, stop, window)
+                    for chunk, stop in zip(entering.prefills, stops[len(entering.decodes) :])
+                )
+                pairs = sum(
+                    pairs_seen(chunk.start, stop, window)
+                    for chunk, stop in zip(entering.decodes, stops)
+                )
                 self.flops += 4 * work.query_size * num_layers * pairs / work.seq
-                read = sum(stop if window is None else min(stop, window) for _, stop in spans)
+                read = sum(stop if window is None else min(stop, window) for stop in stops)
                 self.num_bytes += self._kv_bytes * num_layers * read
         return self._times.step(key, plans)
 

@@ -7,6 +7,7 @@ from pallas_kernels.paged_attention.api import (
     tree_attention,
     write_kv,
 )
+from pallas_kernels.paged_attention.chunks import attend_within_chunks, before_chunks
 from pallas_kernels.paged_attention.layout import (
     DecodeGroups,
     KVPages,
@@ -28,6 +29,8 @@ __all__ = [
     "Visible",
     "attend",
     "attend_densely",
+    "attend_within_chunks",
+    "before_chunks",
     "move_kv",
     "paged_attention",
     "tree_attention",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import family_members
@@ -16,6 +17,12 @@ from tiny_engines import LONGEST, PAGE_SIZE, Arrival, TinyModel, drive, generate
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.settings.config import EngineConfig
+from jaxserve.runtime.planning import engine_plan
+from jaxserve.runtime.planning.step_work import step_work
+from jaxserve.runtime.programs.kinds import ProgramKinds
+from jaxserve.scheduler.policies import POLICIES
+from pallas_kernels.paged_attention.xla import PREFILL_BLOCK
 from pallas_kernels.quantized_matmul import QuantizedWeight
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
@@ -61,6 +68,68 @@ def test_prefill_chunks_beside_decodes(model, llm):
 def test_prefill_steps_of_their_own(model):
     with load(model, scheduler="vllm") as llm:
         check_crowd(model, llm)
+
+
+WIDE = {"max_num_seqs": 2, "max_num_batched_tokens": 2 + 64}
+"""Chunks of enough tokens to attend to each other by keys and values of heads."""
+
+
+@pytest.mark.parametrize("scheduler", POLICIES)
+def test_wide_chunks_in_every_scheduler(model, scheduler):
+    """Of one prompt the second chunk, of two prompts in a step, and after a hit."""
+    assert model.config.mla.uncompressed_from <= 64
+    with model.load(scheduler=scheduler, **WIDE) as llm:
+        first = [Arrival(model.prompts[place], GREEDY) for place in (-1, 4)]
+        for output in drive(llm.engine, first):
+            model.check_greedy(output)
+        longer = model.prompts[-1][:40] + model.prompts[-2]
+        arrivals = [Arrival(prompt, GREEDY) for prompt in (longer, model.prompts[-1])]
+        for output in drive(llm.engine, arrivals):
+            model.check_greedy(output)
+            assert output.metrics.cached_tokens > 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"batch_invariant": True}])
+def test_products_of_a_prefill_program(tmp_path, settings):
+    """Counted in programs of a published layer, of a query and a key in a head: 192 + 128 where
+    both are of the chunk, if it has 342 tokens or more, and 576 + 512 over latents."""
+    raw = DEEPSEEK_V3 | {"num_hidden_layers": 1, "num_nextn_predict_layers": 0}
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": None}))
+    config = EngineConfig(
+        model=tmp_path / "config.json",
+        load_format="dummy",
+        dtype="bfloat16",
+        max_model_len=1024,
+        max_num_batched_tokens=1 + 512,
+        max_num_seqs=1,
+        program_scope="step",
+        **settings,
+    )
+    shapes = engine_plan.decide(config).shapes
+    chunks = step_work(shapes).chunks
+    assert (chunks and chunks.least) == (None if settings else 342)
+    programs = {spec.name: spec for spec in ProgramKinds(shapes).specs()}
+    latents = [512, 576]
+    cases = [(512, latents)] if settings else [(512, [128, 192, *latents]), (128, latents)]
+    for tokens, expected in cases:
+        text = programs[f"forward-0-{tokens}"].lower().as_text()
+        assert sorted(products_of_a_pair(text)) == expected
+    if chunks:
+        assert 2 * chunks.query_size == 128 * (192 + 128)
+        pairs = 512 * 513 // 2
+        step = step_work(shapes).prefill_attention(512, 0, 512, None)
+        assert step == 2 * 128 * (320 * pairs + 512 * 256 * 512)
+
+
+def products_of_a_pair(text):
+    """The size that each product of queries and a block of keys contracts, and that of each result
+    for which a product contracts the block, in the text of a program."""
+    pattern = r"contracting_dims = \[(\d+)\] x .*\(tensor<([\dx]+)x\w+>, .*-> tensor<([\dx]+)x"
+    for dim, left, result in re.findall(pattern, text):
+        contracted = int(left.split("x")[int(dim)])
+        last = int(result.split("x")[-1])
+        if PREFILL_BLOCK in (contracted, last):
+            yield last if contracted == PREFILL_BLOCK else contracted
 
 
 def test_a_token_keeps_its_latent_alone(model, llm):

@@ -104,6 +104,10 @@ HIDDEN, FF = 32, 64
 EXPERTS = ("experts_gate_up", "experts_down")
 
 
+REAL = np.array([True, False, True, True, False, False, True, False] * 6)
+"""Which tokens of a step belong to a sequence, as of several rows that are not full."""
+
+
 def mixture_of(tokens, seed=0, skewed=False, biased=False):
     """Parameters and activations; `skewed`, most tokens choose the same two experts."""
     rng = np.random.default_rng(seed)
@@ -163,6 +167,42 @@ def test_both_forms_are_the_sum_over_chosen_experts(moe_config, tokens, skewed):
     np.testing.assert_allclose(out, expected, atol=2e-5)
 
 
+@pytest.mark.parametrize("form", ["blocks", "ragged_dot", "int8"])
+def test_padding_takes_no_expert(monkeypatch, form):
+    """Rows are counted in the program, and those of padding give zeros."""
+    params, x = mixture_of(len(REAL))
+    if form == "ragged_dot":  # As `platform_dependent` takes on other devices.
+        monkeypatch.setattr(moe, "by_blocks", moe.by_ragged_dot)
+    if form == "int8":
+        rows = {name: params[name].reshape(-1, params[name].shape[-1]) for name in EXPERTS}
+        packed = {name: quantize(rows[name], FORMATS[form]) for name in EXPERTS}
+        meant = {name: dequantize(packed[name]).reshape(params[name].shape) for name in EXPERTS}
+        expected = by_definition(params | meant, x)
+        params |= packed
+    else:
+        expected = by_definition(params, x)
+    taken = recorded_runs(monkeypatch)
+
+    @jax.jit
+    def compute(params, x):
+        with moe.real_tokens(jnp.asarray(REAL)) as counts:
+            out = moe.mixture(MIXTURE, params, x)
+        return out, taken.pop().sizes, *counts
+
+    out, sizes, counts = compute(params, x)
+    assert sizes.sum() == 2 * REAL.sum()
+    np.testing.assert_array_equal(sizes, counts)
+    np.testing.assert_allclose(out[REAL], expected[REAL], atol=2e-5)
+    assert not out[~REAL].any()
+
+
+def recorded_runs(monkeypatch):
+    """The runs of every mixture that is traced."""
+    runs, sort = [], moe.sorted_choices
+    monkeypatch.setattr(moe, "sorted_choices", lambda *args: runs.append(sort(*args)) or runs[-1])
+    return runs
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_packed_experts_are_those_they_mean(quantization):
     params, x = mixture_of(16)
@@ -182,19 +222,28 @@ def test_experts_are_packed_and_routers_are_not(model):
     assert packed == {"qkv", "attn_out", "shared_gate_up", "shared_down", *EXPERTS}
 
 
-def test_a_decode_computes_its_experts_and_no_others():
-    """Counted in the compiled program: products of one block, times the number of blocks."""
+@pytest.mark.parametrize("real", [4, 1])
+def test_a_decode_computes_its_experts_and_no_others(monkeypatch, real):
+    """Counted in the compiled program: products of one block, times the number of blocks; of the
+    `real` tokens of a step that is padded to four."""
     tokens = 4
     params, x = mixture_of(tokens)
-    compiled = jax.jit(lambda p, x: moe.mixture(MIXTURE, p, x)).lower(params, x).compile()
+    taken = recorded_runs(monkeypatch)
+
+    def compute(params, x, is_real):
+        with moe.real_tokens(is_real):
+            out = moe.mixture(MIXTURE, params, x)
+        return out, moe.num_blocks(taken.pop(), tokens * 2).sum()
+
+    arguments = params, x, jnp.arange(tokens) < real
+    compiled = jax.jit(compute).lower(*arguments).compile()
     of_block = sum(
         2 * math.prod(map(int, shape.split(","))) * contracted
         for shape, contracted in products(compiled.as_text())
         if str(2 * FF) in shape.split(",") or contracted == FF
     )
-    _, experts = moe.route(MIXTURE, params, x)
-    blocks = moe.num_blocks(moe.sorted_choices(experts.reshape(-1), 8), tokens * 2).sum()
-    active = tokens * 2 * 2 * (2 * FF * HIDDEN + HIDDEN * FF)
+    _, blocks = compiled(*arguments)
+    active = real * 2 * 2 * (2 * FF * HIDDEN + HIDDEN * FF)
     assert 0 < of_block * blocks <= active
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_paged_attention import SCALE, Case
 
+from pallas_kernels.merge import merge_two
 from pallas_kernels.page_copy import copy_pages, gather_pages, scatter_pages
 from pallas_kernels.paged_attention import (
     KVPages,
     LatentPages,
     PageLayout,
+    attend,
+    attend_within_chunks,
+    before_chunks,
     paged_attention,
     reference,
     write_kv,
@@ -45,6 +50,45 @@ def test_attention_is_that_to_keys_and_values_apart(options):
         assert out.shape == (len(case.q), 4, VALUE_DIM)
         np.testing.assert_allclose(out, expected[0][..., :VALUE_DIM], rtol=2e-5, atol=2e-5)
         np.testing.assert_allclose(lse, expected[1], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 6, "soft_cap": 1.5}], ids=["plain", "window"])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_chunks_attend_to_what_is_before_them_and_to_themselves(options, padding):
+    """In two parts, the second over keys and values that are on no pages. The second chunk has
+    nothing before it, and values fewer features than keys."""
+    case = Case([], [(17, 12), (5, 5), (300, 290)], page_size=4, heads=(4, 2), dim=DIM)
+    tokens = len(case.q)
+    expected = reference.paged_attention(
+        case.q, case.pages, case.batch, num_decodes=0, scale=SCALE, **options
+    )
+    q = jnp.pad(jnp.asarray(case.q), ((0, padding), (0, 0), (0, 0)))
+    k, v = new_of(case)
+    visible = before_chunks(case.batch, len(q), options.get("window"))
+    scores = {"scale": SCALE, "soft_cap": options.get("soft_cap")}
+    before = attend(
+        q, jax.tree.map(jnp.asarray, case.pages), case.batch, visible, num_decodes=0, **scores
+    )
+    k, v = (jnp.pad(array, ((0, padding), (0, 0), (0, 0))) for array in (k, v))
+    own = attend_within_chunks(
+        q, k, v[..., :VALUE_DIM], case.batch, window=options.get("window"), **scores
+    )
+    out, lse = merge_two(before[0][..., :VALUE_DIM], before[1], *own)
+    assert out.shape == (tokens + padding, 4, VALUE_DIM)
+    np.testing.assert_allclose(out[:tokens], expected[0][..., :VALUE_DIM], rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(lse[:tokens], expected[1], rtol=2e-5, atol=2e-5)
+    assert not out[tokens:].any() and (lse[tokens:] == -np.inf).all()
+
+
+def new_of(case):
+    """Keys and values [tokens, kv_heads, dim] of a batch's own tokens, from their pages."""
+    k, v = [], []
+    for table, context, _, length in zip(*map(np.asarray, case.batch)):
+        for position in range(context - length, context):
+            page, offset = table[position // 4], position % 4
+            k.append(case.pages.k[page, :, :, offset])
+            v.append(case.pages.v[page, :, offset])
+    return jnp.asarray(np.stack(k)), jnp.asarray(np.stack(v))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from mesh_engines import load, on_mesh
 from mesh_workload import check_greedy
 from test_mesh_weights import bytes_by_device, geometry_of, tensors_of
 from tiny_engines import TinyModel, assert_loads
+
+from jaxserve.core.model_config import MoEConfig
+from jaxserve.models import moe
+from sharding_rules import TENSOR
 
 pytestmark = pytest.mark.meshes
 
@@ -37,6 +46,58 @@ def check_mixture(mesh: str, directory: Path, member: str, **settings: object) -
     with load(model, mesh, trace_file=directory / "trace.json", **settings) as llm:
         check_greedy(model, llm.engine)
         assert_loads(llm.engine)
+
+
+@pytest.mark.parametrize("further", [{}, {"dual_batch_overlap": "on"}])
+def test_wide_chunks_of_latents(tmp_path, further):
+    """Which attend to themselves by each rank's keys and values of heads, in both halves too."""
+    least = TinyModel.write_member(tmp_path / "read", "deepseek_v3").config.mla.uncompressed_from
+    tokens = {"max_num_batched_tokens": 2 * least + 2, "max_num_seqs": 2, "page_size": 4}
+    on_mesh("TP2", check_mixture, tmp_path, "deepseek_v3", **tokens | further)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_padding_takes_no_expert_of_any_rank(whole):
+    on_mesh("TP2", check_padding, whole)
+
+
+def check_padding(mesh: str, whole: bool) -> None:
+    """Of four tokens two are real: rows of experts are counted in the program of each rank, which
+    has a part of every expert or half of them."""
+    config = MoEConfig(6, 2, 16, (True,))
+    rng = np.random.default_rng(3)
+    shapes = {"router": (6, 32), "experts_gate_up": (12, 16, 32), "experts_down": (6, 32, 16)}
+    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    x, real = rng.normal(size=(4, 32)).astype(np.float32), np.array([True, False, True, False])
+    expected = jax.jit(moe.mixture, static_argnums=0)(config, params, x[real])
+    specs = {"router": P(), "experts_gate_up": P(TENSOR), "experts_down": P(TENSOR)}
+    if not whole:
+        specs |= {"experts_gate_up": P(None, TENSOR), "experts_down": P(None, None, TENSOR)}
+    runs, sort = [], moe.sorted_choices
+
+    def recorded(*arguments):
+        runs.append(sort(*arguments))
+        return runs[-1]
+
+    def compute(params, x, real):
+        with moe.real_tokens(real):
+            out = moe.mixture(config, params, x)
+        return out, runs.pop().sizes
+
+    devices = Mesh(np.array(jax.devices()[:2]), (TENSOR,))
+    on_ranks = jax.shard_map(
+        compute,
+        mesh=devices,
+        in_specs=(specs, P(), P()),
+        out_specs=(P(), P(TENSOR)),
+        check_vma=False,
+    )
+    with mock.patch.object(moe, "sorted_choices", recorded):
+        out, sizes = jax.jit(on_ranks)(params, x, real)
+    rows = 2 * real.sum()
+    assert sizes.reshape(2, -1).sum() == (rows if whole else 2 * rows)
+    np.testing.assert_allclose(out[real], expected, rtol=1e-5, atol=1e-4)
+    assert not out[~real].any()
 
 
 def test_a_rank_reads_its_own_experts(tmp_path):

@@ -1,4 +1,4 @@
-"""Write docs/models.md's tables, from the registry and from what tests compare.
+"""Write docs/models.md's tables, from the registry, what tests compare, and what plans accept.
 
 python tests/models/models_page.py
 """
@@ -10,18 +10,27 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
 import quantized_checkpoints
+from published_families import PUBLISHED
 
+from jaxserve.core.errors import ConfigError, MemoryPlanError, ModelError
 from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.settings.config import EngineConfig
+from jaxserve.core.settings.speculative import METHODS as DRAFTING
 from jaxserve.models import quantization_config
 from jaxserve.models.loading.gguf import config as gguf_config
+from jaxserve.models.lora import modules_of
+from jaxserve.models.quantization import AS_STORED, FORMATS
 from jaxserve.models.quantization_config import Scheme
-from jaxserve.models.registry import ARCHITECTURES, get_family
+from jaxserve.models.registry import ARCHITECTURES, get_family, param_specs
+from jaxserve.runtime.hardware.devices import DescribedDevice
+from jaxserve.runtime.planning import engine_plan
 from pallas_kernels.quantized_matmul import abstract_weight
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +92,18 @@ _OPTIONS: dict[str, Callable[[ModelConfig], bool]] = {
     "partial rotation": lambda config: not config.mla and config.rope.rotary_dim < config.head_dim,
 }
 
+_LAYERS = 4
+"""Of the published models that are planned, whose layers repeat."""
+_CONTEXT = 8192
+"""Of the plans, or what a model takes; windows that are longer are none."""
+_ROOM = 1 << 40
+_KV_DTYPES = ("int8", "fp8")
+_MESHES = {
+    "tensor": {"tensor_parallel_size": 2},
+    "context": {"context_parallel_size": 2},
+    "expert": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+}
+
 
 @functools.cache
 def _members() -> dict[str, dict[str, Any]]:
@@ -128,6 +149,93 @@ def _row(architecture: str) -> str:
     return "| " + " | ".join(cells) + " |\n"
 
 
+_TAKEN = (
+    "| architecture | KV of | LoRA adapts | `quantization` | `kv_cache_dtype` | `kv_on` | meshes "
+    "| drafts |\n"
+)
+
+
+def _taken_rows() -> str:
+    """What the plan of the first published model of each architecture accepts."""
+    rows = []
+    for architecture in ARCHITECTURES:
+        raws = (raw for raw in PUBLISHED.values() if raw["architectures"] == [architecture])
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory, "config.json")
+            path.write_text(json.dumps(_shortened(next(raws))), encoding="utf-8")
+            rows.append(_taken_row(architecture, path))
+    return "".join(rows)
+
+
+def _shortened(raw: dict[str, Any]) -> dict[str, Any]:
+    """A config of fewer layers of the same kinds."""
+    if "text_config" in raw:
+        return raw | {"text_config": _shortened(raw["text_config"])}
+    layers = raw["num_hidden_layers"]
+    lists = {
+        name: value[:_LAYERS]
+        for name, value in raw.items()
+        if isinstance(value, list) and len(value) == layers
+    }
+    return raw | lists | {"num_hidden_layers": _LAYERS}
+
+
+def _taken_row(architecture: str, path: Path) -> str:
+    config = get_family(architecture).config_from_hf(json.loads(path.read_text("utf-8")))
+    context = min(_CONTEXT, config.max_position_embeddings)
+    accepts = functools.partial(_accepts, path, max_model_len=context)
+    assert accepts(), architecture
+    kinds = {
+        "latents": config.mla is not None,
+        "windows": any(map(_in_context, config.sliding_windows)),
+    }
+    modules = {name.rsplit(".", 1)[-1] for name in modules_of(param_specs(config))}
+    drafts = ({"method": method, "num_speculative_tokens": 2} for method in DRAFTING)
+    methods = [
+        each["method"]
+        for each in drafts
+        if any(accepts(speculative_config=each | more) for more in ({}, {"num_layers": 1}))
+    ]
+    cells = [
+        f"`{architecture}`",
+        ", ".join(kind for kind, has in kinds.items() if has),
+        _code(sorted(modules) if accepts(enable_lora=True) else ()),
+        _code(name for name in (*FORMATS, *AS_STORED) if accepts(quantization=name)),
+        _code(name for name in _KV_DTYPES if accepts(kv_cache_dtype=name)),
+        _code(["host"] if accepts(kv_on="host", host_kv_bytes=_ROOM) else ()),
+        ", ".join(name for name, settings in _MESHES.items() if accepts(**settings)),
+        _code(methods),
+    ]
+    return "| " + " | ".join(cells) + " |\n"
+
+
+def _in_context(window: int | None) -> bool:
+    return window is not None and window < _CONTEXT
+
+
+def _accepts(path: Path, **settings: Any) -> bool:
+    """Whether an engine is planned with these settings, whatever memory it would need."""
+    sizes = {"max_num_seqs": 2, "kv_cache_memory_bytes": 1 << 30}
+    try:
+        config = EngineConfig(
+            model=path, load_format="dummy", dtype="bfloat16", **sizes, **settings
+        )
+        if config.kv_on == "host":  # Which is planned on devices that are there.
+            engine_plan.decide(config)
+        else:
+            device = DescribedDevice("gpu", "NVIDIA H200", _ROOM)
+            engine_plan.plan_described(config, device, propose=False)
+    except (ConfigError, ModelError):
+        return False
+    except MemoryPlanError:
+        pass
+    return True
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
 _INPUTS, _GROUP = 4096, 128
 
 
@@ -158,6 +266,7 @@ def with_tables(page: str) -> str:
     """The text of the page with its tables as they should be."""
     tables = {
         "architectures": _HEAD + "|---|---|---|---|---|\n" + "".join(map(_row, ARCHITECTURES)),
+        "settings": _TAKEN + "|---|---|---|---|---|---|---|---|\n" + _taken_rows(),
         "quantized": "| stored as | a linear layer in memory |\n|---|---|\n" + _quantized_rows(),
     }
     for name, table in tables.items():

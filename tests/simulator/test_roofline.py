@@ -11,7 +11,8 @@ from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
-from jaxserve.simulator.roofline import Roofline, pairs_seen
+from jaxserve.core.steps.work import ChunkWork, pairs_seen
+from jaxserve.simulator.roofline import Roofline
 from jaxserve.simulator.utilization import CountedTimes
 
 SEQ = Sequence(0, "0", 0, [0], SamplingParams(), arrival_us=0)
@@ -51,9 +52,30 @@ def test_a_token_takes_its_experts_alone():
     plan, key = StepPlan(decodes=(chunk(0, 1),)), ProgramKey(1, 0)
     steps = [Roofline(DEVICE, work, 0).step(key, [plan]) for work in (WORK, mixture)]
     assert steps[1] - steps[0] == pytest.approx(4e6 / 1e9)
+    padded = Roofline(DEVICE, mixture, 0).step(ProgramKey(4, 0), [plan])
+    without = Roofline(DEVICE, WORK, 0).step(ProgramKey(4, 0), [plan])
+    assert padded - without == pytest.approx(4e6 / 1e9)  # Padding takes none.
     counted = CountedTimes(Roofline(DEVICE, mixture, 0), mixture)
     counted.step(ProgramKey(0, 1024), [StepPlan(prefills=(chunk(0, 900, samples=False),))])
     assert counted.num_bytes == pytest.approx(20e6 + 16e6 + 2e6 + 500 * 2 * 10 * 900)
+
+
+def test_a_chunk_attends_to_itself_by_keys_and_values_of_heads():
+    """In programs that are wide enough for it, and to what is before it as before."""
+    chunks = ChunkWork(least=512, query_size=300, weights=5000)
+    work = dataclasses.replace(WORK, chunks=chunks)
+    plan = StepPlan(prefills=(chunk(1000, 900), chunk(0, 100)))
+    own = 900 * 901 // 2 + 100 * 101 // 2
+    flops = 10 * (4 * 1000 * 900 * 1000 + 4 * 300 * own + 2 * 5000 * 1000)
+    for width, expected in ((1024, flops), (256, 10 * 4 * 1000 * (own + 900 * 1000))):
+        counted = CountedTimes(Roofline(DEVICE, work, 0), work)
+        counted.step(ProgramKey(0, width), [plan])
+        outside = 2 * 10e6 * 1000 + 2 * 2 * 1e6
+        assert counted.flops == outside + expected
+    slow = dataclasses.replace(DEVICE, flops={"bfloat16": 1e9})
+    seconds = [Roofline(slow, of, 0).step(ProgramKey(0, 1024), [plan]) for of in (WORK, work)]
+    saved = 10 * (4 * 700 * own - 2 * 5000 * 1000)
+    assert seconds[0] - seconds[1] == pytest.approx(saved / 1e9)
 
 
 def test_messages_of_a_mesh():

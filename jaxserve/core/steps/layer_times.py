@@ -47,8 +47,11 @@ class DeviceRates(NamedTuple):
         return max(flops / self.flops, num_bytes / self.memory_bytes)
 
 
-def layer_times(device: DeviceSpec, work: StepWork, num_tokens: float) -> LayerTimes:
-    """The times of a layer in a step of so many tokens.
+def layer_times(
+    device: DeviceSpec, work: StepWork, num_tokens: float, real: float = 1.0
+) -> LayerTimes:
+    """The times of a layer in a step of so many tokens, of which the share `real` is no padding and
+    takes experts.
 
     Raises ConfigError when the device has no rate for the dtype.
     """
@@ -57,9 +60,10 @@ def layer_times(device: DeviceSpec, work: StepWork, num_tokens: float) -> LayerT
     share = 2 * (work.tensor - 1) / work.tensor
 
     def compute_s(tokens: float) -> float:
-        flops = 2 * work.weights_per_token * tokens / layers
+        of_experts = work.expert_weights * work.expert_share * real
+        flops = 2 * (work.layer_weights + of_experts) * tokens / layers
         # Each layer reads and writes activations around attention and around its MLP.
-        moved = work.weight_bytes(tokens) / layers + 4 * hidden_bytes * tokens
+        moved = work.weight_bytes(real * tokens) / layers + 4 * hidden_bytes * tokens
         return rates.part_s(flops, moved)
 
     def sum_s(tokens: float) -> float:

@@ -7,6 +7,22 @@ from collections.abc import Mapping
 
 
 @dataclasses.dataclass(frozen=True)
+class ChunkWork:
+    """The share of one device in the attention of prefill chunks to their own tokens, where that
+    takes keys and values of heads and not latents.
+
+    Attributes:
+        least: prefill tokens of a program from which on it does.
+        query_size: as of `StepWork`, for these pairs.
+        weights: multiplied with every token of the chunk in one layer, to make its key and value.
+    """
+
+    least: int
+    query_size: int
+    weights: int
+
+
+@dataclasses.dataclass(frozen=True)
 class StepWork:
     """The share of one device, of `tensor * stages * seq`, in every step.
 
@@ -29,6 +45,7 @@ class StepWork:
         tensor: devices that split each layer.
         stages: pipeline stages.
         seq: devices that split a sequence.
+        chunks: how chunks attend to themselves, if not as to what is before them.
     """
 
     dtype: str
@@ -47,6 +64,7 @@ class StepWork:
     tensor: int = 1
     stages: int = 1
     seq: int = 1
+    chunks: ChunkWork | None = None
 
     @property
     def num_layers(self) -> int:
@@ -67,6 +85,18 @@ class StepWork:
     @property
     def num_devices(self) -> int:
         return self.tensor * self.stages * self.seq
+
+    def prefill_attention(
+        self, prefill_tokens: int, start: int, stop: int, window: int | None
+    ) -> float:
+        """FLOPs of one layer's attention of the chunk at positions `start .. stop - 1`, in a
+        program of so many prefill tokens."""
+        pairs, chunks = pairs_seen(start, stop, window), self.chunks
+        if chunks is None or prefill_tokens < chunks.least:
+            return 4 * self.query_size * pairs / self.seq
+        own = pairs_seen(0, stop - start, window)
+        of_heads = 4 * chunks.query_size * own + 2 * chunks.weights * (stop - start)
+        return (4 * self.query_size * (pairs - own) + of_heads) / self.seq
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,3 +121,11 @@ def causal_pairs(start: int, stop: int) -> int:
     """Query-key pairs of the tokens at positions `start .. stop - 1` under a causal mask. Additive
     over chunks: the chunking of a prompt makes no difference."""
     return (stop * (stop + 1) - start * (start + 1)) // 2
+
+
+def pairs_seen(start: int, stop: int, window: int | None) -> int:
+    """Pairs of a query at positions `start .. stop - 1` and a key that it sees."""
+    if window is None or stop <= window:
+        return causal_pairs(start, stop)
+    full = max(start, window)
+    return causal_pairs(start, full) + (stop - full) * window

@@ -344,9 +344,10 @@ def _scratch_guess(config: EngineConfig, model: ModelConfig, itemsize: int) -> i
     widest = 4 * model.hidden_size + 3 * model.intermediate_size
     if model.moe is not None:  # Float32 sums, and routing.
         widest += 2 * model.hidden_size + 4 * model.moe.num_experts
-    if model.mla is not None:  # Queries and results as wide as latents.
+    if (mla := model.mla) is not None:  # Queries and results as wide as latents, and as heads.
         heads = model.num_heads // config.tensor_parallel_size
-        widest += 2 * heads * (model.head_dim + model.value_dim)
+        of_head = mla.nope_dim + mla.rope_dim + mla.value_dim
+        widest += 2 * heads * (model.head_dim + model.value_dim + of_head)
     activations = config.max_num_batched_tokens * widest * max(itemsize, 4)
     rows = config.max_num_seqs * (1 + config.num_speculative_tokens)
     return activations + 4 * rows * model.vocab_size * 4

@@ -12,8 +12,9 @@ import jax
 from jax.sharding import Sharding
 
 from jaxserve.core.model_config import ModelConfig
-from jaxserve.core.steps.work import DraftWork, StepWork
+from jaxserve.core.steps.work import ChunkWork, DraftWork, StepWork
 from jaxserve.models.family import AnySpec
+from jaxserve.runtime.programs.forward import latent_chunks
 from jaxserve.runtime.programs.shapes.arrays import shard_bytes
 from jaxserve.runtime.programs.shapes.params import ParamShapes
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
@@ -118,6 +119,21 @@ def _work(shapes: ProgramShapes, params: ParamShapes, local: ModelConfig) -> Ste
         head_bytes=head_bytes,
         query_size=local.num_heads * (local.head_dim + local.value_dim) // 2,
         kv_bytes=0,
+        chunks=_chunk_work(shapes, local),
+    )
+
+
+def _chunk_work(shapes: ProgramShapes, local: ModelConfig) -> ChunkWork | None:
+    """Of a model that attends to latents; None where its prefill chunks do so too."""
+    mla, layouts = local.mla, shapes.layouts.values()
+    least = {latent_chunks.uncompressed_from(mla, layout) for layout in layouts} - {None}
+    if not least:
+        return None
+    of_head = mla.nope_dim + mla.value_dim
+    return ChunkWork(
+        least=min(least),
+        query_size=local.num_heads * (of_head + mla.rope_dim) // 2,
+        weights=local.num_heads * of_head * mla.kv_rank,
     )
 
 

@@ -36,13 +36,14 @@ class DraftLayer:
         token_ids: jax.Array,
         states: jax.Array,
         positions: jax.Array,
+        real: jax.Array,
         slot_mappings: tuple[SlotMapping, ...],
     ) -> tuple[list[Pages], jax.Array]:
         """The pages with the entries at `positions` int32 [tokens], and the states after them
         [tokens, hidden], from the states there, `states` [tokens, hidden], and the next tokens
-        int32 [tokens]."""
+        int32 [tokens]; `real` bool [tokens] says which belong to a sequence."""
         x, shared = self.enter(params, outside, token_ids, states, positions)
-        inputs = TokenInputs(shared)
+        inputs = TokenInputs(shared, real=real if self.drafter.config.moe else None)
         kv, x = run_layers(self.drafter, layout, params, kv, x, inputs, slot_mappings)
         return kv, self.expected(params, x, states.dtype)
 

@@ -140,7 +140,7 @@ def _logits(
     inputs = layout.decodes_at(decodes, positions)
     token_ids = jnp.maximum(tokens, 0).reshape(-1)
     x, shared = family.embed(params, config, token_ids, inputs.positions)
-    shared = step.TokenInputs(shared)
+    shared = step.TokenInputs(shared, real=inputs.real if config.moe else None)
     kv, x = run_layers(drafter, layout, params, kv, x, shared, inputs.slot_mappings)
     hidden = family.final_norm(params, config, x[width - 1 :: width])
     return kv, family.logits(params, config, hidden)

@@ -94,6 +94,7 @@ def draft(
             jnp.maximum(last, 0),
             hidden,
             inputs.positions,
+            inputs.real,
             inputs.slot_mappings,
         )
         return kv, hidden, sampled(place, hidden, drafts)
@@ -141,10 +142,10 @@ def follow(
     after_prefills = after_prefills.at[at_ends].set(following, mode="drop")
 
     token_ids = jnp.concatenate([jnp.maximum(after_decodes, 0).reshape(-1), after_prefills])
-    positions = inputs.positions
+    of_tokens = token_ids, inputs.positions, inputs.real
     if layout.seq > 1:
-        own = ShardedTokens(layout).own
-        token_ids, positions = own(token_ids), own(positions)
+        of_tokens = map(ShardedTokens(layout).own, of_tokens)
+    token_ids, positions, real = of_tokens
     computed = len(slots) * (tree_width or layout.key.width)
     if hidden.kept:
         states = jnp.concatenate(hidden.kept, axis=-1)
@@ -157,7 +158,7 @@ def follow(
         states = states[nodes.reshape(-1)]
     features = layer.follower.features(params, jnp.concatenate([states, of_prefills]))
     mappings = inputs.slot_mappings
-    kv, x = layer(layout, params, outside, kv, token_ids, features, positions, mappings)
+    kv, x = layer(layout, params, outside, kv, token_ids, features, positions, real, mappings)
 
     newest = jnp.arange(len(slots)) * layout.key.width + speculation.gained[slots] - 1
     newest = jnp.maximum(jnp.concatenate([newest, ends]), 0)

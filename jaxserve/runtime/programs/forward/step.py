@@ -18,9 +18,10 @@ from jax import lax
 
 from jaxserve.core.model_config import LayerKind, ModelConfig
 from jaxserve.kv.layout import KVPlace
-from jaxserve.models import lora, moe, parallel
+from jaxserve.models import lora, mla, moe, parallel
 from jaxserve.models.family import Family, Params
-from jaxserve.runtime.programs.forward import context_parallel
+from jaxserve.models.mla import OfHeads
+from jaxserve.runtime.programs.forward import context_parallel, latent_chunks
 from jaxserve.runtime.programs.forward.context_parallel import ShardedTokens
 from jaxserve.runtime.programs.forward.halves import halves, rows_of_half
 from jaxserve.runtime.programs.forward.step_inputs import SlotMapping
@@ -208,30 +209,39 @@ def _layer(
     decodes: the pages with their keys and values, the activations after it, and of a mixture the
     tokens of each expert."""
 
+    scores = {"scale": config.attention_scale, "soft_cap": config.attention_soft_cap}
+
     def attention(q, k, v, *, window, sinks=None):
-        nonlocal pages
         attend = context_parallel.attend
         if layout.seq == 1:
             attend = functools.partial(_attend, num_decodes=num_decodes)
-        out, pages = attend(
-            layout,
-            slot_mapping,
-            pages,
-            q,
-            k,
-            v,
-            scale=config.attention_scale,
-            window=window,
-            soft_cap=config.attention_soft_cap,
-            sinks=sinks,
+        attended = attend(
+            layout, slot_mapping, pages, q, k, v, window=window, sinks=sinks, **scores
         )
+        return written(*attended)
+
+    def uncompressed(q: jax.Array, k: jax.Array, of_heads: OfHeads, *, window: int | None):
+        attended = latent_chunks.attend(
+            slot_mapping, pages, q, k, of_heads, num_decodes=num_decodes, window=window, **scores
+        )
+        return written(*attended)
+
+    def written(out, after):
+        nonlocal pages
         if layout.in_halves:
             # The next half writes in place, to pages that this one has read.
-            out, pages = lax.optimization_barrier((out, pages))
+            out, after = lax.optimization_barrier((out, after))
+        pages = after
         return out
 
+    least = latent_chunks.uncompressed_from(config.mla, layout)
+    prefills = len(slot_mapping.page_ids) - num_decodes
     p = lora.adapted(p, p.get("lora"), shared.adapters)
-    with parallel.context_parallel(layout.key.decode_tokens), moe.counting(shared.real) as counts:
+    with (
+        parallel.context_parallel(layout.key.decode_tokens),
+        moe.real_tokens(shared.real) as counts,
+        mla.uncompressed(uncompressed if least and prefills >= least else None),
+    ):
         x = family.layer(p, config, kind, x, shared.of_family, attention)
     return pages, x, counts[0] if counts else None
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.core.model_config import LayerKind, ModelConfig
-from jaxserve.models import lora
+from jaxserve.models import lora, moe
 from jaxserve.models.family import Family, Params
 from jaxserve.runtime.programs.forward.step import TokenInputs
 from jaxserve.runtime.programs.forward.step_inputs import SlotMapping
@@ -125,7 +125,9 @@ def leave_layer(
             out, _ = merge_sinks(out, partial.lse, sinks.astype(jnp.float32))
         return out.astype(q.dtype)
 
-    return family.layer(_adapted(params, shared), config, kind, x, shared.of_family, attention)
+    params = _adapted(params, shared)
+    with moe.real_tokens(shared.real):
+        return family.layer(params, config, kind, x, shared.of_family, attention)
 
 
 def _adapted(params: Params, shared: TokenInputs) -> Params:
