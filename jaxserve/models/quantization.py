@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.core.errors import ConfigError
+from jaxserve.core.errors import ConfigError, WeightsError
 from jaxserve.models.family import Params, ParamSpec
 from pallas_kernels.quantized_matmul import FP8, GGUF, MXFP4, Format, QuantizedWeight
 
@@ -112,11 +112,14 @@ def regrouped(weight: QuantizedWeight, format: Format) -> QuantizedWeight:
         None if plane is None else np.repeat(plane, times, axis=1)
         for plane in (weight.scales, weight.minima)
     )
-    return QuantizedWeight(weight.values, scales, minima, format)
+    return QuantizedWeight(weight.values, scales, minima, format, weight.order)
 
 
 def stack(spec: ParamSpec, parts: list[QuantizedWeight]) -> QuantizedWeight:
-    """The parameter of a spec whose parts are of these whole tensors, all in `spec.format`."""
+    """The parameter of a spec whose parts are of these whole tensors, all in `spec.format`.
+
+    Raises WeightsError for layers with one input in different orders.
+    """
 
     def plane(*planes: Any) -> np.ndarray:
         apart = []
@@ -126,4 +129,21 @@ def stack(spec: ParamSpec, parts: list[QuantizedWeight]) -> QuantizedWeight:
             apart.append(rows.reshape(*outputs, -1))
         return np.concatenate(apart, axis=spec.concat_axis).reshape(*spec.rows, -1)
 
-    return jax.tree.map(plane, *parts)
+    weight = jax.tree.map(plane, *(part.unordered for part in parts))
+    order = _order(spec, parts) if spec.format.ordered else None
+    return dataclasses.replace(weight, format=spec.format, order=order)
+
+
+def _order(spec: ParamSpec, parts: list[QuantizedWeight]) -> np.ndarray:
+    """The order of the inputs of each expert's tensors, or that of all tensors."""
+    found: dict[str, tuple[str, np.ndarray]] = {}
+    for part, weight in zip(spec.parts, parts):
+        module = part.tensor.removesuffix(".weight")
+        first, order = found.setdefault(module.rpartition(".")[0], (module, weight.order))
+        if (weight.order != order).any():
+            raise WeightsError(
+                f"{first} and {module} have their inputs in different orders (g_idx), and one "
+                "product of both has one; write the model dequantized, by `jaxserve convert`."
+            )
+    orders = [weight.order for weight in parts][: math.prod(spec.orders)]
+    return np.concatenate(orders).reshape(*spec.orders, -1)

@@ -86,6 +86,13 @@ def grouped(
     return values.astype(np.int64), zeros.astype(np.int64), scales
 
 
+def _groups(num_inputs: int, reordered: bool) -> np.ndarray:
+    """The group of each input: one after another, or in activation order, which layers with the
+    same input have alike."""
+    groups = np.arange(num_inputs) // GROUP
+    return np.random.default_rng(num_inputs).permutation(groups) if reordered else groups
+
+
 def in_words(values: np.ndarray, bits: int, axis: int, order: tuple[int, ...] = ()) -> np.ndarray:
     """Int32 words of values along `axis`: place p of a word has the value `order[p]` of it."""
     count = 32 // bits
@@ -97,9 +104,11 @@ def in_words(values: np.ndarray, bits: int, axis: int, order: tuple[int, ...] = 
     return np.ascontiguousarray(np.moveaxis(words, 0, axis)).view(np.int32)
 
 
-def _packed(bits: int, symmetric: bool) -> Callable[[np.ndarray], tuple[Tensors, Any]]:
+def _packed(
+    bits: int, symmetric: bool, reordered: bool = False
+) -> Callable[[np.ndarray], tuple[Tensors, Any]]:
     def stored(weight: np.ndarray) -> tuple[Tensors, Any]:
-        groups = np.arange(weight.shape[1]) // GROUP
+        groups = _groups(weight.shape[1], reordered)
         values, zeros, scales = grouped(weight, bits, symmetric, groups)
         tensors = {
             "weight_packed": in_words(values, bits, 1),
@@ -108,6 +117,8 @@ def _packed(bits: int, symmetric: bool) -> Callable[[np.ndarray], tuple[Tensors,
         }
         if not symmetric:
             tensors["weight_zero_point"] = in_words(zeros, bits, 0)
+        if reordered:
+            tensors["weight_g_idx"] = groups.astype(np.int32)
         return tensors, (values - zeros[:, groups]) * scales[:, groups]
 
     return stored
@@ -128,9 +139,7 @@ def _gptq(
     bits: int, symmetric: bool, reordered: bool = False, less: int = 1
 ) -> Callable[[np.ndarray], tuple[Tensors, Any]]:
     def stored(weight: np.ndarray) -> tuple[Tensors, Any]:
-        groups = np.arange(weight.shape[1]) // GROUP
-        if reordered:
-            groups = np.random.default_rng(1).permutation(groups)
+        groups = _groups(weight.shape[1], reordered)
         values, zeros, scales = grouped(weight, bits, symmetric, groups)
         tensors = {
             "qweight": in_words(values.T, bits, 0),
@@ -192,6 +201,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[..., tuple[Tensors, Any]]]] = 
     "compressed-tensors W4A16 with zero points": (
         _of_compressed_tensors("pack-quantized", "group", **_W4A16 | {"symmetric": False}),
         _packed(4, symmetric=False),
+    ),
+    "compressed-tensors W4A16 in activation order": (
+        _of_compressed_tensors("pack-quantized", "group", **_W4A16 | {"actorder": "group"}),
+        _packed(4, symmetric=True, reordered=True),
     ),
     "awq": (
         {

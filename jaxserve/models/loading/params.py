@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxserve.core.dtypes import DTYPES
 from jaxserve.core.errors import ConfigError
-from jaxserve.models.family import AnySpec, Params, ParamSpec, Stacked
+from jaxserve.models.family import AnySpec, Params, ParamSpec, Stacked, planes_of
 from jaxserve.models.loading.assemble import TensorSource, assemble, by_slice
 from jaxserve.models.loading.checkpoint import Checkpoint, Restorable
 from jaxserve.models.quantization import has_groups_of, regrouped, stack
@@ -134,30 +136,33 @@ def _quantized_after(
     """`array`, quantized if `spec` has a format."""
     if spec.format is None:
         return array
-    if isinstance(sharding, Sharding):
-        return _rounded(array.reshape(spec.matrix), spec.format)
     stages, one = (len(spec.specs), spec.specs[0]) if isinstance(spec, Stacked) else (None, spec)
-    return _rounded_split(stages, one.matrix, one.rows, one.format, sharding)(array)
+    return _rounded(stages, one.matrix, one.rows, one.orders, one.format, sharding)(array)
 
 
 @functools.cache
-def _rounded_split(
+def _rounded(
     stages: int | None,
     matrix: tuple[int, int],
     rows: tuple[int, ...],
+    orders: tuple[int, ...],
     format: Format,
-    sharding: QuantizedWeight,
+    sharding: Sharding | QuantizedWeight,
 ) -> Callable[[jax.Array], QuantizedWeight]:
-    """One program for all parameters that are split alike, `stages` of them stacked."""
+    """One program for all parameters that are held alike, `stages` of them stacked."""
 
     def rounded(array: jax.Array) -> QuantizedWeight:
         weight = quantize(array.reshape(matrix), format)
-        return jax.tree.map(lambda plane: plane.reshape(*rows, -1), weight)
+        return planes_of(weight, rows, orders, _plane)
 
     return jax.jit(jax.vmap(rounded) if stages else rounded, out_shardings=sharding)
 
 
-_rounded = jax.jit(quantize, static_argnums=1)
+def _plane(plane: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The plane in this shape; one order as that of every expert."""
+    if plane.size == math.prod(shape):
+        return plane.reshape(shape)
+    return jnp.broadcast_to(plane, shape)
 
 
 def _load_array(

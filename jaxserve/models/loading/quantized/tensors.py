@@ -156,11 +156,17 @@ class QuantizedTensors:
         values, grid = self._values(weight, *everything), self._grid(weight, *everything)
         columns = format.num_groups(weight.shape[1])
         size = weight.shape[1] // columns
-        firsts = grid.groups[::size]
-        if weight.order is not None and (grid.groups != np.repeat(firsts, size)).any():
+        groups, order = grid.groups, None
+        if format.ordered:
+            order = np.argsort(groups, kind="stable")
+            values, groups, order = values[:, order], groups[order], order[None]
+        firsts = groups[::size]
+        if weight.order is not None and (groups != np.repeat(firsts, size)).any():
             raise WeightsError(
-                f"{weight.order} has groups whose inputs are not in a row, and config.json says "
-                "that they are (desc_act, actorder); correct it."
+                f"{weight.order} has groups that are not all of {size} inputs"
+                if format.ordered
+                else f"{weight.order} has groups whose inputs are not in a row, and config.json "
+                "says that they are (desc_act, actorder); correct it."
             )
         scales = np.broadcast_to(grid.scales[:, firsts], (weight.shape[0], columns))
         if weight.scheme.storage == "fp8":
@@ -175,9 +181,9 @@ class QuantizedTensors:
                     f"{weight.zeros} has zero points other than {half}, and config.json says that "
                     "there are none (sym); correct it."
                 )
-            return from_integers(values.astype(np.int16) - half, scales, None, format)
+            return from_integers(values.astype(np.int16) - half, scales, None, format, order)
         minima = np.broadcast_to(zeros, scales.shape) * -scales
-        return from_integers(values, scales, minima, format)
+        return from_integers(values, scales, minima, format, order)
 
     def _values(self, weight: _Weight, rows: slice, columns: slice) -> np.ndarray:
         """Stored values [rows, columns], uint8, int8 or float8."""
