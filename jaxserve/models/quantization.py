@@ -52,7 +52,10 @@ def with_formats(
     if kept := AS_STORED.get(quantization):
         formats = frozenset(kept.values())
         stored = jax.tree.map(lambda spec: _as_stored(spec, stored_format, formats), specs)
-        if own is not None or not any(spec.format for spec in jax.tree.leaves(stored)):
+        has_blocks = own in (None, *AS_STORED) and any(
+            spec.format for spec in jax.tree.leaves(stored)
+        )
+        if not has_blocks:
             raise ConfigError(
                 f"quantization is {quantization!r}, but the model has no weights in blocks of "
                 f"{', '.join(kept)}; give a file that has, or one of {', '.join(FORMATS)}."

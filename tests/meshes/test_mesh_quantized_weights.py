@@ -3,6 +3,7 @@ values, packed where one device has them packed."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from gguf import quants
 from lora_adapters import LLAMA, merged, write_adapter
 from mesh_engines import load, on_mesh
 from mesh_workload import GREEDY
-from quantized_checkpoints import FORMATS, write
-from tiny_checkpoints import CONFIG, hf_shapes, of_experts, write_gguf, write_hf
+from quantized_checkpoints import FORMATS, mxfp4, write
+from tiny_checkpoints import CONFIG, fused_experts, hf_shapes, of_experts, write_gguf, write_hf
 from tiny_engines import CONTEXT, EOS, Arrival, TinyModel, drive, member
 
 from jaxserve import LoRARequest
-from pallas_kernels.quantized_matmul import QuantizedWeight
+from pallas_kernels.quantized_matmul import MXFP4, QuantizedWeight
 
 pytestmark = pytest.mark.meshes
 
@@ -29,6 +30,7 @@ RAW = CONFIG | {
     "max_position_embeddings": CONTEXT,
     "eos_token_id": EOS,
 }
+GROUP_OF_PARTS = 8
 EXPERTS = of_experts("Qwen3MoeForCausalLM") | {"moe_intermediate_size": 64}
 
 
@@ -139,6 +141,28 @@ def check_adapters(mesh: str, directory: Path) -> None:
     with load(model, mesh, max_num_seqs=1, **adapters) as llm:
         (output,) = llm.generate([model.prompts[-1]], GREEDY, use_tqdm=False, lora_request=[asked])
         own.check_greedy(output)
+
+
+def test_experts_in_mxfp4(tmp_path):
+    """Parts of each, whose 24 inputs on four devices are three groups of 8, and whole experts."""
+    on_mesh("TP4", check_mxfp4, tmp_path, GROUP_OF_PARTS)
+    on_mesh("TP2", check_mxfp4, tmp_path, MXFP4.group, enable_expert_parallel=True)
+
+
+def check_mxfp4(mesh: str, directory: Path, group: int, **settings: Any) -> None:
+    raw = member("gpt_oss")[0] | {"num_experts": 6, "intermediate_size": 96}
+    packed, plain = mxfp4(fused_experts(family_members.tensors(hf_shapes(raw))))
+    own = {"quantization_config": {"quant_method": "mxfp4"}}
+    path = write_hf(directory / f"packed {mesh}", raw | own, packed)
+    model = TinyModel.open(write_hf(directory / f"plain {mesh}", raw, plain))
+    with load(dataclasses.replace(model, path=path), mesh, max_num_seqs=1, **settings) as llm:
+        assert llm.plan().weights_dequantized == (0, 3 * 6 * 3)
+        for layer in llm.engine._runner._state.params["layers"]:
+            assert layer["experts_gate_up"].format == MXFP4
+            assert layer["experts_down"].format == dataclasses.replace(MXFP4, group=group)
+        arrivals = [Arrival(prompt, GREEDY) for prompt in model.prompts[-PROMPTS:]]
+        for output in drive(llm.engine, arrivals):
+            model.check_greedy(output)
 
 
 def test_weights_that_a_setting_packs(tmp_path):

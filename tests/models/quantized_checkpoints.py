@@ -4,7 +4,8 @@ FP8: `weight * weight_scale`, of blocks as in DeepSeek-V3's README_WEIGHTS.md (`
 each 128 x 128 weights). compressed-tensors: `compressors/naive_quantized` and `pack_quantized`,
 values (q - zero_point) * scale (quantization/lifecycle/forward.py). AWQ: `dequantize_gemm` of
 AutoAWQ's utils/packing_utils.py. GPTQ: AutoGPTQ's nn_modules/qlinear/qlinear_cuda_old.py, and
-`g_idx` as in qlinear_cuda.py. Everything here is written down from these, value by value.
+`g_idx` as in qlinear_cuda.py. MXFP4: OCP Microscaling Formats 1.0. Everything here is
+written down from these, value by value.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ FLOAT8 = ml_dtypes.float8_e4m3fn
 GROUP = 32
 BLOCK = [48, 64]
 _LINEAR = re.compile(r"model\.layers\.\d+\..*_proj(_with_mqa)?\.weight")
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -150,6 +152,31 @@ def _gptq(
         return tensors, (values - zeros[:, groups]) * scales[:, groups]
 
     return stored
+
+
+def mxfp4(
+    fused: Tensors, exponents: tuple[int, int] = (120, 124), seed: int = 0
+) -> tuple[Tensors, Tensors]:
+    """Tensors as gpt-oss is published, random ones with exponents in this range for those of
+    `fused` experts, and the same with the values that they stand for."""
+    rng = np.random.default_rng(seed)
+    packed, plain = dict(fused), dict(fused)
+    for name in [name for name in fused if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = fused[name].shape
+        blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
+        scales = rng.integers(*exponents, blocks.shape[:-1], np.uint8)
+        packed |= {name + "_blocks": blocks, name + "_scales": scales}
+        plain[name] = of_mxfp4(blocks, scales)
+        del packed[name]
+    return packed, plain
+
+
+def of_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Float32 [experts, in, out] of blocks [experts, out, groups, 16] and their scales."""
+    codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, 32)
+    values = np.where(codes > 7, -1.0, 1.0) * np.array(E2M1)[codes & 7]
+    values *= 2.0 ** (scales.astype(np.float64) - 127)[..., None]
+    return np.float32(values).reshape(*blocks.shape[:2], -1).swapaxes(1, 2).copy()
 
 
 def _of_compressed_tensors(format: str, strategy: str, **weights: Any) -> dict[str, Any]:

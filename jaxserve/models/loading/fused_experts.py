@@ -71,6 +71,10 @@ class FusedExperts:
             names = (place.stem,)
         return names if names[0] in self.tensors else ()
 
+    def is_packed(self, name: str) -> bool:
+        """Whether an expert's tensor is stored in MXFP4."""
+        return len(self.stored(name)) > 1
+
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of an expert's tensor; None if there is no such tensor, and that of all experts'
         if they are not `num_experts`.
@@ -81,7 +85,7 @@ class FusedExperts:
         if not stored:
             return None
         whole = tuple(self.tensors[stored[0]].get_shape())
-        if len(stored) > 1:
+        if self.is_packed(name):
             self._check_packed(*stored)
             whole = (*whole[:2], whole[2] * mxfp4.GROUP)
         elif not place.is_bias and len(whole) == 3:
