@@ -8,14 +8,13 @@ and the head only if their file has them quantized, since rounding harms them mo
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxserve.core.errors import ConfigError, WeightsError
+from jaxserve.core.errors import ConfigError
 from jaxserve.models.family import Params, ParamSpec
 from pallas_kernels.quantized_matmul import FP8, GGUF, MXFP4, Format, QuantizedWeight
 
@@ -118,35 +117,16 @@ def regrouped(weight: QuantizedWeight, format: Format) -> QuantizedWeight:
     return QuantizedWeight(weight.values, scales, minima, format, weight.order)
 
 
-def stack(spec: ParamSpec, parts: list[QuantizedWeight]) -> QuantizedWeight:
-    """The parameter of a spec whose parts are of these whole tensors, all in `spec.format`.
+def of_inputs(weight: QuantizedWeight, first: int, last: int) -> QuantizedWeight:
+    """The columns of a weight of numpy arrays from `first` to `last`: whole groups."""
+    num_inputs = weight.shape[1]
 
-    Raises WeightsError for layers with one input in different orders.
-    """
+    def cut(plane: Any) -> Any:
+        columns = plane.shape[1]
+        return plane if columns == 1 else plane[:, _part(first, last, columns, num_inputs)]
 
-    def plane(*planes: Any) -> np.ndarray:
-        apart = []
-        for part, array in zip(spec.parts, planes):
-            outputs = part.shape[: -spec.num_inputs]
-            rows = array[part.first : part.first + math.prod(outputs)]
-            apart.append(rows.reshape(*outputs, -1))
-        return np.concatenate(apart, axis=spec.concat_axis).reshape(*spec.rows, -1)
-
-    weight = jax.tree.map(plane, *(part.unordered for part in parts))
-    order = _order(spec, parts) if spec.format.ordered else None
-    return dataclasses.replace(weight, format=spec.format, order=order)
+    return weight if (first, last) == (0, num_inputs) else jax.tree.map(cut, weight)
 
 
-def _order(spec: ParamSpec, parts: list[QuantizedWeight]) -> np.ndarray:
-    """The order of the inputs of each expert's tensors, or that of all tensors."""
-    found: dict[str, tuple[str, np.ndarray]] = {}
-    for part, weight in zip(spec.parts, parts):
-        module = part.tensor.removesuffix(".weight")
-        first, order = found.setdefault(module.rpartition(".")[0], (module, weight.order))
-        if (weight.order != order).any():
-            raise WeightsError(
-                f"{first} and {module} have their inputs in different orders (g_idx), and one "
-                "product of both has one; write the model dequantized, by `jaxserve convert`."
-            )
-    orders = [weight.order for weight in parts][: math.prod(spec.orders)]
-    return np.concatenate(orders).reshape(*spec.orders, -1)
+def _part(first: int, last: int, columns: int, num_inputs: int) -> slice:
+    return slice(first * columns // num_inputs, last * columns // num_inputs)

@@ -99,11 +99,12 @@ class SafetensorsCheckpoint(ModelDirectory):
             return self._quantized.format(name)
         return MXFP4 if self._experts.is_packed(name) else None
 
-    def read_quantized(self, name: str) -> QuantizedWeight:
-        """A whole tensor [out, in] in its `stored_format`."""
+    def read_quantized(
+        self, name: str, rows: slice, inputs: slice, format: Format
+    ) -> QuantizedWeight:
         if self._quantized is not None:
-            return self._quantized.read_packed(name)
-        return self._experts.read_packed(name)
+            return self._quantized.read_packed(name, rows, inputs, format)
+        return self._experts.read_packed(name, rows, inputs, format)
 
     @functools.cached_property
     def _experts(self) -> FusedExperts:
