@@ -75,20 +75,25 @@ class ParamSpec:
         """Dimensions of the planes of a QuantizedWeight before their columns."""
         return self.shape[: -self.num_inputs] if self.split else self.matrix[:1]
 
-    def plane_axes(self, columns: int) -> tuple[str | None, ...]:
-        """Names of the dimensions of a split parameter's plane with so many columns: a single one
-        is of all inputs."""
-        first = self.axes[-self.num_inputs] if columns > 1 else None
-        return (*self.axes[: -self.num_inputs], first)
+    @property
+    def orders(self) -> tuple[int, ...]:
+        """Those of its order of inputs: each expert's tensors have their own."""
+        named = zip(self.shape, self.axes[: -self.num_inputs])
+        orders = tuple(size if axis == "experts" else 1 for size, axis in named)
+        return orders if self.split else (math.prod(orders),)
+
+    def plane_axes(self, plane: tuple[int, ...]) -> tuple[str | None, ...]:
+        """Names of the dimensions of a split parameter's plane of this shape; None for dimensions
+        of one entry, which is of all rows or all columns."""
+        axes = self.axes[: 1 - self.num_inputs or None]
+        return tuple(axis if size > 1 else None for axis, size in zip(axes, plane, strict=True))
 
     def abstract(self, dtype: jnp.dtype) -> jax.ShapeDtypeStruct | QuantizedWeight:
         """Shape and dtype of the parameter in a model of `dtype`."""
         if self.format is None:
             return jax.ShapeDtypeStruct(self.shape, self.dtype or dtype)
-        return jax.tree.map(
-            lambda plane: jax.ShapeDtypeStruct((*self.rows, plane.shape[1]), plane.dtype),
-            abstract_weight(*self.matrix, self.format),
-        )
+        planes = abstract_weight(*self.matrix, self.format)
+        return planes_of(planes, self.rows, self.orders, _abstract_plane)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -169,9 +174,9 @@ class Stacked:
     def dtype(self) -> str | None:
         return self.specs[0].dtype
 
-    def plane_axes(self, columns: int) -> tuple[str | None, ...]:
+    def plane_axes(self, plane: tuple[int, ...]) -> tuple[str | None, ...]:
         """As of the parameters that are stacked."""
-        return ("layers", *self.specs[0].plane_axes(columns))
+        return ("layers", *self.specs[0].plane_axes(plane[1:]))
 
     def abstract(self, dtype: jnp.dtype) -> jax.ShapeDtypeStruct | QuantizedWeight:
         """Shape and dtype of the parameter in a model of `dtype`."""
@@ -179,6 +184,31 @@ class Stacked:
             lambda one: jax.ShapeDtypeStruct((len(self.specs), *one.shape), one.dtype),
             self.specs[0].abstract(dtype),
         )
+
+
+def planes_of(
+    weight: QuantizedWeight,
+    rows: tuple[int, ...],
+    orders: tuple[int, ...],
+    plane_of: Callable[[Any, tuple[int, ...]], Any],
+) -> QuantizedWeight:
+    """A weight of `plane_of(plane, shape)`, where planes have these dimensions before their
+    columns."""
+
+    def of(plane: Any, before: tuple[int, ...]) -> Any:
+        return None if plane is None else plane_of(plane, (*before, plane.shape[-1]))
+
+    return QuantizedWeight(
+        of(weight.values, rows),
+        of(weight.scales, rows),
+        of(weight.minima, rows),
+        weight.format,
+        of(weight.order, orders),
+    )
+
+
+def _abstract_plane(plane: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, plane.dtype)
 
 
 AnySpec = ParamSpec | Rearranged | Stacked

@@ -44,7 +44,24 @@ def column_parallel(weight: Weight, x: jax.Array, bias: jax.Array | None = None)
 
 def row_parallel(weight: Weight, x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """Like `column_parallel`, but each rank of a mesh has its own inputs: results are summed."""
-    return add_bias(parallel.row_parallel(product, _matrix(weight, x), x), bias)
+    adapted = _matrix(weight, x)
+    own = adapted.weight if isinstance(adapted, AdaptedWeight) else adapted
+    own, inputs = in_order(own, x)
+
+    def of_rank(own: Weight, inputs: jax.Array) -> jax.Array:
+        y = product(own, inputs)
+        return y + _delta(adapted, x) if isinstance(adapted, AdaptedWeight) else y
+
+    return add_bias(parallel.row_parallel(of_rank, own, inputs), bias)
+
+
+def in_order(weight: Weight, x: jax.Array) -> tuple[Weight, jax.Array]:
+    """A matrix of which each rank of a mesh has its own inputs, and the inputs of its columns, for
+    this rank's x [tokens, in]. Those of a weight with an order of inputs are anywhere: all ranks
+    gather the features of x."""
+    if not isinstance(weight, QuantizedWeight) or weight.order is None:
+        return weight, x
+    return weight.unordered, parallel.gather_features(x)[:, weight.order[0]]
 
 
 def replicated(weight: Weight, x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
@@ -64,9 +81,13 @@ def _matrix(weight: Weight, x: jax.Array) -> Weight:
 def product(weight: Weight, x: jax.Array) -> jax.Array:
     """x [tokens, in] times a matrix [out, in] transposed: [tokens, out]."""
     if isinstance(weight, AdaptedWeight):
-        # Of a row-parallel layer both are a rank's part of a sum.
-        return product(weight.weight, x) + weight.adapters.delta(x, weight.slots, matmul)
+        return product(weight.weight, x) + _delta(weight, x)
     return quantized_matmul(weight, x) if isinstance(weight, QuantizedWeight) else matmul(weight, x)
+
+
+def _delta(weight: AdaptedWeight, x: jax.Array) -> jax.Array:
+    """What adapters add; of a row-parallel layer, a rank's part of the sum, as the product is."""
+    return weight.adapters.delta(x, weight.slots, matmul)
 
 
 def add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:

@@ -212,7 +212,8 @@ def mixture(moe: MoEConfig, p: Params, x: jax.Array) -> jax.Array:
     if apart:
         out = parallel.sum_over_seq(out)
     if moe.shared_intermediate_size:
-        shared = _mlp(moe, Experts(_matrix(p["shared_gate_up"]), p["shared_down"]), x)
+        inner = _activated(moe, _product(_matrix(p["shared_gate_up"]), x))
+        shared = _product(*layers.in_order(_matrix(p["shared_down"]), inner))
         if moe.shared_gate:
             shared = jax.nn.sigmoid(_router_logits(p["shared_router"], x)) * shared
         out = out + shared

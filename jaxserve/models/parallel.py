@@ -128,6 +128,11 @@ def gather_tokens(x: jax.Array) -> jax.Array:
     return leave_layers(x)
 
 
+def gather_features(x: jax.Array) -> jax.Array:
+    """x [tokens, features] of which each rank has its own features, as [tokens, all features]."""
+    return lax.all_gather(x, TENSOR, axis=1, tiled=True) if bound(TENSOR) else x
+
+
 def sum_parts(x: jax.Array) -> jax.Array:
     """The sum over ranks of x, each rank's result for all tokens: for all of them, or for this
     rank's share."""

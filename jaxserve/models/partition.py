@@ -22,7 +22,7 @@ import numpy as np
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.models.family import AnySpec, Params, ParamSpec, Rearranged, Stacked
-from jaxserve.models.quantization_config import SMALLEST_GROUP
+from jaxserve.models.quantization_config import has_few_scales
 from pallas_kernels.quantized_matmul import Format
 from sharding_rules import HeadLayout, pad_to
 
@@ -111,17 +111,20 @@ def _check_experts(config: ModelConfig, ranks: int) -> None:
 def _split_format(spec: ParamSpec, tensor: int, split: Collection[str]) -> Format | None:
     """The format of a packed parameter in which each of `tensor` ranks has whole groups of the
     inputs that it contracts, where those are `split`: its own, or one of smaller groups; None if
-    there is none."""
+    there is none. Experts multiply some tokens each, whose inputs in another order are not gathered
+    from the ranks."""
     format, inputs = spec.format, spec.matrix[1] // tensor
     if spec.axes[-spec.num_inputs] not in split:
         return format
+    if format.ordered and "experts" in spec.axes:
+        return None
     try:
         if format.group is not None:
             format = dataclasses.replace(format, group=math.gcd(format.group, inputs))
         format.num_groups(inputs)
     except ValueError:
         return None
-    return format if format.group is None or format.group >= SMALLEST_GROUP else None
+    return format if has_few_scales(format) else None
 
 
 def _fit(spec: ParamSpec, heads: HeadLayout, padded: dict[str, int]) -> ParamSpec | Rearranged:

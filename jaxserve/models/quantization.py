@@ -8,7 +8,6 @@ and the head only if their file has them quantized, since rounding harms them mo
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -52,7 +51,10 @@ def with_formats(
     if kept := AS_STORED.get(quantization):
         formats = frozenset(kept.values())
         stored = jax.tree.map(lambda spec: _as_stored(spec, stored_format, formats), specs)
-        if own is not None or not any(spec.format for spec in jax.tree.leaves(stored)):
+        has_blocks = own in (None, *AS_STORED) and any(
+            spec.format for spec in jax.tree.leaves(stored)
+        )
+        if not has_blocks:
             raise ConfigError(
                 f"quantization is {quantization!r}, but the model has no weights in blocks of "
                 f"{', '.join(kept)}; give a file that has, or one of {', '.join(FORMATS)}."
@@ -112,18 +114,19 @@ def regrouped(weight: QuantizedWeight, format: Format) -> QuantizedWeight:
         None if plane is None else np.repeat(plane, times, axis=1)
         for plane in (weight.scales, weight.minima)
     )
-    return QuantizedWeight(weight.values, scales, minima, format)
+    return QuantizedWeight(weight.values, scales, minima, format, weight.order)
 
 
-def stack(spec: ParamSpec, parts: list[QuantizedWeight]) -> QuantizedWeight:
-    """The parameter of a spec whose parts are of these whole tensors, all in `spec.format`."""
+def of_inputs(weight: QuantizedWeight, first: int, last: int) -> QuantizedWeight:
+    """The columns of a weight of numpy arrays from `first` to `last`: whole groups."""
+    num_inputs = weight.shape[1]
 
-    def plane(*planes: Any) -> np.ndarray:
-        apart = []
-        for part, array in zip(spec.parts, planes):
-            outputs = part.shape[: -spec.num_inputs]
-            rows = array[part.first : part.first + math.prod(outputs)]
-            apart.append(rows.reshape(*outputs, -1))
-        return np.concatenate(apart, axis=spec.concat_axis).reshape(*spec.rows, -1)
+    def cut(plane: Any) -> Any:
+        columns = plane.shape[1]
+        return plane if columns == 1 else plane[:, _part(first, last, columns, num_inputs)]
 
-    return jax.tree.map(plane, *parts)
+    return weight if (first, last) == (0, num_inputs) else jax.tree.map(cut, weight)
+
+
+def _part(first: int, last: int, columns: int, num_inputs: int) -> slice:
+    return slice(first * columns // num_inputs, last * columns // num_inputs)

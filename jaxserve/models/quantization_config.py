@@ -15,6 +15,8 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any, Literal
 
+import jax.numpy as jnp
+
 from jaxserve.core.errors import ModelError, UnsupportedModelError
 from jaxserve.core.model_files import shown
 from pallas_kernels.quantized_matmul import FP8, Format
@@ -24,8 +26,6 @@ Storage = Literal["fp8", "int8", "packed", "awq", "gptq"]
 """Which tensors a weight is stored in (loading/quantized/tensors.py)."""
 
 _LARGEST_SIZE = 1 << 20
-SMALLEST_GROUP = 16
-"""Inputs; scales of smaller ones would add half to the memory of float8, or more."""
 _INT4_BLOCK = 32
 
 
@@ -37,7 +37,8 @@ class Scheme:
     symmetric: zero points are all in the middle of the values' range; floats have none.
     group: consecutive inputs that share a scale; None for all.
     rows: outputs that share a scale; None for all.
-    reordered: inputs name their group themselves (`g_idx`), which activation order makes.
+    reordered: inputs name their group themselves (`g_idx`), which activation order makes. Groups
+        are as large as otherwise.
     zeros_less_one: zero points are stored less one, modulo 2^bits.
     scale_names: the last parts of the names that the tensor of scales may have.
     """
@@ -58,18 +59,26 @@ class Scheme:
         which float32 holds. Scales are float32 whatever the file has, so that memory is known from
         `config.json` alone.
         """
-        if self.reordered:
-            return None
         if self.storage == "fp8":
             if self.group is None:
                 return FP8
             # Groups are the same in all rows, and may be smaller than blocks.
-            group = math.gcd(self.group, num_inputs)
-            return Format("float8_e4m3fn", group) if group >= SMALLEST_GROUP else None
+            format = Format("float8_e4m3fn", math.gcd(self.group, num_inputs))
+            return format if has_few_scales(format) else None
         unit = _INT4_BLOCK if self.bits == 4 else 1
         if (self.group or unit) % unit or num_inputs % (self.group or unit):
             return None
-        return Format("int4" if self.bits == 4 else "int8", self.group, minimum=not self.symmetric)
+        return Format(
+            "int4" if self.bits == 4 else "int8",
+            self.group,
+            minimum=not self.symmetric,
+            ordered=self.reordered and self.group is not None,
+        )
+
+
+def has_few_scales(format: Format) -> bool:
+    """Whether scales add at most two bits to a value; more would be a fourth of float8's memory."""
+    return format.group is None or format.group >= 4 * jnp.dtype(format.scale_dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,7 +34,8 @@ def quantized_matmul(
     """x [tokens, in] times `weight` [out, in] transposed: [tokens, out], summed in float32.
 
     x is float32, bfloat16 or float16; or, for float8_e4m3fn weights with one scale per output,
-    float8_e4m3fn, whose per-token scales the caller applies to the rows of the result.
+    float8_e4m3fn, whose per-token scales the caller applies to the rows of the result. Of a weight
+    with orders the first one is used: all of its rows have the same.
     dtype: of the result; by default that of x, or bfloat16 for float8_e4m3fn.
     backend: see `backends.Backend`.
 
@@ -53,4 +54,6 @@ def quantized_matmul(
         dtype = jnp.bfloat16 if x.dtype.name == _FP8 else x.dtype
     if 0 in (*weight.shape, *x.shape):
         return jnp.zeros((len(x), weight.shape[0]), dtype)
+    if weight.order is not None:
+        weight, x = weight.unordered, x[:, weight.order[0]]
     return _MULTIPLY.run(backend, weight, x).astype(dtype)

@@ -33,6 +33,7 @@ class Format:
     group: consecutive inputs that share a scale (and a minimum), or None for a whole row.
     minimum: asymmetric; integers only.
     scale_dtype: of scales and minima, "float32", "float16" or "bfloat16".
+    ordered: the weight has an order of its inputs, in which groups are consecutive.
 
     Raises ValueError for other values.
     """
@@ -41,6 +42,7 @@ class Format:
     group: int | None
     minimum: bool = False
     scale_dtype: str = "float32"
+    ordered: bool = False
 
     def __post_init__(self):
         if self.values not in (*_LARGEST, "int4"):
@@ -93,18 +95,27 @@ class QuantizedWeight:
     values [out, in], or uint8 [out, in / 2] for int4.
     scales [out, groups].
     minima [out, groups], or None for a format without.
+    order int32 [orders, in], None unless the format is `ordered`: the input that each column is
+        multiplied with. Several are of as many runs of rows, all of a length.
     """
 
     values: jax.Array
     scales: jax.Array
     minima: jax.Array | None
     format: Format = dataclasses.field(metadata={"static": True})
+    order: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """[out, in] of the weight."""
         num_outputs, columns = self.values.shape
         return num_outputs, columns * (2 if self.format.values == "int4" else 1)
+
+    @property
+    def unordered(self) -> QuantizedWeight:
+        """The weight that takes inputs in its own order."""
+        format = dataclasses.replace(self.format, ordered=False)
+        return dataclasses.replace(self, format=format, order=None)
 
 
 def abstract_weight(num_outputs: int, num_inputs: int, format: Format) -> QuantizedWeight:
@@ -116,7 +127,8 @@ def abstract_weight(num_outputs: int, num_inputs: int, format: Format) -> Quanti
     columns = num_inputs // 2 if format.values == "int4" else num_inputs
     values = jax.ShapeDtypeStruct((num_outputs, columns), format.dtype)
     scales = jax.ShapeDtypeStruct((num_outputs, groups), jnp.dtype(format.scale_dtype))
-    return QuantizedWeight(values, scales, scales if format.minimum else None, format)
+    order = jax.ShapeDtypeStruct((1, num_inputs), jnp.int32) if format.ordered else None
+    return QuantizedWeight(values, scales, scales if format.minimum else None, format, order)
 
 
 def quantize(weight: jax.Array, format: Format) -> QuantizedWeight:
@@ -125,7 +137,8 @@ def quantize(weight: jax.Array, format: Format) -> QuantizedWeight:
     Without a minimum, the largest magnitude of a group becomes 127, or 448 in float8_e4m3fn. In
     int4 the value of that magnitude becomes -8, with a scale of the opposite sign, as in GGUF: of
     the two extremes only the smaller is ever clipped, by one step at most. With a minimum, 0 and 15
-    (or 255) are the group's extremes. Scales are rounded before values.
+    (or 255) are the group's extremes. Scales are rounded before values. An ordered
+    format has the inputs as they are.
 
     Raises ValueError when the inputs are not a whole number of groups.
     """
@@ -154,11 +167,16 @@ def quantize(weight: jax.Array, format: Format) -> QuantizedWeight:
         values = pack_int4(values.astype(jnp.int8) - low)
     values = values.astype(format.dtype)
     minima = None if minima is None else minima[..., 0]
-    return QuantizedWeight(values, scales[..., 0], minima, format)
+    order = jnp.arange(weight.shape[1], dtype=jnp.int32)[None] if format.ordered else None
+    return QuantizedWeight(values, scales[..., 0], minima, format, order)
 
 
 def dequantize(weight: QuantizedWeight) -> jax.Array:
     """The weight [out, in] as float32, bit-exact with GGUF's dequantization."""
+    if weight.order is not None:
+        columns = jnp.argsort(weight.order, axis=1)[:, None]
+        runs = dequantize(weight.unordered).reshape(len(columns), -1, weight.shape[1])
+        return jnp.take_along_axis(runs, columns, axis=2).reshape(weight.shape)
     if weight.format.values != "int4":
         return scaled(weight, weight.values)
     low, high = (scaled(weight, half) for half in nibbles(weight))
@@ -198,10 +216,15 @@ def from_mxfp4(codes: np.ndarray, scales: np.ndarray) -> QuantizedWeight:
 
 
 def from_integers(
-    values: np.ndarray, scales: np.ndarray, minima: np.ndarray | None, format: Format
+    values: np.ndarray,
+    scales: np.ndarray,
+    minima: np.ndarray | None,
+    format: Format,
+    order: np.ndarray | None = None,
 ) -> QuantizedWeight:
     """A weight in any format as planes of numpy arrays: values [out, in], integers in the range of
-    `format` or float8_e4m3fn; scales and minima [out, groups].
+    `format` or float8_e4m3fn; scales and minima [out, groups]; of an ordered format also the order
+    of its inputs [1, in].
 
     Values are not rounded, scales and minima to `format.scale_dtype`. Raises ValueError when the
     inputs are not a whole number of groups.
@@ -211,7 +234,8 @@ def from_integers(
         values = pack_int4(values if format.minimum else values + 8)
     scale_dtype = jnp.dtype(format.scale_dtype)
     planes = (None if plane is None else plane.astype(scale_dtype) for plane in (scales, minima))
-    return QuantizedWeight(values.astype(format.dtype, copy=False), *planes, format)
+    order = None if order is None else order.astype(np.int32)
+    return QuantizedWeight(values.astype(format.dtype, copy=False), *planes, format, order)
 
 
 def pack_int4(values):

@@ -22,8 +22,7 @@ FITTING = {
     "Llama-3.1-8B": ("one H200", "eight H200", "a v6e-8"),
     "Llama-3.1-70B": ("eight H200", "a v6e-8"),
     "Gemma-3-27B": ("one H200", "eight H200", "a v6e-8"),
-    "gpt-oss-120b": ("eight H200",),
-    "gpt-oss-120b, mxfp4": ("eight H200", "a v6e-8"),
+    "gpt-oss-120b": ("eight H200", "a v6e-8"),
     "Qwen3-235B-A22B": ("eight H200",),
     "DeepSeek-V3": ("eight H200",),
 }
@@ -31,7 +30,6 @@ FITTING = {
 
 def planned(tmp_path, name, deployment):
     """The memory of each device; None where the engine does not fit."""
-    name, _, quantization = name.partition(", ")
     path = tmp_path / "config.json"
     path.write_text(json.dumps(PUBLISHED[name]))
     kind, tensor = DEPLOYMENTS[deployment]
@@ -43,7 +41,6 @@ def planned(tmp_path, name, deployment):
         max_num_seqs=16,
         page_size=PAGE,
         tensor_parallel_size=tensor,
-        quantization=quantization or None,
     )
     device = DescribedDevice(spec.platform, spec.kind, spec.memory_bytes)
     try:

@@ -66,13 +66,15 @@ def test_windowed_layers_of_gemma_3_27b_cost_a_window(config_of, capsys):
 
 
 def test_gpt_oss_120b(config_of):
-    """Half of its layers have a window of 128 tokens: a group of 18 layers each."""
+    """Half of its layers have a window of 128 tokens: a group of 18 layers each. A weight of an
+    expert is a byte, and two for 32 of them."""
     memory = engine_plan.decide(EngineConfig(config_of(GPT_OSS_120B), **SETTINGS)).memory
     vocab, hidden, heads, kv_heads, dim, layers, experts = 201_088, 2880, 64, 8, 64, 36, 128
     attention = (hidden + 1) * dim * (heads + 2 * kv_heads) + (heads * dim + 1) * hidden + heads
-    expert = 3 * hidden * hidden + 3 * hidden
-    of_layer = attention + 2 * hidden + experts * (hidden + 1 + expert)
-    assert memory.weights_bytes == BF16 * (2 * vocab * hidden + layers * of_layer + hidden)
+    of_layer = attention + 2 * hidden + experts * (hidden + 1 + 3 * hidden)
+    packed = layers * experts * 3 * hidden * hidden
+    others = BF16 * (2 * vocab * hidden + layers * of_layer + hidden)
+    assert memory.weights_bytes == packed + BF16 * packed // 32 + others
     page_of_layer = 2 * kv_heads * dim * BF16 * PAGE
     of_window = -(-(128 - 1) // PAGE) + -(-(CHUNK - 1) // PAGE) + 1
     assert memory.layout.pages_for(CONTEXT) == CONTEXT // PAGE + of_window

@@ -61,11 +61,12 @@ def write_quantized(directory, name, **fields):
         "max_position_embeddings": CONTEXT,
         "eos_token_id": EOS,
     }
+    raw |= fields
     tensors = family_members.tensors(hf_shapes(raw))
-    return TinyModel.open(write(directory, raw, tensors, name, **fields)[0])
+    return TinyModel.open(write(directory, raw, tensors, name)[0])
 
 
-@pytest.mark.parametrize("name", ["awq", "fp8 in blocks"])
+@pytest.mark.parametrize("name", ["awq", "fp8 in blocks", "gptq in activation order"])
 def test_a_quantized_checkpoint_as_it_is(tmp_path, caplog, name):
     """Without a setting: the tokens of the weights that it stands for, in its own format."""
     model = write_quantized(tmp_path, name)
@@ -81,14 +82,16 @@ def test_a_quantized_checkpoint_as_it_is(tmp_path, caplog, name):
 
 
 def test_values_that_no_format_has(tmp_path, caplog):
-    """Those of GPTQ in activation order are dequantized, and the log says so."""
-    model = write_quantized(tmp_path, "gptq in activation order")
+    """Those whose inputs are not whole groups are dequantized, and the log says so."""
+    model = write_quantized(tmp_path, "awq", intermediate_size=80)
     with model.load() as llm:
-        assert llm.plan().weights_dequantized == (14, 14)
-        assert llm.plan().memory.weights_bytes == size(model.params)
+        assert llm.plan().weights_dequantized == (2, 14)
+        held = llm.engine._runner._state.params
+        assert not any(isinstance(p["down"], QuantizedWeight) for p in held["layers"])
+        assert llm.plan().memory.weights_bytes == size(held)
         (output,) = drive(llm.engine, [Arrival(model.prompts[-1], GREEDY)])
         model.check_greedy(output)
-    assert "14 of 14 weights stored as gptq are dequantized to float32" in caplog.text
+    assert "2 of 14 weights stored as awq are dequantized to float32" in caplog.text
 
 
 def test_plans_of_quantized_checkpoints(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import gguf
@@ -176,6 +177,22 @@ def test_parts_by_inputs_add_up_to_the_whole(name):
         ]
         y += quantized_matmul(QuantizedWeight(*planes, weight.format), x[:, first:last])
     assert_same_product(y, weight, x, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["int4", "int8 minimum"])
+def test_inputs_in_another_order(name):
+    """Columns in the order in which groups are consecutive; or in two, of half of the rows each."""
+    weight, x = pack(random_weight(8), FORMATS[name]), random_x(2)
+    rng = np.random.default_rng(0)
+    orders = np.stack([rng.permutation(INPUTS) for _ in range(2)]).astype(np.int32)
+    format = dataclasses.replace(weight.format, ordered=True)
+    ordered = dataclasses.replace(weight, format=format, order=orders)
+    for row, own, expected in zip(
+        unpack(ordered), np.repeat(orders, 4, axis=0), reference.dequantize(weight), strict=True
+    ):
+        np.testing.assert_allclose(row[own], expected, rtol=1e-6, atol=1e-6)
+    one = dataclasses.replace(ordered, order=orders[:1])
+    assert_same_product(TestXla.jitted()(one, x), weight, x[:, orders[0]], 1e-6)
 
 
 @settings(max_examples=20, deadline=None)

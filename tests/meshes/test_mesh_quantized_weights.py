@@ -3,6 +3,7 @@ values, packed where one device has them packed."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ import family_members
 import pytest
 from gguf import GGMLQuantizationType as Kind
 from gguf import quants
+from lora_adapters import LLAMA, merged, write_adapter
 from mesh_engines import load, on_mesh
 from mesh_workload import GREEDY
-from quantized_checkpoints import FORMATS, write
-from tiny_checkpoints import CONFIG, hf_shapes, of_experts, write_gguf, write_hf
+from quantized_checkpoints import FORMATS, mxfp4, write
+from tiny_checkpoints import CONFIG, fused_experts, hf_shapes, of_experts, write_gguf, write_hf
 from tiny_engines import CONTEXT, EOS, Arrival, TinyModel, drive, member
 
-from pallas_kernels.quantized_matmul import QuantizedWeight
+from jaxserve import LoRARequest
+from pallas_kernels.quantized_matmul import MXFP4, QuantizedWeight
 
 pytestmark = pytest.mark.meshes
 
@@ -27,6 +30,7 @@ RAW = CONFIG | {
     "max_position_embeddings": CONTEXT,
     "eos_token_id": EOS,
 }
+GROUP_OF_PARTS = 8
 EXPERTS = of_experts("Qwen3MoeForCausalLM") | {"moe_intermediate_size": 64}
 
 
@@ -37,8 +41,7 @@ def test_every_format_gives_the_tokens_of_one_device(tmp_path):
 def check_formats(mesh: str, directory: Path) -> None:
     for name in FORMATS:
         model = written(directory / name, RAW, name)
-        dequantized = 14 if "activation order" in name else 0
-        check(model, mesh, (dequantized, 14))
+        check(model, mesh, (0, 14))
     # Random weights are rounded to the format that the config names.
     drawn = written(directory / "drawn", RAW, "awq")
     with load(drawn, mesh, max_num_seqs=1, load_format="dummy") as llm:
@@ -101,6 +104,65 @@ def check_experts(mesh: str, directory: Path) -> None:
     quantized = 2 * (4 + 4 * 3)
     check(model, mesh, (0, quantized))
     check(model, mesh, (0, quantized), enable_expert_parallel=True)
+
+
+def test_inputs_in_activation_order(tmp_path):
+    """Those of o_proj and down_proj are gathered, with sequence parallelism, where random weights
+    are rounded, and beside adapters, too; experts whose inputs are split are dequantized."""
+    on_mesh("TP2", check_order, tmp_path)
+
+
+def check_order(mesh: str, directory: Path) -> None:
+    name = "gptq in activation order"
+    dense = written(directory / "dense", RAW, name)
+    check(dense, mesh, (0, 14), sequence_parallel=True)
+    check_adapters(mesh, directory / "dense")
+    model = written(directory / "experts", RAW | EXPERTS, name)
+    quantized = 2 * (4 + 4 * 3)
+    check(model, mesh, (2 * 4, quantized))
+    check(model, mesh, (0, quantized), enable_expert_parallel=True)
+    shared = of_experts("Qwen2MoeForCausalLM") | {"shared_expert_intermediate_size": 64}
+    model = written(directory / "shared", RAW | EXPERTS | shared, name)
+    check(model, mesh, (2 * 4, 2 * (4 + 5 * 3)))
+    drawn = {"load_format": "dummy", "enable_expert_parallel": True}
+    with load(model, mesh, max_num_seqs=1, **drawn) as llm:
+        assert llm.plan().weights_dequantized == (0, 2 * (4 + 5 * 3))
+        assert len(drive(llm.engine, [Arrival(model.prompts[0], GREEDY)])) == 1
+
+
+def check_adapters(mesh: str, directory: Path) -> None:
+    """On the model in `quantized`, whose floats are in `plain`."""
+    model = TinyModel.open(directory / "quantized")
+    plain = TinyModel.open(directory / "plain")
+    adapter = write_adapter(directory / "adapter", plain, seed=0, targets=LLAMA)
+    own = merged(plain, adapter, directory / "merged")
+    asked = LoRARequest("a", adapter)
+    adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 6}
+    with load(model, mesh, max_num_seqs=1, **adapters) as llm:
+        (output,) = llm.generate([model.prompts[-1]], GREEDY, use_tqdm=False, lora_request=[asked])
+        own.check_greedy(output)
+
+
+def test_experts_in_mxfp4(tmp_path):
+    """Parts of each, whose 24 inputs on four devices are three groups of 8, and whole experts."""
+    on_mesh("TP4", check_mxfp4, tmp_path, GROUP_OF_PARTS)
+    on_mesh("TP2", check_mxfp4, tmp_path, MXFP4.group, enable_expert_parallel=True)
+
+
+def check_mxfp4(mesh: str, directory: Path, group: int, **settings: Any) -> None:
+    raw = member("gpt_oss")[0] | {"num_experts": 6, "intermediate_size": 96}
+    packed, plain = mxfp4(fused_experts(family_members.tensors(hf_shapes(raw))))
+    own = {"quantization_config": {"quant_method": "mxfp4"}}
+    path = write_hf(directory / f"packed {mesh}", raw | own, packed)
+    model = TinyModel.open(write_hf(directory / f"plain {mesh}", raw, plain))
+    with load(dataclasses.replace(model, path=path), mesh, max_num_seqs=1, **settings) as llm:
+        assert llm.plan().weights_dequantized == (0, 3 * 6 * 3)
+        for layer in llm.engine._runner._state.params["layers"]:
+            assert layer["experts_gate_up"].format == MXFP4
+            assert layer["experts_down"].format == dataclasses.replace(MXFP4, group=group)
+        arrivals = [Arrival(prompt, GREEDY) for prompt in model.prompts[-PROMPTS:]]
+        for output in drive(llm.engine, arrivals):
+            model.check_greedy(output)
 
 
 def test_weights_that_a_setting_packs(tmp_path):

@@ -250,7 +250,9 @@ def _held(scheme: Scheme) -> str:
     bits = 8 * sum(plane.size * plane.dtype.itemsize for plane in planes) / _INPUTS**2
     kind = "float8" if scheme.storage == "fp8" else f"int{scheme.bits}"
     of = "groups" if format.group else "outputs"
-    return f"{kind} with scales{' and minima' if format.minimum else ''} of {of}, {bits:.3g} bits"
+    also = f"{' and minima' if format.minimum else ''} of {of}"
+    order = ", and an order of inputs" if format.ordered else ""
+    return f"{kind} with scales{also}{order}, {bits:.3g} bits"
 
 
 def _quantized_rows() -> str:

@@ -4,7 +4,8 @@ FP8: `weight * weight_scale`, of blocks as in DeepSeek-V3's README_WEIGHTS.md (`
 each 128 x 128 weights). compressed-tensors: `compressors/naive_quantized` and `pack_quantized`,
 values (q - zero_point) * scale (quantization/lifecycle/forward.py). AWQ: `dequantize_gemm` of
 AutoAWQ's utils/packing_utils.py. GPTQ: AutoGPTQ's nn_modules/qlinear/qlinear_cuda_old.py, and
-`g_idx` as in qlinear_cuda.py. Everything here is written down from these, value by value.
+`g_idx` as in qlinear_cuda.py. MXFP4: OCP Microscaling Formats 1.0. Everything here is
+written down from these, value by value.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ FLOAT8 = ml_dtypes.float8_e4m3fn
 GROUP = 32
 BLOCK = [48, 64]
 _LINEAR = re.compile(r"model\.layers\.\d+\..*_proj(_with_mqa)?\.weight")
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -86,6 +88,13 @@ def grouped(
     return values.astype(np.int64), zeros.astype(np.int64), scales
 
 
+def _groups(num_inputs: int, reordered: bool) -> np.ndarray:
+    """The group of each input: one after another, or in activation order, which layers with the
+    same input have alike."""
+    groups = np.arange(num_inputs) // GROUP
+    return np.random.default_rng(num_inputs).permutation(groups) if reordered else groups
+
+
 def in_words(values: np.ndarray, bits: int, axis: int, order: tuple[int, ...] = ()) -> np.ndarray:
     """Int32 words of values along `axis`: place p of a word has the value `order[p]` of it."""
     count = 32 // bits
@@ -97,9 +106,11 @@ def in_words(values: np.ndarray, bits: int, axis: int, order: tuple[int, ...] = 
     return np.ascontiguousarray(np.moveaxis(words, 0, axis)).view(np.int32)
 
 
-def _packed(bits: int, symmetric: bool) -> Callable[[np.ndarray], tuple[Tensors, Any]]:
+def _packed(
+    bits: int, symmetric: bool, reordered: bool = False
+) -> Callable[[np.ndarray], tuple[Tensors, Any]]:
     def stored(weight: np.ndarray) -> tuple[Tensors, Any]:
-        groups = np.arange(weight.shape[1]) // GROUP
+        groups = _groups(weight.shape[1], reordered)
         values, zeros, scales = grouped(weight, bits, symmetric, groups)
         tensors = {
             "weight_packed": in_words(values, bits, 1),
@@ -108,6 +119,8 @@ def _packed(bits: int, symmetric: bool) -> Callable[[np.ndarray], tuple[Tensors,
         }
         if not symmetric:
             tensors["weight_zero_point"] = in_words(zeros, bits, 0)
+        if reordered:
+            tensors["weight_g_idx"] = groups.astype(np.int32)
         return tensors, (values - zeros[:, groups]) * scales[:, groups]
 
     return stored
@@ -128,9 +141,7 @@ def _gptq(
     bits: int, symmetric: bool, reordered: bool = False, less: int = 1
 ) -> Callable[[np.ndarray], tuple[Tensors, Any]]:
     def stored(weight: np.ndarray) -> tuple[Tensors, Any]:
-        groups = np.arange(weight.shape[1]) // GROUP
-        if reordered:
-            groups = np.random.default_rng(1).permutation(groups)
+        groups = _groups(weight.shape[1], reordered)
         values, zeros, scales = grouped(weight, bits, symmetric, groups)
         tensors = {
             "qweight": in_words(values.T, bits, 0),
@@ -141,6 +152,31 @@ def _gptq(
         return tensors, (values - zeros[:, groups]) * scales[:, groups]
 
     return stored
+
+
+def mxfp4(
+    fused: Tensors, exponents: tuple[int, int] = (120, 124), seed: int = 0
+) -> tuple[Tensors, Tensors]:
+    """Tensors as gpt-oss is published, random ones with exponents in this range for those of
+    `fused` experts, and the same with the values that they stand for."""
+    rng = np.random.default_rng(seed)
+    packed, plain = dict(fused), dict(fused)
+    for name in [name for name in fused if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = fused[name].shape
+        blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
+        scales = rng.integers(*exponents, blocks.shape[:-1], np.uint8)
+        packed |= {name + "_blocks": blocks, name + "_scales": scales}
+        plain[name] = of_mxfp4(blocks, scales)
+        del packed[name]
+    return packed, plain
+
+
+def of_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Float32 [experts, in, out] of blocks [experts, out, groups, 16] and their scales."""
+    codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, 32)
+    values = np.where(codes > 7, -1.0, 1.0) * np.array(E2M1)[codes & 7]
+    values *= 2.0 ** (scales.astype(np.float64) - 127)[..., None]
+    return np.float32(values).reshape(*blocks.shape[:2], -1).swapaxes(1, 2).copy()
 
 
 def _of_compressed_tensors(format: str, strategy: str, **weights: Any) -> dict[str, Any]:
@@ -192,6 +228,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[..., tuple[Tensors, Any]]]] = 
     "compressed-tensors W4A16 with zero points": (
         _of_compressed_tensors("pack-quantized", "group", **_W4A16 | {"symmetric": False}),
         _packed(4, symmetric=False),
+    ),
+    "compressed-tensors W4A16 in activation order": (
+        _of_compressed_tensors("pack-quantized", "group", **_W4A16 | {"actorder": "group"}),
+        _packed(4, symmetric=True, reordered=True),
     ),
     "awq": (
         {

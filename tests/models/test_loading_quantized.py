@@ -21,7 +21,6 @@ from jaxserve.models.registry import param_specs
 from pallas_kernels.quantized_matmul import QuantizedWeight, dequantize
 
 LINEAR = ("qkv", "attn_out", "gate_up", "down")
-UNPACKED = ("gptq in activation order", "gptq of 8 bits in activation order")
 
 
 def load(path, quantization=None):
@@ -56,9 +55,7 @@ def test_values_are_those_of_the_definition(tmp_path, name):
     packed = load(path, method)
     assert_same(packed, expected)
     for layer in packed["layers"]:
-        assert {key for key in layer if is_packed(layer[key])} == (
-            set() if name in UNPACKED else set(LINEAR)
-        )
+        assert {key for key in layer if is_packed(layer[key])} == set(LINEAR)
     assert not is_packed(packed["embed"]) and not is_packed(packed["lm_head"])
 
 
@@ -106,7 +103,9 @@ def test_static_scales_of_activations_are_left_out(tmp_path, name):
     assert_same(packed, load(write_hf(tmp_path / "plain", CONFIG, plain)))
 
 
-@pytest.mark.parametrize("name", ["fp8 in blocks", "awq", "compressed-tensors W8A8"])
+@pytest.mark.parametrize(
+    "name", ["fp8 in blocks", "awq", "compressed-tensors W8A8", "gptq in activation order"]
+)
 def test_fused_tensors_and_experts(tmp_path, name):
     moe = of_experts("Qwen3MoeForCausalLM")
     for fields in ({"architectures": ["Phi3ForCausalLM"]}, moe):
@@ -118,6 +117,19 @@ def test_fused_tensors_and_experts(tmp_path, name):
         assert_same(load(path), expected)
         large = "experts_down" if fields is moe else "qkv"
         assert is_packed(packed["layers"][1][large])
+
+
+def test_layers_with_one_input_in_different_orders(tmp_path):
+    """Which no tool writes: refused as packed weights, as one product has one order."""
+    tensors, plain = quantized(random_tensors(CONFIG), "gptq in activation order")
+    config = CONFIG | {"quantization_config": FORMATS["gptq in activation order"][0]}
+    name = "model.layers.1.self_attn.k_proj.g_idx"
+    path = write_hf(tmp_path / "quantized", config, tensors | {name: tensors[name][::-1].copy()})
+    with pytest.raises(WeightsError, match=r"\.q_proj and .*\.k_proj have .* different orders"):
+        load(path, "gptq")
+    converted = load(convert(path, tmp_path / "orbax", dtype="float32"))
+    expected = load(write_hf(tmp_path / "plain", CONFIG, plain))
+    np.testing.assert_array_equal(converted["layers"][0]["qkv"], expected["layers"][0]["qkv"])
 
 
 def test_modules_that_are_not_converted(tmp_path):
@@ -307,6 +319,15 @@ def test_tensors_that_do_not_fit_together(tmp_path, name, change, message):
 def test_a_config_that_files_contradict(tmp_path, change, message):
     """A plan was made of the config; what would hold other values is refused."""
     path = changed(tmp_path, "gptq", change)
+    with pytest.raises(WeightsError, match=message):
+        load(path, "gptq")
+
+
+def test_groups_of_different_sizes(tmp_path):
+    """Which activation order does not make."""
+    change = with_("g_idx", lambda groups: np.where(np.arange(96) < 1, (groups + 1) % 3, groups))
+    path = changed(tmp_path, "gptq in activation order", change)
+    message = r"g_idx has groups that are not all of 32 inputs"
     with pytest.raises(WeightsError, match=message):
         load(path, "gptq")
 

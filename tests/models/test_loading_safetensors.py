@@ -8,6 +8,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from quantized_checkpoints import E2M1, mxfp4, of_mxfp4
 from safetensors.numpy import save_file
 from tiny_checkpoints import CONFIG, fused_experts, random_tensors, write_hf
 
@@ -111,26 +112,17 @@ GPT_OSS = CONFIG | {
     "num_experts_per_tok": 2,
     "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
 }
-E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
 def mxfp4_tensors(seed=0):
-    """Tensors as gpt-oss is published, and the same with the values that they stand for."""
-    rng = np.random.default_rng(seed)
-    plain = fused_experts(random_tensors(GPT_OSS))
-    packed = dict(plain)
-    for name in [name for name in plain if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = plain[name].shape
-        blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
-        scales = rng.integers(100, 140, blocks.shape[:-1], np.uint8)
-        scales[0, 0, 0], scales[0, 0, 1] = 0, 254  # float32's subnormals, and its largest
+    """Tensors as gpt-oss is published, and the same with the values that they stand for, of which
+    some are float32's subnormals, and its largest."""
+    packed, plain = mxfp4(fused_experts(random_tensors(GPT_OSS)), (100, 140), seed)
+    for name in [name for name in plain if name + "_blocks" in packed]:
+        blocks, scales = packed[name + "_blocks"], packed[name + "_scales"]
+        scales[0, 0, 0], scales[0, 0, 1] = 0, 254
         blocks[0, 0, 1] &= 0x33
-        codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, 32)
-        values = np.where(codes > 7, -1.0, 1.0) * np.array(E2M1)[codes & 7]
-        values *= 2.0 ** (scales.astype(np.float64) - 127)[..., None]
-        plain[name] = np.float32(values).reshape(experts, outputs, inputs).swapaxes(1, 2).copy()
-        packed |= {name + "_blocks": blocks, name + "_scales": scales}
-        del packed[name]
+        plain[name] = of_mxfp4(blocks, scales)
     return packed, plain
 
 
@@ -155,7 +147,12 @@ def test_mxfp4_may_stay_as_it_is(tmp_path):
     """In formats whose values are those of the file, of a byte a weight and two a group of 32."""
     packed, _ = mxfp4_tensors()
     checkpoint = open_checkpoint(write_hf(tmp_path, GPT_OSS, packed))
-    specs = with_formats(param_specs(checkpoint.config), "mxfp4", checkpoint.stored_format)
+    specs = with_formats(
+        param_specs(checkpoint.config),
+        "mxfp4",
+        checkpoint.stored_format,
+        checkpoint.quantization,
+    )
     kept, whole = load_params(checkpoint, specs, dtype="float32"), load(tmp_path)
     for p, expected in zip(kept["layers"], whole["layers"], strict=True):
         for name, array in expected.items():

@@ -36,7 +36,7 @@ def config_of(raw, **fields):
     [
         (MIXTRAL_8X7B, 46_702_792_704, 12_879_925_248, 131_072, 1),
         (QWEN3_235B_A22B, 235_093_634_560, 22_190_763_520, 192_512, 1),
-        (GPT_OSS_120B, 116_829_156_672, 5_711_982_912, 73_728, 2),
+        (GPT_OSS_120B | {"quantization_config": None}, 116_829_156_672, 5_711_982_912, 73_728, 2),
     ],
 )
 def test_known_models_to_the_byte(tmp_path, raw, parameters, active, kv_bytes_per_token, groups):
@@ -62,12 +62,14 @@ def test_gpt_oss_120b_in_mxfp4(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(GPT_OSS_120B))
     settings = {"model": path, "load_format": "dummy", "dtype": "bfloat16"}
-    decided = engine_plan.decide(EngineConfig(**settings, quantization="mxfp4"))
+    decided = engine_plan.decide(EngineConfig(**settings))
+    assert decided.config.quantization == "mxfp4"
+    assert decided.weights_dequantized == (0, 36 * 128 * 3)
     experts = 36 * 128 * 3 * 2880 * 2880
     others = 116_829_156_672 - experts
     weights = decided.memory.weights_bytes
     assert weights == experts + 2 * experts // 32 + 2 * others
-    assert f"takes {weights / 2**30:.1f} GiB in all" in MODELS_PAGE.read_text("utf-8")
+    assert f"takes {weights / 2**30:.1f} GiB of weights" in MODELS_PAGE.read_text("utf-8")
     plain = tmp_path / "plain" / "config.json"
     plain.parent.mkdir()
     plain.write_text(json.dumps(GPT_OSS_120B | {"quantization_config": None}))

@@ -37,10 +37,10 @@ class EngineConfig:
         kv_cache_dtype: dtype of KV pages: "auto" is that of activations; with "int8" or "fp8"
             (fp8_e4m3) they are quantized as they are written, with a scale for each token and head
             (docs/kv.md).
-        quantization: format of the weights in memory: "awq", "gptq", "fp8" or
+        quantization: format of the weights in memory: "awq", "gptq", "fp8", "mxfp4" or
             "compressed-tensors", as a checkpoint of this quantization_config stores them, which is
             the default for one (docs/models.md); "gguf", bit-exact in the blocks of
-            the GGUF file (docs/kernels.md); "mxfp4", the MXFP4 experts of gpt-oss alone;
+            the GGUF file (docs/kernels.md), or "mxfp4" in those of its MXFP4 experts alone;
             "int8", "int4" (groups of 32) or "fp8", quantized on loading, except embeddings and
             head. By default other files are dequantized to `dtype`.
         weights_on: where the layers are: "device"; or "host" (its memory) or "disk", from where

@@ -36,8 +36,12 @@ class TensorSource(Protocol):
     def stored_format(self, name: str, num_inputs: int) -> Format | None:
         """The format in which devices can keep a weight just as it is stored; None without."""
 
-    def read_quantized(self, name: str) -> QuantizedWeight:
-        """A whole tensor [out, in] in its `stored_format`."""
+    def read_quantized(
+        self, name: str, rows: slice, inputs: slice, format: Format
+    ) -> QuantizedWeight:
+        """Rows of a tensor [out, in] in `format`, its `stored_format` or one whose groups divide
+        those, and of them whole groups of inputs: in an ordered format, by the order of the
+        columns."""
 
     def unclaimed(self, names: set[str]) -> list[str]:
         """Tensors not in `names` that a model must not ignore."""

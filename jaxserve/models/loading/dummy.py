@@ -54,9 +54,11 @@ class DummyCheckpoint:
 
     @property
     def quantization(self) -> str | None:
-        return self._stored.method if self._stored else None
+        return quantization_config.method_of(self.config_files()[CONFIG])
 
     def is_quantized(self, name: str) -> bool:
+        if self._has_mxfp4:
+            return bool(_EXPERT.search(name))
         return bool(self._stored and self._stored.scheme(name.removesuffix(".weight")))
 
     def stored_format(self, name: str, num_inputs: int) -> Format | None:
@@ -73,7 +75,7 @@ class DummyCheckpoint:
 
     @functools.cached_property
     def _has_mxfp4(self) -> bool:
-        return quantization_config.method_of(self.config_files()[CONFIG]) == "mxfp4"
+        return self.quantization == "mxfp4"
 
     def config_files(self) -> dict[str, dict[str, Any]]:
         return self.source.config_files()

@@ -18,7 +18,8 @@ import numpy as np
 from jaxserve.core.errors import WeightsError
 from jaxserve.models.loading import mxfp4
 from jaxserve.models.loading.assemble import Index
-from pallas_kernels.quantized_matmul import QuantizedWeight
+from jaxserve.models.quantization import of_inputs, regrouped
+from pallas_kernels.quantized_matmul import Format, QuantizedWeight
 
 _NAME = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 PACKED = ("_blocks", "_scales")
@@ -71,6 +72,10 @@ class FusedExperts:
             names = (place.stem,)
         return names if names[0] in self.tensors else ()
 
+    def is_packed(self, name: str) -> bool:
+        """Whether an expert's tensor is stored in MXFP4."""
+        return len(self.stored(name)) > 1
+
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of an expert's tensor; None if there is no such tensor, and that of all experts'
         if they are not `num_experts`.
@@ -81,7 +86,7 @@ class FusedExperts:
         if not stored:
             return None
         whole = tuple(self.tensors[stored[0]].get_shape())
-        if len(stored) > 1:
+        if self.is_packed(name):
             self._check_packed(*stored)
             whole = (*whole[:2], whole[2] * mxfp4.GROUP)
         elif not place.is_bias and len(whole) == 3:
@@ -106,12 +111,18 @@ class FusedExperts:
         begin = first * mxfp4.GROUP
         return mxfp4.dequantize(*planes)[:, inputs.start - begin : inputs.stop - begin]
 
-    def read_packed(self, name: str) -> QuantizedWeight:
-        """An expert's whole weight [out, in], which is stored in MXFP4, as it is stored."""
+    def read_packed(self, name: str, rows: slice, inputs: slice, format: Format) -> QuantizedWeight:
+        """Rows of an expert's weight [out, in], which is stored in MXFP4, with the values that are
+        stored, and of them whole groups of inputs in `format`."""
         place = _place(name)
-        own = slice(place.first, None, place.step)
-        planes = (self.tensors[part][place.expert : place.expert + 1] for part in self.stored(name))
-        return mxfp4.packed(*(plane[0, own] for plane in planes))
+        experts, own = slice(place.expert, place.expert + 1), slice(place.first, None, place.step)
+        groups = slice(inputs.start // mxfp4.GROUP, -(-inputs.stop // mxfp4.GROUP))
+        planes = (
+            self.tensors[part][experts, place.outputs(rows), groups] for part in self.stored(name)
+        )
+        weight = regrouped(mxfp4.packed(*(plane[0, own] for plane in planes)), format)
+        begin = groups.start * mxfp4.GROUP
+        return of_inputs(weight, inputs.start - begin, inputs.stop - begin)
 
     def _check_packed(self, blocks: str, scales: str) -> None:
         if scales not in self.tensors:

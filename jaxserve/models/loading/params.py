@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxserve.core.dtypes import DTYPES
 from jaxserve.core.errors import ConfigError
-from jaxserve.models.family import AnySpec, Params, ParamSpec, Stacked
-from jaxserve.models.loading.assemble import TensorSource, assemble, by_slice
+from jaxserve.models.family import AnySpec, Params, ParamSpec, Stacked, planes_of
+from jaxserve.models.loading.assemble import Index, TensorSource, assemble, by_slice
 from jaxserve.models.loading.checkpoint import Checkpoint, Restorable
-from jaxserve.models.quantization import has_groups_of, regrouped, stack
+from jaxserve.models.loading.packed import assemble_packed
+from jaxserve.models.quantization import has_groups_of
 from pallas_kernels.quantized_matmul import Format, QuantizedWeight, quantize
 
 Progress = Callable[[int, int], None]
@@ -36,8 +39,8 @@ def load_params(
 
     `specs` are the family's, with formats for parameters to quantize. `shardings` has their
     structure, a Sharding per parameter, or per plane of a split one; without it everything goes to
-    the first device. Each process reads only the slices its own devices hold, of packed weights
-    whole tensors, and the host never holds more than a few parameters at a time.
+    the first device. Each process reads only the slices its own devices hold, and the host never
+    holds more than a few parameters at a time.
     `progress(loaded_bytes, total_bytes)` is called as they load. Raises ConfigError for an unknown
     dtype or a quantized parameter on several devices that is not split, WeightsError for weights
     that cannot be read.
@@ -94,22 +97,48 @@ def _load_param(
         array = _load_array(source, np.dtype(np.float32), spec, _of_values(sharding))
         return _quantized_after(spec, array, sharding)
     if isinstance(sharding, Sharding):
-        return jax.device_put(_stored(source, spec), sharding)
-    # A process reads its own stages' layers, each whole and once.
-    stored = functools.cache(lambda layer: jax.tree.leaves(_stored(source, layers[layer])))
+        weight = _stored(source, spec)
+        weight = planes_of(weight, spec.rows, spec.orders, lambda plane, to: plane.reshape(to))
+        return jax.device_put(weight, sharding)
+    # Planes are loaded one after another, and the slices of all of them are read together.
+    slices = [_Slices(source, layer) for layer in layers]
     planes, structure = jax.tree.flatten(spec.abstract(dtype))
 
     def load(place: int, plane: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
-        def block(index: tuple[slice, ...]) -> np.ndarray:
+        def block(index: Index) -> np.ndarray:
             if not isinstance(spec, Stacked):
-                return np.ascontiguousarray(stored(0)[place][index])
-            own = range(*index[0].indices(len(layers)))
-            return np.stack([stored(layer)[place][index[1:]] for layer in own])
+                return slices[0].plane(place, plane.shape, index)
+            own = slices[index[0]]
+            return np.stack([layer.plane(place, plane.shape[1:], index[1:]) for layer in own])
 
         return by_slice(plane.shape, sharding, block)
 
     shardings = structure.flatten_up_to(sharding)
     return structure.unflatten(map(load, itertools.count(), planes, shardings))
+
+
+class _Slices:
+    """The slices of a packed parameter that devices of this process have."""
+
+    def __init__(self, source: TensorSource, spec: ParamSpec) -> None:
+        self._source, self._spec = source, spec
+        self._found: dict[tuple[tuple[int, int], ...], list[np.ndarray]] = {}
+
+    def plane(self, place: int, shape: tuple[int, ...], index: Index) -> np.ndarray:
+        """The slice `index` of the plane at `place`, of this shape; that of values, which is the
+        first, reads the others with it. A dimension of one entry is of all rows or inputs."""
+        scale = self._spec.matrix[1] / shape[-1]
+        bounds = [(own.start, own.stop) for own in index]
+        bounds[-1] = tuple(round(scale * end) for end in bounds[-1])
+        if place == 0 and (key := tuple(bounds)) not in self._found:
+            *rows, inputs = (slice(*ends) for ends in bounds)
+            weight = assemble_packed(self._source, self._spec, tuple(rows), inputs)
+            self._found[key] = jax.tree.leaves(weight)
+        return next(
+            planes[place]
+            for key, planes in self._found.items()
+            if all(size == 1 or ends == own for size, ends, own in zip(shape, bounds, key))
+        )
 
 
 def _is_stored(source: TensorSource, spec: ParamSpec) -> bool:
@@ -119,8 +148,9 @@ def _is_stored(source: TensorSource, spec: ParamSpec) -> bool:
 
 
 def _stored(source: TensorSource, spec: ParamSpec) -> QuantizedWeight:
-    parts = (source.read_quantized(part.tensor) for part in spec.parts)
-    return stack(spec, [regrouped(part, spec.format) for part in parts])
+    """A whole packed parameter."""
+    rows = tuple(slice(0, size) for size in spec.shape[: -spec.num_inputs])
+    return assemble_packed(source, spec, rows, slice(0, spec.matrix[1]))
 
 
 def _of_values(sharding: Sharding | QuantizedWeight) -> Sharding:
@@ -134,30 +164,33 @@ def _quantized_after(
     """`array`, quantized if `spec` has a format."""
     if spec.format is None:
         return array
-    if isinstance(sharding, Sharding):
-        return _rounded(array.reshape(spec.matrix), spec.format)
     stages, one = (len(spec.specs), spec.specs[0]) if isinstance(spec, Stacked) else (None, spec)
-    return _rounded_split(stages, one.matrix, one.rows, one.format, sharding)(array)
+    return _rounded(stages, one.matrix, one.rows, one.orders, one.format, sharding)(array)
 
 
 @functools.cache
-def _rounded_split(
+def _rounded(
     stages: int | None,
     matrix: tuple[int, int],
     rows: tuple[int, ...],
+    orders: tuple[int, ...],
     format: Format,
-    sharding: QuantizedWeight,
+    sharding: Sharding | QuantizedWeight,
 ) -> Callable[[jax.Array], QuantizedWeight]:
-    """One program for all parameters that are split alike, `stages` of them stacked."""
+    """One program for all parameters that are held alike, `stages` of them stacked."""
 
     def rounded(array: jax.Array) -> QuantizedWeight:
         weight = quantize(array.reshape(matrix), format)
-        return jax.tree.map(lambda plane: plane.reshape(*rows, -1), weight)
+        return planes_of(weight, rows, orders, _plane)
 
     return jax.jit(jax.vmap(rounded) if stages else rounded, out_shardings=sharding)
 
 
-_rounded = jax.jit(quantize, static_argnums=1)
+def _plane(plane: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The plane in this shape; one order as that of every expert."""
+    if plane.size == math.prod(shape):
+        return plane.reshape(shape)
+    return jnp.broadcast_to(plane, shape)
 
 
 def _load_array(

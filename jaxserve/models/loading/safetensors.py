@@ -64,19 +64,21 @@ class SafetensorsCheckpoint(ModelDirectory):
 
     @property
     def quantization(self) -> str | None:
-        return self._quantized.config.method if self._quantized else None
+        return quantization_config.method_of(self.config_files()[CONFIG])
 
     def is_quantized(self, name: str) -> bool:
-        return bool(self._quantized and self._quantized.shape(name))
+        if self._quantized is None:
+            return self._experts.is_packed(name)
+        return self._quantized.shape(name) is not None
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        if self.is_quantized(name):
-            return self._quantized.shape(name)
+        if self._quantized and (shape := self._quantized.shape(name)):
+            return shape
         found = self.tensors.get(name)
         return self._experts.shape(name) if found is None else tuple(found.get_shape())
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        if self.is_quantized(name):
+        if self._quantized and self._quantized.shape(name):
             return self._quantized.read(name, index)
         found = self.tensors.get(name)
         return self._experts.read(name, index) if found is None else found[index]
@@ -95,13 +97,14 @@ class SafetensorsCheckpoint(ModelDirectory):
     def stored_format(self, name: str, num_inputs: int) -> Format | None:
         if self._quantized is not None:
             return self._quantized.format(name)
-        return MXFP4 if len(self._experts.stored(name)) > 1 else None
+        return MXFP4 if self._experts.is_packed(name) else None
 
-    def read_quantized(self, name: str) -> QuantizedWeight:
-        """A whole tensor [out, in] in its `stored_format`."""
+    def read_quantized(
+        self, name: str, rows: slice, inputs: slice, format: Format
+    ) -> QuantizedWeight:
         if self._quantized is not None:
-            return self._quantized.read_packed(name)
-        return self._experts.read_packed(name)
+            return self._quantized.read_packed(name, rows, inputs, format)
+        return self._experts.read_packed(name, rows, inputs, format)
 
     @functools.cached_property
     def _experts(self) -> FusedExperts:

@@ -30,7 +30,7 @@ from jaxserve.models.loading.directory import (
 )
 from jaxserve.models.loading.gguf.config import generation_config, hf_config
 from jaxserve.models.loading.gguf.header import GgufFile, GgufTensor, read_gguf
-from jaxserve.models.quantization import STORED
+from jaxserve.models.quantization import STORED, of_inputs, regrouped
 from jaxserve.text.tokenizer import Tokenizer
 from pallas_kernels.quantized_matmul import Format, QuantizedWeight, from_gguf
 
@@ -137,18 +137,28 @@ class GgufCheckpoint:
         """The format that has the values of a tensor's blocks."""
         return STORED.get(self._tensor(name).kind.name)
 
-    def read_quantized(self, name: str) -> QuantizedWeight:
-        """A whole tensor [out, in] in its quantized blocks, of a kind that devices can keep."""
+    def read_quantized(
+        self, name: str, rows: slice, inputs: slice, format: Format
+    ) -> QuantizedWeight:
+        """Rows of a tensor [out, in] of a kind of blocks that devices can keep, and of them whole
+        groups of inputs in `format`."""
         tensor = self._tensor(name)
-        rows = tensor.raw.reshape(tensor.shape[0], -1)
+        heads = self._interleaved_heads(tensor.name)
+        unit = tensor.shape[0] // heads if heads else 1
+        stored = slice(rows.start // unit * unit, -(-rows.stop // unit) * unit)
+        size, block_bytes = gguf.GGML_QUANT_SIZES[tensor.kind]
+        first, last = inputs.start // size, -(-inputs.stop // size)
+        raw = tensor.raw.reshape(tensor.shape[0], -1)[stored]
+        raw = raw[:, first * block_bytes : last * block_bytes]
         if tensor.kind is Kind.MXFP4:
-            weight = mxfp4.packed_from_gguf(rows)
+            weight = mxfp4.packed_from_gguf(raw)
         else:
-            weight = from_gguf(rows, tensor.kind.name)
-        if heads := self._interleaved_heads(tensor.name):
-            head_dim = tensor.shape[0] // heads
-            weight = jax.tree.map(lambda plane: _halves_of_heads(plane, head_dim), weight)
-        return weight
+            weight = from_gguf(raw, tensor.kind.name)
+        if heads:
+            own = slice(rows.start - stored.start, rows.stop - stored.start)
+            weight = jax.tree.map(lambda plane: _halves_of_heads(plane, unit)[own], weight)
+        weight = regrouped(weight, format)
+        return of_inputs(weight, inputs.start - first * size, inputs.stop - first * size)
 
     def unclaimed(self, names: set[str]) -> list[str]:
         claimed = {self._gguf_name(name) for name in names}

@@ -139,7 +139,7 @@ class QuantizedTensors:
     def read(self, name: str, index: Index) -> np.ndarray:
         """The slice of a weight, float32."""
         weight = self._weight(name)
-        grid = self._grid(weight, *index)
+        grid = self._grid(weight, index[0], self._groups(name)[index[1]])
         values = self._values(weight, *index)
         if values.dtype.itemsize == 1 and values.dtype.kind in "iu":
             values = values.astype(np.int16)
@@ -149,20 +149,28 @@ class QuantizedTensors:
         scales = grid.scales[:, grid.groups]
         return values.astype(np.float32) * scales
 
-    def read_packed(self, name: str) -> QuantizedWeight:
-        """A whole weight in its `format`."""
-        weight, format = self._weight(name), self.format(name)
-        everything = tuple(slice(0, size) for size in weight.shape)
-        values, grid = self._values(weight, *everything), self._grid(weight, *everything)
-        columns = format.num_groups(weight.shape[1])
-        size = weight.shape[1] // columns
-        firsts = grid.groups[::size]
-        if weight.order is not None and (grid.groups != np.repeat(firsts, size)).any():
+    def read_packed(self, name: str, rows: slice, inputs: slice, format: Format) -> QuantizedWeight:
+        """Rows of a weight in `format`, its own or one whose groups divide those, and of them whole
+        groups of inputs. Those of an order are anywhere in a row, which is read whole."""
+        weight = self._weight(name)
+        size = weight.shape[1] // format.num_groups(weight.shape[1])
+        groups, order = self._groups(name), None
+        if format.ordered:
+            order = np.argsort(groups, kind="stable")
+            groups, order = groups[order], order[None, inputs]
+            values = self._values(weight, rows, slice(0, weight.shape[1]))[:, order[0]]
+        else:
+            values = self._values(weight, rows, inputs)
+        if weight.order is not None and (groups != np.repeat(groups[::size], size)).any():
             raise WeightsError(
-                f"{weight.order} has groups whose inputs are not in a row, and config.json says "
-                "that they are (desc_act, actorder); correct it."
+                f"{weight.order} has groups that are not all of {size} inputs"
+                if format.ordered
+                else f"{weight.order} has groups whose inputs are not in a row, and config.json "
+                "says that they are (desc_act, actorder); correct it."
             )
-        scales = np.broadcast_to(grid.scales[:, firsts], (weight.shape[0], columns))
+        grid = self._grid(weight, rows, groups[inputs])
+        firsts = grid.groups[::size]
+        scales = np.broadcast_to(grid.scales[:, firsts], (len(values), len(firsts)))
         if weight.scheme.storage == "fp8":
             return from_integers(values, scales, None, format)
         half = 1 << (weight.scheme.bits - 1)
@@ -175,9 +183,9 @@ class QuantizedTensors:
                     f"{weight.zeros} has zero points other than {half}, and config.json says that "
                     "there are none (sym); correct it."
                 )
-            return from_integers(values.astype(np.int16) - half, scales, None, format)
+            return from_integers(values.astype(np.int16) - half, scales, None, format, order)
         minima = np.broadcast_to(zeros, scales.shape) * -scales
-        return from_integers(values, scales, minima, format)
+        return from_integers(values, scales, minima, format, order)
 
     def _values(self, weight: _Weight, rows: slice, columns: slice) -> np.ndarray:
         """Stored values [rows, columns], uint8, int8 or float8."""
@@ -191,13 +199,22 @@ class QuantizedTensors:
         awq = weight.scheme.storage == "awq"
         return unpacked(packed, along, bits, layout.packed, awq=awq)
 
-    def _grid(self, weight: _Weight, rows: slice, columns: slice) -> _Grid:
-        scheme, num_inputs = weight.scheme, weight.shape[1]
-        if weight.order is not None:
-            groups = self.tensors[weight.order][columns]
-            self._check_order(weight, groups)
-        else:
-            groups = np.arange(columns.start, columns.stop) // (scheme.group or num_inputs)
+    @functools.cached_property
+    def _groups(self) -> Any:
+        return functools.cache(self._groups_of)
+
+    def _groups_of(self, name: str) -> np.ndarray:
+        """The group of each input of a weight."""
+        weight = self._weight(name)
+        if weight.order is None:
+            return np.arange(weight.shape[1]) // (weight.scheme.group or weight.shape[1])
+        groups = self.tensors[weight.order][:]
+        self._check_order(weight, groups)
+        return groups
+
+    def _grid(self, weight: _Weight, rows: slice, groups: np.ndarray) -> _Grid:
+        """Scales of rows, for inputs of these groups."""
+        scheme = weight.scheme
         first, last = int(groups.min()), int(groups.max()) + 1
         groups = groups - first
         stored = self.tensors[weight.scales]

@@ -49,7 +49,7 @@ class ParamShapes:
         if not spec.split:
             return by_name(spec.axes, spec.shape, self.rules)
         return jax.tree.map(
-            lambda plane: by_name(spec.plane_axes(plane.shape[-1]), plane.shape, self.rules),
+            lambda plane: by_name(spec.plane_axes(plane.shape), plane.shape, self.rules),
             spec.abstract(self.dtype),
         )
 
