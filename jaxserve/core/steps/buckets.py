@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.errors import ConfigError, ProgramMissError
 
 TOKEN_MULTIPLE = 16
@@ -128,7 +129,7 @@ class Buckets:
                 + (f"with {num_drafts} drafts each, " if num_drafts else "")
                 + f"by {multiple} or more"
             )
-        least = -(-min_prefill_tokens // multiple) * multiple
+        least = cdiv(min_prefill_tokens, multiple) * multiple
         one_prefill_size = tiled or (pipelined and seq > 1)
         return cls(
             rows=(max_num_seqs,) if tiled else _doublings(1, max_num_seqs),
