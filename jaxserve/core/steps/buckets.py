@@ -17,6 +17,7 @@ from typing import NamedTuple
 from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.errors import ConfigError, ProgramMissError
 
+_MIN_PREFILL_TOKENS = 32
 TOKEN_MULTIPLE = 16
 """Prefill buckets are multiples of this, so that a full one wastes no matmul tile."""
 
@@ -97,7 +98,6 @@ class Buckets:
         cls,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        min_prefill_tokens: int = 32,
         *,
         pipelined: bool = False,
         seq: int = 1,
@@ -129,7 +129,7 @@ class Buckets:
                 + (f"with {num_drafts} drafts each, " if num_drafts else "")
                 + f"by {multiple} or more"
             )
-        least = cdiv(min_prefill_tokens, multiple) * multiple
+        least = cdiv(_MIN_PREFILL_TOKENS, multiple) * multiple
         one_prefill_size = tiled or (pipelined and seq > 1)
         return cls(
             rows=(max_num_seqs,) if tiled else _doublings(1, max_num_seqs),

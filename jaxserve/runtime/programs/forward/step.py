@@ -210,11 +210,11 @@ def _layer(
 
     def attention(q, k, v, *, window, sinks=None):
         nonlocal pages
-        attend = context_parallel.attend
         if layout.seq == 1:
             attend = functools.partial(_attend, num_decodes=num_decodes)
+        else:
+            attend = functools.partial(context_parallel.attend, layout)
         out, pages = attend(
-            layout,
             slot_mapping,
             pages,
             q,
@@ -245,7 +245,6 @@ def _in_its_dtype(x: jax.Array) -> jax.Array:
 
 
 def _attend(
-    layout: StepLayout,
     slot_mapping: SlotMapping,
     pages: Pages,
     q: jax.Array,
