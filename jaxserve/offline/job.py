@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from jaxserve.core.arithmetic import cdiv
-from jaxserve.core.chat_settings import ChatSettings
 from jaxserve.core.errors import BatchError
 from jaxserve.core.process.output_file import sync_directory
+from jaxserve.core.settings.chat_settings import ChatSettings
 from jaxserve.core.version import __version__
 from jaxserve.offline.custom_ids import duplicates
 from jaxserve.offline.journal import BatchJournal, Result, lock, read_results
