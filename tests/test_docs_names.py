@@ -174,7 +174,7 @@ def test_metrics():
     ],
 )
 def test_options(document, commands):
-    scripts = [[sys.executable, "-m", "jaxserve.cli", *c.split(), "--help"] for c in commands]
+    scripts = [[sys.executable, "-m", "jaxserve", *c.split(), "--help"] for c in commands]
     known = "".join(
         subprocess.run(script, capture_output=True, text=True, check=True).stdout
         for script in scripts
