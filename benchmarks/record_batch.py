@@ -48,7 +48,7 @@ def start(directory: Path) -> Shell:
     """A shell in `directory`, whose `jaxserve` is that of this interpreter."""
     (directory / "bin").mkdir()
     command = directory / "bin" / "jaxserve"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m jaxserve.cli "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m jaxserve "$@"\n')
     command.chmod(0o755)
     process, terminal = pty.fork()
     if process == 0:

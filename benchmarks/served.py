@@ -23,7 +23,7 @@ def served(*args: str) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     server = subprocess.Popen(
-        [sys.executable, "-m", "jaxserve.cli", "serve", *args, f"--port={port}"],
+        [sys.executable, "-m", "jaxserve", "serve", *args, f"--port={port}"],
         stderr=subprocess.DEVNULL,
     )
     url, give_up = f"http://127.0.0.1:{port}", time.monotonic() + READY_S

@@ -56,7 +56,7 @@ def _commands() -> list[str]:
 
 def _help(*command: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "jaxserve.cli", *command, "--help"],
+        [sys.executable, "-m", "jaxserve", *command, "--help"],
         capture_output=True,
         text=True,
         check=True,

@@ -351,7 +351,7 @@ class AsyncEngine:
     ) -> list[bytes]:
         """An unfinished request as bytes, for `import_request` of another engine; it runs on here
         until `abort`. Its KV is copied between two steps, which takes as long as its bytes take
-        from the devices to memory; with `start` that of one stage, as `Snapshots.export_request`.
+        from the devices to memory; with `start` that of one stage, as `Migration.export_request`.
         Raises as `LLM.export_request`."""
         return await self._thread.result_of(
             lambda: list(self._engine.migration.export_request(request_id, with_kv, start))
@@ -383,7 +383,7 @@ class AsyncEngine:
     ) -> OutputStream:
         """Add a request of another engine, with the tokens that it had generated, and stream its
         output from its first token on. Leaving the stream early aborts the request.
-        Raises SnapshotError as `Snapshots.resume_request`."""
+        Raises SnapshotError as `Migration.resume_request`."""
         preparation = self._engine.preparation(state.added.params)
         if preparation is not None:
             await asyncio.wrap_future(preparation)
@@ -395,7 +395,7 @@ class AsyncEngine:
     async def stage_request(self, parts: SequenceOf[bytes], request_id: str) -> int:
         """Take the KV of a request that another engine has exported and runs on, for
         `resume_request`; returns how many tokens have theirs. Raises SnapshotError as
-        `Snapshots.stage_request`."""
+        `Migration.stage_request`."""
         preparation = self._engine.preparation(exported_params(parts))
         if preparation is not None:
             await asyncio.wrap_future(preparation)
@@ -411,14 +411,14 @@ class AsyncEngine:
         self, token_ids: SequenceOf[int], tenant: str | None = None, cache_salt: str | None = None
     ) -> list[bytes]:
         """The cached KV of these tokens, for `import_prefix` of another engine, copied between two
-        steps. Raises as `Snapshots.export_prefix`."""
+        steps. Raises as `Migration.export_prefix`."""
         return await self._thread.result_of(
             lambda: list(self._engine.migration.export_prefix(token_ids, tenant, cache_salt))
         )
 
     async def import_prefix(self, parts: SequenceOf[bytes]) -> int:
         """Cache a prefix of another engine; returns how many of its tokens are cached. Raises
-        SnapshotError as `Snapshots.import_prefix`."""
+        SnapshotError as `Migration.import_prefix`."""
         return await self._thread.result_of(lambda: self._engine.migration.import_prefix(parts))
 
     async def exchange_shares(

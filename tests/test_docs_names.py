@@ -1,7 +1,9 @@
-"""Names that the documents promise are there: tests, settings, fields, options, metrics."""
+"""Names that the documents and docstrings promise are there: tests, settings, fields, options,
+metrics, members of classes."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 import subprocess
@@ -26,6 +28,7 @@ from jaxserve.protocol.completions import CompletionRequest
 
 DOCS = Path(__file__).parents[1] / "docs"
 MIGRATION = (DOCS / "migration-from-vllm.md").read_text(encoding="utf-8")
+PACKAGES = ("jaxserve", "pallas_kernels", "sharding_rules")
 CODE = re.compile(r"`([^`]+)`")
 
 
@@ -53,6 +56,46 @@ def test_tests_that_are_named_exist(document):
     for path, name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", document.read_text("utf-8")):
         source = (DOCS.parent / path).read_text(encoding="utf-8")
         assert f"def {name}(" in source, f"{path}::{name}"
+
+
+def members(node):
+    """Names that a class defines or annotates, and what its methods read or assign of self."""
+    names = set()
+    for part in ast.walk(node):
+        match part:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                names.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.Attribute(value=ast.Name(id="self"), attr=name):
+                names.add(name)
+    return names
+
+
+def test_members_of_classes_that_docstrings_name_exist():
+    sources = {
+        path: path.read_text(encoding="utf-8")
+        for package in PACKAGES
+        for path in sorted((DOCS.parent / package).rglob("*.py"))
+    }
+    known, bases = {}, {}
+    for source in sources.values():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                known.setdefault(node.name, set()).update(members(node))
+                bases.setdefault(node.name, set()).update(map(ast.unparse, node.bases))
+
+    def has(name, member):
+        return member in known[name] or any(has(b, member) for b in bases[name] if b in known)
+
+    named = re.compile(r"`([A-Z]\w+)\.(\w+)")
+    absent = {
+        f"{path.name}: {name}.{member}"
+        for path, source in sources.items()
+        for name, member in named.findall(source)
+        if name not in known or not has(name, member)
+    }
+    assert not absent
 
 
 def test_settings():
@@ -131,7 +174,7 @@ def test_metrics():
     ],
 )
 def test_options(document, commands):
-    scripts = [[sys.executable, "-m", "jaxserve.cli", *c.split(), "--help"] for c in commands]
+    scripts = [[sys.executable, "-m", "jaxserve", *c.split(), "--help"] for c in commands]
     known = "".join(
         subprocess.run(script, capture_output=True, text=True, check=True).stdout
         for script in scripts

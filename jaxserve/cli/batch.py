@@ -21,11 +21,11 @@ from jaxserve.cli.planning.batch_offload import ChosenOffload, choose
 from jaxserve.cli.replicas import check_replicas, platform_of_replicas
 from jaxserve.cli.terminal.batch_progress import BatchProgress
 from jaxserve.cli.terminal.text import size
-from jaxserve.core.chat_settings import ChatSettings, ReasoningParser
 from jaxserve.core.errors import BatchError, ConfigError
 from jaxserve.core.process.output_file import check_output_file
 from jaxserve.core.process.signals import signals_handled
 from jaxserve.core.process.tables import table
+from jaxserve.core.settings.chat_settings import ChatSettings, ReasoningParser
 
 if TYPE_CHECKING:
     from jaxserve.core.steps.offload_counts import WeightReads

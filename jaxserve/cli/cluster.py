@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import tyro
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes
 
-from jaxserve.cli.arguments.options import Common
-from jaxserve.core.errors import ConfigError, EndpointError
+from jaxserve.cli.arguments.options import Common, check_base_url
+from jaxserve.core.errors import EndpointError
 from jaxserve.core.process.tables import table
 
 _POLL_S = 0.5
@@ -36,8 +36,7 @@ class _Server(Common):
 
     def __post_init__(self) -> None:
         """Raises ConfigError before anything is sent."""
-        if not self.base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"base_url is {self.base_url!r}; start it with http:// or https://.")
+        check_base_url(self.base_url)
 
     def _call(
         self, path: str, method: str = "GET", body: dict[str, Any] | None = None

@@ -3,12 +3,50 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from typing import Protocol
 
+from jaxserve.cluster.policies.autoscale import check_bounds
 from jaxserve.core.errors import ConfigError
+
+
+class ReplicaCounts(Protocol):
+    """Options of a command that say how many replicas there are."""
+
+    prefill_replicas: int
+    decode_replicas: int
+    min_replicas: int | None
+    max_replicas: int | None
+
+
+def check_replica_counts(command: ReplicaCounts, fixed: str) -> None:
+    """Raises ConfigError for options that exclude each other. `fixed` is the command's option for a
+    number of replicas that prefill and decode."""
+    check_bounds(command.min_replicas, command.max_replicas)
+    for name, other in itertools.permutations(("prefill_replicas", "decode_replicas")):
+        if getattr(command, name) and getattr(command, other) < 1:
+            raise ConfigError(
+                f"{name} is {getattr(command, name)}, but {other} is {getattr(command, other)}; "
+                "prefill and decode apart take two replicas at least, one of each."
+            )
+    number = getattr(command, fixed)
+    if command.prefill_replicas and number > 1:
+        raise ConfigError(
+            f"{fixed} is {number}, but prefill_replicas and decode_replicas say how many replicas "
+            "there are; leave it out."
+        )
+    if command.max_replicas is None:
+        return
+    for name, default in ((fixed, 1), ("prefill_replicas", 0)):
+        if (value := getattr(command, name)) != default:
+            raise ConfigError(
+                f"{name} is {value}, a fixed number of replicas, but max_replicas has it change "
+                "with the load; leave one of them out."
+            )
 
 
 def check_replicas(num_replicas: int, of_one_engine: Mapping[str, object]) -> None:

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Literal
 from jaxserve.cli.arguments.options import Common, ModelSettings
 from jaxserve.cli.arguments.values import Size, Texts
 from jaxserve.cli.follow import follow
-from jaxserve.cli.replicas import check_replicas
-from jaxserve.cluster.policies.autoscale import check_bounds
-from jaxserve.core.chat_settings import ChatSettings, ReasoningParser
+from jaxserve.cli.replicas import check_replica_counts, check_replicas
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.process.output_file import check_output_file
 from jaxserve.core.requests.lora import DEFAULT_MAX_LORAS, LoRARequest
 from jaxserve.core.requests.sampling_params import MAX_LOGPROBS
+from jaxserve.core.settings.chat_settings import ChatSettings, ReasoningParser
 from jaxserve.runtime.progress import TerminalProgress
 
 if TYPE_CHECKING:
@@ -249,8 +248,8 @@ class Serve(Common):
                     "https://chat.example.com, or '*' for any."
                 )
         self._check_model()
+        check_replica_counts(self, "data_parallel_size")
         self._check_disaggregation()
-        self._check_autoscaling()
         if self.num_replicas > 1:
             self._check_replicas()
         if self.trace_file is not None:
@@ -276,26 +275,13 @@ class Serve(Common):
         return self.max_replicas or apart or self.data_parallel_size
 
     def _check_disaggregation(self) -> None:
-        """Raises ConfigError for replicas of one of both kinds alone, or beside others."""
-        kinds = {name: getattr(self, name) for name in ("prefill_replicas", "decode_replicas")}
-        for name, other in (tuple(kinds), tuple(kinds)[::-1]):
-            if kinds[name] and not kinds[other]:
-                raise ConfigError(
-                    f"{name} is {kinds[name]}, but {other} is 0; prefill and decode apart take two "
-                    "replicas at least, one of each."
-                )
-        if any(kinds.values()) and self.data_parallel_size > 1:
-            raise ConfigError(
-                f"data_parallel_size is {self.data_parallel_size}, but prefill_replicas and "
-                "decode_replicas say how many replicas there are; leave it out."
-            )
-
+        """Raises ConfigError for a choice between prefill and decode apart that cannot be made."""
         if self.disaggregation == "none":
             for name in ("slo", "expected_trace", "profile"):
                 if getattr(self, name) is not None:
                     raise ConfigError(f"{name} is for disaggregation auto; leave it out.")
             return
-        if any(kinds.values()) or self.max_replicas is not None:
+        if self.prefill_replicas or self.max_replicas is not None:
             raise ConfigError(
                 "disaggregation is auto, which chooses among data_parallel_size replicas; leave "
                 "prefill_replicas, decode_replicas and max_replicas out."
@@ -310,18 +296,6 @@ class Serve(Common):
                 "disaggregation is auto; give --slo, limits that requests must meet, such as "
                 "ttft=2s,itl=100ms."
             )
-
-    def _check_autoscaling(self) -> None:
-        """Raises ConfigError for bounds without a range, or beside a fixed number."""
-        check_bounds(self.min_replicas, self.max_replicas)
-        if self.max_replicas is None:
-            return
-        for name, default in (("data_parallel_size", 1), ("prefill_replicas", 0)):
-            if (value := getattr(self, name)) != default:
-                raise ConfigError(
-                    f"{name} is {value}, a fixed number of replicas, but max_replicas has it "
-                    "change with the load; leave one of them out."
-                )
 
     def _check_replicas(self) -> None:
         """Raises ConfigError for settings that are of one engine, MissingDependencyError without

@@ -19,8 +19,9 @@ from jaxserve.cli.bench.options import Deadline, LoadOptions, SloOptions
 from jaxserve.cli.bench.report import report
 from jaxserve.cli.planning.described import Described, draft_acceptance
 from jaxserve.cli.planning.simulated_load import arrivals, check_lengths, result
+from jaxserve.cli.replicas import check_replica_counts
 from jaxserve.cli.terminal.text import milliseconds
-from jaxserve.cluster.policies.autoscale import Autoscaler, check_bounds
+from jaxserve.cluster.policies.autoscale import Autoscaler
 from jaxserve.cluster.simulated import SimulatedCluster
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.process.output_file import check_output_file
@@ -82,13 +83,12 @@ class Simulate(Common):
         """Raises ConfigError before anything is simulated."""
         if self.replicas < 1:
             raise ConfigError(f"replicas is {self.replicas}; it must be 1 or more.")
-        self._check_apart()
-        self._check_scaling()
-        if self.report is not None and self.report.suffix != ".html":
-            raise ConfigError(f"report is {str(self.report)!r}; its name must end in .html.")
-        for name in ("report", "trace_file"):
-            if getattr(self, name) is not None:
-                check_output_file(name, getattr(self, name))
+        check_replica_counts(self, "replicas")
+        self._check_routing()
+        if self.report is not None:
+            check_output_file("report", self.report, ".html")
+        if self.trace_file is not None:
+            check_output_file("trace_file", self.trace_file)
 
     def run(self) -> int:
         if self.report is not None:
@@ -143,38 +143,16 @@ class Simulate(Common):
             write_trace(self.trace_file, replicas[0].simulation.log.records)
         return 0
 
-    def _check_apart(self) -> None:
-        """Raises ConfigError."""
-        prefill, decode = self.prefill_replicas, self.decode_replicas
-        if not prefill and not decode:
+    def _check_routing(self) -> None:
+        """Raises ConfigError for turns where requests or engines go by freeness."""
+        if self.routing != "round_robin":
             return
-        if prefill < 1 or decode < 1:
-            raise ConfigError(
-                f"prefill_replicas is {prefill} and decode_replicas {decode}; prefill and decode "
-                "apart take one of each at least."
-            )
-        if self.replicas > 1 or self.max_replicas is not None:
-            raise ConfigError(
-                f"prefill_replicas is {prefill} and decode_replicas {decode}, which is how many "
-                "engines there are; leave replicas and max_replicas out."
-            )
-        if self.routing == "round_robin":
+        if self.prefill_replicas:
             raise ConfigError(
                 "routing is round_robin, but requests move from prefill_replicas to "
                 "decode_replicas by their freeness; leave routing out."
             )
-
-    def _check_scaling(self) -> None:
-        """Raises ConfigError."""
-        check_bounds(self.min_replicas, self.max_replicas)
-        if self.max_replicas is None:
-            return
-        if self.replicas > 1:
-            raise ConfigError(
-                f"replicas is {self.replicas}, a fixed number, but max_replicas has it change with "
-                "the load; leave one of them out."
-            )
-        if self.routing == "round_robin":
+        if self.max_replicas is not None:
             raise ConfigError(
                 "routing is round_robin, but max_replicas adds and removes engines by their "
                 "freeness; leave routing out."

@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.model_config import KVSpec
 
 MAX_GROUPS = 8
@@ -46,10 +47,10 @@ class KVGroup:
     def most_pages(self, num_tokens: int, max_chunk: int, page_size: int) -> int:
         """The most pages that a sequence of `num_tokens` tokens holds at a time, if a step computes
         at most `max_chunk` of them: those of a window, and of a chunk that begins anywhere."""
-        pages = -(-num_tokens // page_size)
+        pages = cdiv(num_tokens, page_size)
         if self.window is None:
             return pages
-        window, chunk = (-(-(tokens - 1) // page_size) for tokens in (self.window, max_chunk))
+        window, chunk = (cdiv(tokens - 1, page_size) for tokens in (self.window, max_chunk))
         return min(pages, window + chunk + 1)
 
 
@@ -91,7 +92,7 @@ class KVLayout:
                     max_chunk,
                 )
                 for size in sizes
-                if sum(-(-len(layers) // size) for _, layers in by_kind)
+                if sum(cdiv(len(layers), size) for _, layers in by_kind)
                 <= max(MAX_GROUPS, len(kinds))
             ]
 
@@ -108,7 +109,7 @@ class KVLayout:
     @property
     def chunk_pages(self) -> int:
         """The most pages that a step's tokens of one sequence lie on."""
-        return -(-(self.max_chunk - 1) // self.page_size) + 1
+        return cdiv(self.max_chunk - 1, self.page_size) + 1
 
     @property
     def layers_per_page(self) -> int:
@@ -133,12 +134,12 @@ class KVLayout:
 
     def pages_at(self, start: int, stop: int) -> int:
         """Pages that a sequence holds while it computes the tokens start .. stop - 1."""
-        pages = -(-stop // self.page_size)
+        pages = cdiv(stop, self.page_size)
         return sum(pages - group.first_held(start, self.page_size) for group in self.groups)
 
     def longest(self, num_pages: int, max_model_len: int) -> int:
         """The most tokens, up to `max_model_len` and rounded up to whole pages, of one sequence
         that holds at most `num_pages` pages."""
-        pages = range(1, -(-max_model_len // self.page_size) + 1)
+        pages = range(1, cdiv(max_model_len, self.page_size) + 1)
         size = self.page_size
         return size * bisect_right(pages, num_pages, key=lambda page: self.pages_for(page * size))

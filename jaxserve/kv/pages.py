@@ -7,6 +7,7 @@ are reference counted: sequences with a common prefix share its pages.
 
 from __future__ import annotations
 
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.errors import ConfigError, JaxserveError
 from jaxserve.kv.extents import ExtentAllocator
 
@@ -61,7 +62,7 @@ class PagePool:
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages needed for `num_tokens` tokens of one sequence."""
-        return -(-num_tokens // self.page_size)
+        return cdiv(num_tokens, self.page_size)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Allocates `count` free pages with one reference each, in the order they will be filled;

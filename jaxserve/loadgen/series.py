@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.loadgen.results import RequestResult
 
 Curve = tuple[list[float], list[float]]
@@ -50,5 +51,5 @@ def token_rate(results: Sequence[RequestResult], bin_us: int) -> Curve:
 def thinned(curve: Curve, most: int = 2000) -> Curve:
     """Subsample to at most about `most` points, evenly, with the first and the last: more than a
     plot can resolve."""
-    step = -(-len(curve[0]) // most) or 1
+    step = cdiv(len(curve[0]), most) or 1
     return tuple([*values[:-1:step], *values[-1:]] for values in curve)

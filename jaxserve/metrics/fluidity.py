@@ -112,12 +112,12 @@ def fluid_decode_us(
     return 1 + bisect_left(range(1, longest), True, key=acceptable)
 
 
-def fluid_token_rate(decode_us: Iterable[int | None], percent: int = 99) -> float | None:
+def fluid_token_rate(decode_us: Iterable[int | None]) -> float | None:
     """The fluid token generation rate of a set of streams, in tokens per second.
 
-    `decode_us` has one `fluid_decode_us` per stream. The rate is the highest at which `percent`
-    % of the streams are fluid (nearest rank); 0 if fewer are fluid at any rate, None if so many are
-    at every rate: a stream of a few tokens has more time for its first one than it needs for all.
+    `decode_us` has one `fluid_decode_us` per stream. The rate is the highest at which 99 % of the
+    streams are fluid (nearest rank); 0 if fewer are fluid at any rate, None if so many are at every
+    rate: a stream of a few tokens has more time for its first one than it needs for all.
     """
-    longest = percentile((math.inf if us is None else us for us in decode_us), percent)
+    longest = percentile((math.inf if us is None else us for us in decode_us), 99)
     return 1_000_000 / longest if longest > SHORTEST_US else None

@@ -7,6 +7,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from jaxserve.core.arithmetic import cdiv
+
 
 def percentile(values: Iterable[float], percent: int) -> float:
     """The nearest-rank percentile: the smallest value with `percent` % of all at or below it.
@@ -19,7 +21,7 @@ def percentile(values: Iterable[float], percent: int) -> float:
     ordered = sorted(values)
     if not ordered:
         raise ValueError("a percentile needs at least one value")
-    rank = -(-percent * len(ordered) // 100)
+    rank = cdiv(percent * len(ordered), 100)
     return ordered[rank - 1]
 
 

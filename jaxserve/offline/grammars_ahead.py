@@ -23,7 +23,7 @@ def with_grammars(
     engine: Engine, prompts: Iterable[Prompt]
 ) -> Iterator[tuple[Prompt, Future[Grammar] | None]]:
     """Prompts in order, each with a future of its grammar, if it has one. The future raises what
-    `Engine.prepare` raises."""
+    `Engine.preparation` raises."""
     ahead: collections.deque[tuple[Prompt, Future[Grammar] | None]] = collections.deque()
     for prompt in prompts:
         ahead.append((prompt, _begin(engine, prompt)))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from jaxserve.core.chat_settings import ChatSettings
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.errors import BatchError
 from jaxserve.core.process.output_file import sync_directory
+from jaxserve.core.settings.chat_settings import ChatSettings
 from jaxserve.core.version import __version__
 from jaxserve.offline.custom_ids import duplicates
 from jaxserve.offline.journal import BatchJournal, Result, lock, read_results
@@ -105,7 +105,7 @@ class BatchJob:
     @property
     def num_windows(self) -> int:
         """Windows of all hosts; this host has every `shard.count`-th, from `shard.index` on."""
-        return math.ceil(len(self.lines) / self.window_lines)
+        return cdiv(len(self.lines), self.window_lines)
 
     def window(self, index: int) -> range:
         """Line indices of a window."""
@@ -245,5 +245,5 @@ def _has_content(path: Path) -> bool:
 
 def _window_lines(num_lines: int, count: int, most: int) -> int:
     """Lines per window, such that windows and lines are balanced over hosts."""
-    rounds = math.ceil(num_lines / (most * count))
-    return math.ceil(num_lines / (rounds * count))
+    rounds = cdiv(num_lines, most * count)
+    return cdiv(num_lines, rounds * count)

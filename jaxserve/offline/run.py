@@ -11,11 +11,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxserve.core.chat_settings import ChatSettings
 from jaxserve.core.cluster_status import ReplicaStatus
 from jaxserve.core.errors import EngineClosedError, RequestError
 from jaxserve.core.process.signals import interrupts_held
 from jaxserve.core.requests.outputs import RequestOutput
+from jaxserve.core.settings.chat_settings import ChatSettings
 from jaxserve.offline.job import BatchJob, settings_of
 from jaxserve.offline.journal import Result
 from jaxserve.offline.reports.timeline import Timeline

@@ -20,7 +20,7 @@ from jaxserve.protocol.model import Model
 from jaxserve.scheduler.prefix_groups import planned_order
 
 if TYPE_CHECKING:
-    from jaxserve.core.chat_settings import ChatSettings
+    from jaxserve.core.settings.chat_settings import ChatSettings
     from jaxserve.engine.engine import Engine
 
 _log = logging.getLogger(__name__)

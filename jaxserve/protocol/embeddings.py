@@ -15,18 +15,17 @@ from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.core.requests.pooling import Pooling, PoolingParams, pairs, similarity
 from jaxserve.engine.prompts import TokenizedPrompt
-from jaxserve.protocol.errors import FieldError, UnavailableError
-from jaxserve.protocol.fields import Fields, Ignored, Integer, ListOf, RequestId
+from jaxserve.protocol.errors import UnavailableError
+from jaxserve.protocol.fields import Integer, ListOf, PromptFields
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.prompts import Prompts, tokenized
 
 Encoding = Literal["float", "base64"]
 
 
-class _PoolingFields(Fields):
+class _PoolingFields(PromptFields):
     """Fields of both endpoints."""
 
-    model: str | None = None
     pooling: Pooling | None = Field(
         None, description="The last token's hidden state, by default, or the mean over all tokens."
     )
@@ -34,12 +33,6 @@ class _PoolingFields(Fields):
     truncate_prompt_tokens: Integer | None = Field(
         None, description="Longest text in tokens, cut off on the left; -1: the longest that fits."
     )
-    priority: Integer | None = None
-    cache_salt: str | None = Field(
-        None, description="Only requests with the same salt share cached prefixes."
-    )
-    request_id: RequestId | None = None
-    user: Ignored = None
 
     def _params(self, **fields: Any) -> PoolingParams:
         given = {"pooling": self.pooling, "priority": self.priority} | fields
@@ -50,9 +43,8 @@ class _PoolingFields(Fields):
     ) -> list[TokenizedPrompt]:
         """Raises FieldError for no texts, too many, or one that is empty or cannot be read,
         PromptTooLongError."""
+        self.check_truncation()
         keep = self.truncate_prompt_tokens
-        if keep is not None and keep != -1 and keep < 1:
-            raise FieldError("truncate_prompt_tokens", f"is {keep}; it must be at least 1, or -1.")
         keep = model.max_model_len - 1 if keep == -1 else keep
         prompts = tokenized(model, field, given, self.add_special_tokens, keep is not None)
         if keep is None:

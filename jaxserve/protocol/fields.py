@@ -224,19 +224,33 @@ class StructuredFields(Fields):
     )
 
 
-class GenerationFields(Fields):
-    """Sampling, stopping and output fields. SamplingParams defines their ranges."""
+class PromptFields(Fields):
+    """Fields of all requests that the engine runs."""
 
     model: str | None = None
-    n: Integer | None = None
-    stream: StrictBool | None = None
-    stream_options: StreamOptions | None = None
     request_id: RequestId | None = Field(
         None, description="The request's id, if the header X-Request-Id gives none."
     )
     cache_salt: str | None = Field(
         None, description="Only requests with the same salt share cached prefixes."
     )
+    truncate_prompt_tokens: Integer | None = None
+    priority: Integer | None = None
+    user: Ignored = None
+
+    def check_truncation(self) -> None:
+        """Raises FieldError."""
+        keep = self.truncate_prompt_tokens
+        if keep is not None and keep != -1 and keep < 1:
+            raise FieldError("truncate_prompt_tokens", f"is {keep}; it must be at least 1, or -1.")
+
+
+class GenerationFields(PromptFields):
+    """Sampling, stopping and output fields. SamplingParams defines their ranges."""
+
+    n: Integer | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
 
     temperature: StrictFloat | None = None
     top_p: StrictFloat | None = None
@@ -300,7 +314,6 @@ class GenerationFields(Fields):
     return_tokens_as_token_ids: StrictBool | None = Field(
         None, description="Whether logprobs name a token token_id:ID, instead of by its text."
     )
-    priority: Integer | None = None
     use_beam_search: StrictBool | None = Field(
         None, description="Whether to return the n most likely sequences, instead of sampling n."
     )
@@ -309,7 +322,6 @@ class GenerationFields(Fields):
     )
 
     # What other servers' clients send, and what changes no answer here.
-    user: Ignored = None
     store: Ignored = None
     metadata: Ignored = None
     service_tier: Ignored = None
@@ -339,9 +351,7 @@ class GenerationFields(Fields):
             raise FieldError("length_penalty", "needs use_beam_search to be true.")
         if self.stream and self.prompt_logprobs is not None:
             raise FieldError("prompt_logprobs", "cannot be streamed; set stream to false.")
-        keep = self.truncate_prompt_tokens
-        if keep is not None and keep != -1 and keep < 1:
-            raise FieldError("truncate_prompt_tokens", f"is {keep}; it must be at least 1, or -1.")
+        self.check_truncation()
         return model.named(self.model)
 
     def beam_search(self, params: SamplingParams) -> BeamSearchParams | None:

@@ -8,11 +8,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from jaxserve.core.chat_settings import ChatSettings
 from jaxserve.core.engine_info import EngineInfo
 from jaxserve.core.errors import ChatTemplateError, PromptTooLongError
 from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.core.requests.sampling_params import MAX_LOGPROBS
+from jaxserve.core.settings.chat_settings import ChatSettings
 from jaxserve.core.version import __version__
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt, tokenize_prompt
 from jaxserve.protocol.errors import FieldError, ModelNotFoundError, TextTooLongError

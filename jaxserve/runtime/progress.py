@@ -17,9 +17,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from jaxserve.core.process.progress_bar import NotebookText, in_notebook
+from jaxserve.core.process.progress_bar import DRAW_S, NotebookText, in_notebook
 
-_DRAW_S = 0.2
 _WIDTH = 40
 _LABELS = {
     "weights": "Loading weights",
@@ -106,4 +105,4 @@ class _NotebookBars:
         self._lines[label] = f"{label:<18} {bar:·<{_WIDTH}} {share:4.0%} {elapsed_s:6.1f} s"
         if share >= 1 or now_s >= self._next_s:
             self._text.show("\n".join(self._lines.values()))
-            self._next_s = now_s + _DRAW_S
+            self._next_s = now_s + DRAW_S

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.errors import ProgramMissError
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
@@ -167,7 +168,7 @@ class StepMeasurements:
     def _chunk(
         self, slot: int, start: int, num_tokens: int, num_drafts: int, uploaded: bool
     ) -> ScheduledChunk:
-        count = -(-(start + num_tokens + num_drafts) // self._shapes.config.page_size)
+        count = cdiv(start + num_tokens + num_drafts, self._shapes.config.page_size)
         pages = [1 + page % (self._shapes.num_pages - 1) for page in range(count)]
         done = count if uploaded else 0
         others = ((pages, done),) * (len(self._shapes.kv_layout.groups) - 1)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.errors import RequestError
 from jaxserve.core.requests.sampling_params import MAX_BAD_WORDS, MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxserve.models import parallel
@@ -81,7 +82,7 @@ def abstract_state(num_slots: int, vocab_size: int, ranks: int = 1) -> SamplingS
 
 def tokens_per_rank(vocab_size: int, ranks: int) -> int:
     """Tokens of the vocabulary per rank, of which the last ranks may have fewer."""
-    return -(-vocab_size // ranks)
+    return cdiv(vocab_size, ranks)
 
 
 def _columns(by_token: np.ndarray, ranks: int) -> np.ndarray:

@@ -12,13 +12,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxserve.core.arithmetic import cdiv
+
 CELL = 64
 """Consecutive tokens that searches handle together."""
 
 
 def padded(count: int) -> int:
     """`count` tokens rounded up to whole cells."""
-    return -(-count // CELL) * CELL
+    return cdiv(count, CELL) * CELL
 
 
 def ordered_sum(x: jax.Array) -> jax.Array:

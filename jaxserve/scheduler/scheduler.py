@@ -21,11 +21,11 @@ levels use the whole capacity, by definition.
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
 
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.sequence import Sequence, SequenceState
 from jaxserve.core.steps.plan import DecodeGroup, ScheduledChunk, StepPlan
 from jaxserve.kv.manager import KVManager, Match
@@ -227,7 +227,7 @@ class Scheduler(SequenceLifecycle):
         """
         page_size = self.pool.page_size
         prefilled = [seq for seq in self.running if seq.num_computed >= seq.prefill_end]
-        most = math.ceil(len(prefilled) / self.config.num_stages)
+        most = cdiv(len(prefilled), self.config.num_stages)
         together = self.config.steps_per_weight_read > 1
         if together:
             most = self.config.max_step_seqs

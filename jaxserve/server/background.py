@@ -40,7 +40,7 @@ class BackgroundResponses:
     ) -> dict[str, Any]:
         """Submit a request to the engine, and return its response, which is queued.
 
-        Raises as `Service.follow`, and FieldError for a request that is too large to be stored.
+        Raises as `Service.submit`, and FieldError for a request that is too large to be stored.
         """
         chunks = parsed.chunks(request_id, int(time.time()))
         stack = contextlib.AsyncExitStack()

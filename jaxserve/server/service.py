@@ -10,12 +10,12 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Se
 from pathlib import Path
 from typing import TypeVar, cast
 
-from jaxserve.core.chat_settings import ChatSettings
 from jaxserve.core.errors import RequestError
 from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.core.requests.pooling import PoolingParams
 from jaxserve.core.requests.sampling_params import MAX_LOGPROBS, SamplingParams
+from jaxserve.core.settings.chat_settings import ChatSettings
 from jaxserve.engine.beam_search import BeamSearch, BeamSearchParams, beam_output, search_async
 from jaxserve.engine.client import ClusterClient, EngineClient, Restored
 from jaxserve.engine.output_queue import OutputStream, Update

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.buckets import TOKEN_MULTIPLE, Buckets, ProgramKey
@@ -65,7 +66,7 @@ def decode_only(engine: EngineUnderLoad) -> EngineUnderLoad:
     KV takes room."""
     deployment = engine.deployment
     config, buckets = deployment.config, deployment.buckets
-    most = -(-config.max_model_len // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
+    most = cdiv(config.max_model_len, TOKEN_MULTIPLE) * TOKEN_MULTIPLE
     whole = dataclasses.replace(buckets, prefill_tokens=(most,), ring_contexts={})
     entering = dataclasses.replace(
         config,

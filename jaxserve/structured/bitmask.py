@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxserve.core.arithmetic import cdiv
+
 WORD_BITS = 32
 
 
 def mask_words(vocab_size: int) -> int:
     """Number of int32 words for one bit per token."""
-    return -(-vocab_size // WORD_BITS)
+    return cdiv(vocab_size, WORD_BITS)
 
 
 def packed(tokens: np.ndarray) -> np.ndarray:

@@ -32,7 +32,7 @@ class Batch:
         self._started: list[subprocess.Popen[str]] = []
 
     def start(self, *arguments: str | Path, prefix: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "jaxserve.cli", *prefix, "batch", *map(str, arguments)]
+        command = [sys.executable, "-m", "jaxserve", *prefix, "batch", *map(str, arguments)]
         process = subprocess.Popen(
             [*command, *self.settings],
             stdin=subprocess.DEVNULL,

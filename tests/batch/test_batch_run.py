@@ -10,9 +10,9 @@ from batch_files import answers, errors, prompts, write_lines
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.core.chat_settings import ChatSettings
 from jaxserve.core.errors import BatchError
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.settings.chat_settings import ChatSettings
 from jaxserve.llm import LLM
 from jaxserve.models.loading import directory as model_directory
 from jaxserve.offline import run_batch

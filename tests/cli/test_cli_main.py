@@ -326,7 +326,7 @@ def test_the_level_of_the_log(environment, args, level, monkeypatch):
 
 
 def test_an_unknown_level_is_told():
-    script = [sys.executable, "-m", "jaxserve.cli", "bench", "serve", "--num-requests=0"]
+    script = [sys.executable, "-m", "jaxserve", "bench", "serve", "--num-requests=0"]
     environment = os.environ | {"JAXSERVE_LOG_LEVEL": "loud"}
     run = subprocess.run(script, capture_output=True, text=True, env=environment)
     (said, *_) = run.stderr.splitlines()

@@ -266,7 +266,7 @@ def test_a_plan_with_a_draft_model_that_is_not_here(run_here, config_70b, tmp_pa
         ((*ON_EIGHT, "--prefill-replicas=2"), ["--prefill-replicas is 2", "one of each"]),
         (
             (*ON_EIGHT, "--prefill-replicas=1", "--decode-replicas=1", "--replicas=2"),
-            ["--prefill-replicas is 1", "how many engines"],
+            ["--replicas is 2", "how many replicas"],
         ),
         ((*ON_EIGHT, "--min-replicas=2"), ["--max-replicas is missing"]),
         ((*ON_EIGHT, "--min-replicas=3", "--max-replicas=2"), ["--max-replicas 2", "no smaller"]),

@@ -41,7 +41,7 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(model: Path, directory: Path, output: str, *options: str) -> subprocess.Popen[str]:
     """In a process group of its own, as a terminal does."""
     paths = [str(directory / "in.jsonl"), str(directory / output)]
-    command = [sys.executable, "-m", "jaxserve.cli", "batch", *paths, f"--model={model}"]
+    command = [sys.executable, "-m", "jaxserve", "batch", *paths, f"--model={model}"]
     return subprocess.Popen(
         [*command, *SETTINGS, *options],
         stdout=subprocess.PIPE,

@@ -347,7 +347,7 @@ def test_gpus_are_divided(monkeypatch):
 
 
 def test_a_model_that_is_not_there(tmp_path):
-    command = [sys.executable, "-m", "jaxserve.cli", "serve", str(tmp_path / "no")]
+    command = [sys.executable, "-m", "jaxserve", "serve", str(tmp_path / "no")]
     run = subprocess.run(
         [*command, "--port=0", "--data-parallel-size=2"], capture_output=True, text=True
     )

@@ -43,7 +43,7 @@ class Launched:
         self._log = cwd / "launch.log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "jaxserve.cli", "launch", *map(str, args)],
+                [sys.executable, "-m", "jaxserve", "launch", *map(str, args)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -46,7 +46,7 @@ def test_two_tasks_generate_what_one_process_does(launch_command, tmp_path):
     settings = ("--model", model, "--max-num-batched-tokens=33", "--page-size=64")
     generate = ("generate", "hi", "--raw", "--max-tokens=8", *map(str, settings))
     alone = subprocess.run(
-        [sys.executable, "-m", "jaxserve.cli", *generate], capture_output=True, timeout=300
+        [sys.executable, "-m", "jaxserve", *generate], capture_output=True, timeout=300
     )
     assert alone.returncode == 0, alone.stderr.decode()
     job = launch_command(*OPTIONS, "--", *generate, "--tensor-parallel-size=2")

@@ -15,7 +15,7 @@ from server_process import ServerProcess, write_chat_model
 
 pytestmark = pytest.mark.interfaces
 BLOCK = 64
-BENCH = (sys.executable, "-m", "jaxserve.cli", "bench", "serve")
+BENCH = (sys.executable, "-m", "jaxserve", "bench", "serve")
 KEY = "sesame"
 
 

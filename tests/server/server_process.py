@@ -30,7 +30,7 @@ TEMPLATE = (
     "{% for call in message.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}\n"
     "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
-_JAXSERVE = (sys.executable, "-m", "jaxserve.cli")
+_JAXSERVE = (sys.executable, "-m", "jaxserve")
 
 
 class ServerProcess:

@@ -7,9 +7,9 @@ import dataclasses
 
 import pytest
 
-from jaxserve.core.chat_settings import ChatSettings
 from jaxserve.core.errors import ChatTemplateError, RequestError
 from jaxserve.core.requests.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
+from jaxserve.core.settings.chat_settings import ChatSettings
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.offline.journal import Result
 from jaxserve.offline.requests import parse as batch_request

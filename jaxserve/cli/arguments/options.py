@@ -16,6 +16,7 @@ from jaxserve.cli.arguments.values import (
     Size,
     Texts,
 )
+from jaxserve.core.errors import ConfigError
 from jaxserve.core.process.logs import LogLevel
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
@@ -111,3 +112,9 @@ def load(config: EngineConfig, trace_file: Path | None = None) -> LLM:
 
     with TerminalProgress() as progress:
         return LLM(**dataclasses.asdict(config), progress=progress, trace_file=trace_file)
+
+
+def check_base_url(url: str) -> None:
+    """Raises ConfigError for the URL of a server that is none of HTTP."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"base_url is {url!r}; start it with http:// or https://.")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tyro.conf import OmitArgPrefixes
 
-from jaxserve.cli.arguments.options import Common
+from jaxserve.cli.arguments.options import Common, check_base_url
 from jaxserve.cli.bench.find_capacity import CapacityFinder, Probe, Stopped
 from jaxserve.cli.bench.options import NOTABLE_LAG_US, Deadline, LoadOptions, SloOptions
 from jaxserve.cli.bench.report import report
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from jaxserve.loadgen.draft_counts import ServerDraftCounts
     from jaxserve.loadgen.endpoint import LoadEndpoint
 
-_PLOT_SUFFIXES = (".html", ".svg", ".png")
 STOPPED = 130
 """The exit status of a load that Ctrl-C or SIGTERM ended."""
 
@@ -84,11 +83,9 @@ class BenchServe(Common):
         """Raises ConfigError before anything is sent."""
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s is {self.timeout_s}; it must be more than 0.")
-        if not self.base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"base_url is {self.base_url!r}; start it with http:// or https://.")
-        if self.plot is not None and self.plot.suffix not in _PLOT_SUFFIXES:
-            names = ", ".join(_PLOT_SUFFIXES)
-            raise ConfigError(f"plot is {str(self.plot)!r}; its name must end in one of {names}.")
+        check_base_url(self.base_url)
+        if self.plot is not None:
+            check_output_file("plot", self.plot, ".html", ".svg", ".png")
         if self.find_capacity:
             self._check_search()
         elif self.slo:
@@ -96,9 +93,8 @@ class BenchServe(Common):
                 "slo has no effect without find_capacity; for goodput give slo_ttft_ms, "
                 "slo_itl_ms, slo_tpot_ms or slo_e2e_ms."
             )
-        for name in ("output", "plot"):
-            if getattr(self, name) is not None:
-                check_output_file(name, getattr(self, name))
+        if self.output is not None:
+            check_output_file("output", self.output)
 
     def _check_search(self) -> None:
         """Raises ConfigError."""

@@ -14,7 +14,7 @@ from jaxserve.core.process.cache_dir import cache_directory
 from jaxserve.core.process.tables import table
 
 if TYPE_CHECKING:
-    from jaxserve.core.chat_settings import ChatSettings
+    from jaxserve.core.settings.chat_settings import ChatSettings
     from jaxserve.llm import LLM
     from jaxserve.offline.job import BatchJob
     from jaxserve.offline.offload_policy import Lengths, OffloadPolicy, Problem

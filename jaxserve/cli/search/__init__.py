@@ -88,14 +88,14 @@ class Search(Common):
             )
         if self.processes is not None and self.processes < 1:
             raise ConfigError(f"processes is {self.processes}; it must be 1 or more.")
-        if self.report is not None and self.report.suffix != ".html":
-            raise ConfigError(f"report is {str(self.report)!r}; its name must end in .html.")
+        if self.report is not None:
+            check_output_file("report", self.report, ".html")
         if (self.manifest is None) != (self.image is None):
             raise ConfigError(
                 "--manifest and --image go together; give --manifest serving.yaml --image NAME, "
                 "an image such as docker/cuda.Dockerfile builds."
             )
-        for name in ("out", "report", "manifest"):
+        for name in ("out", "manifest"):
             if getattr(self, name) is not None:
                 check_output_file(name, getattr(self, name))
 

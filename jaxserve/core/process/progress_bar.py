@@ -17,7 +17,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-_DRAW_S = 0.2
+DRAW_S = 0.2
+"""Least time between two drawings."""
 
 
 class ProgressBar:
@@ -64,7 +65,7 @@ class ProgressBar:
             due = now >= self._next_s
             self._bars.update(self._task, completed=done, refresh=due, **fields)
             if due:
-                self._next_s = now + _DRAW_S
+                self._next_s = now + DRAW_S
 
     def close(self) -> None:
         """Draw the last state. Idempotent."""

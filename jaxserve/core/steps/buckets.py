@@ -14,8 +14,10 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.errors import ConfigError, ProgramMissError
 
+_MIN_PREFILL_TOKENS = 32
 TOKEN_MULTIPLE = 16
 """Prefill buckets are multiples of this, so that a full one wastes no matmul tile."""
 
@@ -96,7 +98,6 @@ class Buckets:
         cls,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        min_prefill_tokens: int = 32,
         *,
         pipelined: bool = False,
         seq: int = 1,
@@ -128,7 +129,7 @@ class Buckets:
                 + (f"with {num_drafts} drafts each, " if num_drafts else "")
                 + f"by {multiple} or more"
             )
-        least = -(-min_prefill_tokens // multiple) * multiple
+        least = cdiv(_MIN_PREFILL_TOKENS, multiple) * multiple
         one_prefill_size = tiled or (pipelined and seq > 1)
         return cls(
             rows=(max_num_seqs,) if tiled else _doublings(1, max_num_seqs),

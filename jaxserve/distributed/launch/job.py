@@ -12,6 +12,9 @@ from typing import Protocol
 
 from jaxserve.core.errors import ConfigError
 
+COORDINATOR_PORT = 8476
+"""Of backends whose hosts have an address each."""
+
 HERE = sys.executable
 """The interpreter on machines that share this machine's file system."""
 

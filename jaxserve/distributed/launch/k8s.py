@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import subprocess
 import sys
 from typing import Any
 
-import yaml
-
 from jaxserve.core.errors import ConfigError
-from jaxserve.distributed.launch.job import Job, new_secret, require
+from jaxserve.distributed.launch.job import COORDINATOR_PORT, Job, new_secret
+from jaxserve.distributed.launch.pods import Applied, give_job_gpus, give_tpus, literal
 from jaxserve.distributed.rendezvous import SECRET_VARIABLE
 
 _PYTHON = "python3"
-_PORT = 8476
 _SECRET_KEY = "job-secret"
 _GROUP = "host"
 # Pods are named NAME-host-0-N, followed by a dash and five letters; a label has 63 characters.
@@ -24,27 +21,18 @@ _MAX_NAME = 63 - len(f"-{_GROUP}-0-9999-abcde")
 
 
 @dataclasses.dataclass(frozen=True)
-class Kubernetes:
+class Kubernetes(Applied):
     """A JobSet (jobset.sigs.k8s.io), which the cluster must support. Labels are GKE's.
 
     Attributes:
-        image: container image with jaxserve, and the script if one is launched.
-        namespace: namespace of the job; by default the current one.
         topology: topology of a TPU slice, such as 4x4.
     """
 
-    image: str | None = None
-    namespace: str | None = None
     topology: str | None = None
 
-    def dry_run(self, job: Job) -> str:
-        return yaml.safe_dump_all(self.manifests(job), sort_keys=False)
-
     def run(self, job: Job) -> int:
-        manifest = self.dry_run(job)
-        require("kubectl", "k8s")
-        applied = subprocess.run(["kubectl", "apply", "-f", "-"], input=manifest.encode())
-        if applied.returncode == 0:
+        status = super().run(job)
+        if status == 0:
             where = f" --namespace={self.namespace}" if self.namespace else ""
             print(
                 f"Follow: kubectl logs{where} --follow --prefix --max-log-requests={job.hosts} "
@@ -53,7 +41,7 @@ class Kubernetes:
                 f"secret/{_secret_name(job)}",
                 file=sys.stderr,
             )
-        return applied.returncode
+        return status
 
     def manifests(self, job: Job) -> list[dict[str, Any]]:
         """The JobSet, after the secret of its hosts if they join each other."""
@@ -63,15 +51,14 @@ class Kubernetes:
         secret = {
             "apiVersion": "v1",
             "kind": "Secret",
-            "metadata": job_set["metadata"] | {"name": _secret_name(job)},
+            "metadata": self.metadata(_secret_name(job)),
             "stringData": {_SECRET_KEY: new_secret()},
         }
         return [secret, job_set]
 
     def _job_set(self, job: Job) -> dict[str, Any]:
         hosts = job.required_hosts()
-        if self.image is None:
-            raise ConfigError("backend k8s needs --image, a container image with jaxserve.")
+        self.check_image()
         check_name(job)
         if self.topology is not None and not _is_tpu(job):
             raise ConfigError(
@@ -88,10 +75,7 @@ class Kubernetes:
         return {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
-            "metadata": {
-                "name": job.name,
-                **({"namespace": self.namespace} if self.namespace else {}),
-            },
+            "metadata": self.metadata(job.name),
             "spec": {
                 # A failed host ends the job: the others cannot continue.
                 "failurePolicy": {"maxRestarts": 0},
@@ -124,9 +108,7 @@ class Kubernetes:
             self._check_slice(job)
             give_tpus(pod, job.accelerator, self.topology, job.devices_per_host)
             return pod
-        if job.accelerator != "gpu":
-            pod["nodeSelector"] = {"cloud.google.com/gke-accelerator": job.accelerator}
-        give_gpus(pod, job.required_devices("GPUs"))
+        give_job_gpus(pod, job)
         return pod
 
     def _check_slice(self, job: Job) -> None:
@@ -150,7 +132,7 @@ class Kubernetes:
         job = dataclasses.replace(job, command=command, python=literal(job.python or _PYTHON))
         if _is_tpu(job):  # GKE sets all that JAX needs in every pod of a slice.
             return job.host_command(_PYTHON)
-        first = f"{job.name}-{_GROUP}-0-0.{job.name}:{job.port or _PORT}"
+        first = f"{job.name}-{_GROUP}-0-0.{job.name}:{job.port or COORDINATOR_PORT}"
         return job.host_command(_PYTHON, coordinator=first, host="$(JOB_COMPLETION_INDEX)")
 
 
@@ -169,34 +151,3 @@ def _secret_name(job: Job) -> str:
 
 def _is_tpu(job: Job) -> bool:
     return job.accelerator is not None and job.accelerator.startswith("tpu")
-
-
-def literal(argument: str) -> str:
-    """An argument in which Kubernetes expands no variable."""
-    return argument.replace("$", "$$")
-
-
-def mount(pod: dict[str, Any], name: str, path: str, volume: dict[str, Any] | None) -> None:
-    """Give the one container of a pod a volume. None: one of that name is declared elsewhere."""
-    pod["containers"][0].setdefault("volumeMounts", []).append({"name": name, "mountPath": path})
-    if volume is not None:
-        pod.setdefault("volumes", []).append({"name": name} | volume)
-
-
-def share_memory(pod: dict[str, Any]) -> None:
-    """NCCL and Ray use shared memory, of which a container has little by default."""
-    mount(pod, "shared-memory", "/dev/shm", {"emptyDir": {"medium": "Memory"}})
-
-
-def give_gpus(pod: dict[str, Any], count: int) -> None:
-    pod["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": count}}
-    share_memory(pod)
-
-
-def give_tpus(pod: dict[str, Any], accelerator: str, topology: str, count: int) -> None:
-    """The chips that one host has of a slice, by GKE's labels."""
-    pod["nodeSelector"] = {
-        "cloud.google.com/gke-tpu-accelerator": accelerator,
-        "cloud.google.com/gke-tpu-topology": topology,
-    }
-    pod["containers"][0]["resources"] = {"limits": {"google.com/tpu": count}}

@@ -10,27 +10,28 @@ from typing import Any
 
 import yaml
 
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.devices import DeviceSpec
 from jaxserve.core.errors import ConfigError
 from jaxserve.distributed.launch.job import Job
-from jaxserve.distributed.launch.k8s import (
-    Kubernetes,
+from jaxserve.distributed.launch.k8s import Kubernetes
+from jaxserve.distributed.launch.pods import (
+    GRACE_S,
+    KEY_SECRET,
+    PORT,
+    SERVED,
     give_gpus,
     give_tpus,
     literal,
     mount,
+    mount_key,
     share_memory,
 )
 from jaxserve.distributed.launch.ray_cluster import RayCluster
 
 _NAME = "jaxserve"
-_PORT = 8000
-_KEY_SECRET = "jaxserve-key"
-_KEY_PATH = "/etc/jaxserve"
 _USER = 1000
 """That of the images in docker/."""
-_GRACE_S = 60
-"""More than `serve --shutdown-timeout`."""
 _CACHED_GIB = 16
 """Of a claim, for programs and what else there is beside the model."""
 
@@ -72,7 +73,7 @@ class ServedDeployment:
         else:
             documents, needs = self._on_hosts()
         always = [
-            f"kubectl create secret generic {_KEY_SECRET} --from-file=key  (a file of API keys)",
+            f"kubectl create secret generic {KEY_SECRET} --from-file=key  (a file of API keys)",
             f"{self.image} must be an image that the cluster can pull",
         ]
         if Path(self.command[1]).exists():
@@ -134,7 +135,7 @@ class ServedDeployment:
                 "prefill_replicas to 0."
             )
         engines = min(self.spec.devices_per_host // self.devices, self.replicas)
-        hosts = math.ceil(self.replicas / engines)
+        hosts = cdiv(self.replicas, engines)
         accelerator = "gpu" if self.spec.platform == "gpu" else None
         command = (*self.command, *self._replicas_words(self.replicas))
         job = Job(command, hosts, engines * self.devices, accelerator, name=_NAME)
@@ -156,7 +157,7 @@ class ServedDeployment:
     def _over_hosts(self) -> tuple[list[dict[str, Any]], list[str]]:
         """The JobSet of `jaxserve launch`, with the key, and the Service of its first host."""
         per_host = self.spec.devices_per_host
-        least = math.ceil(self.devices / per_host)
+        least = cdiv(self.devices, per_host)
         hosts = next(n for n in range(least, self.devices + 1) if self.devices % n == 0)
         spans = f"an engine of {self.devices} devices spans {hosts} hosts of up to {per_host}"
         if self.replicas > 1:
@@ -169,13 +170,13 @@ class ServedDeployment:
                 f"{spans}, whose slice has a topology that you choose; see `jaxserve launch "
                 "--backend k8s --topology`."
             )
-        command = (*self.command, *_served())
+        command = (*self.command, *SERVED)
         accelerator = "gpu" if self.spec.platform == "gpu" else None
         job = Job(command, hosts, self.devices // hosts, accelerator, name=_NAME)
         secret, job_set = Kubernetes(self.image).manifests(job)
         (replicated,) = job_set["spec"]["replicatedJobs"]
         pod = replicated["template"]["spec"]["template"]["spec"]
-        _mount_key(pod)
+        mount_key(pod)
         needs = [
             "the cluster must have JobSet (jobset.sigs.k8s.io)",
             "each pod downloads the model: put it into the image, or into a volume for /cache",
@@ -189,9 +190,9 @@ class ServedDeployment:
         return [secret, job_set, self._service(first, f"{_NAME}-api")], needs
 
     def _pod(self, engines: int) -> dict[str, Any]:
-        words = (*self.command, *self._replicas_words(engines), *_served())
+        words = (*self.command, *self._replicas_words(engines), *SERVED)
         pod: dict[str, Any] = {
-            "terminationGracePeriodSeconds": _GRACE_S,
+            "terminationGracePeriodSeconds": GRACE_S,
             "securityContext": {"fsGroup": _USER, "fsGroupChangePolicy": "OnRootMismatch"},
             "containers": [
                 {
@@ -200,13 +201,13 @@ class ServedDeployment:
                     "args": list(map(literal, words)),
                     # A volume's own directory is not private to the server's user.
                     "env": [{"name": "JAXSERVE_CACHE", "value": "/cache/jaxserve"}],
-                    "ports": [{"containerPort": _PORT}],
+                    "ports": [{"containerPort": PORT}],
                     **_probed(),
                 }
             ],
         }
         self._give_devices(pod, engines)
-        _mount_key(pod)
+        mount_key(pod)
         return pod
 
     def _give_devices(self, pod: dict[str, Any], engines: int) -> None:
@@ -234,12 +235,7 @@ class ServedDeployment:
         }
 
     def _service(self, selector: dict[str, str], name: str = _NAME) -> dict[str, Any]:
-        return _object("v1", "Service", name, {"selector": selector, "ports": [{"port": _PORT}]})
-
-
-def _served() -> tuple[str, ...]:
-    """Options of a server that other pods reach."""
-    return ("--host", "0.0.0.0", "--port", str(_PORT), "--api-key-file", f"{_KEY_PATH}/key")
+        return _object("v1", "Service", name, {"selector": selector, "ports": [{"port": PORT}]})
 
 
 def _probed() -> dict[str, Any]:
@@ -247,16 +243,12 @@ def _probed() -> dict[str, Any]:
     needs no startup probe."""
 
     def asked(path: str, **times: int) -> dict[str, Any]:
-        return {"httpGet": {"path": path, "port": _PORT}} | times
+        return {"httpGet": {"path": path, "port": PORT}} | times
 
     return {
         "readinessProbe": asked("/health", periodSeconds=5),
         "livenessProbe": asked("/livez", periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
     }
-
-
-def _mount_key(pod: dict[str, Any]) -> None:
-    mount(pod, "key", _KEY_PATH, {"secret": {"secretName": _KEY_SECRET}})
 
 
 def _object(version: str, kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:

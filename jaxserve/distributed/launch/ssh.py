@@ -8,10 +8,9 @@ import shlex
 from pathlib import Path
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.distributed.launch.job import HERE, Job, require, secret_line
+from jaxserve.distributed.launch.job import COORDINATOR_PORT, HERE, Job, require, secret_line
 from jaxserve.distributed.launch.processes import HostProcess, run_together
 
-_PORT = 8476
 # Passwords cannot be entered, and lost hosts must be detected.
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=30", "-o", "ServerAliveInterval=15")
 
@@ -44,7 +43,7 @@ class Ssh:
                 "same number, or leave out --hosts."
             )
         job = dataclasses.replace(job, hosts=len(names))
-        coordinator = f"{names[0].rpartition('@')[2]}:{job.port or _PORT}"
+        coordinator = f"{names[0].rpartition('@')[2]}:{job.port or COORDINATOR_PORT}"
         commands = [
             job.host_command(HERE, coordinator=coordinator, host=host, stdin_line=True)
             for host in range(len(names))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from jaxserve.core.chat_settings import ReasoningParser
+from jaxserve.core.settings.chat_settings import ReasoningParser
 from jaxserve.protocol.errors import FieldError
 from jaxserve.protocol.parsing.channels import before_answer
 from jaxserve.protocol.parsing.tool_calls import Piece, place_of

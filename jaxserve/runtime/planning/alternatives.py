@@ -6,9 +6,10 @@ import bisect
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 from jaxserve.core.errors import MemoryPlanError
+from jaxserve.core.settings.choices import Quantization
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.planning.memory import MemoryPlan, gib
 
@@ -17,7 +18,6 @@ PlanOf = Callable[[Changes], MemoryPlan | None]
 """The memory plan, whether it fits or not, of a config with these changes; None if the changes are
 invalid for another reason."""
 
-QUANTIZATIONS = ("awq", "gptq", "compressed-tensors", "gguf", "mxfp4", "int8", "fp8", "int4")
 _SPARE = 1.02
 """Margin of an offered memory_utilization, since free memory changes."""
 
@@ -58,7 +58,7 @@ def alternatives(config: EngineConfig, plan_of: PlanOf, num_devices: int) -> lis
     as_it_is = plan_of({})
     shorter = _fitted(config, {}, plan_of)
     others: list[Changes | None] = []
-    for quantization in QUANTIZATIONS:
+    for quantization in get_args(Quantization):
         if quantization != config.quantization:
             others.append(_fitted(config, {"quantization": quantization}, plan_of))
     if config.dtype == "float32":
@@ -99,7 +99,7 @@ def devices_needed(config: EngineConfig, plan_of: PlanOf, most: int = 1024) -> i
 def weights_of(plan_of: PlanOf) -> dict[str, int]:
     """Bytes of the weights on one device, for each quantization that the model supports."""
     weights = {}
-    for quantization in QUANTIZATIONS:
+    for quantization in get_args(Quantization):
         memory = plan_of({"quantization": quantization})
         if memory is not None:
             weights[quantization] = memory.weights_bytes

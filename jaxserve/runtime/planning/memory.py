@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.errors import MemoryPlanError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.settings.config import EngineConfig
@@ -105,7 +106,7 @@ class MemoryPlan:
         if self.host_kv is None:
             return 0
         group = group_pages(self.host_kv) if self.num_pages else KV_GROUP_PAGES
-        return KV_WINDOW * group * -(-self.page_bytes // self.layout.layers_per_page)
+        return KV_WINDOW * group * cdiv(self.page_bytes, self.layout.layers_per_page)
 
     @property
     def shadow_bytes(self) -> int:

@@ -7,13 +7,13 @@ see together, and of whole prompts at least, however these are cut into chunks.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Self
 
 import numpy as np
 
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.buckets import Buckets, ProgramKey
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
@@ -81,7 +81,7 @@ def least_seconds(
         for column in zip(*((_step_s(times, key), key.rows, key.prefill_tokens) for key in keys))
     )
     # Each dispatch takes its share of the sequences: the others are in the stages of the pipeline.
-    rows = np.minimum(rows, math.ceil(config.max_num_seqs / config.pipeline_parallel_size))
+    rows = np.minimum(rows, cdiv(config.max_num_seqs, config.pipeline_parallel_size))
     rows *= np.array([key.width for key in keys])  # Tokens, if every draft is kept.
     decodes, prefills = rows > 0, prefill > 0
     dearest = (seconds[decodes] / rows[decodes]).min()

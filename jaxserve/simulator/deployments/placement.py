@@ -49,7 +49,6 @@ class Placement(NamedTuple):
     devices: int
     num_prefill: int = 0
     num_decode: int = 0
-    num_both: int = 0
     prefill: EngineGoodput | None = None
     decode: EngineGoodput | None = None
     both: EngineGoodput | None = None
@@ -97,7 +96,7 @@ def _apart(
 
 
 def _together(engine: EngineGoodput, count: int) -> Placement:
-    return Placement(count * engine.both, count * engine.devices, num_both=count, both=engine)
+    return Placement(count * engine.both, count * engine.devices, both=engine)
 
 
 def _best(found: Iterable[Placement], num_devices: int) -> Placement:

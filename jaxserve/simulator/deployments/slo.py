@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Self
 
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.errors import ConfigError
 from jaxserve.metrics.fluidity import INTERACTIVE, Deadlines, fluidity
 from jaxserve.metrics.statistics import percentile
@@ -53,11 +54,11 @@ class Limit:
     @property
     def fewest_requests(self) -> int:
         """With fewer the percentile is the worst value, except that the 100th always is."""
-        return 1 if self.percent == 100 else -(-100 // (100 - self.percent))
+        return 1 if self.percent == 100 else cdiv(100, 100 - self.percent)
 
     def may_miss(self, requests: int) -> int:
         """How many of so many requests may be over the limit."""
-        return requests - -(-self.percent * requests // 100)
+        return requests - cdiv(self.percent * requests, 100)
 
 
 @dataclasses.dataclass(frozen=True)

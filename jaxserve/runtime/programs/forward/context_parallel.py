@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.hardware.devices import collective_rates
@@ -70,7 +71,7 @@ def longest_ring_context(
         )
         return scheme == "pass_kv"
 
-    most_pages = -(-config.max_model_len // config.page_size)
+    most_pages = cdiv(config.max_model_len, config.page_size)
     most = min(most_pages * config.page_size, RING_CHUNKS * prefill_tokens)
     contexts = range(prefill_tokens, most + 1)
     count = bisect_left(contexts, True, key=lambda context: not travels(context))

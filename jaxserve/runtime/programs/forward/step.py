@@ -212,12 +212,11 @@ def _layer(
     scores = {"scale": config.attention_scale, "soft_cap": config.attention_soft_cap}
 
     def attention(q, k, v, *, window, sinks=None):
-        attend = context_parallel.attend
         if layout.seq == 1:
             attend = functools.partial(_attend, num_decodes=num_decodes)
-        attended = attend(
-            layout, slot_mapping, pages, q, k, v, window=window, sinks=sinks, **scores
-        )
+        else:
+            attend = functools.partial(context_parallel.attend, layout)
+        attended = attend(slot_mapping, pages, q, k, v, window=window, sinks=sinks, **scores)
         return written(*attended)
 
     def uncompressed(q: jax.Array, k: jax.Array, of_heads: OfHeads, *, window: int | None):
@@ -255,7 +254,6 @@ def _in_its_dtype(x: jax.Array) -> jax.Array:
 
 
 def _attend(
-    layout: StepLayout,
     slot_mapping: SlotMapping,
     pages: Pages,
     q: jax.Array,

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.buckets import Buckets, ProgramKey
@@ -144,7 +145,7 @@ class ProgramShapes:
                     self.config, self.model, self.device, key.prefill_tokens
                 )
             ):
-                contexts[key] = -(-context // page_size) * page_size
+                contexts[key] = cdiv(context, page_size) * page_size
         return dataclasses.replace(buckets, ring_contexts=contexts)
 
     @functools.cached_property
@@ -193,7 +194,7 @@ class ProgramShapes:
     @property
     def max_pages(self) -> int:
         """Pages of the longest sequence."""
-        return -(-self.config.max_model_len // self.config.page_size)
+        return cdiv(self.config.max_model_len, self.config.page_size)
 
     def _layout(self, key: ProgramKey) -> StepLayout:
         context = self.buckets.ring_contexts.get(key._replace(ring=False), 0)
