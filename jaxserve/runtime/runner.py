@@ -18,13 +18,13 @@ import numpy as np
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.expert_loads import ExpertLoads
-from jaxserve.core.steps.in_flight import StepResults, TokenLogprobs
 from jaxserve.core.steps.offload_counts import RecallCounts, WeightReads
 from jaxserve.core.steps.plan import StepPlan
+from jaxserve.core.steps.results import StepResults, TokenLogprobs
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES, TRANSFER_SIZES
 from jaxserve.models.family import Params
+from jaxserve.runtime.device_step import BUBBLE, DeviceStep, PackedInputs, SamplingRow
 from jaxserve.runtime.grammar_masks import GrammarMasks
-from jaxserve.runtime.in_flight import BUBBLE, DeviceStep, PackedInputs, SamplingRow
 from jaxserve.runtime.programs.compilation.executables import Programs
 from jaxserve.runtime.programs.device_state import allocate, filled
 from jaxserve.runtime.programs.forward.forward_programs import Hidden

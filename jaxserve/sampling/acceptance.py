@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.core.settings.speculative import SpeculativeConfig
-from jaxserve.core.steps.in_flight import NO_TOKEN
+from jaxserve.core.steps.results import NO_TOKEN
 from jaxserve.models import parallel
 from jaxserve.sampling.noise import exponentials
 from jaxserve.sampling.vocabulary import largest

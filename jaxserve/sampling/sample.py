@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.core.steps.in_flight import NO_TOKEN, TokenLogprobs
+from jaxserve.core.steps.results import NO_TOKEN, TokenLogprobs
 from jaxserve.models import parallel
 from jaxserve.sampling import rows as row
 from jaxserve.sampling.acceptance import AcceptanceRule, Drafted, decide

@@ -9,8 +9,8 @@ from collections.abc import Sequence as SequenceOf
 
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.steps.buckets import Buckets, ProgramKey
-from jaxserve.core.steps.in_flight import DispatchedStep, PackedStep, StepResults
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
+from jaxserve.core.steps.results import DispatchedStep, PackedStep, StepResults
 from jaxserve.kv.offload.transfers import staged_pages
 from jaxserve.simulator.acceptance import AcceptanceModel
 from jaxserve.simulator.step_times import StepTimes

@@ -14,13 +14,13 @@ from simulations import TIMES, simulation, tiny_trace
 from jaxserve.core.events import Collected, Dispatched, EventLog
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.core.steps.in_flight import PackedStep, StepResults
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
+from jaxserve.core.steps.results import PackedStep, StepResults
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.kv.offload.tiers import Tier
 from jaxserve.metrics.metrics import Metrics
-from jaxserve.runtime.in_flight import DeviceStep
+from jaxserve.runtime.device_step import DeviceStep
 from jaxserve.runtime.planning.step_work import prefix_cost
 from jaxserve.runtime.runner import Runner
 from jaxserve.runtime.startup import start

@@ -20,7 +20,7 @@ from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.steps.plan import StepPlan
 from jaxserve.kv.layout import KVPlace
 from jaxserve.models.family import Family, Params
-from jaxserve.runtime.in_flight import PackedInputs
+from jaxserve.runtime.device_step import PackedInputs
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.forward import step
 from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan

@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxserve.core.events import DraftTree
 from jaxserve.core.steps.buckets import ProgramKey
-from jaxserve.core.steps.in_flight import DispatchedStep, PackedStep, TokenLogprobs
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
+from jaxserve.core.steps.results import DispatchedStep, PackedStep, TokenLogprobs
 from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
 from jaxserve.sampling.speculation import Acceptance
 
