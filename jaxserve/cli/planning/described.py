@@ -98,7 +98,7 @@ class Described:
     def modelled(self) -> StepTimes | None:
         """By the data sheet; None where that is not known. Raises as `times`."""
         from jaxserve.runtime.planning.step_work import draft_work
-        from jaxserve.runtime.programs.forward.halves import in_halves
+        from jaxserve.runtime.programs.forward.dual_batch import in_halves
 
         if self.spec is None:
             return None

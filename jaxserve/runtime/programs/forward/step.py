@@ -22,7 +22,7 @@ from jaxserve.models import lora, moe, parallel
 from jaxserve.models.family import Family, Params
 from jaxserve.runtime.programs.forward import context_parallel
 from jaxserve.runtime.programs.forward.context_parallel import ShardedTokens
-from jaxserve.runtime.programs.forward.halves import halves, rows_of_half
+from jaxserve.runtime.programs.forward.dual_batch import halves, rows_of_half
 from jaxserve.runtime.programs.forward.step_inputs import SlotMapping
 from jaxserve.runtime.programs.forward.step_layout import StepLayout
 from jaxserve.runtime.programs.forward.tiles import batch_of_tile, num_real_tokens, scan_tiles
