@@ -35,7 +35,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.prompts import Prompt
 from jaxserve.engine.request import Request
 from jaxserve.metrics.metric import Metric
-from jaxserve.metrics.trace import write_trace
+from jaxserve.metrics.perfetto import write_trace
 from jaxserve.prompt_batch import PromptBatch, is_single, warn_of_errors
 from jaxserve.runtime.live_weights import WeightsSource
 from jaxserve.runtime.planning.engine_plan import EnginePlan

@@ -28,9 +28,9 @@ from jaxserve.core.process.progress_bar import ProgressBar
 from jaxserve.core.process.tables import table
 from jaxserve.loadgen.results import RequestResult, Summary
 from jaxserve.loadgen.trace import TraceRequest
+from jaxserve.metrics.perfetto import write_trace
 from jaxserve.metrics.statistics import percentile
 from jaxserve.metrics.summaries import Percentiles, SequenceSummary
-from jaxserve.metrics.trace import write_trace
 from jaxserve.simulator.replicas import SimulatedReplica, shares
 
 
