@@ -34,7 +34,7 @@ from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.simulator.acceptance import AcceptanceModel
 from jaxserve.simulator.executor import SimulatedExecutor, VirtualClock
 from jaxserve.simulator.step_times import StepTimes
-from jaxserve.simulator.transfers import Link, SimulatedTransfers
+from jaxserve.simulator.transfer_worker import Link, SimulatedTransferWorker
 
 _VOCAB_SIZE = 2**31
 """Larger than any model's: token ids are those of the trace."""
@@ -120,7 +120,7 @@ class Simulation:
         worker = None
         if tiers:
             links = {tier: lower.link for tier, lower in tiers.items()}
-            worker = SimulatedTransfers(links, page_bytes=page_bytes, clock=self.clock)
+            worker = SimulatedTransferWorker(links, page_bytes=page_bytes, clock=self.clock)
         manager = KVManager(
             PagePool(num_pages, config.page_size),
             layout=layout,

@@ -28,7 +28,7 @@ from jaxserve.scheduler.policies import POLICIES
 from jaxserve.simulator.acceptance import Verified
 from jaxserve.simulator.executor import SimulatedExecutor, VirtualClock
 from jaxserve.simulator.simulation import Arrival, Simulation
-from jaxserve.simulator.transfers import Link, SimulatedTransfers
+from jaxserve.simulator.transfer_worker import Link, SimulatedTransferWorker
 
 PLAIN = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
@@ -68,7 +68,7 @@ def test_a_timeline_by_hand():
 def test_transfers_take_the_time_of_their_bytes_one_at_a_time_in_each_queue():
     clock = VirtualClock()
     link = Link(bytes_per_s=1e6, latency_s=1e-3)
-    transfers = SimulatedTransfers({Tier.HOST: link}, page_bytes=1000, clock=clock)
+    transfers = SimulatedTransferWorker({Tier.HOST: link}, page_bytes=1000, clock=clock)
     assert transfers.reserve()
     assert transfers.reserve()
     save = transfers.move(Tier.DEVICE, [1, 2], Tier.HOST, [0, 1], 2)

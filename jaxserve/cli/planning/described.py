@@ -15,7 +15,7 @@ from jaxserve.simulator.deployments.deployment import Deployment
 from jaxserve.simulator.profile import Profile, ProfiledTimes
 from jaxserve.simulator.roofline import Roofline
 from jaxserve.simulator.step_times import PrefixSharing, StepTimes
-from jaxserve.simulator.transfers import Link
+from jaxserve.simulator.transfer_worker import Link
 
 if TYPE_CHECKING:
     from jaxserve.runtime.planning.engine_plan import EnginePlan
