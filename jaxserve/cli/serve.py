@@ -281,8 +281,8 @@ class Serve(Common):
         for name, other in (tuple(kinds), tuple(kinds)[::-1]):
             if kinds[name] and not kinds[other]:
                 raise ConfigError(
-                    f"{name} is {kinds[name]}, but {other} is 0; prefill and decode apart take two "
-                    "replicas at least, one of each."
+                    f"{name} is {kinds[name]}, but {other} is 0; disaggregated prefill and decode "
+                    "take two replicas at least, one of each."
                 )
         if any(kinds.values()) and self.data_parallel_size > 1:
             raise ConfigError(
@@ -302,8 +302,8 @@ class Serve(Common):
             )
         if self.data_parallel_size < 2:
             raise ConfigError(
-                "disaggregation is auto, but data_parallel_size is 1; prefill and decode apart "
-                "take two replicas at least, one of each."
+                "disaggregation is auto, but data_parallel_size is 1; disaggregated prefill "
+                "and decode take two replicas at least, one of each."
             )
         if self.slo is None:
             raise ConfigError(

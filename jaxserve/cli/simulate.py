@@ -14,7 +14,7 @@ from typing import Any, Literal
 from tyro.conf import OmitArgPrefixes
 
 from jaxserve.cli.arguments.options import Common, ModelSettings
-from jaxserve.cli.arguments.values import Shares
+from jaxserve.cli.arguments.values import Floats
 from jaxserve.cli.bench.options import Deadline, LoadOptions, SloOptions
 from jaxserve.cli.bench.report import report
 from jaxserve.cli.planning.described import Described, draft_acceptance
@@ -64,7 +64,7 @@ class Simulate(Common):
     engine: ModelSettings = dataclasses.field(default_factory=ModelSettings)
     device: str | None = None
     profile: Path | None = None
-    draft_acceptance: Shares = ()
+    draft_acceptance: Floats = ()
     replicas: int = 1
     routing: Literal["round_robin", "freeness"] | None = None
     prefill_replicas: int = 0
@@ -150,8 +150,8 @@ class Simulate(Common):
             return
         if prefill < 1 or decode < 1:
             raise ConfigError(
-                f"prefill_replicas is {prefill} and decode_replicas {decode}; prefill and decode "
-                "apart take one of each at least."
+                f"prefill_replicas is {prefill} and decode_replicas {decode}; disaggregated "
+                "prefill and decode take one of each at least."
             )
         if self.replicas > 1 or self.max_replicas is not None:
             raise ConfigError(

@@ -2,7 +2,7 @@
 
 Each decides for a single token, where drafts come next: whether one of them is the token, or what
 else is. They take a draft's chance from the distribution that the token would be sampled from,
-after temperature, filters, masks and penalties. Rows that take the likeliest token, and those
+after temperature, filters, masks and penalties. Rows that take the most likely token, and those
 without a draft, are sampled as ever.
 
 rejection: Leviathan et al. ("Fast Inference from Transformers via Speculative Decoding", 2023). A

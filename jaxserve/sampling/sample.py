@@ -116,7 +116,7 @@ def candidates(
     processors: Processors,
     num: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The `num` tokens most likely to be what `general` samples, likeliest first, and how likely as
+    """The `num` tokens most likely to be what `general` samples, in that order, and how likely as
     logarithms: int32 and float32 [rows, num]; NO_TOKEN and -inf where there are fewer. `num` is at
     most CELL. Arguments as in `general`, without masks.
 

@@ -32,7 +32,7 @@ from jaxserve.kv.manager import KVManager, Match
 from jaxserve.scheduler.admission import AdmissionRule
 from jaxserve.scheduler.config import SchedulerConfig
 from jaxserve.scheduler.decode_groups import group_decodes
-from jaxserve.scheduler.drafts import ChosenDrafts, FixedDrafts
+from jaxserve.scheduler.drafts import AdaptiveDraftLength, FixedDraftLength
 from jaxserve.scheduler.lifecycle import SequenceLifecycle, by_order
 from jaxserve.scheduler.policies import POLICIES
 from jaxserve.scheduler.request_queue import FairQueue, SlackQueue, WaitingQueue
@@ -51,11 +51,11 @@ class Scheduler(SequenceLifecycle):
         self.policy = POLICIES[config.policy]
         self.step_time = self._slack = None
         waiting: WaitingQueue | FairQueue = WaitingQueue()
-        self._drafts: FixedDrafts | ChosenDrafts = FixedDrafts()
+        self._drafts: FixedDraftLength | AdaptiveDraftLength = FixedDraftLength()
         if self.policy.chunk == "timed" or len(config.draft_lengths) > 2:
             self.step_time = StepTime(config.buckets, config.num_stages)
         if len(config.draft_lengths) > 2:
-            self._drafts = ChosenDrafts(config.draft_lengths, self.step_time)
+            self._drafts = AdaptiveDraftLength(config.draft_lengths, self.step_time)
         if self.policy.chunk == "timed":
             self._slack = RelativeSlack(self.step_time, config.target_step_us)
             waiting = SlackQueue(self._slack.urgency)

@@ -1,4 +1,4 @@
-"""Which drafts are kept: a seeded law in place of the text, which a simulation does not have."""
+"""A seeded acceptance distribution of drafts, in place of the text, which a simulation lacks."""
 
 from __future__ import annotations
 

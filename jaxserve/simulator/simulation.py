@@ -227,7 +227,7 @@ class Simulation:
 
     def resume(self, request: Request, table: PageTable | None, time_us: int) -> Request:
         """Queues a request of another simulation with the tokens that it has; the KV of those that
-        `table` has not is computed again. Raises RequestError when it cannot run here."""
+        `table` lacks is computed again. Raises RequestError when it cannot run here."""
         self.clock.advance_to(time_us)
         state = RequestSnapshot.of(request, None, time_us)
         first = request.sequence_outputs[0].seq

@@ -1,4 +1,4 @@
-"""`simulate`, `profile`, and `plan` for devices that are not here."""
+"""`simulate`, `profile`, and `plan` for target devices."""
 
 from __future__ import annotations
 

@@ -24,7 +24,10 @@ from jaxserve.cli import main
             "--data-parallel-size is 2, but --prefill-replicas and --decode-replicas say how many",
         ),
         (["--prefill-replicas=1", "--decode-replicas=2", "--dev-mode"], "but there are 3 replicas"),
-        (["--disaggregation=auto"], "but --data-parallel-size is 1; prefill and decode apart"),
+        (
+            ["--disaggregation=auto"],
+            "but --data-parallel-size is 1; disaggregated prefill and decode",
+        ),
         (["--disaggregation=auto", "--data-parallel-size=2"], "give --slo, limits that requests"),
         (["--slo=ttft=1s"], "--slo is for disaggregation auto; leave it out"),
         (

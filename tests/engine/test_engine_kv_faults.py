@@ -135,8 +135,8 @@ def test_a_copy_that_takes_several_steps(llama, alone, llm, copies_of, name):
 
     def linger(copy, *given):
         result, until = copy(*given), len(steps) + 3
-        patience = time.monotonic() + 0.01
-        while len(steps) < until and time.monotonic() < patience:
+        deadline = time.monotonic() + 0.01
+        while len(steps) < until and time.monotonic() < deadline:
             time.sleep(0.0002)
         return result
 
@@ -192,7 +192,7 @@ def test_others_run_while_a_fetch_hangs(llama, alone, llm, copies_of):
 
     copies_of(llm).wrap("upload", wait)
     engine = llm.engine
-    engine.kv._offload._patience_us = lambda *given: 60_000_000
+    engine.kv._offload._timeout_us = lambda *given: 60_000_000
     try:
         stuck = engine.add("stuck", prompt, SEEDED)
         request = engine.add("other", other, SEEDED)
@@ -208,7 +208,7 @@ def test_others_run_while_a_fetch_hangs(llama, alone, llm, copies_of):
         assert token_ids(engine.output(stuck)) == alone.tokens(prompt, SEEDED)
     finally:
         hang.set()
-        del engine.kv._offload._patience_us
+        del engine.kv._offload._timeout_us
         engine.abort("stuck")
         engine.abort("other")
         while engine.has_work:

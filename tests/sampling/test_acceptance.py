@@ -54,7 +54,7 @@ def total_variation(tokens, probs):
 
 
 def several_drawn(probs, position, most):
-    """As many different drafts int32 [draws, most], the likeliest to win the race first."""
+    """As many different drafts int32 [draws, most], the most likely to win the race first."""
     tokens = jnp.arange(probs.shape[1], dtype=jnp.int32)
     positions = jnp.full(len(probs), position, jnp.int32)
     race = probs / exponentials(seeds_of(len(probs)), positions, tokens)

@@ -123,7 +123,7 @@ def test_the_best_drafts_begin_with_what_is_sampled(seed, temperature, top_k, nu
     for draft in drafts[:kept]:
         output, _ = run_general(logits, state, meta, masks)
         assert output.token_ids[0] == draft
-        if top_k:  # Another token would come among the likeliest.
+        if top_k:  # Another token would come among the most likely.
             break
         logits[0, draft] = -np.inf
     if not temperature:

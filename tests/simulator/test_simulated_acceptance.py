@@ -55,25 +55,25 @@ def test_a_timeline_by_hand(rate, tokens_a_step):
 
 def test_rates_are_those_of_each_place():
     """Of many decodes with 3 drafts: shares of those that keep one, two and three."""
-    law, params = DraftAcceptance((0.8, 0.5, 0.25)), SamplingParams(max_tokens=4)
+    acceptance, params = DraftAcceptance((0.8, 0.5, 0.25)), SamplingParams(max_tokens=4)
     seqs = [Sequence(n, str(n), 0, [1], params, arrival_us=0) for n in range(4_000)]
-    kept = [law.verified(seq, 5, 3).num_kept for seq in seqs]
+    kept = [acceptance.verified(seq, 5, 3).num_kept for seq in seqs]
     shares = [sum(k >= place for k in kept) / len(kept) for place in (1, 2, 3)]
     assert shares == pytest.approx([0.8, 0.4, 0.1], abs=0.03)
     assert 1 + sum(kept) / len(kept) == pytest.approx(1 + 0.8 + 0.4 + 0.1, abs=0.05)
-    assert law.verified(seqs[0], 5, 3) == law.verified(seqs[0], 5, 3)
-    other = dataclasses.replace(law, seed=1)
+    assert acceptance.verified(seqs[0], 5, 3) == acceptance.verified(seqs[0], 5, 3)
+    other = dataclasses.replace(acceptance, seed=1)
     assert kept != [other.verified(seq, 5, 3).num_kept for seq in seqs]
     tree = DraftAcceptance((1.0,), depth=2)
     assert tree.verified(seqs[0], 5, 9) == (9, 2)
 
 
 def test_a_draft_is_right_however_many_are_verified():
-    law, params = DraftAcceptance((0.6,)), SamplingParams(max_tokens=4)
+    acceptance, params = DraftAcceptance((0.6,)), SamplingParams(max_tokens=4)
     seq = Sequence(7, "7", 0, [1], params, arrival_us=0)
     for index in range(50):
-        most = law.verified(seq, index, 8).num_kept
-        assert [law.verified(seq, index, n).num_kept for n in range(9)] == [
+        most = acceptance.verified(seq, index, 8).num_kept
+        assert [acceptance.verified(seq, index, n).num_kept for n in range(9)] == [
             min(n, most) for n in range(9)
         ]
 

@@ -13,7 +13,7 @@ from typing import Any
 from tyro.conf import OmitArgPrefixes
 
 from jaxserve.cli.arguments.options import Common
-from jaxserve.cli.arguments.values import Names, Shares
+from jaxserve.cli.arguments.values import Floats, Names
 from jaxserve.cli.bench.options import Deadline
 from jaxserve.cli.search.deployments import Dropped, Planned, Planner, SearchLoad, SharedLoad
 from jaxserve.cli.search.journal import Journal
@@ -62,7 +62,7 @@ class Search(Common):
     space: OmitArgPrefixes[Space] = dataclasses.field(default_factory=Space)
     load: OmitArgPrefixes[SearchLoad] = dataclasses.field(default_factory=SearchLoad)
     deadline: Deadline = dataclasses.field(default_factory=Deadline)
-    draft_acceptance: Shares = ()
+    draft_acceptance: Floats = ()
     prices: Path | None = None
     out: Path | None = None
     processes: int | None = None
