@@ -45,8 +45,8 @@ class Simulate(Common):
         device: a100, b200, h100, h200, l4, v5e, v5p, v6e, or a TOML file with the fields of those;
             its step times are modelled.
         profile: a file of `jaxserve profile`, for measured step times.
-        draft_acceptance: with speculative_config, the share of drafts that are kept: of the first
-            of a step, the second and so on, comma-separated, the last of all further ones.
+        draft_acceptance: with speculative_config, the share of drafts that are accepted: of the
+            first of a step, the second and so on, comma-separated, the last of all further ones.
         replicas: number of engines.
         routing: which engine gets a request: round_robin, each in its turn, or freeness, as the
             router of `jaxserve serve --data-parallel-size`, which also moves running requests.

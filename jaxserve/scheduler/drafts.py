@@ -1,9 +1,9 @@
 """How many tokens to draft, chosen for every step by goodput (SmartSpec, Liu et al. 2024).
 
-Goodput is tokens kept per second. If each draft of a sequence is kept with probability a, then k
-drafts yield (1 - a^(k+1)) / (1 - a) tokens on average; the step's time is predicted from those
-measured, for each number of drafts. Both are learned as the engine runs, so lengths that are not
-in use are explored now and then. There is no clock and nothing random: the same tokens and step
+Goodput is tokens accepted per second. If each draft of a sequence is accepted with probability a,
+then k drafts yield (1 - a^(k+1)) / (1 - a) tokens on average; the step's time is predicted from
+those measured, for each number of drafts. Both are learned as the engine runs, so lengths that are
+not in use are explored now and then. There is no clock and nothing random: the same tokens and step
 times give the same lengths, on every host of a job.
 """
 
@@ -61,8 +61,8 @@ class FixedDraftLength:
         return seq.num_speculative_tokens
 
     def observe(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Records that a step kept `num_accepted` of `num_drafts` drafts, 1 or more: those up to
-        the first that was wrong, or missing."""
+        """Records that a step accepted `num_accepted` of `num_drafts` drafts, 1 or more: those up
+        to the first that was wrong, or missing."""
 
 
 class AdaptiveDraftLength(FixedDraftLength):
@@ -155,11 +155,11 @@ class AdaptiveDraftLength(FixedDraftLength):
         total = 0.0
         for seq in seqs:
             accepted = self._acceptance(seq)
-            kept = 1.0
+            reached = 1.0
             for _ in range(length):
-                total += kept
-                kept *= accepted
-            total += kept
+                total += reached
+                reached *= accepted
+            total += reached
         return total
 
     def _times_us(self, loads: dict[int, StepLoad]) -> dict[int, float]:

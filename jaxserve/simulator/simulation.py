@@ -94,8 +94,8 @@ class Simulation:
         """`num_pages` as in the memory plan, the trash page included. `layout` has the KV groups,
         one without a window by default. `tiers` are from the top down. `token_of` gives the token
         that a sequence samples at a position of its output; with speculation `acceptance` says
-        which drafts are kept. `prefix_cost`: of decodes that read shared pages together, if they
-        do. `deadlines` are those of the fluidity index; `sinks` are called with every event.
+        which drafts are accepted. `prefix_cost`: of decodes that read shared pages together, if
+        they do. `deadlines` are those of the fluidity index; `sinks` are called with every event.
 
         Raises ConfigError for speculation without `acceptance`.
         """

@@ -199,7 +199,7 @@ class _Seen:
 
 
 class DraftingRunner(TimedRunner):
-    """One that notes which drafts were kept."""
+    """One that notes which drafts were accepted."""
 
     seen: _Seen
 
@@ -226,15 +226,16 @@ def without_trees(record: Any) -> Any:
 
 
 def predictable(params: SamplingParams) -> SamplingParams:
-    """As `params`, of an answer that repeats itself, so that drafts are found and kept: also those
-    of a step that was dispatched before its sequence had finished."""
+    """As `params`, of an answer that repeats itself, so that drafts are found and accepted: also
+    those of a step that was dispatched before its sequence had finished."""
     longer = params.max_tokens + 20
     two = {"temperature": 0.0, "n": 1, "allowed_token_ids": (97, 98), "max_tokens": longer}
     return dataclasses.replace(params, **two)
 
 
 def test_decisions_are_those_of_the_engine_that_speculates(llama):
-    """With the same drafts kept, the numbers of drafts, the pages and the steps are the same."""
+    """With the same drafts accepted, the numbers of drafts, the pages and the steps are the
+    same."""
     speculative = {"num_speculative_tokens": "auto", "prompt_lookup_min": 1}
     settings = llama.settings(debug_kv=True, host_kv_bytes=0)
     settings |= {"speculative_config": speculative, "max_num_batched_tokens": 64}
@@ -282,5 +283,5 @@ def test_decisions_are_those_of_the_engine_that_speculates(llama):
         assert ours == theirs, f"step {number}"
     assert len(decided) == len(expected)
     assert [*map(without_trees, log.records)] == simulated.log.records
-    assert sum(seen.num_kept for seen in runner.seen.rows.values()) > 0
+    assert sum(seen.num_accepted for seen in runner.seen.rows.values()) > 0
     assert any(chunk[-2] for _, (decodes, _), *_ in decided for chunk in decodes)

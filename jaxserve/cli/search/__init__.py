@@ -42,7 +42,7 @@ class Search(Common):
         devices: numbers of devices to try.
         slo: limits of percentiles, such as ttft=2s,itl_p90=50ms: of queue, ttft, itl, tpot, e2e,
             and at least of fluidity; without _pN of the 99th.
-        draft_acceptance: with speculative_config, the share of drafts that are kept, as in
+        draft_acceptance: with speculative_config, the share of drafts that are accepted, as in
             `jaxserve simulate`.
         prices: a TOML file with the price of each device for an hour, with lines such as
             h200 = 3.50; without it the cost is the number of devices.

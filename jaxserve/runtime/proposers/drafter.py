@@ -55,7 +55,7 @@ class Drafter:
     """A model that drafts, as one device runs it, with the pages of its layers at `places`.
 
     `num_recent`: how many of a sequence's last tokens a pass computes. The newest is always without
-    KV; the one before it too, where that was the last draft of a step and was kept, unless the
+    KV; the one before it too, where that was the last draft of a step and was accepted, unless the
     target computes the same KV.
     """
 

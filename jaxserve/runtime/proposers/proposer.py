@@ -47,7 +47,7 @@ class Proposer(abc.ABC):
         acceptance: Acceptance,
     ) -> None:
         """Takes what a step sampled, `width` tokens for each of `step.sampled`, int32 [at least as
-        many], and how many of them are kept, as `state.speculation` has them already."""
+        many], and how many of them are accepted, as `state.speculation` has them already."""
         return
 
     def follow(
