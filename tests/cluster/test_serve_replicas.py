@@ -16,7 +16,7 @@ from jaxserve.cli import main
         (["--data-parallel-size=2", "--trace-file=t.json"], "--trace-file is of one engine"),
         (
             ["--decode-replicas=1"],
-            "--decode-replicas is 1, but --prefill-replicas is 0; prefill and",
+            "--decode-replicas is 1, but --prefill-replicas is 0; disaggregated prefill and",
         ),
         (["--prefill-replicas=2"], "take two replicas at least, one of each"),
         (
